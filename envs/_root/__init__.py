@@ -1,0 +1,1 @@
+"""servegym: environments and an agent zoo for LLM serving control."""
