@@ -1,0 +1,79 @@
+# make train   train the router for a few minutes and compare it with the heuristics
+# make test    run the test suite on the installed package
+# make lint    ruff and pyright
+# make bench   speed of the environments against their yardsticks
+#
+# PYTHON=python3.12     interpreter of a new virtual environment (3.11 to 3.13)
+# VENV=.venv            where that environment lives
+# INSTALL=dist/x.whl    what to install and check: this tree by default, or a built wheel
+# ARGS="..."            further arguments of the command behind the target
+
+PYTHON ?= python3
+VENV ?= .venv
+INSTALL ?= .
+WORKERS ?= 2
+ARGS ?=
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+ROOT := $(CURDIR)
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+EXTRAS := agents,plots,test,dev,track
+
+# One thread a process: two torch threads on two busy cores are many times slower than one.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train test lint ruff pyright bench install constraints clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+# torch comes first and alone: the pinned version may be a CPU build that lies on this machine,
+# and a resolver that has not seen it installed prefers the latest build with CUDA libraries.
+$(BIN)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed; $(PYTHON) is %d.%d (set PYTHON=)" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt setuptools torch==2.13.0
+	rm -rf build
+	$(PIP) install --quiet --constraint constraints.txt "$(INSTALL)[$(EXTRAS)]"
+	touch $@
+
+# The package itself is installed anew every time, so that the checks never see an older tree.
+install: $(BIN)/.installed
+	@rm -rf build
+	@$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall "$(INSTALL)"
+
+train: install
+	$(BIN)/python -m servegym.experiments.train_and_compare $(ARGS)
+
+# Run from an empty folder: what is tested is the installed package and nothing of the tree but tests/.
+test: install
+	@away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
+	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS) $(ARGS) $(ROOT)/tests
+
+lint: ruff pyright
+
+ruff: $(BIN)/.installed
+	$(BIN)/ruff check $(ROOT)
+	$(BIN)/ruff format --check $(ROOT)
+
+pyright: install
+	$(BIN)/pyright --project $(ROOT)/pyproject.toml --pythonpath $(BIN)/python
+
+bench: install
+	$(BIN)/python -m servegym.experiments.bench_routing $(ARGS)
+
+constraints:
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(PYTHON) -m venv $$fresh && \
+	$$fresh/bin/pip install --quiet torch==2.13.0 && \
+	$$fresh/bin/pip install --quiet --upgrade setuptools ".[$(EXTRAS)]" && \
+	{ echo "# The exact versions the checks pass with (make constraints writes this file)."; \
+	  $$fresh/bin/pip freeze --all --exclude pip --exclude serve-gym | sed 's/+cpu$$//'; } > constraints.txt.tmp && \
+	mv constraints.txt.tmp constraints.txt
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

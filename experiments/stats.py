@@ -1,0 +1,205 @@
+"""Robust summaries of evaluation scores: IQM, bootstrap intervals, paired differences.
+
+Scores of shape ``(runs, tasks)`` follow rliable (Agarwal et al., 2021, "Deep Reinforcement
+Learning at the Edge of the Statistical Precipice", section 4): the interquartile mean pools all
+runs of all tasks, and the stratified bootstrap resamples runs within each task. A vector of shape
+``(runs,)`` is one task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats as scipy_stats
+
+__all__ = [
+    "Interval",
+    "iqm",
+    "mean",
+    "paired_difference",
+    "stratified_bootstrap",
+    "two_way_bootstrap_mean",
+]
+
+Statistic = Callable[[NDArray[np.float64]], float]
+
+
+class Interval(NamedTuple):
+    """A point estimate with the ends of its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _scores(values: ArrayLike, argument: str) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim == 1:
+        array = array[:, None]
+    if array.ndim != 2 or array.size == 0:
+        raise ValueError(
+            f"{argument} has shape {np.shape(values)}; allowed is a non-empty array of shape "
+            "(runs,) or (runs, tasks)"
+        )
+    return array
+
+
+def iqm(scores: ArrayLike) -> float:
+    """Interquartile mean: the mean of the middle half of all scores.
+
+    Args:
+        scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
+
+    Returns:
+        The 25 %-trimmed mean over all runs and tasks; NaN if any score is NaN, since leaving
+        undefined runs out would flatter the policy that produced them.
+
+    Raises:
+        ValueError: If ``scores`` is empty or has more than two axes.
+    """
+    array = _scores(scores, "scores")
+    if np.isnan(array).any():
+        return float("nan")
+    return float(scipy_stats.trim_mean(array, proportiontocut=0.25, axis=None))
+
+
+def mean(scores: ArrayLike) -> float:
+    """Plain mean over all runs and tasks, NaN if any score is NaN."""
+    return float(np.mean(_scores(scores, "scores")))
+
+
+def _check_interval_arguments(repetitions: int, confidence: float) -> None:
+    if repetitions < 1:
+        raise ValueError(f"repetitions is {repetitions}; allowed is 1 or more")
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence is {confidence}; allowed is a number between 0 and 1")
+
+
+def _percentiles(replicates: NDArray[np.float64], confidence: float) -> tuple[float, float]:
+    tail = 50.0 * (1.0 - confidence)
+    low, high = np.percentile(replicates, [tail, 100.0 - tail])
+    return float(low), float(high)
+
+
+def stratified_bootstrap(
+    scores: ArrayLike,
+    statistic: Statistic = iqm,
+    repetitions: int = 2_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Percentile interval of a statistic under a bootstrap stratified by task.
+
+    Args:
+        scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
+        statistic: Maps an array of shape ``(runs, tasks)`` to a number.
+        repetitions: Number of bootstrap replicates.
+        confidence: Coverage of the interval, 0.95 for a 95 % interval.
+        seed: Seed of the resampling.
+
+    Returns:
+        The statistic of ``scores`` and its interval; NaN ends where the statistic is NaN.
+
+    Raises:
+        ValueError: If an argument is outside its documented range.
+    """
+    array = _scores(scores, "scores")
+    _check_interval_arguments(repetitions, confidence)
+    value = float(statistic(array))
+    if np.isnan(value):
+        return Interval(value, float("nan"), float("nan"))
+    rng = np.random.default_rng(seed)
+    runs, tasks = array.shape
+    columns = np.arange(tasks)
+    replicates = np.empty(repetitions)
+    for k in range(repetitions):
+        replicates[k] = statistic(array[rng.integers(runs, size=(runs, tasks)), columns])
+    return Interval(value, *_percentiles(replicates, confidence))
+
+
+def paired_difference(
+    scores: ArrayLike,
+    reference: ArrayLike,
+    statistic: Statistic = iqm,
+    repetitions: int = 2_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Interval of ``scores - reference``, both measured on the same episodes.
+
+    Args:
+        scores: Array of shape ``(runs,)`` or ``(runs, tasks)``.
+        reference: Array of the same shape; entry i was measured on the same episode as
+            ``scores[i]``.
+        statistic: Applied to the differences.
+        repetitions: Number of bootstrap replicates.
+        confidence: Coverage of the interval.
+        seed: Seed of the resampling.
+
+    Returns:
+        The statistic of the differences and its interval.
+
+    Raises:
+        ValueError: If the shapes differ or an argument is outside its documented range.
+    """
+    first, second = _scores(scores, "scores"), _scores(reference, "reference")
+    if first.shape != second.shape:
+        raise ValueError(
+            f"reference has shape {np.shape(reference)}; allowed is the shape of scores, "
+            f"{np.shape(scores)}, one entry per shared episode"
+        )
+    return stratified_bootstrap(first - second, statistic, repetitions, confidence, seed)
+
+
+def two_way_bootstrap_mean(
+    sums: ArrayLike,
+    counts: ArrayLike,
+    repetitions: int = 2_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Interval of a mean over requests that resamples both episodes and prompts.
+
+    Requests share prompts across episodes, so resampling episodes alone understates how much a
+    mean depends on the particular prompts (the "pigeonhole" bootstrap of Owen, 2007).
+
+    Args:
+        sums: Shape ``(episodes, prompts)``: sum of the value over the requests of an episode that
+            ask a prompt.
+        counts: Shape ``(episodes, prompts)``: number of those requests.
+        repetitions: Number of bootstrap replicates.
+        confidence: Coverage of the interval.
+        seed: Seed of the resampling.
+
+    Returns:
+        ``sums.sum() / counts.sum()`` and its interval; NaN where a sum is NaN.
+
+    Raises:
+        ValueError: If the shapes differ, no request is counted or an argument is out of range.
+    """
+    total, number = _scores(sums, "sums"), _scores(counts, "counts")
+    if total.shape != number.shape:
+        raise ValueError(
+            f"counts has shape {number.shape}; allowed is the shape of sums, {total.shape}"
+        )
+    if (number < 0).any() or number.sum() == 0:
+        raise ValueError("counts must be non-negative and count at least one request")
+    _check_interval_arguments(repetitions, confidence)
+    value = float(total.sum() / number.sum())
+    if np.isnan(value):
+        return Interval(value, float("nan"), float("nan"))
+    asked = number.sum(axis=0) > 0  # a prompt that no request asked carries no information
+    total, number = total[:, asked], number[:, asked]
+    episodes, prompts = total.shape
+    rng = np.random.default_rng(seed)
+    by_episode = rng.multinomial(episodes, np.full(episodes, 1 / episodes), size=repetitions)
+    by_prompt = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=repetitions)
+    weighted = np.einsum("re,ep,rp->r", by_episode, total, by_prompt, optimize=True)
+    weight = np.einsum("re,ep,rp->r", by_episode, number, by_prompt, optimize=True)
+    replicates = weighted[weight > 0] / weight[weight > 0]
+    if not replicates.size:
+        return Interval(value, float("nan"), float("nan"))
+    return Interval(value, *_percentiles(replicates, confidence))

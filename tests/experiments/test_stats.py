@@ -1,0 +1,95 @@
+"""Summaries against hand computations."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from servegym.experiments import stats
+
+
+def test_iqm_by_hand():
+    # 8 scores: drop the two lowest and the two highest, average 3, 4, 5, 6.
+    assert stats.iqm([1, 2, 3, 4, 5, 6, 7, 100]) == pytest.approx(4.5)
+    # trim_mean drops floor(n/4) at each end: of 5 scores, one.
+    assert stats.iqm([10.0, 0.0, 1.0, 2.0, -50.0]) == pytest.approx(1.0)
+
+
+def test_iqm_pools_runs_of_all_tasks():
+    scores = np.array([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 100.0]])
+    assert stats.iqm(scores) == pytest.approx((3 + 4 + 5 + 6) / 4)
+
+
+def test_nan_is_not_dropped():
+    assert np.isnan(stats.iqm([1.0, np.nan, 2.0, 3.0]))
+    interval = stats.stratified_bootstrap([1.0, np.nan])
+    assert np.isnan(interval.value) and np.isnan(interval.low) and np.isnan(interval.high)
+
+
+def test_bootstrap_against_enumeration():
+    # Three runs of one task: all 27 resamples are equally likely, so the exact percentile interval
+    # of the mean can be listed.
+    values = [0.0, 1.0, 5.0]
+    exact = np.array([np.mean(pick) for pick in itertools.product(values, repeat=3)])
+    interval = stats.stratified_bootstrap(values, stats.mean, repetitions=20_000, confidence=0.8)
+    assert interval.value == pytest.approx(2.0)
+    assert interval.low == pytest.approx(np.percentile(exact, 10), abs=1e-9)
+    assert interval.high == pytest.approx(np.percentile(exact, 90), abs=1e-9)
+
+
+def test_bootstrap_keeps_strata_apart():
+    # Every run of a task scores the same, so resampling within tasks changes nothing, while
+    # pooling the tasks would give a wide interval.
+    scores = np.tile([0.0, 10.0], (20, 1))
+    interval = stats.stratified_bootstrap(scores, stats.mean, repetitions=200)
+    assert interval == (5.0, 5.0, 5.0)
+
+
+def test_bootstrap_is_seeded():
+    scores = np.random.default_rng(1).normal(size=(10, 2))
+    first = stats.stratified_bootstrap(scores, seed=3)
+    assert first == stats.stratified_bootstrap(scores, seed=3)
+    assert first != stats.stratified_bootstrap(scores, seed=4)
+    assert first.low < first.value < first.high
+
+
+def test_paired_difference_uses_the_pairing():
+    base = np.array([0.0, 10.0, 20.0, 30.0])
+    interval = stats.paired_difference(base + 1.0, base, stats.mean, repetitions=300)
+    assert interval == (1.0, 1.0, 1.0)  # unpaired resampling would be far wider
+
+
+def test_two_way_bootstrap_by_hand():
+    # Two episodes x two prompts with one request each: weights (2,0), (1,1), (0,2) with
+    # probabilities 1/4, 1/2, 1/4 on each axis; the mean is then w_e S w_p / 4.
+    sums = np.array([[0.0, 1.0], [1.0, 2.0]])
+    interval = stats.two_way_bootstrap_mean(sums, np.ones((2, 2)), repetitions=40_000)
+    assert interval == (1.0, 0.0, 2.0)  # the extremes have probability 1/16 > 2.5 % each
+    narrow = stats.two_way_bootstrap_mean(sums, np.ones((2, 2)), repetitions=40_000, confidence=0.5)
+    assert (narrow.low, narrow.high) == (0.5, 1.5)
+
+
+def test_two_way_bootstrap_sees_prompts():
+    # Prompts differ, episodes do not: a bootstrap over episodes alone would have no width.
+    sums = np.tile([0.0, 1.0, 0.0, 1.0], (5, 1))
+    interval = stats.two_way_bootstrap_mean(sums, np.ones_like(sums))
+    assert interval.high - interval.low > 0.4
+    by_episode = stats.stratified_bootstrap(sums.mean(axis=1), stats.mean)
+    assert by_episode.high == by_episode.low
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: stats.iqm([]), "scores"),
+        (lambda: stats.iqm(np.zeros((2, 2, 2))), "scores"),
+        (lambda: stats.stratified_bootstrap([1.0], repetitions=0), "repetitions"),
+        (lambda: stats.stratified_bootstrap([1.0], confidence=95), "confidence"),
+        (lambda: stats.paired_difference([1.0, 2.0], [1.0]), "reference"),
+        (lambda: stats.two_way_bootstrap_mean([[1.0]], [[1.0, 2.0]]), "counts"),
+        (lambda: stats.two_way_bootstrap_mean([[1.0]], [[0.0]]), "counts"),
+    ],
+)
+def test_bad_arguments_are_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
