@@ -1,1 +1,25 @@
-"""servegym."""
+"""Workloads of the routing environment: catalogs of requests, predictions, arrivals, traces.
+
+``load_catalog`` gives prompts with the scores and output lengths of several LLMs, ``predict`` what
+a router is told of them, ``make_arrivals`` an arrival process and ``load_trace`` a recorded one.
+"""
+
+from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
+from servegym.envs.workloads.catalog import Catalog, list_catalogs, load_catalog
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.predictions import bucket_edges, predict
+from servegym.envs.workloads.traces import Trace, load_trace
+
+__all__ = [
+    "Arrivals",
+    "Catalog",
+    "MalformedFileError",
+    "Trace",
+    "bucket_edges",
+    "list_arrivals",
+    "list_catalogs",
+    "load_catalog",
+    "load_trace",
+    "make_arrivals",
+    "predict",
+]

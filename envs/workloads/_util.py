@@ -1,0 +1,83 @@
+"""Small helpers shared by the workload modules."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+DATA_DIR = Path(__file__).resolve().parent / "data"
+
+
+def unknown_name(argument: str, given: object, allowed: Iterable[str]) -> ValueError:
+    """ValueError for a name that is not one of ``allowed``, with the nearest valid one."""
+    names = list(allowed)
+    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"{argument}={given!r} is not one of {names}.{hint}")
+
+
+def reject_unknown_kwargs(owner: str, kwargs: dict[str, Any], allowed: Iterable[str]) -> None:
+    """Raise ValueError naming the first keyword of ``kwargs`` that ``owner`` does not take."""
+    names = list(allowed)
+    for key in kwargs:
+        if key not in names:
+            error = unknown_name("keyword", key, names)
+            raise ValueError(f"{owner}: {error}")
+
+
+def positive(argument: str, value: object, *, allow_zero: bool = False) -> float:
+    """Return ``value`` as a finite float > 0 (>= 0 with ``allow_zero``), else ValueError."""
+    bound = ">= 0" if allow_zero else "> 0"
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{argument}={value!r} must be a number {bound}.") from None
+    if not np.isfinite(number) or number < 0 or (number == 0 and not allow_zero):
+        raise ValueError(f"{argument}={value!r} must be a finite number {bound}.")
+    return number
+
+
+def whole(argument: str, value: object, low: int, high: int | None = None) -> int:
+    """Return ``value`` as an int in [low, high], else ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{argument}={value!r} must be an integer >= {low}.")
+    if value < low or (high is not None and value > high):
+        span = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{argument}={value!r} must be an integer {span}.")
+    return int(value)
+
+
+def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+    """Write a file through a temporary one in the same folder, so that none is ever half there."""
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            write(stream)
+        # mkstemp makes the file private to its owner; give it the usual mode of a new file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Write ``content`` as indented JSON, atomically."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_atomic(path, lambda stream: stream.write(text.encode()))
+
+
+def data_file(*parts: str) -> Path | None:
+    """Path of a measured file below ``$SERVEGYM_DATA``, or None when the variable is not set."""
+    root = os.environ.get("SERVEGYM_DATA")
+    return Path(root).joinpath(*parts) if root else None

@@ -1,0 +1,378 @@
+"""Arrival processes: when the requests of an episode come.
+
+Every process is defined for a mean gap of one (time in units of the mean inter-arrival time) and
+scaled by the rate, so burstiness is fixed in numbers of requests, not in seconds. All chance comes
+from the generator passed to ``sample``. Processes start in the law that they have just after an
+arrival (the Palm law), which makes the mean of the n-th arrival time n / rate exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from servegym.envs.workloads._util import (
+    DATA_DIR,
+    positive,
+    reject_unknown_kwargs,
+    unknown_name,
+)
+from servegym.envs.workloads.errors import MalformedFileError
+
+FITS = ("burstgpt", "azure")
+
+
+class Arrivals(Protocol):
+    """An arrival process."""
+
+    rate: float
+
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+        """Draw arrival times.
+
+        Args:
+            n: Number of requests, >= 0.
+            rng: The only source of chance.
+            rate: Mean rate, requests/s; the process's own if None.
+
+        Returns:
+            float64 (n,) seconds, non-decreasing, first one > 0 in general.
+        """
+        ...
+
+
+def _scaled(times: np.ndarray, rate: float | None, default: float) -> np.ndarray:
+    times /= default if rate is None else rate
+    return times
+
+
+def _unwarp(operational: np.ndarray, rates: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Times at which the integral of a step rate reaches ``operational``; all arrays 1-D."""
+    clock = np.concatenate(([0.0], np.cumsum(lengths)))
+    work = np.concatenate(([0.0], np.cumsum(rates * lengths)))
+    return np.interp(operational, work, clock)
+
+
+@dataclass(frozen=True)
+class PoissonArrivals:
+    """Poisson process: exponential gaps of mean 1 / rate."""
+
+    rate: float
+
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+        """See :meth:`Arrivals.sample`."""
+        return _scaled(np.cumsum(rng.standard_exponential(n)), rate, self.rate)
+
+
+@dataclass(frozen=True)
+class GammaArrivals:
+    """Renewal process with gamma gaps of coefficient of variation ``cv`` (1 is Poisson)."""
+
+    rate: float
+    cv: float
+
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+        """See :meth:`Arrivals.sample`."""
+        return _scaled(np.cumsum(_gamma_gaps(n, rng, self.cv)), rate, self.rate)
+
+
+def _gamma_gaps(n: int, rng: np.random.Generator, cv: float) -> np.ndarray:
+    """float64 (n,) gaps of mean 1: gamma of shape 1/cv^2 and scale cv^2."""
+    if cv == 0:
+        return np.ones(n)
+    return rng.standard_gamma(1 / cv**2, n) * cv**2
+
+
+@dataclass(frozen=True)
+class MMPPArrivals:
+    """Two-state Markov-modulated Poisson process.
+
+    Attributes:
+        rate: Mean rate, requests/s.
+        rate_ratio: Arrival rate in the busy state over that in the calm one, >= 1.
+        busy_share: Share of the time spent in the busy state, in (0, 1).
+        cycle_requests: Mean number of requests in one calm period and the busy one after it.
+    """
+
+    rate: float
+    rate_ratio: float
+    busy_share: float
+    cycle_requests: float
+
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+        """See :meth:`Arrivals.sample`."""
+        work = np.cumsum(rng.standard_exponential(n))
+        calm = 1 / (1 - self.busy_share + self.busy_share * self.rate_ratio)
+        busy = calm * self.rate_ratio
+        stay = np.array([1 - self.busy_share, self.busy_share]) * self.cycle_requests
+        # Just after an arrival the state is busy with the share of arrivals that the state makes.
+        state = int(rng.random() < self.busy_share * busy)
+        batch = 2 * (int(n / self.cycle_requests) + 8)
+        rates, lengths, reached = [], [], 0.0
+        while not rates or (n and reached < work[-1]):
+            states = (np.arange(batch) + state) % 2
+            rates.append(np.where(states == 1, busy, calm))
+            lengths.append(rng.standard_exponential(batch) * stay[states])
+            reached += float(rates[-1] @ lengths[-1])
+        times = _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
+        return _scaled(times, rate, self.rate)
+
+
+@dataclass(frozen=True)
+class ModulatedArrivals:
+    """Gamma renewal process run on the clock of a slowly varying rate.
+
+    The rate is constant over blocks of ``block_requests`` mean gaps (one hour of the trace for
+    BurstGPT, five seconds for Azure). Its logarithm over the blocks is a Gaussian AR(1) with
+    standard deviation ``sigma`` and lag-one correlation ``rho``, and mean -sigma^2/2, so that the
+    mean rate is 1. With Lambda(t) the integral of the rate, arrivals are at Lambda^-1(g_1 + ... +
+    g_k), the gaps g gamma of mean 1 and coefficient of variation ``cv``.
+
+    Attributes:
+        rate: Mean rate, requests/s.
+        cv: Coefficient of variation of the gaps on the rate's own clock, >= 0.
+        sigma: Standard deviation of the log rate over blocks, >= 0.
+        rho: Correlation of the log rate of adjacent blocks, in [0, 1).
+        block_requests: Length of a block in mean gaps, > 0.
+    """
+
+    rate: float
+    cv: float
+    sigma: float
+    rho: float
+    block_requests: float
+
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+        """See :meth:`Arrivals.sample`."""
+        work = np.cumsum(_gamma_gaps(n, rng, self.cv))
+        mean = -0.5 * self.sigma**2
+        # Just after an arrival the block's rate has the size-biased law: the log mean moves by
+        # sigma^2; the place in the block is uniform.
+        first = True
+        level = self.sigma + rng.standard_normal()  # in units of sigma, about the plain mean
+        noise = np.sqrt(1 - self.rho**2)
+        batch = int(n / self.block_requests) + 16
+        rates, lengths, reached = [], [], 0.0
+        while not rates or (n and reached < work[-1]):
+            levels = np.empty(batch)
+            shocks = (noise * rng.standard_normal(batch)).tolist()
+            for k in range(batch):
+                if not (first and k == 0):
+                    level = self.rho * level + shocks[k]
+                levels[k] = level
+            spans = np.full(batch, self.block_requests)
+            if first:
+                spans[0] *= rng.random()
+                first = False
+            rates.append(np.exp(mean + self.sigma * levels))
+            lengths.append(spans)
+            reached += float(rates[-1] @ spans)
+        times = _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
+        return _scaled(times, rate, self.rate)
+
+
+@dataclass(frozen=True)
+class TraceArrivals:
+    """Replay of a recorded trace, rescaled to the mean rate.
+
+    The replayed window is the events of [start, start + ``window_s``] (to the end of the trace
+    without ``window_s``). With ``start_s`` it is fixed and the replay begins with its first event;
+    without, an event is drawn as the start: of the window if there is one, else of the replay of
+    the whole trace. Past its last event a replay goes on with the window's first one, one mean gap
+    later; the first arrival of a fixed window comes one mean gap after time 0.
+
+    Attributes:
+        rate: Mean rate, requests/s.
+        timestamps_s: float64 (m,), non-decreasing times of the trace.
+        start_s: Start of the window, seconds after the first timestamp; None draws it.
+        window_s: Length of the window, seconds; None for all that follows.
+    """
+
+    rate: float
+    timestamps_s: np.ndarray = field(repr=False)
+    start_s: float | None = None
+    window_s: float | None = None
+
+    def __post_init__(self) -> None:
+        times = np.asarray(self.timestamps_s, dtype=np.float64)
+        times = times - (times[0] if times.size else 0.0)
+        if self.start_s is not None or self.window_s is None:
+            start = self.start_s or 0.0
+            end = np.inf if self.window_s is None else start + self.window_s
+            times = times[(times >= start) & (times <= end)]
+            if times.size < 2 or times[-1] == times[0]:
+                raise ValueError(
+                    f"start_s={self.start_s!r}, window_s={self.window_s!r}: the window has "
+                    f"{times.size} event(s); it must have two at different times. The trace "
+                    f"spans {np.ptp(self.timestamps_s) if len(self.timestamps_s) else 0.0:g} s."
+                )
+            choices = None
+        else:
+            last = np.searchsorted(times, times + self.window_s, side="right") - 1
+            inside = times + self.window_s <= times[-1] if times.size else np.zeros(0, bool)
+            choices = np.flatnonzero(inside & (times[last] > times))
+            if choices.size == 0:
+                raise ValueError(
+                    f"window_s={self.window_s!r}: no window of this length lies in the trace and "
+                    "has two events at different times; shorten or lengthen it."
+                )
+        times.setflags(write=False)
+        object.__setattr__(self, "timestamps_s", times)
+        object.__setattr__(self, "_choices", choices)
+        if choices is None:
+            object.__setattr__(self, "_gaps", _gaps_before(times))
+
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+        """See :meth:`Arrivals.sample`."""
+        choices: np.ndarray | None = self._choices  # type: ignore[attr-defined]
+        begin = 0
+        if choices is not None:
+            at = int(choices[rng.integers(choices.size)])
+            times = self.timestamps_s
+            end = np.searchsorted(times, times[at] + self.window_s, side="right")
+            gaps = _gaps_before(times[at:end])
+        else:
+            gaps = self._gaps  # type: ignore[attr-defined]
+            if self.start_s is None:
+                begin = int(rng.integers(gaps.size))
+        picked = gaps[(begin + np.arange(n)) % gaps.size]
+        return _scaled(np.cumsum(picked), rate, self.rate)
+
+
+def _gaps_before(times: np.ndarray) -> np.ndarray:
+    """Gap before each event in units of the mean gap; 1 before the first."""
+    gaps = np.empty(times.size)
+    gaps[0] = 1.0
+    gaps[1:] = np.diff(times) * ((times.size - 1) / (times[-1] - times[0]))
+    return gaps
+
+
+@lru_cache(maxsize=1)
+def fitted_parameters() -> dict[str, Any]:
+    """Contents of ``data/arrivals.json``, made by ``servegym.envs.workloads.fit_arrivals``."""
+    path = DATA_DIR / "arrivals.json"
+    remedy = "run `python -m servegym.envs.workloads.fit_arrivals`"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+
+
+def _fit(name: str, model: str) -> dict[str, float]:
+    if name not in FITS:
+        raise unknown_name("fit", name, FITS)
+    return dict(fitted_parameters()[name][model])
+
+
+def _poisson(rate: float, **kwargs: Any) -> Arrivals:
+    reject_unknown_kwargs("arrivals 'poisson'", kwargs, ())
+    return PoissonArrivals(rate)
+
+
+def _gamma(rate: float, **kwargs: Any) -> Arrivals:
+    reject_unknown_kwargs("arrivals 'gamma'", kwargs, ("cv", "shape", "fit"))
+    if sum(key in kwargs for key in ("cv", "shape", "fit")) > 1:
+        raise ValueError(f"arrivals 'gamma': give one of cv, shape, fit, not {sorted(kwargs)}.")
+    if "shape" in kwargs:
+        return GammaArrivals(rate, positive("shape", kwargs["shape"]) ** -0.5)
+    if "cv" in kwargs:
+        return GammaArrivals(rate, positive("cv", kwargs["cv"], allow_zero=True))
+    return GammaArrivals(rate, _fit(kwargs.get("fit", "burstgpt"), "gamma")["cv"])
+
+
+def _mmpp(rate: float, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
+    names = ("rate_ratio", "busy_share", "cycle_requests")
+    reject_unknown_kwargs("arrivals 'mmpp'", kwargs, (*names, "fit"))
+    values = _fit(fit, "mmpp") | kwargs
+    process = MMPPArrivals(rate, **{name: positive(name, values[name]) for name in names})
+    if process.rate_ratio < 1:
+        raise ValueError(f"rate_ratio={process.rate_ratio!r} must be >= 1.")
+    if process.busy_share >= 1:
+        raise ValueError(f"busy_share={process.busy_share!r} must be in (0, 1).")
+    return process
+
+
+def _modulated(fit: str) -> Callable[..., Arrivals]:
+    def make(rate: float, **kwargs: Any) -> Arrivals:
+        names = ("cv", "sigma", "rho", "block_requests")
+        reject_unknown_kwargs(f"arrivals {fit!r}", kwargs, names)
+        values = _fit(fit, "modulated") | kwargs
+        rho = positive("rho", values["rho"], allow_zero=True)
+        if rho >= 1:
+            raise ValueError(f"rho={rho!r} must be in [0, 1).")
+        return ModulatedArrivals(
+            rate,
+            cv=positive("cv", values["cv"], allow_zero=True),
+            sigma=positive("sigma", values["sigma"], allow_zero=True),
+            rho=rho,
+            block_requests=positive("block_requests", values["block_requests"]),
+        )
+
+    return make
+
+
+def _trace(
+    rate: float,
+    *,
+    path: str | os.PathLike[str] | None = None,
+    fmt: str | None = None,
+    start_s: float | None = None,
+    window_s: float | None = None,
+    **kwargs: Any,
+) -> Arrivals:
+    from servegym.envs.workloads.traces import load_trace
+
+    reject_unknown_kwargs("arrivals 'trace'", kwargs, ("path", "fmt", "start_s", "window_s"))
+    if path is None:
+        raise ValueError("arrivals 'trace' needs path=, a CSV or JSONL file with timestamps.")
+    if start_s is not None:
+        start_s = positive("start_s", start_s, allow_zero=True)
+    if window_s is not None:
+        window_s = positive("window_s", window_s)
+    return TraceArrivals(rate, load_trace(path, fmt).timestamps_s, start_s, window_s)
+
+
+_MAKERS: dict[str, Callable[..., Arrivals]] = {
+    "poisson": _poisson,
+    "gamma": _gamma,
+    "mmpp": _mmpp,
+    "burstgpt": _modulated("burstgpt"),
+    "azure": _modulated("azure"),
+    "trace": _trace,
+}
+
+
+def list_arrivals() -> list[str]:
+    """Names that :func:`make_arrivals` knows."""
+    return list(_MAKERS)
+
+
+def make_arrivals(name: str, rate: float, **kwargs: Any) -> Arrivals:
+    """Make an arrival process.
+
+    Args:
+        name: ``"poisson"``; ``"gamma"`` (``cv`` or ``shape`` or ``fit``); ``"mmpp"``
+            (``rate_ratio``, ``busy_share``, ``cycle_requests``, ``fit``); ``"burstgpt"`` and
+            ``"azure"`` (overrides ``cv``, ``sigma``, ``rho``, ``block_requests``, see
+            :class:`ModulatedArrivals`); ``"trace"`` (``path``, ``fmt``, ``start_s``,
+            ``window_s``, see :class:`TraceArrivals`). ``fit`` is ``"burstgpt"`` (default) or
+            ``"azure"``: whose fitted parameters stand in for those not given.
+        rate: Mean rate, requests/s.
+        **kwargs: Parameters of the process.
+
+    Returns:
+        The process.
+
+    Raises:
+        ValueError: An unknown name or parameter (with the nearest valid one), or one out of range.
+        MalformedFileError: A trace file that cannot be used.
+    """
+    if name not in _MAKERS:
+        raise unknown_name("arrivals", name, _MAKERS)
+    return _MAKERS[name](positive("rate", rate), **kwargs)

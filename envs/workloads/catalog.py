@@ -1,0 +1,295 @@
+"""Catalogs: per prompt, its length and what each LLM would make of it.
+
+A request of the routing environment is one row of a :class:`Catalog`: the prompt's tokens and, for
+every LLM of the catalog, the quality score of its answer and the length of that answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.workloads._util import (
+    DATA_DIR,
+    reject_unknown_kwargs,
+    unknown_name,
+    whole,
+)
+from servegym.envs.workloads.errors import MalformedFileError
+
+SPLITS = ("train", "val", "eval")
+SPLIT_SHARES = (0.6, 0.1, 0.3)
+MAX_OUTPUT_TOKENS = 300
+
+_FIELDS = ("prompt_tokens", "scores", "output_tokens", "split")
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """Prompts x LLMs with scores and output lengths. The arrays are read-only.
+
+    Attributes:
+        name: Name of the catalog.
+        models: The M LLM names.
+        prompt_tokens: int32 (P,), tokens of each prompt, >= 1.
+        scores: float32 (P, M), quality of each answer in [0, 1].
+        output_tokens: int32 (P, M), tokens of each answer, in 1..``max_output_tokens``.
+        split: int8 (P,), 0 train, 1 val, 2 eval.
+        max_output_tokens: Cap on the output length, tokens.
+        provenance: Where the numbers come from (source, licence, command, date).
+        prompt_ids: int64 (P,), the prompts' ids in the source; their row numbers if not given.
+
+    Raises:
+        ValueError: A shape, range or NaN check fails; the message names the field and the place.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    prompt_tokens: np.ndarray = field(repr=False)
+    scores: np.ndarray = field(repr=False)
+    output_tokens: np.ndarray = field(repr=False)
+    split: np.ndarray = field(repr=False)
+    max_output_tokens: int
+    provenance: Mapping[str, Any] = field(repr=False)
+    prompt_ids: np.ndarray | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        models = tuple(str(model) for model in self.models)
+        if not models or len(set(models)) != len(models):
+            raise ValueError(f"models={models!r} must be at least one name, each once.")
+        cap = whole("max_output_tokens", self.max_output_tokens, 1)
+        prompts = np.asarray(self.prompt_tokens).shape
+        if len(prompts) != 1 or prompts[0] == 0:
+            raise ValueError(f"prompt_tokens has shape {prompts}, it must be (P,) with P >= 1.")
+        table = (prompts[0], len(models))
+        arrays = {
+            "prompt_tokens": _checked(
+                "prompt_tokens", self.prompt_tokens, prompts, 1, None, np.int32
+            ),
+            "scores": _checked("scores", self.scores, table, 0, 1, np.float32),
+            "output_tokens": _checked("output_tokens", self.output_tokens, table, 1, cap, np.int32),
+            "split": _checked("split", self.split, prompts, 0, 2, np.int8),
+        }
+        ids = np.arange(prompts[0]) if self.prompt_ids is None else self.prompt_ids
+        arrays["prompt_ids"] = _checked("prompt_ids", ids, prompts, None, None, np.int64)
+        for name, array in arrays.items():
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        object.__setattr__(self, "models", models)
+        object.__setattr__(self, "max_output_tokens", cap)
+
+    @property
+    def num_prompts(self) -> int:
+        """P, the number of prompts."""
+        return self.prompt_tokens.shape[0]
+
+    @property
+    def num_models(self) -> int:
+        """M, the number of LLMs."""
+        return len(self.models)
+
+    def rows(self, split: str) -> np.ndarray:
+        """Row indexes of a split.
+
+        Args:
+            split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``.
+
+        Returns:
+            int32 (n,), ascending.
+
+        Raises:
+            ValueError: An unknown split.
+        """
+        if split == "all":
+            return np.arange(self.num_prompts, dtype=np.int32)
+        if split not in SPLITS:
+            raise unknown_name("split", split, (*SPLITS, "all"))
+        return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int32)
+
+    def columns(self, models: Sequence[str]) -> np.ndarray:
+        """Column indexes of LLM names; a name may occur more than once (replicas).
+
+        Args:
+            models: N names.
+
+        Returns:
+            intp (N,).
+
+        Raises:
+            ValueError: A name that the catalog does not have, with the nearest one it has.
+        """
+        if isinstance(models, str):
+            raise ValueError(f"models={models!r} must be a sequence of names, not one string.")
+        for model in models:
+            if model not in self.models:
+                raise unknown_name(f"catalog {self.name!r}: model", model, self.models)
+        return np.array([self.models.index(model) for model in models], dtype=np.intp)
+
+
+def _checked(
+    name: str,
+    values: Any,
+    shape: tuple[int, ...],
+    low: float | None,
+    high: float | None,
+    dtype: type,
+) -> np.ndarray:
+    """Copy ``values`` to ``dtype`` after checking shape, finiteness, wholeness and range."""
+    array = np.asarray(values)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{name} has dtype {array.dtype}, it must be numeric.")
+    bad = ~np.isfinite(array)
+    problem = "it must be finite"
+    if not bad.any() and np.issubdtype(dtype, np.integer):
+        bad = array != np.floor(array)
+        problem = "it must be a whole number"
+    if not bad.any():
+        info = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else np.finfo(dtype)
+        least = info.min if low is None else low
+        most = info.max if high is None else high
+        bad = (array < least) | (array > most)
+        problem = f"it must be in [{least}, {most}]"
+    if bad.any():
+        where = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise ValueError(f"{name}{list(where)} is {array[where]}, {problem}.")
+    return np.array(array, dtype=dtype, order="C")
+
+
+def make_split(groups: np.ndarray, seed: int) -> np.ndarray:
+    """Assign prompts to train/val/eval, 60/10/30, stratified by group.
+
+    The prompts are ordered by (group, random key) and dealt out along that order, so that the
+    totals are exact to one prompt and each group has its share to one prompt.
+
+    Args:
+        groups: int (P,), the stratum of each prompt.
+        seed: Seed of the permutation.
+
+    Returns:
+        int8 (P,), 0 train, 1 val, 2 eval.
+    """
+    groups = np.asarray(groups)
+    keys = np.random.default_rng(seed).random(len(groups))
+    order = np.lexsort((keys, groups))
+    position = np.arange(len(groups))
+    split = np.empty(len(groups), dtype=np.int8)
+    # Ten consecutive prompts of the order are dealt as 6 train, 1 val, 3 eval, interleaved.
+    pattern = np.array([0, 2, 0, 0, 2, 0, 1, 0, 2, 0], dtype=np.int8)
+    split[order] = pattern[position % 10]
+    return split
+
+
+def read_catalog(path: str | Path) -> Catalog:
+    """Read a catalog ``.npz`` and the ``.json`` with its provenance beside it.
+
+    Args:
+        path: The ``.npz`` file with arrays ``models`` (M,), ``prompt_id`` (P,), ``prompt_tokens``
+            (P,), ``scores`` (P, M), ``output_tokens`` (P, M), ``split`` (P,) and
+            ``max_output_tokens`` ().
+
+    Returns:
+        The validated catalog.
+
+    Raises:
+        MalformedFileError: A file or array is missing, or a value is out of range.
+    """
+    path = Path(path)
+    remedy = "rebuild it with `python -m servegym.envs.workloads.build_catalog --csv PATH`"
+    notes = path.with_suffix(".json")
+    try:
+        provenance = json.loads(notes.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MalformedFileError(notes, None, None, f"cannot be read ({error})", remedy) from error
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {key: archive[key] for key in archive.files}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+    except Exception as error:  # zipfile.BadZipFile and zlib.error share no narrower base
+        raise MalformedFileError(path, None, None, f"is damaged ({error})", remedy) from error
+    for key in ("models", "prompt_id", "max_output_tokens", *_FIELDS):
+        if key not in arrays:
+            raise MalformedFileError(path, None, key, "is missing", remedy)
+    try:
+        return Catalog(
+            name=path.stem,
+            models=tuple(str(model) for model in arrays["models"]),
+            max_output_tokens=int(arrays["max_output_tokens"]),
+            provenance=provenance,
+            prompt_ids=arrays["prompt_id"],
+            **{key: arrays[key] for key in _FIELDS},
+        )
+    except (TypeError, ValueError) as error:
+        named = next((key for key in _FIELDS if str(error).startswith(key)), None)
+        raise MalformedFileError(path, None, named, str(error), remedy) from error
+
+
+@lru_cache(maxsize=4)
+def _packaged(name: str) -> Catalog:
+    return read_catalog(DATA_DIR / f"{name}.npz")
+
+
+def _load_alpaca(**kwargs: Any) -> Catalog:
+    reject_unknown_kwargs("catalog 'alpaca_eval_7b'", kwargs, ())
+    return _packaged("alpaca_eval_7b")
+
+
+def _load_synthetic(**kwargs: Any) -> Catalog:
+    from servegym.envs.workloads.synthetic import synthetic_catalog
+
+    reject_unknown_kwargs(
+        "catalog 'synthetic'", kwargs, ("num_models", "num_prompts", "seed", "max_output_tokens")
+    )
+    return synthetic_catalog(**kwargs)
+
+
+def _load_mix_instruct(**kwargs: Any) -> Catalog:
+    from servegym.envs.workloads.mix_instruct import load_mix_instruct
+
+    reject_unknown_kwargs(
+        "catalog 'mix_instruct'",
+        kwargs,
+        ("path", "models", "score", "tokenizer", "max_output_tokens", "seed"),
+    )
+    return load_mix_instruct(**kwargs)
+
+
+_LOADERS: dict[str, Callable[..., Catalog]] = {
+    "alpaca_eval_7b": _load_alpaca,
+    "mix_instruct": _load_mix_instruct,
+    "synthetic": _load_synthetic,
+}
+
+
+def list_catalogs() -> list[str]:
+    """Names that :func:`load_catalog` knows."""
+    return sorted(_LOADERS)
+
+
+def load_catalog(name: str, **kwargs: Any) -> Catalog:
+    """Load a catalog by name.
+
+    Args:
+        name: ``"alpaca_eval_7b"`` (no arguments), ``"synthetic"`` (``num_models``,
+            ``num_prompts``, ``seed``, ``max_output_tokens``) or ``"mix_instruct"`` (``path``,
+            ``models``, ``score``, ``tokenizer``, ``max_output_tokens``, ``seed``).
+        **kwargs: Arguments of that catalog.
+
+    Returns:
+        The catalog; the packaged one is read once and shared (its arrays are read-only).
+
+    Raises:
+        ValueError: An unknown name or argument, with the nearest valid one.
+        MalformedFileError: A file that cannot be used.
+    """
+    if name not in _LOADERS:
+        raise unknown_name("catalog", name, list_catalogs())
+    return _LOADERS[name](**kwargs)
