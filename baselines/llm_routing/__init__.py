@@ -1,1 +1,58 @@
-"""servegym."""
+"""Policies for the LLM routing environments; importing this registers them."""
+
+from servegym.baselines.llm_routing.greedy_qos import GreedyQos, LeastLatency
+from servegym.baselines.llm_routing.heuristics import (
+    AlwaysBest,
+    AlwaysBusiest,
+    BertRouter,
+    DropAll,
+    LeastMemory,
+    LeastOutstanding,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+    ShortestWaiting,
+    TokenJsq,
+    VllmDp,
+)
+from servegym.baselines.llm_routing.linucb import LinUcb
+from servegym.baselines.llm_routing.rollout import Rollout
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.registry import register_policy
+
+__all__ = ["RoutingSystem"]
+
+register_policy("random", Random, "uniform over the experts that are not full")
+register_policy("round_robin", RoundRobin, "the next expert in turn, passing over full ones")
+register_policy(
+    "least_outstanding",
+    LeastOutstanding,
+    "fewest requests, waiting and running; rotating ties",
+    aliases=("shortest_queue",),
+)
+register_policy("shortest_waiting", ShortestWaiting, "fewest waiting requests; rotating ties")
+register_policy("least_memory", LeastMemory, "least share of KV memory in use; rotating ties")
+register_policy("power_of_two", PowerOfTwo, "of two random experts the one with fewer requests")
+register_policy("vllm_dp", VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)")
+register_policy("token_jsq", TokenJsq, "fewest tokens of predicted work left; rotating ties")
+register_policy(
+    "bert_router",
+    BertRouter,
+    "highest predicted score, blind to load (argmax of the predictions; no trained classifier)",
+)
+register_policy("least_latency", LeastLatency, "least predicted latency per token, blind to scores")
+register_policy(
+    "greedy_qos",
+    GreedyQos,
+    "largest predicted gain of QoS, own and of the requests already there",
+)
+register_policy("always_best", AlwaysBest, "best train mean score, the next best while it is full")
+register_policy("linucb", LinUcb, "linear bandit an expert, learns online from a train-split prior")
+register_policy("drop_all", DropAll, "control: drops every request")
+register_policy("always_busiest", AlwaysBusiest, "control: most requests; must lose")
+register_policy(
+    "rollout",
+    Rollout,
+    "clairvoyant: every action simulated on a copy of the true state, greedy_qos to follow",
+    clairvoyant=True,
+)

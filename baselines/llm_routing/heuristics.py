@@ -1,0 +1,228 @@
+"""Routing rules of a few lines each: queue counts, tokens of work, predicted score, controls.
+
+All of them pick among the experts the mask allows and drop only when every expert is full.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.protocol import BasePolicy, Observation
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.integer[Any]]
+
+
+class RoutingPolicy(BasePolicy):
+    """A policy of a routing system."""
+
+    def __init__(self, system: RoutingSystem) -> None:
+        self.system = system
+
+
+def pick(cost: Floats, action_mask: Mask) -> NDArray[np.int64]:
+    """The legal expert of least cost, the lowest index among equals; 0 if none is legal.
+
+    Args:
+        cost: (B, N).
+        action_mask: int8 (B, N + 1).
+
+    Returns:
+        int64 (B,) actions.
+    """
+    legal = np.asarray(action_mask)[:, 1:] > 0
+    chosen = np.where(legal, cost, np.inf).argmin(axis=1)
+    return np.where(legal.any(axis=1), chosen + 1, 0).astype(np.int64)
+
+
+class RotatingPolicy(RoutingPolicy):
+    """Least cost, ties to the first expert after the last one chosen (per row, cyclic)."""
+
+    def cost(self, observation: Observation) -> Floats:
+        """(B, N); the least is chosen."""
+        raise NotImplementedError
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._next = np.zeros(num_envs, dtype=np.int64)
+        super().reset(num_envs, seed)
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Ties start at expert 1 again."""
+        self._next[mask] = 0
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        cost = self.cost(observation)
+        legal = np.asarray(action_mask)[:, 1:] > 0
+        experts = cost.shape[1]
+        least = np.where(legal, cost, np.inf).min(axis=1, keepdims=True)
+        turn = (np.arange(experts) - self._next[:, None]) % experts
+        chosen = np.where(legal & (cost <= least), turn, experts).argmin(axis=1)
+        any_legal = legal.any(axis=1)
+        self._next = np.where(any_legal, (chosen + 1) % experts, self._next)
+        return np.where(any_legal, chosen + 1, 0).astype(np.int64)
+
+
+class RoundRobin(RotatingPolicy):
+    """The next expert in turn, passing over full ones."""
+
+    name = "round_robin"
+
+    def cost(self, observation: Observation) -> Floats:
+        """All alike: the turn decides."""
+        return np.zeros(observation["experts"].shape[:2])
+
+
+class LeastOutstanding(RotatingPolicy):
+    """Fewest requests, waiting and running."""
+
+    name = "least_outstanding"
+
+    def cost(self, observation: Observation) -> Floats:
+        """Running + waiting."""
+        return observation["experts"][..., 1] + observation["experts"][..., 2]
+
+
+class ShortestWaiting(RotatingPolicy):
+    """Fewest waiting requests; blind to those running."""
+
+    name = "shortest_waiting"
+
+    def cost(self, observation: Observation) -> Floats:
+        """Waiting."""
+        return observation["experts"][..., 2]
+
+
+class VllmDp(RotatingPolicy):
+    """vLLM's data-parallel score."""
+
+    name = "vllm_dp"
+
+    def cost(self, observation: Observation) -> Floats:
+        """4 x waiting + running."""
+        return 4.0 * observation["experts"][..., 2] + observation["experts"][..., 1]
+
+
+class LeastMemory(RotatingPolicy):
+    """Least share of its KV cache in use."""
+
+    name = "least_memory"
+
+    def cost(self, observation: Observation) -> Floats:
+        """Memory use in [0, 1]."""
+        return observation["experts"][..., 0]
+
+
+class TokenJsq(RotatingPolicy):
+    """Join the shortest queue, counted in tokens of work left.
+
+    A running request has its predicted rest of output left, and its prompt while it has no token;
+    a waiting one its prompt (with what it had generated before a preemption) and its predicted
+    rest. A request past its prediction counts one token.
+    """
+
+    name = "token_jsq"
+
+    def cost(self, observation: Observation) -> Floats:
+        """Tokens left (B, N)."""
+        work = np.zeros(observation["experts"].shape[:2])
+        mean = self.system.mean_output_tokens[:, None]
+        for queue in ("running", "waiting"):
+            rows = np.asarray(observation[queue], dtype=np.float64)
+            length = np.where(rows[..., 2] > 0, rows[..., 2], mean)
+            rest = np.maximum(length - rows[..., 4], 1.0)
+            prefill = rows[..., 0] + rows[..., 4]
+            if queue == "running":
+                prefill = np.where(rows[..., 4] > 0, 0.0, prefill)
+            work += ((rest + prefill) * (observation[f"{queue}_mask"] > 0)).sum(axis=-1)
+        return work
+
+
+class BertRouter(RoutingPolicy):
+    """Highest predicted score whatever the load; ties to the better train mean.
+
+    The paper's BERT router is a classifier over prompts trained for the best expert. Until such a
+    predictor is trained this is the argmax of the predicted scores.
+    """
+
+    name = "bert_router"
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        # Scores are bucket centres, so equal ones are common; the mean only orders those.
+        score = observation["request"][..., 1].astype(np.float64)
+        return pick(-(score + 1e-6 * self.system.mean_score), action_mask)
+
+
+class AlwaysBest(RoutingPolicy):
+    """The expert of the best train mean score; the next best while it is full."""
+
+    name = "always_best"
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        shape = observation["experts"].shape[:2]
+        return pick(np.broadcast_to(-self.system.mean_score, shape), action_mask)
+
+
+class AlwaysBusiest(RoutingPolicy):
+    """Most requests, waiting and running: a control that must lose."""
+
+    name = "always_busiest"
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        experts = observation["experts"].astype(np.float64)
+        return pick(-(experts[..., 1] + experts[..., 2]), action_mask)
+
+
+class DropAll(RoutingPolicy):
+    """Drops every request: a control whose QoS is 0."""
+
+    name = "drop_all"
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        return np.zeros(np.asarray(action_mask).shape[0], dtype=np.int64)
+
+
+class Random(RoutingPolicy):
+    """Uniform over the experts that are not full; never drops by choice."""
+
+    name = "random"
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        return pick(self.rng.random(observation["experts"].shape[:2]), action_mask)
+
+
+class PowerOfTwo(RoutingPolicy):
+    """Two distinct legal experts at random, the one with fewer requests of them.
+
+    Attributes:
+        sampled: (B, 2) expert indexes of the last `act`; a lone legal expert stands twice, and
+            -1 where none was legal.
+    """
+
+    name = "power_of_two"
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        experts = observation["experts"]
+        legal = np.asarray(action_mask)[:, 1:] > 0
+        key = np.where(legal, self.rng.random(legal.shape), 2.0)
+        order = key.argsort(axis=1)
+        first = order[:, 0]
+        second = order[:, min(1, order.shape[1] - 1)]
+        rows = np.arange(first.size)
+        second = np.where(legal[rows, second], second, first)
+        any_legal = legal[rows, first]
+        load = experts[..., 1] + experts[..., 2]
+        chosen = np.where(load[rows, second] < load[rows, first], second, first)
+        self.sampled = np.where(any_legal[:, None], np.stack([first, second], axis=1), -1)
+        return np.where(any_legal, chosen + 1, 0).astype(np.int64)

@@ -1,0 +1,332 @@
+"""What an operator knows about a routing system before any request arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from servegym.envs.llm_routing.config import Problem
+
+Floats = NDArray[np.float64]
+
+_PREFILL_GRID = np.unique(
+    np.concatenate([np.arange(0, 512, 16), np.arange(512, 2048, 64), np.arange(2048, 8193, 256)])
+).astype(np.float64)
+_CONTEXT_GRID = np.unique(
+    np.concatenate([np.arange(0, 1024, 64), np.arange(1024, 8193, 512)])
+).astype(np.float64)
+
+
+def interpolate(x: ArrayLike, grid: Floats, values: Floats) -> Floats:
+    """Piecewise linear along the last axis of ``values``, the end slopes beyond the grid.
+
+    Args:
+        x: Points (K,).
+        grid: Increasing (G,).
+        values: (..., G).
+
+    Returns:
+        (..., K).
+    """
+    points = np.asarray(x, dtype=np.float64)
+    if grid.size == 1:
+        return np.repeat(values, points.size, axis=-1)
+    at = np.clip(np.searchsorted(grid, points, side="right") - 1, 0, grid.size - 2)
+    fraction = (points - grid[at]) / (grid[at + 1] - grid[at])
+    return values[..., at] + fraction * (values[..., at + 1] - values[..., at])
+
+
+@dataclass(frozen=True, eq=False)
+class TrainRequests:
+    """The train split as an operator has it: measured once, used to fit priors.
+
+    Attributes:
+        prompt_tokens: (P,).
+        predicted_scores: (P, N), what the router would have seen.
+        predicted_lengths: (P, N) tokens, what the router would have seen.
+        scores: (P, N) in [0, 1].
+        output_tokens: (P, N).
+    """
+
+    prompt_tokens: Floats
+    predicted_scores: Floats
+    predicted_lengths: Floats
+    scores: Floats
+    output_tokens: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingSystem:
+    """Static description of N experts, their laws and the network.
+
+    It holds nothing about the requests of an episode; policies get those by observation only.
+
+    Attributes:
+        experts: Names (N,), for messages.
+        running_capacity: R, running slots of an expert.
+        waiting_capacity: W, places in its waiting queue.
+        estimator: (N, 4) of the linear law: base_s, seconds per prefill token (k1), seconds per
+            context token of a decode (k2), seconds per sequence of a decode.
+        prefill_tokens: Grid (G,) of `prefill_s`.
+        prefill_s: (N, G) seconds of a prefill iteration of so many prompt tokens.
+        context_tokens: Grid (X,) of `decode_s`, mean context of the sequences.
+        decode_s: (N, R + 1, X) seconds of a decode iteration with b = 0..R sequences.
+        mean_score: (N,) train mean of the score.
+        mean_output_tokens: (N,) train mean of the output length.
+        max_output_tokens: No output is longer.
+        router_delay_s: Constant network and routing delay.
+        transfer_s_per_token: Transfer time of a prompt token.
+        scheduler: ``"orca"`` or ``"chunked_prefill"``.
+        kv_capacity_tokens: (N,) tokens of KV cache.
+        train: The train split, or None if only its means are known.
+    """
+
+    experts: tuple[str, ...]
+    running_capacity: int
+    waiting_capacity: int
+    estimator: Floats
+    prefill_tokens: Floats
+    prefill_s: Floats
+    context_tokens: Floats
+    decode_s: Floats
+    mean_score: Floats
+    mean_output_tokens: Floats
+    max_output_tokens: int = 300
+    router_delay_s: float = 0.005
+    transfer_s_per_token: float = 3.2e-5
+    scheduler: str = "orca"
+    kv_capacity_tokens: Floats | None = None
+    train: TrainRequests | None = None
+
+    def __post_init__(self) -> None:
+        n, r = len(self.experts), self.running_capacity
+        wanted = {
+            "estimator": (n, 4),
+            "prefill_s": (n, self.prefill_tokens.size),
+            "decode_s": (n, r + 1, self.context_tokens.size),
+            "mean_score": (n,),
+            "mean_output_tokens": (n,),
+        }
+        if n < 1 or r < 1 or self.waiting_capacity < 0:
+            raise ValueError(
+                "a system needs at least one expert, running_capacity >= 1 and waiting_capacity "
+                f">= 0, got {n}, {r}, {self.waiting_capacity}"
+            )
+        for name, shape in wanted.items():
+            given = getattr(self, name).shape
+            if given != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {given}")
+        if self.scheduler not in ("orca", "chunked_prefill"):
+            raise ValueError(
+                f"scheduler must be 'orca' or 'chunked_prefill', got {self.scheduler!r}"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        """N."""
+        return len(self.experts)
+
+    @classmethod
+    def from_linear(
+        cls,
+        estimator: ArrayLike,
+        *,
+        mean_score: ArrayLike | None = None,
+        mean_output_tokens: ArrayLike | None = None,
+        running_capacity: int = 5,
+        waiting_capacity: int = 5,
+        **kwargs: Any,
+    ) -> RoutingSystem:
+        """A system whose laws are linear (Eq. 13 and 14 with a base and a per-sequence term).
+
+        ``prefill_s(P) = base + k1 P`` and ``decode_s(b, T) = base + kb b + k2 T``.
+
+        Args:
+            estimator: (N, 4) of base_s, k1, k2, kb.
+            mean_score: (N,), default 0.5 each.
+            mean_output_tokens: (N,), default 150 each.
+            running_capacity: R.
+            waiting_capacity: W.
+            **kwargs: Other fields.
+        """
+        law = np.asarray(estimator, dtype=np.float64)
+        n = law.shape[0]
+        batch = np.arange(running_capacity + 1, dtype=np.float64)
+        grid = np.array([0.0, 8192.0])
+        prefill = law[:, :1] + law[:, 1:2] * grid
+        decode = (
+            law[:, 0, None, None]
+            + law[:, 3, None, None] * batch[:, None]
+            + law[:, 2, None, None] * batch[:, None] * grid
+        )
+        return cls(
+            experts=tuple(f"expert {i + 1}" for i in range(n)),
+            running_capacity=running_capacity,
+            waiting_capacity=waiting_capacity,
+            estimator=law,
+            prefill_tokens=grid,
+            prefill_s=prefill,
+            context_tokens=grid,
+            decode_s=decode,
+            mean_score=np.full(n, 0.5) if mean_score is None else np.asarray(mean_score, float),
+            mean_output_tokens=(
+                np.full(n, 150.0)
+                if mean_output_tokens is None
+                else np.asarray(mean_output_tokens, float)
+            ),
+            **kwargs,
+        )
+
+    def permuted(self, order: Sequence[int]) -> RoutingSystem:
+        """The same system with its experts in another order (new expert i is old ``order[i]``)."""
+        index = np.asarray(order, dtype=np.intp)
+        if sorted(index.tolist()) != list(range(self.num_experts)):
+            raise ValueError(f"order must permute 0..{self.num_experts - 1}, got {list(order)}")
+        fields: dict[str, Any] = dict(self.__dict__)
+        fields["experts"] = tuple(self.experts[i] for i in index)
+        for name in ("estimator", "prefill_s", "decode_s", "mean_score", "mean_output_tokens"):
+            fields[name] = getattr(self, name)[index]
+        if self.kv_capacity_tokens is not None:
+            fields["kv_capacity_tokens"] = self.kv_capacity_tokens[index]
+        if self.train is not None:
+            t = self.train
+            fields["train"] = TrainRequests(
+                t.prompt_tokens,
+                t.predicted_scores[:, index],
+                t.predicted_lengths[:, index],
+                t.scores[:, index],
+                t.output_tokens[:, index],
+            )
+        return RoutingSystem(**fields)
+
+    @classmethod
+    def from_env(cls, env: Any) -> RoutingSystem:
+        """Describe the system of a registered environment from its spec's arguments.
+
+        Args:
+            env: Made by ``gymnasium.make`` or ``make_vec`` with a ``servegym/LLMRouting*`` id.
+
+        Raises:
+            ValueError: If the environment has no spec to read the arguments from.
+        """
+        spec = getattr(env, "spec", None) or getattr(getattr(env, "unwrapped", None), "spec", None)
+        if spec is None:
+            raise ValueError(
+                "env must come from gymnasium.make or make_vec (it has no spec); "
+                "else use RoutingSystem.from_kwargs"
+            )
+        return cls.from_kwargs(**dict(spec.kwargs))
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> RoutingSystem:
+        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
+
+        Only the fleet, the capacities, the network and the train split are read; arguments that
+        concern episodes (rate, split, reward, ...) are ignored.
+
+        Args:
+            **kwargs: Arguments of the routing environment.
+
+        Raises:
+            ValueError: As the environment does for an unknown fleet, profile, catalog or model.
+        """
+        from servegym.envs.llm_routing import kernel
+        from servegym.envs.llm_routing.config import build_problem
+
+        other = ("num_envs", "autoreset_mode", "copy", "validate", "render_mode")
+        given = {key: value for key, value in kwargs.items() if key not in other}
+        return cls.from_problem(build_problem(view=kernel.GRAPH, **given))
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> RoutingSystem:
+        """Describe the system of a built routing problem.
+
+        Of its requests only the train split is taken over, whatever split its episodes draw from.
+
+        Args:
+            problem: As `servegym.envs.llm_routing.config.build_problem` returns it.
+        """
+        arguments = problem.arguments
+        slots = problem.running_capacity
+        cfg = problem.cfg[0]
+        rows = problem.table[problem.catalog.rows("train")].astype(np.float64)
+        train = TrainRequests(
+            prompt_tokens=rows[:, 0, 0],
+            scores=rows[..., 1],
+            output_tokens=rows[..., 2],
+            predicted_scores=rows[..., 3],
+            predicted_lengths=rows[..., 4],
+        )
+        prefill, decode = laws([profile.tables() for profile in problem.profiles], slots)
+        return cls(
+            experts=tuple(
+                f"{profile.name}:{model}"
+                for profile, model in zip(problem.profiles, problem.models, strict=True)
+            ),
+            running_capacity=slots,
+            waiting_capacity=problem.waiting_capacity,
+            estimator=coefficients([profile.estimator for profile in problem.profiles]),
+            prefill_tokens=_PREFILL_GRID,
+            prefill_s=prefill,
+            context_tokens=_CONTEXT_GRID,
+            decode_s=decode,
+            mean_score=train.scores.mean(axis=0),
+            mean_output_tokens=train.output_tokens.mean(axis=0),
+            max_output_tokens=problem.max_output_tokens,
+            router_delay_s=float(cfg["router_delay_s"]),
+            transfer_s_per_token=float(cfg["delay_s_per_token"]),
+            scheduler=arguments["scheduler"],
+            kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
+            train=train,
+        )
+
+
+def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats]:
+    """Sample the laws of N experts on the grids of a `RoutingSystem`.
+
+    ``prefill_s(P) = dense(P) + chunk_attention(P, 0) + head(1)`` and
+    ``decode_s(b, x) = dense(b) + decode_attention(b, x) + head(b)`` with mean context x.
+
+    Args:
+        tables: N objects with the fields of `servegym.hardware_profiles.LawTables`.
+        running_capacity: R.
+
+    Returns:
+        (N, G) prefill and (N, R + 1, X) decode seconds.
+    """
+    prefill, decode = [], []
+    batch = np.arange(running_capacity + 1, dtype=np.float64)
+    for t in tables:
+        chunk = interpolate(
+            _PREFILL_GRID,
+            t.chunk_tokens,
+            interpolate([0.0], t.context_tokens, t.chunk_attention_s)[:, 0],
+        )
+        prefill.append(
+            interpolate(_PREFILL_GRID, t.dense_tokens, t.dense_s)
+            + chunk
+            + interpolate([1.0], t.head_sequences, t.head_s)
+        )
+        context = interpolate(_CONTEXT_GRID, t.decode_context_tokens, t.decode_attention_s)
+        attention = interpolate(batch, t.decode_sequences, context.T).T
+        linear = interpolate(batch, t.dense_tokens, t.dense_s) + interpolate(
+            batch, t.head_sequences, t.head_s
+        )
+        decode.append(linear[:, None] + attention)
+    return np.array(prefill), np.array(decode)
+
+
+def coefficients(estimators: Sequence[Any]) -> Floats:
+    """(N, 4) from objects or mappings with the fields of a profile's estimator."""
+    names = ("base_s", "prefill_s_per_token", "decode_s_per_context_token", "decode_s_per_sequence")
+    return np.array(
+        [
+            [float(e[k] if isinstance(e, Mapping) else getattr(e, k)) for k in names]
+            for e in estimators
+        ]
+    )

@@ -1,0 +1,142 @@
+"""What every policy of the project is: a batch-first function of observation and action mask.
+
+A policy is built from a static description of the system it serves (what an operator knows), is
+told when episodes begin, and sees nothing else than observations and masks. Rows of a batch are
+separate episodes that never influence one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Observation = Mapping[str, NDArray[Any]]
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A policy for a batch of B environments.
+
+    Attributes:
+        name: The name shown in tables.
+        clairvoyant: True if the policy uses what a router cannot know (true scores, true lengths,
+            future arrivals). Such a policy is marked in every table.
+        env_view: The observation it reads: ``"graph"`` is the Dict id, ``"flat"`` and
+            ``"experts"`` are the Box ids (some trained checkpoints).
+        needs_env: True if `bind` must be called with the vector environment before `reset`.
+        env_kwargs: Environment arguments that the policy asks for, for instance
+            ``{"reward": "paid_forward"}`` of an online learner. They change what `feedback` gets,
+            never the dynamics.
+    """
+
+    name: str
+    clairvoyant: bool
+    env_view: str
+    needs_env: bool
+    env_kwargs: Mapping[str, Any]
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """Forget everything and prepare for ``num_envs`` rows, all at an episode's start."""
+        ...
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Reset the state of the rows in ``mask`` (B,), whose next observation is a first one."""
+        ...
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """Choose one action a row.
+
+        Args:
+            observation: Arrays with leading axis B.
+            action_mask: int8 (B, A), 1 = legal.
+
+        Returns:
+            int64 (B,).
+        """
+        ...
+
+    def feedback(self, reward: NDArray[np.float64]) -> None:
+        """Learn from the rewards (B,) of the actions returned by the last `act`, or ignore them."""
+        ...
+
+
+class BasePolicy:
+    """The defaults of a policy: no state, no learning, the Dict observation."""
+
+    name: str = "policy"
+    clairvoyant: bool = False
+    env_view: str = "graph"
+    needs_env: bool = False
+    env_kwargs: ClassVar[Mapping[str, Any]] = {}
+
+    num_envs: int = 0
+    rng: np.random.Generator
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`; also seeds ``self.rng``."""
+        if num_envs < 1:
+            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+        self.num_envs = int(num_envs)
+        self.rng = np.random.default_rng(seed)
+        self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`; nothing to do for a policy without state."""
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        raise NotImplementedError
+
+    def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`; ignored."""
+
+    def bind(self, env: Any) -> None:
+        """Take the vector environment; only policies with ``needs_env`` have a use for it."""
+        if self.needs_env:
+            raise NotImplementedError(f"{self.name} needs an environment and must define bind()")
+
+
+class CallablePolicy(BasePolicy):
+    """A policy around ``fn(observation, action_mask) -> actions (B,)``."""
+
+    def __init__(
+        self,
+        fn: Callable[[Observation, NDArray[Any]], Any],
+        name: str,
+        *,
+        clairvoyant: bool = False,
+        env_view: str = "graph",
+    ) -> None:
+        if not callable(fn):
+            raise ValueError(f"fn must be callable as fn(observation, action_mask), got {fn!r}")
+        if env_view not in ("graph", "flat", "experts"):
+            raise ValueError(f"env_view must be 'graph', 'flat' or 'experts', got {env_view!r}")
+        self._fn = fn
+        self.name = name
+        self.clairvoyant = clairvoyant
+        self.env_view = env_view
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """Call the function and check the shape and range of what it returns."""
+        batch, actions = action_mask.shape
+        chosen = np.asarray(self._fn(observation, action_mask))
+        if chosen.shape != (batch,) or not np.issubdtype(chosen.dtype, np.integer):
+            raise ValueError(
+                f"policy {self.name!r} must return integers of shape ({batch},), "
+                f"got {chosen.dtype} of shape {chosen.shape}"
+            )
+        if ((chosen < 0) | (chosen >= actions)).any():
+            raise ValueError(
+                f"policy {self.name!r} must return actions in 0..{actions - 1}, "
+                f"got {chosen.min()}..{chosen.max()}"
+            )
+        return chosen.astype(np.int64)

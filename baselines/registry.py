@@ -1,0 +1,133 @@
+"""The one registry of policies, by environment family and name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from servegym.baselines.protocol import CallablePolicy, Observation, Policy
+
+FAMILIES = {"llm_routing": "servegym.baselines.llm_routing"}
+"""Family -> the module whose import registers its policies."""
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """One line of `list_policies`.
+
+    Attributes:
+        name: What `make_policy` takes.
+        description: One line.
+        clairvoyant: True if it uses what a router cannot know.
+        family: The environment family it is for.
+        alias_of: The policy this name is another name of, or None.
+    """
+
+    name: str
+    description: str
+    clairvoyant: bool
+    family: str
+    alias_of: str | None = None
+
+
+_INFO: dict[tuple[str, str], PolicyInfo] = {}
+_FACTORY: dict[tuple[str, str], Callable[..., Policy]] = {}
+
+
+def register_policy(
+    name: str,
+    factory: Callable[..., Policy],
+    description: str,
+    *,
+    family: str = "llm_routing",
+    clairvoyant: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> None:
+    """Add a policy under its name and aliases.
+
+    Args:
+        name: A new name in the family.
+        factory: Called as ``factory(system, **kwargs)``.
+        description: One line, shown by `list_policies`.
+        family: The environment family.
+        clairvoyant: Whether it uses what a router cannot know.
+        aliases: Other names for it.
+
+    Raises:
+        ValueError: If a name is taken.
+    """
+    for key in (name, *aliases):
+        if (family, key) in _FACTORY:
+            raise ValueError(f"name {key!r} is already registered for family {family!r}")
+    for key in (name, *aliases):
+        alias_of = None if key == name else name
+        text = description if alias_of is None else f"alias of {name}: {description}"
+        _INFO[family, key] = PolicyInfo(key, text, clairvoyant, family, alias_of)
+        _FACTORY[family, key] = factory
+
+
+def _load(family: str) -> None:
+    if family in FAMILIES:
+        importlib.import_module(FAMILIES[family])
+    elif not any(known == family for known, _ in _FACTORY):
+        raise ValueError(_unknown("family", family, list(FAMILIES)))
+
+
+def _unknown(argument: str, given: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{argument} must be one of {', '.join(sorted(allowed))}, got {given!r}{hint}"
+
+
+def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:
+    """All policies of a family in the order of their registration.
+
+    Raises:
+        ValueError: If the family is unknown.
+    """
+    _load(family)
+    return [info for (known, _), info in _INFO.items() if known == family]
+
+
+def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs: Any) -> Policy:
+    """Build a policy by name.
+
+    Args:
+        name: One of `list_policies`.
+        system: The static description of the system, for routing a `RoutingSystem`.
+        family: The environment family.
+        **kwargs: Parameters of the policy.
+
+    Raises:
+        ValueError: If the name, the family or a parameter is unknown.
+    """
+    _load(family)
+    factory = _FACTORY.get((family, name))
+    if factory is None:
+        allowed = [known for group, known in _FACTORY if group == family]
+        raise ValueError(_unknown("policy", name, allowed))
+    try:
+        return factory(system, **kwargs)
+    except TypeError as error:
+        # Only a wrong parameter name is the caller's mistake; other TypeErrors are ours.
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise ValueError(f"policy {name!r}: {error}") from error
+
+
+def from_callable(
+    fn: Callable[[Observation, Any], Any],
+    name: str = "callable",
+    *,
+    clairvoyant: bool = False,
+    env_view: str = "graph",
+) -> Policy:
+    """Wrap ``fn(observation, action_mask) -> actions (B,)`` as a stateless policy.
+
+    Raises:
+        ValueError: If ``fn`` is not callable or ``env_view`` is unknown.
+    """
+    return CallablePolicy(fn, name, clairvoyant=clairvoyant, env_view=env_view)

@@ -1,0 +1,472 @@
+"""Policies on made-up observations: masks, ties, symmetry, determinism, registry, estimate."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.llm_routing import RoutingSystem
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.system import TrainRequests, interpolate
+from servegym.baselines.protocol import Policy
+from servegym.baselines.registry import (
+    from_callable,
+    list_policies,
+    make_policy,
+    register_policy,
+)
+
+R, W = 5, 5
+LAWS = [
+    [0.011, 6.0e-5, 1.0e-7, 1e-4],
+    [0.015, 8.0e-5, 1.4e-7, 1e-4],
+    [0.017, 8.8e-5, 1.6e-7, 1e-4],
+    [0.019, 1.0e-4, 2.0e-7, 1e-4],
+    [0.024, 1.3e-4, 2.2e-7, 1e-4],
+    [0.028, 1.5e-4, 2.4e-7, 1e-4],
+]
+MEANS = [0.50, 0.62, 0.55, 0.70, 0.66, 0.58]
+
+
+def make_system(num_experts=6, train=True):
+    rng = np.random.default_rng(5)
+    shape = (200, num_experts)
+    lengths = rng.integers(1, 300, shape).astype(float)
+    scores = np.clip(np.array(MEANS[:num_experts]) + rng.normal(0, 0.2, shape), 0, 1)
+    return RoutingSystem.from_linear(
+        LAWS[:num_experts],
+        mean_score=MEANS[:num_experts],
+        train=TrainRequests(
+            rng.integers(5, 400, 200).astype(float), scores, lengths, scores, lengths
+        )
+        if train
+        else None,
+    )
+
+
+def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0):
+    """A plausible batch of observations and masks; some experts, and some whole rows, are full."""
+    running = rng.integers(least_running, R + 1, (batch, num_experts))
+    waiting = np.where(running == R, rng.integers(0, W + 1, running.shape), 0)
+    full = rng.random(batch) < 0.15
+    running[full], waiting[full] = R, W
+    mask = np.ones((batch, num_experts + 1), np.int8)
+    mask[:, 1:] = waiting < W
+
+    def rows(count, size, started):
+        shape = (batch, num_experts, size)
+        length = rng.integers(2, 300, shape)
+        done = rng.integers(1, 300, shape) if started else np.zeros(shape)
+        out = np.stack(
+            [
+                rng.integers(5, 400, shape),
+                rng.random(shape),
+                length,
+                rng.random(shape) / 10,
+                done,
+                rng.uniform(0.01, 0.05, shape),
+            ],
+            axis=-1,
+        ).astype(np.float32)
+        present = np.arange(size) < count[..., None]
+        return out * present[..., None], present.astype(np.int8)
+
+    prompt = np.repeat(rng.integers(5, 400, (batch, 1)), num_experts, axis=1)
+    shape = prompt.shape
+    observation = {
+        "request": np.stack([prompt, rng.random(shape), rng.integers(2, 300, shape)], axis=-1),
+        "experts": np.stack([rng.random(shape), running, waiting], axis=-1),
+        "latency_requirement": np.full((batch, 1), limit),
+    }
+    observation = {key: value.astype(np.float32) for key, value in observation.items()}
+    observation["running"], observation["running_mask"] = rows(running, R, True)
+    observation["waiting"], observation["waiting_mask"] = rows(waiting, W, False)
+    return observation, mask
+
+
+def permute(observation, mask, order):
+    moved = {
+        key: value if key == "latency_requirement" else value[:, order]
+        for key, value in observation.items()
+    }
+    return moved, np.concatenate([mask[:, :1], mask[:, 1:][:, order]], axis=1)
+
+
+def names(*, env=False):
+    """Registered names without aliases; those that need an environment only on request."""
+    return [i.name for i in list_policies() if i.alias_of is None and (env or i.name != "rollout")]
+
+
+def test_registry_lists_the_promised_names_once():
+    listed = [info.name for info in list_policies()]
+    promised = (
+        "random round_robin least_outstanding shortest_queue shortest_waiting least_memory "
+        "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos always_best linucb "
+        "drop_all always_busiest rollout"
+    ).split()
+    assert sorted(listed) == sorted(promised)
+    assert [i.name for i in list_policies() if i.clairvoyant] == ["rollout"]
+    assert all(i.description and "\n" not in i.description for i in list_policies())
+    assert (
+        "no trained classifier" in {i.name: i.description for i in list_policies()}["bert_router"]
+    )
+
+
+@pytest.mark.parametrize("name", names(env=True))
+def test_policies_follow_the_protocol(name):
+    policy = make_policy(name, make_system())
+    info = {i.name: i for i in list_policies()}[name]
+    assert isinstance(policy, Policy)
+    assert policy.name == name
+    assert policy.clairvoyant == info.clairvoyant
+    assert policy.env_view == "graph"
+    assert policy.needs_env == (name == "rollout")
+    assert dict(policy.env_kwargs) == ({"reward": "paid_forward"} if name == "linucb" else {})
+
+
+def test_unknown_names_and_parameters_are_refused():
+    system = make_system()
+    with pytest.raises(ValueError, match="did you mean 'least_outstanding'"):
+        make_policy("least_outstandin", system)
+    with pytest.raises(ValueError, match="did you mean 'llm_routing'"):
+        list_policies("llm_routin")
+    with pytest.raises(ValueError, match="no_such_parameter"):
+        make_policy("greedy_qos", system, no_such_parameter=1)
+    with pytest.raises(ValueError, match="already registered"):
+        register_policy("random", lambda system: None, "again")
+    with pytest.raises(ValueError, match="num_envs"):
+        make_policy("random", system).reset(0)
+
+
+def test_alias_is_the_same_policy():
+    observation, mask = make_observation(np.random.default_rng(0))
+    actions = []
+    for name in ("least_outstanding", "shortest_queue"):
+        policy = make_policy(name, make_system())
+        policy.reset(16, 0)
+        actions.append(policy.act(observation, mask))
+    assert np.array_equal(*actions)
+
+
+def test_from_callable_checks_what_the_function_returns():
+    observation, mask = make_observation(np.random.default_rng(0), batch=4)
+    policy = from_callable(lambda o, m: np.ones(4, int), name="ones")
+    policy.reset(4)
+    assert policy.name == "ones" and isinstance(policy, Policy)
+    assert policy.act(observation, mask).tolist() == [1, 1, 1, 1]
+    for wrong in (np.ones(3, int), np.ones(4), np.full(4, 7), np.full(4, -1)):
+        with pytest.raises(ValueError, match="must return"):
+            from_callable(lambda o, m, wrong=wrong: wrong).act(observation, mask)
+    with pytest.raises(ValueError, match="callable"):
+        from_callable(3)
+    with pytest.raises(ValueError, match="env_view"):
+        from_callable(lambda o, m: m, env_view="graf")
+
+
+@pytest.mark.parametrize("name", names())
+def test_masks_are_respected_and_full_rows_drop(name):
+    policy = make_policy(name, make_system())
+    policy.reset(64, 3)
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        observation, mask = make_observation(rng, 64)
+        # A mask may forbid more than full queues (a request that never fits).
+        mask[:, 1:] &= rng.random((64, 6)) < 0.8
+        before = {key: value.copy() for key, value in observation.items()}
+        action = policy.act(observation, mask)
+        assert action.dtype == np.int64 and action.shape == (64,)
+        assert mask[np.arange(64), action].all()
+        legal = mask[:, 1:].any(axis=1)
+        assert (action[~legal] == 0).all()
+        if name not in ("drop_all", "greedy_qos"):
+            assert (action[legal] > 0).all()
+        for key, value in before.items():
+            assert np.array_equal(value, observation[key]), f"{name} wrote to {key}"
+        policy.feedback(rng.random(64))
+
+
+@pytest.mark.parametrize("name", names())
+def test_same_seed_same_actions_and_reset_forgets(name):
+    policy, again = (make_policy(name, make_system()) for _ in range(2))
+    histories = []
+    for candidate in (policy, again, policy):
+        candidate.reset(32, 7)
+        rng = np.random.default_rng(2)
+        history = []
+        for step in range(20):
+            history.append(candidate.act(*make_observation(rng, 32)))
+            candidate.feedback(rng.random(32))
+            if step == 10:
+                candidate.episode_start(np.arange(32) % 2 == 0)
+        histories.append(np.array(history))
+    assert np.array_equal(histories[0], histories[1])
+    assert np.array_equal(histories[0], histories[2])
+
+
+@pytest.mark.parametrize("name", ["random", "power_of_two"])
+def test_random_policies_use_their_seed(name):
+    observation, mask = make_observation(np.random.default_rng(2), 64)
+    policy = make_policy(name, make_system())
+    actions = []
+    for seed in (0, 1):
+        policy.reset(64, seed)
+        actions.append(policy.act(observation, mask))
+    assert not np.array_equal(*actions)
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n not in ("random", "power_of_two")])
+def test_rows_do_not_influence_each_other(name):
+    rng = np.random.default_rng(4)
+    together = make_policy(name, make_system())
+    together.reset(8, 0)
+    alone = [make_policy(name, make_system()) for _ in range(8)]
+    for policy in alone:
+        policy.reset(1, 0)
+    for _ in range(5):
+        observation, mask = make_observation(rng, 8)
+        reward = rng.random(8)
+        action = together.act(observation, mask)
+        together.feedback(reward)
+        for row, policy in enumerate(alone):
+            part = {key: value[row : row + 1] for key, value in observation.items()}
+            assert policy.act(part, mask[row : row + 1])[0] == action[row]
+            policy.feedback(reward[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    "name", ["least_memory", "token_jsq", "bert_router", "least_latency", "greedy_qos", "linucb"]
+)
+def test_permuting_experts_permutes_choices(name):
+    # These costs are real numbers, so random observations have no ties.
+    rng = np.random.default_rng(6)
+    order = np.array([3, 0, 5, 1, 4, 2])
+    system = make_system()
+    policy = make_policy(name, system)
+    if name == "linucb":  # its prior draws one synthetic state an expert; compare without
+        system = make_system(train=False)
+        policy = make_policy(name, system, alpha=0.0)
+    moved_policy = type(policy)(
+        system.permuted(order), **({"alpha": 0.0} if name == "linucb" else {})
+    )
+    policy.reset(64, 0)
+    moved_policy.reset(64, 0)
+    if name == "linucb":
+        weight = 0.05 * rng.normal(size=(6, 8))
+        weight[:, 1] = 1.0
+        identity = np.tile(np.eye(8), (6, 1, 1))
+        policy._priors[0.03] = (identity, weight)
+        moved_policy._priors[0.03] = (identity, weight[order])
+    observation, mask = make_observation(rng, 64, least_running=1)
+    action = policy.act(observation, mask)
+    moved = moved_policy.act(*permute(observation, mask, order))
+    back = np.concatenate([[0], order + 1])
+    assert len(set(action.tolist())) > 3
+    assert np.array_equal(back[moved], action)
+
+
+def idle(batch=1, num_experts=6):
+    observation, mask = make_observation(np.random.default_rng(0), batch, num_experts)
+    for key in ("experts", "running", "waiting", "running_mask", "waiting_mask"):
+        observation[key] = np.zeros_like(observation[key])
+    return observation, np.ones_like(mask)
+
+
+def test_round_robin_cycles_and_skips_the_full():
+    policy = make_policy("round_robin", make_system())
+    policy.reset(2)
+    observation, mask = idle(2)
+    seen = [policy.act(observation, mask).tolist() for _ in range(8)]
+    assert [a for a, _ in seen] == [1, 2, 3, 4, 5, 6, 1, 2]
+    mask[:, 3] = 0
+    assert policy.act(observation, mask).tolist() == [4, 4]
+    policy.episode_start(np.array([True, False]))
+    assert policy.act(observation, mask).tolist() == [1, 5]
+
+
+def test_least_outstanding_counts_running_and_waiting_and_rotates_ties():
+    policy = make_policy("least_outstanding", make_system())
+    policy.reset(1)
+    observation, mask = idle()
+    observation["experts"][0, :, 1] = [5, 2, 5, 2, 5, 2]
+    observation["experts"][0, :, 2] = [0, 0, 1, 0, 2, 0]
+    assert [policy.act(observation, mask)[0] for _ in range(5)] == [2, 4, 6, 2, 4]
+    # An empty waiting queue is no reason to join five running requests.
+    observation["experts"][0, :, 1] = [5, 4, 5, 5, 5, 5]
+    observation["experts"][0, :, 2] = [0, 0, 0, 0, 0, 0]
+    assert policy.act(observation, mask)[0] == 2
+    # Nor are running requests to be forgotten against a single waiting one.
+    observation["experts"][0, :, 1] = [5, 3, 5, 5, 5, 5]
+    observation["experts"][0, :, 2] = [0, 1, 0, 0, 0, 0]
+    assert policy.act(observation, mask)[0] == 2
+
+
+def test_counting_rules_differ_where_they_should():
+    observation, mask = idle()
+    observation["experts"][0, :, 1] = [5, 4, 1, 5, 5, 5]
+    observation["experts"][0, :, 2] = [0, 0, 1, 5, 5, 5]
+    chosen = {}
+    for name in ("shortest_waiting", "vllm_dp", "least_outstanding", "always_busiest"):
+        policy = make_policy(name, make_system())
+        policy.reset(1)
+        chosen[name] = int(policy.act(observation, mask)[0])
+    assert chosen == {
+        "shortest_waiting": 1,
+        "vllm_dp": 2,
+        "least_outstanding": 3,
+        "always_busiest": 4,
+    }
+
+
+def test_power_of_two_picks_the_less_loaded_of_two_sampled():
+    policy = make_policy("power_of_two", make_system())
+    policy.reset(256, 0)
+    rng = np.random.default_rng(3)
+    pairs = set()
+    for _ in range(10):
+        observation, mask = make_observation(rng, 256)
+        action = policy.act(observation, mask)
+        load = observation["experts"][..., 1] + observation["experts"][..., 2]
+        for row in np.flatnonzero(action):
+            pair = policy.sampled[row]
+            assert action[row] - 1 in pair
+            assert load[row, action[row] - 1] == load[row, pair].min()
+            assert mask[row, pair + 1].all()
+            if mask[row, 1:].sum() > 1:
+                assert pair[0] != pair[1]
+            pairs.add(tuple(pair))
+    assert len(pairs) >= 30  # all ordered pairs of six experts come up
+
+
+def test_token_jsq_counts_work_not_requests():
+    policy = make_policy("token_jsq", make_system(num_experts=2))
+    policy.reset(1)
+    observation, mask = idle(num_experts=2)
+    # Expert 1: one long request just begun; expert 2: three nearly done ones.
+    observation["running_mask"][0] = [[1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]
+    observation["running"][0, 0, 0] = [50, 0.5, 290, 0, 10, 0.02]
+    observation["running"][0, 1, :3] = [50, 0.5, 100, 0, 95, 0.02]
+    assert policy.act(observation, mask)[0] == 2
+    # A waiting prompt is work, too.
+    observation["waiting_mask"][0, 1, 0] = 1
+    observation["waiting"][0, 1, 0] = [900, 0.5, 10, 0, 0, 0.1]
+    assert policy.act(observation, mask)[0] == 1
+
+
+def test_linucb_learns_the_better_arm_and_forgets_at_an_episode_start():
+    system = make_system(train=False)
+    policy = make_policy("linucb", system, alpha=0.5)
+    policy.reset(1)
+    observation, mask = idle()
+    observation["request"][..., 1] = 0.5
+    for _ in range(60):
+        action = policy.act(observation, mask)
+        policy.feedback((action == 4).astype(float))
+    assert policy.act(observation, mask)[0] == 4
+    policy.episode_start(np.array([True]))
+    first = make_policy("linucb", system, alpha=0.5)
+    first.reset(1)
+    assert policy.act(observation, mask)[0] == first.act(observation, mask)[0]
+
+
+def test_linucb_inverse_stays_the_inverse():
+    policy = make_policy("linucb", make_system(train=False), ridge=2.0)
+    policy.reset(1)
+    rng = np.random.default_rng(0)
+    gram = np.tile(2.0 * np.eye(8), (6, 1, 1))
+    for _ in range(30):
+        observation, mask = make_observation(rng, 1)
+        arm = policy.act(observation, mask)[0] - 1
+        policy.feedback(np.array([0.3]))
+        if arm >= 0:
+            x = policy.features(observation)[0, arm]
+            gram[arm] += np.outer(x, x)
+    assert np.allclose(policy._inverse[0], np.linalg.inv(gram), atol=1e-8)
+    with pytest.raises(ValueError, match="follow act"):
+        policy.feedback(np.zeros(1))
+
+
+def test_linucb_prior_prefers_the_better_expert_and_fears_queues():
+    system = make_system()
+    policy = make_policy("linucb", system, alpha=0.0)
+    policy.reset(1)
+    observation, mask = idle()
+    observation["request"][..., 1] = system.mean_score
+    observation["request"][..., 2] = 150
+    first = policy.act(observation, mask)[0]
+    assert first == 4  # the best mean, and its 19 ms keep 30 ms
+    observation["experts"][0, 3] = [0.1, 5, 4]
+    assert policy.act(observation, mask)[0] != 4
+
+
+def estimate_one(system, prompt, length, running=(), waiting=(), limit=0.03):
+    """Estimate for a lone expert; running and waiting rows are (p, d_hat, d_t, l_t)."""
+    observation, _ = idle(1, 1)
+    observation["request"][0, 0] = [prompt, 0.5, length]
+    for key, rows in (("running", running), ("waiting", waiting)):
+        for i, (p, d, g, latency) in enumerate(rows):
+            observation[key][0, 0, i] = [p, 0.5, d, 0, g, latency]
+            observation[f"{key}_mask"][0, 0, i] = 1
+    return LatencyModel(system).estimate(observation)
+
+
+def test_estimate_of_an_idle_expert_is_the_law():
+    # prefill 0.01 + 1e-4 * 100, 49 decodes of 0.01 + 1e-6 * (101..149), network 0.005 + 3.2 ms
+    system = RoutingSystem.from_linear([[0.01, 1e-4, 1e-6, 0.0]])
+    estimate = estimate_one(system, 100, 50)
+    service = 0.02 + sum(0.01 + 1e-6 * (100 + k) for k in range(1, 50))
+    assert estimate.with_new[0, 0, -1] == pytest.approx((service + 0.0082) / 50)
+    assert estimate.added_s[0, 0] == pytest.approx(service)
+    assert np.isnan(estimate.without).all()
+
+
+def test_estimate_charges_others_for_the_prefill_and_the_shared_decode():
+    system = RoutingSystem.from_linear([[0.01, 1e-4, 0.0, 1e-3]])
+    estimate = estimate_one(system, 200, 40, running=[(50, 100, 80, 0.02)])
+    # Without: half an iteration, then 20 decodes of 11 ms; with: a prefill of 30 ms, 12 ms each.
+    assert estimate.without[0, 0, 0] == pytest.approx((1.6 + 0.0055 + 20 * 0.011) / 100)
+    assert estimate.with_new[0, 0, 0] == pytest.approx((1.6 + 0.0055 + 0.03 + 20 * 0.012) / 100)
+    # The new one: 20 decodes in company, 19 alone.
+    own = 0.0055 + 0.03 + 20 * 0.012 + 19 * 0.011 + 0.005 + 200 * 3.2e-5
+    assert estimate.with_new[0, 0, -1] == pytest.approx(own / 40)
+
+
+def test_estimate_waits_for_a_slot():
+    system = RoutingSystem.from_linear([[0.01, 0.0, 0.0, 0.0]])
+    busy = [(50, 100, 90 - 10 * i, 0.02) for i in range(5)]
+    queue = [(50, 30, 0, 0.1)]
+    alone = estimate_one(system, 50, 10)
+    behind = estimate_one(system, 50, 10, running=busy)
+    further = estimate_one(system, 50, 10, running=busy, waiting=queue)
+    wait = 0.005 + 10 * 0.01
+    assert behind.with_new[0, 0, -1] == pytest.approx(alone.with_new[0, 0, -1] + wait / 10)
+    # The queued one takes the first slot (10 decodes), its prefill and 10 more decodes pass.
+    longer = wait + 0.01 + 9 * 0.01
+    assert further.with_new[0, 0, -1] > behind.with_new[0, 0, -1]
+    assert further.with_new[0, 0, -1] == pytest.approx(
+        alone.with_new[0, 0, -1] + (longer + 0.01) / 10
+    )
+
+
+def test_estimate_survives_missing_and_overrun_lengths():
+    system = RoutingSystem.from_linear([[0.01, 1e-4, 1e-6, 0.0]], mean_output_tokens=[120.0])
+    zero = estimate_one(system, 100, 0, running=[(50, 0, 10, 0.02), (50, 20, 90, 0.02)])
+    mean = estimate_one(system, 100, 120, running=[(50, 120, 10, 0.02), (50, 20, 90, 0.02)])
+    assert np.allclose(zero.with_new, mean.with_new, equal_nan=True)
+    assert np.isfinite(zero.with_new[0, 0, [0, 1, -1]]).all()
+    with pytest.raises(ValueError, match="overrun"):
+        LatencyModel(system, overrun=-1)
+
+
+def test_system_checks_shapes_and_permutations():
+    with pytest.raises(ValueError, match="mean_score must have shape"):
+        RoutingSystem.from_linear(LAWS, mean_score=[0.5])
+    with pytest.raises(ValueError, match="scheduler"):
+        RoutingSystem.from_linear(LAWS, scheduler="fifo")
+    with pytest.raises(ValueError, match="order"):
+        make_system().permuted([0, 0, 1, 2, 3, 4])
+
+
+def test_interpolation_goes_on_with_the_end_slopes():
+    grid, values = np.array([0.0, 1.0, 3.0]), np.array([[0.0, 2.0, 3.0]])
+    assert interpolate([-1.0, 0.5, 1.0, 2.0, 5.0], grid, values).tolist() == [
+        [-2.0, 1.0, 2.0, 2.5, 4.0]
+    ]
+    assert interpolate([1.0, 9.0], np.array([0.0]), np.array([7.0])).tolist() == [7.0, 7.0]
