@@ -1,1 +1,26 @@
-"""servegym."""
+"""Hardware profiles: latency laws and memory of devices, and fleets of them.
+
+``load("rtx4090-llama-3.1-8b")`` gives a :class:`Profile`; ``load_fleet("edge-6-heterogeneous")``
+a :class:`Fleet`. Importing this package loads numpy and nothing heavier.
+"""
+
+from servegym.hardware_profiles.fleet import Fleet, FleetExpert, list_fleets, load_fleet
+from servegym.hardware_profiles.profile import (
+    Estimator,
+    LawTables,
+    Profile,
+    list_profiles,
+    load,
+)
+
+__all__ = [
+    "Estimator",
+    "Fleet",
+    "FleetExpert",
+    "LawTables",
+    "Profile",
+    "list_fleets",
+    "list_profiles",
+    "load",
+    "load_fleet",
+]
