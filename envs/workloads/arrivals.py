@@ -129,50 +129,54 @@ class ModulatedArrivals:
     """Gamma renewal process run on the clock of a slowly varying rate.
 
     The rate is constant over blocks of ``block_requests`` mean gaps (one hour of the trace for
-    BurstGPT, five seconds for Azure). Its logarithm over the blocks is a Gaussian AR(1) with
-    standard deviation ``sigma`` and lag-one correlation ``rho``, and mean -sigma^2/2, so that the
-    mean rate is 1. With Lambda(t) the integral of the rate, arrivals are at Lambda^-1(g_1 + ... +
-    g_k), the gaps g gamma of mean 1 and coefficient of variation ``cv``.
+    BurstGPT, five seconds for Azure). Over blocks it is gamma distributed with mean 1 and
+    coefficient of variation ``rate_cv``, and follows a Gaussian AR(1) x of lag-one correlation
+    ``rho``:  rate = F^-1(Phi(x)), F the gamma distribution. With Lambda(t) the integral of the
+    rate, arrivals are at Lambda^-1(g_1 + ... + g_k), the gaps g gamma of mean 1 and coefficient of
+    variation ``cv``.
 
     Attributes:
         rate: Mean rate, requests/s.
         cv: Coefficient of variation of the gaps on the rate's own clock, >= 0.
-        sigma: Standard deviation of the log rate over blocks, >= 0.
-        rho: Correlation of the log rate of adjacent blocks, in [0, 1).
+        rate_cv: Coefficient of variation of the rate over blocks, >= 0.
+        rho: Correlation of x of adjacent blocks, in [0, 1).
         block_requests: Length of a block in mean gaps, > 0.
     """
 
     rate: float
     cv: float
-    sigma: float
+    rate_cv: float
     rho: float
     block_requests: float
 
-    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
+    def sample(
+        self, n: int, rng: np.random.Generator, rate: float | None = None
+    ) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
         work = np.cumsum(_gamma_gaps(n, rng, self.cv))
-        mean = -0.5 * self.sigma**2
-        # Just after an arrival the block's rate has the size-biased law: the log mean moves by
-        # sigma^2; the place in the block is uniform.
-        first = True
-        level = self.sigma + rng.standard_normal()  # in units of sigma, about the plain mean
+        if self.rate_cv == 0 or n == 0:
+            return _scaled(work, rate, self.rate)
+        # Here, so that importing the package stays cheap.
+        from scipy.special import gammainc, gammaincinv, ndtr, ndtri
+
+        shape = 1 / self.rate_cv**2
+        # Just after an arrival the block's rate has the size-biased law, a gamma of shape + 1, and
+        # the place in the block is uniform.
+        first = rng.standard_gamma(shape + 1)
+        level = float(np.clip(ndtri(gammainc(shape, first)), -8, 8))
+        rates = [np.array([first / shape])]
+        lengths = [np.array([self.block_requests * rng.random()])]
+        reached = float(rates[0] @ lengths[0])
         noise = np.sqrt(1 - self.rho**2)
         batch = int(n / self.block_requests) + 16
-        rates, lengths, reached = [], [], 0.0
-        while not rates or (n and reached < work[-1]):
+        while reached < work[-1]:
             levels = np.empty(batch)
-            shocks = (noise * rng.standard_normal(batch)).tolist()
-            for k in range(batch):
-                if not (first and k == 0):
-                    level = self.rho * level + shocks[k]
+            for k, shock in enumerate((noise * rng.standard_normal(batch)).tolist()):
+                level = self.rho * level + shock
                 levels[k] = level
-            spans = np.full(batch, self.block_requests)
-            if first:
-                spans[0] *= rng.random()
-                first = False
-            rates.append(np.exp(mean + self.sigma * levels))
-            lengths.append(spans)
-            reached += float(rates[-1] @ spans)
+            rates.append(gammaincinv(shape, ndtr(levels)) / shape)
+            lengths.append(np.full(batch, self.block_requests))
+            reached += float(rates[-1] @ lengths[-1])
         times = _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
         return _scaled(times, rate, self.rate)
 
@@ -300,7 +304,7 @@ def _mmpp(rate: float, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
 
 def _modulated(fit: str) -> Callable[..., Arrivals]:
     def make(rate: float, **kwargs: Any) -> Arrivals:
-        names = ("cv", "sigma", "rho", "block_requests")
+        names = ("cv", "rate_cv", "rho", "block_requests")
         reject_unknown_kwargs(f"arrivals {fit!r}", kwargs, names)
         values = _fit(fit, "modulated") | kwargs
         rho = positive("rho", values["rho"], allow_zero=True)
@@ -309,7 +313,7 @@ def _modulated(fit: str) -> Callable[..., Arrivals]:
         return ModulatedArrivals(
             rate,
             cv=positive("cv", values["cv"], allow_zero=True),
-            sigma=positive("sigma", values["sigma"], allow_zero=True),
+            rate_cv=positive("rate_cv", values["rate_cv"], allow_zero=True),
             rho=rho,
             block_requests=positive("block_requests", values["block_requests"]),
         )
@@ -359,7 +363,7 @@ def make_arrivals(name: str, rate: float, **kwargs: Any) -> Arrivals:
     Args:
         name: ``"poisson"``; ``"gamma"`` (``cv`` or ``shape`` or ``fit``); ``"mmpp"``
             (``rate_ratio``, ``busy_share``, ``cycle_requests``, ``fit``); ``"burstgpt"`` and
-            ``"azure"`` (overrides ``cv``, ``sigma``, ``rho``, ``block_requests``, see
+            ``"azure"`` (overrides ``cv``, ``rate_cv``, ``rho``, ``block_requests``, see
             :class:`ModulatedArrivals`); ``"trace"`` (``path``, ``fmt``, ``start_s``,
             ``window_s``, see :class:`TraceArrivals`). ``fit`` is ``"burstgpt"`` (default) or
             ``"azure"``: whose fitted parameters stand in for those not given.
