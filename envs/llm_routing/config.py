@@ -1,0 +1,426 @@
+"""Arguments of the LLM routing environments, checked and turned into the arrays of the kernel."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.llm_routing import kernel
+from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
+from servegym.hardware_profiles import LawTables, Profile, list_fleets, load, load_fleet
+
+DEFAULT_FLEET = "edge-6-heterogeneous"
+DEFAULT_NUM_EXPERTS = 6
+MAX_LATENCY_REQUIREMENT_S = 1.0
+
+_SCHEDULERS = {"orca": kernel.ORCA, "chunked_prefill": kernel.CHUNKED}
+_MEMORY_POLICIES = {"reserve": kernel.RESERVE, "paged": kernel.PAGED}
+_REWARDS = {
+    "qos_aware": kernel.QOS_AWARE,
+    "completed_qos": kernel.COMPLETED_QOS,
+    "paid_forward": kernel.PAID_FORWARD,
+}
+_PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
+_ESTIMATORS = {"true": 0, "predicted": 1}
+_SPLITS = ("train", "val", "eval", "all")
+
+
+def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
+    """Return ``given`` if it is one of ``allowed``.
+
+    Raises:
+        ValueError: naming the argument, what was given, what is allowed and the nearest of it.
+    """
+    names = list(allowed)
+    if given in names:
+        return given
+    near = difflib.get_close_matches(str(given), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{argument}={given!r} is unknown; choose one of {names}.{hint}")
+
+
+def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:
+    """Return ``given`` as an integer in [low, high].
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    ok = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    if not ok or not low <= given <= high:
+        limit = f"at least {low}" if high == 1 << 31 else f"between {low} and {high}"
+        raise ValueError(f"{argument}={given!r} must be a whole number, {limit}.")
+    return int(given)
+
+
+def real(argument: str, given: Any, low: float, high: float = math.inf, open_low=False) -> float:
+    """Return ``given`` as a finite float in [low, high], or (low, high] if ``open_low``.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    ok = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    if not ok or not math.isfinite(given) or given < low or given > high:
+        ok = False
+    elif open_low and given == low:
+        ok = False
+    if not ok:
+        lower = f"above {low:g}" if open_low else f"at least {low:g}"
+        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        raise ValueError(f"{argument}={given!r} must be a finite number {lower}{upper}.")
+    return float(given)
+
+
+def span(argument: str, given: Any, high: float = math.inf) -> tuple[float, float]:
+    """Return ``given`` – a number, or a range (low, high) – as a range of positive numbers."""
+    if isinstance(given, (list, tuple)):
+        if len(given) != 2:
+            raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
+        low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
+        if low > top:
+            raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
+        return low, top
+    value = real(argument, given, 0.0, high, open_low=True)
+    return value, value
+
+
+def _resolve_profiles(
+    profiles: str | Sequence[str], models: Sequence[str] | None, num_experts: int | None
+) -> tuple[list[Profile], list[str] | None]:
+    """Profiles of the experts and, where a fleet or the caller names them, their models."""
+    if isinstance(profiles, str) and profiles in list_fleets():
+        fleet = load_fleet(profiles)
+        found, names = list(fleet.profiles), list(fleet.models)
+        count = DEFAULT_NUM_EXPERTS if num_experts is None else num_experts
+    else:
+        if isinstance(profiles, str):
+            listed = [profiles]
+        elif isinstance(profiles, (list, tuple)) and profiles:
+            listed = list(profiles)
+        else:
+            raise ValueError(
+                f"profiles={profiles!r} must be a fleet name ({', '.join(list_fleets())}), "
+                "a profile name or a non-empty list of profile names."
+            )
+        try:
+            found = [load(name) for name in listed]
+        except ValueError as error:
+            raise ValueError(
+                f"profiles={profiles!r}: {error} Fleets: {', '.join(list_fleets())}."
+            ) from None
+        names = None
+        count = len(found) if num_experts is None else num_experts
+        if isinstance(profiles, str):
+            found = found * count
+    if count > len(found):
+        raise ValueError(
+            f"num_experts={count} is more than the {len(found)} experts of profiles={profiles!r}; "
+            "ask for fewer or name a larger fleet."
+        )
+    if models is not None:
+        if isinstance(models, str) or len(models) < count:
+            raise ValueError(f"models={models!r} must be a list of at least {count} model names.")
+        names = list(models)
+    return found[:count], None if names is None else names[:count]
+
+
+def _resolve_columns(
+    catalog: Catalog, names: list[str] | None, count: int, asked: bool
+) -> np.ndarray:
+    if names is not None and (asked or set(names) <= set(catalog.models)):
+        return np.asarray(catalog.columns(names))
+    if names is None and not asked:
+        fleet = [m for m in load_fleet(DEFAULT_FLEET).models if m in catalog.models]
+        if len(fleet) >= count:
+            return np.asarray(catalog.columns(fleet[:count]))
+    if count > len(catalog.models):
+        raise ValueError(
+            f"num_experts={count}: catalog {catalog.name!r} has only {len(catalog.models)} models."
+        )
+    return np.arange(count)
+
+
+def _along(grid: np.ndarray, values: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Piecewise-linear ``values`` (last axis over ``grid``) at ``x``; outermost slopes go on."""
+    if len(grid) == 1:
+        return np.repeat(values, len(x), axis=-1)
+    i = np.clip(np.searchsorted(grid, x, side="right") - 1, 0, len(grid) - 2)
+    weight = (x - grid[i]) / (grid[i + 1] - grid[i])
+    return values[..., i] + (values[..., i + 1] - values[..., i]) * weight
+
+
+def _axis(grids: Iterable[np.ndarray]) -> np.ndarray:
+    """Union of the grids of several tables: resampling on it is exact. At least two points."""
+    axis = np.unique(np.concatenate(list(grids)))
+    return axis if len(axis) > 1 else np.array([axis[0], axis[0] + 1.0])
+
+
+def pack_laws(
+    profiles: Sequence[Profile], cfg: np.void, running_capacity: int, block_size: int
+) -> np.ndarray:
+    """Pack the latency tables of the experts in one float64 vector and set the offsets in ``cfg``.
+
+    The vector begins with ``capacity_blocks, k1, k2`` of each expert. Then come the axes, which
+    all experts share (the union of their grids), and the tables with a leading axis of experts:
+    dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations and their
+    attention alone (N, running_capacity + 1, n_decode), head (N, running_capacity + 1).
+    """
+    tables: list[LawTables] = [p.tables() for p in profiles]
+    dense_x = _axis(t.dense_tokens for t in tables)
+    chunk_x = _axis(t.chunk_tokens for t in tables)
+    context_x = _axis(t.context_tokens for t in tables)
+    decode_x = _axis(t.decode_context_tokens for t in tables)
+    sequences = np.arange(running_capacity + 1, dtype=np.float64)
+    heads, dense, chunk, decode, attention, head = [], [], [], [], [], []
+    for profile, t in zip(profiles, tables, strict=True):
+        capacity = profile.kv_capacity_tokens // block_size
+        heads.append([capacity, profile.estimator.k1, profile.estimator.k2])
+        dense.append(_along(t.dense_tokens, t.dense_s, dense_x))
+        by_context = _along(t.context_tokens, t.chunk_attention_s, context_x)
+        chunk.append(_along(t.chunk_tokens, by_context.T, chunk_x).T)
+        by_length = _along(t.decode_context_tokens, t.decode_attention_s, decode_x)
+        attention.append(_along(t.decode_sequences, by_length.T, sequences).T)
+        head.append(_along(t.head_sequences, t.head_s, sequences))
+        batch = _along(t.dense_tokens, t.dense_s, sequences) + head[-1]
+        decode.append(attention[-1] + batch[:, None])
+    cfg["n_dense"], cfg["n_chunk"], cfg["n_context"] = len(dense_x), len(chunk_x), len(context_x)
+    cfg["n_decode"], cfg["n_sequences"], cfg["n_head"] = len(decode_x), len(sequences), len(head[0])
+    parts = {
+        "": np.array(heads),
+        "x_dense": dense_x,
+        "x_chunk": chunk_x,
+        "x_context": context_x,
+        "x_decode": decode_x,
+        "y_dense": np.array(dense),
+        "y_chunk": np.array(chunk),
+        "y_decode": np.array(decode),
+        "y_attention": np.array(attention),
+        "y_head": np.array(head),
+    }
+    offset = 0
+    for name, part in parts.items():
+        if name:
+            cfg[name] = offset
+        offset += part.size
+    return np.concatenate([np.ravel(part) for part in parts.values()])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A routing problem: what the environments, the replay and the baselines share.
+
+    Attributes:
+        cfg: ``(1,)`` record of :data:`kernel.CONFIG`.
+        law: packed latency tables, see :func:`pack_laws`.
+        table: float32 ``(P, N, 5)``: prompt tokens, true score, true length, predicted score,
+            predicted length of every catalog row at every expert.
+        rows: int32 indexes of the catalog rows that episodes draw from.
+        profiles: latency profile of each expert.
+        models: catalog model of each expert.
+        catalog: the catalog itself.
+        columns: ``(N,)`` columns of the catalog that the experts serve.
+        arrivals: arrival process.
+        rate: range of the mean arrival rate in requests/s, drawn per episode.
+        latency_requirement_s: range of L in seconds per token, drawn per episode.
+        arguments: the arguments as given.
+    """
+
+    cfg: np.ndarray
+    law: np.ndarray
+    table: np.ndarray
+    rows: np.ndarray
+    profiles: tuple[Profile, ...]
+    models: tuple[str, ...]
+    catalog: Catalog
+    columns: np.ndarray
+    arrivals: Any
+    rate: tuple[float, float]
+    latency_requirement_s: tuple[float, float]
+    arguments: dict[str, Any]
+
+    @property
+    def num_experts(self) -> int:
+        """N."""
+        return int(self.cfg["num_experts"][0])
+
+    @property
+    def running_capacity(self) -> int:
+        """R."""
+        return int(self.cfg["running_capacity"][0])
+
+    @property
+    def waiting_capacity(self) -> int:
+        """W."""
+        return int(self.cfg["waiting_capacity"][0])
+
+    @property
+    def episode_requests(self) -> int:
+        """Requests of an episode."""
+        return int(self.cfg["num_requests"][0])
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Longest answer in tokens."""
+        return int(self.cfg["max_output_tokens"][0])
+
+
+def _engine_config(
+    *,
+    scheduler: str,
+    memory_policy: str,
+    prefix_caching: bool,
+    running_capacity: int,
+    prefill_token_budget: int,
+    block_size: int,
+    bandwidth_bps: float,
+    bytes_per_token: float,
+    router_delay_s: float,
+) -> np.ndarray:
+    """Check the arguments of the engine alone and write them in a fresh config record."""
+    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    c = cfg[0]
+    c["scheduler"] = _SCHEDULERS[choose("scheduler", scheduler, _SCHEDULERS)]
+    c["memory_policy"] = _MEMORY_POLICIES[choose("memory_policy", memory_policy, _MEMORY_POLICIES)]
+    c["running_capacity"] = whole("running_capacity", running_capacity, 1, 4096)
+    c["token_budget"] = whole("prefill_token_budget", prefill_token_budget, 1)
+    c["block_size"] = whole("block_size", block_size, 1, 4096)
+    if not isinstance(prefix_caching, (bool, np.bool_)):
+        raise ValueError(f"prefix_caching={prefix_caching!r} must be True or False.")
+    if prefix_caching and scheduler != "chunked_prefill":
+        raise ValueError(
+            f"prefix_caching=True needs scheduler='chunked_prefill', not {scheduler!r}: "
+            "an Orca prefill always covers the whole prompt."
+        )
+    # Without preemption no request ever comes back to its blocks.
+    c["prefix_caching"] = prefix_caching and memory_policy == "paged"
+    if scheduler == "chunked_prefill" and c["token_budget"] < c["running_capacity"]:
+        raise ValueError(
+            f"prefill_token_budget={prefill_token_budget} is below running_capacity="
+            f"{running_capacity}: a chunked iteration needs one token for every running request."
+        )
+    bandwidth = real("bandwidth_bps", bandwidth_bps, 0.0, open_low=True)
+    c["delay_s_per_token"] = 8.0 * real("bytes_per_token", bytes_per_token, 0.0) / bandwidth
+    c["router_delay_s"] = real("router_delay_s", router_delay_s, 0.0)
+    return cfg
+
+
+def build_problem(
+    *,
+    view: int,
+    num_experts: int | None = None,
+    arrivals: str = "poisson",
+    rate: float | Sequence[float] = 5.0,
+    arrivals_kwargs: Mapping[str, Any] | None = None,
+    latency_requirement_s: float | Sequence[float] = 0.030,
+    catalog: str = "alpaca_eval_7b",
+    catalog_kwargs: Mapping[str, Any] | None = None,
+    profiles: str | Sequence[str] = DEFAULT_FLEET,
+    models: Sequence[str] | None = None,
+    score_predictor: str = "confusion",
+    length_predictor: str = "confusion",
+    predictor_kwargs: Mapping[str, Any] | None = None,
+    buckets: str = "quantile",
+    predictor_seed: int = 0,
+    reward: str = "qos_aware",
+    penalty: str = "new_violations",
+    estimator: str = "true",
+    scheduler: str = "orca",
+    memory_policy: str = "reserve",
+    prefix_caching: bool = False,
+    running_capacity: int = 5,
+    waiting_capacity: int = 5,
+    prefill_token_budget: int = 2048,
+    block_size: int = 16,
+    bandwidth_bps: float = 1e6,
+    bytes_per_token: float = 4.0,
+    router_delay_s: float = 0.005,
+    max_output_tokens: int | None = None,
+    episode_requests: int = 1000,
+    split: str = "train",
+) -> Problem:
+    """Check every argument of a routing environment and build its problem.
+
+    The arguments are those of :class:`~servegym.envs.llm_routing.env.LLMRoutingEnv`; ``view`` is
+    the kind of observation (``kernel.GRAPH``, ``FLAT`` or ``EXPERTS``).
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    arguments = {k: v for k, v in locals().items() if k != "view"}
+    cfg = _engine_config(
+        scheduler=scheduler,
+        memory_policy=memory_policy,
+        prefix_caching=prefix_caching,
+        running_capacity=running_capacity,
+        prefill_token_budget=prefill_token_budget,
+        block_size=block_size,
+        bandwidth_bps=bandwidth_bps,
+        bytes_per_token=bytes_per_token,
+        router_delay_s=router_delay_s,
+    )
+    c = cfg[0]
+    if num_experts is not None:
+        num_experts = whole("num_experts", num_experts, 1, 1024)
+    c["waiting_capacity"] = whole("waiting_capacity", waiting_capacity, 1, 4096)
+    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
+    c["num_requests"] = whole("episode_requests", episode_requests, 1, 10_000_000)
+    c["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
+    c["penalty"] = _PENALTIES[choose("penalty", penalty, _PENALTIES)]
+    c["predicted_estimator"] = _ESTIMATORS[choose("estimator", estimator, _ESTIMATORS)]
+    c["layout"] = view
+    choose("split", split, _SPLITS)
+    seed = whole("predictor_seed", predictor_seed, 0)
+    rates = span("rate", rate)
+    limits = span("latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S)
+
+    found, names = _resolve_profiles(profiles, models, num_experts)
+    c["num_experts"] = len(found)
+    book = load_catalog(catalog, **dict(catalog_kwargs or {}))
+    columns = _resolve_columns(book, names, len(found), models is not None)
+    longest = book.max_output_tokens
+    if max_output_tokens is not None:
+        longest = whole("max_output_tokens", max_output_tokens, 1)
+    c["max_output_tokens"] = longest
+
+    smallest = int(np.min(book.prompt_tokens)) + longest
+    for profile in found:
+        blocks = profile.kv_capacity_tokens // int(c["block_size"])
+        if blocks * int(c["block_size"]) < smallest:
+            raise ValueError(
+                f"profiles: {profile.name!r} has room for {profile.kv_capacity_tokens} KV tokens "
+                f"beside its weights, but the shortest prompt with max_output_tokens={longest} "
+                f"needs {smallest}; take a larger card, a smaller model or fewer output tokens."
+            )
+    law = pack_laws(found, c, int(c["running_capacity"]), int(c["block_size"]))
+
+    table = np.empty((len(book.prompt_tokens), len(found), 5), dtype=np.float32)
+    table[:, :, 0] = book.prompt_tokens[:, None]
+    table[:, :, 1] = book.scores[:, columns]
+    table[:, :, 2] = np.minimum(book.output_tokens[:, columns], longest)
+    extra = dict(predictor_kwargs or {})
+    table[:, :, 3] = predict(
+        book, columns, "score", score_predictor, buckets, seed, **extra.get("score", {})
+    )
+    lengths = predict(
+        book, columns, "length", length_predictor, buckets, seed, **extra.get("length", {})
+    )
+    table[:, :, 4] = np.minimum(lengths, longest)
+    process = make_arrivals(arrivals, rates[1], **dict(arrivals_kwargs or {}))
+    return Problem(
+        cfg=cfg,
+        law=law,
+        table=table,
+        rows=np.asarray(book.rows(split), dtype=np.int32),
+        profiles=tuple(found),
+        models=tuple(book.models[k] for k in columns),
+        catalog=book,
+        columns=columns,
+        arrivals=process,
+        rate=rates,
+        latency_requirement_s=limits,
+        arguments=arguments,
+    )

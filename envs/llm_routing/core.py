@@ -1,0 +1,325 @@
+"""A batch of routing systems: the state arrays behind the single and the vector environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import MAX_LATENCY_REQUIREMENT_S, Problem
+
+REWARD_TERMS = {
+    kernel.COMPLETED_QOS: ("qos",),
+    kernel.QOS_AWARE: ("qos", "penalty"),
+    kernel.PAID_FORWARD: ("accepted_score", "late_score"),
+}
+
+REQUEST_LOG = np.dtype(
+    [
+        ("arrival_s", "f8"),
+        ("available_s", "f8"),
+        ("admitted_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finish_s", "f8"),
+        ("score", "f4"),
+        ("best_score", "f4"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("expert", "i2"),
+        ("outcome", "i2"),
+        ("preemptions", "i4"),
+        ("catalog_row", "i4"),
+    ]
+)
+OUTCOMES = ("pending", "completed", "dropped", "rejected")
+
+
+@dataclass
+class RoutingState:
+    """Everything that one system is, as plain copies: ``clone_state`` gives it.
+
+    Attributes:
+        arrivals: ``(J,)`` arrival times in seconds.
+        rows: ``(J,)`` catalog rows.
+        env: record of clock and sums.
+        expert: ``(N,)`` records.
+        slot: ``(N, S)`` records of the requests in the system.
+        queue: ``(N, 3, S)`` lists of slots.
+        log: ``(J,)`` records of the requests.
+        random: state of the generator that draws the next episodes, None in a bare batch.
+        finished: whether the episode has ended.
+    """
+
+    arrivals: np.ndarray
+    rows: np.ndarray
+    env: np.ndarray
+    expert: np.ndarray
+    slot: np.ndarray
+    queue: np.ndarray
+    log: np.ndarray
+    random: dict[str, Any] | None = None
+    finished: bool = False
+
+
+def observation_space(problem: Problem) -> spaces.Space:
+    """The observation space of one system, by the problem's view."""
+    n, cap_r, cap_w = problem.num_experts, problem.running_capacity, problem.waiting_capacity
+    view = int(problem.cfg["layout"][0])
+    if view == kernel.FLAT:
+        return spaces.Box(0.0, 1.0, (1 + n * (6 + 6 * (cap_r + cap_w)),), np.float32)
+    if view == kernel.EXPERTS:
+        return spaces.Box(0.0, 1.0, (3 * n,), np.float32)
+    longest = float(problem.max_output_tokens)
+    request = np.array([kernel.MAX_PROMPT_TOKENS, 1.0, longest], np.float32)
+    expert = np.array([1.0, cap_r, cap_r + cap_w], np.float32)
+    row = np.array(
+        [kernel.MAX_PROMPT_TOKENS, 1.0, longest, 1.0, longest, kernel.MAX_LATENCY_S_PER_TOKEN],
+        np.float32,
+    )
+
+    def box(high: np.ndarray, *shape: int) -> spaces.Box:
+        top = np.broadcast_to(high, shape).astype(np.float32)
+        return spaces.Box(np.zeros(shape, np.float32), top, dtype=np.float32)
+
+    return spaces.Dict(
+        {
+            "request": box(request, n, 3),
+            "experts": box(expert, n, 3),
+            "running": box(row, n, cap_r, 6),
+            "waiting": box(row, n, cap_w, 6),
+            "running_mask": spaces.Box(0, 1, (n, cap_r), np.int8),
+            "waiting_mask": spaces.Box(0, 1, (n, cap_w), np.int8),
+            "latency_requirement": box(np.array([MAX_LATENCY_REQUIREMENT_S]), 1),
+        }
+    )
+
+
+class RoutingBatch:
+    """B independent systems of one problem, advanced together by the kernel.
+
+    Attributes:
+        problem: what the systems share.
+        observation: views of the buffer that the kernel writes, with a leading axis of B; a dict
+            for the graph view, else one array. Overwritten by every call.
+        action_mask: int8 ``(B, N + 1)`` view, likewise.
+        out: float64 ``(B, 3)``: the two terms of the last reward and whether the episode ended.
+    """
+
+    def __init__(self, problem: Problem, num_rows: int) -> None:
+        self.problem = problem
+        self.num_rows = num_rows
+        c = problem.cfg[0]
+        n, slots, length = problem.num_experts, int(c["slots"]), problem.episode_requests
+        cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
+        self.arrivals = np.zeros((num_rows, length))
+        self.rows = np.zeros((num_rows, length), dtype=np.int32)
+        self.table = problem.table
+        self.env = np.zeros(num_rows, dtype=kernel.ENV)
+        self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
+        self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
+        self.queue = np.zeros((num_rows, n, 3 * slots), dtype=np.int32)
+        self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
+        self.out = np.zeros((num_rows, 3))
+        view = int(c["layout"])
+        self.observation: Any
+        if view == kernel.GRAPH:
+            shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,)]
+            masks = [(n, cap_r), (n, cap_w), (n + 1,)]
+        else:
+            shapes = [observation_space(problem).shape]
+            masks = [(n + 1,)]
+        self._obs, parts = _sections(num_rows, shapes, np.float32)
+        self._masks, flags = _sections(num_rows, masks, np.int8)
+        self.action_mask = flags[-1]
+        if view == kernel.GRAPH:
+            self.observation = {
+                "request": parts[0],
+                "experts": parts[1],
+                "running": parts[2],
+                "waiting": parts[3],
+                "running_mask": flags[0],
+                "waiting_mask": flags[1],
+                "latency_requirement": parts[4],
+            }
+        else:
+            self.observation = parts[0]
+        self.terms = REWARD_TERMS[int(c["reward"])]
+        self._arguments = (
+            problem.cfg,
+            problem.law,
+            self.table,
+            self.arrivals,
+            self.rows,
+            self.env,
+            self.expert,
+            self.slot,
+            self.queue,
+            self.log,
+            self._obs,
+            self._masks,
+        )
+
+    def draw(self, row: int, random: np.random.Generator) -> None:
+        """Draw the next episode of a row: its rate, L, arrival times and requests."""
+        problem = self.problem
+        rate = _draw(problem.rate, random)
+        self.env["latency_requirement"][row] = _draw(problem.latency_requirement_s, random)
+        length = problem.episode_requests
+        self.arrivals[row] = problem.arrivals.sample(length, random, rate)
+        self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
+
+    def begin(self, which: np.ndarray) -> None:
+        """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
+        kernel.begin(*self._arguments, which)
+
+    def step(self, actions: np.ndarray, which: np.ndarray) -> None:
+        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
+
+        Raises:
+            ValueError: an action is out of range; nothing has changed then.
+        """
+        bad = kernel.step(*self._arguments, actions, which, self.out)
+        if bad >= 0:
+            raise ValueError(
+                f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
+                f"1 to {self.problem.num_experts} name an expert."
+            )
+
+    def clone(self, row: int) -> RoutingState:
+        """Copy one system."""
+        return RoutingState(
+            arrivals=self.arrivals[row].copy(),
+            rows=self.rows[row].copy(),
+            env=self.env[row : row + 1].copy(),
+            expert=self.expert[row].copy(),
+            slot=self.slot[row].copy(),
+            queue=self.queue[row].copy(),
+            log=self.log[row].copy(),
+        )
+
+    def restore(self, row: int, state: RoutingState) -> None:
+        """Put a copied system back in a row and write its observation.
+
+        Raises:
+            ValueError: the state is of a system of other sizes.
+        """
+        for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
+            mine, theirs = getattr(self, name)[row], getattr(state, name)
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                raise ValueError(
+                    f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
+                    "restore a state into an environment made with the same arguments."
+                )
+        for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
+            getattr(self, name)[row] = getattr(state, name)
+        self.env[row] = state.env[0]
+        which = np.zeros(self.num_rows, dtype=np.int8)
+        which[row] = 1
+        kernel.redraw(
+            self.problem.cfg,
+            self.problem.law,
+            self.table,
+            self.rows,
+            self.env,
+            self.expert,
+            self.slot,
+            self.queue,
+            self._obs,
+            self._masks,
+            which,
+        )
+
+    def kpis(self, row: int) -> dict[str, float]:
+        """Key figures of the episode so far, over the requests that have been decided.
+
+        Means over completed requests are NaN when there are none, ``mean_tpot_s`` when no answer
+        has more than one token.
+        """
+        v = self.env[row]
+        decided = max(int(v["index"]), 1)
+        done = int(v["completed"])
+        last = max(float(v["last_finish"]), float(self.arrivals[row, decided - 1]))
+        nan = float("nan")
+
+        def mean(name: str, count: int = done) -> float:
+            return float(v[name]) / count if count else nan
+
+        return {
+            "avg_qos": float(v["qos"]) / decided,
+            "mean_latency_s_per_token": mean("latency"),
+            "mean_ttft_s": mean("ttft"),
+            "mean_tpot_s": mean("tpot", int(v["multi_token"])),
+            "mean_e2e_s": mean("e2e"),
+            "mean_communication_s": mean("communication"),
+            "mean_routing_s": float(self.problem.cfg["router_delay_s"][0]) if done else nan,
+            "mean_waiting_s": mean("waiting"),
+            "mean_inference_s": mean("inference"),
+            "violation_rate": (done - int(v["on_time"])) / decided,
+            "drop_rate": int(v["dropped"]) / decided,
+            "reject_rate": int(v["rejected"]) / decided,
+            "memory_use": float(v["memory"]) / decided,
+            "goodput_rps": int(v["on_time"]) / last if last > 0 else 0.0,
+            "requests": float(decided),
+        }
+
+    def request_log(self, row: int) -> np.ndarray:
+        """One row per decided request of the current episode, see :data:`REQUEST_LOG`."""
+        count = int(self.env[row]["index"])
+        log = np.zeros(count, dtype=REQUEST_LOG)
+        for name in self.log.dtype.names or ():
+            log[name] = self.log[row, :count][name]
+        log["arrival_s"] = self.arrivals[row, :count]
+        log["catalog_row"] = self.rows[row, :count]
+        log["best_score"] = self.table[log["catalog_row"], :, 1].max(axis=1)
+        return log
+
+    def fresh_observation(self) -> Any:
+        """A copy of the observation."""
+        if isinstance(self.observation, dict):
+            return {name: part.copy() for name, part in self.observation.items()}
+        return self.observation.copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("problem", "num_rows", *_STATE_ARRAYS)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Rebuilt so that the observation stays a view of the buffer.
+        RoutingBatch.__init__(self, state["problem"], state["num_rows"])
+        for name in _STATE_ARRAYS:
+            getattr(self, name)[...] = state[name]
+
+
+_STATE_ARRAYS = (
+    "arrivals",
+    "rows",
+    "env",
+    "expert",
+    "slot",
+    "queue",
+    "log",
+    "out",
+    "_obs",
+    "_masks",
+)
+
+
+def _draw(limits: tuple[float, float], random: np.random.Generator) -> float:
+    low, high = limits
+    return low if low == high else float(random.uniform(low, high))
+
+
+def _sections(
+    num_rows: int, shapes: list[tuple[int, ...]], dtype: type
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """One zeroed vector and views of its consecutive parts, each ``(num_rows, *shape)``."""
+    sizes = [num_rows * int(np.prod(shape)) for shape in shapes]
+    flat = np.zeros(sum(sizes), dtype=dtype)
+    ends = np.cumsum(sizes)
+    views = [
+        flat[end - size : end].reshape(num_rows, *shape)
+        for end, size, shape in zip(ends, sizes, shapes, strict=True)
+    ]
+    return flat, views

@@ -1,0 +1,322 @@
+"""LLM routing as a single Gymnasium environment."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import Problem, build_problem
+from servegym.envs.llm_routing.core import RoutingBatch, RoutingState, observation_space
+
+RENDER_MODES = ("ansi", "rgb_array")
+
+
+def make_problem(view: int, kwargs: dict[str, Any]) -> Problem:
+    """Check the names of ``kwargs`` and build the problem.
+
+    Raises:
+        ValueError: an argument is unknown or has a bad value.
+    """
+    known = [name for name in inspect.signature(build_problem).parameters if name != "view"]
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{name!r} is not an argument of this environment.{hint} It takes {known}."
+            )
+    return build_problem(view=view, **kwargs)
+
+
+def check_render_mode(render_mode: str | None) -> str | None:
+    """Return ``render_mode`` if it is supported, else raise ValueError."""
+    if render_mode is not None and render_mode not in RENDER_MODES:
+        raise ValueError(
+            f"render_mode={render_mode!r} is unknown; choose one of {list(RENDER_MODES)} or None."
+        )
+    return render_mode
+
+
+class LLMRoutingEnv(gym.Env):
+    """Route each LLM request to one of N heterogeneous experts, or drop it.
+
+    ## Description
+
+    N edge experts, each one LLM of about 7B parameters on one GPU behind an iteration-level
+    scheduler, serve the requests that reach one access point. At the arrival of a request the
+    router sends it to an expert or drops it. A request earns its quality score if its latency per
+    token stays within the requirement L (Eq. 1 of [1]): answers compete for the same iterations, so
+    every request that is let in slows the others down. Scores, lengths and latencies come from
+    recorded answers and measured kernels.
+
+    All chance (arrival times, requests, and where they are ranges the rate and L) is drawn at
+    reset; the engine is deterministic. The observation at time t knows nothing of an iteration that
+    ends after t.
+
+    ## Action Space
+
+    `Discrete(N + 1)`: 0 drops the request, n sends it to expert n. `info["action_mask"]` (int8) is 0
+    for an expert whose waiting queue is full or whose memory can never hold the request; sending
+    there is legal and the request is rejected.
+
+    ## Observation Space
+
+    A `Dict` of float32 arrays in raw units, clipped at the bounds, and int8 masks; R is
+    `running_capacity`, W `waiting_capacity`.
+
+    | Key | Shape | Content (bounds) |
+    |---|---|---|
+    | `request` | (N, 3) | prompt tokens [0, 8192], predicted score [0, 1] and length [0, max_output_tokens] at each expert |
+    | `experts` | (N, 3) | KV memory in use [0, 1], requests running [0, R] and waiting [0, R + W] (Eq. 7) |
+    | `running` | (N, R, 6) | in order of admission: prompt tokens, predicted score, predicted length, share of the memory [0, 1], tokens so far, latency per token so far in s [0, 10] (Eq. 6) |
+    | `waiting` | (N, W, 6) | the same for the first W of the waiting queue |
+    | `running_mask` | (N, R) | 1 where `running` holds a request |
+    | `waiting_mask` | (N, W) | 1 where `waiting` holds a request |
+    | `latency_requirement` | (1,) | L in s per token [0, 1] |
+
+    ## Rewards
+
+    `reward=` chooses between three that share their goal, the sum of QoS:
+
+    - `"qos_aware"` (default; Eq. 16): QoS of the requests completed since the last decision, less the
+      scores of the running requests that Eq. 15 says this action makes late. `penalty="literal"`
+      also charges those already late.
+    - `"completed_qos"`: the first term alone.
+    - `"paid_forward"`: the score is paid when a request is accepted and taken back if it ends late:
+      `completed_qos` shaped by the potential "true score in flight", with the same sum over an
+      episode.
+
+    ## Starting State
+
+    Every expert is idle and the first request is at the router.
+
+    ## Episode End
+
+    After `episode_requests` decisions the engine drains, what still completes counts in the last
+    reward, and the episode terminates with an observation of empty queues. A time limit truncates
+    without draining.
+
+    ## Information
+
+    `reset` and `step`: `action_mask`. `step`: `reward_terms`, whose values add up to the reward. The
+    last step: `episode_kpis` (`avg_qos` over all requests, `mean_latency_s_per_token`, `mean_ttft_s`,
+    `mean_tpot_s`, `mean_e2e_s` and its parts, `violation_rate`, `drop_rate`, `reject_rate`,
+    `memory_use`, `goodput_rps`). `env.unwrapped.request_log()` has one row per request.
+
+    ## Arguments
+
+    | Name | Default | Meaning |
+    |---|---|---|
+    | `num_experts` | 6, or as many as `profiles` lists | N |
+    | `profiles` | `"edge-6-heterogeneous"` | a fleet, a profile for all experts, or a list of profiles |
+    | `models` | the fleet's | catalog model of each expert |
+    | `catalog`, `catalog_kwargs` | `"alpaca_eval_7b"` | requests with each model's score and length |
+    | `split` | `"train"` | prompts to draw from: `train`, `val`, `eval` or `all` |
+    | `arrivals`, `arrivals_kwargs` | `"poisson"` | arrival process: `poisson`, `gamma`, `mmpp`, `burstgpt`, `azure`, `trace` |
+    | `rate` | 5.0 | mean requests/s, or a range (low, high) drawn from for each episode |
+    | `latency_requirement_s` | 0.030 | L in s per token, or a range |
+    | `episode_requests` | 1000 | decisions in an episode |
+    | `score_predictor`, `length_predictor` | `"confusion"` | `confusion`, `learned`, `zero` or `exact` |
+    | `predictor_kwargs` | none | further arguments, as `{"score": {...}, "length": {...}}` |
+    | `buckets`, `predictor_seed` | `"quantile"`, 0 | how predictions are bucketed; seed of their errors |
+    | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
+    | `scheduler` | `"orca"` | `orca` (prefills block decodes) or `chunked_prefill` |
+    | `memory_policy`, `prefix_caching` | `"reserve"`, False | `reserve` room for the longest answer, or `paged` with preemption |
+    | `running_capacity`, `waiting_capacity` | 5, 5 | R, W |
+    | `prefill_token_budget`, `block_size` | 2048, 16 | tokens an iteration, tokens a KV block |
+    | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
+    | `max_output_tokens` | the catalog's | longest answer |
+    | `validate` | False | check every observation against the space (slow) |
+    | `render_mode` | None | `ansi` or `rgb_array` |
+
+    >>> import gymnasium, servegym
+    >>> env = gymnasium.make("servegym/LLMRouting-v0", num_experts=3, rate=2.0)
+    >>> observation, info = env.reset(seed=0)
+    >>> observation["request"].shape, info["action_mask"].tolist()
+    ((3, 3), [1, 1, 1, 1])
+    >>> observation, reward, terminated, truncated, info = env.step(1)
+    >>> terminated, truncated
+    (False, False)
+
+    ## Vectorized environment
+
+    `gymnasium.make_vec("servegym/LLMRouting-v0", num_envs=64)` steps all systems in one kernel call and
+    equals `SyncVectorEnv` bit for bit.
+
+    ## References
+
+    [1] J. Yang, Q. Wu, Z. Feng, Z. Zhou, D. Guo, X. Chen: "Quality-of-Service Aware LLM Routing for
+    Edge Computing with Multiple Experts", arXiv:2508.00234.
+
+    ## Version History
+
+    - v0: initial version
+    """
+
+    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 8}
+    VIEW: ClassVar[int] = kernel.GRAPH
+
+    def __init__(
+        self, *, render_mode: str | None = None, validate: bool = False, **kwargs: Any
+    ) -> None:
+        self.render_mode = check_render_mode(render_mode)
+        self.validate = validate
+        self.problem = make_problem(self.VIEW, kwargs)
+        self.batch = RoutingBatch(self.problem, 1)
+        self.observation_space = observation_space(self.problem)
+        self.action_space = spaces.Discrete(self.problem.num_experts + 1)
+        self._which = np.ones(1, dtype=np.int8)
+        self._action = np.zeros(1, dtype=np.int64)
+        self._out = self.batch.out[0]
+        self._mask = self.batch.action_mask[0]
+        self._views = _first_row(self.batch.observation)
+        self._finished = True
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Draw an episode and return its first observation."""
+        super().reset(seed=seed)
+        self.batch.draw(0, self.np_random)
+        self.batch.begin(self._which)
+        self._finished = False
+        return self._observation(), {"action_mask": self._mask.copy()}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Route the request at the router and go on to the next arrival.
+
+        Raises:
+            ResetNeeded: the episode has ended, or none was begun.
+            ValueError: the action is no whole number from 0 to N.
+        """
+        if self._finished:
+            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        if not isinstance(action, (int, np.integer)):
+            action = _whole_action(action)
+        self._action[0] = action
+        self.batch.step(self._action, self._which)
+        gain, loss, ended = self._out.tolist()
+        terms = self.batch.terms
+        info = {
+            "action_mask": self._mask.copy(),
+            "reward_terms": {terms[0]: gain}
+            if len(terms) == 1
+            else {terms[0]: gain, terms[1]: loss},
+        }
+        terminated = ended != 0.0
+        if terminated:
+            self._finished = True
+            info["episode_kpis"] = self.batch.kpis(0)
+        return self._observation(), gain + loss, terminated, False, info
+
+    def _observation(self) -> Any:
+        views = self._views
+        if isinstance(views, dict):
+            observation: Any = {name: part.copy() for name, part in views.items()}
+        else:
+            observation = views.copy()
+        if self.validate and not self.observation_space.contains(observation):
+            raise AssertionError(f"observation outside its space: {observation}")
+        return observation
+
+    def action_masks(self) -> np.ndarray:
+        """Boolean ``(N + 1,)`` mask of the current request, as sb3-contrib asks for it."""
+        return self._mask.astype(bool)
+
+    def request_log(self) -> np.ndarray:
+        """One row per decided request of the current episode, see ``core.REQUEST_LOG``."""
+        return self.batch.request_log(0)
+
+    def episode_kpis(self) -> dict[str, float]:
+        """Key figures of the current episode so far."""
+        return self.batch.kpis(0)
+
+    def clone_state(self) -> RoutingState:
+        """An exact copy of the whole state, the random generator's included."""
+        state = self.batch.clone(0)
+        state.random = self.np_random.bit_generator.state
+        state.finished = self._finished
+        return state
+
+    def restore_state(self, state: RoutingState) -> tuple[Any, dict[str, Any]]:
+        """Go back to a cloned state; returns its observation and info like ``reset``."""
+        self.batch.restore(0, state)
+        if state.random is not None:
+            self.np_random.bit_generator.state = state.random
+        self._finished = state.finished
+        return self._observation(), {"action_mask": self._mask.copy()}
+
+    def render(self) -> Any:
+        """Queues, memory and latency of each expert: text (ansi) or uint8 (H, W, 3) pixels."""
+        if self.render_mode is None:
+            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
+            return None
+        from servegym.envs.llm_routing.render import render
+
+        return render(self.batch, 0, self.render_mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views of the batch's buffers are made anew: pickled, they would become copies.
+        names = ("_out", "_mask", "_views")
+        return {name: value for name, value in self.__dict__.items() if name not in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._out = self.batch.out[0]
+        self._mask = self.batch.action_mask[0]
+        self._views = _first_row(self.batch.observation)
+
+
+class LLMRoutingFlatEnv(LLMRoutingEnv):
+    """`LLMRoutingEnv` with one Box for off-the-shelf agents.
+
+    The observation is a float32 `Box(0, 1, (1 + N (6 + 6 R + 6 W),))`: L in seconds, then for each
+    expert its `request` (3), `experts` (3), `running` (R x 6) and `waiting` (W x 6) features, rows
+    of no request being zero. Prompt tokens p and latency l are on a log scale,
+    `log1p(p / 16) / log1p(8192 / 16)` and `log1p(l / 0.01) / log1p(10 / 0.01)`; the rest is divided
+    by its bound. Everything else is as in `LLMRoutingEnv`.
+
+    >>> import gymnasium, servegym
+    >>> gymnasium.make("servegym/LLMRoutingFlat-v0").observation_space.shape
+    (397,)
+    """
+
+    VIEW = kernel.FLAT
+
+
+class LLMRoutingExpertsEnv(LLMRoutingEnv):
+    """`LLMRoutingEnv` seen through the experts' aggregate state alone: the paper's Baseline RL.
+
+    The observation is a float32 `Box(0, 1, (3 N,))`: KV memory in use, running / R and
+    waiting / (R + W) of each expert; nothing is known of the request. Everything else is as in
+    `LLMRoutingEnv`.
+
+    >>> import gymnasium, servegym
+    >>> gymnasium.make("servegym/LLMRoutingExperts-v0").observation_space.shape
+    (18,)
+    """
+
+    VIEW = kernel.EXPERTS
+
+
+def _first_row(observation: Any) -> Any:
+    if isinstance(observation, dict):
+        return {name: part[0] for name, part in observation.items()}
+    return observation[0]
+
+
+def _whole_action(action: Any) -> int:
+    array = np.asarray(action)
+    if array.shape != () or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"action={action!r} must be one whole number (0 drops, n names expert n), not "
+            f"{type(action).__name__} of shape {array.shape} and dtype {array.dtype}."
+        )
+    return int(array)

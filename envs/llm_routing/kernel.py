@@ -1,0 +1,921 @@
+"""Jitted engine of the LLM routing family.
+
+A batch of B independent systems (rows), each of N experts, lives in a few record arrays; every
+function here is a pure function of its arguments, all chance being drawn before (at reset). One
+expert is an iteration-level scheduler: time advances from boundary to boundary, and a run of decode
+iterations in which nothing else can happen is one closed-form update (``_silent_iterations``).
+
+Units are seconds and tokens; memory is counted in KV blocks. The latency tables of all experts are
+packed in one float64 array ``law`` whose offsets ``cfg`` holds (see ``config.pack_laws``).
+
+Queues: ``queue[b, n]`` is an int32 vector of three parts of S slots each: the running list in order
+of admission, the ring of the waiting deque, and the stack of free slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+ORCA, CHUNKED = 0, 1
+RESERVE, PAGED = 0, 1
+COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2
+NEW_VIOLATIONS, LITERAL = 0, 1
+GRAPH, FLAT, EXPERTS = 0, 1, 2
+PENDING, COMPLETED, DROPPED, REJECTED = 0, 1, 2, 3
+IDLE, PREFILL, DECODE, MIXED = 0, 1, 2, 3
+
+# Documented bounds of the observation; larger values are clipped.
+MAX_PROMPT_TOKENS = 8192.0
+MAX_LATENCY_S_PER_TOKEN = 10.0
+PROMPT_SCALE = 16.0
+LATENCY_SCALE = 0.01
+_PROMPT_LOG = 1.0 / math.log1p(MAX_PROMPT_TOKENS / PROMPT_SCALE)
+_LATENCY_LOG = 1.0 / math.log1p(MAX_LATENCY_S_PER_TOKEN / LATENCY_SCALE)
+
+
+def _record(fields: list[tuple[str, str]]) -> np.dtype:
+    # np.record scalars give attribute access with the JIT switched off, too.
+    return np.dtype((np.record, np.dtype(fields, align=True)))
+
+
+CONFIG = _record(
+    [
+        (name, "i8")
+        for name in (
+            "num_experts running_capacity waiting_capacity slots scheduler memory_policy "
+            "prefix_caching token_budget block_size max_output_tokens num_requests reward penalty "
+            "predicted_estimator layout "
+            "n_dense n_chunk n_context n_decode n_sequences n_head "
+            "x_dense y_dense x_chunk x_context y_chunk x_decode y_decode y_attention "
+            "y_head"
+        ).split()
+    ]
+    + [("delay_s_per_token", "f8"), ("router_delay_s", "f8")]
+)
+EXPERT_WIDTH = 3  # capacity_blocks, k1, k2 at the head of ``law`` for each expert
+
+ENV = _record(
+    [("index", "i8"), ("now", "f8"), ("latency_requirement", "f8")]
+    + [(name, "i8") for name in ("completed", "dropped", "rejected", "on_time", "multi_token")]
+    + [
+        (name, "f8")
+        for name in (
+            "qos latency ttft tpot e2e waiting inference communication memory last_finish "
+            "step_qos step_late"
+        ).split()
+    ]
+)
+EXPERT = _record(
+    [("start", "f8"), ("end", "f8")]
+    + [
+        (name, "i8")
+        for name in (
+            # kind of the iteration in flight; emissions so far; lengths of the lists
+            "kind emitted running waiting ring_head free "
+            # of the running: those decoding, their prompt + generated tokens, those admitted last
+            "decoding decoding_tokens admitted reserved "
+            # prefix caching: blocks in use at the last boundary, ends of the free-block queue
+            "used free_head free_tail "
+            "sent shown_running shown_waiting"
+        ).split()
+    ]
+)
+SLOT = _record(
+    [("available", "f8"), ("arrived", "f8"), ("origin", "i8"), ("segment", "i8")]
+    + [
+        ("request", "i4"),
+        ("p", "i4"),
+        ("d", "i4"),
+        ("g", "i4"),
+        ("computed", "i4"),
+        ("chunk", "i4"),
+    ]
+    + [("segment_blocks", "i4"), ("s", "f4"), ("s_hat", "f4"), ("d_hat", "f4")]
+    + [("decoding", "i4"), ("preempted", "i4")]
+)
+LOG = _record(
+    [(name, "f8") for name in ("available_s", "admitted_s", "first_token_s", "finish_s")]
+    + [("score", "f4"), ("prompt_tokens", "i4"), ("output_tokens", "i4")]
+    + [("expert", "i2"), ("outcome", "i2"), ("preemptions", "i4")]
+)
+
+_jit = njit(cache=True, nogil=True, error_model="numpy")
+
+
+# --------------------------------------------------------------------------------- latency tables
+
+
+@_jit
+def _segment(law, ox, n, x):
+    """Index i of the segment [x_i, x_{i+1}] to use for x: outermost segments extend outward."""
+    lo = 0
+    hi = n - 1
+    while hi - lo > 1:
+        mid = (lo + hi) // 2
+        if law[ox + mid] <= x:
+            lo = mid
+        else:
+            hi = mid
+    return lo
+
+
+@_jit
+def _interpolate(law, ox, oy, n, x):
+    if n == 1:
+        return law[oy]
+    i = _segment(law, ox, n, x)
+    x0 = law[ox + i]
+    y0 = law[oy + i]
+    return y0 + (law[oy + i + 1] - y0) * ((x - x0) / (law[ox + i + 1] - x0))
+
+
+@_jit
+def _dense_s(c, law, n, tokens):
+    return _interpolate(law, c.x_dense, c.y_dense + n * c.n_dense, c.n_dense, tokens)
+
+
+@_jit
+def _chunk_s(c, law, n, chunk, context):
+    """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
+    oy = c.y_chunk + n * c.n_chunk * c.n_context
+    if c.n_chunk == 1:
+        return _interpolate(law, c.x_context, oy, c.n_context, context)
+    i = _segment(law, c.x_chunk, c.n_chunk, chunk)
+    low = _interpolate(law, c.x_context, oy + i * c.n_context, c.n_context, context)
+    high = _interpolate(law, c.x_context, oy + (i + 1) * c.n_context, c.n_context, context)
+    x0 = law[c.x_chunk + i]
+    return low + (high - low) * ((chunk - x0) / (law[c.x_chunk + i + 1] - x0))
+
+
+@_jit
+def _head_s(c, law, n, sequences):
+    return law[c.y_head + n * c.n_head + min(sequences, c.n_head - 1)]
+
+
+@_jit
+def prefill_s(c, law, n, tokens):
+    """Time of an Orca prefill iteration over ``tokens`` prompt tokens."""
+    return _dense_s(c, law, n, tokens) + _chunk_s(c, law, n, tokens, 0.0) + _head_s(c, law, n, 1)
+
+
+@_jit
+def decode_s(c, law, n, b, tokens):
+    """Time of a decode iteration of b sequences that hold ``tokens`` tokens together."""
+    oy = c.y_decode + (n * c.n_sequences + b) * c.n_decode
+    return _interpolate(law, c.x_decode, oy, c.n_decode, tokens / b)
+
+
+@_jit
+def _silent_iterations(c, law, n, b, tokens, limit, until, before):
+    """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
+
+    The mean context of b decoding sequences grows by exactly one token an iteration, so between
+    two points of the table the cost is an arithmetic series and the count a root of a quadratic.
+    Returns the count and the time they take.
+    """
+    done = 0
+    spent = 0.0
+    x = tokens / b
+    oy = c.y_decode + (n * c.n_sequences + b) * c.n_decode
+    last = c.n_decode - 2
+    i = _segment(law, c.x_decode, c.n_decode, x)
+    while done < limit:
+        x0 = law[c.x_decode + i]
+        x1 = law[c.x_decode + i + 1]
+        y0 = law[oy + i]
+        slope = (law[oy + i + 1] - y0) / (x1 - x0)
+        cost = y0 + slope * (x - x0)
+        count = limit - done
+        if i < last and x1 - x < count:
+            count = max(1, math.ceil(x1 - x))
+        total = count * cost + slope * (0.5 * count * (count - 1))
+        if spent + total > until or spent + total >= before:
+            room = min(until, before) - spent
+            half = cost - 0.5 * slope
+            root = math.sqrt(max(half * half + 2.0 * slope * room, 0.0))
+            count = min(count, int(2.0 * room / (half + root)) + 1)
+            total = count * cost + slope * (0.5 * count * (count - 1))
+            while count > 0 and (spent + total > until or spent + total >= before):
+                count -= 1
+                total = count * cost + slope * (0.5 * count * (count - 1))
+            return done + count, spent + total
+        done += count
+        spent += total
+        x += count
+        while i < last and x >= law[c.x_decode + i + 1]:
+            i += 1
+    return done, spent
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+@_jit
+def _blocks(c, tokens):
+    return (tokens + c.block_size - 1) // c.block_size
+
+
+@_jit
+def _generated(e, r):
+    return e.emitted - r.origin if r.decoding else r.g
+
+
+@_jit
+def used_blocks(c, e, slots, queue):
+    """KV blocks in use: the left side of Eq. 4."""
+    total = 0
+    for i in range(e.running):
+        r = slots[queue[i]]
+        total += _blocks(c, r.p + _generated(e, r))
+    return total
+
+
+@_jit
+def _forget_segment(e, slots, queue, size, r, blocks):
+    """Take ``blocks`` of r's cached blocks out of the free queue; those behind them move up."""
+    e.free_tail -= blocks
+    for k in range(e.waiting):
+        other = slots[queue[size + (e.ring_head + k) % size]]
+        if not other.preempted:
+            break
+        if other.segment > r.segment:
+            other.segment -= blocks
+
+
+@_jit
+def _preempt_newest(c, e, slots, queue, log):
+    """Send the newest admitted request back to the head of the waiting deque."""
+    size = c.slots
+    e.running -= 1
+    i = queue[e.running]
+    r = slots[i]
+    g = _generated(e, r)
+    if c.prefix_caching:
+        # Its last token's block was not yet taken when it was found not to fit.
+        computed = r.p + g - 1 if r.decoding else r.computed
+        held = _blocks(c, r.p + g - 1) if r.decoding else _blocks(c, r.p + g)
+        full = computed // c.block_size
+        r.segment = e.free_tail + held - full
+        r.segment_blocks = full
+        e.free_tail += held
+    if r.decoding:
+        e.decoding -= 1
+        e.decoding_tokens -= r.p + g
+    e.reserved -= _blocks(c, r.p + c.max_output_tokens)
+    r.g = g
+    r.decoding = 0
+    r.preempted = 1
+    r.computed = 0
+    log[r.request].preemptions += 1
+    e.ring_head = (e.ring_head - 1) % size
+    queue[size + e.ring_head] = i
+    e.waiting += 1
+
+
+@_jit
+def _make_room(c, law, n, e, slots, queue, log):
+    """Step 2 of a boundary (paged memory): preempt until the running requests fit."""
+    capacity = int(law[n * EXPERT_WIDTH])
+    before = e.running
+    used = used_blocks(c, e, slots, queue)
+    while used > capacity:
+        r = slots[queue[e.running - 1]]
+        used -= _blocks(c, r.p + _generated(e, r))
+        _preempt_newest(c, e, slots, queue, log)
+    if c.prefix_caching:
+        # Growth of those who stay: taken from the head of the free queue.
+        for i in range(e.running):
+            r = slots[queue[i]]
+            if r.decoding:
+                tokens = r.p + _generated(e, r)
+                e.free_head += _blocks(c, tokens) - _blocks(c, tokens - 1)
+    e.used = used
+    return before - e.running
+
+
+# ------------------------------------------------------------------------------------ iterations
+
+
+@_jit
+def _finish(c, v, e, slots, queue, log, i, now):
+    """Request in slot i has its last token at ``now``: record it and free the slot."""
+    r = slots[i]
+    entry = log[r.request]
+    entry.finish_s = now
+    entry.outcome = COMPLETED
+    e2e = now - r.arrived
+    latency = e2e / r.d
+    v.completed += 1
+    v.latency += latency
+    v.e2e += e2e
+    v.ttft += entry.first_token_s - r.arrived
+    if r.d > 1:
+        v.multi_token += 1
+        v.tpot += (now - entry.first_token_s) / (r.d - 1)
+    v.communication += r.p * c.delay_s_per_token
+    v.waiting += entry.admitted_s - entry.available_s
+    v.inference += now - entry.admitted_s
+    v.last_finish = max(v.last_finish, now)
+    if latency <= v.latency_requirement:
+        v.on_time += 1
+        v.qos += r.s
+        v.step_qos += r.s
+    else:
+        v.step_late += r.s
+    e.reserved -= _blocks(c, r.p + c.max_output_tokens)
+    if r.decoding:
+        e.decoding -= 1
+        e.decoding_tokens -= r.p + r.d
+    if c.prefix_caching:
+        e.free_tail += _blocks(c, r.p + r.d - 1)
+    queue[2 * c.slots + e.free] = i
+    e.free += 1
+
+
+@_jit
+def _start_decoding(e, r, log, now):
+    """R emits a token at the end of its prefill; the token counter of the expert takes over."""
+    r.g += 1
+    r.decoding = 1
+    r.origin = e.emitted - r.g
+    e.decoding += 1
+    e.decoding_tokens += r.p + r.g
+    if r.g == 1:
+        log[r.request].first_token_s = now
+
+
+@_jit
+def _end_iteration(c, v, e, slots, queue, log):
+    """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
+    now = e.end
+    if e.kind == IDLE:
+        return
+    if e.kind != PREFILL:
+        e.emitted += 1
+        e.decoding_tokens += e.decoding
+    if e.kind != DECODE:
+        for i in range(e.running - e.admitted, e.running):
+            r = slots[queue[i]]
+            if e.kind == MIXED:
+                r.computed += r.chunk
+                if r.computed < r.p + r.g:
+                    continue
+            _start_decoding(e, r, log, now)
+    kept = 0
+    for i in range(e.running):
+        k = queue[i]
+        r = slots[k]
+        if r.decoding and e.emitted - r.origin >= r.d:
+            _finish(c, v, e, slots, queue, log, k, now)
+        else:
+            queue[kept] = k
+            kept += 1
+    e.running = kept
+
+
+@_jit
+def _continue_chunks(c, e, slots, queue):
+    """Next chunks of prefills under way: the last of the running list; returns their tokens."""
+    tokens = 0
+    budget = c.token_budget - e.decoding
+    e.admitted = e.running - e.decoding
+    for i in range(e.decoding, e.running):
+        r = slots[queue[i]]
+        r.chunk = min(r.p + r.g - r.computed, budget)
+        budget -= r.chunk
+        tokens += r.chunk
+    return tokens
+
+
+@_jit
+def _admit(c, law, n, e, slots, queue, log, now):
+    """Step 3 of a boundary: admit from the head of the waiting deque, first come first served.
+
+    Returns the prefill tokens of the iteration. ``e.admitted`` counts the running requests whose
+    prefill is under way: the last of the list, since an earlier one always gets its tokens first.
+    """
+    size = c.slots
+    capacity = int(law[n * EXPERT_WIDTH])
+    chunked = c.scheduler == CHUNKED
+    tokens = 0
+    budget = c.token_budget
+    e.admitted = 0
+    if chunked:
+        tokens = _continue_chunks(c, e, slots, queue)
+        budget -= e.decoding + tokens
+    while e.waiting > 0 and e.running < c.running_capacity and (budget > 0 or not chunked):
+        i = queue[size + e.ring_head]
+        r = slots[i]
+        if r.available > now:
+            break
+        need = r.p + r.g
+        if not chunked and tokens > 0 and tokens + need > c.token_budget:
+            break
+        blocks = _blocks(c, need)
+        if c.memory_policy == RESERVE:
+            if e.reserved + _blocks(c, r.p + c.max_output_tokens) > capacity:
+                break
+        elif e.used + blocks > capacity:
+            break
+        e.ring_head = (e.ring_head + 1) % size
+        e.waiting -= 1
+        r.computed = 0
+        if c.prefix_caching:
+            if r.preempted:
+                gone = min(max(e.free_head - r.segment, 0), r.segment_blocks)
+                cached = r.segment_blocks - gone
+                _forget_segment(e, slots, queue, size, r, cached)
+                r.computed = cached * c.block_size
+                e.free_head -= cached
+            e.free_head += blocks
+        r.preempted = 0
+        queue[e.running] = i
+        e.running += 1
+        e.admitted += 1
+        e.used += blocks
+        e.reserved += _blocks(c, r.p + c.max_output_tokens)
+        entry = log[r.request]
+        if math.isnan(entry.admitted_s):
+            entry.admitted_s = now
+        if chunked:
+            r.chunk = min(need - r.computed, budget)
+            budget -= r.chunk
+            tokens += r.chunk
+        else:
+            tokens += need
+    return tokens
+
+
+@_jit
+def _start_iteration(c, law, n, e, slots, queue, log, now, until):
+    """Steps 2-4 of a boundary at ``now``; decode runs are carried on silently up to ``until``."""
+    size = c.slots
+    e.start = now
+    preempted = 0
+    if c.memory_policy == PAGED:
+        preempted = _make_room(c, law, n, e, slots, queue, log)
+    e.admitted = 0
+    if preempted == 0:
+        tokens = _admit(c, law, n, e, slots, queue, log, now)
+    elif c.scheduler == CHUNKED:
+        tokens = _continue_chunks(c, e, slots, queue)
+    else:
+        tokens = 0
+
+    if e.admitted > 0 and c.scheduler == ORCA:
+        e.kind = PREFILL
+        e.end = now + prefill_s(c, law, n, float(tokens))
+    elif e.admitted > 0:
+        e.kind = MIXED
+        time = _dense_s(c, law, n, float(tokens + e.decoding))
+        chunks = 0
+        for i in range(e.running - e.admitted, e.running):
+            r = slots[queue[i]]
+            if r.chunk > 0:
+                chunks += 1
+                time += _chunk_s(c, law, n, float(r.chunk), float(r.computed))
+        if e.decoding > 0:
+            oy = c.y_attention + (n * c.n_sequences + e.decoding) * c.n_decode
+            x = e.decoding_tokens / e.decoding
+            time += _interpolate(law, c.x_decode, oy, c.n_decode, x)
+        e.end = now + time + _head_s(c, law, n, e.decoding + chunks)
+    elif e.running > 0:
+        e.kind = DECODE
+        limit = 1 << 60
+        for i in range(e.running):
+            r = slots[queue[i]]
+            limit = min(limit, r.d - (e.emitted - r.origin) - 1)
+        if c.memory_policy == PAGED:
+            # b sequences take at most b blocks in block_size iterations.
+            free = int(law[n * EXPERT_WIDTH]) - e.used
+            limit = min(limit, c.block_size * (free // e.running))
+        before = np.inf
+        if e.waiting > 0 and e.running < c.running_capacity:
+            head = slots[queue[size + e.ring_head]]
+            if head.available > now:
+                before = head.available - now
+            elif preempted > 0:
+                limit = 0  # whether it fits is decided at the next boundary
+        if limit > 0:
+            b = e.running
+            done, spent = _silent_iterations(
+                c, law, n, b, float(e.decoding_tokens), limit, until - now, before
+            )
+            if c.prefix_caching:
+                for i in range(b):
+                    r = slots[queue[i]]
+                    tokens = r.p + _generated(e, r)
+                    e.free_head += _blocks(c, tokens + done) - _blocks(c, tokens)
+            e.emitted += done
+            e.decoding_tokens += b * done
+            e.start = now + spent
+        e.end = e.start + decode_s(c, law, n, e.running, float(e.decoding_tokens))
+    else:
+        e.kind = IDLE
+        e.end = np.inf
+        if e.waiting > 0:
+            e.end = max(now, slots[queue[size + e.ring_head]].available)
+
+
+@_jit
+def _advance(c, law, n, v, e, slots, queue, log, until):
+    """Process every boundary of one expert at or before ``until``."""
+    while e.end <= until and e.end < np.inf:
+        now = e.end
+        _end_iteration(c, v, e, slots, queue, log)
+        _start_iteration(c, law, n, e, slots, queue, log, now, until)
+
+
+@_jit
+def _enqueue(c, e, slots, queue, log, request, now, p, d, s, s_hat, d_hat, delay):
+    """Put a request on its way to the expert; it waits in order of its arrival there."""
+    size = c.slots
+    e.free -= 1
+    i = queue[2 * size + e.free]
+    r = slots[i]
+    r.request = request
+    r.arrived = now
+    r.available = now + delay
+    r.p = p
+    r.d = d
+    r.s = s
+    r.s_hat = s_hat
+    r.d_hat = d_hat
+    r.g = 0
+    r.origin = 0
+    r.computed = 0
+    r.chunk = 0
+    r.decoding = 0
+    r.preempted = 0
+    r.segment = 0
+    r.segment_blocks = 0
+    log[request].available_s = r.available
+    k = e.waiting
+    while k > 0:
+        other = queue[size + (e.ring_head + k - 1) % size]
+        if slots[other].preempted or slots[other].available <= r.available:
+            break
+        queue[size + (e.ring_head + k) % size] = other
+        k -= 1
+    queue[size + (e.ring_head + k) % size] = i
+    e.waiting += 1
+    if e.kind == IDLE:
+        e.end = max(e.start, slots[queue[size + e.ring_head]].available)
+
+
+# ------------------------------------------------------------------------------ reward of Eq. 15/16
+
+
+@_jit
+def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
+    """Second term of Eq. 16: scores of running requests that Eq. 15 says the new one makes late."""
+    k1 = law[n * EXPERT_WIDTH + 1]
+    k2 = law[n * EXPERT_WIDTH + 2]
+    limit = v.latency_requirement
+    total = 0.0
+    for i in range(e.running):
+        r = slots[queue[i]]
+        g = _generated(e, r)
+        d_i = max(r.d_hat, 1.0) if c.predicted_estimator else float(r.d)
+        s_i = float(r.s_hat) if c.predicted_estimator else float(r.s)
+        m = math.floor(max(0.0, min(d_i - g, d_j)))
+        increase = (k1 * p_j + k2 * (m * p_j + 0.5 * m * (m + 1.0))) / d_i
+        current = (now - r.arrived) / max(g, 1)
+        if current + increase >= limit and (c.penalty == LITERAL or current < limit):
+            total += s_i
+    return total
+
+
+# ------------------------------------------------------------------------------------ observation
+
+
+@_jit
+def _can_take(c, law, n, e, p):
+    """Whether expert n would queue a request of p prompt tokens now."""
+    if e.waiting >= c.waiting_capacity:
+        return False
+    return _blocks(c, p + c.max_output_tokens) <= int(law[n * EXPERT_WIDTH])
+
+
+@_jit
+def _request_row(c, e, r, capacity, now, running, out, o):
+    """Eq. 6 of one request in raw units: p, s_hat, d_hat, memory, tokens so far, latency."""
+    g = _generated(e, r)
+    out[o] = min(float(r.p), MAX_PROMPT_TOKENS)
+    out[o + 1] = r.s_hat
+    out[o + 2] = r.d_hat
+    out[o + 3] = _blocks(c, r.p + g) / capacity if running else 0.0
+    out[o + 4] = min(g, c.max_output_tokens)
+    out[o + 5] = min((now - r.arrived) / max(g, 1), MAX_LATENCY_S_PER_TOKEN)
+
+
+@_jit
+def _scale_row(c, out, o):
+    """The six features of Eq. 6 to [0, 1]; prompt length and latency on a log scale."""
+    out[o] = math.log1p(out[o] / PROMPT_SCALE) * _PROMPT_LOG
+    out[o + 2] /= c.max_output_tokens
+    out[o + 4] /= c.max_output_tokens
+    out[o + 5] = math.log1p(out[o + 5] / LATENCY_SCALE) * _LATENCY_LOG
+
+
+@_jit
+def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, masks):
+    """Write row b of the observation and of the action mask; returns the mean memory use.
+
+    ``obs`` is one float32 vector of sections (graph view: request, experts, running, waiting,
+    latency requirement, each with a leading axis of B rows) and ``masks`` one int8 vector (running,
+    waiting, action). ``row`` is the catalog row of the request to route, -1 after the last.
+    Rows of queues that were empty before and are empty now are left alone.
+    """
+    n_exp = c.num_experts
+    cap_r = c.running_capacity
+    cap_w = c.waiting_capacity
+    now = v.now
+    memory_sum = 0.0
+    o_experts = num_rows * n_exp * 3
+    o_running = o_experts + num_rows * n_exp * 3
+    o_waiting = o_running + num_rows * n_exp * cap_r * 6
+    o_limit = o_waiting + num_rows * n_exp * cap_w * 6
+    m_waiting = num_rows * n_exp * cap_r
+    m_action = m_waiting + num_rows * n_exp * cap_w
+    width = 6 + 6 * (cap_r + cap_w)
+    if c.layout == FLAT:
+        o = b * (1 + n_exp * width)
+        obs[o] = v.latency_requirement
+        m_action = 0
+    elif c.layout == EXPERTS:
+        m_action = 0
+    else:
+        obs[o_limit + b] = v.latency_requirement
+    m_action += b * (n_exp + 1)
+    masks[m_action] = 1
+    for n in range(n_exp):
+        e = experts[n]
+        lane = slots[n]
+        q = queue[n]
+        capacity = law[n * EXPERT_WIDTH]
+        memory = used_blocks(c, e, lane, q) / capacity
+        memory_sum += memory
+        p = table[row, n, 0] if row >= 0 else 0.0
+        masks[m_action + 1 + n] = row < 0 or _can_take(c, law, n, e, int(p))
+        if c.layout == EXPERTS:
+            o = (b * n_exp + n) * 3
+            obs[o] = memory
+            obs[o + 1] = e.running / cap_r
+            obs[o + 2] = e.waiting / (cap_r + cap_w)
+            continue
+        if c.layout == FLAT:
+            first = b * (1 + n_exp * width) + 1 + n * width
+            o_req, o_exp, o_run = first, first + 3, first + 6
+            o_wait = o_run + 6 * cap_r
+        else:
+            o_req = (b * n_exp + n) * 3
+            o_exp = o_experts + (b * n_exp + n) * 3
+            o_run = o_running + (b * n_exp + n) * cap_r * 6
+            o_wait = o_waiting + (b * n_exp + n) * cap_w * 6
+        if row >= 0:
+            obs[o_req] = min(p, MAX_PROMPT_TOKENS)
+            obs[o_req + 1] = table[row, n, 3]
+            obs[o_req + 2] = table[row, n, 4]
+        else:
+            obs[o_req] = 0.0
+            obs[o_req + 1] = 0.0
+            obs[o_req + 2] = 0.0
+        obs[o_exp] = memory
+        obs[o_exp + 1] = e.running
+        obs[o_exp + 2] = e.waiting
+        shown_w = min(e.waiting, cap_w)
+        for i in range(e.running):
+            _request_row(c, e, lane[q[i]], capacity, now, True, obs, o_run + 6 * i)
+        for k in range(shown_w):
+            r = lane[q[c.slots + (e.ring_head + k) % c.slots]]
+            _request_row(c, e, r, capacity, now, False, obs, o_wait + 6 * k)
+        for i in range(6 * e.running, 6 * e.shown_running):
+            obs[o_run + i] = 0.0
+        for i in range(6 * shown_w, 6 * e.shown_waiting):
+            obs[o_wait + i] = 0.0
+        if c.layout == FLAT:
+            obs[o_req] = math.log1p(obs[o_req] / PROMPT_SCALE) * _PROMPT_LOG
+            obs[o_req + 2] /= c.max_output_tokens
+            obs[o_exp + 1] /= cap_r
+            obs[o_exp + 2] /= cap_r + cap_w
+            for i in range(e.running):
+                _scale_row(c, obs, o_run + 6 * i)
+            for k in range(shown_w):
+                _scale_row(c, obs, o_wait + 6 * k)
+        else:
+            m = (b * n_exp + n) * cap_r
+            for i in range(min(e.running, e.shown_running), max(e.running, e.shown_running)):
+                masks[m + i] = i < e.running
+            m = m_waiting + (b * n_exp + n) * cap_w
+            for k in range(min(shown_w, e.shown_waiting), max(shown_w, e.shown_waiting)):
+                masks[m + k] = k < shown_w
+        e.shown_running = e.running
+        e.shown_waiting = shown_w
+    return memory_sum / n_exp
+
+
+# ------------------------------------------------------------------------------------ entry points
+
+
+@_jit
+def begin(cfg, law, table, arrivals, rows, env, expert, slot, queue, log, obs, masks, which):
+    """Start a new episode in the rows b with which[b] != 0 and write their first observation.
+
+    ``arrivals[b]`` (s), ``rows[b]`` (catalog rows) and ``env[b].latency_requirement`` must be set.
+    """
+    c = cfg[0]
+    for b in range(env.shape[0]):
+        if which[b] == 0:
+            continue
+        v = env[b]
+        v.index = 0
+        v.now = arrivals[b, 0]
+        v.completed = 0
+        v.dropped = 0
+        v.rejected = 0
+        v.on_time = 0
+        v.multi_token = 0
+        v.qos = 0.0
+        v.latency = 0.0
+        v.ttft = 0.0
+        v.tpot = 0.0
+        v.e2e = 0.0
+        v.waiting = 0.0
+        v.inference = 0.0
+        v.communication = 0.0
+        v.memory = 0.0
+        v.last_finish = 0.0
+        for n in range(c.num_experts):
+            clear_expert(c, law, n, expert[b, n], queue[b, n])
+        for j in range(log.shape[1]):
+            clear_log(log[b, j])
+    redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which)
+
+
+@_jit
+def clear_expert(c, law, n, e, queue):
+    """An idle expert with empty queues."""
+    e.start = 0.0
+    e.end = np.inf
+    e.kind = IDLE
+    e.emitted = 0
+    e.running = 0
+    e.waiting = 0
+    e.ring_head = 0
+    e.decoding = 0
+    e.decoding_tokens = 0
+    e.admitted = 0
+    e.reserved = 0
+    e.used = 0
+    e.free_head = 0
+    e.free_tail = int(law[n * EXPERT_WIDTH])
+    e.sent = 0
+    e.free = c.slots
+    for i in range(c.slots):
+        queue[2 * c.slots + i] = c.slots - 1 - i
+
+
+@_jit
+def clear_log(entry):
+    """A request about which nothing is known yet."""
+    entry.available_s = np.nan
+    entry.admitted_s = np.nan
+    entry.first_token_s = np.nan
+    entry.finish_s = np.nan
+    entry.score = np.nan
+    entry.prompt_tokens = 0
+    entry.output_tokens = 0
+    entry.expert = -1
+    entry.outcome = PENDING
+    entry.preemptions = 0
+
+
+@_jit
+def redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which):
+    """Write the whole observation of the rows b with which[b] != 0, whatever was shown before."""
+    c = cfg[0]
+    num_rows = env.shape[0]
+    for b in range(num_rows):
+        if which[b] == 0:
+            continue
+        for n in range(c.num_experts):
+            e = expert[b, n]
+            e.shown_running = c.running_capacity
+            e.shown_waiting = c.waiting_capacity
+            if c.layout == GRAPH:
+                m = (b * c.num_experts + n) * c.running_capacity
+                masks[m : m + c.running_capacity] = 1
+                m = (b * c.num_experts + n) * c.waiting_capacity
+                m += num_rows * c.num_experts * c.running_capacity
+                masks[m : m + c.waiting_capacity] = 1
+        v = env[b]
+        row = rows[b, v.index] if v.index < c.num_requests else -1
+        _observe(c, law, table, v, expert[b], slot[b], queue[b], row, num_rows, b, obs, masks)
+
+
+@_jit
+def step(
+    cfg, law, table, arrivals, rows, env, expert, slot, queue, log, obs, masks, actions, which, out
+):
+    """Route the current request of every row b with which[b] != 0 and go on to the next.
+
+    ``out`` (B, 3) receives the two terms of the reward and whether the episode has ended. Returns
+    the first row whose action is out of range (nothing has changed then), or -1.
+    """
+    c = cfg[0]
+    num_rows = env.shape[0]
+    for b in range(num_rows):
+        if which[b] != 0 and (actions[b] < 0 or actions[b] > c.num_experts):
+            return b
+    for b in range(num_rows):
+        if which[b] == 0:
+            continue
+        v = env[b]
+        lanes = expert[b]
+        request = v.index
+        now = v.now
+        row = rows[b, request]
+        entry = log[b, request]
+        n = actions[b] - 1
+        gain = 0.0
+        loss = 0.0
+        entry.expert = n
+        entry.prompt_tokens = int(table[row, 0, 0])
+        if n < 0:
+            entry.outcome = DROPPED
+            v.dropped += 1
+        else:
+            e = lanes[n]
+            p = int(table[row, n, 0])
+            s = table[row, n, 1]
+            d = int(table[row, n, 2])
+            entry.score = s
+            entry.output_tokens = d
+            e.sent += 1
+            if not _can_take(c, law, n, e, p):
+                entry.outcome = REJECTED
+                v.rejected += 1
+            else:
+                if c.reward == QOS_AWARE:
+                    d_j = table[row, n, 4] if c.predicted_estimator else table[row, n, 2]
+                    loss -= _violation_penalty(
+                        c, law, n, v, e, slot[b, n], queue[b, n], float(p), float(d_j), now
+                    )
+                elif c.reward == PAID_FORWARD:
+                    gain += s
+                delay = c.router_delay_s + p * c.delay_s_per_token
+                _enqueue(
+                    c, e, slot[b, n], queue[b, n], log[b], request, now, p, d, s,
+                    table[row, n, 3], table[row, n, 4], delay,
+                )  # fmt: skip
+        v.index = request + 1
+        last = v.index == c.num_requests
+        until = np.inf if last else arrivals[b, v.index]
+        v.step_qos = 0.0
+        v.step_late = 0.0
+        for k in range(c.num_experts):
+            _advance(c, law, k, v, lanes[k], slot[b, k], queue[b, k], log[b], until)
+        if c.reward == PAID_FORWARD:
+            loss -= v.step_late
+        else:
+            gain += v.step_qos
+        if last:
+            row = -1
+            v.now = max(v.now, v.last_finish)
+        else:
+            row = rows[b, v.index]
+            v.now = until
+        memory = _observe(c, law, table, v, lanes, slot[b], queue[b], row, num_rows, b, obs, masks)
+        if not last:
+            v.memory += memory
+        out[b, 0] = gain
+        out[b, 1] = loss
+        out[b, 2] = 1.0 if last else 0.0
+    return -1
+
+
+@_jit
+def run_replay(cfg, law, arrivals, table, env, expert, slot, queue, log):
+    """One expert serves every request of one list from an unbounded waiting queue.
+
+    ``arrivals`` (J,) in seconds, non-decreasing; ``table`` (J, 2) prompt and output tokens.
+    """
+    c = cfg[0]
+    v = env[0]
+    e = expert[0, 0]
+    lane = slot[0, 0]
+    line = queue[0, 0]
+    clear_expert(c, law, 0, e, line)
+    for j in range(arrivals.shape[0]):
+        clear_log(log[0, j])
+    for j in range(arrivals.shape[0]):
+        p = table[j, 0]
+        _enqueue(
+            c, e, lane, line, log[0], j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
+            c.router_delay_s + p * c.delay_s_per_token,
+        )  # fmt: skip
+    _advance(c, law, 0, v, e, lane, line, log[0], np.inf)
