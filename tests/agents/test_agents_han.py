@@ -1,0 +1,184 @@
+"""The dense HAN against PyG's HANConv, graph by graph, and the symmetry of the heads."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+tyro = pytest.importorskip("tyro")
+
+from servegym.agents import sac_han  # noqa: E402
+from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
+
+
+def random_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):
+    """Plausible observations; the graphs listed in `empty` have no queued requests at all."""
+    rng = np.random.default_rng(seed)
+    n_run = rng.integers(0, running + 1, (batch, experts))
+    n_wait = rng.integers(0, waiting + 1, (batch, experts))
+    for i in empty:
+        n_run[i] = n_wait[i] = 0
+
+    def requests(count, slots):
+        mask = (np.arange(slots) < count[..., None]).astype(np.int8)
+        shape = mask.shape
+        x = np.stack(
+            [
+                rng.integers(5, 900, shape),
+                rng.random(shape),
+                rng.integers(1, 300, shape),
+                0.1 * rng.random(shape),
+                rng.integers(0, 200, shape),
+                0.1 * rng.random(shape),
+            ],
+            -1,
+        )
+        return (x * mask[..., None]).astype(np.float32), mask
+
+    run, run_mask = requests(n_run, running)
+    wait, wait_mask = requests(n_wait, waiting)
+    p = np.broadcast_to(rng.integers(5, 900, (batch, 1)), (batch, experts))
+    request = np.stack([p, rng.random(p.shape), rng.integers(1, 300, p.shape)], -1)
+    return {
+        "request": request.astype(np.float32),
+        "experts": np.stack([rng.random(p.shape), n_run, n_wait], -1).astype(np.float32),
+        "running": run,
+        "waiting": wait,
+        "running_mask": run_mask,
+        "waiting_mask": wait_mask,
+        "latency_requirement": rng.uniform(0.02, 0.05, (batch, 1)).astype(np.float32),
+    }
+
+
+def tensor_rows(layout, obs):
+    return torch.from_numpy(layout.rows(obs)).float()
+
+
+def hanconv_like(layer, dims):
+    """A HANConv with the layer's weights; attention of one-neighbour edge types stays random."""
+    conv = pytest.importorskip("torch_geometric.nn").HANConv(
+        dims, sac_han.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=sac_han.HEADS
+    )
+    shape = (1, sac_han.HEADS, sac_han.WIDTH // sac_han.HEADS)
+    with torch.no_grad():
+        for kind in NODE_TYPES:
+            conv.proj[kind].weight.copy_(layer.proj[kind].weight)
+            conv.proj[kind].bias.copy_(layer.proj[kind].bias)
+        for name in layer.src:
+            source, target = name.split("__")
+            conv.lin_src[f"{source}__to__{target}"].copy_(layer.src[name].view(shape))
+            conv.lin_dst[f"{source}__to__{target}"].copy_(layer.dst[name].view(shape))
+        conv.k_lin.load_state_dict(layer.k_lin.state_dict())
+        conv.q.copy_(layer.q[None])
+    return conv
+
+
+@pytest.mark.parametrize("empty", [(), (1, 3), (0, 1, 2, 3, 4)])
+def test_dense_han_equals_hanconv_on_each_graph(empty):
+    torch.manual_seed(0)
+    layout = sac_han.Layout(4, 3, 2)
+    law = torch.rand(4, 4)
+    han = sac_han.HAN(layout, 4)
+    first = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
+    second = hanconv_like(han.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
+    obs = random_obs(5, empty=empty)
+    rows = tensor_rows(layout, obs)
+    with torch.no_grad():
+        request, experts = han(rows, law)
+    assert request.abs().max() > 0.01 and experts.abs().max() > 0.01
+    parts = rows.split(layout.sizes, -1)
+    for i in range(5):
+        features = {
+            "arrived": parts[0][i].numpy(),
+            "expert": np.concatenate([parts[1][i].view(4, 6).numpy(), law.numpy()], -1),
+            "running": parts[2][i].view(4, 3, 6).numpy(),
+            "waiting": parts[3][i].view(4, 2, 6).numpy(),
+        }
+        graph = to_hetero_data({k: v[i] for k, v in obs.items()}, features)
+        with torch.no_grad():
+            hidden = first(graph.x_dict, graph.edge_index_dict)
+            out = second(hidden, graph.edge_index_dict)
+        torch.testing.assert_close(request[i], out["arrived"][0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(experts[i], out["expert"], atol=1e-5, rtol=0)
+
+
+def test_first_layer_embeds_queued_requests_as_hanconv_does():
+    torch.manual_seed(1)
+    layout = sac_han.Layout(4, 3, 2)
+    han = sac_han.HAN(layout, 0)
+    conv = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
+    obs = random_obs(1, seed=3)
+    rows = tensor_rows(layout, obs)
+    parts = rows.split(layout.sizes, -1)
+    features = {
+        "arrived": parts[0][0].numpy(),
+        "expert": parts[1].view(4, 6).numpy(),
+        "running": parts[2].view(4, 3, 6).numpy(),
+        "waiting": parts[3].view(4, 2, 6).numpy(),
+    }
+    graph = to_hetero_data({k: v[0] for k, v in obs.items()}, features)
+    with torch.no_grad():
+        ours = han.first(*han.nodes(rows, None))
+        theirs = conv(graph.x_dict, graph.edge_index_dict)
+    assert len(ours["running"]) > 2 and len(ours["waiting"]) > 1
+    for kind in NODE_TYPES:
+        torch.testing.assert_close(ours[kind], theirs[kind], atol=1e-5, rtol=0)
+
+
+def test_embedding_ignores_batch_neighbours():
+    torch.manual_seed(0)
+    layout = sac_han.Layout(4, 3, 2)
+    han = sac_han.HAN(layout, 0)
+    rows = tensor_rows(layout, random_obs(6, empty=(2,)))
+    with torch.no_grad():
+        together = han(rows, None)
+        alone = [han(rows[i : i + 1], None) for i in range(6)]
+    torch.testing.assert_close(together[1], torch.cat([a[1] for a in alone]), atol=1e-6, rtol=0)
+
+
+def permuted(obs, order):
+    per_expert = {k: v[:, order] for k, v in obs.items() if k != "latency_requirement"}
+    return per_expert | {"latency_requirement": obs["latency_requirement"]}
+
+
+@pytest.mark.parametrize("law", [False, True])
+def test_permuting_experts_permutes_logits_and_values(law):
+    torch.manual_seed(0)
+    layout, order = sac_han.Layout(4, 3, 2), np.array([2, 0, 3, 1])
+    laws = np.random.default_rng(0).random((4, 4)).astype(np.float32) if law else None
+    agent = sac_han.Agent(layout, sac_han.Args(), laws)
+    obs = random_obs(3)
+    mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
+    moved = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
+    with torch.no_grad():
+        h = agent.encode(tensor_rows(layout, obs))
+        if law:
+            agent.law.copy_(torch.as_tensor(laws[order]))
+        g = agent.encode(tensor_rows(layout, permuted(obs, order)))
+        one, two = agent.log_policy(h, mask), agent.log_policy(g, moved)
+        assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
+        for a, b in ((one, two), (agent.q1(*h), agent.q1(*g))):
+            torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(a[:, 0], b[:, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_literal_head_cannot_tell_experts_apart():
+    torch.manual_seed(0)
+    layout, order = sac_han.Layout(4, 3, 2), np.array([2, 0, 3, 1])
+    agent = sac_han.Agent(layout, sac_han.Args(head="arrived"), None)
+    obs = random_obs(3)
+    with torch.no_grad():
+        a = agent.actor(*agent.encode(tensor_rows(layout, obs)))
+        b = agent.actor(*agent.encode(tensor_rows(layout, permuted(obs, order))))
+    torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_two_layers_of_four_heads_and_sixty_four_columns():
+    han = sac_han.HAN(sac_han.Layout(6, 5, 5), 0)
+    assert [m for m in han.children() if isinstance(m, sac_han.HANLayer)] == [han.first, han.second]
+    assert (sac_han.HEADS, sac_han.WIDTH) == (4, 64)
+
+
+def test_to_hetero_data_refuses_a_batch():
+    pytest.importorskip("torch_geometric")
+    with pytest.raises(ValueError, match="take one row"):
+        to_hetero_data(random_obs(2))
