@@ -141,9 +141,7 @@ def _read_ops(path: Path, axis: str, ops: Sequence[str], least: int) -> dict[str
                 "measure every layer at every point",
             )
     if len(grid) < 4:
-        raise rows.error(
-            len(rows.rows) + 1, axis, f"only {len(grid)} points", "measure at least 4"
-        )
+        raise rows.error(len(rows.rows) + 1, axis, f"only {len(grid)} points", "measure at least 4")
     if min(grid) > 1:
         raise rows.error(2, axis, f"starts at {min(grid)}", f"measure {axis} = 1 too")
     return out
@@ -267,6 +265,35 @@ def _with_start(grid: np.ndarray, values: np.ndarray, axis: int) -> tuple[np.nda
     return np.concatenate(([1.0], grid)), np.concatenate((first, values), axis)
 
 
+def _extend_dense(
+    grid: np.ndarray, values: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
+
+    Dense kernels run in waves, so the table is a staircase and its last measured step says
+    nothing about what follows.
+    """
+    last = grid[-1]
+    upper = grid >= min(last / 2, grid[-2])
+    x = grid[upper] - grid[upper].mean()
+    slope = float(x @ values[upper] / (x @ x))
+    more = last * np.array([2.0, 4.0])
+    longer = values[-1] + slope * (more - last)
+    return np.append(grid[kept], more), np.append(values[kept], longer)
+
+
+def _extend_chunks(
+    chunks: np.ndarray, before: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add chunks of 2 and 4 times the largest: pieces of the largest, one after another."""
+    last = chunks[-1]
+    rows = [
+        [sum(interpolate(before, values[-1], c + i * last) for i in range(n)) for c in before]
+        for n in (2, 4)
+    ]
+    return np.append(chunks, last * np.array([2.0, 4.0])), np.vstack([values, rows])
+
+
 def _spread(error: np.ndarray) -> dict[str, float | int]:
     size = np.abs(np.asarray(error, float)).ravel()
     median, p90, largest = np.quantile(size, [0.5, 0.9, 1.0])
@@ -323,10 +350,7 @@ def _held_out(k: _Kernels, tolerance: float, seed: int) -> dict[str, Any]:
     out["chunk_iteration_random_third"] = _spread(relative[gone])
 
     rest = np.array(
-        [
-            interpolate(k.tokens, k.dense, b) + interpolate(k.sequences, k.head, b)
-            for b in k.decodes
-        ]
+        [interpolate(k.tokens, k.dense, b) + interpolate(k.sequences, k.head, b) for b in k.decodes]
     )[:, None]
     total = k.decode_attention + rest
     gone = _random_third(k.decode_attention.shape, rng)
@@ -343,9 +367,7 @@ def _held_out(k: _Kernels, tolerance: float, seed: int) -> dict[str, Any]:
         gone = np.zeros(total.shape, bool)
         np.moveaxis(gone, axis, 0)[grid == at] = True
         guess = np.moveaxis(
-            _fill(
-                grid, np.moveaxis(k.decode_attention, axis, -1), np.moveaxis(gone, axis, -1)
-            ),
+            _fill(grid, np.moveaxis(k.decode_attention, axis, -1), np.moveaxis(gone, axis, -1)),
             -1,
             axis,
         )
@@ -495,12 +517,14 @@ def calibrate_kernels(
 
     kept = thin(kernels.tokens, kernels.dense, tolerance)
     head_kept = thin(kernels.sequences, kernels.head, tolerance)
-    chunks, chunk_s = _with_start(kernels.chunks, kernels.chunk_attention, 0)
+    tokens, dense_s = _extend_dense(kernels.tokens, kernels.dense, kept)
+    chunks, chunk_s = _extend_chunks(kernels.chunks, kernels.before, kernels.chunk_attention)
+    chunks, chunk_s = _with_start(chunks, chunk_s, 0)
     contexts, decode_s = _with_start(kernels.contexts, kernels.decode_attention, 1)
     law = {
         "kind": "tabulated",
-        "dense_tokens": _whole(kernels.tokens[kept]),
-        "dense_s": _round(kernels.dense[kept]),
+        "dense_tokens": _whole(tokens),
+        "dense_s": _round(dense_s),
         "chunk_tokens": _whole(chunks),
         "context_tokens": _whole(kernels.before),
         "chunk_attention_s": _round(chunk_s),
@@ -524,6 +548,8 @@ def calibrate_kernels(
         f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
         "embedding, final layernorm, lm_head and sampler once",
         "below the smallest measured chunk and context the time of the smallest holds",
+        f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, prefill "
+        f"attention composed of pieces of {kernels.chunks[-1]:g} tokens",
         *notes,
     ]
     data: dict[str, Any] = {

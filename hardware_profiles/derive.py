@@ -236,7 +236,9 @@ def chosen_ratios(
     p = published
     bandwidth = "memory bandwidth of the data sheets (both cards use GDDR6 or GDDR6X)"
     measured = ("vidur", "vllm_gemm", "llama_cpp_f16")
-    a100 = [float(np.median([p["a100-80g"][b][s] for s in measured])) for b in ("decode", "prefill")]
+    a100 = [
+        float(np.median([p["a100-80g"][b][s] for s in measured])) for b in ("decode", "prefill")
+    ]
     median = "median of vidur, vLLM GEMM and llama.cpp; batch 1 does not reach the HBM bandwidth"
     a40 = p["a40"]["prefill"]["vidur"]
     rates = CARDS["a40"]["tensor_flop_per_s"] / CARDS["a10"]["tensor_flop_per_s"]
@@ -321,8 +323,7 @@ def derive_card(
         name=name,
         description=f"{CARDS[card]['name']}, {base.model['name']}, scaled from {base.name}",
         kind="derived",
-        device=CARDS[card]
-        | {"usable_memory_fraction": base.device["usable_memory_fraction"]},
+        device=CARDS[card] | {"usable_memory_fraction": base.device["usable_memory_fraction"]},
         law=law,
         fit_error=dict(fit_error),
         provenance=dict(provenance),

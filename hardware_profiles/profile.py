@@ -806,7 +806,8 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
 
 def unknown_name(what: str, given: str, names: list[str]) -> str:
     """Message for a name that does not exist, with the nearest that does."""
-    near = difflib.get_close_matches(given, names, 1, cutoff=0.4)
+    near = [name for name in names if given and name.startswith(given)]
+    near = near or difflib.get_close_matches(given, names, 1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{what}: got {given!r}{hint} (allowed: {', '.join(names)})"
 

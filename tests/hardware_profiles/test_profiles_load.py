@@ -1,0 +1,451 @@
+"""Shipped profiles and fleets: schema, facts, laws, interpolation, bad files."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from servegym.hardware_profiles import (
+    Estimator,
+    Profile,
+    list_fleets,
+    list_profiles,
+    load,
+    load_fleet,
+)
+from servegym.hardware_profiles.fleet import served_models
+from servegym.hardware_profiles.profile import _WARNED, data_path, read_json, write_json
+
+RTX = "rtx4090-llama-3.1-8b"
+CARDS = ("a100-80g", "rtx4090", "rtx4090", "l40s", "a40", "a10")
+TABULATED = [name for name in list_profiles() if not name.startswith("paper-linear")]
+
+
+def _lookup(grid, values, x):
+    """Independent piecewise-linear lookup: numpy inside, the end slopes outside."""
+    if x > grid[-1]:
+        slope = (values[-1] - values[-2]) / (grid[-1] - grid[-2])
+        return values[-1] + slope * (x - grid[-1])
+    return np.interp(x, grid, values)
+
+
+def _lookup_2d(rows, columns, values, r, c):
+    along = np.array([_lookup(columns, line, c) for line in values])
+    return _lookup(rows, along, r)
+
+
+@pytest.fixture
+def raw():
+    return load(RTX).to_dict()
+
+
+@pytest.fixture
+def raw_linear():
+    return load("paper-linear-01").to_dict()
+
+
+def test_expected_names_ship():
+    expected = {f"{card}-llama-3.1-8b" for card in CARDS}
+    expected |= {f"paper-linear-{i:02d}" for i in range(1, 13)}
+    assert set(list_profiles()) == expected
+    assert list_fleets() == ["edge-6-heterogeneous", "edge-6-homogeneous", "paper-linear"]
+
+
+@pytest.mark.parametrize("name", list_profiles())
+def test_shipped_profile_obeys_schema(name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = read_json(data_path("schema.json"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(read_json(data_path(f"{name}.json")), schema)
+    assert data_path(f"{name}.json").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("name", list_fleets())
+def test_shipped_fleet_obeys_schema(name):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = read_json(data_path("schema-fleet.json"))
+    jsonschema.validate(read_json(data_path(f"fleet-{name}.json")), schema)
+
+
+def test_schema_and_loader_refuse_the_same_damage(raw):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = read_json(data_path("schema.json"))
+    for path, value in (
+        (("kind",), "guessed"),
+        (("law", "dense_s"), [1.0]),
+        (("law", "head_s", 0), -1.0),
+        (("law", "dense_s", 3), 15000.0),
+        (("device", "usable_memory_fraction"), 1.5),
+        (("estimator", "base_s"), 17.0),
+        (("domain", "max_context_tokens"), 0),
+        (("model", "layers"), 1.5),
+        (("fit_error", "dense_random_third"), {"points": 3}),
+        (("surprise",), 1),
+    ):
+        bad = copy.deepcopy(raw)
+        where = bad
+        for key in path[:-1]:
+            where = where[key]
+        where[path[-1]] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, schema)
+        with pytest.raises(ValueError):
+            Profile.from_dict(bad)
+
+
+@pytest.mark.parametrize("name", list_profiles())
+def test_round_trip(name, tmp_path):
+    profile = load(name)
+    profile.save(tmp_path / "copy.json")
+    again = load(tmp_path / "copy.json")
+    assert again.to_dict() == profile.to_dict()
+    assert [p.name for p in tmp_path.iterdir()] == ["copy.json"]
+    for ours, theirs in zip(profile.tables(), again.tables(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    thawed = pickle.loads(pickle.dumps(profile))
+    assert thawed.decode_s(3, 700) == profile.decode_s(3, 700)
+
+
+@pytest.mark.parametrize("name", list_profiles())
+def test_tables_are_float64_and_read_only(name):
+    for array in load(name).tables():
+        assert array.dtype == np.float64
+        assert not array.flags.writeable
+        assert np.isfinite(array).all()
+
+
+@pytest.mark.parametrize("name", TABULATED)
+def test_interpolation_equals_numpy(name):
+    profile, rng = load(name), np.random.default_rng(3)
+    t = profile.tables()
+    for _ in range(200):
+        tokens, b = rng.uniform(1, 12_000), rng.uniform(1, 300)
+        chunk, context, x = rng.uniform(1, 12_000), rng.uniform(0, 20_000), rng.uniform(1, 20_000)
+        dense = _lookup(t.dense_tokens, t.dense_s, tokens)
+        attention = _lookup_2d(
+            t.chunk_tokens, t.context_tokens, t.chunk_attention_s, chunk, context
+        )
+        decode = _lookup_2d(t.decode_sequences, t.decode_context_tokens, t.decode_attention_s, b, x)
+        head = _lookup(t.head_sequences, t.head_s, b)
+        assert profile.dense_s(tokens) == pytest.approx(dense, rel=1e-12)
+        assert profile.chunk_attention_s(chunk, context) == pytest.approx(attention, rel=1e-12)
+        assert profile.decode_attention_s(b, x) == pytest.approx(decode, rel=1e-12)
+        assert profile.head_s(b) == pytest.approx(head, rel=1e-12)
+        assert min(dense, attention, decode, head) > 0
+
+
+@pytest.mark.parametrize("name", TABULATED)
+def test_steps_are_sums_of_their_parts(name):
+    p = load(name)
+    assert p.prefill_s(130) == p.step_s([(130, 0)])
+    assert p.decode_s(4, 1000) == p.step_s(sequences=4, context_tokens=1000)
+    mixed = p.step_s([(100, 0), (40, 512)], 3, 900)
+    parts = p.dense_s(143) + p.chunk_attention_s(100, 0) + p.chunk_attention_s(40, 512)
+    parts += p.decode_attention_s(3, 300) + p.head_s(5)
+    assert mixed == pytest.approx(parts, rel=1e-14)
+    with pytest.raises(ValueError, match="at least one chunk"):
+        p.step_s()
+
+
+def test_linear_law_identity(raw_linear):
+    base, k1, kb, k2 = 0.004, 7e-5, 3e-5, 2.5e-5
+    raw_linear["law"] = {
+        "kind": "linear",
+        "base_s": base,
+        "prefill_s_per_token": k1,
+        "decode_s_per_sequence": kb,
+        "decode_s_per_context_token": k2,
+    }
+    p, rng = Profile.from_dict(raw_linear), np.random.default_rng(0)
+    for _ in range(200):
+        tokens, b = int(rng.integers(1, 9000)), int(rng.integers(1, 60))
+        total = int(rng.integers(b, 4000))
+        assert p.prefill_s(tokens) == pytest.approx(base + k1 * tokens, rel=1e-12)
+        assert p.decode_s(b, total) == pytest.approx(base + kb * b + k2 * total, rel=1e-10)
+        mixed = base + k1 * tokens + kb * b + k2 * total
+        assert p.step_s([(tokens, 64)], b, total) == pytest.approx(mixed, rel=1e-10)
+
+
+@pytest.mark.parametrize("index", range(1, 13))
+def test_paper_linear_is_equations_13_and_14(index):
+    p = load(f"paper-linear-{index:02d}")
+    assert p.kind == "derived"
+    assert p.estimator.base_s == 0 and p.estimator.decode_s_per_sequence == 0
+    assert p.estimator.k1 == pytest.approx(7e-5, rel=0.05)
+    assert p.estimator.k2 == pytest.approx(2.5e-5, rel=0.05)
+    assert p.prefill_s(100) == pytest.approx(p.estimator.k1 * 100, rel=1e-12)
+    assert p.decode_s(5, 1000) == pytest.approx(p.estimator.k2 * 1000, rel=1e-9)
+    assert p.kv_capacity_tokens == load(RTX).kv_capacity_tokens
+
+
+def test_paper_linear_experts_differ():
+    profiles = load_fleet("paper-linear").profiles
+    k2 = [p.estimator.k2 for p in profiles]
+    assert len({(p.estimator.k1, p.estimator.k2) for p in profiles}) == 12
+    assert 0.01 < np.ptp(k2) / np.mean(k2) < 0.1
+
+
+def test_rtx4090_facts():
+    p = load(RTX)
+    assert p.kind == "fitted"
+    assert p.kv_bytes_per_token == 131_072
+    assert p.kv_capacity_tokens == 41_408
+    assert p.decode_s(1, 200) == pytest.approx(0.017, rel=0.03)
+    assert p.estimator.base_s == pytest.approx(0.017, rel=0.03)
+    assert p.estimator.k2 == pytest.approx(0.155e-6, rel=0.1)
+    slope = (p.prefill_s(2048) - p.prefill_s(64)) / (2048 - 64)
+    assert slope == pytest.approx(0.088e-3, rel=0.05)
+    # Beyond the measured 2,048 tokens the staircase goes on at its mean slope.
+    assert p.dense_s(4096) == pytest.approx(2 * p.dense_s(2048), rel=0.03)
+
+
+@pytest.mark.parametrize("name", TABULATED)
+def test_estimator_follows_the_law(name):
+    p = load(name)
+    for b, x in ((1, 100), (4, 400), (8, 1400)):
+        assert p.estimator.decode_s(b, b * x) == pytest.approx(p.decode_s(b, b * x), rel=0.03)
+    assert p.estimator.prefill_s(1000) == pytest.approx(p.prefill_s(1000), rel=0.12)
+
+
+def test_estimator_is_the_papers_form():
+    e = Estimator(0.01, 7e-5, 2.5e-5, 1e-4)
+    assert (e.k1, e.k2) == (7e-5, 2.5e-5)
+    assert e.prefill_s(100) == pytest.approx(0.017)
+    assert e.decode_s(2, 400) == pytest.approx(0.0202)
+
+
+def test_fleets_have_twelve_experts_of_the_named_models():
+    models = (
+        "Mistral-7B-Instruct-v0.2",
+        "vicuna-7b-v1.5",
+        "chatglm2-6b",
+        "alpaca-7b",
+        "Qwen1.5-7B-Chat",
+        "gemma-7b-it",
+    )
+    for name in list_fleets():
+        fleet = load_fleet(name)
+        assert len(fleet.experts) == 12 and len(set(fleet.models)) == 12
+        assert fleet.models[:6] == models
+        assert set(fleet.models) <= set(served_models())
+
+
+def test_heterogeneous_fleet_spans_the_stated_token_times():
+    fleet = load_fleet("edge-6-heterogeneous")
+    names = [p.name for p in fleet.profiles]
+    assert names == [f"{card}-llama-3.1-8b" for card in CARDS + CARDS]
+    times = [1e3 * p.decode_s(1, 256) for p in fleet.profiles[:6]]
+    np.testing.assert_allclose(times, [12, 17, 17, 19, 24, 28], rtol=0.06)
+
+
+def test_homogeneous_fleet_is_one_law():
+    fleet = load_fleet("edge-6-homogeneous")
+    assert {p.name for p in fleet.profiles} == {RTX}
+
+
+def test_served_model_sets_the_kv_memory():
+    fleet = load_fleet("edge-6-homogeneous")
+    by_model = {e.model: e.profile for e in fleet.experts}
+    # Same card: 32 KV heads take four times the bytes of 8, chatglm2's 2 a fraction.
+    assert by_model["vicuna-7b-v1.5"].kv_bytes_per_token == 4 * 131_072
+    assert by_model["chatglm2-6b"].kv_bytes_per_token == 28_672
+    llama = by_model["Meta-Llama-3-8B-Instruct"]
+    assert llama.kv_capacity_tokens == load(RTX).kv_capacity_tokens
+    assert by_model["vicuna-7b-v1.5"].kv_capacity_tokens < llama.kv_capacity_tokens
+    for expert in fleet.experts:
+        assert expert.profile.kv_capacity_tokens % 16 == 0
+        assert expert.profile.decode_s(2, 500) == load(RTX).decode_s(2, 500)
+
+
+def test_catalog_has_the_models():
+    workloads = pytest.importorskip("servegym.envs.workloads")
+    if not hasattr(workloads, "load_catalog"):
+        pytest.skip("no catalog loader in this build")
+    catalog = workloads.load_catalog("alpaca_eval_7b")
+    for name in list_fleets():
+        assert set(load_fleet(name).models) <= set(catalog.models)
+
+
+def test_check_domain_warns_once():
+    p = load("a10-llama-3.1-8b")
+    _WARNED.discard(p.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert p.check_domain(batch=5, tokens=2048, context=1500)
+    with pytest.warns(UserWarning, match=r"a10.*iteration_tokens 4096 > 2048"):
+        assert not p.check_domain(batch=5, tokens=4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not p.check_domain(batch=5, tokens=4096)
+
+
+def test_import_is_light():
+    code = (
+        "import sys, servegym.hardware_profiles as h; h.load_fleet('paper-linear');"
+        "print(sorted({'torch', 'numba', 'pandas', 'jsonschema'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("rtx4090", RTX), ("paper-linear-1", "paper-linear-10"), ("a10-lama-3.1-8b", "a10-llama")],
+)
+def test_unknown_profile_names_the_nearest(given, nearest):
+    with pytest.raises(ValueError, match=f"got '{given}'; did you mean '{nearest}"):
+        load(given)
+
+
+def test_unknown_fleet_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'edge-6-heterogeneous'"):
+        load_fleet("edge6-heterogenous")
+
+
+def _set(data, path, value):
+    for key in path[:-1]:
+        data = data[key]
+    if value is _set:
+        del data[path[-1]]
+    else:
+        data[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("device",), _set, "field 'device': missing"),
+        (("device", "memory_bytes"), _set, "field 'device.memory_bytes': missing"),
+        (("device", "memory_bytes"), "24 GB", "'device.memory_bytes': got '24 GB'; must be a nu"),
+        (("device", "memory_bytes"), True, "must be a number"),
+        (("device", "memory_bytes"), 24.0, "must be >= 1e"),
+        (("device", "memory_bytes"), 12e9, "no KV block fits"),
+        (("device", "usable_memory_fraction"), 90, "'device.usable_memory_fraction': got 90"),
+        (("kind",), "guessed", "must be one of measured, fitted, derived"),
+        (("format",), "other/1", "field 'format'"),
+        (("nmae",), "x", "unknown field; did you mean 'name'"),
+        (("law", "kind"), "quadratic", "must be one of linear, tabulated"),
+        (("law", "dense_ss"), [1], "'law.dense_ss': unknown field; did you mean 'dense_s'"),
+        (("law", "dense_s", 2), -0.01, r"'law.dense_s\[2\]': got -0.01; must be >= 0"),
+        (("law", "dense_s", 2), float("nan"), r"'law.dense_s\[2\]': got nan; must be finite"),
+        (("law", "dense_s", 2), 15600.0, "are the times in milliseconds"),
+        (("law", "dense_s", 2), 0, "no iteration takes no time"),
+        (("law", "dense_s", 2), "fast", r"'law.dense_s\[2\]': got 'fast'"),
+        (("law", "dense_s"), [0.1, 0.2], "has 2 entries; must have"),
+        (("law", "dense_s", -1), 0.001, "falls at the end of dense_tokens"),
+        (("law", "dense_tokens", 3), 2, r"'law.dense_tokens\[3\]': got 2; must exceed"),
+        (("law", "dense_tokens", 0), 1.5, "must start at <= 1"),
+        (("law", "context_tokens", 0), 1, "must start at <= 0"),
+        (("law", "chunk_attention_s", 1), [0.1], r"'law.chunk_attention_s\[1\]': has 1 entries"),
+        (("law", "decode_attention_s"), 3, "must be a list"),
+        (("estimator", "base_s"), 16.9, "is it in milliseconds"),
+        (("estimator", "base_s"), _set, "field 'estimator.base_s': missing"),
+        (("model", "kv_bytes_per_token"), 1000, "must be 2 x layers x kv_heads"),
+        (("model", "layers"), 0, "field 'model.layers': got 0; must be >= 1"),
+        (("domain", "max_decode_sequences"), 2.5, "must be an integer"),
+        (("fit_error", "dense_random_third", "p90"), 9.0, "must not decrease"),
+        (("fit_error", "dense_random_third", "max"), _set, "dense_random_third.max': missing"),
+        (("provenance", "source"), "", "must be a non-empty string"),
+        (("engine",), [], r"field 'engine': got \[\]; must be an object"),
+    ],
+)
+def test_bad_field_is_refused_with_file_field_and_reason(raw, tmp_path, path, value, message):
+    _set(raw, path, value)
+    with pytest.raises(ValueError, match=message) as caught:
+        Profile.from_dict(raw, "bad.json")
+    assert "bad.json" in str(caught.value)
+
+
+def test_provenance_needs_commit_or_date(raw):
+    del raw["provenance"]["commit"], raw["provenance"]["date"]
+    with pytest.raises(ValueError, match="commit or a date"):
+        Profile.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("base_s", -1e-3, "must be >= 0"),
+        ("prefill_s_per_token", 0.0, "take no time"),
+        ("decode_s_per_context_token", 0.0, "take no time"),
+        ("decode_s_per_context_token", 25.0, "milliseconds"),
+    ],
+)
+def test_bad_linear_law_is_refused(raw_linear, field, value, message):
+    raw_linear["law"][field] = value
+    with pytest.raises(ValueError, match=message):
+        Profile.from_dict(raw_linear)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"name": ', r"bad.json:1: not valid JSON"),
+        ('{"name": NaN}', "NaN is no JSON number"),
+        ('{"a": 1, "a": 2}', "field 'a': given twice"),
+        ("[1, 2]", "must be an object"),
+    ],
+)
+def test_bad_file_is_refused(tmp_path, text, message):
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(file)
+
+
+def test_missing_and_binary_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load(tmp_path / "binary.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": []}, "non-empty list"),
+        ({"experts": [{"profile": "a10", "model": "m"}]}, r"experts\[0\].profile'.*did you mean"),
+        ({"experts": [{"profile": RTX, "model": "vicuna-7b"}]}, "did you mean 'vicuna-7b-v1.5'"),
+        ({"experts": [{"profile": RTX}]}, r"experts\[0\].model': missing"),
+        ({"memory": "shared"}, "must be one of profile, served_model"),
+        ({"size": 3}, "unknown field"),
+    ],
+)
+def test_bad_fleet_is_refused(tmp_path, change, message):
+    fleet = read_json(data_path("fleet-edge-6-homogeneous.json")) | change
+    write_json(fleet, tmp_path / "fleet.json")
+    with pytest.raises(ValueError, match=message):
+        load_fleet(tmp_path / "fleet.json")
+
+
+def test_fleet_from_a_path(tmp_path):
+    load(RTX).save(tmp_path / "mine.json")
+    fleet = read_json(data_path("fleet-paper-linear.json"))
+    fleet["experts"] = [{"profile": str(tmp_path / "mine.json"), "model": "my-model"}]
+    write_json(fleet, tmp_path / "fleet.json")
+    expert = load_fleet(tmp_path / "fleet.json").experts[0]
+    assert (expert.model, expert.profile.name) == ("my-model", RTX)
+
+
+def test_weights_too_large_for_the_card_are_refused():
+    facts = dict(load(RTX).model, weight_bytes=60 * 10**9)
+    with pytest.raises(ValueError, match="no KV block fits"):
+        load("a10-llama-3.1-8b").with_model(facts)
+
+
+def test_written_json_refuses_nan(tmp_path):
+    with pytest.raises(ValueError):
+        write_json({"a": float("nan")}, tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+    write_json({"a": [], "b": [[1, 2], [3, 4]], "c": {}}, tmp_path / "y.json")
+    assert json.loads((tmp_path / "y.json").read_text()) == {
+        "a": [],
+        "b": [[1, 2], [3, 4]],
+        "c": {},
+    }
