@@ -3,7 +3,8 @@
 Every process is defined for a mean gap of one (time in units of the mean inter-arrival time) and
 scaled by the rate, so burstiness is fixed in numbers of requests, not in seconds. All chance comes
 from the generator passed to ``sample``. Processes start in the law that they have just after an
-arrival (the Palm law), which makes the mean of the n-th arrival time n / rate exactly.
+arrival (the Palm law), which makes the mean of the n-th arrival time n / rate exactly. The fitted
+presets go further: each sample's own mean rate is the one asked for.
 """
 
 from __future__ import annotations
@@ -141,6 +142,9 @@ class ModulatedArrivals:
         rate_cv: Coefficient of variation of the rate over blocks, >= 0.
         rho: Correlation of x of adjacent blocks, in [0, 1).
         block_requests: Length of a block in mean gaps, > 0.
+        window: Scale each sample so that its last arrival is at n / rate: every episode is then a
+            window of the process whose own mean is the rate asked for, as with a trace. Without,
+            the mean holds over episodes only, and a busy hour may fill one.
     """
 
     rate: float
@@ -148,14 +152,20 @@ class ModulatedArrivals:
     rate_cv: float
     rho: float
     block_requests: float
+    window: bool = True
 
-    def sample(
-        self, n: int, rng: np.random.Generator, rate: float | None = None
-    ) -> np.ndarray:
+    def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
+        times = self._draw(n, rng)
+        if self.window and n:
+            times *= n / times[-1]
+        return _scaled(times, rate, self.rate)
+
+    def _draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
+        """float64 (n,) times of the process with mean gap one, from an arrival on."""
         work = np.cumsum(_gamma_gaps(n, rng, self.cv))
         if self.rate_cv == 0 or n == 0:
-            return _scaled(work, rate, self.rate)
+            return work
         # Here, so that importing the package stays cheap.
         from scipy.special import gammainc, gammaincinv, ndtr, ndtri
 
@@ -177,8 +187,7 @@ class ModulatedArrivals:
             rates.append(gammaincinv(shape, ndtr(levels)) / shape)
             lengths.append(np.full(batch, self.block_requests))
             reached += float(rates[-1] @ lengths[-1])
-        times = _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
-        return _scaled(times, rate, self.rate)
+        return _unwarp(work, np.concatenate(rates), np.concatenate(lengths))
 
 
 @dataclass(frozen=True)
@@ -304,18 +313,22 @@ def _mmpp(rate: float, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
 
 def _modulated(fit: str) -> Callable[..., Arrivals]:
     def make(rate: float, **kwargs: Any) -> Arrivals:
-        names = ("cv", "rate_cv", "rho", "block_requests")
+        names = ("cv", "rate_cv", "rho", "block_requests", "window")
         reject_unknown_kwargs(f"arrivals {fit!r}", kwargs, names)
         values = _fit(fit, "modulated") | kwargs
         rho = positive("rho", values["rho"], allow_zero=True)
         if rho >= 1:
             raise ValueError(f"rho={rho!r} must be in [0, 1).")
+        window = kwargs.get("window", True)
+        if not isinstance(window, bool):
+            raise ValueError(f"window={window!r} must be True or False.")
         return ModulatedArrivals(
             rate,
             cv=positive("cv", values["cv"], allow_zero=True),
             rate_cv=positive("rate_cv", values["rate_cv"], allow_zero=True),
             rho=rho,
             block_requests=positive("block_requests", values["block_requests"]),
+            window=window,
         )
 
     return make
@@ -363,7 +376,7 @@ def make_arrivals(name: str, rate: float, **kwargs: Any) -> Arrivals:
     Args:
         name: ``"poisson"``; ``"gamma"`` (``cv`` or ``shape`` or ``fit``); ``"mmpp"``
             (``rate_ratio``, ``busy_share``, ``cycle_requests``, ``fit``); ``"burstgpt"`` and
-            ``"azure"`` (overrides ``cv``, ``rate_cv``, ``rho``, ``block_requests``, see
+            ``"azure"`` (overrides ``cv``, ``rate_cv``, ``rho``, ``block_requests``, ``window``, see
             :class:`ModulatedArrivals`); ``"trace"`` (``path``, ``fmt``, ``start_s``,
             ``window_s``, see :class:`TraceArrivals`). ``fit`` is ``"burstgpt"`` (default) or
             ``"azure"``: whose fitted parameters stand in for those not given.

@@ -12,7 +12,7 @@ class MalformedFileError(ValueError):
 
     Args:
         path: The file.
-        line: Line (or record) number, counted from 1; None for the file as a whole.
+        line: Line number counted from 1, or a place such as "record 3"; None for the whole file.
         field: Name of the field, or None.
         problem: What is wrong.
         fix: How to put it right.
@@ -21,7 +21,7 @@ class MalformedFileError(ValueError):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        line: int | None,
+        line: int | str | None,
         field: str | None,
         problem: str,
         fix: str,
