@@ -1,0 +1,329 @@
+"""The ``servegym`` command.
+
+Every command imports what it needs when it runs, so that ``servegym --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="servegym",
+    help="Environments, policies and replay for LLM serving control.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"servegym: error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _clear_errors(command: Command) -> Command:
+    """Turn a user's mistake into one line and exit status 2; other errors stay loud."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except ModuleNotFoundError as error:
+            name = (error.name or "").partition(".")[0]
+            if name == "servegym":
+                raise
+            extra = {
+                "matplotlib": "plots",
+                "pandas": "plots",
+                "PIL": "plots",
+                "wandb": "track",
+            }.get(name, "agents")
+            _fail(f"{name} is not installed; pip install 'serve-gym[{extra}]'")
+        except (ValueError, OSError) as error:
+            _fail(" ".join(str(error).split()) or type(error).__name__)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def parse_settings(items: list[str]) -> dict[str, Any]:
+    """Parse ``key=value`` arguments; a value is JSON if it parses as JSON, else a string.
+
+    Args:
+        items: For instance ``["rate=8", "split=eval", "rate=[4, 11]"]``.
+
+    Returns:
+        Keyword arguments of an environment; lists of numbers stay lists.
+
+    Raises:
+        ValueError: If an item has no key, or a key is given twice.
+    """
+    settings: dict[str, Any] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"--set {item!r} is not of the form key=value")
+        if key in settings:
+            raise ValueError(f"--set {key} is given twice")
+        try:
+            settings[key] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[key] = value
+    return settings
+
+
+EnvId = Annotated[
+    str, typer.Argument(help="Id of an environment, see `servegym list`.", metavar="ENV_ID")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Argument of the environment, key=value; repeatable.", metavar="KEY=VALUE"
+    ),
+]
+
+
+@app.command("list")
+@_clear_errors
+def list_command() -> None:
+    """List environment ids, policies, catalogs, fleets and profiles."""
+    import gymnasium
+
+    import servegym  # noqa: F401
+    from servegym.baselines.registry import list_policies
+    from servegym.envs.workloads import list_catalogs
+    from servegym.hardware_profiles import list_fleets, list_profiles
+
+    def block(title: str, lines: list[str]) -> None:
+        typer.echo(f"{title}:")
+        for line in lines:
+            typer.echo(f"  {line}")
+
+    block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
+    infos = list_policies("llm_routing")
+    width = max(len(info.name) for info in infos)
+    block(
+        "policies",
+        [
+            f"{info.name:<{width}}  {info.description}"
+            + (" (clairvoyant)" if info.clairvoyant else "")
+            for info in infos
+        ],
+    )
+    block("catalogs", list(list_catalogs()))
+    block("fleets", list_fleets())
+    block("profiles", list_profiles())
+
+
+@app.command()
+@_clear_errors
+def profiles() -> None:
+    """List hardware profiles: name, kind and fit error, one a line."""
+    from servegym.hardware_profiles import list_profiles, load
+
+    names = list_profiles()
+    width = max((len(name) for name in names), default=0)
+    for name in names:
+        profile = load(name)
+        typer.echo(f"{name:<{width}}  {profile.kind:<8}  {_fit_error(profile.fit_error)}")
+
+
+def _fit_error(fit_error: Mapping[str, Any]) -> str:
+    """The worst of a profile's errors, so that the line cannot flatter; its file has them all."""
+    measured = {
+        key: value
+        for key, value in fit_error.items()
+        if isinstance(value, Mapping) and "p90" in value
+    }
+    if not measured:
+        return f"fit error: {fit_error.get('measure', 'none stated')}"
+    key, value = max(measured.items(), key=lambda item: item[1]["p90"])
+    return (
+        f"fit error, worst of {len(measured)}: median {100 * value['median']:.2g} %, "
+        f"p90 {100 * value['p90']:.2g} % ({key}, {value['points']} points)"
+    )
+
+
+@app.command()
+@_clear_errors
+def evaluate(
+    env_id: EnvId,
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            help="Policy by name, or a checkpoint's path; repeatable.", metavar="NAME_OR_CHECKPOINT"
+        ),
+    ],
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes a policy.")] = 20,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the first episode; episode i has seed + i.")
+    ] = None,
+    set_: Settings = None,
+    num_envs: Annotated[
+        int | None, typer.Option(min=1, help="Episodes run side by side (default: up to 16).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the rows to FILE.json or FILE.csv.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Compare policies on the same episodes (split eval unless --set split=...)."""
+    from servegym.experiments.output import check_writable, write_rows
+
+    settings = parse_settings(set_ or [])
+    if out is not None:
+        check_writable(out, (".json", ".csv"))
+
+    from servegym.experiments import evaluate as evaluation
+
+    logs: dict[str, list[Any]] = {}
+    rows = evaluation.evaluate(
+        env_id,
+        policy,
+        episodes=episodes,
+        seed=evaluation.DEFAULT_SEED if seed is None else seed,
+        env_kwargs=settings,
+        num_envs=num_envs,
+        progress=_progress if sys.stderr.isatty() else None,
+        logs=logs,
+    )
+    if out is not None:
+        write_rows(out, rows)
+    evaluation.print_summary(rows, logs=logs)
+
+
+def _progress(policy: str, done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    typer.echo(f"\r{policy}: {done}/{total} episodes{end}", nl=False, err=True)
+
+
+@app.command()
+@_clear_errors
+def replay(
+    profile: Annotated[str, typer.Option(help="Profile, see `servegym profiles`.")],
+    requests: Annotated[
+        Path,
+        typer.Option(
+            help="CSV with the columns arrival_s, prompt_tokens, output_tokens.", metavar="FILE.csv"
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="CSV of the times of every request.", metavar="OUT.csv")
+    ],
+    scheduler: Annotated[str, typer.Option(help="orca or chunked_prefill.")] = "chunked_prefill",
+    memory_policy: Annotated[str, typer.Option(help="paged or reserve.")] = "paged",
+    max_num_seqs: Annotated[int, typer.Option(help="Running slots.")] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Token budget of an iteration.")
+    ] = 2048,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="KV cache in tokens (default: the profile's).")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Keep freed blocks reusable (chunked_prefill only).")
+    ] = False,
+) -> None:
+    """Replay a trace of requests on one expert and write each request's times."""
+    import numpy as np
+
+    from servegym.experiments.output import check_writable, write_csv
+    from servegym.experiments.requests_csv import read_requests
+
+    check_writable(out, (".csv",))
+    arrival_s, prompt_tokens, output_tokens = read_requests(requests)
+
+    from servegym.envs.llm_routing import replay as engine_replay
+
+    result = engine_replay(
+        arrival_s,
+        prompt_tokens,
+        output_tokens,
+        profile=profile,
+        scheduler=scheduler,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_tokens=kv_tokens,
+        block_size=block_size,
+        prefix_caching=prefix_caching,
+        memory_policy=memory_policy,
+    )
+    columns = {
+        "arrival_s": arrival_s,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        **{name: result[name] for name in result.dtype.names or ()},
+    }
+    values = [np.asarray(column).tolist() for column in columns.values()]
+    write_csv(out, [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)])
+    served = np.isfinite(result["finish_s"])
+    typer.echo(f"{len(result)} requests, {int((~served).sum())} rejected; written to {out}")
+    for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):
+        some = result[name][np.isfinite(result[name])]
+        if some.size:
+            p50, p90, p99 = np.percentile(some, [50, 90, 99])
+            parts = f"mean {some.mean():.4f}  p50 {p50:.4f}  p90 {p90:.4f}  p99 {p99:.4f}"
+            typer.echo(f"{name:<7} {parts} {unit}")
+
+
+@app.command()
+@_clear_errors
+def render(
+    env_id: EnvId,
+    policy: Annotated[str, typer.Option(help="Policy by name, or a checkpoint's path.")] = (
+        "least_outstanding"
+    ),
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the episode.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Decisions to show.")] = 100,
+    fps: Annotated[int, typer.Option(min=1, help="Frames a second of a GIF.")] = 10,
+    set_: Settings = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="FILE.gif for all steps, FILE.png for the last; text on the terminal without it.",
+            metavar="FILE",
+        ),
+    ] = None,
+) -> None:
+    """Show a policy at work."""
+    from servegym.experiments.output import check_writable
+
+    settings = parse_settings(set_ or [])
+    if out is not None:
+        check_writable(out, (".gif", ".png"))
+
+    from servegym.experiments.render_episode import render_episode
+
+    render_episode(env_id, policy, steps, settings, seed=seed, fps=fps, out=out, echo=typer.echo)
+
+
+# These two have a parser of their own; their words are handed on untouched.
+_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+@_clear_errors
+def calibrate(context: typer.Context) -> None:
+    """Fit a hardware profile to measurements."""
+    from servegym.hardware_profiles import calibrate as calibration
+
+    raise typer.Exit(calibration.main(context.args) or 0)
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+@_clear_errors
+def bench(context: typer.Context) -> None:
+    """Measure speed and memory against yardsticks of the same run."""
+    from servegym.experiments import bench_routing
+
+    bench_routing.main(context.args)

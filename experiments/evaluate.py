@@ -1,0 +1,426 @@
+"""Evaluate policies on the same episodes and summarise what the served users got.
+
+Episode ``i`` is the one an environment draws with seed ``seed + i``, for every policy and whatever
+the number of environments that run side by side. Latency is never reported without the drop and
+reject rates: a router can buy any latency by refusing requests.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO, cast
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+import servegym  # noqa: F401  registers the ids
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.protocol import Policy
+from servegym.baselines.registry import list_policies, make_policy
+from servegym.envs.llm_routing.core import OUTCOMES
+from servegym.experiments.output import print_table
+from servegym.experiments.stats import Interval, iqm, stratified_bootstrap, two_way_bootstrap_mean
+
+__all__ = ["Progress", "evaluate", "make_envs", "print_summary", "resolve", "summarise"]
+
+DEFAULT_SEED = 100_000
+"""Far from the seeds 0, 1, ... that training runs use."""
+
+VIEWS = {"graph": "LLMRouting", "flat": "LLMRoutingFlat", "experts": "LLMRoutingExperts"}
+"""Observation of a policy -> id without namespace and version."""
+
+RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
+
+TOLD = ("profiles", "arrivals", "rate", "latency_requirement_s", "scheduler")
+
+Progress = Callable[[str, int, int], None]
+"""Called as ``progress(policy, finished episodes, episodes)``."""
+
+
+class Resolved(NamedTuple):
+    """A policy with the name its rows carry."""
+
+    name: str
+    policy: Policy
+
+
+def env_id_for(env_id: str, view: str = "graph") -> str:
+    """The id of the family's member that shows ``view``, checked against the registry."""
+    known = [key for key in gymnasium.registry if key.startswith("servegym/")]
+    if env_id not in known:
+        near = difflib.get_close_matches(env_id, known, n=1, cutoff=0.3)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
+    namespace, _, rest = env_id.partition("/")
+    name, _, version = rest.rpartition("-")
+    if name not in VIEWS.values():
+        return env_id
+    if view not in VIEWS:
+        raise ValueError(f"env_view is {view!r}; allowed are {', '.join(VIEWS)}")
+    return f"{namespace}/{VIEWS[view]}-{version}"
+
+
+def make_envs(
+    env_id: str, num_envs: int, env_kwargs: Mapping[str, Any], render_mode: str | None = None
+) -> Any:
+    """The native vector environment of an id; episodes that have ended wait to be reset."""
+    for key in env_kwargs:
+        if key in RESERVED:
+            raise ValueError(f"{key!r} cannot be set: whole episodes are evaluated")
+    return gymnasium.make_vec(
+        env_id,
+        num_envs=num_envs,
+        vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
+        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
+        render_mode=render_mode,
+        **env_kwargs,
+    )
+
+
+def resolve(policy: str | os.PathLike[str] | Policy, system: Any) -> Resolved:
+    """Turn a registered name, a checkpoint's path or a policy object into a policy.
+
+    Args:
+        policy: What `evaluate` takes.
+        system: Description of the system, for policies made by name.
+
+    Raises:
+        ValueError: If the name is unknown and no such file exists.
+    """
+    if not isinstance(policy, str | os.PathLike):
+        return Resolved(policy.name, policy)
+    name = os.fspath(policy)
+    names = [info.name for info in list_policies("llm_routing")]
+    if name in names:
+        return Resolved(name, make_policy(name, system))
+    if Path(name).exists():
+        from servegym.agents import load_policy
+
+        loaded = load_policy(name)
+        return Resolved(loaded.name, loaded)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(
+        f"policy is {name!r}, which is neither a checkpoint's path nor one of "
+        f"{', '.join(names)}{hint}"
+    )
+
+
+def evaluate(
+    env_id: str,
+    policies: Sequence[str | os.PathLike[str] | Policy],
+    episodes: int = 20,
+    seed: int = DEFAULT_SEED,
+    env_kwargs: Mapping[str, Any] | None = None,
+    num_envs: int | None = None,
+    progress: Progress | None = None,
+    logs: dict[str, list[NDArray[Any]]] | None = None,
+) -> list[dict[str, Any]]:
+    """Run every policy on the same episodes.
+
+    Args:
+        env_id: A routing id; a policy that reads another view of it gets that one.
+        policies: Registered names, checkpoint paths or policy objects.
+        episodes: Episodes a policy; episode i is drawn with ``seed + i``.
+        seed: Seed of the first episode.
+        env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
+        num_envs: Episodes that run side by side, by default up to 16. It changes neither episodes
+            nor deterministic policies, only the order in which a randomised policy draws.
+        progress: Called after every block of episodes.
+        logs: A dict to fill with the request logs of a policy's episodes, by the policy's name.
+
+    Returns:
+        One dict a policy and episode: ``policy``, ``seed``, ``episode``, the episode's KPIs with
+        their units in the name, ``share_<expert>`` (share of all requests that were sent to it),
+        ``return`` (NaN for a policy that asks for another reward than the one given), ``ceiling``
+        (mean over requests of the best true score), ``clairvoyant``, ``env_id`` and
+        ``env_kwargs``. What is undefined (the latency of a policy that drops everything) is NaN.
+
+    Raises:
+        ValueError: If an argument, a policy's name or an environment's argument is not valid.
+    """
+    for argument, value, low in (("episodes", episodes, 1), ("seed", seed, 0)):
+        if value < low:
+            raise ValueError(f"{argument} is {value}; allowed is {low} or more")
+    if num_envs is not None and num_envs < 1:
+        raise ValueError(f"num_envs is {num_envs}; allowed is 1 or more")
+    if not policies:
+        raise ValueError("policies is empty; name at least one")
+    kwargs = {"split": "eval", **(env_kwargs or {})}
+    count = min(num_envs or 16, episodes)
+    graph_id = env_id_for(env_id)
+    # All names are looked up before the first episode: a typo must not cost the others' work.
+    probe = make_envs(graph_id, 1, kwargs)
+    system = RoutingSystem.from_problem(probe.unwrapped.problem)
+    experts = _expert_names(probe.unwrapped.problem.models)
+    arguments = probe.unwrapped.problem.arguments
+    probe.close()
+    # Every result says which system and load it is about, given or default.
+    told = json.dumps({**{key: arguments[key] for key in TOLD}, **kwargs}, sort_keys=True)
+    resolved = _distinct([resolve(policy, system) for policy in policies])
+    rows: list[dict[str, Any]] = []
+    for name, policy in resolved:
+        asked = {**kwargs, **policy.env_kwargs}
+        same_return = all(kwargs.get(key) == value for key, value in policy.env_kwargs.items())
+        envs = make_envs(env_id_for(env_id, policy.env_view), count, asked)
+        try:
+            if policy.needs_env:
+                cast(Any, policy).bind(envs)
+            for start in range(0, episodes, count):
+                results = _run_block(envs, policy, seed + start, count)[: episodes - start]
+                for episode, result in enumerate(results, start):
+                    row = _row(result, experts)
+                    if not same_return:
+                        row["return"] = math.nan
+                    rows.append(
+                        {
+                            "policy": name,
+                            "seed": seed + episode,
+                            "episode": episode,
+                            **row,
+                            "clairvoyant": policy.clairvoyant,
+                            "env_id": graph_id,
+                            "env_kwargs": told,
+                        }
+                    )
+                    if logs is not None:
+                        logs.setdefault(name, []).append(result["log"])
+                if progress is not None:
+                    progress(name, min(start + count, episodes), episodes)
+        finally:
+            envs.close()
+    return rows
+
+
+def _expert_names(models: Sequence[str]) -> list[str]:
+    """Model names, numbered where one model runs on several experts."""
+    return [
+        model if models.count(model) == 1 else f"{model}@{number}"
+        for number, model in enumerate(list(models), 1)
+    ]
+
+
+def _distinct(resolved: list[Resolved]) -> list[Resolved]:
+    """Number policies of one name apart, so that their rows are not pooled."""
+    seen: dict[str, int] = {}
+    out = []
+    for name, policy in resolved:
+        seen[name] = seen.get(name, 0) + 1
+        out.append(Resolved(name if seen[name] == 1 else f"{name} #{seen[name]}", policy))
+    return out
+
+
+def _run_block(envs: Any, policy: Policy, seed: int, count: int) -> list[dict[str, Any]]:
+    """One episode in every environment, row i with seed ``seed + i``: its KPIs, log and return."""
+    observation, info = envs.reset(seed=[seed + i for i in range(count)])
+    mask = info["action_mask"]
+    # The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
+    # and their grouping into blocks does not matter.
+    policy.reset(count, seed=seed)
+    returns = np.zeros(count)
+    ended = np.zeros(count, dtype=bool)
+    while not ended.any():
+        observation, reward, ended, _, info = envs.step(policy.act(observation, mask))
+        policy.feedback(reward)
+        returns += reward
+        mask = info["action_mask"]
+    if not ended.all():
+        raise RuntimeError("episodes of one environment differ in length")
+    kpis = info["episode_kpis"]
+    return [
+        {
+            "kpis": {key: float(kpis[key][row]) for key in kpis if key[0] != "_"},
+            "log": envs.unwrapped.request_log(row),
+            "return": float(returns[row]),
+        }
+        for row in range(count)
+    ]
+
+
+def _row(result: Mapping[str, Any], experts: Sequence[str]) -> dict[str, Any]:
+    """The numbers of one episode's row."""
+    log, kpis = result["log"], result["kpis"]
+    done = log["outcome"] == OUTCOMES.index("completed")
+    latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
+    percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
+    row: dict[str, Any] = {}
+    for key, value in kpis.items():
+        row[key] = value
+        if key == "mean_latency_s_per_token":
+            for percent, number in zip((50, 90, 99), percentiles, strict=True):
+                row[f"p{percent}_latency_s_per_token"] = float(number)
+    sent = np.bincount(log["expert"][log["expert"] >= 0], minlength=len(experts))
+    for name, number in zip(experts, sent, strict=True):
+        row[f"share_{name}"] = float(number) / len(log)
+    row["return"] = result["return"]
+    row["ceiling"] = float(np.mean(log["best_score"], dtype=np.float64))
+    return row
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One dict a policy from the rows of `evaluate`, in the order of the rows.
+
+    Returns:
+        ``policy``, ``clairvoyant``, ``episodes``, ``avg_qos`` as an `Interval` of the
+        interquartile mean with its stratified-bootstrap 95 % interval, and the mean over episodes
+        of every other number. A mean leaves out the episodes where the number is undefined and is
+        NaN where it is undefined in all of them.
+    """
+    out = []
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == name]
+        summary: dict[str, Any] = {
+            "policy": name,
+            "clairvoyant": own[0]["clairvoyant"],
+            "episodes": len(own),
+            "avg_qos": stratified_bootstrap([row["avg_qos"] for row in own], iqm),
+        }
+        for key, value in own[0].items():
+            if key in summary or key in ("seed", "episode") or not isinstance(value, float | int):
+                continue
+            values = np.array([row[key] for row in own], dtype=np.float64)
+            values = values[np.isfinite(values)]
+            summary[key] = float(values.mean()) if values.size else math.nan
+        out.append(summary)
+    return out
+
+
+def request_interval(logs: Sequence[NDArray[Any]], latency_requirement_s: float) -> Interval:
+    """Mean QoS over all requests, with an interval that resamples episodes and prompts.
+
+    The evaluation split has a few hundred prompts that every episode draws from, so an interval
+    over episodes alone says nothing about other prompts.
+
+    Args:
+        logs: Request logs of one policy's episodes, from `evaluate`.
+        latency_requirement_s: L in seconds per token.
+    """
+    prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
+    sums, counts = np.zeros((2, len(logs), prompts))
+    for k, log in enumerate(logs):
+        done = log["outcome"] == OUTCOMES.index("completed")
+        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
+        qos = np.where(done & (latency <= latency_requirement_s), log["score"], 0.0)
+        sums[k] = np.bincount(log["catalog_row"], qos, prompts)
+        counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
+    return two_way_bootstrap_mean(sums, counts)
+
+
+def _number(value: float, digits: int, scale: float = 1.0, unit: str = "") -> str:
+    return "–" if not math.isfinite(value) else f"{scale * value:.{digits}f}{unit}"
+
+
+def _interval(interval: Interval) -> str:
+    value, low, high = (_number(number, 3) for number in interval)
+    return f"{value} [{low}, {high}]"
+
+
+def _label(summary: Mapping[str, Any]) -> str:
+    return summary["policy"] + (" (clairvoyant)" if summary["clairvoyant"] else "")
+
+
+def rank_disagreements(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Policies that stand elsewhere by return than by average QoS.
+
+    A reward that orders policies otherwise than the measured quality trains towards the wrong
+    thing; policies without a comparable return are left out.
+    """
+    compared = [s for s in summaries if math.isfinite(s["return"])]
+    by_qos = sorted(compared, key=lambda s: -s["avg_qos"].value)
+    by_return = sorted(compared, key=lambda s: -s["return"])
+    return [s["policy"] for s in compared if by_qos.index(s) != by_return.index(s)]
+
+
+def print_summary(
+    rows: Sequence[Mapping[str, Any]],
+    title: str = "",
+    file: TextIO | None = None,
+    logs: Mapping[str, Sequence[NDArray[Any]]] | None = None,
+) -> None:
+    """Print the comparison of the rows of `evaluate`: quality, latency, shares.
+
+    Args:
+        rows: What `evaluate` returned.
+        title: Line above the table; the id, its arguments and the episodes by default.
+        file: Where to print, standard output by default.
+        logs: Request logs of `evaluate`; they add the mean over requests with its interval.
+    """
+    summaries = summarise(rows)
+    first = rows[0]
+    if not title:
+        given = ", ".join(f"{k}={v}" for k, v in json.loads(first["env_kwargs"]).items())
+        seeds = sorted({row["seed"] for row in rows})
+        title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
+    disagree = rank_disagreements(summaries)
+    limit = json.loads(first["env_kwargs"])["latency_requirement_s"]
+    by_request = logs is not None and isinstance(limit, float | int)
+    body = []
+    for s in summaries:
+        body.append(
+            [
+                _label(s),
+                _interval(s["avg_qos"]),
+                *([_interval(request_interval(logs[s["policy"]], limit))] if by_request else []),
+                _number(s["drop_rate"], 1, 100),
+                _number(s["reject_rate"], 1, 100),
+                _number(s["violation_rate"], 1, 100),
+                _number(s["mean_latency_s_per_token"], 1, 1e3),
+                _number(s["p50_latency_s_per_token"], 1, 1e3),
+                _number(s["p90_latency_s_per_token"], 1, 1e3),
+                _number(s["p99_latency_s_per_token"], 1, 1e3),
+                _number(s["mean_ttft_s"], 0, 1e3),
+                _number(s["mean_tpot_s"], 1, 1e3),
+                _number(s["mean_e2e_s"], 2),
+                _number(s["memory_use"], 1, 100),
+                _number(s["goodput_rps"], 2),
+                _number(s["return"], 1) + ("*" if s["policy"] in disagree else ""),
+            ]
+        )
+    ceiling = float(np.mean([row["ceiling"] for row in rows]))
+    body.append(["ceiling (mean best score)", _number(ceiling, 3), *[""] * (13 + by_request)])
+    notes = [
+        "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
+        "requests count 0. Rates in % of all requests; latency of served requests."
+    ]
+    if by_request:
+        notes.append("mean QoS: over all requests [95 % interval over episodes and prompts].")
+    if disagree:
+        notes.append("* stands elsewhere by return than by QoS. Dropping everything returns 0.")
+    print_table(
+        title,
+        [
+            "policy",
+            "QoS",
+            *(["mean QoS"] if by_request else []),
+            "drop %",
+            "reject %",
+            "late %",
+            "ms/token",
+            "P50",
+            "P90",
+            "P99",
+            "TTFT ms",
+            "TPOT ms",
+            "e2e s",
+            "memory %",
+            "goodput/s",
+            "return",
+        ],
+        body,
+        notes,
+        file,
+    )
+    shares = [key for key in summaries[0] if key.startswith("share_")]
+    if shares:
+        print_table(
+            "Share of all requests sent to each expert, %",
+            ["policy", *(key.removeprefix("share_") for key in shares)],
+            [[_label(s), *(_number(s[key], 1, 100) for key in shares)] for s in summaries],
+            file=file,
+        )

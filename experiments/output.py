@@ -1,0 +1,171 @@
+"""Result files and printed tables of the experiments."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+__all__ = ["check_writable", "print_table", "write_csv", "write_json", "write_rows", "write_text"]
+
+
+def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> Path:
+    """Make sure that a result can be written before the work for it starts.
+
+    Args:
+        path: The file to write later.
+        suffixes: Allowed endings such as ``(".json", ".csv")``; none means any.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: If the ending is not allowed, the folder is missing or not writable, or the
+            path is a folder.
+    """
+    target = Path(path)
+    if suffixes and target.suffix.lower() not in suffixes:
+        raise ValueError(f"out is {str(target)!r}; its ending must be {' or '.join(suffixes)}")
+    if target.is_dir():
+        raise ValueError(f"out is {str(target)!r}, which is a folder; name a file")
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"out is {str(target)!r}, but the folder {str(target.parent)!r} does not exist"
+        )
+    try:
+        # Trying is the only test that is right for every user, mount and permission scheme.
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".servegym.", suffix=".tmp")
+    except OSError as error:
+        raise ValueError(f"out is {str(target)!r}, which cannot be written: {error}") from error
+    os.close(handle)
+    os.unlink(name)
+    return target
+
+
+def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
+    """Write a file through a temporary one beside it, so that none is ever half there."""
+    target = Path(path)
+    data = text.encode() if isinstance(text, str) else text
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # mkstemp makes the file private to its owner
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    """``value`` in JSON's types; NaN and infinities become null, which JSON can say."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Write ``content`` as JSON, atomically; NaN becomes null."""
+    write_text(path, json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write row dicts as CSV, atomically; NaN is written ``nan`` and a missing value left empty."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, _columns(rows), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, stream.getvalue())
+
+
+def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write row dicts as ``.json`` (a list of objects) or ``.csv``, by the file's ending."""
+    target = check_writable(path, (".json", ".csv"))
+    (write_json if target.suffix.lower() == ".json" else write_csv)(target, list(rows))
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str] = (),
+    file: TextIO | None = None,
+) -> None:
+    """Print a table, the first column left and the others right aligned.
+
+    Args:
+        title: Line above the table.
+        columns: Headings.
+        rows: Cells, one sequence a row.
+        notes: Lines below the table.
+        file: Where to print, standard output by default.
+    """
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        _print_plain(title, columns, rows, notes, file)
+        return
+    console = Console(file=file, highlight=False)
+    if not console.is_terminal:
+        # A file or a pipe has no width; folding cells to 80 characters would only spoil it.
+        console = Console(file=file, highlight=False, width=240)
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(
+            Text(column), justify="left" if index == 0 else "right", no_wrap=index == 0
+        )
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+    for note in notes:
+        console.print(Text(note))
+
+
+def _print_plain(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    file: TextIO | None,
+) -> None:
+    widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    print(title, file=file)
+    print(line(columns), file=file)
+    print("  ".join("-" * width for width in widths), file=file)
+    for row in rows:
+        print(line(row), file=file)
+    for note in notes:
+        print(note, file=file)

@@ -1,0 +1,282 @@
+"""The servegym command, run in process."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from servegym.experiments.cli import app, parse_settings
+from servegym.experiments.requests_csv import read_requests
+
+ENV_ID = "servegym/LLMRouting-v0"
+REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"
+
+
+@pytest.fixture
+def run():
+    runner = CliRunner()
+
+    def call(*args):
+        return runner.invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+    return call
+
+
+def fails(result, *named):
+    """Exit status 2 and one clear line, never a traceback."""
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert "Traceback" not in result.output
+    assert len(lines) == 1 and lines[0].startswith("servegym: error: "), result.output
+    for name in named:
+        assert name in lines[0]
+
+
+def test_help_lists_the_commands(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("list", "profiles", "evaluate", "replay", "render", "calibrate", "bench"):
+        assert command in result.output
+
+
+def test_help_is_light():
+    code = (
+        "import sys; from servegym.experiments import cli;"
+        "print([m for m in ('numba', 'torch', 'scipy', 'matplotlib') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_list(run):
+    result = run("list")
+    assert result.exit_code == 0
+    for name in (ENV_ID, "greedy_qos", "alpaca_eval_7b", "edge-6-heterogeneous", "paper-linear"):
+        assert name in result.output
+
+
+def test_profiles_put_the_name_first(run):
+    from servegym.hardware_profiles import list_profiles, load
+
+    result = run("profiles")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert [line.split()[0] for line in lines] == list_profiles()
+    for line in lines:
+        name, kind = line.split()[:2]
+        assert kind == load(name).kind
+        assert "fit error" in line
+
+
+def test_parse_settings():
+    given = ["rate=8", "split=eval", "rate_=[4, 11]", "flag=true", "none=null", "path=a=b"]
+    assert parse_settings(given) == {
+        "rate": 8, "split": "eval", "rate_": [4, 11], "flag": True, "none": None, "path": "a=b",
+    }  # fmt: skip
+    for bad in (["rate"], ["=8"], ["a-b=1"], ["rate=1", "rate=2"]):
+        with pytest.raises(ValueError, match="--set"):
+            parse_settings(bad)
+
+
+@pytest.mark.parametrize("ending", ["json", "csv"])
+def test_evaluate(run, tmp_path, ending):
+    out = tmp_path / f"rows.{ending}"
+    result = run(
+        "evaluate", ENV_ID, "--policy", "least_outstanding", "--policy", "drop_all",
+        "--episodes", 2, "--seed", 3, "--set", "episode_requests=40", "--set", "rate=[4, 8]",
+        "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "drop %" in result.output and "ceiling" in result.output
+    if ending == "json":
+        rows = json.loads(out.read_text())
+        assert rows[2]["mean_latency_s_per_token"] is None
+    else:
+        rows = list(csv.DictReader(out.open()))
+        assert rows[2]["mean_latency_s_per_token"] == "nan"
+    assert [row["policy"] for row in rows] == ["least_outstanding"] * 2 + ["drop_all"] * 2
+    assert [int(row["seed"]) for row in rows] == [3, 4, 3, 4]
+    assert json.loads(rows[0]["env_kwargs"])["rate"] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--policy", "greedy"), ("greedy_qos",)),
+        (("--policy", "random", "--set", "rate"), ("--set",)),
+        (("--policy", "random", "--set", "rat=3"), ("rat", "rate")),
+        (("--policy", "random", "--set", "profiles=edge-6-homogenous"), ("edge-6-homogeneous",)),
+        (("--policy", "random", "--set", "catalog=alpaca"), ("catalog", "alpaca_eval_7b")),
+        (("--policy", "random", "--out", "no/such/folder/x.csv"), ("no/such/folder",)),
+        (("--policy", "random", "--out", "rows.txt"), (".json", ".csv")),
+    ],
+)
+def test_evaluate_refuses(run, args, named):
+    fails(run("evaluate", ENV_ID, *args, "--episodes", 1), *named)
+
+
+def test_evaluate_refuses_an_unknown_id(run):
+    fails(run("evaluate", "servegym/LLMRoute-v0", "--policy", "random"), "servegym/LLMRouting-v0")
+
+
+def test_out_is_checked_before_any_work(run, monkeypatch):
+    import servegym.experiments.evaluate as evaluation
+
+    monkeypatch.setattr(evaluation, "evaluate", lambda *a, **k: pytest.fail("work was done"))
+    fails(run("evaluate", ENV_ID, "--policy", "random", "--out", "/proc/rows.csv"), "/proc")
+
+
+def test_replay(run, tmp_path):
+    requests, out = tmp_path / "requests.csv", tmp_path / "out.csv"
+    requests.write_text(REQUESTS)
+    result = run(
+        "replay", "--profile", "rtx4090-llama-3.1-8b", "--requests", requests,
+        "--scheduler", "orca", "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(out.open()))
+    assert [row["prompt_tokens"] for row in rows] == ["100", "2000", "30"]
+    for row in rows:
+        assert float(row["finish_s"]) == pytest.approx(
+            float(row["arrival_s"]) + float(row["e2e_s"])
+        )
+        assert 0 < float(row["ttft_s"]) <= float(row["e2e_s"])
+    assert rows[1]["tpot_s"] == "nan" and rows[1]["ttft_s"] == rows[1]["e2e_s"]
+    assert read_requests(out)[1].tolist() == [100, 2000, 30]
+
+
+def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):
+    import servegym.envs.llm_routing as family
+
+    given = {}
+    real = family.replay
+
+    def spy(*args, **kwargs):
+        given.update(kwargs)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(family, "replay", spy)
+    requests = tmp_path / "requests.csv"
+    requests.write_text(REQUESTS)
+    result = run(
+        "replay", "--profile", "a10-llama-3.1-8b", "--requests", requests,
+        "--max-num-seqs", 2, "--max-num-batched-tokens", 512, "--kv-tokens", 4096,
+        "--block-size", 32, "--prefix-caching", "--out", tmp_path / "out.csv",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert given == {
+        "profile": "a10-llama-3.1-8b", "scheduler": "chunked_prefill", "max_num_seqs": 2,
+        "max_num_batched_tokens": 512, "kv_tokens": 4096, "block_size": 32,
+        "prefix_caching": True, "memory_policy": "paged",
+    }  # fmt: skip
+
+
+HEAD = "arrival_s,prompt_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", ("requests.csv:1", "arrival_s")),
+        (HEAD, ("requests.csv", "no request")),
+        ("arrival_s,prompt_tokens\n0,1\n", ("requests.csv:1", "output_tokens")),
+        ("0,1,1\n1,1,1\n", ("requests.csv:1", "arrival_s")),
+        (HEAD + "0,5,5\nnan,5,5\n", ("requests.csv:3", "arrival_s", "'nan'")),
+        (HEAD + "0,5,5\ninf,5,5\n", ("requests.csv:3", "arrival_s", "'inf'")),
+        (HEAD + "-1,5,5\n", ("requests.csv:2", "arrival_s", "'-1'")),
+        (HEAD + "0,5,5\n2,5,5\n1,5,5\n", ("requests.csv:4", "arrival_s", "sort")),
+        (HEAD + "0,0,5\n", ("requests.csv:2", "prompt_tokens", "'0'")),
+        (HEAD + "0,-3,5\n", ("requests.csv:2", "prompt_tokens", "'-3'")),
+        (HEAD + "0,5,2.5\n", ("requests.csv:2", "output_tokens", "'2.5'")),
+        (HEAD + "0,5,\n", ("requests.csv:2", "output_tokens", "''")),
+        (HEAD + "0,5,nan\n", ("requests.csv:2", "output_tokens", "'nan'")),
+        (HEAD + "0,5\n", ("requests.csv:2", "number of values")),
+        (HEAD + "0,5,5,5\n", ("requests.csv:2", "number of values")),
+        ("\x00\xff", ("requests.csv",)),
+    ],
+)
+def test_replay_refuses_bad_files(run, tmp_path, text, named):
+    requests, out = tmp_path / "requests.csv", tmp_path / "out.csv"
+    requests.write_bytes(text.encode("latin-1"))
+    result = run("replay", "--profile", "a10-llama-3.1-8b", "--requests", requests, "--out", out)
+    fails(result, *named)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--profile", "rtx4090"), ("rtx4090-llama-3.1-8b",)),
+        (("--scheduler", "orcaa"), ("scheduler", "orca")),
+        (("--max-num-seqs", 0), ("max_num_seqs",)),
+        (("--kv-tokens", 0), ("kv_tokens",)),
+        (("--requests", "nowhere.csv"), ("nowhere.csv",)),
+        (("--out", "nowhere/out.csv"), ("nowhere",)),
+        (("--out", "out.json"), (".csv",)),
+    ],
+)
+def test_replay_refuses_bad_options(run, tmp_path, args, named):
+    requests = tmp_path / "requests.csv"
+    requests.write_text(REQUESTS)
+    options = {"--profile": "a10-llama-3.1-8b", "--requests": requests,
+               "--out": tmp_path / "out.csv", args[0]: args[1]}  # fmt: skip
+    fails(run("replay", *(word for pair in options.items() for word in pair)), *named)
+
+
+def test_render_text(run):
+    result = run("render", ENV_ID, "--steps", 3, "--set", "episode_requests=20")
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) > 6
+
+
+@pytest.mark.parametrize("ending", ["gif", "png"])
+def test_render_picture(run, tmp_path, ending):
+    image = pytest.importorskip("PIL.Image")
+    out = tmp_path / f"episode.{ending}"
+    result = run(
+        "render", ENV_ID, "--policy", "greedy_qos", "--steps", 4, "--out", out,
+        "--set", "episode_requests=20",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    with image.open(out) as picture:
+        assert picture.format == ending.upper()
+        assert picture.size[0] > 100 and picture.size[1] > 100
+        assert getattr(picture, "n_frames", 1) == (4 if ending == "gif" else 1)
+
+
+def test_render_refuses(run, tmp_path):
+    fails(run("render", ENV_ID, "--policy", "greedy"), "greedy_qos")
+    fails(run("render", ENV_ID, "--out", tmp_path / "x.mp4"), ".gif", ".png")
+
+
+def test_bench_smoke(run, tmp_path, monkeypatch):
+    from servegym.experiments import bench_routing
+
+    # The sizes shrink further than --quick: this is about the figures being there, not fast.
+    monkeypatch.setattr(bench_routing, "bench_memory", lambda n: _MEMORY)
+    monkeypatch.setattr(bench_routing, "bench_import", lambda repeats: _IMPORT)
+    out = tmp_path / "bench.json"
+    result = run("bench", "--quick", "--repeats", 1, "--out", out)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(out.read_text())
+    assert figures["command"].startswith("servegym bench --quick")
+    assert figures["vector"]["ratio_to_cartpole_vector"] > 0
+    assert figures["vector"]["ratio_to_sync"] > 0
+    assert figures["single"]["ratio_to_cartpole"] > 0
+    assert figures["replay"]["chunked_prefill_requests_per_s"] > 0
+    assert figures["machine"]["cores"] and figures["versions"]["gymnasium"]
+
+
+_MEMORY = {"num_envs": 1, "process_bytes": 1, "added_bytes": 1, "bytes_per_env": 1.0}
+_IMPORT = {"gymnasium_s": 1.0, "servegym_added_s": 0.1, "all_s": []}
+
+
+def test_bench_refuses_before_any_work(run, monkeypatch):
+    from servegym.experiments import bench_routing
+
+    monkeypatch.setattr(bench_routing, "bench_vector", lambda *a: pytest.fail("work was done"))
+    assert run("bench", "--out", "/proc/x.json").exit_code == 2
+    assert run("bench", "--repeats", "0").exit_code == 2
