@@ -167,7 +167,7 @@ def make_split(groups: np.ndarray, seed: int) -> np.ndarray:
     """Assign prompts to train/val/eval, 60/10/30, stratified by group.
 
     The prompts are ordered by (group, random key) and dealt out along that order, so that the
-    totals are exact to one prompt and each group has its share to one prompt.
+    totals are exact to one prompt and each group has its shares to within two prompts.
 
     Args:
         groups: int (P,), the stratum of each prompt.

@@ -1,0 +1,200 @@
+import numpy as np
+import pytest
+
+from servegym.envs.workloads import MalformedFileError, bucket_edges, load_catalog, predict
+from servegym.envs.workloads.predictions import ACCURACY, write_table
+
+
+@pytest.fixture(scope="module")
+def catalog():
+    return load_catalog("alpaca_eval_7b")
+
+
+@pytest.fixture(scope="module")
+def large():
+    return load_catalog("synthetic", num_models=8, num_prompts=20_000, seed=2)
+
+
+def truth(catalog, quantity):
+    return catalog.scores if quantity == "score" else catalog.output_tokens
+
+
+def buckets_of(catalog, quantity, buckets, seed):
+    """True and named buckets, (P, M) each, from the outside: by edges and by nearest centre."""
+    edges, centres = bucket_edges(catalog, quantity, buckets)
+    right = np.searchsorted(edges, truth(catalog, quantity).astype(np.float64), side="right")
+    columns = np.arange(catalog.num_models)
+    emitted = predict(catalog, columns, quantity, "confusion", buckets, seed)
+    off = np.abs(emitted[..., None] - centres.astype(np.float32))
+    assert off.min(axis=-1).max() == 0, "something else than a centre was emitted"
+    return right, off.argmin(axis=-1), len(centres)
+
+
+def within(share, count, probability):
+    return abs(share - probability) < 4 * np.sqrt(probability * (1 - probability) / count)
+
+
+@pytest.mark.parametrize("quantity", ["score", "length"])
+@pytest.mark.parametrize("buckets", ["quantile", "width"])
+def test_accuracies_are_the_published_ones(large, quantity, buckets):
+    top1, top3 = ACCURACY[quantity]
+    right, named, count = buckets_of(large, quantity, buckets, 1)
+    n = right.size
+    assert within(np.mean(named == right), n, top1)
+    assert within(np.mean(abs(named - right) <= 1), n, top3)
+    inner = (right > 0) & (right < count - 1)
+    below, above = np.mean(named[inner] == right[inner] - 1), np.mean(named[inner] > right[inner])
+    assert within(below, inner.sum(), (top3 - top1) / 2)
+    assert above > below / 2
+    for end, beside in ((0, 1), (count - 1, count - 2)):
+        here = named[right == end]
+        if here.size > 200:
+            assert within(np.mean(here == beside), here.size, top3 - top1)
+            assert within(np.mean(here == end), here.size, top1)
+
+
+def test_far_misses_are_uniform(large):
+    right, named, count = buckets_of(large, "length", "width", 7)
+    at = right == 4
+    far = named[at][abs(named[at] - 4) > 1]
+    shares = np.bincount(far, minlength=count) / far.size
+    assert shares[3:6].sum() == 0
+    for k in (0, 1, 2, 6, 7, 8, 9):
+        assert within(shares[k], far.size, 1 / 7)
+
+
+def test_seeds_and_quantities_are_independent(catalog):
+    columns = np.arange(16)
+    first = predict(catalog, columns, "score", seed=0)
+    assert np.array_equal(first, predict(catalog, columns, "score", seed=0))
+    _, named0, _ = buckets_of(catalog, "score", "quantile", 0)
+    right, named1, _ = buckets_of(catalog, "score", "quantile", 1)
+    hit = np.corrcoef((named0 == right).ravel(), (named1 == right).ravel())[0, 1]
+    assert abs(hit) < 4 / np.sqrt(right.size)
+    length_right, length_named, _ = buckets_of(catalog, "length", "width", 0)
+    hit = np.corrcoef((named0 == right).ravel(), (length_named == length_right).ravel())[0, 1]
+    assert abs(hit) < 4 / np.sqrt(right.size)
+
+
+def test_other_experts_do_not_matter(catalog):
+    full = predict(catalog, np.arange(16), "score", seed=3)
+    assert np.array_equal(predict(catalog, [5, 2], "score", seed=3), full[:, [5, 2]])
+    assert np.array_equal(predict(catalog, [2, 5, 2], "score", seed=3), full[:, [2, 5, 2]])
+
+
+def test_edges_come_from_train_only(catalog):
+    import dataclasses
+
+    scores = np.array(catalog.scores)
+    scores[catalog.rows("eval")] = 0.5
+    scores[catalog.rows("val")] = 0.5
+    other = dataclasses.replace(catalog, scores=scores)
+    for buckets in ("quantile", "width"):
+        for a, b in zip(
+            bucket_edges(catalog, "score", buckets),
+            bucket_edges(other, "score", buckets),
+            strict=True,
+        ):
+            assert np.array_equal(a, b)
+
+
+def test_quantile_buckets_hold_a_tenth_each(catalog):
+    edges, centres = bucket_edges(catalog, "score")
+    pool = catalog.scores[catalog.rows("train")].ravel()
+    counts = np.bincount(np.searchsorted(edges, pool, side="right"))
+    assert len(centres) == 10
+    assert counts.min() > 0.09 * pool.size
+    assert counts.max() < 0.11 * pool.size
+    assert counts @ centres / pool.size == pytest.approx(pool.mean(), abs=1e-6)
+
+
+def test_capped_lengths_get_a_bucket_of_their_own(catalog):
+    edges, centres = bucket_edges(catalog, "length")
+    assert edges[-1] == centres[-1] == 300
+    assert len(np.unique(edges)) == len(edges) < 9
+
+
+def test_width_buckets(catalog):
+    edges, centres = bucket_edges(catalog, "length", "width")
+    np.testing.assert_allclose(edges, np.arange(30, 300, 30))
+    np.testing.assert_allclose(centres, np.arange(15, 300, 30))
+
+
+def test_pool_of_the_columns(catalog):
+    edges, centres = bucket_edges(catalog, "score", columns=[1])
+    alone = predict(catalog, [1], "score", seed=3, pool="columns")
+    assert set(np.unique(alone)) <= set(centres.astype(np.float32))
+    assert not np.array_equal(alone, predict(catalog, [1], "score", seed=3))
+
+
+def test_quantile_keeps_more_signal_than_width(catalog):
+    gained = {}
+    for buckets in ("quantile", "width"):
+        values = []
+        for seed in range(8):
+            guess = predict(catalog, np.arange(16), "score", "confusion", buckets, seed)
+            tie = np.random.default_rng(seed).random(guess.shape) * 1e-5
+            best = (guess + tie).argmax(axis=1)
+            values.append(catalog.scores[np.arange(805), best].mean())
+        gained[buckets] = np.mean(values)
+    assert gained["quantile"] > gained["width"] + 0.01
+    assert gained["quantile"] > catalog.scores.mean(axis=0).max() + 0.02
+
+
+def test_zero_and_exact(catalog):
+    assert not predict(catalog, [0, 1], "score", "zero").any()
+    assert np.array_equal(predict(catalog, [0, 1], "score", "exact"), catalog.scores[:, :2])
+    exact = predict(catalog, [0, 1], "length", "exact")
+    assert exact.dtype == np.float32
+    assert np.array_equal(exact, catalog.output_tokens[:, :2])
+
+
+def test_learned_reads_its_table(catalog, tmp_path):
+    path = tmp_path / "table.npz"
+    values = np.clip(catalog.scores + 0.01, 0, 1)
+    write_table(path, catalog, {"score": values})
+    for kwargs in ({"kind": "learned", "table": path}, {"kind": f"learned:{path}"}):
+        assert np.array_equal(predict(catalog, [4, 0], **kwargs), values[:, [4, 0]])
+    with pytest.raises(MalformedFileError, match="field 'length': is missing"):
+        predict(catalog, [0], "length", "learned", table=path)
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    for key, bad in (
+        ("score", values * np.nan),
+        ("score", values[:5]),
+        ("score", values + 2),
+        ("models", arrays["models"][::-1]),
+        ("prompt_id", arrays["prompt_id"] + 1),
+    ):
+        np.savez(path, **(arrays | {key: bad}))
+        with pytest.raises(MalformedFileError, match=f"table.npz: field '{key}'"):
+            predict(catalog, [0], "score", "learned", table=path)
+    path.write_text("not a zip")
+    with pytest.raises(MalformedFileError, match="table.npz"):
+        predict(catalog, [0], "score", "learned", table=path)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"kind": "learned"}, "needs table=PATH"),
+        ({"kind": "learned", "table": "nowhere.npz"}, "nowhere.npz"),
+        ({"kind": "confused"}, "Did you mean 'confusion'"),
+        ({"quantity": "scores"}, "Did you mean 'score'"),
+        ({"buckets": "quantiles"}, "Did you mean 'quantile'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"pool": "all"}, "pool='all'"),
+        ({"columns": [16]}, r"in \[0, 15\]"),
+        ({"columns": [0.5]}, "column indexes"),
+    ],
+)
+def test_predict_refuses(catalog, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        predict(**({"catalog": catalog, "columns": [0]} | kwargs))
+
+
+def test_write_table_refuses(catalog, tmp_path):
+    for values in ({}, {"scores": catalog.scores}, {"score": catalog.scores[:3]}):
+        with pytest.raises(ValueError):
+            write_table(tmp_path / "t.npz", catalog, values)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,172 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.envs.workloads import MalformedFileError, load_trace
+
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+def measured(*parts):
+    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
+    for root in roots:
+        if root and Path(root, *parts).is_file():
+            return Path(root, *parts)
+    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
+
+
+def write(tmp_path, text, name="trace.csv"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt", "times"),
+    [
+        (BURST + "5,ChatGPT,472,18,490,Log\n45,GPT-4,10,2,12,Log\n", "burstgpt", [0, 40]),
+        (
+            AZURE + "2023-11-16 23:59:59.9000000,472,18\n2023-11-17 00:00:00.1500001,10,2\n",
+            "azure",
+            [0, 0.2500001],
+        ),
+        (
+            '{"timestamp": 100, "input_length": 472, "output_length": 18, "hash_ids": [1]}\n'
+            '{"timestamp": 350, "input_length": 10, "output_length": 2, "hash_ids": []}\n',
+            "mooncake",
+            [0, 0.25],
+        ),
+        (
+            "row,timestamp_s,request_tokens_clipped1023,response_tokens_clipped1023\n"
+            "0,5,472,18\n1,7,10,2\n",
+            "csv",
+            [0, 2],
+        ),
+        ("Arrival_Time,input_tokens,output_tokens\n1.5,472,18\n2.5,10,2\n", "csv", [0, 1]),
+        ("timestamp_ms,input_tokens,output_tokens\n1500,472,18\n2500,10,2\n", "csv", [0, 1]),
+        (
+            '{"arrived_at": 1, "prompt_tokens": 472, "output_tokens": 18}\n\n'
+            '{"arrived_at": 3, "prompt_tokens": 10, "output_tokens": 2}\n',
+            "jsonl",
+            [0, 2],
+        ),
+    ],
+)
+def test_formats_are_detected_and_read(tmp_path, text, fmt, times):
+    path = write(tmp_path, text)
+    for given in (None, fmt):
+        trace = load_trace(path, given)
+        assert trace.fmt == fmt
+        np.testing.assert_allclose(trace.timestamps_s, times, atol=1e-6)
+        assert trace.timestamps_s.dtype == np.float64
+        assert trace.prompt_tokens.tolist() == [472, 10]
+        assert trace.output_tokens.tolist() == [18, 2]
+
+
+def test_tokens_are_optional_and_bom_is_ignored(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("\ufefftime\n0\n1\n1\n", encoding="utf-8")
+    trace = load_trace(path)
+    assert trace.timestamps_s.tolist() == [0, 1, 1]
+    assert trace.prompt_tokens is None
+    assert trace.output_tokens is None
+
+
+def test_dates_with_zones(tmp_path):
+    text = "timestamp\n2024-01-01T01:00:00.5+01:00\n2024-01-01T00:00:01Z\n2024-01-01 00:00:02\n"
+    assert load_trace(write(tmp_path, text)).timestamps_s.tolist() == [0, 0.5, 1.5]
+
+
+ROW = '{"timestamp": 1, "input_length": 4, "output_length": 5}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "fmt", "where", "words"),
+    [
+        ("", None, "", "is empty"),
+        ("\n \n", None, "", "is empty"),
+        (BURST, None, "", "no requests"),
+        ("a,b\n1,2\n", None, ":1: field 'timestamp'", "name the time column"),
+        ("Timestamp,Model\n1,x\n", "burstgpt", ":1: field 'Request tokens'", "is missing"),
+        (AZURE.replace("GeneratedTokens", "x") + "1,2,3\n", "azure", ":1: field 'Gen", "missing"),
+        ('{"timestamp": 1}\n', "mooncake", ":1: field 'input_length'", "is missing"),
+        (BURST + "5,m,1,1,2,L\nnan,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "not finite"),
+        (BURST + "5,m,1,1,2,L\ninf,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "not finite"),
+        (BURST + "-5,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "negative"),
+        (BURST + "5,m,1,1,2,L\n4,m,1,1,2,L\n", None, ":3: field 'Timestamp'", "earlier"),
+        (BURST + "five,m,1,1,2,L\n", None, ":2: field 'Timestamp'", "not a time"),
+        (BURST + "5,m,-1,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
+        (BURST + "5,m,1.5,1,2,L\n", None, ":2: field 'Request tokens'", "token count"),
+        (BURST + "5,m,nan,1,2,L\n", None, ":2: field 'Request tokens'", "finite"),
+        (BURST + "5,m,1\n", None, ":2: field 'Response tokens'", "is missing"),
+        (BURST + ",m,1,1,2,L\n", None, ":2: field 'Timestamp'", "is missing"),
+        (AZURE + "2023-13-16 18:15:46,1,2\n", None, ":2: field 'TIMESTAMP'", "not a time"),
+        (ROW + "{broken\n", None, ":2", "not JSON"),
+        (ROW + "[1]\n", None, ":2", "not a JSON object"),
+        (
+            ROW + '{"timestamp": NaN, "input_length": 4, "output_length": 5}\n',
+            None,
+            ":2: field 'timestamp'",
+            "not finite",
+        ),
+        (
+            ROW + '{"timestamp": 0, "input_length": 4, "output_length": 5}\n',
+            None,
+            ":2: field 'timestamp'",
+            "earlier",
+        ),
+        (
+            ROW + '{"timestamp": true, "input_length": 4, "output_length": 5}\n',
+            None,
+            ":2: field 'timestamp'",
+            "not a time",
+        ),
+        (
+            ROW + '{"timestamp": 2, "input_length": 4}\n',
+            None,
+            ":2: field 'output_length'",
+            "is missing",
+        ),
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", None, ":1", "git lfs pull"),
+    ],
+)
+def test_malformed_files_are_refused_with_place_and_field(tmp_path, text, fmt, where, words):
+    path = write(tmp_path, text)
+    with pytest.raises(MalformedFileError) as caught:
+        load_trace(path, fmt)
+    message = str(caught.value)
+    assert message.startswith(f"{path}{where}"), message
+    assert words in message
+    assert "; " in message  # what, then how to fix it
+
+
+def test_binary_file_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\x1f\x8b\xff\xfe\x00\x80")
+    with pytest.raises(MalformedFileError, match="UTF-8"):
+        load_trace(path)
+
+
+def test_missing_file_and_unknown_format(tmp_path):
+    with pytest.raises(ValueError, match="nowhere.csv"):
+        load_trace(tmp_path / "nowhere.csv")
+    with pytest.raises(ValueError, match="Did you mean 'mooncake'"):
+        load_trace(write(tmp_path, BURST), "moon-cake")
+
+
+@pytest.mark.parametrize(
+    ("parts", "fmt", "rows", "span"),
+    [
+        (("burstgpt", "burstgpt_1_first500_reconstructed.csv"), "csv", 500, 38966),
+        (("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv"), "azure", 19366, 3501.722),
+        (("mooncake", "conversation_trace.jsonl"), "mooncake", 12031, 3536.999),
+    ],
+)
+def test_published_traces(parts, fmt, rows, span):
+    trace = load_trace(measured(*parts))
+    assert trace.fmt == fmt
+    assert len(trace.timestamps_s) == len(trace.prompt_tokens) == len(trace.output_tokens) == rows
+    assert trace.timestamps_s[-1] == pytest.approx(span, abs=0.01)
