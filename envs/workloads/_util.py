@@ -1,4 +1,4 @@
-"""Small helpers shared by the workload modules."""
+"""Small functions shared by the workload modules."""
 
 from __future__ import annotations
 

@@ -148,6 +148,18 @@ def fit_mmpp(gaps: np.ndarray) -> dict[str, float]:
     }
 
 
+def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
+    """:func:`hourly_shape` of simulated rates, mean of 20 traces of ``days``: float64 (2,)."""
+    from scipy.special import gammaincinv, ndtr
+
+    levels = np.random.default_rng(2).standard_normal((20, 24 * days))
+    levels[:, 1:] *= np.sqrt(1 - rho**2)
+    for k in range(1, levels.shape[1]):
+        levels[:, k] += rho * levels[:, k - 1]
+    rates = gammaincinv(rate_cv**-2, ndtr(levels)) + 1e-9  # a day may have no requests at all
+    return np.mean([hourly_shape(trace.reshape(-1, 24)) for trace in rates], axis=0)
+
+
 def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
     """Parameters of the modulated model for BurstGPT.
 
@@ -155,8 +167,6 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
         times: float64 (n,), the rows' times, s after the start of an hour.
         hourly: float64 (days, 24), requests per hour.
     """
-    from scipy.special import gammaincinv, ndtr
-
     gaps, hours = np.diff(times), (times // 3600).astype(int)
     same = hours[1:] == hours[:-1]
     scaled = []
@@ -167,16 +177,12 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
     cv = float(np.concatenate(scaled).std())
     block = 3600 / gaps.mean()
     measured, shape = burstiness(times, BURSTGPT_WINDOWS), hourly_shape(hourly)
-    shocks = np.random.default_rng(2).standard_normal((20, hourly.size))
 
     def loss(x: np.ndarray) -> float:
         rate_cv, rho = float(np.exp(x[0])), _logistic(x[1])
         process = ModulatedArrivals(1.0, cv, rate_cv, rho, block)
         model = np.median(simulated(process, len(times), BURSTGPT_WINDOWS, 150, 1), axis=0)
-        levels = shocks.copy()
-        for k in range(1, levels.shape[1]):
-            levels[:, k] = rho * levels[:, k - 1] + np.sqrt(1 - rho**2) * shocks[:, k]
-        model_shape = hourly_shape(gammaincinv(rate_cv**-2, ndtr(levels)).reshape(-1, 24))
+        model_shape = model_hourly_shape(rate_cv, rho, len(hourly))
         error = np.sum(np.log(model / measured) ** 2) + np.log(model_shape[0] / shape[0]) ** 2
         return float(error + (model_shape[1] - shape[1]) ** 2)
 
@@ -284,11 +290,13 @@ def main(argv: list[str] | None = None) -> None:
     hourly = read_hourly(hours)
     azure = load_trace(conversations).timestamps_s
     shape = hourly_shape(hourly)
+    modulated = fit_burstgpt(burst, hourly)
+    model_shape = model_hourly_shape(modulated["rate_cv"], modulated["rho"], len(hourly))
     content = {
         "burstgpt": _entry(
             burst,
             BURSTGPT_WINDOWS,
-            fit_burstgpt(burst, hourly),
+            modulated,
             {
                 "source": "BurstGPT: first 500 rows of BurstGPT_1.csv recovered from replay logs "
                 "(liao4s/BurstGPT_test), hourly counts of its 61 days (perryz0/BurstGPT)",
@@ -298,6 +306,8 @@ def main(argv: list[str] | None = None) -> None:
                     "days": len(hourly),
                     "cv_within_days": float(f"{shape[0]:.4g}"),
                     "lag_one_autocorrelation_within_days": float(f"{shape[1]:.4g}"),
+                    "model_cv_within_days": float(f"{model_shape[0]:.4g}"),
+                    "model_lag_one_autocorrelation_within_days": float(f"{model_shape[1]:.4g}"),
                 },
             },
         ),
