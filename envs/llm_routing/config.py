@@ -159,6 +159,12 @@ def _axis(grids: Iterable[np.ndarray]) -> np.ndarray:
     return axis if len(axis) > 1 else np.array([axis[0], axis[0] + 1.0])
 
 
+def _slopes(axis: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Slope of the segment that begins at each point (the last point repeats its neighbour's)."""
+    slopes = np.diff(values, axis=-1) / np.diff(axis)
+    return np.concatenate([slopes, slopes[..., -1:]], axis=-1)
+
+
 def pack_laws(
     profiles: Sequence[Profile], cfg: np.void, running_capacity: int, block_size: int
 ) -> np.ndarray:
@@ -166,8 +172,9 @@ def pack_laws(
 
     The vector begins with ``capacity_blocks, k1, k2`` of each expert. Then come the axes, which
     all experts share (the union of their grids), and the tables with a leading axis of experts:
-    dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations and their
-    attention alone (N, running_capacity + 1, n_decode), head (N, running_capacity + 1).
+    dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations, the slopes
+    of their segments and their attention alone (N, running_capacity + 1, n_decode), head
+    (N, running_capacity + 1).
     """
     tables: list[LawTables] = [p.tables() for p in profiles]
     dense_x = _axis(t.dense_tokens for t in tables)
@@ -198,6 +205,7 @@ def pack_laws(
         "y_dense": np.array(dense),
         "y_chunk": np.array(chunk),
         "y_decode": np.array(decode),
+        "y_slope": _slopes(decode_x, np.array(decode)),
         "y_attention": np.array(attention),
         "y_head": np.array(head),
     }
@@ -288,6 +296,7 @@ def _engine_config(
     c["running_capacity"] = whole("running_capacity", running_capacity, 1, 4096)
     c["token_budget"] = whole("prefill_token_budget", prefill_token_budget, 1)
     c["block_size"] = whole("block_size", block_size, 1, 4096)
+    c["per_block"] = 1.0 / block_size
     if not isinstance(prefix_caching, (bool, np.bool_)):
         raise ValueError(f"prefix_caching={prefix_caching!r} must be True or False.")
     if prefix_caching and scheduler != "chunked_prefill":

@@ -271,6 +271,17 @@ class RoutingBatch:
         log = np.zeros(count, dtype=REQUEST_LOG)
         for name in self.log.dtype.names or ():
             log[name] = self.log[row, :count][name]
+        for n in range(self.problem.num_experts):
+            e = self.expert[row, n]
+            size = self.slot.shape[2]
+            ring = (int(e["ring_head"]) + np.arange(e["waiting"])) % size
+            lists = (self.queue[row, n, : e["running"]], self.queue[row, n, size + ring])
+            for r in self.slot[row, n][np.concatenate(lists)]:
+                entry = log[r["request"]]
+                entry["expert"], entry["score"] = n, r["s"]
+                entry["prompt_tokens"], entry["output_tokens"] = r["p"], r["d"]
+                entry["available_s"], entry["admitted_s"] = r["available"], r["admitted"]
+                entry["first_token_s"], entry["preemptions"] = r["first"], r["preemptions"]
         log["arrival_s"] = self.arrivals[row, :count]
         log["catalog_row"] = self.rows[row, :count]
         log["best_score"] = self.table[log["catalog_row"], :, 1].max(axis=1)

@@ -49,11 +49,11 @@ CONFIG = _record(
             "prefix_caching token_budget block_size max_output_tokens num_requests reward penalty "
             "predicted_estimator layout "
             "n_dense n_chunk n_context n_decode n_sequences n_head "
-            "x_dense y_dense x_chunk x_context y_chunk x_decode y_decode y_attention "
+            "x_dense y_dense x_chunk x_context y_chunk x_decode y_decode y_slope y_attention "
             "y_head"
         ).split()
     ]
-    + [("delay_s_per_token", "f8"), ("router_delay_s", "f8")]
+    + [("delay_s_per_token", "f8"), ("router_delay_s", "f8"), ("per_block", "f8")]
 )
 EXPERT_WIDTH = 3  # capacity_blocks, k1, k2 at the head of ``law`` for each expert
 
@@ -74,27 +74,22 @@ EXPERT = _record(
         (name, "i8")
         for name in (
             # kind of the iteration in flight; emissions so far; lengths of the lists
-            "kind emitted running waiting ring_head free "
+            "kind emitted next_finish running waiting ring_head free "
             # of the running: those decoding, their prompt + generated tokens, those admitted last
             "decoding decoding_tokens admitted reserved "
             # prefix caching: blocks in use at the last boundary, ends of the free-block queue
             "used free_head free_tail "
-            "sent shown_running shown_waiting"
+            "shown_running shown_waiting"
         ).split()
     ]
 )
 SLOT = _record(
-    [("available", "f8"), ("arrived", "f8"), ("origin", "i8"), ("segment", "i8")]
-    + [
-        ("request", "i4"),
-        ("p", "i4"),
-        ("d", "i4"),
-        ("g", "i4"),
-        ("computed", "i4"),
-        ("chunk", "i4"),
-    ]
-    + [("segment_blocks", "i4"), ("s", "f4"), ("s_hat", "f4"), ("d_hat", "f4")]
-    + [("decoding", "i4"), ("preempted", "i4")]
+    # The first 64 bytes are what every step reads.
+    [("arrived", "f8"), ("available", "f8"), ("origin", "i8")]
+    + [(name, "i4") for name in "request p d g decoding preempted chunk".split()]
+    + [(name, "f4") for name in "s s_hat d_hat".split()]
+    + [("admitted", "f8"), ("first", "f8"), ("segment", "i8")]
+    + [(name, "i4") for name in "computed segment_blocks preemptions".split()]
 )
 LOG = _record(
     [(name, "f8") for name in ("available_s", "admitted_s", "first_token_s", "finish_s")]
@@ -103,12 +98,14 @@ LOG = _record(
 )
 
 _jit = njit(cache=True, nogil=True, error_model="numpy")
+# Array arguments are passed by value, seven words each: calls on the hot path are inlined.
+_inline = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 
 
 # --------------------------------------------------------------------------------- latency tables
 
 
-@_jit
+@_inline
 def _segment(law, ox, n, x):
     """Index i of the segment [x_i, x_{i+1}] to use for x: outermost segments extend outward."""
     lo = 0
@@ -122,7 +119,7 @@ def _segment(law, ox, n, x):
     return lo
 
 
-@_jit
+@_inline
 def _interpolate(law, ox, oy, n, x):
     if n == 1:
         return law[oy]
@@ -161,69 +158,72 @@ def prefill_s(c, law, n, tokens):
     return _dense_s(c, law, n, tokens) + _chunk_s(c, law, n, tokens, 0.0) + _head_s(c, law, n, 1)
 
 
-@_jit
-def decode_s(c, law, n, b, tokens):
-    """Time of a decode iteration of b sequences that hold ``tokens`` tokens together."""
-    oy = c.y_decode + (n * c.n_sequences + b) * c.n_decode
-    return _interpolate(law, c.x_decode, oy, c.n_decode, tokens / b)
-
-
-@_jit
+@_inline
 def _silent_iterations(c, law, n, b, tokens, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
     The mean context of b decoding sequences grows by exactly one token an iteration, so between
     two points of the table the cost is an arithmetic series and the count a root of a quadratic.
-    Returns the count and the time they take.
+    Returns the count, the time they take, and the time of the iteration after them.
     """
     done = 0
     spent = 0.0
     x = tokens / b
-    oy = c.y_decode + (n * c.n_sequences + b) * c.n_decode
+    row = (n * c.n_sequences + b) * c.n_decode
     last = c.n_decode - 2
     i = _segment(law, c.x_decode, c.n_decode, x)
-    while done < limit:
-        x0 = law[c.x_decode + i]
-        x1 = law[c.x_decode + i + 1]
-        y0 = law[oy + i]
-        slope = (law[oy + i + 1] - y0) / (x1 - x0)
-        cost = y0 + slope * (x - x0)
+    while True:
+        slope = law[c.y_slope + row + i]
+        cost = law[c.y_decode + row + i] + slope * (x - law[c.x_decode + i])
         count = limit - done
-        if i < last and x1 - x < count:
-            count = max(1, math.ceil(x1 - x))
-        total = count * cost + slope * (0.5 * count * (count - 1))
+        if count <= 0 or spent + cost > until or spent + cost >= before:
+            return done, spent, cost
+        if i < last:
+            count = min(count, max(1, math.ceil(law[c.x_decode + i + 1] - x)))
+        total = count * (cost + 0.5 * slope * (count - 1))
         if spent + total > until or spent + total >= before:
             room = min(until, before) - spent
             half = cost - 0.5 * slope
             root = math.sqrt(max(half * half + 2.0 * slope * room, 0.0))
             count = min(count, int(2.0 * room / (half + root)) + 1)
-            total = count * cost + slope * (0.5 * count * (count - 1))
-            while count > 0 and (spent + total > until or spent + total >= before):
+            total = count * (cost + 0.5 * slope * (count - 1))
+            while spent + total > until or spent + total >= before:
                 count -= 1
-                total = count * cost + slope * (0.5 * count * (count - 1))
-            return done + count, spent + total
+                total = count * (cost + 0.5 * slope * (count - 1))
+            return done + count, spent + total, cost + slope * count
         done += count
         spent += total
         x += count
         while i < last and x >= law[c.x_decode + i + 1]:
             i += 1
-    return done, spent
 
 
 # ---------------------------------------------------------------------------------------- memory
 
 
-@_jit
+@_inline
 def _blocks(c, tokens):
-    return (tokens + c.block_size - 1) // c.block_size
+    # A product instead of a slow integer division; the half keeps it clear of rounding.
+    return int((tokens + c.block_size - 0.5) * c.per_block)
 
 
-@_jit
+@_inline
+def _ring(c, e, k):
+    """Place in ``queue`` of the k-th of the waiting deque; k = -1 is the place before its head."""
+    i = e.ring_head + k
+    if i >= c.slots:
+        i -= c.slots
+    elif i < 0:
+        i += c.slots
+    return c.slots + i
+
+
+@_inline
 def _generated(e, r):
     return e.emitted - r.origin if r.decoding else r.g
 
 
-@_jit
+@_inline
 def used_blocks(c, e, slots, queue):
     """KV blocks in use: the left side of Eq. 4."""
     total = 0
@@ -234,11 +234,11 @@ def used_blocks(c, e, slots, queue):
 
 
 @_jit
-def _forget_segment(e, slots, queue, size, r, blocks):
+def _forget_segment(c, e, slots, queue, r, blocks):
     """Take ``blocks`` of r's cached blocks out of the free queue; those behind them move up."""
     e.free_tail -= blocks
     for k in range(e.waiting):
-        other = slots[queue[size + (e.ring_head + k) % size]]
+        other = slots[queue[_ring(c, e, k)]]
         if not other.preempted:
             break
         if other.segment > r.segment:
@@ -246,9 +246,8 @@ def _forget_segment(e, slots, queue, size, r, blocks):
 
 
 @_jit
-def _preempt_newest(c, e, slots, queue, log):
+def _preempt_newest(c, e, slots, queue):
     """Send the newest admitted request back to the head of the waiting deque."""
-    size = c.slots
     e.running -= 1
     i = queue[e.running]
     r = slots[i]
@@ -269,14 +268,14 @@ def _preempt_newest(c, e, slots, queue, log):
     r.decoding = 0
     r.preempted = 1
     r.computed = 0
-    log[r.request].preemptions += 1
-    e.ring_head = (e.ring_head - 1) % size
-    queue[size + e.ring_head] = i
+    r.preemptions += 1
+    e.ring_head = _ring(c, e, -1) - c.slots
+    queue[c.slots + e.ring_head] = i
     e.waiting += 1
 
 
 @_jit
-def _make_room(c, law, n, e, slots, queue, log):
+def _make_room(c, law, n, e, slots, queue):
     """Step 2 of a boundary (paged memory): preempt until the running requests fit."""
     capacity = int(law[n * EXPERT_WIDTH])
     before = e.running
@@ -284,7 +283,9 @@ def _make_room(c, law, n, e, slots, queue, log):
     while used > capacity:
         r = slots[queue[e.running - 1]]
         used -= _blocks(c, r.p + _generated(e, r))
-        _preempt_newest(c, e, slots, queue, log)
+        _preempt_newest(c, e, slots, queue)
+    if e.running < before:
+        _find_next_finish(e, slots, queue)
     if c.prefix_caching:
         # Growth of those who stay: taken from the head of the free queue.
         for i in range(e.running):
@@ -299,25 +300,33 @@ def _make_room(c, law, n, e, slots, queue, log):
 # ------------------------------------------------------------------------------------ iterations
 
 
-@_jit
-def _finish(c, v, e, slots, queue, log, i, now):
+@_inline
+def _finish(c, n, v, e, slots, queue, log, i, now):
     """Request in slot i has its last token at ``now``: record it and free the slot."""
     r = slots[i]
     entry = log[r.request]
-    entry.finish_s = now
+    entry.expert = n
     entry.outcome = COMPLETED
+    entry.available_s = r.available
+    entry.admitted_s = r.admitted
+    entry.first_token_s = r.first
+    entry.finish_s = now
+    entry.score = r.s
+    entry.prompt_tokens = r.p
+    entry.output_tokens = r.d
+    entry.preemptions = r.preemptions
     e2e = now - r.arrived
     latency = e2e / r.d
     v.completed += 1
     v.latency += latency
     v.e2e += e2e
-    v.ttft += entry.first_token_s - r.arrived
+    v.ttft += r.first - r.arrived
     if r.d > 1:
         v.multi_token += 1
-        v.tpot += (now - entry.first_token_s) / (r.d - 1)
+        v.tpot += (now - r.first) / (r.d - 1)
     v.communication += r.p * c.delay_s_per_token
-    v.waiting += entry.admitted_s - entry.available_s
-    v.inference += now - entry.admitted_s
+    v.waiting += r.admitted - r.available
+    v.inference += now - r.admitted
     v.last_finish = max(v.last_finish, now)
     if latency <= v.latency_requirement:
         v.on_time += 1
@@ -335,8 +344,8 @@ def _finish(c, v, e, slots, queue, log, i, now):
     e.free += 1
 
 
-@_jit
-def _start_decoding(e, r, log, now):
+@_inline
+def _start_decoding(e, r, now):
     """R emits a token at the end of its prefill; the token counter of the expert takes over."""
     r.g += 1
     r.decoding = 1
@@ -344,11 +353,11 @@ def _start_decoding(e, r, log, now):
     e.decoding += 1
     e.decoding_tokens += r.p + r.g
     if r.g == 1:
-        log[r.request].first_token_s = now
+        r.first = now
 
 
-@_jit
-def _end_iteration(c, v, e, slots, queue, log):
+@_inline
+def _end_iteration(c, n, v, e, slots, queue, log):
     """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
     now = e.end
     if e.kind == IDLE:
@@ -356,6 +365,8 @@ def _end_iteration(c, v, e, slots, queue, log):
     if e.kind != PREFILL:
         e.emitted += 1
         e.decoding_tokens += e.decoding
+        if e.kind == DECODE and e.emitted < e.next_finish:
+            return
     if e.kind != DECODE:
         for i in range(e.running - e.admitted, e.running):
             r = slots[queue[i]]
@@ -363,20 +374,31 @@ def _end_iteration(c, v, e, slots, queue, log):
                 r.computed += r.chunk
                 if r.computed < r.p + r.g:
                     continue
-            _start_decoding(e, r, log, now)
+            _start_decoding(e, r, now)
     kept = 0
     for i in range(e.running):
         k = queue[i]
         r = slots[k]
         if r.decoding and e.emitted - r.origin >= r.d:
-            _finish(c, v, e, slots, queue, log, k, now)
+            _finish(c, n, v, e, slots, queue, log, k, now)
         else:
             queue[kept] = k
             kept += 1
     e.running = kept
+    _find_next_finish(e, slots, queue)
 
 
-@_jit
+@_inline
+def _find_next_finish(e, slots, queue):
+    """Set the count of emissions at which the next decoding request has its last token."""
+    e.next_finish = 1 << 60
+    for i in range(e.running):
+        r = slots[queue[i]]
+        if r.decoding:
+            e.next_finish = min(e.next_finish, r.origin + r.d)
+
+
+@_inline
 def _continue_chunks(c, e, slots, queue):
     """Next chunks of prefills under way: the last of the running list; returns their tokens."""
     tokens = 0
@@ -390,8 +412,8 @@ def _continue_chunks(c, e, slots, queue):
     return tokens
 
 
-@_jit
-def _admit(c, law, n, e, slots, queue, log, now):
+@_inline
+def _admit(c, law, n, e, slots, queue, now):
     """Step 3 of a boundary: admit from the head of the waiting deque, first come first served.
 
     Returns the prefill tokens of the iteration. ``e.admitted`` counts the running requests whose
@@ -420,14 +442,14 @@ def _admit(c, law, n, e, slots, queue, log, now):
                 break
         elif e.used + blocks > capacity:
             break
-        e.ring_head = (e.ring_head + 1) % size
+        e.ring_head = _ring(c, e, 1) - size
         e.waiting -= 1
         r.computed = 0
         if c.prefix_caching:
             if r.preempted:
                 gone = min(max(e.free_head - r.segment, 0), r.segment_blocks)
                 cached = r.segment_blocks - gone
-                _forget_segment(e, slots, queue, size, r, cached)
+                _forget_segment(c, e, slots, queue, r, cached)
                 r.computed = cached * c.block_size
                 e.free_head -= cached
             e.free_head += blocks
@@ -437,9 +459,8 @@ def _admit(c, law, n, e, slots, queue, log, now):
         e.admitted += 1
         e.used += blocks
         e.reserved += _blocks(c, r.p + c.max_output_tokens)
-        entry = log[r.request]
-        if math.isnan(entry.admitted_s):
-            entry.admitted_s = now
+        if math.isnan(r.admitted):
+            r.admitted = now
         if chunked:
             r.chunk = min(need - r.computed, budget)
             budget -= r.chunk
@@ -449,17 +470,31 @@ def _admit(c, law, n, e, slots, queue, log, now):
     return tokens
 
 
-@_jit
-def _start_iteration(c, law, n, e, slots, queue, log, now, until):
+@_inline
+def _decode_run(c, law, n, e, limit, now, until, before):
+    """From a boundary at ``now``, pass the silent decode iterations and start the one after them."""
+    b = e.running
+    done, spent, cost = _silent_iterations(
+        c, law, n, b, float(e.decoding_tokens), limit, until - now, before
+    )
+    e.emitted += done
+    e.decoding_tokens += b * done
+    e.start = now + spent
+    e.end = e.start + cost
+    return done
+
+
+@_inline
+def _start_iteration(c, law, n, e, slots, queue, now, until):
     """Steps 2-4 of a boundary at ``now``; decode runs are carried on silently up to ``until``."""
     size = c.slots
     e.start = now
     preempted = 0
     if c.memory_policy == PAGED:
-        preempted = _make_room(c, law, n, e, slots, queue, log)
+        preempted = _make_room(c, law, n, e, slots, queue)
     e.admitted = 0
     if preempted == 0:
-        tokens = _admit(c, law, n, e, slots, queue, log, now)
+        tokens = _admit(c, law, n, e, slots, queue, now)
     elif c.scheduler == CHUNKED:
         tokens = _continue_chunks(c, e, slots, queue)
     else:
@@ -484,10 +519,7 @@ def _start_iteration(c, law, n, e, slots, queue, log, now, until):
         e.end = now + time + _head_s(c, law, n, e.decoding + chunks)
     elif e.running > 0:
         e.kind = DECODE
-        limit = 1 << 60
-        for i in range(e.running):
-            r = slots[queue[i]]
-            limit = min(limit, r.d - (e.emitted - r.origin) - 1)
+        limit = e.next_finish - e.emitted - 1
         if c.memory_policy == PAGED:
             # b sequences take at most b blocks in block_size iterations.
             free = int(law[n * EXPERT_WIDTH]) - e.used
@@ -499,20 +531,12 @@ def _start_iteration(c, law, n, e, slots, queue, log, now, until):
                 before = head.available - now
             elif preempted > 0:
                 limit = 0  # whether it fits is decided at the next boundary
-        if limit > 0:
-            b = e.running
-            done, spent = _silent_iterations(
-                c, law, n, b, float(e.decoding_tokens), limit, until - now, before
-            )
-            if c.prefix_caching:
-                for i in range(b):
-                    r = slots[queue[i]]
-                    tokens = r.p + _generated(e, r)
-                    e.free_head += _blocks(c, tokens + done) - _blocks(c, tokens)
-            e.emitted += done
-            e.decoding_tokens += b * done
-            e.start = now + spent
-        e.end = e.start + decode_s(c, law, n, e.running, float(e.decoding_tokens))
+        done = _decode_run(c, law, n, e, limit, now, until, before)
+        if c.prefix_caching:
+            for i in range(e.running):
+                r = slots[queue[i]]
+                tokens = r.p + _generated(e, r)
+                e.free_head += _blocks(c, tokens) - _blocks(c, tokens - done)
     else:
         e.kind = IDLE
         e.end = np.inf
@@ -520,17 +544,28 @@ def _start_iteration(c, law, n, e, slots, queue, log, now, until):
             e.end = max(now, slots[queue[size + e.ring_head]].available)
 
 
-@_jit
+@_inline
 def _advance(c, law, n, v, e, slots, queue, log, until):
     """Process every boundary of one expert at or before ``until``."""
     while e.end <= until and e.end < np.inf:
         now = e.end
-        _end_iteration(c, v, e, slots, queue, log)
-        _start_iteration(c, law, n, e, slots, queue, log, now, until)
+        if (
+            e.kind == DECODE
+            and e.emitted + 1 < e.next_finish
+            and c.memory_policy == RESERVE
+            and (e.waiting == 0 or e.running == c.running_capacity)
+        ):
+            # Nothing can happen at this boundary: the usual case, without the calls.
+            e.emitted += 1
+            e.decoding_tokens += e.decoding
+            _decode_run(c, law, n, e, e.next_finish - e.emitted - 1, now, until, np.inf)
+            continue
+        _end_iteration(c, n, v, e, slots, queue, log)
+        _start_iteration(c, law, n, e, slots, queue, now, until)
 
 
-@_jit
-def _enqueue(c, e, slots, queue, log, request, now, p, d, s, s_hat, d_hat, delay):
+@_inline
+def _enqueue(c, e, slots, queue, request, now, p, d, s, s_hat, d_hat, delay):
     """Put a request on its way to the expert; it waits in order of its arrival there."""
     size = c.slots
     e.free -= 1
@@ -552,15 +587,17 @@ def _enqueue(c, e, slots, queue, log, request, now, p, d, s, s_hat, d_hat, delay
     r.preempted = 0
     r.segment = 0
     r.segment_blocks = 0
-    log[request].available_s = r.available
+    r.preemptions = 0
+    r.admitted = np.nan
+    r.first = np.nan
     k = e.waiting
     while k > 0:
-        other = queue[size + (e.ring_head + k - 1) % size]
+        other = queue[_ring(c, e, k - 1)]
         if slots[other].preempted or slots[other].available <= r.available:
             break
-        queue[size + (e.ring_head + k) % size] = other
+        queue[_ring(c, e, k)] = other
         k -= 1
-    queue[size + (e.ring_head + k) % size] = i
+    queue[_ring(c, e, k)] = i
     e.waiting += 1
     if e.kind == IDLE:
         e.end = max(e.start, slots[queue[size + e.ring_head]].available)
@@ -569,7 +606,7 @@ def _enqueue(c, e, slots, queue, log, request, now, p, d, s, s_hat, d_hat, delay
 # ------------------------------------------------------------------------------ reward of Eq. 15/16
 
 
-@_jit
+@_inline
 def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
     """Second term of Eq. 16: scores of running requests that Eq. 15 says the new one makes late."""
     k1 = law[n * EXPERT_WIDTH + 1]
@@ -592,7 +629,7 @@ def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
 # ------------------------------------------------------------------------------------ observation
 
 
-@_jit
+@_inline
 def _can_take(c, law, n, e, p):
     """Whether expert n would queue a request of p prompt tokens now."""
     if e.waiting >= c.waiting_capacity:
@@ -600,7 +637,7 @@ def _can_take(c, law, n, e, p):
     return _blocks(c, p + c.max_output_tokens) <= int(law[n * EXPERT_WIDTH])
 
 
-@_jit
+@_inline
 def _request_row(c, e, r, capacity, now, running, out, o):
     """Eq. 6 of one request in raw units: p, s_hat, d_hat, memory, tokens so far, latency."""
     g = _generated(e, r)
@@ -657,7 +694,7 @@ def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, mas
         lane = slots[n]
         q = queue[n]
         capacity = law[n * EXPERT_WIDTH]
-        memory = used_blocks(c, e, lane, q) / capacity
+        memory = used_blocks(c, e, lane, q) / capacity if e.running > 0 else 0.0
         memory_sum += memory
         p = table[row, n, 0] if row >= 0 else 0.0
         masks[m_action + 1 + n] = row < 0 or _can_take(c, law, n, e, int(p))
@@ -691,7 +728,7 @@ def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, mas
         for i in range(e.running):
             _request_row(c, e, lane[q[i]], capacity, now, True, obs, o_run + 6 * i)
         for k in range(shown_w):
-            r = lane[q[c.slots + (e.ring_head + k) % c.slots]]
+            r = lane[q[_ring(c, e, k)]]
             _request_row(c, e, r, capacity, now, False, obs, o_wait + 6 * k)
         for i in range(6 * e.running, 6 * e.shown_running):
             obs[o_run + i] = 0.0
@@ -773,7 +810,6 @@ def clear_expert(c, law, n, e, queue):
     e.used = 0
     e.free_head = 0
     e.free_tail = int(law[n * EXPERT_WIDTH])
-    e.sent = 0
     e.free = c.slots
     for i in range(c.slots):
         queue[2 * c.slots + i] = c.slots - 1 - i
@@ -805,6 +841,7 @@ def redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which):
         for n in range(c.num_experts):
             e = expert[b, n]
             e.shown_running = c.running_capacity
+            _find_next_finish(e, slot[b, n], queue[b, n])
             e.shown_waiting = c.waiting_capacity
             if c.layout == GRAPH:
                 m = (b * c.num_experts + n) * c.running_capacity
@@ -839,25 +876,26 @@ def step(
         request = v.index
         now = v.now
         row = rows[b, request]
-        entry = log[b, request]
         n = actions[b] - 1
         gain = 0.0
         loss = 0.0
-        entry.expert = n
-        entry.prompt_tokens = int(table[row, 0, 0])
         if n < 0:
+            entry = log[b, request]
             entry.outcome = DROPPED
+            entry.prompt_tokens = int(table[row, 0, 0])
             v.dropped += 1
         else:
             e = lanes[n]
             p = int(table[row, n, 0])
             s = table[row, n, 1]
             d = int(table[row, n, 2])
-            entry.score = s
-            entry.output_tokens = d
-            e.sent += 1
             if not _can_take(c, law, n, e, p):
+                entry = log[b, request]
                 entry.outcome = REJECTED
+                entry.expert = n
+                entry.prompt_tokens = p
+                entry.score = s
+                entry.output_tokens = d
                 v.rejected += 1
             else:
                 if c.reward == QOS_AWARE:
@@ -869,7 +907,7 @@ def step(
                     gain += s
                 delay = c.router_delay_s + p * c.delay_s_per_token
                 _enqueue(
-                    c, e, slot[b, n], queue[b, n], log[b], request, now, p, d, s,
+                    c, e, slot[b, n], queue[b, n], request, now, p, d, s,
                     table[row, n, 3], table[row, n, 4], delay,
                 )  # fmt: skip
         v.index = request + 1
@@ -878,7 +916,9 @@ def step(
         v.step_qos = 0.0
         v.step_late = 0.0
         for k in range(c.num_experts):
-            _advance(c, law, k, v, lanes[k], slot[b, k], queue[b, k], log[b], until)
+            e = lanes[k]
+            if e.end <= until and e.end < np.inf:
+                _advance(c, law, k, v, e, slot[b, k], queue[b, k], log[b], until)
         if c.reward == PAID_FORWARD:
             loss -= v.step_late
         else:
@@ -915,7 +955,7 @@ def run_replay(cfg, law, arrivals, table, env, expert, slot, queue, log):
     for j in range(arrivals.shape[0]):
         p = table[j, 0]
         _enqueue(
-            c, e, lane, line, log[0], j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
+            c, e, lane, line, j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
             c.router_delay_s + p * c.delay_s_per_token,
         )  # fmt: skip
     _advance(c, law, 0, v, e, lane, line, log[0], np.inf)
