@@ -1,0 +1,339 @@
+"""Proximal policy optimisation with action masks, for any id with one Box and Discrete actions.
+
+``--arch shared`` (the default where the environment has experts) runs one small network over every
+expert's part of the flat routing observation, so that what is learned at one expert serves all;
+``--arch mlp`` is the plain network. ``python agents/ppo.py --help`` lists the options.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import servegym  # noqa: F401  (registers the environments)
+
+
+@dataclass
+class Args:
+    """Command line of the agent."""
+
+    seed: int = 1
+    """seed of the networks, the exploration and the training episodes"""
+    env_id: str = "servegym/LLMRoutingFlat-v0"
+    """an environment with one Box and Discrete actions"""
+    profiles: str = "edge-6-heterogeneous"
+    """fleet of the experts (routing ids only)"""
+    latency_requirement_s: float = 0.030
+    """latency requirement L, seconds per token (routing ids only)"""
+    rate_low: float = 6.0
+    """lowest mean arrival rate, requests/s; each training episode draws its own (routing ids)"""
+    rate_high: float = 11.0
+    """highest mean arrival rate, requests/s (routing ids only)"""
+    reward: Literal["qos_aware", "completed_qos", "paid_forward"] = "paid_forward"
+    """the environment's reward (routing ids only)"""
+    set: tuple[str, ...] = ()
+    """further environment arguments, key=value with a JSON value, as in num_experts=3"""
+    arch: Literal["auto", "shared", "mlp"] = "auto"
+    """one network over every expert's part of the observation, or one over all of it"""
+    width: int = 64
+    """hidden units of every layer"""
+    total_timesteps: int = 3_000_000
+    """environment steps (decisions) over all environments"""
+    num_envs: int = 64
+    """parallel environments"""
+    num_steps: int = 128
+    """steps of each environment between updates"""
+    learning_rate: float = 1e-3
+    """learning rate, falling linearly to zero with anneal_lr"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to zero"""
+    gamma: float = 0.99
+    """discount per decision"""
+    gae_lambda: float = 0.95
+    """lambda of the generalised advantage estimate"""
+    num_minibatches: int = 8
+    """minibatches per epoch"""
+    update_epochs: int = 3
+    """passes over the collected steps"""
+    clip_coef: float = 0.2
+    """clipping of the probability ratio"""
+    ent_coef: float = 0.003
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    eval_every: int = 300_000
+    """steps between evaluations (validation split on routing ids); the best policy is kept"""
+    eval_episodes: int = 16
+    """episodes per evaluation"""
+    eval_rate: float = 9.0
+    """arrival rate of the evaluation (routing ids only)"""
+    torch_threads: int = 1
+    """threads of torch"""
+    cuda: bool = False
+    """run the networks on a GPU"""
+    track: bool = False
+    """log to wandb as well"""
+    wandb_project_name: str = "servegym"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team"""
+    save_model: bool = True
+    """write best.safetensors and last.safetensors"""
+    out_dir: str = "runs"
+    """folder of the runs"""
+    run_name: str = ""
+    """folder of this run (default: ppo_arch_seed)"""
+
+
+def env_kwargs(args: Args) -> dict[str, Any]:
+    """Keyword arguments of the training environments."""
+    kwargs: dict[str, Any] = {}
+    if args.env_id.startswith("servegym/LLMRouting"):
+        kwargs = {
+            "profiles": args.profiles,
+            "latency_requirement_s": args.latency_requirement_s,
+            "rate": (args.rate_low, args.rate_high),
+            "reward": args.reward,
+        }
+    for item in args.set:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"set: {item!r} is not of the form key=value")
+        try:
+            kwargs[key] = json.loads(value)
+        except json.JSONDecodeError:
+            kwargs[key] = value
+    return kwargs
+
+
+def make_envs(args: Args, num_envs: int, **overrides: Any) -> gym.vector.VectorEnv:
+    """The native vector environment, resetting within the step that ends an episode."""
+    envs = gym.make_vec(
+        args.env_id,
+        num_envs=num_envs,
+        vectorization_mode="vector_entry_point",
+        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
+        **(env_kwargs(args) | overrides),
+    )
+    box, actions = envs.single_observation_space, envs.single_action_space
+    if not isinstance(box, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete):
+        raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
+    return envs
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias at first."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Agent(nn.Module):
+    """Actor and critic over flat observations (B, columns); ``experts`` = 0 is the plain MLP."""
+
+    def __init__(self, columns: int, actions: int, experts: int, width: int) -> None:
+        super().__init__()
+        self.experts, self.columns, self.actions, self.width = experts, columns, actions, width
+        if not experts:
+            self.actor, self.critic = (
+                nn.Sequential(layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh(),
+                              layer(width, out, std)) for out, std in ((actions, 0.01), (1, 1.0))
+            )  # fmt: skip
+            return
+        part = (columns - 1) // experts  # a row is L, then one part per expert
+        if part * experts + 1 != columns or actions != experts + 1:
+            raise ValueError(f"arch: 'shared' needs 1 + {experts} equal parts, got {columns} columns")
+        self.who = nn.Parameter(torch.randn(experts, 8))
+        self.trunk = nn.Sequential(
+            layer(1 + part + 8, width), nn.ReLU(), layer(width, width), nn.ReLU()
+        )
+        self.score = nn.Sequential(layer(2 * width, width), nn.ReLU(), layer(width, 1, 0.01))
+        self.drop = nn.Sequential(layer(width, width), nn.ReLU(), layer(width, 1, 0.01))
+        self.critic = nn.Sequential(layer(width, width), nn.ReLU(), layer(width, 1, 1.0))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (B, A) with illegal actions at a large negative, and values (B,)."""
+        if self.experts:
+            batch, n = len(x), self.experts
+            parts = [x[:, :1, None].expand(batch, n, 1), x[:, 1:].view(batch, n, -1)]
+            h = self.trunk(torch.cat([*parts, self.who.expand(batch, n, -1)], -1))
+            common = h.mean(1)
+            pair = torch.cat([h, common[:, None].expand_as(h)], -1)
+            logits = torch.cat([self.drop(common), self.score(pair).squeeze(-1)], -1)
+            value = self.critic(common)
+        else:
+            logits, value = self.actor(x), self.critic(x)
+        return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
+
+
+def masks(info: dict[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]:
+    """The action masks of a step; all ones where the environment gives none."""
+    return info.get("action_mask", np.ones((num_envs, actions), np.int8))
+
+
+def evaluate(agent: Agent, args: Args) -> float:
+    """Greedy policy on fixed episodes: average QoS on routing ids, mean return elsewhere."""
+    overrides: dict[str, Any] = {}
+    routing = args.env_id.startswith("servegym/LLMRouting")
+    if routing:
+        overrides = {"rate": args.eval_rate, "split": "val", "reward": "completed_qos"}
+    envs, n = make_envs(args, args.eval_episodes, **overrides), args.eval_episodes
+    obs, info = envs.reset(seed=10_000)
+    total, alive, steps = np.zeros(n), np.ones(n, bool), 0
+    device = next(agent.parameters()).device
+    while alive.any():
+        mask = torch.as_tensor(masks(info, n, agent.actions), device=device)
+        with torch.no_grad():
+            log_pi, _ = agent(torch.as_tensor(obs, device=device), mask)
+        obs, reward, terminated, truncated, info = envs.step(log_pi.argmax(-1).cpu().numpy())
+        total, steps = total + reward * alive, steps + int(alive.sum())
+        alive &= ~(terminated | truncated)
+    envs.close()
+    return float(total.sum() / steps if routing else total.mean())
+
+
+def save_policy(agent: Agent, args: Args, path: Path) -> None:
+    """Weights, arguments and shape in one safetensors file, written atomically."""
+    shape = {k: getattr(agent, k) for k in ("columns", "actions", "experts", "width")}
+    meta = {"agent": "ppo", "args": json.dumps(asdict(args)), "shape": json.dumps(shape)}
+    temporary = path.with_suffix(".tmp")
+    save_file({k: v.contiguous().cpu() for k, v in agent.state_dict().items()}, temporary, meta)
+    os.replace(temporary, path)
+
+
+def train(args: Args) -> Path:
+    """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    torch.set_num_threads(args.torch_threads)
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    envs, n = make_envs(args, args.num_envs), args.num_envs
+    (columns,), actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
+    experts = getattr(getattr(envs, "problem", None), "num_experts", 0)
+    if args.arch == "shared" and not experts:
+        raise ValueError(f"arch: 'shared' needs an environment with experts, got {args.env_id!r}")
+    parts = bool(experts) and (columns - 1) % experts == 0 and actions == experts + 1
+    shared = args.arch == "shared" or (args.arch == "auto" and parts)
+    agent = Agent(columns, actions, experts if shared else 0, args.width).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.arch}_{args.seed}")
+    run.mkdir(parents=True, exist_ok=True)
+    log = open(run / "metrics.jsonl", "w")  # noqa: SIM115
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                   name=run.name, dir=str(run))  # fmt: skip
+
+    shape = (args.num_steps, n)
+    b_obs = torch.zeros((*shape, columns), device=device)
+    b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
+    b_action = torch.zeros(shape, dtype=torch.long, device=device)
+    b_logp, b_reward, b_value, b_next = (torch.zeros(shape, device=device) for _ in range(4))
+    b_done = torch.zeros(shape, device=device)
+
+    obs, info = envs.reset(seed=args.seed)
+    mask = masks(info, n, actions)
+    returns, finished, step, best, evaluated = np.zeros(n), [], 0, -np.inf, 0
+    updates = args.total_timesteps // (args.num_steps * n)
+    size = args.num_steps * n
+    begin = time.perf_counter()
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    task = bar.add_task("ppo", total=updates)
+    bar.start()
+    for iteration in range(updates):
+        if args.anneal_lr:
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
+        with torch.no_grad():
+            for t in range(args.num_steps):
+                b_obs[t], b_mask[t] = torch.as_tensor(obs), torch.as_tensor(mask)
+                log_pi, b_value[t] = agent(b_obs[t], b_mask[t])
+                if t:
+                    b_next[t - 1] = torch.where(b_done[t - 1] > 0, b_next[t - 1], b_value[t])
+                b_action[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
+                b_logp[t] = log_pi.gather(1, b_action[t][:, None]).squeeze(1)
+                obs, reward, terminated, truncated, info = envs.step(b_action[t].cpu().numpy())
+                mask, done = masks(info, n, actions), terminated | truncated
+                b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
+                b_next[t] = 0.0  # what follows the step: nothing after a termination
+                for i in np.flatnonzero(truncated & ~terminated):
+                    final = torch.as_tensor(info["final_obs"][i], device=device)[None]
+                    ones = torch.ones((1, actions), device=device)
+                    b_next[t, i] = agent(final.float(), ones)[1][0]
+                returns += reward
+                finished += returns[done].tolist()
+                returns[done] = 0
+            last = agent(torch.as_tensor(obs, device=device), torch.as_tensor(mask, device=device))[1]
+            b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], last)
+            advantage, running = torch.zeros(shape, device=device), torch.zeros(n, device=device)
+            for t in reversed(range(args.num_steps)):
+                delta = b_reward[t] + args.gamma * b_next[t] - b_value[t]
+                running = delta + args.gamma * args.gae_lambda * (1 - b_done[t]) * running
+                advantage[t] = running
+        step += size
+        flat = [x.reshape(size, *x.shape[2:]) for x in
+                (b_obs, b_mask, b_action, b_logp, advantage, advantage + b_value)]  # fmt: skip
+        for _ in range(args.update_epochs):
+            for index in torch.randperm(size, device=device).chunk(args.num_minibatches):
+                x, legal, action, old, adv, goal = (f[index] for f in flat)
+                log_pi, value = agent(x, legal)
+                log_ratio = log_pi.gather(1, action[:, None]).squeeze(1) - old
+                ratio = log_ratio.exp()
+                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
+                value_loss = 0.5 * (value - goal).square().mean()
+                entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
+                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+        sps = step / (time.perf_counter() - begin)
+        metrics = {
+            "global_step": step, "charts/SPS": sps, "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(), "losses/entropy": entropy.item(),
+            "losses/approx_kl": ((ratio - 1) - log_ratio).mean().item(),
+        }  # fmt: skip
+        if finished:
+            metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
+        if step // args.eval_every > evaluated or iteration + 1 == updates:
+            evaluated = step // args.eval_every
+            result = evaluate(agent, args)
+            metrics["eval/score"] = result
+            bar.console.print(f"step {step}: evaluation {result:.4f}")
+            if args.save_model:
+                save_policy(agent, args, run / "last.safetensors")
+                if result > best:
+                    save_policy(agent, args, run / "best.safetensors")
+            best = max(best, result)
+        log.write(json.dumps(metrics) + "\n")
+        log.flush()
+        if args.track:
+            wandb.log(metrics, step=step)
+        bar.update(task, advance=1, description=f"ppo {sps:.0f} SPS")
+    bar.stop()
+    log.close()
+    envs.close()
+    if args.track:
+        wandb.finish()
+    return run
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
