@@ -1,0 +1,978 @@
+"""Slow, literal reference of the LLM routing engine: one iteration at a time, plain Python.
+
+It exists to be compared with the fast kernel, so it shares no code with it and takes no
+shortcut: every decode iteration is its own step, every KV block is its own object. Seconds and
+tokens throughout; equation numbers are those of the QoS-aware routing paper.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SCHEDULERS = ("orca", "chunked_prefill")
+MEMORY_POLICIES = ("reserve", "paged")
+REWARDS = ("completed_qos", "paid_forward", "qos_aware")
+PENALTIES = ("literal", "new_violations")
+ESTIMATORS = ("true", "predicted")
+NAN = math.nan
+
+
+# --------------------------------------------------------------------------------------------
+# Latency laws
+# --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearLaw:
+    """`base + k1*P` for a prefill of P tokens, `base + kb*b + k2*T` for b decodes holding T."""
+
+    base: float
+    k1: float
+    kb: float
+    k2: float
+
+    def dense(self, tokens: float) -> float:
+        """Seconds of the dense part of an iteration over `tokens` scheduled tokens."""
+        return self.base + self.k1 * tokens
+
+    def chunk_attention(self, chunk: float, context: float) -> float:
+        """Seconds of attention for a prefill chunk after `context` computed tokens."""
+        return 0.0
+
+    def decode_attention(self, sequences: float, mean_context: float) -> float:
+        """Seconds of attention for `sequences` decodes of mean context `mean_context`."""
+        return (self.kb - self.k1) * sequences + self.k2 * sequences * mean_context
+
+    def head(self, sequences: float) -> float:
+        """Seconds of the output head and sampler."""
+        return 0.0
+
+
+def segment_and_weight(axis: Sequence[float], x: float) -> tuple[int, float]:
+    """Left grid index of the segment that serves `x`, and the position of `x` in it.
+
+    The weight is 0 at the left end, 1 at the right end, and lies outside [0, 1] beyond the grid:
+    the outermost segment goes on as a straight line. An axis of one point is constant.
+    """
+    if len(axis) == 1:
+        return 0, 0.0
+    left = bisect_right(axis, x) - 1
+    left = max(0, min(left, len(axis) - 2))
+    return left, (x - axis[left]) / (axis[left + 1] - axis[left])
+
+
+def interpolate_1d(axis: Sequence[float], values: Sequence[float], x: float) -> float:
+    """Piecewise linear through the points, last slope beyond them."""
+    i, w = segment_and_weight(axis, x)
+    if len(axis) == 1:
+        return values[0]
+    return values[i] + w * (values[i + 1] - values[i])
+
+
+def interpolate_2d(
+    axis_a: Sequence[float],
+    axis_b: Sequence[float],
+    values: Sequence[Sequence[float]],
+    a: float,
+    b: float,
+) -> float:
+    """Bilinear: along the second axis in the two rows around `a`, then between the rows."""
+    i, w = segment_and_weight(axis_a, a)
+    low = interpolate_1d(axis_b, values[i], b)
+    if len(axis_a) == 1:
+        return low
+    high = interpolate_1d(axis_b, values[i + 1], b)
+    return low + w * (high - low)
+
+
+class TableLaw:
+    """The law of a `LawTables`-like object, its arrays copied into plain lists."""
+
+    def __init__(self, tables: Any) -> None:
+        def vector(name: str) -> list[float]:
+            return [float(v) for v in getattr(tables, name)]
+
+        def matrix(name: str) -> list[list[float]]:
+            return [[float(v) for v in row] for row in getattr(tables, name)]
+
+        self.dense_tokens = vector("dense_tokens")
+        self.dense_s = vector("dense_s")
+        self.chunk_tokens = vector("chunk_tokens")
+        self.context_tokens = vector("context_tokens")
+        self.chunk_attention_s = matrix("chunk_attention_s")
+        self.decode_sequences = vector("decode_sequences")
+        self.decode_context_tokens = vector("decode_context_tokens")
+        self.decode_attention_s = matrix("decode_attention_s")
+        self.head_sequences = vector("head_sequences")
+        self.head_s = vector("head_s")
+
+    def dense(self, tokens: float) -> float:
+        return interpolate_1d(self.dense_tokens, self.dense_s, tokens)
+
+    def chunk_attention(self, chunk: float, context: float) -> float:
+        return interpolate_2d(
+            self.chunk_tokens, self.context_tokens, self.chunk_attention_s, chunk, context
+        )
+
+    def decode_attention(self, sequences: float, mean_context: float) -> float:
+        return interpolate_2d(
+            self.decode_sequences,
+            self.decode_context_tokens,
+            self.decode_attention_s,
+            sequences,
+            mean_context,
+        )
+
+    def head(self, sequences: float) -> float:
+        return interpolate_1d(self.head_sequences, self.head_s, sequences)
+
+
+def prefill_s(law: Any, tokens: int) -> float:
+    """Duration of an orca prefill iteration over `tokens` tokens in total."""
+    return law.dense(tokens) + law.chunk_attention(tokens, 0) + law.head(1)
+
+
+def decode_s(law: Any, sequences: int, total_tokens: int) -> float:
+    """Duration of an orca decode of `sequences` requests that hold `total_tokens` tokens."""
+    return (
+        law.dense(sequences)
+        + law.decode_attention(sequences, total_tokens / sequences)
+        + law.head(sequences)
+    )
+
+
+def step_s(law: Any, chunks: Sequence[tuple[int, int]], sequences: int, total_tokens: int) -> float:
+    """Duration of a chunked-prefill iteration; `chunks` holds (tokens, context before) pairs."""
+    seconds = law.dense(sequences + sum(tokens for tokens, _ in chunks))
+    for tokens, context in chunks:
+        seconds += law.chunk_attention(tokens, context)
+    if sequences > 0:
+        seconds += law.decode_attention(sequences, total_tokens / sequences)
+    return seconds + law.head(sequences + len(chunks))
+
+
+# --------------------------------------------------------------------------------------------
+# Configuration and records
+# --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """One expert: its law, its KV capacity and the slopes of the router's estimator."""
+
+    law: Any
+    kv_capacity_tokens: int
+    k1: float = 0.0
+    k2: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Everything but the episode. None lifts `waiting_capacity` or `max_output_tokens`."""
+
+    experts: tuple[ExpertConfig, ...]
+    scheduler: str = "orca"
+    memory_policy: str = "reserve"
+    prefix_caching: bool = False
+    running_capacity: int = 5
+    waiting_capacity: int | None = 5
+    prefill_token_budget: int = 2048
+    block_size: int = 16
+    bandwidth_bps: float = 1e6
+    bytes_per_token: float = 4.0
+    router_delay_s: float = 0.005
+    max_output_tokens: int | None = 300
+    latency_requirement_s: float = 0.030
+    reward: str = "qos_aware"
+    penalty: str = "new_violations"
+    estimator: str = "true"
+    record_iterations: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("scheduler", SCHEDULERS),
+            ("memory_policy", MEMORY_POLICIES),
+            ("reward", REWARDS),
+            ("penalty", PENALTIES),
+            ("estimator", ESTIMATORS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {allowed}")
+        if not self.experts:
+            raise ValueError("experts=(): at least one is needed")
+        if self.prefix_caching and self.scheduler != "chunked_prefill":
+            raise ValueError("prefix_caching=True needs scheduler='chunked_prefill'")
+        if self.memory_policy == "reserve" and self.max_output_tokens is None:
+            raise ValueError("max_output_tokens=None: 'reserve' needs an output cap")
+        for name in ("running_capacity", "prefill_token_budget", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is allowed")
+        for expert in self.experts:
+            if expert.kv_capacity_tokens // self.block_size < 1:
+                raise ValueError("kv_capacity_tokens: at least one block is needed")
+
+
+@dataclass
+class RequestLog:
+    """What became of one request. `expert` counts from 0; -1 for a dropped request."""
+
+    request: int
+    arrival: float
+    prompt_tokens: int
+    output_tokens: int = 0
+    score: float = 0.0
+    expert: int = -1
+    outcome: str | None = None
+    communication_s: float = NAN
+    routing_s: float = NAN
+    available: float = NAN
+    admitted: float = NAN
+    first_token: float = NAN
+    finish: float = NAN
+    preemptions: int = 0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_token - self.arrival
+
+    @property
+    def e2e(self) -> float:
+        return self.finish - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        if self.output_tokens <= 1:
+            return NAN
+        return (self.finish - self.first_token) / (self.output_tokens - 1)
+
+    @property
+    def latency_per_token(self) -> float:
+        return self.e2e / self.output_tokens if self.outcome == "completed" else NAN
+
+    @property
+    def waiting_s(self) -> float:
+        return self.admitted - self.available
+
+    @property
+    def inference_s(self) -> float:
+        return self.finish - self.admitted
+
+    def qos(self, latency_requirement_s: float) -> float:
+        """Eq. 1: the score if the request completed within the requirement, else 0."""
+        if self.outcome == "completed" and self.latency_per_token <= latency_requirement_s:
+            return self.score
+        return 0.0
+
+
+class Block:
+    """One KV block. `owner` and `index` name the content it still holds while it is free."""
+
+    __slots__ = ("owner", "index")
+
+    def __init__(self) -> None:
+        self.owner: int | None = None
+        self.index = -1
+
+
+@dataclass(eq=False)
+class Request:
+    """A request inside an expert."""
+
+    request: int
+    arrival: float
+    prompt: int
+    output: int
+    available: float
+    score: float = 0.0
+    predicted_score: float = 0.0
+    predicted_length: float = 0.0
+    generated: int = 0  # g, tokens emitted so far
+    computed: int = 0  # tokens whose KV exists
+    target: int = 0  # computed tokens at which the current prefill is complete
+    preempted: bool = False  # waits after a preemption
+    preemptions: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    admitted: float = NAN
+    first_token: float = NAN
+    finish: float = NAN
+
+    @property
+    def prefilled(self) -> bool:
+        return self.computed >= self.target
+
+
+class Iteration(NamedTuple):
+    """One iteration. Requests are named by number in the history, by object in flight."""
+
+    start: float
+    end: float
+    decodes: list
+    chunks: list  # (request, tokens, context before the chunk)
+    preempted: list  # at the boundary that starts the iteration, newest first
+
+
+# --------------------------------------------------------------------------------------------
+# One expert
+# --------------------------------------------------------------------------------------------
+
+
+class ReferenceExpert:
+    """One LLM behind an iteration-level scheduler."""
+
+    def __init__(self, config: ReferenceConfig, expert: ExpertConfig) -> None:
+        self.config = config
+        self.law = expert.law
+        self.k1 = expert.k1
+        self.k2 = expert.k2
+        self.capacity_blocks = expert.kv_capacity_tokens // config.block_size
+        self.free: list[Block] = [Block() for _ in range(self.capacity_blocks)]
+        self.running: list[Request] = []  # in order of the latest admission
+        self.waiting: list[Request] = []  # head first
+        self.iteration: Iteration | None = None
+        self.now = -math.inf  # time of the last boundary
+        self.dispatched = 0
+        self.finished = 0
+        self.history: list[Iteration] = []
+        self._seen_tokens: dict[int, int] = {}
+
+    # -- arrivals ----------------------------------------------------------------------------
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return math.ceil(tokens / self.config.block_size)
+
+    def is_full(self) -> bool:
+        capacity = self.config.waiting_capacity
+        return capacity is not None and len(self.waiting) >= capacity
+
+    def never_fits(self, prompt: int) -> bool:
+        cap = self.config.max_output_tokens
+        return cap is not None and self.blocks_for(prompt + cap) > self.capacity_blocks
+
+    def accepts(self, prompt: int) -> bool:
+        """Whether a request of `prompt` tokens sent now is not rejected."""
+        return not self.is_full() and not self.never_fits(prompt)
+
+    def dispatch(self, request: Request) -> None:
+        """Put an accepted request into the waiting list by the time it becomes available."""
+        cap = self.config.max_output_tokens
+        if request.prompt < 1 or request.output < 1 or (cap is not None and request.output > cap):
+            raise ValueError(
+                f"request {request.request}: prompt {request.prompt} and output {request.output} "
+                f"tokens; allowed are at least 1 and an output of at most {cap}"
+            )
+        if cap is None and self.blocks_for(request.prompt + request.output) > self.capacity_blocks:
+            raise ValueError(
+                f"request {request.request}: {request.prompt} + {request.output} tokens never fit "
+                f"into {self.capacity_blocks} blocks"
+            )
+        place = len(self.waiting)  # after equals: ties keep the order of dispatch
+        while place > 0:
+            before = self.waiting[place - 1]
+            if before.preempted or before.available <= request.available:
+                break
+            place -= 1
+        self.waiting.insert(place, request)
+        self.dispatched += 1
+        self._seen_tokens[request.request] = 0
+
+    # -- time --------------------------------------------------------------------------------
+
+    def next_boundary(self) -> float:
+        """Time of the next boundary, inf while there is nothing to do."""
+        if self.iteration is not None:
+            return self.iteration.end
+        if self.waiting:
+            return max(self.now, self.waiting[0].available)
+        return math.inf
+
+    def advance(self, until: float) -> list[Request]:
+        """Process every boundary at or before `until`; the requests that finished."""
+        finished: list[Request] = []
+        while self.next_boundary() <= until and self.next_boundary() < math.inf:
+            finished.extend(self.boundary())
+        return finished
+
+    def boundary(self) -> list[Request]:
+        """One boundary: effects of the ending iteration, preemption, admission, next iteration."""
+        now = self.next_boundary()
+        self.now = now
+        finished = self._end_iteration(now)
+        preempted = self._preempt() if self.config.memory_policy == "paged" else []
+        # Growth comes after preemption: a request that is preempted never took its next block.
+        for request in self.running:
+            self._take_blocks(request, self.blocks_for(request.prompt + request.generated))
+        if self.config.scheduler == "orca":
+            decodes, chunks, duration = self._plan_orca(now, bool(preempted))
+        else:
+            decodes, chunks, duration = self._plan_chunked(now, bool(preempted))
+        if decodes or chunks:
+            if not duration > 0:
+                raise ValueError(f"the law gives an iteration of {duration} s")
+            self.iteration = Iteration(now, now + duration, decodes, chunks, preempted)
+            if self.config.record_iterations:
+                self.history.append(
+                    Iteration(
+                        now,
+                        now + duration,
+                        [r.request for r in decodes],
+                        [(r.request, tokens, context) for r, tokens, context in chunks],
+                        [r.request for r in preempted],
+                    )
+                )
+        self.check_invariants()
+        return finished
+
+    def _end_iteration(self, now: float) -> list[Request]:
+        if self.iteration is None:
+            return []
+        emitting: list[Request] = []
+        for request in self.iteration.decodes:
+            request.computed += 1
+            emitting.append(request)
+        for request, tokens, _ in self.iteration.chunks:
+            request.computed += tokens
+            if request.prefilled:
+                emitting.append(request)
+        self.iteration = None
+        for request in emitting:
+            request.generated += 1
+            if request.generated == 1:
+                request.first_token = now
+        finished: list[Request] = []
+        for request in list(self.running):
+            if request.generated == request.output:
+                request.finish = now
+                self.running.remove(request)
+                self._free_blocks(request, keep_content=False)
+                self.finished += 1
+                finished.append(request)
+        return finished
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def allocated_blocks(self) -> int:
+        """Sum over the running requests of blocks(p + g)."""
+        return sum(self.blocks_for(r.prompt + r.generated) for r in self.running)
+
+    def _take_blocks(self, request: Request, count: int) -> None:
+        """Grow `request` to `count` blocks from the head of the free queue."""
+        while len(request.blocks) < count:
+            block = self.free.pop(0)
+            block.owner, block.index = None, -1
+            request.blocks.append(block)
+
+    def _free_blocks(self, request: Request, keep_content: bool) -> None:
+        """Append the blocks of `request` to the free queue, last block first."""
+        for index in reversed(range(len(request.blocks))):
+            block = request.blocks[index]
+            full = (index + 1) * self.config.block_size <= request.computed
+            if keep_content and full:
+                block.owner, block.index = request.request, index
+            else:
+                block.owner, block.index = None, -1
+            self.free.append(block)
+        request.blocks = []
+
+    def _take_cached_blocks(self, request: Request) -> int:
+        """Take the leading full blocks of `request` that survived in the free queue; tokens."""
+        size = self.config.block_size
+        tokens = 0
+        while tokens + size <= request.prompt + request.generated - 1:
+            index = len(request.blocks)
+            found = [b for b in self.free if b.owner == request.request and b.index == index]
+            if not found:
+                break
+            block = found[0]
+            self.free.remove(block)
+            block.owner, block.index = None, -1
+            request.blocks.append(block)
+            tokens += size
+        return tokens
+
+    def _preempt(self) -> list[Request]:
+        """Preempt the newest admitted while the running requests do not fit; newest first."""
+        preempted: list[Request] = []
+        while self.allocated_blocks() > self.capacity_blocks:
+            request = self.running.pop()
+            self._free_blocks(request, keep_content=self.config.prefix_caching)
+            request.computed = 0
+            request.target = 0
+            request.preempted = True
+            request.preemptions += 1
+            self.waiting.insert(0, request)
+            preempted.append(request)
+        return preempted
+
+    # -- scheduling --------------------------------------------------------------------------
+
+    def _may_admit(self, request: Request, now: float) -> bool:
+        """Availability, slot and memory; the token budgets differ and stand with the callers."""
+        if request.available > now:
+            return False
+        if len(self.running) >= self.config.running_capacity:
+            return False
+        if self.config.memory_policy == "reserve":
+            cap = self.config.max_output_tokens
+            assert cap is not None
+            held = sum(self.blocks_for(r.prompt + cap) for r in self.running)
+            own = self.blocks_for(request.prompt + cap)
+        else:
+            held = self.allocated_blocks()
+            own = self.blocks_for(request.prompt + request.generated)
+        return held + own <= self.capacity_blocks
+
+    def _admit(self, now: float) -> Request:
+        """Move the head of the waiting list to the running list with its KV blocks."""
+        request = self.waiting.pop(0)
+        request.preempted = False
+        request.target = request.prompt + request.generated
+        request.computed = self._take_cached_blocks(request) if self.config.prefix_caching else 0
+        self._take_blocks(request, self.blocks_for(request.target))
+        if math.isnan(request.admitted):
+            request.admitted = now
+        self.running.append(request)
+        return request
+
+    def _plan_orca(self, now: float, preempted: bool) -> tuple[list, list, float]:
+        admitted: list[Request] = []
+        prefill_tokens = 0
+        while self.waiting and not preempted:
+            head = self.waiting[0]
+            tokens = head.prompt + head.generated
+            if admitted and prefill_tokens + tokens > self.config.prefill_token_budget:
+                break
+            if not self._may_admit(head, now):
+                break
+            admitted.append(self._admit(now))
+            prefill_tokens += tokens
+        if admitted:
+            chunks = [(request, request.target, 0) for request in admitted]
+            return [], chunks, prefill_s(self.law, prefill_tokens)
+        if self.running:
+            total = sum(r.prompt + r.generated for r in self.running)
+            return list(self.running), [], decode_s(self.law, len(self.running), total)
+        return [], [], 0.0
+
+    def _plan_chunked(self, now: float, preempted: bool) -> tuple[list, list, float]:
+        left = self.config.prefill_token_budget
+        decodes: list[Request] = []
+        for request in self.running:
+            if request.prefilled and left > 0:
+                decodes.append(request)
+                left -= 1
+        chunks: list[tuple[Request, int, int]] = []
+        for request in self.running:
+            if not request.prefilled and left > 0:
+                tokens = min(request.target - request.computed, left)
+                chunks.append((request, tokens, request.computed))
+                left -= tokens
+        while self.waiting and not preempted and left > 0:
+            if not self._may_admit(self.waiting[0], now):
+                break
+            request = self._admit(now)
+            tokens = min(request.target - request.computed, left)
+            chunks.append((request, tokens, request.computed))
+            left -= tokens
+        if not decodes and not chunks:
+            return [], [], 0.0
+        total = sum(r.prompt + r.generated for r in decodes)
+        pairs = [(tokens, context) for _, tokens, context in chunks]
+        return decodes, chunks, step_s(self.law, pairs, len(decodes), total)
+
+    # -- checks ------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless memory, slots, places and token counts are sound."""
+        allocated = self.allocated_blocks()
+        if allocated > self.capacity_blocks:
+            raise AssertionError(f"Eq. 4: {allocated} of {self.capacity_blocks} blocks")
+        if len(self.running) > self.config.running_capacity:
+            raise AssertionError(f"{len(self.running)} running requests")
+        if self.config.memory_policy == "reserve":
+            cap = self.config.max_output_tokens or 0
+            if sum(self.blocks_for(r.prompt + cap) for r in self.running) > self.capacity_blocks:
+                raise AssertionError("the reservations exceed the capacity")
+        if len(self.free) + allocated != self.capacity_blocks:
+            raise AssertionError("blocks were lost or made")
+        places = [r.request for r in self.running] + [r.request for r in self.waiting]
+        if len(set(places)) != len(places):
+            raise AssertionError(f"a request is in two places: {places}")
+        if len(places) + self.finished != self.dispatched:
+            raise AssertionError("a request was lost")
+        for request in self.running:
+            if len(request.blocks) != self.blocks_for(request.prompt + request.generated):
+                raise AssertionError(f"request {request.request} holds the wrong blocks")
+            if not 0 <= request.generated < request.output:
+                raise AssertionError(f"request {request.request}: {request.generated} tokens")
+        for request in self.running + self.waiting:
+            if request.generated - self._seen_tokens[request.request] not in (0, 1):
+                raise AssertionError(f"request {request.request} skipped or lost tokens")
+            self._seen_tokens[request.request] = request.generated
+        seen_fresh = False
+        last_available = -math.inf
+        for request in self.waiting:
+            if request.blocks:
+                raise AssertionError(f"waiting request {request.request} holds blocks")
+            if request.preempted:
+                if seen_fresh:
+                    raise AssertionError("a preempted request stands behind a fresh one")
+                continue
+            seen_fresh = True
+            if request.available < last_available:
+                raise AssertionError("the waiting list is out of order")
+            last_available = request.available
+        if self.running and self.iteration is None:
+            raise AssertionError("running requests and no iteration")
+        if self.iteration is None and self.waiting and self.waiting[0].available <= self.now:
+            raise AssertionError("idle while the head of the waiting list could run")
+
+
+# --------------------------------------------------------------------------------------------
+# The router's view
+# --------------------------------------------------------------------------------------------
+
+
+class ReferenceSimulator:
+    """An episode: observe at each arrival, act, go on to the next arrival.
+
+    Args:
+        config: Everything but the episode.
+        arrivals: Arrival times in seconds, non-decreasing.
+        prompt_tokens: Prompt length of each request.
+        scores: True score of each request on each expert.
+        output_tokens: True output length of each request on each expert.
+        predicted_scores: What the router is told of the scores.
+        predicted_lengths: What the router is told of the output lengths.
+    """
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        arrivals: Sequence[float],
+        prompt_tokens: Sequence[int],
+        scores: Sequence[Sequence[float]],
+        output_tokens: Sequence[Sequence[int]],
+        predicted_scores: Sequence[Sequence[float]] | None = None,
+        predicted_lengths: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        self.config = config
+        self.experts = [ReferenceExpert(config, expert) for expert in config.experts]
+        self.arrivals = [float(t) for t in arrivals]
+        self.prompts = [int(p) for p in prompt_tokens]
+        self.scores = [[float(v) for v in row] for row in scores]
+        self.outputs = [[int(v) for v in row] for row in output_tokens]
+        if predicted_scores is None:
+            predicted_scores = scores
+        if predicted_lengths is None:
+            predicted_lengths = output_tokens
+        self.predicted_scores = [[float(v) for v in row] for row in predicted_scores]
+        self.predicted_lengths = [[float(v) for v in row] for row in predicted_lengths]
+        count = len(self.arrivals)
+        if count == 0:
+            raise ValueError("arrivals=[]: at least one request is needed")
+        for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False):
+            if later < earlier:
+                raise ValueError(f"arrivals: {later} after {earlier}; allowed is non-decreasing")
+        tables = (self.scores, self.outputs, self.predicted_scores, self.predicted_lengths)
+        if len(self.prompts) != count or any(len(table) != count for table in tables):
+            raise ValueError(f"every per-request list must hold {count} rows")
+        if any(len(row) != len(self.experts) for table in tables for row in table):
+            raise ValueError(f"every row must hold {len(self.experts)} experts")
+        self.log = [
+            RequestLog(request=j, arrival=self.arrivals[j], prompt_tokens=self.prompts[j])
+            for j in range(count)
+        ]
+        self.current = 0  # the request that awaits its action
+        self.terminated = False
+        self._in_system: set[int] = set()
+        self._advance(self.arrivals[0])
+
+    @property
+    def time(self) -> float:
+        """Arrival time of the request that awaits its action."""
+        return self.arrivals[self.current]
+
+    # -- what the router sees ----------------------------------------------------------------
+
+    def observe(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Observation in raw units, unclipped float64, and the int8 mask (N+1,)."""
+        config = self.config
+        n = len(self.experts)
+        width = config.waiting_capacity
+        if width is None:
+            width = max(len(expert.waiting) for expert in self.experts)
+        observation = {
+            "request": np.zeros((n, 3)),
+            "experts": np.zeros((n, 3)),
+            "running": np.zeros((n, config.running_capacity, 6)),
+            "waiting": np.zeros((n, width, 6)),
+            "running_mask": np.zeros((n, config.running_capacity), dtype=np.int8),
+            "waiting_mask": np.zeros((n, width), dtype=np.int8),
+            "latency_requirement": np.array([config.latency_requirement_s]),
+        }
+        if self.terminated:
+            return observation, np.ones(n + 1, dtype=np.int8)
+        j = self.current
+        for i, expert in enumerate(self.experts):
+            observation["request"][i, 0] = self.prompts[j]
+            observation["request"][i, 1] = self.predicted_scores[j][i]
+            observation["request"][i, 2] = self.predicted_lengths[j][i]
+            memory = sum(len(r.blocks) for r in expert.running) / expert.capacity_blocks
+            observation["experts"][i, 0] = memory
+            observation["experts"][i, 1] = len(expert.running)
+            observation["experts"][i, 2] = len(expert.waiting)
+            for row, request in enumerate(expert.running):
+                observation["running"][i, row] = self._features(expert, request)
+                observation["running_mask"][i, row] = 1
+            # Preempted requests may push the queue past its capacity: the first rows are shown.
+            for row, request in enumerate(expert.waiting[:width]):
+                observation["waiting"][i, row] = self._features(expert, request)
+                observation["waiting_mask"][i, row] = 1
+        return observation, self.action_mask()
+
+    def _features(self, expert: ReferenceExpert, request: Request) -> list[float]:
+        """Eq. 6: p, predicted score, predicted length, memory, tokens so far, latency so far."""
+        return [
+            request.prompt,
+            request.predicted_score,
+            request.predicted_length,
+            len(request.blocks) / expert.capacity_blocks,
+            request.generated,
+            (self.time - request.arrival) / max(request.generated, 1),
+        ]
+
+    def action_mask(self) -> np.ndarray:
+        """1 where the action is legal; dropping always is."""
+        mask = np.ones(len(self.experts) + 1, dtype=np.int8)
+        if not self.terminated:
+            for i, expert in enumerate(self.experts):
+                mask[i + 1] = 1 if expert.accepts(self.prompts[self.current]) else 0
+        return mask
+
+    # -- what the router does ----------------------------------------------------------------
+
+    def impact_penalty(self, action: int, penalty: str, estimator: str) -> float:
+        """Eq. 15/16: estimated loss among the running requests if `action` were taken now."""
+        if action == 0:
+            return 0.0
+        i = action - 1
+        expert = self.experts[i]
+        j = self.current
+        if not expert.accepts(self.prompts[j]):
+            return 0.0
+        prompt = self.prompts[j]
+        limit = self.config.latency_requirement_s
+        own_length = self.outputs[j][i] if estimator == "true" else self.predicted_lengths[j][i]
+        total = 0.0
+        for request in expert.running:
+            if estimator == "true":
+                length, score = float(request.output), request.score
+            else:
+                # A predicted length below one token (the "zero" predictor) counts as one.
+                length, score = max(request.predicted_length, 1.0), request.predicted_score
+            overlap = max(0.0, min(length - request.generated, own_length))
+            added = expert.k1 * prompt
+            for k in range(1, math.floor(overlap) + 1):
+                added += expert.k2 * (prompt + k)
+            now = (self.time - request.arrival) / max(request.generated, 1)
+            estimate = now + added / length
+            if penalty == "literal":
+                violated = estimate >= limit
+            else:
+                violated = now < limit <= estimate
+            if violated:
+                total += score
+        return total
+
+    def step(self, action: int) -> tuple[float, dict[str, float], bool]:
+        """Take `action` for the current request and go on to the next arrival, or drain.
+
+        Returns:
+            The reward, its terms (they sum to it) and whether the episode ended.
+        """
+        if self.terminated:
+            raise RuntimeError("step() after the end of the episode")
+        if not 0 <= action <= len(self.experts):
+            raise ValueError(f"action={action}: allowed are 0..{len(self.experts)}")
+        config = self.config
+        j = self.current
+        entry = self.log[j]
+        penalty = 0.0
+        if config.reward == "qos_aware":
+            penalty = self.impact_penalty(action, config.penalty, config.estimator)
+        paid = 0.0
+        if action == 0:
+            entry.outcome = "dropped"
+        else:
+            i = action - 1
+            expert = self.experts[i]
+            entry.expert = i
+            entry.output_tokens = self.outputs[j][i]
+            entry.score = self.scores[j][i]
+            if not expert.accepts(self.prompts[j]):
+                entry.outcome = "rejected"
+            else:
+                entry.routing_s = config.router_delay_s
+                bits = 8 * config.bytes_per_token * self.prompts[j]
+                entry.communication_s = bits / config.bandwidth_bps
+                entry.available = self.time + entry.routing_s + entry.communication_s
+                expert.dispatch(
+                    Request(
+                        request=j,
+                        arrival=self.time,
+                        prompt=self.prompts[j],
+                        output=self.outputs[j][i],
+                        available=entry.available,
+                        score=self.scores[j][i],
+                        predicted_score=self.predicted_scores[j][i],
+                        predicted_length=self.predicted_lengths[j][i],
+                    )
+                )
+                paid = entry.score
+                self._in_system.add(j)
+        if j + 1 < len(self.arrivals):
+            finished = self._advance(self.arrivals[j + 1])
+            self.current = j + 1
+        else:
+            self.terminated = True
+            finished = self._advance(math.inf)
+        completed_qos = 0.0
+        late = 0.0
+        for done in finished:
+            if done.latency_per_token <= config.latency_requirement_s:
+                completed_qos += done.score
+            else:
+                late += done.score
+        if config.reward == "completed_qos":
+            terms = {"completed_qos": completed_qos}
+        elif config.reward == "paid_forward":
+            terms = {"paid": paid, "taken_back": -late}
+        else:
+            terms = {"completed_qos": completed_qos, "penalty": -penalty}
+        return sum(terms.values()), terms, self.terminated
+
+    def _advance(self, until: float) -> list[RequestLog]:
+        """Bring every expert to `until`; the log entries of the requests that completed."""
+        completed: list[RequestLog] = []
+        for expert in self.experts:
+            done = expert.advance(until)
+            for request in done + expert.running + expert.waiting:
+                entry = self.log[request.request]
+                entry.admitted = request.admitted
+                entry.first_token = request.first_token
+                entry.finish = request.finish
+                entry.preemptions = request.preemptions
+            for request in done:
+                self.log[request.request].outcome = "completed"
+                self._in_system.remove(request.request)
+                completed.append(self.log[request.request])
+        self.check_invariants()
+        return completed
+
+    def check_invariants(self) -> None:
+        """Every expert is sound, and every request so far is in exactly one place."""
+        found: list[int] = []
+        for expert in self.experts:
+            expert.check_invariants()
+            found += [r.request for r in expert.running] + [r.request for r in expert.waiting]
+        if sorted(found) != sorted(self._in_system):
+            raise AssertionError(f"in the queues {sorted(found)}, sent {sorted(self._in_system)}")
+        if any(self.log[j].outcome is not None for j in found):
+            raise AssertionError("a request with an outcome is still in a queue")
+        if self.terminated:
+            for entry in self.log:
+                if entry.outcome is None:
+                    raise AssertionError(f"request {entry.request} has no outcome at the end")
+
+
+def simulate(
+    sim: ReferenceSimulator,
+    policy: Callable[[ReferenceSimulator], int] | Sequence[int],
+) -> tuple[list[float], list[RequestLog]]:
+    """Run an episode to its end; `policy` is a function of the simulator or a list of actions."""
+    rewards: list[float] = []
+    while not sim.terminated:
+        action = policy(sim) if callable(policy) else policy[sim.current]
+        reward, terms, _ = sim.step(int(action))
+        if abs(sum(terms.values()) - reward) > 1e-9:
+            raise AssertionError("the reward terms do not sum to the reward")
+        rewards.append(reward)
+    return rewards, sim.log
+
+
+# --------------------------------------------------------------------------------------------
+# Replay of one expert
+# --------------------------------------------------------------------------------------------
+
+
+class ReplayResult(NamedTuple):
+    """Seconds; `tpot` is NaN for a single output token."""
+
+    ttft: float
+    tpot: float
+    e2e: float
+    finish: float
+
+
+def replay_reference(
+    requests: Sequence[tuple[float, int, int]],
+    law: Any,
+    *,
+    kv_capacity_tokens: int = 10**6,
+    scheduler: str = "chunked_prefill",
+    memory_policy: str = "paged",
+    prefix_caching: bool = False,
+    running_capacity: int = 256,
+    prefill_token_budget: int = 2048,
+    block_size: int = 16,
+    max_output_tokens: int | None = None,
+    known_ahead: bool = False,
+) -> list[ReplayResult]:
+    """Serve (arrival, prompt, output) triples, sorted by arrival, on one expert without a router.
+
+    The waiting list is unbounded, nothing is rejected and there is no network delay. A request
+    never joins an iteration that starts at its arrival, as behind the router; with `known_ahead`
+    it does, so that requests with one arrival time share a prefill.
+
+    Raises:
+        ValueError: If a prompt with its output can never fit.
+    """
+    config = ReferenceConfig(
+        experts=(ExpertConfig(law, kv_capacity_tokens),),
+        scheduler=scheduler,
+        memory_policy=memory_policy,
+        prefix_caching=prefix_caching,
+        running_capacity=running_capacity,
+        waiting_capacity=None,
+        prefill_token_budget=prefill_token_budget,
+        block_size=block_size,
+        max_output_tokens=max_output_tokens,
+    )
+    expert = ReferenceExpert(config, config.experts[0])
+    finished: list[Request] = []
+    for number, (arrival, prompt, output) in enumerate(requests):
+        if not known_ahead:
+            finished.extend(expert.advance(arrival))
+        if expert.never_fits(prompt):
+            raise ValueError(f"request {number}: a prompt of {prompt} tokens never fits")
+        expert.dispatch(Request(number, float(arrival), int(prompt), int(output), float(arrival)))
+    finished.extend(expert.advance(math.inf))
+    results: list[ReplayResult] = [ReplayResult(NAN, NAN, NAN, NAN)] * len(requests)
+    for request in finished:
+        tpot = NAN
+        if request.output > 1:
+            tpot = (request.finish - request.first_token) / (request.output - 1)
+        results[request.request] = ReplayResult(
+            request.first_token - request.arrival,
+            tpot,
+            request.finish - request.arrival,
+            request.finish,
+        )
+    return results
