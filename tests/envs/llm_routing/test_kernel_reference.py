@@ -1,0 +1,259 @@
+"""The kernel against the slow literal reference: observations, masks, rewards and logs."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from servegym.envs.llm_routing import config, kernel
+from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
+from servegym.hardware_profiles import LawTables
+
+from .reference import ExpertConfig, ReferenceConfig, ReferenceSimulator, TableLaw
+
+
+def random_law(rng: np.random.Generator) -> LawTables:
+    """A law of rising, irregular tables; the axes differ from expert to expert."""
+
+    def axis(count: int, top: float) -> np.ndarray:
+        # Begins at 1: below it the outermost slope goes on, and must not reach negative times.
+        return np.unique(np.append(np.round(rng.uniform(1, top, count)), 1.0))
+
+    dense, chunk, context = axis(6, 400), axis(4, 300), axis(3, 300)
+    sequences, length, head = axis(3, 8), axis(6, 500), axis(3, 8)
+    rise = lambda x, scale: np.cumsum(rng.uniform(0.2, 1.0, len(x))) * scale  # noqa: E731
+    return LawTables(
+        dense_tokens=dense,
+        dense_s=0.004 + rise(dense, 0.004),
+        chunk_tokens=chunk,
+        context_tokens=context,
+        chunk_attention_s=rise(chunk, 0.001)[:, None] + rise(context, 0.001),
+        decode_sequences=sequences,
+        decode_context_tokens=length,
+        decode_attention_s=rise(sequences, 0.001)[:, None] + rise(length, 0.002),
+        head_sequences=head,
+        head_s=0.001 + rise(head, 0.0003),
+    )
+
+
+def linear_law(rng: np.random.Generator) -> LawTables:
+    base, k1, kb, k2 = rng.uniform([0.0, 1e-5, 1e-4, 1e-6], [0.02, 2e-4, 1e-3, 5e-5])
+    b, x = np.array([0.0, 1.0, 64.0]), np.array([0.0, 1000.0])
+    return LawTables(
+        dense_tokens=np.array([0.0, 1000.0]),
+        dense_s=base + k1 * np.array([0.0, 1000.0]),
+        chunk_tokens=np.array([0.0]),
+        context_tokens=np.array([0.0]),
+        chunk_attention_s=np.zeros((1, 1)),
+        decode_sequences=b,
+        decode_context_tokens=x,
+        decode_attention_s=(kb - k1) * b[:, None] + k2 * b[:, None] * x,
+        head_sequences=np.array([0.0]),
+        head_s=np.zeros(1),
+    )
+
+
+def make_case(seed: int, requests: int = 40, **choices):
+    """One random system, its episode, and the reference of the same."""
+    rng = np.random.default_rng(seed)
+    pick = lambda name, options: choices.get(name, options[rng.integers(len(options))])  # noqa: E731
+    n = int(pick("num_experts", [1, 2, 3]))
+    scheduler = pick("scheduler", ["orca", "chunked_prefill"])
+    memory_policy = pick("memory_policy", ["reserve", "paged"])
+    caching = bool(pick("prefix_caching", [False, True])) and scheduler == "chunked_prefill"
+    running, waiting = int(pick("running", [1, 2, 5])), int(pick("waiting", [1, 3, 5]))
+    block = int(pick("block_size", [1, 3, 7, 16]))
+    longest = int(pick("max_output_tokens", [1, 12, 60]))
+    budget = int(pick("budget", [max(8, running), 64, 500]))
+    reward = pick("reward", ["qos_aware", "completed_qos", "paid_forward"])
+    penalty = pick("penalty", ["literal", "new_violations"])
+    estimator = pick("estimator", ["true", "predicted"])
+    limit = float(pick("limit", [0.02, 0.05, 0.3]))
+    rate = float(pick("rate", [2.0, 20.0, 200.0]))
+    delay = float(pick("router_delay_s", [0.0, 0.005, 0.2]))
+    prompts = rng.integers(1, 150, requests)
+    scores = rng.uniform(0, 1, (requests, n)).astype(np.float32)
+    lengths = rng.integers(1, longest + 1, (requests, n))
+    said = rng.uniform(0, 1, (requests, n)).astype(np.float32)
+    guessed = (rng.uniform(0, longest, (requests, n))).astype(np.float32)
+    arrivals = np.cumsum(rng.exponential(1 / rate, requests)) + rng.uniform(0.01, 0.02)
+    need = 150 + longest
+    profiles = []
+    for _ in range(n):
+        tables = linear_law(rng) if rng.random() < 0.3 else random_law(rng)
+        # From "one request and a bit" to "never full", so that memory binds in some systems.
+        capacity = int(need * rng.choice([0.7, 1.1, 2.0, 6.0])) + block
+        slopes = SimpleNamespace(k1=rng.uniform(0, 1e-3), k2=rng.uniform(0, 1e-4))
+        profiles.append(
+            SimpleNamespace(
+                tables=lambda t=tables: t, kv_capacity_tokens=capacity, estimator=slopes
+            )
+        )
+
+    cfg = config._engine_config(
+        scheduler=scheduler,
+        memory_policy=memory_policy,
+        prefix_caching=caching,
+        running_capacity=running,
+        prefill_token_budget=budget,
+        block_size=block,
+        bandwidth_bps=1e5,
+        bytes_per_token=4.0,
+        router_delay_s=delay,
+    )
+    c = cfg[0]
+    c["num_experts"], c["waiting_capacity"], c["slots"] = n, waiting, running + waiting
+    c["num_requests"], c["max_output_tokens"] = requests, longest
+    c["reward"], c["penalty"] = config._REWARDS[reward], config._PENALTIES[penalty]
+    c["predicted_estimator"] = config._ESTIMATORS[estimator]
+    table = np.stack(
+        [np.repeat(prompts[:, None], n, 1), scores, lengths, said, guessed], axis=-1
+    ).astype(np.float32)
+    problem = config.Problem(
+        cfg=cfg,
+        law=config.pack_laws(profiles, c, running, block),
+        table=table,
+        rows=np.arange(requests, dtype=np.int32),
+        profiles=tuple(profiles),
+        models=tuple(str(k) for k in range(n)),
+        catalog=None,
+        columns=np.arange(n),
+        arrivals=None,
+        rate=(rate, rate),
+        latency_requirement_s=(limit, limit),
+        arguments={},
+    )
+    batch = RoutingBatch(problem, 1)
+    batch.arrivals[0], batch.rows[0] = arrivals, np.arange(requests)
+    batch.env["latency_requirement"] = limit
+    reference = ReferenceSimulator(
+        ReferenceConfig(
+            experts=tuple(
+                ExpertConfig(
+                    TableLaw(p.tables()), p.kv_capacity_tokens, p.estimator.k1, p.estimator.k2
+                )
+                for p in profiles
+            ),
+            scheduler=scheduler,
+            memory_policy=memory_policy,
+            prefix_caching=caching,
+            running_capacity=running,
+            waiting_capacity=waiting,
+            prefill_token_budget=budget,
+            block_size=block,
+            bandwidth_bps=1e5,
+            router_delay_s=delay,
+            max_output_tokens=longest,
+            latency_requirement_s=limit,
+            reward=reward,
+            penalty=penalty,
+            estimator=estimator,
+        ),
+        arrivals,
+        prompts,
+        scores,
+        lengths,
+        said,
+        guessed,
+    )
+    return batch, reference, rng
+
+
+def assert_same_observation(batch, reference, where):
+    theirs, mask = reference.observe()
+    for name, value in theirs.items():
+        if name in ("running", "waiting"):
+            value = np.minimum(value, [8192, 1, 1e9, 1, 1e9, kernel.MAX_LATENCY_S_PER_TOKEN])
+        mine = batch.observation[name][0]
+        np.testing.assert_allclose(mine, value, rtol=2e-6, atol=1e-7, err_msg=f"{where}: {name}")
+    np.testing.assert_array_equal(batch.action_mask[0], mask, err_msg=where)
+
+
+def run_case(seed: int, **choices) -> dict[str, float]:
+    batch, reference, rng = make_case(seed, **choices)
+    which = np.ones(1, dtype=np.int8)
+    batch.begin(which)
+    n = batch.problem.num_experts
+    for j in range(batch.problem.episode_requests):
+        assert_same_observation(batch, reference, f"seed {seed}, request {j}")
+        action = int(rng.integers(0, n + 1)) if rng.random() < 0.3 else int(rng.integers(1, n + 1))
+        batch.step(np.array([action]), which)
+        reward, _, ended = reference.step(action)
+        assert batch.out[0, 0] + batch.out[0, 1] == pytest.approx(reward, abs=1e-6)
+        assert bool(batch.out[0, 2]) == ended
+    assert_same_observation(batch, reference, f"seed {seed}, end")
+    log = batch.request_log(0)
+    for mine, theirs in zip(log, reference.log, strict=True):
+        where = f"seed {seed}, request {theirs.request}"
+        assert OUTCOMES[mine["outcome"]] == theirs.outcome, where
+        assert mine["expert"] == theirs.expert, where
+        assert mine["preemptions"] == theirs.preemptions, where
+        for name, value in (
+            ("available_s", theirs.available),
+            ("admitted_s", theirs.admitted),
+            ("first_token_s", theirs.first_token),
+            ("finish_s", theirs.finish),
+        ):
+            if theirs.outcome == "completed":
+                assert mine[name] == pytest.approx(value, rel=1e-9, abs=1e-9), (where, name)
+    kpis = batch.kpis(0)
+    limit = reference.config.latency_requirement_s
+    done = [e for e in reference.log if e.outcome == "completed"]
+    qos = sum(e.qos(limit) for e in reference.log) / len(reference.log)
+    assert kpis["avg_qos"] == pytest.approx(qos, abs=1e-6)
+    if done:
+        assert kpis["mean_e2e_s"] == pytest.approx(np.mean([e.e2e for e in done]))
+        assert kpis["mean_ttft_s"] == pytest.approx(np.mean([e.ttft for e in done]))
+        parts = [kpis[f"mean_{k}_s"] for k in ("communication", "routing", "waiting", "inference")]
+        assert sum(parts) == pytest.approx(kpis["mean_e2e_s"])
+        several = [e.tpot for e in done if e.output_tokens > 1]
+        if several:
+            assert kpis["mean_tpot_s"] == pytest.approx(np.mean(several))
+        else:
+            assert math.isnan(kpis["mean_tpot_s"])
+    return {"preemptions": float(log["preemptions"].sum()), "done": len(done)}
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 2**32 - 1))
+def test_equal_on_random_systems(seed):
+    run_case(seed)
+
+
+@pytest.mark.parametrize("scheduler", ["orca", "chunked_prefill"])
+@pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
+def test_equal_in_every_mode(scheduler, memory_policy):
+    for seed in range(25):
+        run_case(seed, scheduler=scheduler, memory_policy=memory_policy)
+
+
+def test_equal_under_preemption():
+    """Long answers in little memory: preemptions happen, with and without cached prefixes."""
+    for scheduler, caching in (
+        ("orca", False),
+        ("chunked_prefill", False),
+        ("chunked_prefill", True),
+    ):
+        preempted = 0.0
+        for seed in range(25):
+            preempted += run_case(
+                seed,
+                scheduler=scheduler,
+                memory_policy="paged",
+                prefix_caching=caching,
+                running=5,
+                waiting=5,
+                max_output_tokens=60,
+                rate=20.0,
+                block_size=3 if seed % 2 else 16,
+            )["preemptions"]
+        assert preempted > 50, scheduler
+
+
+@pytest.mark.slow
+def test_equal_on_many_random_systems():
+    for seed in range(3000):
+        run_case(seed)
