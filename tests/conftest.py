@@ -1,0 +1,31 @@
+"""Settings that every test shares."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# One thread a process: the suite runs several processes on few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The source tree; tests that read it are skipped where only the tests are at hand."""
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("needs the source tree")
+    return ROOT
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,218 @@
+"""The traps of the package layout, each with its guard."""
+
+import ast
+import configparser
+import importlib
+import importlib.metadata
+import importlib.resources
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+import servegym
+
+FOLDERS = ("envs", "baselines", "agents", "hardware_profiles", "experiments")
+
+
+@pytest.fixture(scope="module")
+def setuptools(root):
+    return tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+@pytest.fixture(scope="module")
+def sources(root):
+    """The Python files of the packages, tests aside."""
+    return [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+
+
+def _package(root, folder):
+    """The import name of a folder that holds an __init__.py."""
+    parts = folder.relative_to(root).parts
+    return "servegym" if parts == ("envs", "_root") else ".".join(("servegym", *parts))
+
+
+def test_package_list_equals_the_tree(root, setuptools, sources):
+    found = {_package(root, path.parent) for path in sources if path.name == "__init__.py"}
+    listed = setuptools["packages"]
+    assert len(listed) == len(set(listed))
+    assert found == set(listed)
+
+
+def test_every_module_lies_in_a_package(sources):
+    stray = [path for path in sources if not (path.parent / "__init__.py").exists()]
+    assert stray == []
+
+
+def test_every_package_and_data_file_is_installed(root, setuptools, sources):
+    """A folder or file that is not listed is missing from the wheel only."""
+    for name in setuptools["packages"]:
+        importlib.import_module(name)
+    for path in sources:
+        package = importlib.resources.files(_package(root, path.parent))
+        assert package.joinpath(path.name).is_file(), path
+    for folder in FOLDERS:
+        for path in (root / folder).rglob("*"):
+            if path.is_file() and path.suffix in (".json", ".npz", ".typed", ".yaml"):
+                package = importlib.resources.files(_package(root, path.parent))
+                assert package.joinpath(path.name).is_file(), path
+
+
+def test_typed():
+    assert importlib.resources.files("servegym").joinpath("py.typed").is_file()
+
+
+def test_data_can_be_loaded():
+    from servegym.envs.workloads import load_catalog
+    from servegym.hardware_profiles import list_fleets, list_profiles, load, load_fleet
+
+    assert load_catalog("alpaca_eval_7b").scores.size
+    assert [load(name).name for name in list_profiles()] == list_profiles()
+    assert [load_fleet(name).name for name in list_fleets()] == list_fleets()
+
+
+def test_the_version_is_the_same_everywhere(root):
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert servegym.__version__ == version == importlib.metadata.version("serve-gym")
+    assert f"\nversion: {version}\n" in (root / "CITATION.cff").read_text()
+    assert f"\n## {version} " in (root / "CHANGELOG.md").read_text()
+
+
+def test_no_module_shadows_the_standard_library(sources):
+    """Python puts a script's folder first on the path: agents/random.py would replace random."""
+    names = {path.stem for path in sources} | {path.parent.name for path in sources}
+    assert names & set(sys.stdlib_module_names) <= {"__init__", "__main__"}
+
+
+def test_setup_cfg_has_no_metadata(root):
+    config = configparser.ConfigParser()
+    config.read(root / "setup.cfg")
+    taken = [name for name in config.sections() if name.split(":")[0] in ("metadata", "options")]
+    assert taken == [] and not any(name.startswith("options") for name in config.sections())
+
+
+def _imported(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def test_no_folder_is_imported_by_its_bare_name(root, sources):
+    """``import envs`` from the root would register every id a second time."""
+    bare = [
+        (path.relative_to(root), name)
+        for path in [*sources, *sorted((root / "tests").rglob("*.py"))]
+        for name in _imported(path)
+        if name.split(".")[0] in FOLDERS
+    ]
+    assert bare == []
+
+
+def test_agents_do_not_import_each_other(root):
+    for path in (root / "agents").glob("*.py"):
+        if path.name != "__init__.py":
+            assert not [n for n in _imported(path) if n.startswith("servegym.agents")], path
+
+
+def test_data_flows_one_way(root):
+    """Profiles and workloads know no environments, environments no policies, these no runs."""
+    below = {
+        "hardware_profiles": ("envs.llm_routing", "baselines", "agents", "experiments"),
+        "envs": ("baselines", "agents", "experiments"),
+        "baselines": ("agents", "experiments"),
+        "agents": ("experiments",),
+    }
+    for folder, above in below.items():
+        for path in (root / folder).rglob("*.py"):
+            for name in _imported(path):
+                assert not name.startswith(tuple(f"servegym.{one}" for one in above)), (path, name)
+
+
+def test_import_is_light():
+    """Importing servegym registers the ids and loads nothing heavy."""
+    code = (
+        "import sys, gymnasium; import servegym;"
+        "heavy = ('numba', 'torch', 'scipy', 'pandas', 'matplotlib', 'typer', 'pettingzoo');"
+        "print([name for name in heavy if name in sys.modules]);"
+        "print(sorted(key for key in gymnasium.registry if key.startswith('servegym/')))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert out[0] == "[]"
+    assert "servegym/LLMRouting-v0" in out[1]
+
+
+def test_ids_work_with_the_module_prefix():
+    code = "import gymnasium; print(gymnasium.make('servegym:servegym/LLMRouting-v0').spec.id)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "servegym/LLMRouting-v0"
+
+
+def test_readme_names_every_id(root):
+    ids = [key for key in gymnasium.registry if key.startswith("servegym/")]
+    rows = [line for line in (root / "README.md").read_text().splitlines() if line[:1] == "|"]
+    assert len(ids) >= 3
+    for name in ids:
+        assert any(f"`{name}`" in row for row in rows), name
+
+
+def test_readme_python_runs(root):
+    blocks = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert len(block.strip().splitlines()) <= 12
+        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_readme_commands_exist(root):
+    from servegym.experiments.cli import app
+
+    text = (root / "README.md").read_text()
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    used = set(re.findall(r"^servegym (\w+)", text, re.MULTILINE))
+    assert used and used <= known
+    targets = set(re.findall(r"^(\w+):", (root / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make (\w+)", text, re.MULTILINE)) <= targets
+
+
+def test_constraints_pin_everything_exactly(root):
+    pins = {}
+    for line in (root / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, equals, version = line.partition("==")
+            assert equals and re.fullmatch(r"[\w.]+", version), line
+            pins[name.lower().replace("_", "-")] = version
+    assert pins["torch"] == "2.13.0"
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    for requirement in wanted:
+        name = re.match(r"[\w-]+", requirement).group().lower().replace("_", "-")
+        assert name in pins, requirement
+
+
+def test_no_data_file_is_large(root):
+    for folder in FOLDERS:
+        for path in (root / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert path.stat().st_size <= 1_000_000, path
+
+
+def test_scripts_run_as_files(root):
+    """Agents are single files: ``python agents/x.py --help`` works from anywhere."""
+    scripts = [path for path in (root / "agents").glob("*.py") if path.name != "__init__.py"]
+    for path in scripts:
+        if "__main__" in path.read_text():
+            done = subprocess.run(
+                [sys.executable, str(path), "--help"],
+                capture_output=True,
+                text=True,
+                cwd=Path(path.anchor),
+            )
+            assert done.returncode == 0 and "--seed" in done.stdout, done.stderr
