@@ -1,0 +1,162 @@
+"""Rendering: what the text says agrees with the state, and the picture changes with it."""
+
+import sys
+import time
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.error import DependencyNotInstalled
+
+import servegym
+from servegym.envs.llm_routing.env import LLMRoutingEnv
+from servegym.envs.llm_routing.render import HEIGHT, WIDTH, render
+
+
+def make(mode, env_id="servegym/LLMRouting-v0", steps=60, **kwargs):
+    kwargs = {"rate": 12.0, "num_experts": 3, "episode_requests": 80} | kwargs
+    env = gym.make(env_id, render_mode=mode, **kwargs)
+    env.reset(seed=3)
+    env.action_space.seed(3)
+    for _ in range(steps):
+        env.step(env.action_space.sample())
+    return env
+
+
+def table(text):
+    """Rows of the experts: their number, then everything after it."""
+    return text.splitlines()[3:-1]
+
+
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+def test_ansi_agrees_with_the_state(env_id):
+    env = make("ansi", env_id)
+    text = env.render()
+    assert isinstance(text, str) and text.endswith("\n")
+    bare = env.unwrapped
+    log = bare.request_log()
+    experts = bare.batch.expert[0]
+    rows = table(text)
+    assert len(rows) == 3
+    assert max(map(len, text.splitlines())) < 200
+    assert "request 61/80" in text and "L = 30.0 ms/token" in text
+    assert f"a prompt of {int(bare.problem.table[bare.batch.rows[0, 60], 0, 0])} tokens" in text
+    assert f"dropped {np.count_nonzero(log['outcome'] == 2)} " in text
+    for n, row in enumerate(rows):
+        cells = row.split("%", 1)[1]
+        assert sum(cells.count(c) for c in "▁▂▃▄▅▆▇█") == experts[n]["running"]
+        assert sum(cells.count(c) for c in "o>p") == experts[n]["waiting"]
+        sent, _, rejected = (int(x) for x in row.split()[-3:])
+        mine = log["expert"] == n
+        assert rejected == np.count_nonzero(mine & (log["outcome"] == 3))
+        assert sent == np.count_nonzero(mine) - rejected
+        assert bare.problem.models[n] in row
+    assert experts["running"].sum() > 0, "the test shows nothing"
+
+
+def test_ansi_marks_late_requests_and_the_last_choice():
+    env = make("ansi", steps=0, rate=1000.0, running_capacity=1)
+    for _ in range(3):
+        env.step(2)
+    assert table(env.render())[1].startswith("→ 2")
+    env.step(0)
+    assert "the last one was dropped" in env.render()
+    assert not any(row.startswith("→") for row in table(env.render()))
+    for _ in range(6):
+        env.step(1)
+    text = env.render()
+    assert "rejected by expert 1" in text and table(text)[0].startswith("→ 1")
+    while env.unwrapped.action_masks()[1]:
+        env.step(1)
+    env.step(0)
+    assert table(env.render())[0].startswith("x 1"), "expert 1 is full"
+    late = make("ansi", latency_requirement_s=0.001)
+    assert "!" in "".join(table(late.render()))
+    assert "!" not in "".join(table(make("ansi", latency_requirement_s=1.0).render()))
+
+
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+def test_pixels_are_an_image_that_follows_the_state(env_id):
+    env = make("rgb_array", env_id, steps=20)
+    first = env.render()
+    assert first.shape == (HEIGHT, WIDTH, 3) and first.dtype == np.uint8
+    assert len(np.unique(first.reshape(-1, 3), axis=0)) > 20
+    assert np.array_equal(first, env.render())
+    env.step(1)
+    assert not np.array_equal(first, env.render())
+
+
+def test_pixels_of_every_size_and_stage():
+    for kwargs in (
+        {"num_experts": 1, "running_capacity": 1, "waiting_capacity": 1},
+        {"num_experts": 12, "running_capacity": 40, "waiting_capacity": 20, "steps": 79},
+        {"steps": 80},
+        {"memory_policy": "paged", "scheduler": "chunked_prefill", "catalog": "synthetic"},
+    ):
+        frame = make("rgb_array", **kwargs).render()
+        assert frame.shape == (HEIGHT, WIDTH, 3)
+        frame[:] = 0  # ours to write to
+    env = gym.make("servegym/LLMRouting-v0", render_mode="ansi", episode_requests=5)
+    assert "request 1/5" in env.unwrapped.render()  # before the first reset
+    ended = make("ansi", steps=80).render()
+    assert "the episode is over" in ended
+
+
+def test_rendering_changes_nothing():
+    seen = []
+    for mode in ("ansi", "rgb_array", None):
+        env = make(mode, steps=10)
+        for step in range(20):
+            if mode:
+                env.render()
+            observation, reward, *_ = env.step(step % 4)
+        seen.append((observation, reward))
+    for observation, reward in seen[1:]:
+        assert reward == seen[0][1]
+        for key in observation:
+            assert np.array_equal(observation[key], seen[0][0][key])
+
+
+def test_a_frame_is_quick_and_leaves_no_global_figure():
+    from matplotlib import _pylab_helpers
+
+    env = make("rgb_array", num_experts=6, rate=20.0)
+    env.render()  # font tables are loaded once
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        env.render()
+        times.append(time.process_time() - start)
+    assert min(times) < 0.150
+    assert not _pylab_helpers.Gcf.figs
+
+
+def test_vector_environments_render_each_system():
+    envs = gym.make_vec(
+        "servegym/LLMRoutingFlat-v0", num_envs=2, render_mode="ansi", episode_requests=9
+    )
+    envs.reset(seed=0)
+    envs.step(np.array([1, 0]))
+    first, second = envs.render()
+    assert "sent to expert 1" in first and "dropped" in second
+    assert first == render(envs.unwrapped.batch, 0, "ansi")
+    assert gym.make_vec("servegym/LLMRoutingFlat-v0", num_envs=2).render() is None
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    env = make("rgb_array", steps=1)
+    for name in list(sys.modules):
+        if name.split(".")[0] == "matplotlib":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(DependencyNotInstalled, match=r'pip install "serve-gym\[plots\]"'):
+        env.render()
+    assert make("ansi", steps=1).render()
+
+
+def test_unknown_modes_are_refused():
+    with pytest.raises(ValueError, match="render_mode='human'"):
+        LLMRoutingEnv(render_mode="human")
+    env = make("ansi", steps=1)
+    with pytest.raises(ValueError, match="mode='human'"):
+        render(env.unwrapped.batch, 0, "human")
