@@ -276,7 +276,7 @@ class Problem:
         return int(self.cfg["max_output_tokens"][0])
 
 
-def _engine_config(
+def engine_config(
     *,
     scheduler: str,
     memory_policy: str,
@@ -360,7 +360,7 @@ def build_problem(
         ValueError: naming the argument, what was given and what is allowed.
     """
     arguments = {k: v for k, v in locals().items() if k != "view"}
-    cfg = _engine_config(
+    cfg = engine_config(
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=prefix_caching,

@@ -93,7 +93,7 @@ def make_case(seed: int, requests: int = 40, **choices):
             )
         )
 
-    cfg = config._engine_config(
+    cfg = config.engine_config(
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=caching,

@@ -1,0 +1,148 @@
+"""Replay of one expert over a list of requests: the engine without a router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import engine_config, pack_laws, whole
+from servegym.hardware_profiles import Profile, load
+
+REPLAY = np.dtype(
+    [
+        ("ttft_s", "f8"),
+        ("tpot_s", "f8"),
+        ("e2e_s", "f8"),
+        ("finish_s", "f8"),
+        ("queue_s", "f8"),
+        ("preemptions", "i4"),
+    ]
+)
+
+
+def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{name} must be a one-dimensional array of numbers, got shape {array.shape} and "
+            f"dtype {array.dtype}."
+        )
+    array = array.astype(np.float64)
+    bad = ~np.isfinite(array) | (array < low)
+    if integral:
+        bad |= array != np.floor(array)
+    if bad.any():
+        row = int(np.argmax(bad))
+        kind = "a whole number" if integral else "a finite number"
+        raise ValueError(f"{name}[{row}]={array[row]!r} must be {kind}, at least {low:g}.")
+    return array
+
+
+def replay(
+    arrival_s: Any,
+    prompt_tokens: Any,
+    output_tokens: Any,
+    *,
+    profile: str | Profile = "rtx4090-llama-3.1-8b",
+    scheduler: str = "chunked_prefill",
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    kv_tokens: int | None = None,
+    block_size: int = 16,
+    prefix_caching: bool = False,
+    memory_policy: str = "paged",
+) -> np.ndarray:
+    """Serve a list of requests on one replica, first come first served from an unbounded queue.
+
+    Args:
+        arrival_s: ``(J,)`` arrival times in seconds, non-decreasing.
+        prompt_tokens: ``(J,)`` prompt lengths, at least 1.
+        output_tokens: ``(J,)`` answer lengths, at least 1.
+        profile: a profile, its name or its file.
+        scheduler: ``"chunked_prefill"`` (every iteration serves decodes, then prefill chunks) or
+            ``"orca"`` (prefills block decodes).
+        max_num_seqs: most requests in one iteration.
+        max_num_batched_tokens: most tokens in one iteration (with Orca: in one prefill).
+        kv_tokens: room in the KV cache in tokens; None takes the profile's.
+        block_size: tokens in a KV block.
+        prefix_caching: whether a preempted request finds again what is left of its blocks.
+        memory_policy: ``"paged"`` (admit when the prompt fits, preempt the newest) or ``"reserve"``
+            (admit when prompt and the longest answer of the list fit).
+
+    Returns:
+        ``(J,)`` structured array: ``ttft_s``, ``tpot_s`` (NaN for one token), ``e2e_s`` since
+        arrival, ``finish_s`` on the clock of the arrivals, ``queue_s`` from arrival to first
+        admission, ``preemptions``.
+
+    Raises:
+        ValueError: a bad argument, or a request that can never fit in the KV cache.
+    """
+    arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
+    prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
+    outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
+    count = len(arrivals)
+    if count == 0:
+        raise ValueError("arrival_s is empty: there is nothing to replay.")
+    if len(prompts) != count or len(outputs) != count:
+        raise ValueError(
+            f"arrival_s, prompt_tokens and output_tokens have {count}, {len(prompts)} and "
+            f"{len(outputs)} entries; they must be of one length."
+        )
+    backward = np.flatnonzero(np.diff(arrivals) < 0)
+    if len(backward):
+        row = int(backward[0]) + 1
+        raise ValueError(
+            f"arrival_s[{row}]={arrivals[row]!r} is before arrival_s[{row - 1}]="
+            f"{arrivals[row - 1]!r}: sort the requests by arrival."
+        )
+    found = profile if isinstance(profile, Profile) else load(profile)
+    cfg = engine_config(
+        scheduler=scheduler,
+        memory_policy=memory_policy,
+        prefix_caching=prefix_caching,
+        running_capacity=max_num_seqs,
+        prefill_token_budget=max_num_batched_tokens,
+        block_size=block_size,
+        bandwidth_bps=1e9,
+        bytes_per_token=0.0,
+        router_delay_s=0.0,
+    )
+    c = cfg[0]
+    law = pack_laws([found], c, int(c["running_capacity"]), int(c["block_size"]))
+    if kv_tokens is not None:
+        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
+    longest = outputs.max() if memory_policy == "reserve" else outputs
+    blocks = np.ceil((prompts + longest) / block_size)
+    if blocks.max() > law[0]:
+        row = int(np.argmax(blocks))
+        raise ValueError(
+            f"request {row} needs {int(blocks[row])} KV blocks of {block_size} tokens "
+            f"(prompt_tokens={int(prompts[row])}, output_tokens={int(outputs[row])}), the cache of "
+            f"{found.name!r} has {int(law[0])}: raise kv_tokens or drop the request."
+        )
+    c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
+    c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
+    log = np.zeros((1, count), dtype=kernel.LOG)
+    kernel.run_replay(
+        cfg,
+        law,
+        arrivals,
+        np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64)),
+        np.zeros(1, dtype=kernel.ENV),
+        np.zeros((1, 1), dtype=kernel.EXPERT),
+        np.zeros((1, 1, count), dtype=kernel.SLOT),
+        np.zeros((1, 1, 3 * count), dtype=np.int32),
+        log,
+    )
+    done = log[0]
+    result = np.empty(count, dtype=REPLAY)
+    result["finish_s"] = done["finish_s"]
+    result["ttft_s"] = done["first_token_s"] - arrivals
+    result["e2e_s"] = done["finish_s"] - arrivals
+    result["queue_s"] = done["admitted_s"] - arrivals
+    result["preemptions"] = done["preemptions"]
+    decoded = np.where(outputs > 1, outputs - 1, np.nan)
+    result["tpot_s"] = (done["finish_s"] - done["first_token_s"]) / decoded
+    return result
