@@ -66,7 +66,7 @@ def test_ansi_marks_late_requests_and_the_last_choice():
         env.step(1)
     text = env.render()
     assert "rejected by expert 1" in text and table(text)[0].startswith("→ 1")
-    while env.unwrapped.action_masks()[1]:
+    for _ in range(20):  # its only slot is taken and its queue fills up again
         env.step(1)
     env.step(0)
     assert table(env.render())[0].startswith("x 1"), "expert 1 is full"
