@@ -1,0 +1,177 @@
+"""Replay of one expert: against the reference, against queueing theory, and its refusals."""
+
+import numpy as np
+import pytest
+
+from servegym.envs.llm_routing import replay
+from servegym.hardware_profiles import Profile, load
+
+from .reference import TableLaw, replay_reference
+
+
+def linear(base=0.0, k1=0.0, kb=0.0, k2=0.0) -> Profile:
+    """The shipped linear profile with another law."""
+    data = load("paper-linear-01").to_dict()
+    data["law"] = {
+        "kind": "linear",
+        "base_s": base,
+        "prefill_s_per_token": k1,
+        "decode_s_per_sequence": kb,
+        "decode_s_per_context_token": k2,
+    }
+    return Profile.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "caching"),
+    [("orca", False), ("chunked_prefill", False), ("chunked_prefill", True)],
+)
+@pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
+def test_equals_the_reference(scheduler, memory_policy, caching):
+    profile = load("rtx4090-llama-3.1-8b")
+    preempted = 0
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        count = 60
+        arrivals = np.cumsum(rng.exponential(0.05, count)) + rng.uniform(0, 0.01, count).cumsum()
+        prompts, outputs = rng.integers(1, 700, count), rng.integers(1, 120, count)
+        options = {"scheduler": scheduler, "memory_policy": memory_policy, "block_size": 16}
+        mine = replay(
+            arrivals,
+            prompts,
+            outputs,
+            profile=profile,
+            kv_tokens=4000,
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            prefix_caching=caching,
+            **options,
+        )
+        theirs = replay_reference(
+            list(zip(arrivals, prompts, outputs, strict=True)),
+            TableLaw(profile.tables()),
+            kv_capacity_tokens=4000,
+            running_capacity=16,
+            prefill_token_budget=512,
+            prefix_caching=caching,
+            max_output_tokens=int(outputs.max()) if memory_policy == "reserve" else None,
+            **options,
+        )
+        for name, column in (("ttft_s", 0), ("tpot_s", 1), ("e2e_s", 2), ("finish_s", 3)):
+            np.testing.assert_allclose(
+                mine[name], [row[column] for row in theirs], rtol=1e-9, atol=1e-9
+            )
+        preempted += mine["preemptions"].sum()
+    assert (preempted > 0) == (memory_policy == "paged")
+
+
+def test_three_requests_by_hand():
+    """Orca with base 1 s, 1 s a prompt token, 0.1 s a sequence: every time follows on paper."""
+    result = replay(
+        [0.0, 1.0, 10.0],
+        [2, 1, 1],
+        [3, 2, 1],
+        profile=linear(base=1.0, k1=1.0, kb=0.1),
+        scheduler="orca",
+    )
+    # 0.0-3.0 prefill of request 0; 3.0-5.0 prefill of request 1 (there since 1.0);
+    # 5.0-6.2 both decode: request 1 ends; 6.2-7.3 request 0 decodes alone and ends.
+    # 10.0-12.0 prefill of request 2, which has one token.
+    np.testing.assert_allclose(result["ttft_s"], [3.0, 4.0, 2.0])
+    np.testing.assert_allclose(result["finish_s"], [7.3, 6.2, 12.0])
+    np.testing.assert_allclose(result["tpot_s"], [2.15, 1.2, np.nan])
+    np.testing.assert_allclose(result["queue_s"], [0.0, 2.0, 0.0])
+
+
+def mean_and_error(values: np.ndarray) -> tuple[float, float]:
+    """Mean and its standard error from 25 batch means."""
+    batches = values[: len(values) // 25 * 25].reshape(25, -1).mean(axis=1)
+    return float(batches.mean()), float(batches.std(ddof=1) / 5)
+
+
+@pytest.mark.parametrize("load_factor", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("law", ["M/D/1", "M/M/1"])
+def test_first_come_first_served_waits(law, load_factor):
+    """One slot is M/G/1: Pollaczek-Khinchine gives the mean wait."""
+    rng = np.random.default_rng(7)
+    count, step = 400_000, 0.001
+    outputs = np.full(count, 100) if law == "M/D/1" else rng.geometric(1 / 100, count)
+    service = (outputs - 1) * step  # the first token comes with the prefill, which takes no time
+    mean, square = service.mean(), (service**2).mean()
+    rate = load_factor / mean
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    result = replay(
+        arrivals,
+        np.ones(count),
+        outputs,
+        profile=linear(k1=1e-12, kb=step),
+        scheduler="orca",
+        max_num_seqs=1,
+    )
+    wait, error = mean_and_error(result["queue_s"])
+    assert abs(wait - rate * square / (2 * (1 - load_factor))) < 4 * error
+    assert error < 0.1 * wait
+
+
+@pytest.mark.parametrize("load_factor", [0.3, 0.6, 0.9])
+def test_decode_time_in_proportion_to_the_batch_is_processor_sharing(load_factor):
+    """M/G/1-PS: the mean time in the system is E[S] / (1 - rho), whatever the lengths' law."""
+    rng = np.random.default_rng(11)
+    count, step = 200_000, 0.0005
+    outputs = np.where(rng.random(count) < 0.8, 50, 800)
+    service = (outputs - 1) * step
+    rate = load_factor / service.mean()
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    result = replay(
+        arrivals,
+        np.ones(count),
+        outputs,
+        profile=linear(k1=1e-12, kb=step),
+        scheduler="orca",
+        max_num_seqs=512,
+        kv_tokens=10**7,
+    )
+    time, error = mean_and_error(result["e2e_s"])
+    # Sharing goes by whole iterations: an arrival also waits for the one in flight.
+    expected = service.mean() / (1 - load_factor)
+    assert abs(time - expected) < 4 * error + step / (1 - load_factor)
+    assert error < 0.1 * time
+
+
+def test_unloaded_request_takes_the_sum_of_its_iterations():
+    profile = load("rtx4090-llama-3.1-8b")
+    for scheduler in ("orca", "chunked_prefill"):
+        result = replay([0.5], [300], [40], profile=profile, scheduler=scheduler)
+        first = profile.prefill_s(300)
+        rest = sum(profile.decode_s(1, 300 + g) for g in range(1, 40))
+        assert result["ttft_s"][0] == pytest.approx(first)
+        assert result["finish_s"][0] == pytest.approx(0.5 + first + rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"arrival_s": [0.0, np.nan]}, r"arrival_s\[1\]"),
+        ({"arrival_s": [1.0, 0.5]}, "sort the requests"),
+        ({"arrival_s": [-1.0, 0.5]}, r"arrival_s\[0\]"),
+        ({"arrival_s": []}, "empty"),
+        ({"prompt_tokens": [1, 0]}, r"prompt_tokens\[1\]"),
+        ({"prompt_tokens": [1, 1.5]}, r"prompt_tokens\[1\]"),
+        ({"output_tokens": [1]}, "one length"),
+        ({"output_tokens": ["a", "b"]}, "output_tokens"),
+        ({"profile": "rtx4091-llama"}, "rtx4090"),
+        ({"scheduler": "chunked"}, "chunked_prefill"),
+        ({"kv_tokens": 64}, "request 0"),
+        ({"kv_tokens": 0}, "kv_tokens"),
+        ({"max_num_seqs": 0}, "running_capacity|max_num_seqs"),
+        ({"block_size": 2.5}, "block_size"),
+        ({"memory_policy": "page"}, "paged"),
+        ({"scheduler": "orca", "prefix_caching": True}, "prefix_caching"),
+    ],
+)
+def test_bad_input_is_refused(change, words):
+    good = {"arrival_s": [0.0, 1.0], "prompt_tokens": [100, 10], "output_tokens": [5, 5]}
+    arguments = {**good, **change}
+    lists = [arguments.pop(name) for name in good]
+    with pytest.raises(ValueError, match=words):
+        replay(*lists, **arguments)
