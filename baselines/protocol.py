@@ -82,7 +82,8 @@ class BasePolicy:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
         self.num_envs = int(num_envs)
-        self.rng = np.random.default_rng(seed)
+        # A stream of its own: environments seeded alike must not draw the same numbers.
+        self.rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
         self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:

@@ -44,7 +44,7 @@ register_policy("least_latency", LeastLatency, "least predicted latency per toke
 register_policy(
     "greedy_qos",
     GreedyQos,
-    "largest predicted gain of QoS, own and of the requests already there",
+    "best predicted score that keeps everyone's latency, less a price on busy capacity",
 )
 register_policy("always_best", AlwaysBest, "best train mean score, the next best while it is full")
 register_policy("linucb", LinUcb, "linear bandit an expert, learns online from a train-split prior")

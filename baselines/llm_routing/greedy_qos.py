@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.llm_routing.heuristics import Floats, Mask, RoutingPolicy, pick
-from servegym.baselines.llm_routing.latency import Estimate, LatencyModel
+from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
+from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 
@@ -16,7 +18,7 @@ class LeastLatency(RoutingPolicy):
 
     name = "least_latency"
 
-    def __init__(self, system: RoutingSystem, *, overrun: float = 0.1) -> None:
+    def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
         super().__init__(system)
         self.model = LatencyModel(system, overrun=overrun)
 
@@ -25,27 +27,28 @@ class LeastLatency(RoutingPolicy):
         return pick(self.model.estimate(observation).with_new[..., -1], action_mask)
 
 
-def imputed_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray]:
-    """The observation with train means where a request has no predicted score at all.
-
-    Under ``score_predictor="zero"`` all scores are 0, and an operator then knows only the means.
-    """
-    request = observation["request"]
-    blank = (request[..., 1] == 0).all(axis=1)
-    if not blank.any():
-        return dict(observation)
-    changed = dict(observation)
-    mean = system.mean_score
-    for key, shape in (("request", (1, -1)), ("running", (1, -1, 1)), ("waiting", (1, -1, 1))):
-        rows = np.array(observation[key], dtype=np.float64)
-        where = blank.reshape((-1,) + (1,) * (rows.ndim - 2)) & (rows[..., 1] == 0)
-        rows[..., 1] = np.where(where, mean.reshape(shape), rows[..., 1])
-        changed[key] = rows
-    return changed
-
-
 class GreedyQos(RoutingPolicy):
-    """To be tuned."""
+    """Best predicted score that keeps everyone's latency, less what the capacity is worth.
+
+    An expert qualifies if the estimate keeps the new request within the latency requirement and
+    pushes none of the requests it would have served in time over it. Among those, the value of
+    expert n is::
+
+        s_n - price * load_n**power * work_n,
+        load_n = ((1 - share) * outstanding_n + share * mean outstanding) / R
+
+    with the predicted score s_n and the seconds of the expert's time that the request takes,
+    work_n (`Estimate.work_s`; long answers and slow cards cost more). The price stands for the
+    requests that will not fit later: nothing on an idle fleet, a whole score for a second of a
+    full expert. The best value is chosen if it is positive. If no expert qualifies the request is
+    dropped, as it would be late or make another late (``fallback="least_harm"`` sends it where
+    the predicted QoS suffers least instead).
+
+    The form and the numbers were chosen on the val split over three fleets at light, medium and
+    heavy load; without price and drop (``price=0, fallback="least_harm"``) it is the plain greedy
+    rule, which is as good at light load and collapses near saturation. On the heterogeneous fleet
+    at 8 requests/s that is 0.40 of QoS where the default has 0.64.
+    """
 
     name = "greedy_qos"
 
@@ -53,48 +56,82 @@ class GreedyQos(RoutingPolicy):
         self,
         system: RoutingSystem,
         *,
-        form: str = "soft",
+        price: float = 1.0,
+        power: float = 4.0,
+        share: float = 0.5,
         margin: float = 1.0,
-        width: float = 0.15,
-        price: float = 0.0,
-        overrun: float = 0.1,
-        fallback: str = "harm",
-        drop: bool = False,
+        overrun: float = 0.3,
+        fallback: str = "drop",
     ) -> None:
+        """Build it.
+
+        Args:
+            system: The system.
+            price: Score that a second of a full expert's time is worth.
+            power: How late the price rises with the load.
+            share: Weight of the fleet's mean load against the expert's own.
+            margin: Share of the latency requirement that predictions may use.
+            overrun: See `LatencyModel`.
+            fallback: What to do where no expert qualifies, ``"drop"`` or ``"least_harm"``.
+
+        Raises:
+            ValueError: If a parameter is out of range.
+        """
         super().__init__(system)
+        bounds: dict[str, tuple[float, bool, str]] = {
+            "price": (price, price >= 0, ">= 0"),
+            "power": (power, power > 0, "> 0"),
+            "share": (share, 0 <= share <= 1, "in [0, 1]"),
+            "margin": (margin, margin > 0, "> 0"),
+        }
+        for argument, (given, valid, allowed) in bounds.items():
+            if not valid:
+                raise ValueError(f"{argument} must be {allowed}, got {given}")
+        if fallback not in ("drop", "least_harm"):
+            raise ValueError(f"fallback must be 'drop' or 'least_harm', got {fallback!r}")
         self.model = LatencyModel(system, overrun=overrun)
-        self.form, self.margin, self.width, self.price = form, margin, width, price
-        self.fallback, self.drop = fallback, drop
-
-    def value(self, observation: Observation) -> Floats:
-        obs = imputed_scores(observation, self.system)
-        est = self.model.estimate(obs)
-        limit = np.asarray(obs["latency_requirement"], float).reshape(-1, 1, 1)
-        s = est.scores
-        if self.form == "soft":
-
-            def ok(l):
-                z = (l / limit - self.margin) / self.width
-                return np.where(np.isnan(l), 0.0, 1 / (1 + np.exp(np.clip(z, -40, 40))))
-
-            v = (s * (ok(est.with_new) - ok(est.without))).sum(-1)
-        else:
-            ok_w = est.with_new <= self.margin * limit
-            ok_o = est.without <= self.margin * limit
-            broken = ok_o & ~ok_w
-            qualifies = ok_w[..., -1] & ~broken.any(-1)
-            if self.fallback == "harm":
-                alt = (s * (ok_w.astype(float) - ok_o)).sum(-1) - 10 - 1e-3 * est.with_new[..., -1]
-            elif self.fallback == "latency":
-                alt = -10 - est.with_new[..., -1]
-            v = np.where(qualifies, s[..., -1] - 1e-3 * est.with_new[..., -1], alt)
-        return v - self.price * est.added_s
+        self.price, self.power, self.share = float(price), float(power), float(share)
+        self.margin, self.fallback = float(margin), fallback
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
-        v = self.value(observation)
-        a = pick(-v, action_mask)
-        if self.drop:
-            best = np.where(np.asarray(action_mask)[:, 1:] > 0, v, -np.inf).max(1)
-            a = np.where(best < 0, 0, a)
-        return a
+        observation = with_mean_scores(observation, self.system)
+        estimate = self.model.estimate(observation)
+        requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
+        limit = self.margin * requirement[:, :, None]
+        kept = estimate.with_new <= limit
+        lost = (estimate.without <= limit) & ~kept
+        own = estimate.scores[..., -1]
+        experts = np.asarray(observation["experts"], dtype=np.float64)
+        load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
+        load = (1 - self.share) * load + self.share * load.mean(axis=1, keepdims=True)
+        value = own - self.price * load**self.power * estimate.work_s
+        # Scores are bucket centres: among equal ones the fastest is taken.
+        value -= 1e-3 * estimate.with_new[..., -1] / requirement
+        value[~kept[..., -1] | lost.any(axis=-1)] = -np.inf
+        legal = np.asarray(action_mask)[:, 1:] > 0
+        best = np.where(legal, value, -np.inf).max(axis=1)
+        action = np.where(best > 0, pick(-value, action_mask), 0)
+        if self.fallback == "least_harm":
+            gain = own * kept[..., -1] - (estimate.scores * lost).sum(axis=-1)
+            gain -= 1e-3 * estimate.with_new[..., -1] / requirement
+            value = np.where(np.isfinite(value), value, gain - 1e3)
+            action = pick(-value, action_mask)
+        return action
+
+
+def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray[Any]]:
+    """The observation with train means in place of scores where no expert has a predicted one.
+
+    Under ``score_predictor="zero"`` all scores are 0, and an operator then knows only the means.
+    """
+    changed: dict[str, NDArray[Any]] = dict(observation)
+    blank = (observation["request"][..., 1] == 0).all(axis=1)
+    if blank.any():
+        for key in ("request", "running", "waiting"):
+            rows = np.array(observation[key], dtype=np.float64)
+            mean = system.mean_score.reshape((1, -1) + (1,) * (rows.ndim - 3))
+            where = blank.reshape((-1,) + (1,) * (rows.ndim - 2)) & (rows[..., 1] == 0)
+            rows[..., 1] = np.where(where, mean, rows[..., 1])
+            changed[key] = rows
+    return changed

@@ -31,16 +31,15 @@ class Estimate:
         with_new: (B, N, S) latency per token (s) if it comes here.
         scores: (B, N, S) predicted score, 0 = no request.
         now: (B, N, S) latency per token so far (s).
-        busy_s: (B, N) seconds until the expert would be empty without the new request.
-        added_s: (B, N) seconds that the new request adds to that.
+        work_s: (B, N) seconds of the expert's time that the new request takes: its prefill and its
+            share of full decode iterations.
     """
 
     without: Floats
     with_new: Floats
     scores: Floats
     now: Floats
-    busy_s: Floats
-    added_s: Floats
+    work_s: Floats
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -73,8 +72,8 @@ def _play(
     context: Floats,
     decode_s: Floats,
     latency: Floats,
-) -> float:
-    """Play one expert forward; write latency per token of its requests, return the end time.
+) -> None:
+    """Play one expert forward and write the latency per token of its requests.
 
     Requests 0..count-1 are in service order, the first ``running`` of them in the batch.
     ``done`` is overwritten. ``offset`` (s) is the network delay of the last request.
@@ -146,7 +145,6 @@ def _play(
             for i in range(admitted):
                 if not finished[i]:
                     done[i] += steps
-    return time
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -166,8 +164,7 @@ def _estimate(
     chunked: bool,
     without: Floats,
     with_new: Floats,
-    busy: Floats,
-    added: Floats,
+    work: Floats,
 ) -> None:
     """Fill the outputs of `LatencyModel.estimate` for all rows and experts."""
     batch, experts, slots, _ = running.shape
@@ -206,10 +203,9 @@ def _estimate(
                     count += 1
             without[b, n, :] = np.nan
             with_new[b, n, :] = np.nan
-            busy[b, n] = 0.0
             if count > 0:
                 scratch[:] = done
-                busy[b, n] = _play(
+                _play(
                     count, active, prompt, scratch, total, elapsed, 0.0, slots, chunked,
                     prefill_tokens, prefill_s[n], context, decode_s[n], latency,
                 )  # fmt: skip
@@ -223,11 +219,15 @@ def _estimate(
             slot[count] = size - 1
             delay = network[0] + network[1] * request[b, n, 0]
             scratch[:] = done
-            end = _play(
+            _play(
                 count + 1, active, prompt, scratch, total, elapsed, delay, slots, chunked,
                 prefill_tokens, prefill_s[n], context, decode_s[n], latency,
             )  # fmt: skip
-            added[b, n] = end - busy[b, n]
+            middle = prompt[count] + 0.5 * total[count]
+            work[b, n] = (
+                _line(prompt[count], prefill_tokens, prefill_s[n])
+                + total[count] * _line(middle, context, decode_s[n, slots]) / slots
+            )
             for i in range(count + 1):
                 with_new[b, n, slot[i]] = latency[i]
 
@@ -235,7 +235,7 @@ def _estimate(
 class LatencyModel:
     """Predicts latency per token from observations of a `RoutingSystem`."""
 
-    def __init__(self, system: RoutingSystem, *, overrun: float = 0.1) -> None:
+    def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
         """Prepare the tables.
 
         Args:
@@ -279,7 +279,7 @@ class LatencyModel:
         batch, experts, slots, _ = running.shape
         shape = (batch, experts, slots + waiting.shape[2] + 1)
         without, with_new = np.empty(shape), np.empty(shape)
-        busy, added = np.empty(shape[:2]), np.empty(shape[:2])
+        work = np.empty(shape[:2])
         _estimate(
             request,
             running,
@@ -291,8 +291,7 @@ class LatencyModel:
             self.system.scheduler == "chunked_prefill",
             without,
             with_new,
-            busy,
-            added,
+            work,
         )
         scores = np.concatenate(
             [
@@ -303,7 +302,7 @@ class LatencyModel:
             axis=-1,
         )
         now = np.concatenate([running[..., 5], waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1)
-        return Estimate(without, with_new, scores, now, busy, added)
+        return Estimate(without, with_new, scores, now, work)
 
 
 def _array(values: Any) -> Floats:

@@ -10,12 +10,108 @@ from numpy.typing import NDArray
 from servegym.baselines.llm_routing.greedy_qos import GreedyQos
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.baselines.protocol import Observation, Policy
+from servegym.baselines.protocol import Observation
 
 
 class Rollout(RoutingPolicy):
-    """Placeholder."""
+    """The action that turns out best on a copy of the environment.
+
+    Every legal action of every row is taken on a clone of the environment's state: true scores
+    and lengths, and the arrivals that are really to come. `GreedyQos` decides the next
+    ``horizon`` requests, then ``drain`` more are dropped while those in service finish. The sum of
+    the "paid_forward" rewards, the true score of what was let in less that of what ended late,
+    ranks the actions; equal ones go to the greedy action if it is among them. It improves on
+    greedy_qos by one step of policy iteration with a perfect model and is no bound.
+    """
 
     name = "rollout"
     clairvoyant = True
     needs_env = True
+
+    def __init__(
+        self,
+        system: RoutingSystem,
+        *,
+        horizon: int = 100,
+        drain: int = 0,
+        **greedy: Any,
+    ) -> None:
+        """Build it; `bind` must follow.
+
+        Args:
+            system: The system.
+            horizon: Requests that greedy_qos decides after the first action.
+            drain: Requests that are dropped after those.
+            **greedy: Parameters of `GreedyQos`.
+
+        Raises:
+            ValueError: If a parameter is out of range.
+        """
+        super().__init__(system)
+        if horizon < 0 or drain < 0:
+            raise ValueError(f"horizon and drain must be >= 0, got {horizon} and {drain}")
+        self.horizon, self.drain = int(horizon), int(drain)
+        self.greedy = GreedyQos(system, **greedy)
+        self._env: Any = None
+        self._scratch: Any = None
+
+    def bind(self, env: Any) -> None:
+        """Take the native vector environment whose observations `act` will get.
+
+        Raises:
+            ValueError: If it has no `clone_state` by row.
+        """
+        from servegym.envs.llm_routing import kernel
+        from servegym.envs.llm_routing.config import build_problem
+
+        env = env.unwrapped
+        if not hasattr(env, "clone_state") or not hasattr(env, "num_envs"):
+            raise ValueError(f"rollout needs the native vector environment, got {type(env)}")
+        self._env = env
+        # The same problem with another reward: the dynamics do not depend on it.
+        arguments = {**env.problem.arguments, "reward": "paid_forward"}
+        self._problem = build_problem(view=kernel.GRAPH, **arguments)
+        self._scratch = None
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`; row i must be the present state of the environment's system i.
+
+        Raises:
+            ValueError: If `bind` was not called, or the batch is not that environment's.
+        """
+        from servegym.envs.llm_routing.core import RoutingBatch
+
+        batch, actions = np.asarray(action_mask).shape
+        if self._env is None:
+            raise ValueError("rollout needs bind(env) before act")
+        if batch != self._env.num_envs:
+            raise ValueError(f"rollout is bound to {self._env.num_envs} systems, got {batch} rows")
+        if self._scratch is None or self._scratch.num_rows != batch * actions:
+            self._scratch = RoutingBatch(self._problem, batch * actions)
+        scratch = self._scratch
+        tried = np.asarray(action_mask) > 0
+        for row in range(batch):
+            state = self._env.clone_state(row)
+            tried[row] &= not state.finished
+            for action in np.flatnonzero(tried[row]):
+                scratch.restore(row * actions + int(action), state)
+        greedy = self.greedy.act(observation, action_mask)
+        live = tried.reshape(-1).astype(np.int8)
+        total = np.zeros(live.size)
+        choice = np.tile(np.arange(actions, dtype=np.int64), batch)
+        for step in range(1 + self.horizon + self.drain):
+            if step > self.horizon:
+                choice = np.zeros_like(choice)
+            elif step > 0:
+                choice = self.greedy.act(scratch.observation, scratch.action_mask)
+            scratch.step(choice, live)
+            total += np.where(live > 0, scratch.out[:, 0] + scratch.out[:, 1], 0.0)
+            live &= scratch.out[:, 2] == 0.0
+            if not live.any():
+                break
+        value = np.where(tried, total.reshape(batch, actions), -np.inf)
+        rows = np.arange(batch)
+        best = value.argmax(axis=1)
+        # Differences are sums of scores: below 1e-9 they are rounding.
+        same = value[rows, greedy] >= value[rows, best] - 1e-9
+        return np.where(tried.any(axis=1), np.where(same, greedy, best), 0).astype(np.int64)

@@ -14,13 +14,6 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-_PREFILL_GRID = np.unique(
-    np.concatenate([np.arange(0, 512, 16), np.arange(512, 2048, 64), np.arange(2048, 8193, 256)])
-).astype(np.float64)
-_CONTEXT_GRID = np.unique(
-    np.concatenate([np.arange(0, 1024, 64), np.arange(1024, 8193, 512)])
-).astype(np.float64)
-
 
 def interpolate(x: ArrayLike, grid: Floats, values: Floats) -> Floats:
     """Piecewise linear along the last axis of ``values``, the end slopes beyond the grid.
@@ -262,7 +255,7 @@ class RoutingSystem:
             predicted_scores=rows[..., 3],
             predicted_lengths=rows[..., 4],
         )
-        prefill, decode = laws([profile.tables() for profile in problem.profiles], slots)
+        tokens, prefill, contexts, decode = laws([p.tables() for p in problem.profiles], slots)
         return cls(
             experts=tuple(
                 f"{profile.name}:{model}"
@@ -271,9 +264,9 @@ class RoutingSystem:
             running_capacity=slots,
             waiting_capacity=problem.waiting_capacity,
             estimator=coefficients([profile.estimator for profile in problem.profiles]),
-            prefill_tokens=_PREFILL_GRID,
+            prefill_tokens=tokens,
             prefill_s=prefill,
-            context_tokens=_CONTEXT_GRID,
+            context_tokens=contexts,
             decode_s=decode,
             mean_score=train.scores.mean(axis=0),
             mean_output_tokens=train.output_tokens.mean(axis=0),
@@ -286,8 +279,8 @@ class RoutingSystem:
         )
 
 
-def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats]:
-    """Sample the laws of N experts on the grids of a `RoutingSystem`.
+def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Sample the laws of N experts on common grids; exact, as these are the union of their own.
 
     ``prefill_s(P) = dense(P) + chunk_attention(P, 0) + head(1)`` and
     ``decode_s(b, x) = dense(b) + decode_attention(b, x) + head(b)`` with mean context x.
@@ -297,28 +290,32 @@ def laws(tables: Sequence[Any], running_capacity: int) -> tuple[Floats, Floats]:
         running_capacity: R.
 
     Returns:
-        (N, G) prefill and (N, R + 1, X) decode seconds.
+        Prompt tokens (G,), prefill seconds (N, G), context tokens (X,), decode seconds
+        (N, R + 1, X).
     """
-    prefill, decode = [], []
+    tokens = _union([t.dense_tokens for t in tables] + [t.chunk_tokens for t in tables])
+    contexts = _union([t.decode_context_tokens for t in tables])
     batch = np.arange(running_capacity + 1, dtype=np.float64)
+    prefill, decode = [], []
     for t in tables:
-        chunk = interpolate(
-            _PREFILL_GRID,
-            t.chunk_tokens,
-            interpolate([0.0], t.context_tokens, t.chunk_attention_s)[:, 0],
-        )
+        first = interpolate([0.0], t.context_tokens, t.chunk_attention_s)[:, 0]
         prefill.append(
-            interpolate(_PREFILL_GRID, t.dense_tokens, t.dense_s)
-            + chunk
+            interpolate(tokens, t.dense_tokens, t.dense_s)
+            + interpolate(tokens, t.chunk_tokens, first)
             + interpolate([1.0], t.head_sequences, t.head_s)
         )
-        context = interpolate(_CONTEXT_GRID, t.decode_context_tokens, t.decode_attention_s)
-        attention = interpolate(batch, t.decode_sequences, context.T).T
-        linear = interpolate(batch, t.dense_tokens, t.dense_s) + interpolate(
+        by_context = interpolate(contexts, t.decode_context_tokens, t.decode_attention_s)
+        attention = interpolate(batch, t.decode_sequences, by_context.T).T
+        others = interpolate(batch, t.dense_tokens, t.dense_s) + interpolate(
             batch, t.head_sequences, t.head_s
         )
-        decode.append(linear[:, None] + attention)
-    return np.array(prefill), np.array(decode)
+        decode.append(others[:, None] + attention)
+    return tokens, np.array(prefill), contexts, np.array(decode)
+
+
+def _union(grids: Sequence[Floats]) -> Floats:
+    grid = np.unique(np.concatenate(grids)).astype(np.float64)
+    return grid if grid.size > 1 else np.array([grid[0], grid[0] + 1.0])
 
 
 def coefficients(estimators: Sequence[Any]) -> Floats:
