@@ -61,7 +61,8 @@ ruff: $(BIN)/.installed
 	$(BIN)/ruff format --check $(ROOT)
 
 pyright: install
-	$(BIN)/pyright --project $(ROOT)/pyproject.toml --pythonpath $(BIN)/python
+	$(BIN)/pyright --pythonpath $(BIN)/python \
+	  "$$(cd / && $(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("servegym").submodule_search_locations)')"
 
 bench: install
 	$(BIN)/python -m servegym.experiments.bench_routing $(ARGS)

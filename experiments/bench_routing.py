@@ -274,7 +274,9 @@ def _versions() -> dict[str, str]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print it and write it as JSON; see ``servegym bench --help``."""
-    parser = argparse.ArgumentParser(prog="servegym bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="servegym bench", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--out", type=Path, help="write the figures to FILE.json", metavar="FILE")
     parser.add_argument("--repeats", type=int, default=7, help="repeats of every timing (7)")
     parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")

@@ -222,14 +222,14 @@ def replay(
     ],
     scheduler: Annotated[str, typer.Option(help="orca or chunked_prefill.")] = "chunked_prefill",
     memory_policy: Annotated[str, typer.Option(help="paged or reserve.")] = "paged",
-    max_num_seqs: Annotated[int, typer.Option(help="Running slots.")] = 256,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Running slots.")] = 256,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Token budget of an iteration.")
+        int, typer.Option(min=1, help="Token budget of an iteration.")
     ] = 2048,
     kv_tokens: Annotated[
-        int | None, typer.Option(help="KV cache in tokens (default: the profile's).")
+        int | None, typer.Option(min=1, help="KV cache in tokens (default: the profile's).")
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 16,
     prefix_caching: Annotated[
         bool, typer.Option(help="Keep freed blocks reusable (chunked_prefill only).")
     ] = False,

@@ -359,14 +359,19 @@ def print_summary(
         title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
     disagree = rank_disagreements(summaries)
     limit = json.loads(first["env_kwargs"])["latency_requirement_s"]
-    by_request = logs is not None and isinstance(limit, float | int)
+    # L drawn per episode is not in the log, so that only a fixed one can be applied to it.
+    by_request = logs if logs and isinstance(limit, float | int) else None
     body = []
     for s in summaries:
         body.append(
             [
                 _label(s),
                 _interval(s["avg_qos"]),
-                *([_interval(request_interval(logs[s["policy"]], limit))] if by_request else []),
+                *(
+                    [_interval(request_interval(by_request[s["policy"]], limit))]
+                    if by_request
+                    else []
+                ),
                 _number(s["drop_rate"], 1, 100),
                 _number(s["reject_rate"], 1, 100),
                 _number(s["violation_rate"], 1, 100),
@@ -383,7 +388,7 @@ def print_summary(
             ]
         )
     ceiling = float(np.mean([row["ceiling"] for row in rows]))
-    body.append(["ceiling (mean best score)", _number(ceiling, 3), *[""] * (13 + by_request)])
+    body.append(["ceiling (mean best score)", _number(ceiling, 3), *[""] * (13 + bool(by_request))])
     notes = [
         "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
         "requests count 0. Rates in % of all requests; latency of served requests."

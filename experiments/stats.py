@@ -63,7 +63,7 @@ def iqm(scores: ArrayLike) -> float:
     array = _scores(scores, "scores")
     if np.isnan(array).any():
         return float("nan")
-    return float(scipy_stats.trim_mean(array, proportiontocut=0.25, axis=None))
+    return float(scipy_stats.trim_mean(array.ravel(), proportiontocut=0.25))
 
 
 def mean(scores: ArrayLike) -> float:

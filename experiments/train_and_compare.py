@@ -137,6 +137,7 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     figure, axes = plt.subplot_mosaic(
         [["qos", "latency"], ["qos", "refused"]],
@@ -188,12 +189,9 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
     )
     axes["qos"].set(ylabel="average QoS", xlabel="arrival rate, requests/s", ylim=(0, None))
     axes["latency"].set(ylabel="latency, ms/token\n(served requests)", yscale="log")
-    axes["latency"].yaxis.set_major_formatter(
-        matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}")
-    )
-    axes["latency"].yaxis.set_minor_formatter(
-        matplotlib.ticker.FuncFormatter(lambda v, _: f"{v:g}")
-    )
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axes["latency"].yaxis.set_major_formatter(plain)
+    axes["latency"].yaxis.set_minor_formatter(plain)
     axes["refused"].set(ylabel="dropped or\nrejected, %", xlabel="arrival rate, requests/s")
     axes["refused"].set_ylim(bottom=0)
     for axis in axes.values():
@@ -214,7 +212,7 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, evaluate, print and save; see ``--help``."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, help="decisions to train for (the agent's default)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=20, help="episodes a policy and rate (20)")

@@ -211,8 +211,7 @@ def test_replay_refuses_bad_files(run, tmp_path, text, named):
     [
         (("--profile", "rtx4090"), ("rtx4090-llama-3.1-8b",)),
         (("--scheduler", "orcaa"), ("scheduler", "orca")),
-        (("--max-num-seqs", 0), ("max_num_seqs",)),
-        (("--kv-tokens", 0), ("kv_tokens",)),
+        (("--kv-tokens", 5), ("kv_tokens",)),
         (("--requests", "nowhere.csv"), ("nowhere.csv",)),
         (("--out", "nowhere/out.csv"), ("nowhere",)),
         (("--out", "out.json"), (".csv",)),
@@ -224,6 +223,18 @@ def test_replay_refuses_bad_options(run, tmp_path, args, named):
     options = {"--profile": "a10-llama-3.1-8b", "--requests": requests,
                "--out": tmp_path / "out.csv", args[0]: args[1]}  # fmt: skip
     fails(run("replay", *(word for pair in options.items() for word in pair)), *named)
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-num-seqs", "--max-num-batched-tokens", "--kv-tokens", "--block-size"]
+)
+def test_replay_refuses_numbers_below_one(run, tmp_path, option):
+    result = run(
+        "replay", "--profile", "a10-llama-3.1-8b", "--requests", tmp_path / "requests.csv",
+        "--out", tmp_path / "out.csv", option, 0,
+    )  # fmt: skip
+    assert result.exit_code == 2
+    assert option in result.stderr and "Traceback" not in result.output
 
 
 def test_render_text(run):
