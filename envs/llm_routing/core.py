@@ -147,17 +147,20 @@ class RoutingBatch:
         else:
             self.observation = parts[0]
         self.terms = REWARD_TERMS[int(c["reward"])]
+        self._system = (
+            self.env,
+            self.expert,
+            self.slot.reshape(-1),
+            self.queue.reshape(-1),
+        )
         self._arguments = (
             problem.cfg,
             problem.law,
             self.table,
             self.arrivals,
             self.rows,
-            self.env,
-            self.expert,
-            self.slot,
-            self.queue,
-            self.log,
+            *self._system,
+            self.log.reshape(-1),
             self._obs,
             self._masks,
         )
@@ -175,18 +178,23 @@ class RoutingBatch:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
         kernel.begin(*self._arguments, which)
 
-    def step(self, actions: np.ndarray, which: np.ndarray) -> None:
+    def step(self, actions: np.ndarray, which: np.ndarray) -> int:
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
+
+        Returns:
+            How many episodes ended.
 
         Raises:
             ValueError: an action is out of range; nothing has changed then.
         """
-        bad = kernel.step(*self._arguments, actions, which, self.out)
-        if bad >= 0:
+        ended = kernel.step(*self._arguments, actions, which, self.out)
+        if ended < 0:
+            bad = -1 - ended
             raise ValueError(
                 f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
                 f"1 to {self.problem.num_experts} name an expert."
             )
+        return ended
 
     def clone(self, row: int) -> RoutingState:
         """Copy one system."""
@@ -218,15 +226,13 @@ class RoutingBatch:
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
+        problem = self.problem
         kernel.redraw(
-            self.problem.cfg,
-            self.problem.law,
+            problem.cfg,
+            problem.law,
             self.table,
             self.rows,
-            self.env,
-            self.expert,
-            self.slot,
-            self.queue,
+            *self._system,
             self._obs,
             self._masks,
             which,

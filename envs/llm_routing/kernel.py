@@ -8,8 +8,10 @@ iterations in which nothing else can happen is one closed-form update (``_silent
 Units are seconds and tokens; memory is counted in KV blocks. The latency tables of all experts are
 packed in one float64 array ``law`` whose offsets ``cfg`` holds (see ``config.pack_laws``).
 
-Queues: ``queue[b, n]`` is an int32 vector of three parts of S slots each: the running list in order
-of admission, the ring of the waiting deque, and the stack of free slots.
+Expert n of row b owns S records of ``slots`` from ``e.lane`` on and 3 S entries of ``queue`` from
+``e.line`` on: the running list in order of admission, the ring of the waiting deque and the stack of
+free slots, all numbers of its own slots. Both are flat: views of parts would be reference-counted on
+the hot path.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ CONFIG = _record(
 EXPERT_WIDTH = 3  # capacity_blocks, k1, k2 at the head of ``law`` for each expert
 
 ENV = _record(
-    [("index", "i8"), ("now", "f8"), ("latency_requirement", "f8")]
+    [("index", "i8"), ("first_log", "i8"), ("now", "f8"), ("latency_requirement", "f8")]
     + [(name, "i8") for name in ("completed", "dropped", "rejected", "on_time", "multi_token")]
     + [
         (name, "f8")
@@ -74,9 +76,9 @@ EXPERT = _record(
         (name, "i8")
         for name in (
             # kind of the iteration in flight; emissions so far; lengths of the lists
-            "kind emitted next_finish running waiting ring_head free "
+            "lane line kind emitted next_finish running waiting ring_head free "
             # of the running: those decoding, their prompt + generated tokens, those admitted last
-            "decoding decoding_tokens admitted reserved "
+            "decoding decoding_tokens admitted reserved segment "
             # prefix caching: blocks in use at the last boundary, ends of the free-block queue
             "used free_head free_tail "
             "shown_running shown_waiting"
@@ -159,7 +161,7 @@ def prefill_s(c, law, n, tokens):
 
 
 @_inline
-def _silent_iterations(c, law, n, b, tokens, limit, until, before):
+def _silent_iterations(c, law, n, e, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
     The mean context of b decoding sequences grows by exactly one token an iteration, so between
@@ -168,10 +170,13 @@ def _silent_iterations(c, law, n, b, tokens, limit, until, before):
     """
     done = 0
     spent = 0.0
-    x = tokens / b
-    row = (n * c.n_sequences + b) * c.n_decode
+    x = e.decoding_tokens / e.running
+    row = (n * c.n_sequences + e.running) * c.n_decode
     last = c.n_decode - 2
-    i = _segment(law, c.x_decode, c.n_decode, x)
+    i = e.segment  # where the last run ended: contexts grow slowly
+    if x < law[c.x_decode + i] or x >= law[c.x_decode + i + 1]:
+        i = _segment(law, c.x_decode, c.n_decode, x)
+        e.segment = i
     while True:
         slope = law[c.y_slope + row + i]
         cost = law[c.y_decode + row + i] + slope * (x - law[c.x_decode + i])
@@ -183,9 +188,12 @@ def _silent_iterations(c, law, n, b, tokens, limit, until, before):
         total = count * (cost + 0.5 * slope * (count - 1))
         if spent + total > until or spent + total >= before:
             room = min(until, before) - spent
-            half = cost - 0.5 * slope
-            root = math.sqrt(max(half * half + 2.0 * slope * room, 0.0))
-            count = min(count, int(2.0 * room / (half + root)) + 1)
+            most = room / cost
+            if slope < 0.0 or most * slope > 0.1 * cost:
+                half = cost - 0.5 * slope
+                root = math.sqrt(max(half * half + 2.0 * slope * room, 0.0))
+                most = 2.0 * room / (half + root)
+            count = min(count, int(most) + 1)
             total = count * (cost + 0.5 * slope * (count - 1))
             while spent + total > until or spent + total >= before:
                 count -= 1
@@ -208,14 +216,17 @@ def _blocks(c, tokens):
 
 
 @_inline
-def _ring(c, e, k):
-    """Place in ``queue`` of the k-th of the waiting deque; k = -1 is the place before its head."""
-    i = e.ring_head + k
+def _wrap(c, i):
+    """``i`` modulo the size of the ring; it is at most one turn off."""
     if i >= c.slots:
-        i -= c.slots
-    elif i < 0:
-        i += c.slots
-    return c.slots + i
+        return i - c.slots
+    return i + c.slots if i < 0 else i
+
+
+@_inline
+def _ring(c, e, k):
+    """Place in ``queue`` of the k-th of the waiting deque."""
+    return e.line + c.slots + _wrap(c, e.ring_head + k)
 
 
 @_inline
@@ -228,7 +239,7 @@ def used_blocks(c, e, slots, queue):
     """KV blocks in use: the left side of Eq. 4."""
     total = 0
     for i in range(e.running):
-        r = slots[queue[i]]
+        r = slots[e.lane + queue[e.line + i]]
         total += _blocks(c, r.p + _generated(e, r))
     return total
 
@@ -238,7 +249,7 @@ def _forget_segment(c, e, slots, queue, r, blocks):
     """Take ``blocks`` of r's cached blocks out of the free queue; those behind them move up."""
     e.free_tail -= blocks
     for k in range(e.waiting):
-        other = slots[queue[_ring(c, e, k)]]
+        other = slots[e.lane + queue[_ring(c, e, k)]]
         if not other.preempted:
             break
         if other.segment > r.segment:
@@ -249,8 +260,8 @@ def _forget_segment(c, e, slots, queue, r, blocks):
 def _preempt_newest(c, e, slots, queue):
     """Send the newest admitted request back to the head of the waiting deque."""
     e.running -= 1
-    i = queue[e.running]
-    r = slots[i]
+    i = queue[e.line + e.running]
+    r = slots[e.lane + i]
     g = _generated(e, r)
     if c.prefix_caching:
         # Its last token's block was not yet taken when it was found not to fit.
@@ -269,8 +280,8 @@ def _preempt_newest(c, e, slots, queue):
     r.preempted = 1
     r.computed = 0
     r.preemptions += 1
-    e.ring_head = _ring(c, e, -1) - c.slots
-    queue[c.slots + e.ring_head] = i
+    e.ring_head = _wrap(c, e.ring_head - 1)
+    queue[_ring(c, e, 0)] = i
     e.waiting += 1
 
 
@@ -281,7 +292,7 @@ def _make_room(c, law, n, e, slots, queue):
     before = e.running
     used = used_blocks(c, e, slots, queue)
     while used > capacity:
-        r = slots[queue[e.running - 1]]
+        r = slots[e.lane + queue[e.line + e.running - 1]]
         used -= _blocks(c, r.p + _generated(e, r))
         _preempt_newest(c, e, slots, queue)
     if e.running < before:
@@ -289,7 +300,7 @@ def _make_room(c, law, n, e, slots, queue):
     if c.prefix_caching:
         # Growth of those who stay: taken from the head of the free queue.
         for i in range(e.running):
-            r = slots[queue[i]]
+            r = slots[e.lane + queue[e.line + i]]
             if r.decoding:
                 tokens = r.p + _generated(e, r)
                 e.free_head += _blocks(c, tokens) - _blocks(c, tokens - 1)
@@ -303,8 +314,8 @@ def _make_room(c, law, n, e, slots, queue):
 @_inline
 def _finish(c, n, v, e, slots, queue, log, i, now):
     """Request in slot i has its last token at ``now``: record it and free the slot."""
-    r = slots[i]
-    entry = log[r.request]
+    r = slots[e.lane + i]
+    entry = log[v.first_log + r.request]
     entry.expert = n
     entry.outcome = COMPLETED
     entry.available_s = r.available
@@ -340,7 +351,7 @@ def _finish(c, n, v, e, slots, queue, log, i, now):
         e.decoding_tokens -= r.p + r.d
     if c.prefix_caching:
         e.free_tail += _blocks(c, r.p + r.d - 1)
-    queue[2 * c.slots + e.free] = i
+    queue[e.line + 2 * c.slots + e.free] = i
     e.free += 1
 
 
@@ -369,7 +380,7 @@ def _end_iteration(c, n, v, e, slots, queue, log):
             return
     if e.kind != DECODE:
         for i in range(e.running - e.admitted, e.running):
-            r = slots[queue[i]]
+            r = slots[e.lane + queue[e.line + i]]
             if e.kind == MIXED:
                 r.computed += r.chunk
                 if r.computed < r.p + r.g:
@@ -377,12 +388,12 @@ def _end_iteration(c, n, v, e, slots, queue, log):
             _start_decoding(e, r, now)
     kept = 0
     for i in range(e.running):
-        k = queue[i]
-        r = slots[k]
+        k = queue[e.line + i]
+        r = slots[e.lane + k]
         if r.decoding and e.emitted - r.origin >= r.d:
             _finish(c, n, v, e, slots, queue, log, k, now)
         else:
-            queue[kept] = k
+            queue[e.line + kept] = k
             kept += 1
     e.running = kept
     _find_next_finish(e, slots, queue)
@@ -393,7 +404,7 @@ def _find_next_finish(e, slots, queue):
     """Set the count of emissions at which the next decoding request has its last token."""
     e.next_finish = 1 << 60
     for i in range(e.running):
-        r = slots[queue[i]]
+        r = slots[e.lane + queue[e.line + i]]
         if r.decoding:
             e.next_finish = min(e.next_finish, r.origin + r.d)
 
@@ -405,7 +416,7 @@ def _continue_chunks(c, e, slots, queue):
     budget = c.token_budget - e.decoding
     e.admitted = e.running - e.decoding
     for i in range(e.decoding, e.running):
-        r = slots[queue[i]]
+        r = slots[e.lane + queue[e.line + i]]
         r.chunk = min(r.p + r.g - r.computed, budget)
         budget -= r.chunk
         tokens += r.chunk
@@ -419,7 +430,6 @@ def _admit(c, law, n, e, slots, queue, now):
     Returns the prefill tokens of the iteration. ``e.admitted`` counts the running requests whose
     prefill is under way: the last of the list, since an earlier one always gets its tokens first.
     """
-    size = c.slots
     capacity = int(law[n * EXPERT_WIDTH])
     chunked = c.scheduler == CHUNKED
     tokens = 0
@@ -429,8 +439,8 @@ def _admit(c, law, n, e, slots, queue, now):
         tokens = _continue_chunks(c, e, slots, queue)
         budget -= e.decoding + tokens
     while e.waiting > 0 and e.running < c.running_capacity and (budget > 0 or not chunked):
-        i = queue[size + e.ring_head]
-        r = slots[i]
+        i = queue[_ring(c, e, 0)]
+        r = slots[e.lane + i]
         if r.available > now:
             break
         need = r.p + r.g
@@ -442,7 +452,7 @@ def _admit(c, law, n, e, slots, queue, now):
                 break
         elif e.used + blocks > capacity:
             break
-        e.ring_head = _ring(c, e, 1) - size
+        e.ring_head = _wrap(c, e.ring_head + 1)
         e.waiting -= 1
         r.computed = 0
         if c.prefix_caching:
@@ -454,7 +464,7 @@ def _admit(c, law, n, e, slots, queue, now):
                 e.free_head -= cached
             e.free_head += blocks
         r.preempted = 0
-        queue[e.running] = i
+        queue[e.line + e.running] = i
         e.running += 1
         e.admitted += 1
         e.used += blocks
@@ -473,12 +483,9 @@ def _admit(c, law, n, e, slots, queue, now):
 @_inline
 def _decode_run(c, law, n, e, limit, now, until, before):
     """From a boundary at ``now``, pass the silent decode iterations and start the one after them."""
-    b = e.running
-    done, spent, cost = _silent_iterations(
-        c, law, n, b, float(e.decoding_tokens), limit, until - now, before
-    )
+    done, spent, cost = _silent_iterations(c, law, n, e, limit, until - now, before)
     e.emitted += done
-    e.decoding_tokens += b * done
+    e.decoding_tokens += e.running * done
     e.start = now + spent
     e.end = e.start + cost
     return done
@@ -487,7 +494,6 @@ def _decode_run(c, law, n, e, limit, now, until, before):
 @_inline
 def _start_iteration(c, law, n, e, slots, queue, now, until):
     """Steps 2-4 of a boundary at ``now``; decode runs are carried on silently up to ``until``."""
-    size = c.slots
     e.start = now
     preempted = 0
     if c.memory_policy == PAGED:
@@ -508,7 +514,7 @@ def _start_iteration(c, law, n, e, slots, queue, now, until):
         time = _dense_s(c, law, n, float(tokens + e.decoding))
         chunks = 0
         for i in range(e.running - e.admitted, e.running):
-            r = slots[queue[i]]
+            r = slots[e.lane + queue[e.line + i]]
             if r.chunk > 0:
                 chunks += 1
                 time += _chunk_s(c, law, n, float(r.chunk), float(r.computed))
@@ -526,7 +532,7 @@ def _start_iteration(c, law, n, e, slots, queue, now, until):
             limit = min(limit, c.block_size * (free // e.running))
         before = np.inf
         if e.waiting > 0 and e.running < c.running_capacity:
-            head = slots[queue[size + e.ring_head]]
+            head = slots[e.lane + queue[_ring(c, e, 0)]]
             if head.available > now:
                 before = head.available - now
             elif preempted > 0:
@@ -534,14 +540,14 @@ def _start_iteration(c, law, n, e, slots, queue, now, until):
         done = _decode_run(c, law, n, e, limit, now, until, before)
         if c.prefix_caching:
             for i in range(e.running):
-                r = slots[queue[i]]
+                r = slots[e.lane + queue[e.line + i]]
                 tokens = r.p + _generated(e, r)
                 e.free_head += _blocks(c, tokens) - _blocks(c, tokens - done)
     else:
         e.kind = IDLE
         e.end = np.inf
         if e.waiting > 0:
-            e.end = max(now, slots[queue[size + e.ring_head]].available)
+            e.end = max(now, slots[e.lane + queue[_ring(c, e, 0)]].available)
 
 
 @_inline
@@ -567,10 +573,9 @@ def _advance(c, law, n, v, e, slots, queue, log, until):
 @_inline
 def _enqueue(c, e, slots, queue, request, now, p, d, s, s_hat, d_hat, delay):
     """Put a request on its way to the expert; it waits in order of its arrival there."""
-    size = c.slots
     e.free -= 1
-    i = queue[2 * size + e.free]
-    r = slots[i]
+    i = queue[e.line + 2 * c.slots + e.free]
+    r = slots[e.lane + i]
     r.request = request
     r.arrived = now
     r.available = now + delay
@@ -593,14 +598,15 @@ def _enqueue(c, e, slots, queue, request, now, p, d, s, s_hat, d_hat, delay):
     k = e.waiting
     while k > 0:
         other = queue[_ring(c, e, k - 1)]
-        if slots[other].preempted or slots[other].available <= r.available:
+        ahead = slots[e.lane + other]
+        if ahead.preempted or ahead.available <= r.available:
             break
         queue[_ring(c, e, k)] = other
         k -= 1
     queue[_ring(c, e, k)] = i
     e.waiting += 1
     if e.kind == IDLE:
-        e.end = max(e.start, slots[queue[size + e.ring_head]].available)
+        e.end = max(e.start, slots[e.lane + queue[_ring(c, e, 0)]].available)
 
 
 # ------------------------------------------------------------------------------ reward of Eq. 15/16
@@ -614,7 +620,7 @@ def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
     limit = v.latency_requirement
     total = 0.0
     for i in range(e.running):
-        r = slots[queue[i]]
+        r = slots[e.lane + queue[e.line + i]]
         g = _generated(e, r)
         d_i = max(r.d_hat, 1.0) if c.predicted_estimator else float(r.d)
         s_i = float(r.s_hat) if c.predicted_estimator else float(r.s)
@@ -638,15 +644,20 @@ def _can_take(c, law, n, e, p):
 
 
 @_inline
-def _request_row(c, e, r, capacity, now, running, out, o):
-    """Eq. 6 of one request in raw units: p, s_hat, d_hat, memory, tokens so far, latency."""
+def _request_row(c, e, r, now, running, per_capacity, out, o):
+    """Eq. 6 of one request in raw units; returns its KV blocks.
+
+    The six are prompt tokens, predicted score, predicted length, memory, tokens so far, latency.
+    """
     g = _generated(e, r)
+    blocks = _blocks(c, r.p + g) if running else 0
     out[o] = min(float(r.p), MAX_PROMPT_TOKENS)
     out[o + 1] = r.s_hat
     out[o + 2] = r.d_hat
-    out[o + 3] = _blocks(c, r.p + g) / capacity if running else 0.0
-    out[o + 4] = min(g, c.max_output_tokens)
+    out[o + 3] = blocks * per_capacity
+    out[o + 4] = g
     out[o + 5] = min((now - r.arrived) / max(g, 1), MAX_LATENCY_S_PER_TOKEN)
+    return blocks
 
 
 @_jit
@@ -659,7 +670,7 @@ def _scale_row(c, out, o):
 
 
 @_jit
-def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, masks):
+def _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks):
     """Write row b of the observation and of the action mask; returns the mean memory use.
 
     ``obs`` is one float32 vector of sections (graph view: request, experts, running, waiting,
@@ -690,16 +701,14 @@ def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, mas
     m_action += b * (n_exp + 1)
     masks[m_action] = 1
     for n in range(n_exp):
-        e = experts[n]
-        lane = slots[n]
-        q = queue[n]
-        capacity = law[n * EXPERT_WIDTH]
-        memory = used_blocks(c, e, lane, q) / capacity if e.running > 0 else 0.0
-        memory_sum += memory
+        e = expert[b, n]
+        per_capacity = 1.0 / law[n * EXPERT_WIDTH]
         p = table[row, n, 0] if row >= 0 else 0.0
         masks[m_action + 1 + n] = row < 0 or _can_take(c, law, n, e, int(p))
         if c.layout == EXPERTS:
             o = (b * n_exp + n) * 3
+            memory = used_blocks(c, e, slots, queue) * per_capacity
+            memory_sum += memory
             obs[o] = memory
             obs[o + 1] = e.running / cap_r
             obs[o + 2] = e.waiting / (cap_r + cap_w)
@@ -721,15 +730,18 @@ def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, mas
             obs[o_req] = 0.0
             obs[o_req + 1] = 0.0
             obs[o_req + 2] = 0.0
-        obs[o_exp] = memory
         obs[o_exp + 1] = e.running
         obs[o_exp + 2] = e.waiting
         shown_w = min(e.waiting, cap_w)
+        used = 0
         for i in range(e.running):
-            _request_row(c, e, lane[q[i]], capacity, now, True, obs, o_run + 6 * i)
+            r = slots[e.lane + queue[e.line + i]]
+            used += _request_row(c, e, r, now, True, per_capacity, obs, o_run + 6 * i)
+        memory_sum += used * per_capacity
+        obs[o_exp] = used * per_capacity
         for k in range(shown_w):
-            r = lane[q[_ring(c, e, k)]]
-            _request_row(c, e, r, capacity, now, False, obs, o_wait + 6 * k)
+            r = slots[e.lane + queue[_ring(c, e, k)]]
+            _request_row(c, e, r, now, False, per_capacity, obs, o_wait + 6 * k)
         for i in range(6 * e.running, 6 * e.shown_running):
             obs[o_run + i] = 0.0
         for i in range(6 * shown_w, 6 * e.shown_waiting):
@@ -759,7 +771,7 @@ def _observe(c, law, table, v, experts, slots, queue, row, num_rows, b, obs, mas
 
 
 @_jit
-def begin(cfg, law, table, arrivals, rows, env, expert, slot, queue, log, obs, masks, which):
+def begin(cfg, law, table, arrivals, rows, env, expert, slots, queue, log, obs, masks, which):
     """Start a new episode in the rows b with which[b] != 0 and write their first observation.
 
     ``arrivals[b]`` (s), ``rows[b]`` (catalog rows) and ``env[b].latency_requirement`` must be set.
@@ -787,10 +799,19 @@ def begin(cfg, law, table, arrivals, rows, env, expert, slot, queue, log, obs, m
         v.memory = 0.0
         v.last_finish = 0.0
         for n in range(c.num_experts):
-            clear_expert(c, law, n, expert[b, n], queue[b, n])
-        for j in range(log.shape[1]):
-            clear_log(log[b, j])
-    redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which)
+            place(c, b, n, expert[b, n])
+            clear_expert(c, law, n, expert[b, n], queue)
+        v.first_log = b * c.num_requests
+        for j in range(c.num_requests):
+            clear_log(log[v.first_log + j])
+    redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which)
+
+
+@_inline
+def place(c, b, n, e):
+    """Where the slots and the lists of expert n in row b begin."""
+    e.lane = (b * c.num_experts + n) * c.slots
+    e.line = 3 * e.lane
 
 
 @_jit
@@ -807,12 +828,13 @@ def clear_expert(c, law, n, e, queue):
     e.decoding_tokens = 0
     e.admitted = 0
     e.reserved = 0
+    e.segment = 0
     e.used = 0
     e.free_head = 0
     e.free_tail = int(law[n * EXPERT_WIDTH])
     e.free = c.slots
     for i in range(c.slots):
-        queue[2 * c.slots + i] = c.slots - 1 - i
+        queue[e.line + 2 * c.slots + i] = c.slots - 1 - i
 
 
 @_jit
@@ -831,7 +853,7 @@ def clear_log(entry):
 
 
 @_jit
-def redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which):
+def redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which):
     """Write the whole observation of the rows b with which[b] != 0, whatever was shown before."""
     c = cfg[0]
     num_rows = env.shape[0]
@@ -841,7 +863,8 @@ def redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which):
         for n in range(c.num_experts):
             e = expert[b, n]
             e.shown_running = c.running_capacity
-            _find_next_finish(e, slot[b, n], queue[b, n])
+            place(c, b, n, e)
+            _find_next_finish(e, slots, queue)
             e.shown_waiting = c.waiting_capacity
             if c.layout == GRAPH:
                 m = (b * c.num_experts + n) * c.running_capacity
@@ -850,29 +873,31 @@ def redraw(cfg, law, table, rows, env, expert, slot, queue, obs, masks, which):
                 m += num_rows * c.num_experts * c.running_capacity
                 masks[m : m + c.waiting_capacity] = 1
         v = env[b]
+        v.first_log = b * c.num_requests
         row = rows[b, v.index] if v.index < c.num_requests else -1
-        _observe(c, law, table, v, expert[b], slot[b], queue[b], row, num_rows, b, obs, masks)
+        _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks)
 
 
 @_jit
 def step(
-    cfg, law, table, arrivals, rows, env, expert, slot, queue, log, obs, masks, actions, which, out
+    cfg, law, table, arrivals, rows, env, expert, slots, queue, log, obs, masks, actions, which, out
 ):
     """Route the current request of every row b with which[b] != 0 and go on to the next.
 
     ``out`` (B, 3) receives the two terms of the reward and whether the episode has ended. Returns
-    the first row whose action is out of range (nothing has changed then), or -1.
+    how many episodes have ended, or -1 - b if the action of row b is out of range (nothing has
+    changed then).
     """
     c = cfg[0]
     num_rows = env.shape[0]
     for b in range(num_rows):
         if which[b] != 0 and (actions[b] < 0 or actions[b] > c.num_experts):
-            return b
+            return -1 - b
+    ended = 0
     for b in range(num_rows):
         if which[b] == 0:
             continue
         v = env[b]
-        lanes = expert[b]
         request = v.index
         now = v.now
         row = rows[b, request]
@@ -880,17 +905,17 @@ def step(
         gain = 0.0
         loss = 0.0
         if n < 0:
-            entry = log[b, request]
+            entry = log[v.first_log + request]
             entry.outcome = DROPPED
             entry.prompt_tokens = int(table[row, 0, 0])
             v.dropped += 1
         else:
-            e = lanes[n]
+            e = expert[b, n]
             p = int(table[row, n, 0])
             s = table[row, n, 1]
             d = int(table[row, n, 2])
             if not _can_take(c, law, n, e, p):
-                entry = log[b, request]
+                entry = log[v.first_log + request]
                 entry.outcome = REJECTED
                 entry.expert = n
                 entry.prompt_tokens = p
@@ -901,13 +926,13 @@ def step(
                 if c.reward == QOS_AWARE:
                     d_j = table[row, n, 4] if c.predicted_estimator else table[row, n, 2]
                     loss -= _violation_penalty(
-                        c, law, n, v, e, slot[b, n], queue[b, n], float(p), float(d_j), now
+                        c, law, n, v, e, slots, queue, float(p), float(d_j), now
                     )
                 elif c.reward == PAID_FORWARD:
                     gain += s
                 delay = c.router_delay_s + p * c.delay_s_per_token
                 _enqueue(
-                    c, e, slot[b, n], queue[b, n], request, now, p, d, s,
+                    c, e, slots, queue, request, now, p, d, s,
                     table[row, n, 3], table[row, n, 4], delay,
                 )  # fmt: skip
         v.index = request + 1
@@ -916,9 +941,9 @@ def step(
         v.step_qos = 0.0
         v.step_late = 0.0
         for k in range(c.num_experts):
-            e = lanes[k]
+            e = expert[b, k]
             if e.end <= until and e.end < np.inf:
-                _advance(c, law, k, v, e, slot[b, k], queue[b, k], log[b], until)
+                _advance(c, law, k, v, e, slots, queue, log, until)
         if c.reward == PAID_FORWARD:
             loss -= v.step_late
         else:
@@ -929,17 +954,18 @@ def step(
         else:
             row = rows[b, v.index]
             v.now = until
-        memory = _observe(c, law, table, v, lanes, slot[b], queue[b], row, num_rows, b, obs, masks)
+        memory = _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks)
         if not last:
             v.memory += memory
         out[b, 0] = gain
         out[b, 1] = loss
         out[b, 2] = 1.0 if last else 0.0
-    return -1
+        ended += last
+    return ended
 
 
 @_jit
-def run_replay(cfg, law, arrivals, table, env, expert, slot, queue, log):
+def run_replay(cfg, law, arrivals, table, env, expert, slots, queue, log):
     """One expert serves every request of one list from an unbounded waiting queue.
 
     ``arrivals`` (J,) in seconds, non-decreasing; ``table`` (J, 2) prompt and output tokens.
@@ -947,15 +973,14 @@ def run_replay(cfg, law, arrivals, table, env, expert, slot, queue, log):
     c = cfg[0]
     v = env[0]
     e = expert[0, 0]
-    lane = slot[0, 0]
-    line = queue[0, 0]
-    clear_expert(c, law, 0, e, line)
+    place(c, 0, 0, e)
+    clear_expert(c, law, 0, e, queue)
     for j in range(arrivals.shape[0]):
-        clear_log(log[0, j])
+        clear_log(log[j])
     for j in range(arrivals.shape[0]):
         p = table[j, 0]
         _enqueue(
-            c, e, lane, line, j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
+            c, e, slots, queue, j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
             c.router_delay_s + p * c.delay_s_per_token,
         )  # fmt: skip
-    _advance(c, law, 0, v, e, lane, line, log[0], np.inf)
+    _advance(c, law, 0, v, e, slots, queue, log, np.inf)

@@ -124,7 +124,7 @@ def replay(
         )
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
-    log = np.zeros((1, count), dtype=kernel.LOG)
+    log = np.zeros(count, dtype=kernel.LOG)
     kernel.run_replay(
         cfg,
         law,
@@ -132,17 +132,16 @@ def replay(
         np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64)),
         np.zeros(1, dtype=kernel.ENV),
         np.zeros((1, 1), dtype=kernel.EXPERT),
-        np.zeros((1, 1, count), dtype=kernel.SLOT),
-        np.zeros((1, 1, 3 * count), dtype=np.int32),
+        np.zeros(count, dtype=kernel.SLOT),
+        np.zeros(3 * count, dtype=np.int32),
         log,
     )
-    done = log[0]
     result = np.empty(count, dtype=REPLAY)
-    result["finish_s"] = done["finish_s"]
-    result["ttft_s"] = done["first_token_s"] - arrivals
-    result["e2e_s"] = done["finish_s"] - arrivals
-    result["queue_s"] = done["admitted_s"] - arrivals
-    result["preemptions"] = done["preemptions"]
+    result["finish_s"] = log["finish_s"]
+    result["ttft_s"] = log["first_token_s"] - arrivals
+    result["e2e_s"] = log["finish_s"] - arrivals
+    result["queue_s"] = log["admitted_s"] - arrivals
+    result["preemptions"] = log["preemptions"]
     decoded = np.where(outputs > 1, outputs - 1, np.nan)
-    result["tpot_s"] = (done["finish_s"] - done["first_token_s"]) / decoded
+    result["tpot_s"] = (log["finish_s"] - log["first_token_s"]) / decoded
     return result

@@ -78,6 +78,7 @@ class LLMRoutingVectorEnv(VectorEnv):
         self._seeds: list[int] = [-1] * self.num_envs
         self._steps = np.zeros(self.num_envs, dtype=np.int64)
         self._done = np.ones(self.num_envs, dtype=bool)
+        self._any_done = False
         self._begun = False
         # Shared by every info in which all systems have the key; nobody may write to it.
         self._all = np.ones(self.num_envs, dtype=bool)
@@ -147,6 +148,7 @@ class LLMRoutingVectorEnv(VectorEnv):
         self.batch.begin(which.astype(np.int8))
         self._steps[which] = 0
         self._done[which] = False
+        self._any_done = bool(self._done.any())
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Route the current request of every system.
@@ -167,47 +169,52 @@ class LLMRoutingVectorEnv(VectorEnv):
                 f"{actions.shape} and dtype {actions.dtype}."
             )
         actions = np.ascontiguousarray(actions, dtype=np.int64)
-        batch, stale = self.batch, self._done
-        if stale.any():
+        batch = self.batch
+        if self._any_done:
+            stale = self._done
             if self.autoreset_mode is AutoresetMode.DISABLED:
                 raise ResetNeeded(
                     f"Systems {np.flatnonzero(stale).tolist()} have ended: reset them with "
                     "options={'reset_mask': ...} (autoreset_mode is Disabled)."
                 )
             live = ~stale
-            batch.step(actions, live.astype(np.int8))
+            ended = batch.step(actions, live.astype(np.int8))
+            batch.out[stale] = 0.0
             self._begin(stale.copy())
-            batch.out[~live] = 0.0
         else:
             live = self._all
-            batch.step(actions, self._which)
-        out = batch.out
-        rewards = out[:, 0] + out[:, 1]
-        terminations = out[:, 2] != 0.0
-        self._steps[live] += 1
+            ended = batch.step(actions, self._which)
+        rewards = batch.out[:, 0] + batch.out[:, 1]
+        terminations = batch.out[:, 2] != 0.0
         if self.max_episode_steps is None:
             truncations = np.zeros(self.num_envs, dtype=bool)
+            done = terminations
         else:
+            self._steps[live] += 1
             truncations = self._steps >= self.max_episode_steps
-        done = terminations | truncations if self.max_episode_steps else terminations
-        info: dict[str, Any] = {}
-        if done.any():
-            if self.autoreset_mode is AutoresetMode.SAME_STEP:
-                info["final_obs"] = self._final_observations(done)
-                info["final_info"] = self._info(done, terminations)
-                info["_final_obs"] = done.copy()
-                info["_final_info"] = done.copy()
-                self._begin(done)
-                info.update(self._info(live & ~done, np.zeros_like(done), masks=self._all))
-            else:
-                self._done = done.copy()
-                info = self._info(live, terminations, masks=self._all)
+            done = terminations | truncations
+            ended = int(done.sum())
+        if ended == 0:
+            info = self._info(live, masks=self._all)
+        elif self.autoreset_mode is AutoresetMode.SAME_STEP:
+            info = {
+                "final_obs": self._final_observations(done),
+                "final_info": self._info(done, ended=terminations),
+                "_final_obs": done.copy(),
+                "_final_info": done.copy(),
+            }
+            self._begin(done)
+            info.update(self._info(live & ~done, masks=self._all))
         else:
-            info = self._info(live, done, masks=self._all)
+            self._done, self._any_done = done.copy(), True
+            info = self._info(live, ended=terminations, masks=self._all)
         return self._observation(), rewards, terminations, truncations, info
 
     def _info(
-        self, stepped: np.ndarray, ended: np.ndarray, masks: np.ndarray | None = None
+        self,
+        stepped: np.ndarray,
+        ended: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
     ) -> dict[str, Any]:
         """Information in the layout of Gymnasium's vector environments.
 
@@ -226,11 +233,13 @@ class LLMRoutingVectorEnv(VectorEnv):
             terms: dict[str, Any] = {}
             for column, name in enumerate(self.batch.terms):
                 values = self.batch.out[:, column]
-                terms[name] = values.copy() if stepped is self._all else values * stepped
+                terms[name] = (
+                    values.copy() if stepped is self._all else np.where(stepped, values, 0.0)
+                )
                 terms[f"_{name}"] = stepped
             info["reward_terms"] = terms
             info["_reward_terms"] = stepped
-        if ended.any():
+        if ended is not None and ended.any():
             kpis: dict[str, Any] = {}
             for row in np.flatnonzero(ended):
                 for name, value in self.batch.kpis(row).items():
@@ -278,6 +287,7 @@ class LLMRoutingVectorEnv(VectorEnv):
         if state.random is not None:
             self._generator(index).bit_generator.state = state.random
         self._done[index] = state.finished
+        self._any_done = bool(self._done.any())
         self._steps[index] = int(state.env["index"][0])
         self._begun = True
 
