@@ -31,7 +31,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import servegym  # noqa: F401  (registers the environments)
-from servegym.hardware_profiles import load, load_fleet
 
 HEADS, WIDTH = 4, 64
 
@@ -68,9 +67,9 @@ class Args:
     """parallel environments"""
     buffer_size: int = 200_000
     """transitions kept for replay"""
-    learning_starts: int = 8_000
+    learning_starts: int = 16_000
     """steps taken by the warm-up policy before the first update"""
-    warmup_random: float = 0.3
+    warmup_random: float = 0.2
     """share of uniform legal actions in the warm-up; the rest go to the least loaded expert"""
     updates_per_step: int = 4
     """gradient updates after each step of all environments"""
@@ -78,9 +77,11 @@ class Args:
     """transitions per update"""
     gamma: float = 0.99
     """discount per decision"""
-    n_step: int = 1
+    holding_cost: bool = True
+    """paid_forward only: charge (1 - gamma) x predicted score in flight, see `held_score`"""
+    n_step: int = 10
     """rewards summed before bootstrapping"""
-    tau: float = 0.005
+    tau: float = 0.01
     """step of the target network towards the online one, per update"""
     lr: float = 5e-4
     """learning rate of the encoder, the critics and the actor"""
@@ -152,17 +153,9 @@ def env_kwargs(args: Args) -> dict[str, Any]:
     }
 
 
-def expert_laws(profiles: str | list[str], num_experts: int) -> NDArray[np.float32]:
-    """Scaled estimator coefficients of the experts, float32 (N, 4): base, k1, kb, k2 (Eq. 13/14)."""
-    names = [e.profile for e in load_fleet(profiles).experts] if isinstance(profiles, str) else (
-        [load(name) for name in profiles]
-    )
-    rows = [
-        (p.estimator.base_s / 0.02, p.estimator.prefill_s_per_token / 1e-4,
-         p.estimator.decode_s_per_sequence / 1e-3, p.estimator.decode_s_per_context_token / 1e-6)
-        for p in names[:num_experts]
-    ]  # fmt: skip
-    return np.log1p(np.maximum(np.asarray(rows, np.float32), 0))
+def scale_laws(estimator: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Scaled estimators (N, 4) from base_s, k1, k2 and seconds per sequence (Eq. 13/14)."""
+    return (estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -203,6 +196,16 @@ class Layout:
         return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
 
 
+def held_score(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Predicted score of all queued requests, (B,): the potential behind paid_forward.
+
+    The environment pays completed + P(s') - P(s), an exact shaping of the undiscounted return. With
+    gamma < 1 it needs gamma P(s'), or a bill that comes late is worth more than one that comes at
+    once and a full queue looks good; the agent takes (1 - gamma) P(s') off the reward.
+    """
+    return sum((obs[k][..., 1] * obs[f"{k}_mask"]).sum((1, 2)) for k in ("running", "waiting"))
+
+
 class HANLayer(nn.Module):
     """One ``HANConv`` on every graph of a batch, over the nodes that exist.
 
@@ -227,15 +230,15 @@ class HANLayer(nn.Module):
     def attend(self, name: str, src: Tensor, dst: Tensor, index: Tensor) -> Tensor:
         """Softmax attention of every node of dst (M, 64) over its src (K, 64); index (K,)."""
         blocks = self.blocks  # (64, 4): which head a column belongs to
-        score = src @ (blocks * self.src[name]) + (dst @ (blocks * self.dst[name]))[index]
-        score = F.leaky_relu(score, 0.2)
+        score = src @ (blocks * self.src[name])
+        score = F.leaky_relu(score + (dst @ (blocks * self.dst[name])).index_select(0, index), 0.2)
         top = score.new_full((len(dst), HEADS), -1e9)
         top.scatter_reduce_(0, index[:, None].expand(-1, HEADS), score.detach(), "amax")
-        weight = (score - top[index]).exp()
+        weight = (score - top.index_select(0, index)).exp()
         total = weight.new_zeros(len(dst), HEADS).index_add(0, index, weight)
-        weight = weight / (total[index] + 1e-16)
         message = src * (weight @ blocks.T)
-        return dst.new_zeros(len(dst), WIDTH).index_add(0, index, message).relu()
+        message = dst.new_zeros(len(dst), WIDTH).index_add(0, index, message)
+        return (message * ((total + 1e-16).reciprocal() @ blocks.T)).relu()
 
     def semantic(self, x: Tensor) -> Tensor:
         """q . tanh(W x + b) of every node; (M, 64) -> (M,)."""
@@ -252,25 +255,22 @@ class HANLayer(nn.Module):
         queues = [
             self.attend(f"{k}__expert", h[k], h["expert"], index[k]) for k in ("running", "waiting")
         ]
-        out = {}
-        w = torch.stack([score["arrived"], self.semantic(from_experts)], -1).softmax(-1)
-        out["arrived"] = w[:, :1] * own["arrived"] + w[:, 1:] * from_experts
-        by_expert = [score["expert"].view(batch, n), score["arrived"][:, None].expand(-1, n)]
-        by_expert += [self.semantic(m).view(batch, n) for m in queues]
-        w = torch.stack(by_expert).mean(-1).softmax(0)[..., None, None]  # (4, B, 1, 1)
-        values = [own["expert"], None, *queues]
-        mix = w[1] * own["arrived"][:, None]
-        for k in (0, 2, 3):
-            mix = mix + w[k] * values[k].view(batch, n, WIDTH)
-        out["expert"] = mix.reshape(-1, WIDTH)
+        w = torch.sigmoid(self.semantic(from_experts) - score["arrived"])  # softmax of two
+        out = {"arrived": torch.lerp(own["arrived"], from_experts, w[:, None])}
+        scores = [score["expert"], *(self.semantic(m) for m in queues)]
+        w = torch.stack([score["arrived"], *(x.view(batch, n).mean(1) for x in scores)], -1)
+        w = w.softmax(-1)  # (B, 4)
+        values = torch.stack([own["expert"], *queues]).view(3, batch, n, WIDTH)
+        mix = torch.einsum("bk,kbnd->bnd", w[:, 1:], values)
+        out["expert"] = (mix + (w[:, :1] * own["arrived"])[:, None]).view(-1, WIDTH)
         if not self.last:
             for k in ("running", "waiting"):
                 where = index[k] // n
-                pair = torch.stack([score[k], score["expert"][index[k]]], -1)
-                total = pair.new_zeros(batch, 2).index_add(0, where, pair)
+                gap = score["expert"].index_select(0, index[k]) - score[k]
                 count = torch.bincount(where, minlength=batch).clamp(min=1)
-                w = (total / count[:, None]).softmax(-1)[where]
-                out[k] = w[:, :1] * own[k] + w[:, 1:] * own["expert"][index[k]]
+                gap = gap.new_zeros(batch).index_add(0, where, gap) / count
+                w = torch.sigmoid(gap).index_select(0, where)[:, None]
+                out[k] = torch.lerp(own[k], own["expert"].index_select(0, index[k]), w)
         return out
 
 
@@ -295,7 +295,7 @@ class HAN(nn.Module):
         slots = {"running": self.layout.running, "waiting": self.layout.waiting}
         for k, mask in (("running", "mr"), ("waiting", "mw")):
             held = parts[mask].reshape(-1).nonzero().squeeze(-1)
-            x[k], index[k] = parts[k].reshape(-1, 6)[held], held // slots[k]
+            x[k], index[k] = parts[k].reshape(-1, 6).index_select(0, held), held // slots[k]
         return x, index
 
     def forward(self, rows: Tensor, law: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -518,14 +518,19 @@ def train(args: Args) -> Path:
     if not isinstance(space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation; servegym/LLMRouting-v0 has")
     layout = Layout(*space["running"].shape[:2], space["waiting"].shape[1])
-    fleet = env_kwargs(args)["profiles"]
-    laws = expert_laws(fleet, layout.experts) if args.law and args.state == "han" else None
+    laws = None
+    if args.law and args.state == "han":
+        known = [p.estimator for p in envs.problem.profiles]
+        laws = scale_laws(np.array([
+            (e.base_s, e.prefill_s_per_token, e.decode_s_per_context_token, e.decode_s_per_sequence)
+            for e in known
+        ]))  # fmt: skip
     agent = Agent(layout, args, laws).to(device)
     target = deepcopy(agent).requires_grad_(False)
     log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
     groups = [{"params": list(agent.parameters()), "lr": args.lr},
               {"params": [log_alpha], "lr": args.alpha_lr}]  # fmt: skip
-    optimizer = torch.optim.Adam(groups, foreach=True)
+    optimizer = torch.optim.Adam(groups, fused=True)
     buffer = ReplayBuffer(args.buffer_size, args.num_envs, sum(layout.sizes), layout.experts + 1)
 
     obs, info = envs.reset(seed=args.seed)
@@ -565,12 +570,15 @@ def train(args: Args) -> Path:
     losses: dict[str, Tensor] = {}
     while s["step"] < args.total_timesteps:
         rows, mask = s["rows"], s["mask"]
-        if s["step"] < args.learning_starts:  # least loaded legal expert, or any legal action
-            load_ = rows[:, 2 : 2 + 6 * layout.experts].reshape(args.num_envs, -1, 6)[..., 1:3].sum(-1)
+        if s["step"] < args.learning_starts:
+            # Least loaded expert while it holds fewer than a cap that differs between environments,
+            # else drop; a share of uniform legal actions. So every load level has been seen.
+            held = rows[:, 2 : 2 + 6 * layout.experts].reshape(args.num_envs, -1, 6)[..., 1:3].sum(-1)
+            cap = 1 + np.arange(args.num_envs)[:, None] % (layout.running + layout.waiting)
             score = rng.random(mask.shape)
             calm = rng.random((args.num_envs, 1)) >= args.warmup_random
-            score[:, 1:] -= calm * 10 * load_
-            score[:, :1] -= calm * 1e4
+            score[:, 1:] -= calm * 3 * held
+            score[:, :1] -= calm * (cap - 0.5)
         else:
             with torch.no_grad():
                 h = agent.encode(torch.as_tensor(rows, device=device).float())
@@ -579,6 +587,9 @@ def train(args: Args) -> Path:
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
         new_rows, new_mask, done = layout.rows(obs), info["action_mask"], terminated | truncated
+        earned = reward
+        if args.reward == "paid_forward" and args.holding_cost:
+            earned = reward - (1 - args.gamma) * held_score(obs) * ~terminated
         next_rows, next_mask = new_rows, new_mask
         if done.any():
             next_rows, next_mask = new_rows.copy(), new_mask.copy()
@@ -586,10 +597,10 @@ def train(args: Args) -> Path:
                 final = info["final_obs"][i]
                 next_rows[i] = layout.rows({k: v[None] for k, v in final.items()})[0]
                 next_mask[i] = info["final_info"]["action_mask"][i]
-        buffer.add(obs=rows, mask=mask, action=action, reward=reward, terminated=terminated, done=done,
+        buffer.add(obs=rows, mask=mask, action=action, reward=earned, terminated=terminated, done=done,
                    next_obs=next_rows, next_mask=next_mask)  # fmt: skip
         s["rows"], s["mask"], s["step"] = new_rows, new_mask, s["step"] + args.num_envs
-        s["center"] += (reward.mean() - s["center"]) * max(0.002, 1 / buffer.count)
+        s["center"] += (earned.mean() - s["center"]) * max(0.002, 1 / buffer.count)
         s["shares"] += np.bincount(action, minlength=layout.experts + 1)
         s["return"] += reward
         s["finished"] += s["return"][done].tolist()
