@@ -113,8 +113,7 @@ def _play(
             for i in range(first, admitted):
                 done[i] += 1.0
             if chunked and others > 0:
-                # Decodes ride along with the chunk: one token for them, and their
-                # attention on top of the prefill.
+                # Decodes ride along with the chunk, for next to nothing.
                 for i in range(first):
                     if not finished[i]:
                         done[i] += 1.0
@@ -197,7 +196,7 @@ def _estimate(
                     length = row[2] if row[2] > 0.0 else mean_length[n]
                     prompt[count] = row[0]
                     done[count] = row[4]
-                    # Past its prediction a request is taken to need some tokens more.
+                    # Predictions err: nothing is taken to be about to finish.
                     total[count] = max(length, row[4] + max(1.0, overrun * length))
                     elapsed[count] = row[5] * max(row[4], 1.0)
                     count += 1
@@ -240,8 +239,8 @@ class LatencyModel:
 
         Args:
             system: The system.
-            overrun: A request that has reached its predicted length is taken to need this share
-                of it more.
+            overrun: A request that runs is taken to need at least this share of its predicted
+                length more (and one token), however many it has: predictions err.
 
         Raises:
             ValueError: If ``overrun`` is negative.

@@ -38,7 +38,7 @@ class LinUcb(RoutingPolicy):
         *,
         alpha: float = 0.1,
         ridge: float = 1.0,
-        prior_weight: float = 200.0,
+        prior_weight: float = 500.0,
         prior_states: int = 1024,
     ) -> None:
         """Build it; the prior is fitted when the latency requirement is first seen.

@@ -199,41 +199,34 @@ class RoutingSystem:
 
     @classmethod
     def from_env(cls, env: Any) -> RoutingSystem:
-        """Describe the system of a registered environment from its spec's arguments.
+        """Describe the system of a routing environment, single or vector.
 
         Args:
-            env: Made by ``gymnasium.make`` or ``make_vec`` with a ``servegym/LLMRouting*`` id.
+            env: Any of the routing environments, wrapped or not.
 
         Raises:
-            ValueError: If the environment has no spec to read the arguments from.
+            ValueError: If it is no routing environment.
         """
-        spec = getattr(env, "spec", None) or getattr(getattr(env, "unwrapped", None), "spec", None)
-        if spec is None:
-            raise ValueError(
-                "env must come from gymnasium.make or make_vec (it has no spec); "
-                "else use RoutingSystem.from_kwargs"
-            )
-        return cls.from_kwargs(**dict(spec.kwargs))
+        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
+        if problem is None:
+            raise ValueError(f"env must be a routing environment, got {type(env).__name__}")
+        return cls.from_problem(problem)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> RoutingSystem:
         """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
 
-        Only the fleet, the capacities, the network and the train split are read; arguments that
-        concern episodes (rate, split, reward, ...) are ignored.
-
         Args:
-            **kwargs: Arguments of the routing environment.
+            **kwargs: Arguments of the routing environment. Those that concern episodes (rate,
+                split, reward, ...) make no difference.
 
         Raises:
-            ValueError: As the environment does for an unknown fleet, profile, catalog or model.
+            ValueError: As the environment does for an unknown or bad argument.
         """
         from servegym.envs.llm_routing import kernel
-        from servegym.envs.llm_routing.config import build_problem
+        from servegym.envs.llm_routing.env import make_problem
 
-        other = ("num_envs", "autoreset_mode", "copy", "validate", "render_mode")
-        given = {key: value for key, value in kwargs.items() if key not in other}
-        return cls.from_problem(build_problem(view=kernel.GRAPH, **given))
+        return cls.from_problem(make_problem(kernel.GRAPH, kwargs))
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:

@@ -53,8 +53,8 @@ def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0):
 
     def rows(count, size, started):
         shape = (batch, num_experts, size)
-        length = rng.integers(2, 300, shape)
-        done = rng.integers(1, 300, shape) if started else np.zeros(shape)
+        length = rng.uniform(2, 300, shape)
+        done = 1 + rng.random(shape) * (length - 2) if started else np.zeros(shape)
         out = np.stack(
             [
                 rng.integers(5, 400, shape),
@@ -396,15 +396,15 @@ def test_linucb_prior_prefers_the_better_expert_and_fears_queues():
     assert policy.act(observation, mask)[0] != 4
 
 
-def estimate_one(system, prompt, length, running=(), waiting=(), limit=0.03):
+def estimate_one(system, prompt, length, running=(), waiting=(), overrun=0.0):
     """Estimate for a lone expert; running and waiting rows are (p, d_hat, d_t, l_t)."""
-    observation, _ = idle(1, 1)
+    observation, _ = idle(1, system.num_experts)
     observation["request"][0, 0] = [prompt, 0.5, length]
     for key, rows in (("running", running), ("waiting", waiting)):
         for i, (p, d, g, latency) in enumerate(rows):
             observation[key][0, 0, i] = [p, 0.5, d, 0, g, latency]
             observation[f"{key}_mask"][0, 0, i] = 1
-    return LatencyModel(system).estimate(observation)
+    return LatencyModel(system, overrun=overrun).estimate(observation)
 
 
 def test_estimate_of_an_idle_expert_is_the_law():
@@ -413,7 +413,9 @@ def test_estimate_of_an_idle_expert_is_the_law():
     estimate = estimate_one(system, 100, 50)
     service = 0.02 + sum(0.01 + 1e-6 * (100 + k) for k in range(1, 50))
     assert estimate.with_new[0, 0, -1] == pytest.approx((service + 0.0082) / 50)
-    assert estimate.added_s[0, 0] == pytest.approx(service)
+    # Its share of the expert: the prefill and a fifth of 50 decodes of five sequences.
+    work = 0.02 + 50 * (0.01 + 5e-6 * 125) / 5
+    assert estimate.work_s[0, 0] == pytest.approx(work)
     assert np.isnan(estimate.without).all()
 
 
@@ -451,6 +453,10 @@ def test_estimate_survives_missing_and_overrun_lengths():
     mean = estimate_one(system, 100, 120, running=[(50, 120, 10, 0.02), (50, 20, 90, 0.02)])
     assert np.allclose(zero.with_new, mean.with_new, equal_nan=True)
     assert np.isfinite(zero.with_new[0, 0, [0, 1, -1]]).all()
+    # At least a tenth of the predicted 100 tokens is still to come, though 98 are there.
+    done = estimate_one(system, 100, 50, running=[(50, 100, 98, 0.02)], overrun=0.1)
+    last = estimate_one(system, 100, 50, running=[(50, 108, 98, 0.02)], overrun=0.0)
+    assert done.without[0, 0, 0] == pytest.approx(last.without[0, 0, 0])
     with pytest.raises(ValueError, match="overrun"):
         LatencyModel(system, overrun=-1)
 

@@ -1,0 +1,340 @@
+"""Policies on the routing environment: conformance, negative controls, honesty, margins."""
+
+import copy
+import dataclasses
+
+import gymnasium
+import numpy as np
+import pytest
+
+import servegym  # noqa: F401  registers the ids
+from servegym.baselines.llm_routing import RoutingSystem
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.registry import list_policies, make_policy
+from servegym.envs.llm_routing.core import RoutingBatch
+
+ID = "servegym/LLMRouting-v0"
+HONEST = [i.name for i in list_policies() if i.alias_of is None and not i.clairvoyant]
+CHOOSING = [name for name in HONEST if name not in ("drop_all", "greedy_qos")]
+
+
+def make_envs(num_envs=8, **kwargs):
+    kwargs = {"split": "val", "episode_requests": 400, "rate": 5.0, **kwargs}
+    return gymnasium.make_vec(
+        ID,
+        num_envs=num_envs,
+        autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED,
+        **kwargs,
+    )
+
+
+def episodes(envs, policy, seed=50, watch=None):
+    """One episode in every system; returns the arrays of KPIs."""
+    observation, info = envs.reset(seed=seed)
+    if policy.needs_env:
+        policy.bind(envs)
+    policy.reset(envs.num_envs, seed)
+    done = np.zeros(envs.num_envs, bool)
+    while not done.any():
+        mask = info["action_mask"]
+        action = policy.act(observation, mask)
+        if watch is not None:
+            watch(observation, mask, action)
+        observation, reward, done, _, info = envs.step(action)
+        policy.feedback(reward)
+    assert done.all()
+    return info["episode_kpis"]
+
+
+@pytest.fixture(scope="module")
+def qos():
+    """Average QoS by (policy, rate), each run once on the same episodes."""
+    known = {}
+    envs = {}
+
+    def run(name, rate):
+        if rate not in envs:
+            envs[rate] = make_envs(rate=rate, reward="paid_forward")
+        if (name, rate) not in known:
+            policy = make_policy(name, RoutingSystem.from_env(envs[rate]))
+            known[name, rate] = episodes(envs[rate], policy)["avg_qos"].mean()
+        return known[name, rate]
+
+    return run
+
+
+def test_the_system_is_that_of_the_environment_and_of_the_train_split_only():
+    envs = make_envs(2, num_experts=4, running_capacity=3, waiting_capacity=2, split="train")
+    problem = envs.unwrapped.problem
+    system = RoutingSystem.from_env(envs)
+    assert (system.num_experts, system.running_capacity, system.waiting_capacity) == (4, 3, 2)
+    rows = problem.catalog.rows("train")
+    assert np.allclose(system.mean_score, problem.table[rows, :, 1].mean(axis=0))
+    assert np.allclose(system.mean_output_tokens, problem.table[rows, :, 2].mean(axis=0))
+    other = RoutingSystem.from_env(
+        make_envs(2, num_experts=4, running_capacity=3, waiting_capacity=2, split="eval")
+    )
+    assert np.array_equal(system.mean_score, other.mean_score)
+    assert np.array_equal(system.train.scores, other.train.scores)
+    named = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+    assert named.experts == system.experts and np.array_equal(named.decode_s, system.decode_s)
+    with pytest.raises(ValueError, match="Did you mean 'rate'"):
+        RoutingSystem.from_kwargs(ratee=3)
+    for n, profile in enumerate(problem.profiles):
+        t = profile.tables()
+        # Exact at the tables' own points, wherever they lie on the common grid.
+        dense = t.dense_s[[0, -1]] + t.head_s[0]
+        own = np.interp(t.dense_tokens[[0, -1]], system.prefill_tokens, system.prefill_s[n])
+        chunk = np.interp(t.dense_tokens[[0, -1]], t.chunk_tokens, t.chunk_attention_s[:, 0])
+        assert np.allclose(own, dense + chunk, rtol=1e-6)
+    with pytest.raises(ValueError, match="routing environment"):
+        RoutingSystem.from_env(object())
+
+
+@pytest.mark.parametrize("scheduler", ["orca", "chunked_prefill"])
+def test_estimate_agrees_with_the_engine(scheduler):
+    # With exact lengths and light load nothing that the estimate leaves out is large.
+    envs = make_envs(4, rate=1.5, length_predictor="exact", scheduler=scheduler)
+    system = RoutingSystem.from_env(envs)
+    model = LatencyModel(system, overrun=0.0)
+    predicted = []
+
+    def watch(observation, mask, action):
+        estimate = model.estimate(observation).with_new[..., -1]
+        predicted.append(estimate[np.arange(4), action - 1])
+
+    episodes(envs, make_policy("least_outstanding", system), watch=watch)
+    for row in range(4):
+        log = envs.unwrapped.request_log(row)
+        actual = (log["finish_s"] - log["arrival_s"]) / log["output_tokens"]
+        error = np.array(predicted)[:, row] / actual - 1.0
+        assert abs(np.median(error)) < 0.03
+        assert np.quantile(np.abs(error), 0.9) < 0.15
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_masks_are_respected_under_overload(name):
+    envs = make_envs(4, rate=30.0, reward="paid_forward", episode_requests=150, waiting_capacity=2)
+    seen = {"full": 0, "all_full": 0}
+
+    def watch(observation, mask, action):
+        assert mask[np.arange(4), action].all()
+        legal = mask[:, 1:].any(axis=1)
+        seen["full"] += (mask == 0).sum()
+        seen["all_full"] += (~legal).sum()
+        assert (action[~legal] == 0).all()
+        if name in CHOOSING:
+            assert (action[legal] > 0).all(), "work conservation: dropped while a place was free"
+
+    kpis = episodes(envs, make_policy(name, RoutingSystem.from_env(envs)), watch=watch)
+    assert (kpis["reject_rate"] == 0).all()
+    assert np.isfinite(kpis["avg_qos"]).all()
+    if name in CHOOSING:
+        assert seen["full"] > 0 and seen["all_full"] > 0
+
+
+def queues_beside_a_free_slot(name):
+    """How often a policy lets a request queue while another expert has a free slot."""
+    envs = make_envs(4, rate=8.0, episode_requests=300)
+    system = RoutingSystem.from_env(envs)
+    count = [0]
+
+    def watch(observation, mask, action):
+        held = observation["experts"][..., 1] + observation["experts"][..., 2]
+        free = (held < system.running_capacity) & (mask[:, 1:] > 0)
+        sent = np.flatnonzero(action > 0)
+        chosen = held[sent, action[sent] - 1]
+        count[0] += int((free[sent].any(axis=1) & (chosen >= system.running_capacity)).sum())
+
+    episodes(envs, make_policy(name, system), watch=watch)
+    return count[0]
+
+
+def test_least_outstanding_conserves_work():
+    assert queues_beside_a_free_slot("least_outstanding") == 0
+    # The check can tell: these do queue beside a free slot.
+    assert queues_beside_a_free_slot("round_robin") > 20
+    assert queues_beside_a_free_slot("always_busiest") > 20
+
+
+def test_least_outstanding_beats_round_robin_under_heavy_tailed_lengths():
+    envs = make_envs(8, profiles="edge-6-homogeneous", rate=4.0)
+    base = envs.unwrapped
+    rng = np.random.default_rng(0)
+    table = np.array(base.problem.table)
+    # Pareto lengths of index 1.1, the same at every expert: most short, a few at the limit.
+    length = np.clip(8.0 * (1.0 + rng.pareto(1.1, size=(len(table), 1))), 1, 300).astype(int)
+    table[:, :, 2] = length
+    table[:, :, 1] = 0.7
+    base.problem = dataclasses.replace(base.problem, table=table, rate=(46.0, 46.0))
+    base.batch = RoutingBatch(base.problem, 8)
+    system = RoutingSystem.from_problem(base.problem)
+    kpis = {
+        name: episodes(envs, make_policy(name, system))
+        for name in ("least_outstanding", "round_robin")
+    }
+    wait = {name: k["mean_waiting_s"].mean() for name, k in kpis.items()}
+    assert wait["least_outstanding"] < 0.6 * wait["round_robin"]
+    better = kpis["least_outstanding"]["avg_qos"] - kpis["round_robin"]["avg_qos"]
+    assert better.mean() > 0.02
+
+
+def test_controls_lose(qos):
+    assert qos("always_busiest", 5.0) < min(qos("random", 5.0), qos("round_robin", 5.0)) - 0.03
+    assert qos("drop_all", 5.0) == 0.0
+
+
+def test_heuristics_beat_random_by_a_margin(qos):
+    for rate, names, margin in (
+        (5.0, ("least_outstanding", "greedy_qos", "least_latency", "power_of_two"), 0.08),
+        (8.0, ("least_outstanding", "greedy_qos"), 0.08),
+        (10.0, ("greedy_qos",), 0.15),
+    ):
+        for name in names:
+            assert qos(name, rate) > qos("random", rate) + margin, (name, rate)
+
+
+def test_greedy_qos_is_the_yardstick(qos):
+    for rate, margin in ((5.0, 0.0), (8.0, 0.04), (10.0, 0.1)):
+        best = max(qos(name, rate) for name in HONEST if name != "greedy_qos")
+        assert qos("greedy_qos", rate) > best + margin, rate
+
+
+def test_greedy_qos_works_without_predictions():
+    envs = make_envs(4, rate=6.0, score_predictor="zero", length_predictor="zero")
+    system = RoutingSystem.from_env(envs)
+    greedy = episodes(envs, make_policy("greedy_qos", system))["avg_qos"].mean()
+    random = episodes(envs, make_policy("random", system))["avg_qos"].mean()
+    assert greedy > random + 0.05
+
+
+def rewritten(state, rng):
+    """The state with other truths of what is unfinished, and another future."""
+    state = copy.deepcopy(state)
+    active = state.slot["d"] > 0
+    state.slot["d"] = np.where(active, state.slot["g"] + rng.integers(1, 300, active.shape), 0)
+    state.slot["s"] = rng.random(active.shape)
+    after = int(state.env["index"][0]) + 1
+    gap = rng.exponential(0.05, len(state.arrivals) - after)
+    state.arrivals[after:] = state.arrivals[after - 1] + np.cumsum(gap)
+    state.rows[after:] = rng.permutation(state.rows[after:])
+    return state
+
+
+def honest_steps(name, seed=3):
+    """Fractions of decisions that change when truths and future are rewritten."""
+    kwargs = {"rate": 7.0, "episode_requests": 120, "reward": "paid_forward"}
+    envs, fake = make_envs(3, **kwargs), make_envs(3, **kwargs)
+    truth = fake.unwrapped.batch.table
+    rng = np.random.default_rng(seed)
+    # The true score and length of the request to route stand in the table.
+    truth[:, :, 1] = rng.random(truth.shape[:2])
+    truth[:, :, 2] = rng.integers(1, 300, truth.shape[:2])
+    policy = make_policy(name, RoutingSystem.from_env(envs))
+    observation, info = envs.reset(seed=11)
+    fake.reset(seed=12)
+    if policy.needs_env:
+        policy.bind(envs)
+    policy.reset(3, 5)
+    changed, compared = 0, 0
+    for step in range(100):
+        mask = info["action_mask"]
+        twin = policy
+        if step % 4 == 3:
+            for row in range(3):
+                state = envs.unwrapped.clone_state(row)
+                fake.unwrapped.restore_state(row, rewritten(state, rng))
+            shown, fake_mask = fake.unwrapped.observe()
+            for key, value in observation.items():
+                assert np.array_equal(value, shown[key]), key
+            assert np.array_equal(mask, fake_mask)
+            if policy.needs_env:
+                twin = make_policy(name, policy.system)
+                twin.bind(fake)
+                twin._problem = dataclasses.replace(twin._problem, table=truth)
+                twin.reset(3, 5)
+            else:
+                twin = copy.deepcopy(policy)
+            other = twin.act(shown, fake_mask)
+        action = policy.act(observation, mask)
+        if step % 4 == 3:
+            changed += int((other != action).sum())
+            compared += 3
+        observation, reward, _, _, info = envs.step(action)
+        policy.feedback(reward)
+    return changed / compared
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_policies_read_only_what_they_may(name):
+    assert honest_steps(name) == 0.0
+
+
+def test_the_honesty_check_catches_a_clairvoyant_policy():
+    assert honest_steps("rollout") > 0.3
+
+
+def test_runs_repeat():
+    envs = make_envs(4, rate=7.0, episode_requests=100, reward="paid_forward")
+    system = RoutingSystem.from_env(envs)
+    for name in ("random", "power_of_two", "linucb", "greedy_qos"):
+        first, second = (episodes(envs, make_policy(name, system)) for _ in range(2))
+        assert np.array_equal(first["avg_qos"], second["avg_qos"])
+
+
+def test_random_does_not_share_the_environments_stream():
+    envs = make_envs(1)
+    envs.reset(seed=9)
+    policy = make_policy("random", RoutingSystem.from_env(envs))
+    policy.reset(1, 9)
+    assert policy.rng.random() != np.random.default_rng(9).random()
+
+
+def same(one, other):
+    """Equality of arrays or of the fields of record arrays, NaN equal to NaN."""
+    if one.dtype.names:
+        return all(same(one[name], other[name]) for name in one.dtype.names)
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
+
+
+def test_rollout_is_no_worse_than_greedy_and_leaves_the_environment_alone():
+    envs = make_envs(4, rate=9.0, episode_requests=120)
+    system = RoutingSystem.from_env(envs)
+    greedy = episodes(envs, make_policy("greedy_qos", system))["avg_qos"]
+    rollout = make_policy("rollout", system)
+    better = episodes(envs, rollout)["avg_qos"]
+    assert better.mean() > greedy.mean() + 0.01
+    observation, info = envs.reset(seed=1)
+    rollout.reset(4, 1)
+    before = {key: value.copy() for key, value in observation.items()}
+    states = [envs.unwrapped.clone_state(row) for row in range(4)]
+    rollout.act(observation, info["action_mask"])
+    shown, mask = envs.unwrapped.observe()
+    assert all(np.array_equal(before[key], shown[key]) for key in before)
+    assert np.array_equal(mask, info["action_mask"])
+    for row, state in enumerate(states):
+        now = envs.unwrapped.clone_state(row)
+        assert now.random == state.random
+        for key in ("log", "slot", "env", "expert", "queue", "arrivals", "rows"):
+            assert same(getattr(now, key), getattr(state, key)), key
+
+
+def test_rollout_says_what_it_needs():
+    envs = make_envs(2)
+    system = RoutingSystem.from_env(envs)
+    policy = make_policy("rollout", system)
+    policy.reset(2)
+    observation, info = envs.reset(seed=0)
+    with pytest.raises(ValueError, match="bind"):
+        policy.act(observation, info["action_mask"])
+    policy.bind(envs)
+    with pytest.raises(ValueError, match="bound to 2"):
+        policy.act({k: v[:1] for k, v in observation.items()}, info["action_mask"][:1])
+    with pytest.raises(ValueError, match="native vector"):
+        policy.bind(gymnasium.make(ID))
+    with pytest.raises(ValueError, match="horizon"):
+        make_policy("rollout", system, horizon=-1)
+    with pytest.raises(ValueError, match="fallback"):
+        make_policy("greedy_qos", system, fallback="hope")
+    with pytest.raises(ValueError, match="share"):
+        make_policy("greedy_qos", system, share=2.0)
