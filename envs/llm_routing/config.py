@@ -12,6 +12,7 @@ import numpy as np
 
 from servegym.envs.llm_routing import kernel
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
+from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
 from servegym.hardware_profiles import LawTables, Profile, list_fleets, load, load_fleet
 
 DEFAULT_FLEET = "edge-6-heterogeneous"
@@ -88,6 +89,24 @@ def span(argument: str, given: Any, high: float = math.inf) -> tuple[float, floa
     return value, value
 
 
+def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return ``given``, a mapping or None, as a dict with keys among ``allowed``.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{argument}={given!r} must be a mapping of keyword to value, or None.")
+    found = dict(given or {})
+    if allowed is not None:
+        for key in found:
+            try:
+                choose("keyword", key, allowed)
+            except ValueError as error:
+                raise ValueError(f"{argument}: {error}") from None
+    return found
+
+
 def _resolve_profiles(
     profiles: str | Sequence[str], models: Sequence[str] | None, num_experts: int | None
 ) -> tuple[list[Profile], list[str] | None]:
@@ -109,8 +128,12 @@ def _resolve_profiles(
         try:
             found = [load(name) for name in listed]
         except ValueError as error:
+            near = []
+            if isinstance(profiles, str):
+                near = difflib.get_close_matches(profiles, list_fleets(), n=1)
+            hint = f" Did you mean the fleet {near[0]!r}?" if near else ""
             raise ValueError(
-                f"profiles={profiles!r}: {error} Fleets: {', '.join(list_fleets())}."
+                f"profiles={profiles!r}: {error} Fleets: {', '.join(list_fleets())}.{hint}"
             ) from None
         names = None
         count = len(found) if num_experts is None else num_experts
@@ -382,13 +405,25 @@ def build_problem(
     c["predicted_estimator"] = _ESTIMATORS[choose("estimator", estimator, _ESTIMATORS)]
     c["layout"] = view
     choose("split", split, _SPLITS)
+    for name, kind in (
+        ("score_predictor", score_predictor),
+        ("length_predictor", length_predictor),
+    ):
+        if not (isinstance(kind, str) and kind.startswith("learned:")):
+            choose(name, kind, KINDS)
+    choose("buckets", buckets, BUCKETS)
+    options = mapping("predictor_kwargs", predictor_kwargs, QUANTITIES)
+    extra = [
+        mapping(f"predictor_kwargs[{name!r}]", options.get(name), ("table", "pool"))
+        for name in QUANTITIES
+    ]
     seed = whole("predictor_seed", predictor_seed, 0)
     rates = span("rate", rate)
     limits = span("latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S)
 
     found, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(found)
-    book = load_catalog(catalog, **dict(catalog_kwargs or {}))
+    book = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
     columns = _resolve_columns(book, names, len(found), models is not None)
     longest = book.max_output_tokens
     if max_output_tokens is not None:
@@ -410,15 +445,10 @@ def build_problem(
     table[:, :, 0] = book.prompt_tokens[:, None]
     table[:, :, 1] = book.scores[:, columns]
     table[:, :, 2] = np.minimum(book.output_tokens[:, columns], longest)
-    extra = dict(predictor_kwargs or {})
-    table[:, :, 3] = predict(
-        book, columns, "score", score_predictor, buckets, seed, **extra.get("score", {})
-    )
-    lengths = predict(
-        book, columns, "length", length_predictor, buckets, seed, **extra.get("length", {})
-    )
+    table[:, :, 3] = predict(book, columns, "score", score_predictor, buckets, seed, **extra[0])
+    lengths = predict(book, columns, "length", length_predictor, buckets, seed, **extra[1])
     table[:, :, 4] = np.minimum(lengths, longest)
-    process = make_arrivals(arrivals, rates[1], **dict(arrivals_kwargs or {}))
+    process = make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs))
     return Problem(
         cfg=cfg,
         law=law,

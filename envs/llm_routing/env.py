@@ -200,7 +200,13 @@ class LLMRoutingEnv(gym.Env):
             raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
         if not isinstance(action, (int, np.integer)):
             action = _whole_action(action)
-        self._action[0] = action
+        try:
+            self._action[0] = action
+        except OverflowError:
+            raise ValueError(
+                f"action={action!r} is out of range: 0 drops the request, 1 to "
+                f"{self.problem.num_experts} name an expert."
+            ) from None
         self.batch.step(self._action, self._which)
         gain, loss, ended = self._out.tolist()
         terms = self.batch.terms
