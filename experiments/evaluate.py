@@ -268,8 +268,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Returns:
         ``policy``, ``clairvoyant``, ``episodes``, ``avg_qos`` as an `Interval` of the
-        interquartile mean with its stratified-bootstrap 95 % interval, and the mean over episodes
-        of every other number. A mean leaves out the episodes where the number is undefined and is
+        interquartile mean with its stratified-bootstrap 95 % interval, ``mean_qos``, and the mean
+        over episodes of every other number. A mean leaves out the episodes where the number is undefined and is
         NaN where it is undefined in all of them.
     """
     out = []
@@ -280,6 +280,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "clairvoyant": own[0]["clairvoyant"],
             "episodes": len(own),
             "avg_qos": stratified_bootstrap([row["avg_qos"] for row in own], iqm),
+            "mean_qos": float(np.mean([row["avg_qos"] for row in own])),
         }
         for key, value in own[0].items():
             if key in summary or key in ("seed", "episode") or not isinstance(value, float | int):
@@ -326,13 +327,13 @@ def _label(summary: Mapping[str, Any]) -> str:
 
 
 def rank_disagreements(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Policies that stand elsewhere by return than by average QoS.
+    """Policies that stand elsewhere by mean return than by mean QoS.
 
     A reward that orders policies otherwise than the measured quality trains towards the wrong
     thing; policies without a comparable return are left out.
     """
     compared = [s for s in summaries if math.isfinite(s["return"])]
-    by_qos = sorted(compared, key=lambda s: -s["avg_qos"].value)
+    by_qos = sorted(compared, key=lambda s: -s["mean_qos"])
     by_return = sorted(compared, key=lambda s: -s["return"])
     return [s["policy"] for s in compared if by_qos.index(s) != by_return.index(s)]
 
