@@ -269,8 +269,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         ``policy``, ``clairvoyant``, ``episodes``, ``avg_qos`` as an `Interval` of the
         interquartile mean with its stratified-bootstrap 95 % interval, ``mean_qos``, and the mean
-        over episodes of every other number. A mean leaves out the episodes where the number is undefined and is
-        NaN where it is undefined in all of them.
+        over episodes of every other number. A mean leaves out the episodes where the number is
+        undefined and is NaN where it is undefined in all of them.
     """
     out = []
     for name in dict.fromkeys(row["policy"] for row in rows):

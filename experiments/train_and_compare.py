@@ -14,6 +14,7 @@ nothing about the policies.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import time
@@ -182,7 +183,8 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
         axes["refused"].plot(x, refused, **style)
     ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in rates]
     axes["qos"].plot(rates, ceilings, "k--", linewidth=1, label="ceiling: best score")
-    limit = 30.0
+    told = json.loads(rows[0]["env_kwargs"])
+    limit = 1e3 * told["latency_requirement_s"]
     axes["latency"].axhline(limit, color="grey", linestyle=":", linewidth=1)
     axes["latency"].annotate(
         "L", (1, limit), xycoords=("axes fraction", "data"), va="center", color="grey"
@@ -201,7 +203,7 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
     axes["qos"].legend(fontsize=8, ncols=2, loc="lower left", frameon=False)
     episodes = len({row["seed"] for row in rows})
     figure.suptitle(
-        f"LLM routing, six heterogeneous experts, {episodes} evaluation episodes a point",
+        f"LLM routing, fleet {told['profiles']}: {episodes} evaluation episodes a point",
         fontsize=11,
     )
     temporary = path.with_suffix(".tmp")
