@@ -133,7 +133,7 @@ def _resolve_profiles(
                 near = difflib.get_close_matches(profiles, list_fleets(), n=1)
             hint = f" Did you mean the fleet {near[0]!r}?" if near else ""
             raise ValueError(
-                f"profiles={profiles!r}: {error} Fleets: {', '.join(list_fleets())}.{hint}"
+                f"profiles={profiles!r}: {error}. Fleets: {', '.join(list_fleets())}.{hint}"
             ) from None
         names = None
         count = len(found) if num_experts is None else num_experts
