@@ -9,9 +9,9 @@ Units are seconds and tokens; memory is counted in KV blocks. The latency tables
 packed in one float64 array ``law`` whose offsets ``cfg`` holds (see ``config.pack_laws``).
 
 Expert n of row b owns S records of ``slots`` from ``e.lane`` on and 3 S entries of ``queue`` from
-``e.line`` on: the running list in order of admission, the ring of the waiting deque and the stack of
-free slots, all numbers of its own slots. Both are flat: views of parts would be reference-counted on
-the hot path.
+``e.line`` on: the running list in order of admission, the ring of the waiting deque and the stack
+of free slots, all numbers of its own slots. Both are flat: views of parts would be
+reference-counted on the hot path.
 """
 
 from __future__ import annotations
@@ -482,7 +482,7 @@ def _admit(c, law, n, e, slots, queue, now):
 
 @_inline
 def _decode_run(c, law, n, e, limit, now, until, before):
-    """From a boundary at ``now``, pass the silent decode iterations and start the one after them."""
+    """From a boundary at ``now``, pass the silent iterations and start the one after them."""
     done, spent, cost = _silent_iterations(c, law, n, e, limit, until - now, before)
     e.emitted += done
     e.decoding_tokens += e.running * done
