@@ -1,0 +1,227 @@
+"""Unmodified agents and wrappers of others work on the environments as they are."""
+
+import subprocess
+import sys
+import textwrap
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import wrappers
+
+import servegym
+
+GRAPH, FLAT, EXPERTS = servegym.ENV_IDS
+SHORT = {"num_experts": 3, "episode_requests": 100, "rate": 8.0}
+SMALL_NET = {"net_arch": [32, 32]}
+
+
+@pytest.fixture
+def sb3():
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(1)
+    return pytest.importorskip("stable_baselines3")
+
+
+def parameters(model):
+    return np.concatenate([p.detach().numpy().ravel() for p in model.policy.parameters()])
+
+
+# ----------------------------------------------------------------------------- Stable-Baselines3
+
+
+@pytest.mark.parametrize("env_id", [FLAT, EXPERTS])
+def test_stable_baselines3_finds_nothing_wrong(sb3, env_id, recwarn):
+    from stable_baselines3.common.env_checker import check_env
+
+    check_env(gym.make(env_id), warn=True)
+    assert not [str(w.message) for w in recwarn if w.category is UserWarning]
+
+
+def test_ppo_learns_2000_steps(sb3):
+    model = sb3.PPO(
+        "MlpPolicy", gym.make(FLAT, **SHORT), n_steps=250, batch_size=50, n_epochs=2,
+        policy_kwargs=SMALL_NET, seed=0, device="cpu",
+    )  # fmt: skip
+    before = parameters(model)
+    model.learn(2000)
+    assert model.num_timesteps == 2000 and len(model.ep_info_buffer) == 20
+    after = parameters(model)
+    assert np.isfinite(after).all() and not np.array_equal(before, after)
+
+
+def test_dqn_learns_2000_steps(sb3):
+    model = sb3.DQN(
+        "MlpPolicy", gym.make(FLAT, **SHORT), learning_starts=200, buffer_size=2000,
+        policy_kwargs=SMALL_NET, seed=0, device="cpu",
+    )  # fmt: skip
+    before = parameters(model)
+    model.learn(2000)
+    assert model.num_timesteps == 2000
+    after = parameters(model)
+    assert np.isfinite(after).all() and not np.array_equal(before, after)
+    env = gym.make(FLAT, **SHORT)
+    observation, _ = env.reset(seed=0)
+    for _ in range(100):
+        action, _ = model.predict(observation, deterministic=True)
+        observation, _, ended, _, info = env.step(action)  # an array of shape () as it comes
+    assert ended and 0.0 <= info["episode_kpis"]["avg_qos"] <= 1.0
+
+
+def test_ppo_takes_the_dict_observation(sb3):
+    model = sb3.PPO(
+        "MultiInputPolicy", gym.make(GRAPH, **SHORT), n_steps=100, batch_size=50, n_epochs=1,
+        policy_kwargs=SMALL_NET, seed=0, device="cpu",
+    )  # fmt: skip
+    model.learn(200)
+    assert np.isfinite(parameters(model)).all()
+
+
+class Recorder(gym.Wrapper):
+    """Counts the actions that the mask forbids."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.forbidden = self.masked = 0
+
+    def step(self, action):
+        mask = self.env.unwrapped.action_masks()
+        self.forbidden += int(not mask[action])
+        self.masked += int(not mask.all())
+        return self.env.step(action)
+
+
+def test_maskable_ppo_finds_the_masks_itself(sb3):
+    contrib = pytest.importorskip("sb3_contrib")
+    from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_supported
+    from stable_baselines3.common.env_util import make_vec_env
+
+    crowded = {**SHORT, "rate": 60.0, "waiting_capacity": 1, "running_capacity": 1}
+    recorder = Recorder(gym.make(FLAT, **crowded))
+    model = contrib.MaskablePPO(
+        "MlpPolicy", recorder, n_steps=200, batch_size=50, n_epochs=1,
+        policy_kwargs=SMALL_NET, seed=0, device="cpu",
+    )  # fmt: skip
+    assert is_masking_supported(model.get_env())
+    model.learn(1000)
+    assert recorder.masked > 300, "the test needs full experts"
+    assert recorder.forbidden == 0
+    envs = make_vec_env(FLAT, n_envs=2, env_kwargs=crowded)
+    envs.reset()
+    assert get_action_masks(envs).shape == (2, 4)
+
+
+def test_the_action_masker_wrapper_gives_the_same_masks(sb3):
+    pytest.importorskip("sb3_contrib")
+    from sb3_contrib.common.wrappers import ActionMasker
+
+    bare = gym.make(FLAT, **SHORT, waiting_capacity=1)
+    env = ActionMasker(bare, lambda env: env.unwrapped.action_masks())
+    _, info = env.reset(seed=0)
+    for _ in range(50):
+        np.testing.assert_array_equal(env.action_masks(), info["action_mask"].astype(bool))
+        info = env.step(1)[4]
+
+
+# ----------------------------------------------------------------------------- Gymnasium wrappers
+
+
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+def test_gymnasium_wrappers(env_id):
+    env = wrappers.RecordEpisodeStatistics(gym.make(env_id, **SHORT))
+    env.reset(seed=0)
+    total, ended = 0.0, False
+    while not ended:
+        _, reward, ended, _, info = env.step(env.action_space.sample())
+        total += reward
+    assert info["episode"]["l"] == 100
+    assert info["episode"]["r"] == pytest.approx(total, abs=1e-5)
+    assert "episode_kpis" in info
+
+    env = wrappers.FlattenObservation(gym.make(env_id, **SHORT))
+    observation, _ = env.reset(seed=0)
+    assert observation.ndim == 1 and env.observation_space.contains(observation)
+
+    env = wrappers.TimeLimit(gym.make(env_id, **SHORT), max_episode_steps=7)
+    env.reset(seed=0)
+    assert [env.step(1)[2:4] for _ in range(7)] == [(False, False)] * 6 + [(False, True)]
+
+    flat = wrappers.NormalizeObservation(wrappers.FlattenObservation(gym.make(env_id, **SHORT)))
+    flat = wrappers.NormalizeReward(flat)
+    flat.reset(seed=0)
+    for _ in range(50):
+        observation, reward, *_ = flat.step(1)
+        assert np.isfinite(observation).all() and np.isfinite(reward)
+
+
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+def test_gymnasium_vector_wrappers(env_id):
+    envs = gym.make_vec(env_id, num_envs=3, **SHORT)
+    envs = wrappers.vector.RecordEpisodeStatistics(envs)
+    envs.reset(seed=0)
+    total = np.zeros(3)
+    for _ in range(100):
+        _, rewards, terminated, _, info = envs.step(np.array([0, 1, 2]))
+        total += rewards
+    assert terminated.all() and info["episode"]["l"].tolist() == [100] * 3
+    np.testing.assert_allclose(info["episode"]["r"], total, atol=1e-4)
+    if env_id != GRAPH:
+        envs = wrappers.vector.NormalizeObservation(gym.make_vec(env_id, num_envs=3, **SHORT))
+        envs.reset(seed=0)
+        for _ in range(20):
+            assert np.isfinite(envs.step(np.array([1, 2, 3]))[0]).all()
+    others = gym.make_vec(env_id, num_envs=2, vectorization_mode="async", **SHORT)
+    native = gym.make_vec(env_id, num_envs=2, **SHORT)
+    try:
+        others.reset(seed=0)
+        native.reset(seed=0)
+        for _ in range(20):
+            one, two = others.step(np.array([1, 2])), native.step(np.array([1, 2]))
+            np.testing.assert_array_equal(one[1], two[1])
+            np.testing.assert_array_equal(one[4]["action_mask"], two[4]["action_mask"])
+    finally:
+        others.close()
+
+
+def test_a_script_that_knows_gymnasium_alone():
+    """The id carries its module: nothing but gymnasium is imported."""
+    script = textwrap.dedent(
+        """
+        import gymnasium, numpy
+        env = gymnasium.make("servegym:servegym/LLMRouting-v0", num_experts=3, episode_requests=50)
+        observation, info = env.reset(seed=0)
+        ended = False
+        while not ended:
+            action = env.action_space.sample(info["action_mask"])
+            observation, reward, terminated, truncated, info = env.step(action)
+            ended = terminated or truncated
+        assert info["episode_kpis"]["requests"] == 50
+        envs = gymnasium.make_vec("servegym:servegym/LLMRouting-v0", num_envs=4, num_experts=3)
+        observation, info = envs.reset(seed=0)
+        for _ in range(10):
+            observation, rewards, *_ = envs.step(envs.action_space.sample())
+        assert rewards.shape == (4,) and observation["request"].shape == (4, 3, 3)
+        assert type(envs.unwrapped).__name__ == "LLMRoutingVectorEnv"
+        print("fine")
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "fine"
+
+
+def test_importing_the_package_loads_no_engine():
+    code = (
+        "import sys, servegym; "
+        "print([m for m in ('numba', 'torch', 'matplotlib', 'scipy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
