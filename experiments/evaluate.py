@@ -102,7 +102,7 @@ def resolve(policy: str | os.PathLike[str] | Policy, system: Any) -> Resolved:
     if Path(name).exists():
         from servegym.agents import load_policy
 
-        loaded = load_policy(name)
+        loaded = load_policy(name, system)
         return Resolved(loaded.name, loaded)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats as scipy_stats
 
 __all__ = [
     "Interval",
@@ -60,10 +59,15 @@ def iqm(scores: ArrayLike) -> float:
     Raises:
         ValueError: If ``scores`` is empty or has more than two axes.
     """
-    array = _scores(scores, "scores")
-    if np.isnan(array).any():
-        return float("nan")
-    return float(scipy_stats.trim_mean(array.ravel(), proportiontocut=0.25))
+    return float(_iqm_batch(_scores(scores, "scores")[None])[0])
+
+
+def _iqm_batch(samples: NDArray[np.float64]) -> NDArray[np.float64]:
+    """IQM of each of K samples (K, runs, tasks)."""
+    pooled = np.sort(samples.reshape(len(samples), -1), axis=1)  # NaN sorts last
+    cut = pooled.shape[1] // 4
+    middle = pooled[:, cut : pooled.shape[1] - cut].mean(axis=1)
+    return np.where(np.isnan(pooled[:, -1]), np.nan, middle)
 
 
 def mean(scores: ArrayLike) -> float:
@@ -113,10 +117,11 @@ def stratified_bootstrap(
         return Interval(value, float("nan"), float("nan"))
     rng = np.random.default_rng(seed)
     runs, tasks = array.shape
-    columns = np.arange(tasks)
-    replicates = np.empty(repetitions)
-    for k in range(repetitions):
-        replicates[k] = statistic(array[rng.integers(runs, size=(runs, tasks)), columns])
+    samples = array[rng.integers(runs, size=(repetitions, runs, tasks)), np.arange(tasks)]
+    if statistic is iqm:
+        replicates = _iqm_batch(samples)
+    else:
+        replicates = np.array([statistic(sample) for sample in samples])
     return Interval(value, *_percentiles(replicates, confidence))
 
 

@@ -15,6 +15,18 @@ def test_iqm_by_hand():
     assert stats.iqm([10.0, 0.0, 1.0, 2.0, -50.0]) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 21])
+def test_iqm_is_scipys_trimmed_mean(size):
+    from scipy.stats import trim_mean
+
+    values = np.random.default_rng(size).normal(size=size)
+    assert stats.iqm(values) == pytest.approx(trim_mean(values, 0.25))
+    # The batched path of the bootstrap agrees with one call at a time.
+    batched = stats.stratified_bootstrap(values, stats.iqm, repetitions=50)
+    single = stats.stratified_bootstrap(values, lambda x: stats.iqm(x), repetitions=50)
+    assert batched == pytest.approx(single)
+
+
 def test_iqm_pools_runs_of_all_tasks():
     scores = np.array([[1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [4.0, 100.0]])
     assert stats.iqm(scores) == pytest.approx((3 + 4 + 5 + 6) / 4)
