@@ -497,6 +497,7 @@ def test_a_restored_state_goes_on_exactly(env_id, engine, at):
     play(env, random_actions(at, seed=1), seed=6)
     state = env.unwrapped.clone_state()
     observation, mask = env.unwrapped._observation(), env.unwrapped.action_masks()
+    start = env.unwrapped.request_log()
     actions = random_actions(70)
     later = play(env, actions, reset=False)
     log = env.unwrapped.request_log()
@@ -509,6 +510,7 @@ def test_a_restored_state_goes_on_exactly(env_id, engine, at):
     fresh = make(env_id, **kwargs)
     fresh.reset(seed=100)
     fresh.unwrapped.restore_state(pickle.loads(pickle.dumps(state)))
+    assert_same(fresh.unwrapped.request_log(), start)
     assert_same(play(fresh, actions, reset=False), later)
 
 
