@@ -8,7 +8,8 @@ separate episodes that never influence one another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ class BasePolicy:
     clairvoyant: bool = False
     env_view: str = "graph"
     needs_env: bool = False
-    env_kwargs: ClassVar[Mapping[str, Any]] = {}
+    env_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     num_envs: int = 0
     rng: np.random.Generator

@@ -249,7 +249,7 @@ class LatencyModel:
             raise ValueError(f"overrun must be >= 0, got {overrun}")
         self.system = system
         self.overrun = float(overrun)
-        self._tables = tuple(
+        self._tables: Any = tuple(
             np.ascontiguousarray(a, dtype=np.float64)
             for a in (
                 system.prefill_tokens,
@@ -278,6 +278,7 @@ class LatencyModel:
         batch, experts, slots, _ = running.shape
         shape = (batch, experts, slots + waiting.shape[2] + 1)
         without, with_new = np.empty(shape), np.empty(shape)
+        tokens, prefill, context, decode, mean_length, network = self._tables
         work = np.empty(shape[:2])
         _estimate(
             request,
@@ -285,7 +286,12 @@ class LatencyModel:
             running_mask,
             waiting,
             waiting_mask,
-            *self._tables,
+            tokens,
+            prefill,
+            context,
+            decode,
+            mean_length,
+            network,
             self.overrun,
             self.system.scheduler == "chunked_prefill",
             without,

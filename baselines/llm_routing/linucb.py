@@ -9,7 +9,8 @@ goes back to that prior at every episode's start, so that episodes stay exchange
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ class LinUcb(RoutingPolicy):
     """
 
     name = "linucb"
-    env_kwargs: ClassVar[Mapping[str, Any]] = {"reward": "paid_forward"}
+    env_kwargs: Mapping[str, Any] = MappingProxyType({"reward": "paid_forward"})
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class LinUcb(RoutingPolicy):
                 weight = self.prior_weight / x.shape[0]
                 gram += weight * np.einsum("bni,bnj->nij", x, x)
                 target += weight * np.einsum("bni,bn->ni", x, reward)
-            self._priors[key] = (np.linalg.inv(gram), target)
+            self._priors[key] = (np.linalg.inv(gram).astype(np.float64), target)
         return self._priors[key]
 
     def _synthetic(self, limit: float) -> tuple[Floats, Floats]:
