@@ -1,1 +1,5 @@
-"""servegym."""
+"""Learning agents: runnable single files, and the loader of their checkpoints."""
+
+from servegym.agents.checkpoint import load_policy
+
+__all__ = ["load_policy"]

@@ -8,7 +8,6 @@ expert's part of the flat routing observation, so that what is learned at one ex
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ import torch
 import tyro
 from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import servegym  # noqa: F401  (registers the environments)
+from servegym.agents.common import make_envs, write_checkpoint
 
 
 @dataclass
@@ -100,42 +98,6 @@ class Args:
     """folder of this run (default: ppo_arch_seed)"""
 
 
-def env_kwargs(args: Args) -> dict[str, Any]:
-    """Keyword arguments of the training environments."""
-    kwargs: dict[str, Any] = {}
-    if args.env_id.startswith("servegym/LLMRouting"):
-        kwargs = {
-            "profiles": args.profiles,
-            "latency_requirement_s": args.latency_requirement_s,
-            "rate": (args.rate_low, args.rate_high),
-            "reward": args.reward,
-        }
-    for item in args.set:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"set: {item!r} is not of the form key=value")
-        try:
-            kwargs[key] = json.loads(value)
-        except json.JSONDecodeError:
-            kwargs[key] = value
-    return kwargs
-
-
-def make_envs(args: Args, num_envs: int, **overrides: Any) -> gym.vector.VectorEnv:
-    """The native vector environment, resetting within the step that ends an episode."""
-    envs = gym.make_vec(
-        args.env_id,
-        num_envs=num_envs,
-        vectorization_mode="vector_entry_point",
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        **(env_kwargs(args) | overrides),
-    )
-    box, actions = envs.single_observation_space, envs.single_action_space
-    if not isinstance(box, gym.spaces.Box) or not isinstance(actions, gym.spaces.Discrete):
-        raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
-    return envs
-
-
 def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     """A linear layer with orthogonal weights and no bias at first."""
     linear = nn.Linear(inputs, outputs)
@@ -158,7 +120,9 @@ class Agent(nn.Module):
             return
         part = (columns - 1) // experts  # a row is L, then one part per expert
         if part * experts + 1 != columns or actions != experts + 1:
-            raise ValueError(f"arch: 'shared' needs 1 + {experts} equal parts, got {columns} columns")
+            raise ValueError(
+                f"arch: 'shared' needs 1 + {experts} equal parts, got {columns} columns"
+            )
         self.who = nn.Parameter(torch.randn(experts, 8))
         self.trunk = nn.Sequential(
             layer(1 + part + 8, width), nn.ReLU(), layer(width, width), nn.ReLU()
@@ -209,12 +173,10 @@ def evaluate(agent: Agent, args: Args) -> float:
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights, arguments and shape in one safetensors file, written atomically."""
+    """Weights, arguments and shape in one safetensors file."""
     shape = {k: getattr(agent, k) for k in ("columns", "actions", "experts", "width")}
     meta = {"agent": "ppo", "args": json.dumps(asdict(args)), "shape": json.dumps(shape)}
-    temporary = path.with_suffix(".tmp")
-    save_file({k: v.contiguous().cpu() for k, v in agent.state_dict().items()}, temporary, meta)
-    os.replace(temporary, path)
+    write_checkpoint(agent, meta, path)
 
 
 def train(args: Args) -> Path:
@@ -223,7 +185,10 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, n = make_envs(args, args.num_envs), args.num_envs
-    (columns,), actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
+    box, discrete = envs.single_observation_space, envs.single_action_space
+    if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
+        raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
+    (columns,), actions = box.shape, int(discrete.n)
     experts = getattr(getattr(envs, "problem", None), "num_experts", 0)
     if args.arch == "shared" and not experts:
         raise ValueError(f"arch: 'shared' needs an environment with experts, got {args.env_id!r}")
@@ -278,7 +243,9 @@ def train(args: Args) -> Path:
                 returns += reward
                 finished += returns[done].tolist()
                 returns[done] = 0
-            last = agent(torch.as_tensor(obs, device=device), torch.as_tensor(mask, device=device))[1]
+            last = agent(torch.as_tensor(obs, device=device), torch.as_tensor(mask, device=device))[
+                1
+            ]
             b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], last)
             advantage, running = torch.zeros(shape, device=device), torch.zeros(n, device=device)
             for t in reversed(range(args.num_steps)):

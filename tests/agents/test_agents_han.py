@@ -6,47 +6,9 @@ import pytest
 torch = pytest.importorskip("torch")
 tyro = pytest.importorskip("tyro")
 
+from servegym.agents import han as networks  # noqa: E402
 from servegym.agents import sac_han  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
-
-
-def random_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):
-    """Plausible observations; the graphs listed in `empty` have no queued requests at all."""
-    rng = np.random.default_rng(seed)
-    n_run = rng.integers(0, running + 1, (batch, experts))
-    n_wait = rng.integers(0, waiting + 1, (batch, experts))
-    for i in empty:
-        n_run[i] = n_wait[i] = 0
-
-    def requests(count, slots):
-        mask = (np.arange(slots) < count[..., None]).astype(np.int8)
-        shape = mask.shape
-        x = np.stack(
-            [
-                rng.integers(5, 900, shape),
-                rng.random(shape),
-                rng.integers(1, 300, shape),
-                0.1 * rng.random(shape),
-                rng.integers(0, 200, shape),
-                0.1 * rng.random(shape),
-            ],
-            -1,
-        )
-        return (x * mask[..., None]).astype(np.float32), mask
-
-    run, run_mask = requests(n_run, running)
-    wait, wait_mask = requests(n_wait, waiting)
-    p = np.broadcast_to(rng.integers(5, 900, (batch, 1)), (batch, experts))
-    request = np.stack([p, rng.random(p.shape), rng.integers(1, 300, p.shape)], -1)
-    return {
-        "request": request.astype(np.float32),
-        "experts": np.stack([rng.random(p.shape), n_run, n_wait], -1).astype(np.float32),
-        "running": run,
-        "waiting": wait,
-        "running_mask": run_mask,
-        "waiting_mask": wait_mask,
-        "latency_requirement": rng.uniform(0.02, 0.05, (batch, 1)).astype(np.float32),
-    }
 
 
 def tensor_rows(layout, obs):
@@ -56,9 +18,9 @@ def tensor_rows(layout, obs):
 def hanconv_like(layer, dims):
     """A HANConv with the layer's weights; attention of one-neighbour edge types stays random."""
     conv = pytest.importorskip("torch_geometric.nn").HANConv(
-        dims, sac_han.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=sac_han.HEADS
+        dims, networks.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=networks.HEADS
     )
-    shape = (1, sac_han.HEADS, sac_han.WIDTH // sac_han.HEADS)
+    shape = (1, networks.HEADS, networks.WIDTH // networks.HEADS)
     with torch.no_grad():
         for kind in NODE_TYPES:
             conv.proj[kind].weight.copy_(layer.proj[kind].weight)
@@ -73,13 +35,13 @@ def hanconv_like(layer, dims):
 
 
 @pytest.mark.parametrize("empty", [(), (1, 3), (0, 1, 2, 3, 4)])
-def test_dense_han_equals_hanconv_on_each_graph(empty):
+def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
     torch.manual_seed(0)
     layout = sac_han.Layout(4, 3, 2)
     law = torch.rand(4, 4)
-    han = sac_han.HAN(layout, 4)
+    han = networks.HAN(layout, 4)
     first = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
-    second = hanconv_like(han.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
+    second = hanconv_like(han.second, dict.fromkeys(NODE_TYPES, networks.WIDTH))
     obs = random_obs(5, empty=empty)
     rows = tensor_rows(layout, obs)
     with torch.no_grad():
@@ -101,10 +63,10 @@ def test_dense_han_equals_hanconv_on_each_graph(empty):
         torch.testing.assert_close(experts[i], out["expert"], atol=1e-5, rtol=0)
 
 
-def test_first_layer_embeds_queued_requests_as_hanconv_does():
+def test_first_layer_embeds_queued_requests_as_hanconv_does(random_obs):
     torch.manual_seed(1)
     layout = sac_han.Layout(4, 3, 2)
-    han = sac_han.HAN(layout, 0)
+    han = networks.HAN(layout, 0)
     conv = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
     obs = random_obs(1, seed=3)
     rows = tensor_rows(layout, obs)
@@ -124,10 +86,10 @@ def test_first_layer_embeds_queued_requests_as_hanconv_does():
         torch.testing.assert_close(ours[kind], theirs[kind], atol=1e-5, rtol=0)
 
 
-def test_embedding_ignores_batch_neighbours():
+def test_embedding_ignores_batch_neighbours(random_obs):
     torch.manual_seed(0)
     layout = sac_han.Layout(4, 3, 2)
-    han = sac_han.HAN(layout, 0)
+    han = networks.HAN(layout, 0)
     rows = tensor_rows(layout, random_obs(6, empty=(2,)))
     with torch.no_grad():
         together = han(rows, None)
@@ -141,7 +103,7 @@ def permuted(obs, order):
 
 
 @pytest.mark.parametrize("law", [False, True])
-def test_permuting_experts_permutes_logits_and_values(law):
+def test_permuting_experts_permutes_logits_and_values(law, random_obs):
     torch.manual_seed(0)
     layout, order = sac_han.Layout(4, 3, 2), np.array([2, 0, 3, 1])
     laws = np.random.default_rng(0).random((4, 4)).astype(np.float32) if law else None
@@ -161,7 +123,7 @@ def test_permuting_experts_permutes_logits_and_values(law):
             torch.testing.assert_close(a[:, 0], b[:, 0], atol=1e-5, rtol=1e-5)
 
 
-def test_the_literal_head_cannot_tell_experts_apart():
+def test_the_literal_head_cannot_tell_experts_apart(random_obs):
     torch.manual_seed(0)
     layout, order = sac_han.Layout(4, 3, 2), np.array([2, 0, 3, 1])
     agent = sac_han.Agent(layout, sac_han.Args(head="arrived"), None)
@@ -173,12 +135,15 @@ def test_the_literal_head_cannot_tell_experts_apart():
 
 
 def test_two_layers_of_four_heads_and_sixty_four_columns():
-    han = sac_han.HAN(sac_han.Layout(6, 5, 5), 0)
-    assert [m for m in han.children() if isinstance(m, sac_han.HANLayer)] == [han.first, han.second]
-    assert (sac_han.HEADS, sac_han.WIDTH) == (4, 64)
+    han = networks.HAN(sac_han.Layout(6, 5, 5), 0)
+    assert [m for m in han.children() if isinstance(m, networks.HANLayer)] == [
+        han.first,
+        han.second,
+    ]
+    assert (networks.HEADS, networks.WIDTH) == (4, 64)
 
 
-def test_to_hetero_data_refuses_a_batch():
+def test_to_hetero_data_refuses_a_batch(random_obs):
     pytest.importorskip("torch_geometric")
     with pytest.raises(ValueError, match="take one row"):
         to_hetero_data(random_obs(2))

@@ -1,0 +1,155 @@
+"""Trained policies from their checkpoints, behind the protocol of the baselines."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.protocol import BasePolicy, Observation
+
+AGENTS = ("sac_han", "ppo")
+
+
+class CheckpointPolicy(BasePolicy):
+    """The greedy policy of a checkpoint.
+
+    Attributes:
+        path: The file.
+        agent: The file in ``agents`` that wrote it, ``"sac_han"`` or ``"ppo"``.
+        args: The arguments of its training run.
+    """
+
+    def __init__(
+        self, name: str, env_view: str, path: Path, agent: str, args: Any, net: Any
+    ) -> None:
+        self.name, self.env_view = name, env_view
+        self.path, self.agent, self.args, self.net = path, agent, args, net
+
+    def _rows(self, observation: Observation) -> Any:
+        return np.asarray(observation)
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """The likeliest legal action of every row."""
+        import torch
+
+        with torch.inference_mode():
+            rows = torch.as_tensor(self._rows(observation)).float()
+            logits = self._log_policy(rows, torch.as_tensor(np.asarray(action_mask)))
+        return logits.argmax(-1).numpy().astype(np.int64)
+
+    def _log_policy(self, rows: Any, mask: Any) -> Any:
+        if rows.shape[-1] != self.net.columns or mask.shape[-1] != self.net.actions:
+            raise ValueError(
+                f"{self.path}: trained on {self.net.columns} columns and {self.net.actions} "
+                f"actions, got {rows.shape[-1]} and {mask.shape[-1]}"
+            )
+        return self.net(rows, mask)[0]
+
+
+class GraphPolicy(CheckpointPolicy):
+    """A checkpoint of ``sac_han``; with a graph encoder it takes other capacities and fleets."""
+
+    def _rows(self, observation: Observation) -> Any:
+        from servegym.agents.han import Layout
+
+        running, waiting = observation["running"].shape, observation["waiting"].shape
+        layout = Layout(running[1], running[2], waiting[2])
+        known = self.net.layout.experts if self.net.law is None else len(self.net.law)
+        fixed = self.net.law is not None or not self.net.graph
+        if fixed and layout.experts != known:
+            raise ValueError(
+                f"{self.path}: made for {known} experts, got {layout.experts}; "
+                "a policy over the graph takes another fleet with load_policy(path, system)"
+            )
+        self.net.layout = layout
+        if self.net.graph:
+            self.net.encoder.layout = layout
+        return layout.rows(observation)
+
+    def _log_policy(self, rows: Any, mask: Any) -> Any:
+        return self.net.log_policy(self.net.encode(rows), mask)
+
+
+def load_policy(
+    path: str | os.PathLike[str], system: Any = None, torch_threads: int | None = 1
+) -> CheckpointPolicy:
+    """Read a checkpoint written by an agent.
+
+    Args:
+        path: The safetensors file, or a run's folder (its ``best.safetensors`` is taken).
+        system: A `RoutingSystem`; its estimators replace those of the training fleet, so that the
+            policy can serve other experts. Default: the training fleet.
+        torch_threads: Threads of torch from now on (None: leave them).
+
+    Returns:
+        A greedy policy; its name follows from what was trained (``sac_han``, ``baseline_rl``,
+        ``baseline_rl_dsa``, ``ppo``).
+
+    Raises:
+        ValueError: If there is no such file, or it is no checkpoint of these agents.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "best.safetensors"
+    if not file.exists():
+        raise ValueError(f"path: no checkpoint at {file}")
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    if torch_threads is not None:
+        torch.set_num_threads(torch_threads)
+    try:
+        with safe_open(file, framework="pt") as content:
+            meta = content.metadata() or {}
+            weights = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not a safetensors file ({error})") from error
+    kind = meta.get("agent")
+    if kind not in AGENTS:
+        raise ValueError(
+            f"{file}: field 'agent' is {kind!r}; it must be one of {', '.join(AGENTS)}"
+        )
+    return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
+
+
+def _arguments(cls: type, text: str) -> Any:
+    given, known = json.loads(text), {f.name for f in fields(cls)}
+    return cls(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+    )
+
+
+def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
+    from servegym.agents import han, sac_han
+
+    args = _arguments(sac_han.Args, meta["args"])
+    laws = weights["law"].numpy() if "law" in weights else None
+    layout = sac_han.Layout(**json.loads(meta["layout"]))
+    net = sac_han.Agent(layout, args, laws)
+    net.load_state_dict(weights)
+    if system is not None and laws is not None:
+        import torch
+
+        net.law = torch.as_tensor(han.scale_laws(system.estimator))
+    name = "baseline_rl" if args.state == "expert" else "sac_han"
+    if args.state == "han" and args.reward == "completed_qos":
+        name = "baseline_rl_dsa"
+    return GraphPolicy(name, "graph", file, "sac_han", args, net.eval())
+
+
+def _load_ppo(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
+    from servegym.agents import ppo
+
+    net = ppo.Agent(**json.loads(meta["shape"]))
+    net.load_state_dict(weights)
+    args = _arguments(ppo.Args, meta["args"])
+    view = "experts" if "Experts" in args.env_id else "flat"
+    return CheckpointPolicy("ppo", view, file, "ppo", args, net.eval())

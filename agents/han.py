@@ -1,0 +1,207 @@
+"""The routing observation as a graph, and a dense, masked HAN over it (section V-B, Eq. 6-12).
+
+Not an agent: the encoder that agents share. `Layout.rows` scales a batch of Dict observations into
+flat rows that fit a replay buffer; `HAN` embeds them with PyG's ``HANConv`` maths, on each graph
+alone (PyG averages its semantic attention over the whole batch) and on the nodes that exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+HEADS, WIDTH = 4, 64
+
+
+def scale_laws(estimator: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Scaled estimators (N, 4) from base_s, k1, k2 and seconds per sequence (Eq. 13/14)."""
+    return (estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
+
+
+def profile_laws(profiles: Iterable[Any]) -> NDArray[np.float32]:
+    """`scale_laws` of hardware profiles."""
+    known = [p.estimator for p in profiles]
+    rows = [
+        (e.base_s, e.prefill_s_per_token, e.decode_s_per_context_token, e.decode_s_per_sequence)
+        for e in known
+    ]
+    return scale_laws(np.array(rows))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns of a flat row of scaled node features: N experts, R running and W waiting slots."""
+
+    experts: int
+    running: int
+    waiting: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
+        n, r, w = self.experts, self.running, self.waiting
+        return (2, 6 * n, 6 * n * r, 6 * n * w, n * r, n * w)
+
+    def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
+        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
+        limit = obs["latency_requirement"]  # (B, 1)
+        batch = len(limit)
+
+        def requests(x: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
+            p, s, d, e, t, late = np.moveaxis(x, -1, 0)
+            ratio = np.log1p(late / limit[:, :, None]) / 2
+            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
+            return (x * mask[..., None]).reshape(batch, -1)
+
+        req, exp = obs["request"], obs["experts"]
+        p = np.log1p(req[..., :1]) / 6
+        arrived = np.concatenate([p[:, 0], limit / 0.03], -1)
+        expert = np.concatenate(
+            [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150], -1
+        )
+        parts = [arrived, expert.reshape(batch, -1)]
+        masks = [obs["running_mask"], obs["waiting_mask"]]
+        parts += [requests(obs["running"], masks[0]), requests(obs["waiting"], masks[1])]
+        parts += [m.reshape(batch, -1) for m in masks]
+        return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+
+
+def held_score(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Predicted score of all queued requests, (B,): the potential behind paid_forward.
+
+    The environment pays completed + P(s') - P(s), an exact shaping of the undiscounted return. With
+    gamma < 1 it needs gamma P(s'), or a bill that comes late is worth more than one that comes at
+    once and a full queue looks good; the agent takes (1 - gamma) P(s') off the reward.
+    """
+    return sum((obs[k][..., 1] * obs[f"{k}_mask"]).sum((1, 2)) for k in ("running", "waiting"))
+
+
+class HANLayer(nn.Module):
+    """One ``HANConv`` on every graph of a batch, over the nodes that exist.
+
+    Edge types: expert -> arrived, arrived/running/waiting -> expert, expert -> running/waiting and
+    a self-loop at every node. Only the first, third and fourth have more than one neighbour; on the
+    others node attention is 1 whatever its weights, and the message is the neighbour itself.
+    """
+
+    def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
+        super().__init__()
+        self.last = last  # nobody reads the queued requests' outputs of the last layer
+        self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
+        names = ("expert__arrived", "running__expert", "waiting__expert")
+        self.src, self.dst = (
+            nn.ParameterDict({k: nn.Parameter(torch.empty(WIDTH, 1).uniform_(-0.5, 0.5))
+                              for k in names}) for _ in range(2)
+        )  # fmt: skip
+        self.register_buffer("blocks", torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 0), False)
+        self.k_lin = nn.Linear(WIDTH, WIDTH)
+        self.q = nn.Parameter(torch.empty(WIDTH).uniform_(-0.3, 0.3))
+
+    def attend(self, name: str, src: Tensor, dst: Tensor, index: Tensor) -> Tensor:
+        """Softmax attention of every node of dst (M, 64) over its src (K, 64); index (K,)."""
+        blocks = self.blocks  # (64, 4): which head a column belongs to
+        score = src @ (blocks * self.src[name])
+        score = F.leaky_relu(score + (dst @ (blocks * self.dst[name])).index_select(0, index), 0.2)
+        top = score.new_full((len(dst), HEADS), -1e9)
+        top.scatter_reduce_(0, index[:, None].expand(-1, HEADS), score.detach(), "amax")
+        weight = (score - top.index_select(0, index)).exp()
+        total = weight.new_zeros(len(dst), HEADS).index_add(0, index, weight)
+        message = src * (weight @ blocks.T)
+        message = dst.new_zeros(len(dst), WIDTH).index_add(0, index, message)
+        return (message * ((total + 1e-16).reciprocal() @ blocks.T)).relu()
+
+    def semantic(self, x: Tensor) -> Tensor:
+        """Q . tanh(W x + b) of every node; (M, 64) -> (M,)."""
+        return torch.tanh(self.k_lin(x)) @ self.q
+
+    def forward(self, x: dict[str, Tensor], index: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Node features {type: (nodes, d)} -> {type: (nodes, 64)}; index: expert of a request."""
+        h = {k: self.proj[k](v) for k, v in x.items()}
+        own = {k: v.relu() for k, v in h.items() if k in ("arrived", "expert") or not self.last}
+        score = {k: self.semantic(v) for k, v in own.items()}
+        batch, n = len(h["arrived"]), len(h["expert"]) // len(h["arrived"])
+        graph = torch.arange(batch, device=h["expert"].device).repeat_interleave(n)
+        from_experts = self.attend("expert__arrived", h["expert"], h["arrived"], graph)
+        queues = [
+            self.attend(f"{k}__expert", h[k], h["expert"], index[k]) for k in ("running", "waiting")
+        ]
+        w = torch.sigmoid(self.semantic(from_experts) - score["arrived"])  # softmax of two
+        out = {"arrived": torch.lerp(own["arrived"], from_experts, w[:, None])}
+        scores = [score["expert"], *(self.semantic(m) for m in queues)]
+        w = torch.stack([score["arrived"], *(x.view(batch, n).mean(1) for x in scores)], -1)
+        w = w.softmax(-1)  # (B, 4)
+        values = torch.stack([own["expert"], *queues]).view(3, batch, n, WIDTH)
+        mix = torch.einsum("bk,kbnd->bnd", w[:, 1:], values)
+        out["expert"] = (mix + (w[:, :1] * own["arrived"])[:, None]).view(-1, WIDTH)
+        if not self.last:
+            for k in ("running", "waiting"):
+                where = index[k] // n
+                gap = score["expert"].index_select(0, index[k]) - score[k]
+                count = torch.bincount(where, minlength=batch).clamp(min=1)
+                gap = gap.new_zeros(batch).index_add(0, where, gap) / count
+                w = torch.sigmoid(gap).index_select(0, where)[:, None]
+                out[k] = torch.lerp(own[k], own["expert"].index_select(0, index[k]), w)
+        return out
+
+
+class HAN(nn.Module):
+    """Two layers, four heads, 64 wide: rows (B, columns) -> request (B, 64), experts (B, N, 64)."""
+
+    def __init__(self, layout: Layout, law: int) -> None:
+        super().__init__()
+        self.layout = layout
+        dims = {"arrived": 2, "expert": 6 + law, "running": 6, "waiting": 6}
+        self.first = HANLayer(dims, last=False)
+        self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
+
+    def nodes(
+        self, rows: Tensor, law: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Features of the nodes that exist, and the flat expert index of the queued requests."""
+        parts = dict(zip(("arrived", "expert", "running", "waiting", "mr", "mw"),
+                         rows.split(self.layout.sizes, -1), strict=True))  # fmt: skip
+        expert = parts["expert"].reshape(-1, 6)
+        if law is not None:
+            expert = torch.cat([expert, law.repeat(len(rows), 1)], -1)
+        x, index = {"arrived": parts["arrived"], "expert": expert}, {}
+        slots = {"running": self.layout.running, "waiting": self.layout.waiting}
+        for k, mask in (("running", "mr"), ("waiting", "mw")):
+            held = parts[mask].reshape(-1).nonzero().squeeze(-1)
+            x[k], index[k] = parts[k].reshape(-1, 6).index_select(0, held), held // slots[k]
+        return x, index
+
+    def forward(self, rows: Tensor, law: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Embed a batch of flat rows."""
+        x, index = self.nodes(rows, law)
+        x = self.second(self.first(x, index), index)
+        return x["arrived"], x["expert"].view(len(rows), -1, WIDTH)
+
+
+class Head(nn.Module):
+    """One value per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n]."""
+
+    def __init__(self, actions: int, per_expert: bool) -> None:
+        super().__init__()
+        self.per_expert = per_expert
+        outputs = 2 if per_expert else actions
+        self.request = nn.Sequential(
+            nn.Linear(WIDTH * (1 + per_expert), WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs)
+        )
+        if per_expert:
+            self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, request: Tensor, experts: Tensor) -> Tensor:
+        """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
+        if not self.per_expert:
+            return self.request(request)
+        drop, common = self.request(torch.cat([request, experts.mean(1)], -1)).split(1, -1)
+        hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
+        return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
