@@ -45,9 +45,8 @@ class GreedyQos(RoutingPolicy):
     the predicted QoS suffers least instead).
 
     The form and the numbers were chosen on the val split over three fleets at light, medium and
-    heavy load; without price and drop (``price=0, fallback="least_harm"``) it is the plain greedy
-    rule, which is as good at light load and collapses near saturation. On the heterogeneous fleet
-    at 8 requests/s that is 0.40 of QoS where the default has 0.64.
+    heavy load. Without price and drop (``price=0, fallback="least_harm"``) it is the plain greedy
+    rule, which is nearly as good at light load and collapses near saturation.
     """
 
     name = "greedy_qos"
