@@ -57,22 +57,22 @@ class CheckpointPolicy(BasePolicy):
 class GraphPolicy(CheckpointPolicy):
     """A checkpoint of ``sac_han``; with a graph encoder it takes other capacities and fleets."""
 
+    experts: int = 0
+
     def _rows(self, observation: Observation) -> Any:
         from servegym.agents.han import Layout
 
         running, waiting = observation["running"].shape, observation["waiting"].shape
-        layout = Layout(running[1], running[2], waiting[2])
-        known = self.net.layout.experts if self.net.law is None else len(self.net.law)
-        fixed = self.net.law is not None or not self.net.graph
-        if fixed and layout.experts != known:
+        if running[1] != self.experts:
             raise ValueError(
-                f"{self.path}: made for {known} experts, got {layout.experts}; "
+                f"{self.path}: made for {self.experts} experts, got {running[1]}; "
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
+        layout = Layout(running[1], running[2], waiting[2], self.net.layout.impact)
         self.net.layout = layout
         if self.net.graph:
             self.net.encoder.layout = layout
-        return layout.rows(observation)
+        return self.net.rows(observation)
 
     def _log_policy(self, rows: Any, mask: Any) -> Any:
         return self.net.log_policy(self.net.encode(rows), mask)
@@ -129,20 +129,25 @@ def _arguments(cls: type, text: str) -> Any:
 
 def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import han, sac_han
+    from servegym.agents.common import env_kwargs
+    from servegym.baselines.llm_routing.system import RoutingSystem
 
     args = _arguments(sac_han.Args, meta["args"])
-    laws = weights["law"].numpy() if "law" in weights else None
-    layout = sac_han.Layout(**json.loads(meta["layout"]))
-    net = sac_han.Agent(layout, args, laws)
-    net.load_state_dict(weights)
-    if system is not None and laws is not None:
-        import torch
-
-        net.law = torch.as_tensor(han.scale_laws(system.estimator))
+    layout = han.Layout(**json.loads(meta["layout"]))
+    if system is None:
+        system = RoutingSystem.from_kwargs(**env_kwargs(args))
+    per_expert = args.state == "han" and args.head == "expert"  # other heads fix the actions
+    if not per_expert and system.num_experts != layout.experts:
+        raise ValueError(f"{file}: made for {layout.experts} experts, got {system.num_experts}")
+    net = sac_han.Agent(layout, args, system)
+    weights.pop("law", None)  # that of the system at hand
+    net.load_state_dict(weights, strict=net.law is None)
     name = "baseline_rl" if args.state == "expert" else "sac_han"
     if args.state == "han" and args.reward == "completed_qos":
         name = "baseline_rl_dsa"
-    return GraphPolicy(name, "graph", file, "sac_han", args, net.eval())
+    policy = GraphPolicy(name, "graph", file, "sac_han", args, net.eval())
+    policy.experts = system.num_experts
+    return policy
 
 
 def _load_ppo(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:

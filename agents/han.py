@@ -7,7 +7,7 @@ alone (PyG averages its semantic attention over the whole batch) and on the node
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym.baselines.llm_routing.latency import LatencyModel
+
 HEADS, WIDTH = 4, 64
 
 
@@ -25,14 +27,29 @@ def scale_laws(estimator: NDArray[np.float64]) -> NDArray[np.float32]:
     return (estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
 
 
-def profile_laws(profiles: Iterable[Any]) -> NDArray[np.float32]:
-    """`scale_laws` of hardware profiles."""
-    known = [p.estimator for p in profiles]
-    rows = [
-        (e.base_s, e.prefill_s_per_token, e.decode_s_per_context_token, e.decode_s_per_sequence)
-        for e in known
-    ]
-    return scale_laws(np.array(rows))
+def impact(
+    obs: Mapping[str, NDArray[Any]], model: LatencyModel
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """What sending the new request to each expert would do, by the estimator of the heuristics.
+
+    Args:
+        obs: A batch of Dict observations.
+        model: The estimator of the system; it knows predictions and mean laws, as Eq. 13-15 do.
+
+    Returns:
+        (B, N, 4) of an expert: the new request's distance from L, its score if kept within L, the
+        scores it pushes over L, the seconds of the expert's time it takes; (B, N, R + W, 2) of a
+        queued request: distance from L without and with the new one. A distance is
+        tanh(3 (l / L - 1)), negative in time.
+    """
+    limit = obs["latency_requirement"][:, :, None]
+    found = model.estimate(obs)
+    slots = np.stack([found.without, found.with_new], -1)
+    distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
+    kept = found.with_new <= limit
+    lost = ((found.without <= limit) & ~kept)[..., :-1] * found.scores[..., :-1]
+    new = [distance[:, :, -1, 1], found.scores[..., -1] * kept[..., -1], lost.sum(-1), found.work_s]
+    return np.stack(new, -1), distance[:, :, :-1]
 
 
 @dataclass(frozen=True)
@@ -42,34 +59,51 @@ class Layout:
     experts: int
     running: int
     waiting: int
+    impact: bool = False
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Features of an expert and of a queued request: 6 each, and what `impact` adds."""
+        return (10, 8) if self.impact else (6, 6)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
         n, r, w = self.experts, self.running, self.waiting
-        return (2, 6 * n, 6 * n * r, 6 * n * w, n * r, n * w)
+        expert, request = self.widths
+        return (2, expert * n, request * n * r, request * n * w, n * r, n * w)
 
-    def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
-        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
+    def rows(
+        self, obs: Mapping[str, NDArray[Any]], model: LatencyModel | None = None
+    ) -> NDArray[np.float16]:
+        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L.
+
+        ``model`` is needed where the layout has `impact`.
+        """
         limit = obs["latency_requirement"]  # (B, 1)
-        batch = len(limit)
-
-        def requests(x: NDArray[Any], mask: NDArray[Any]) -> NDArray[Any]:
-            p, s, d, e, t, late = np.moveaxis(x, -1, 0)
-            ratio = np.log1p(late / limit[:, :, None]) / 2
-            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
-            return (x * mask[..., None]).reshape(batch, -1)
-
         req, exp = obs["request"], obs["experts"]
+        batch, more = len(limit), None
         p = np.log1p(req[..., :1]) / 6
         arrived = np.concatenate([p[:, 0], limit / 0.03], -1)
         expert = np.concatenate(
             [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150], -1
         )
+        if self.impact:
+            new, more = impact(obs, model)
+            expert = np.concatenate([expert, new], -1)
+
+        def requests(kind: str, slots: slice) -> NDArray[Any]:
+            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
+            ratio = np.log1p(late / limit[:, :, None]) / 2
+            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
+            if more is not None:
+                x = np.concatenate([x, more[:, :, slots]], -1)
+            return (x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1)
+
         parts = [arrived, expert.reshape(batch, -1)]
-        masks = [obs["running_mask"], obs["waiting_mask"]]
-        parts += [requests(obs["running"], masks[0]), requests(obs["waiting"], masks[1])]
-        parts += [m.reshape(batch, -1) for m in masks]
+        parts += [requests("running", slice(self.running))]
+        parts += [requests("waiting", slice(self.running, None))]
+        parts += [obs[f"{k}_mask"].reshape(batch, -1) for k in ("running", "waiting")]
         return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
 
 
@@ -157,7 +191,8 @@ class HAN(nn.Module):
     def __init__(self, layout: Layout, law: int) -> None:
         super().__init__()
         self.layout = layout
-        dims = {"arrived": 2, "expert": 6 + law, "running": 6, "waiting": 6}
+        expert, request = layout.widths
+        dims = {"arrived": 2, "expert": expert + law, "running": request, "waiting": request}
         self.first = HANLayer(dims, last=False)
         self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
 
@@ -167,14 +202,15 @@ class HAN(nn.Module):
         """Features of the nodes that exist, and the flat expert index of the queued requests."""
         parts = dict(zip(("arrived", "expert", "running", "waiting", "mr", "mw"),
                          rows.split(self.layout.sizes, -1), strict=True))  # fmt: skip
-        expert = parts["expert"].reshape(-1, 6)
+        wide, request = self.layout.widths
+        expert = parts["expert"].reshape(-1, wide)
         if law is not None:
             expert = torch.cat([expert, law.repeat(len(rows), 1)], -1)
         x, index = {"arrived": parts["arrived"], "expert": expert}, {}
         slots = {"running": self.layout.running, "waiting": self.layout.waiting}
         for k, mask in (("running", "mr"), ("waiting", "mw")):
             held = parts[mask].reshape(-1).nonzero().squeeze(-1)
-            x[k], index[k] = parts[k].reshape(-1, 6).index_select(0, held), held // slots[k]
+            x[k], index[k] = parts[k].reshape(-1, request).index_select(0, held), held // slots[k]
         return x, index
 
     def forward(self, rows: Tensor, law: Tensor | None) -> tuple[Tensor, Tensor]:

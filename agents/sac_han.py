@@ -30,7 +30,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from servegym.agents.common import make_envs, write_checkpoint
-from servegym.agents.han import HAN, WIDTH, Head, Layout, held_score, profile_laws
+from servegym.agents.han import HAN, WIDTH, Head, Layout, held_score, scale_laws
+from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.system import RoutingSystem
 
 
 @dataclass
@@ -59,6 +62,8 @@ class Args:
     """logits from every expert's embedding, or (literally) from the arrived request's alone"""
     law: bool = True
     """put each expert's profiled estimator (Eq. 13/14) on its node: tells idle experts apart"""
+    impact: bool = True
+    """add what the action impact estimator predicts to the experts' and requests' features"""
     total_timesteps: int = 150_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 32
@@ -68,7 +73,9 @@ class Args:
     learning_starts: int = 16_000
     """steps taken by the warm-up policy before the first update"""
     warmup_random: float = 0.2
-    """share of uniform legal actions in the warm-up; the rest go to the least loaded expert"""
+    """share of uniform legal actions in the warm-up"""
+    warmup_greedy: float = 0.5
+    """share of environments warmed up by priced_greedy; the others fill experts up to some load"""
     updates_per_step: int = 4
     """gradient updates after each step of all environments"""
     batch_size: int = 128
@@ -77,11 +84,11 @@ class Args:
     """discount per decision"""
     holding_cost: bool = True
     """paid_forward only: charge (1 - gamma) x predicted score in flight, see `held_score`"""
-    n_step: int = 10
+    n_step: int = 16
     """rewards summed before bootstrapping"""
-    tau: float = 0.01
+    tau: float = 0.02
     """step of the target network towards the online one, per update"""
-    lr: float = 5e-4
+    lr: float = 1e-3
     """learning rate of the encoder, the critics and the actor"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to a tenth"""
@@ -128,10 +135,13 @@ class Args:
 class Agent(nn.Module):
     """Encoder shared by actor and twin critics; the critics' loss alone trains the encoder."""
 
-    def __init__(self, layout: Layout, args: Args, laws: NDArray[np.float32] | None) -> None:
+    def __init__(self, layout: Layout, args: Args, system: RoutingSystem | None) -> None:
         super().__init__()
-        self.layout, self.graph = layout, args.state == "han"
-        self.register_buffer("law", None if laws is None else torch.as_tensor(laws))
+        self.layout, self.graph, laws = layout, args.state == "han", None
+        if system is not None and self.graph and args.law:
+            laws = torch.as_tensor(scale_laws(system.estimator))
+        self.register_buffer("law", laws)
+        self.model = LatencyModel(system) if layout.impact and system is not None else None
         self.encoder: nn.Module = (
             HAN(layout, 0 if laws is None else laws.shape[1])
             if self.graph
@@ -140,6 +150,10 @@ class Agent(nn.Module):
         )  # fmt: skip
         heads = [Head(layout.experts + 1, self.graph and args.head == "expert") for _ in range(3)]
         self.actor, self.q1, self.q2 = heads
+
+    def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
+        """Flat rows of a batch of observations."""
+        return self.layout.rows(obs, self.model)
 
     def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings of the arrived request (B, 64) and of the experts (B, N, 64)."""
@@ -257,7 +271,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
     shares, qos = np.zeros(agent.layout.experts + 1), np.zeros(len(envs))
     for _ in range(args.eval_requests):
-        rows = np.concatenate([agent.layout.rows(out[0]) for out in outs])
+        rows = np.concatenate([agent.rows(out[0]) for out in outs])
         mask = np.concatenate([out[-1]["action_mask"] for out in outs])
         with torch.no_grad():
             h = agent.encode(torch.as_tensor(rows, device=device).float())
@@ -279,7 +293,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and layout in one safetensors file."""
-    meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(vars(agent.layout))}
+    meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(asdict(agent.layout))}
     write_checkpoint(agent, meta | {"agent": "sac_han"}, path)
 
 
@@ -299,10 +313,11 @@ def train(args: Args) -> Path:
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
     if args.learning_starts < args.n_step * args.num_envs:
         raise ValueError(f"learning_starts: {args.learning_starts} < n_step x num_envs")
-    layout = Layout(*space["running"].shape[:2], space["waiting"].shape[1])
-    use_law = args.law and args.state == "han"
-    laws = profile_laws(envs.problem.profiles) if use_law else None
-    agent = Agent(layout, args, laws).to(device)
+    shape = (*space["running"].shape[:2], space["waiting"].shape[1])
+    layout = Layout(*shape, impact=args.impact and args.state == "han")
+    system = RoutingSystem.from_problem(envs.problem)
+    teacher = PricedGreedy(system)
+    agent = Agent(layout, args, system).to(device)
     target = deepcopy(agent).requires_grad_(False)
     log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
     groups = [{"params": list(agent.parameters()), "lr": args.lr},
@@ -347,15 +362,18 @@ def train(args: Args) -> Path:
     losses: dict[str, Tensor] = {}
     while s["step"] < args.total_timesteps:
         obs, mask = s["obs"], s["mask"]
-        rows = layout.rows(obs)
+        rows = agent.rows(obs)
         if s["step"] < args.learning_starts:
-            # Least loaded expert while it holds fewer than a cap that differs between environments,
-            # else drop; a share of uniform legal actions. So every load level has been seen.
+            # A heuristic, or the least loaded expert while it holds fewer than a cap that differs
+            # between environments, else drop; so every load level has been seen.
             held = obs["experts"][..., 1:].sum(-1)
             cap = 1 + np.arange(args.num_envs)[:, None] % (layout.running + layout.waiting)
             calm = rng.random((args.num_envs, 1)) >= args.warmup_random
             score = rng.random(mask.shape)
             score -= calm * np.concatenate([cap - 0.5, held], -1)
+            taught = np.arange(args.num_envs) < args.warmup_greedy * args.num_envs
+            advice = teacher.act(obs, mask)[:, None] == np.arange(mask.shape[1])
+            score += 100 * calm * taught[:, None] * advice
         else:
             with torch.no_grad():
                 h = agent.encode(torch.as_tensor(rows, device=device).float())
@@ -378,7 +396,7 @@ def train(args: Args) -> Path:
             earned = reward - (1 - args.gamma) * held_score(after)
         buffer.add(
             obs=rows, mask=mask, action=action, reward=earned, terminated=terminated, done=done,
-            next_obs=layout.rows(after), next_mask=next_mask,
+            next_obs=agent.rows(after), next_mask=next_mask,
         )  # fmt: skip
         s["obs"], s["mask"] = obs, info["action_mask"]
         s["step"] += args.num_envs

@@ -8,6 +8,8 @@ tyro = pytest.importorskip("tyro")
 
 from servegym.agents import han as networks  # noqa: E402
 from servegym.agents import sac_han  # noqa: E402
+from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
+from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
 
 
@@ -102,25 +104,51 @@ def permuted(obs, order):
     return per_expert | {"latency_requirement": obs["latency_requirement"]}
 
 
-@pytest.mark.parametrize("law", [False, True])
-def test_permuting_experts_permutes_logits_and_values(law, random_obs):
+@pytest.mark.parametrize("impact", [False, True])
+def test_permuting_experts_permutes_logits_and_values(impact, random_obs):
     torch.manual_seed(0)
-    layout, order = sac_han.Layout(4, 3, 2), np.array([2, 0, 3, 1])
-    laws = np.random.default_rng(0).random((4, 4)).astype(np.float32) if law else None
-    agent = sac_han.Agent(layout, sac_han.Args(), laws)
+    layout, order = sac_han.Layout(4, 3, 2, impact), np.array([2, 0, 3, 1])
+    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+    agent = sac_han.Agent(layout, sac_han.Args(), system)
+    other = sac_han.Agent(layout, sac_han.Args(), system.permuted(order))
+    weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
+    other.load_state_dict(weights, strict=False)
     obs = random_obs(3)
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
     moved = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     with torch.no_grad():
-        h = agent.encode(tensor_rows(layout, obs))
-        if law:
-            agent.law.copy_(torch.as_tensor(laws[order]))
-        g = agent.encode(tensor_rows(layout, permuted(obs, order)))
-        one, two = agent.log_policy(h, mask), agent.log_policy(g, moved)
+        h = agent.encode(torch.from_numpy(agent.rows(obs)).float())
+        g = other.encode(torch.from_numpy(other.rows(permuted(obs, order))).float())
+        one, two = agent.log_policy(h, mask), other.log_policy(g, moved)
         assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
-        for a, b in ((one, two), (agent.q1(*h), agent.q1(*g))):
+        for a, b in ((one, two), (agent.q1(*h), other.q1(*g))):
             torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(a[:, 0], b[:, 0], atol=1e-5, rtol=1e-5)
+
+
+def test_impact_is_what_the_estimator_says(random_obs):
+    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+    obs, model = random_obs(6, seed=4), LatencyModel(system)
+    new, queued = networks.impact(obs, model)
+    found = model.estimate(obs)
+    changes = 0
+    for b in range(6):
+        limit = float(obs["latency_requirement"][b, 0])
+        for n in range(4):
+            with_new, without = found.with_new[b, n], found.without[b, n]
+            own = obs["request"][b, n, 1] if with_new[-1] <= limit else 0.0
+            lost = sum(
+                found.scores[b, n, i]
+                for i in range(5)
+                if without[i] <= limit and not with_new[i] <= limit
+            )
+            changes += lost > 0
+            assert new[b, n, 1:3] == pytest.approx([own, lost])
+            assert (new[b, n, 0] < 0) == (with_new[-1] < limit)
+            for i in np.flatnonzero(~np.isnan(without[:5])):
+                assert queued[b, n, i, 0] == pytest.approx(np.tanh(3 * (without[i] / limit - 1)))
+                assert queued[b, n, i, 1] == pytest.approx(np.tanh(3 * (with_new[i] / limit - 1)))
+    assert changes > 0 and np.isfinite(queued).all()
 
 
 def test_the_literal_head_cannot_tell_experts_apart(random_obs):

@@ -212,7 +212,7 @@ def test_transitions_of_a_run_link_up(tmp_path, monkeypatch):
         assert now["terminated"][off].all() and (now["next_mask"][off] == 1).all()
         # The final observation is an empty system without a request; only L stays.
         assert (now["next_obs"][off][:, 1] > 0).all()
-        assert not now["next_obs"][off][:, 20:].any()
+        assert not now["next_obs"][off][:, 2 + 3 * 10 :].any()
     assert ends == 4 * (len(steps) // 30) - (4 if len(steps) % 30 == 0 else 0)
     assert any((step["mask"] == 0).any() for step in steps)
 
