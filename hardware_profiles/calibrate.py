@@ -168,25 +168,44 @@ def _read_attention(path: Path) -> AttentionTable:
 
 def _product(
     points: Mapping[tuple[int, int], float], path: Path, field: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A table over the product of both axes; every point must be there."""
-    rows = sorted({row for row, _ in points})
-    columns = sorted({column for _, column in points})
-    if len(rows) < 3 or len(columns) < 3:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, int], float]]:
+    """A table over the product of both axes, and the points of a second grid beside it.
+
+    A profiler may lay a second complete grid over the first; the one with the most columns
+    becomes the table, the other is left for checking. A grid with holes is refused.
+    """
+    columns_of: dict[int, set[int]] = {}
+    for row, column in points:
+        columns_of.setdefault(row, set()).add(column)
+    grids: dict[tuple[int, ...], list[int]] = {}
+    for columns in columns_of.values():
+        key = tuple(sorted(columns))
+        grids[key] = sorted(row for row, found in columns_of.items() if found.issuperset(key))
+    whole = {key: rows for key, rows in grids.items() if len(rows) >= 3 and len(key) >= 3}
+    if not whole:
         raise ValueError(
-            f"{path}: field {field!r}: a table of {len(rows)} x {len(columns)} points; "
-            "measure at least 3 x 3"
+            f"{path}: field {field!r}: a table of {len(columns_of)} x "
+            f"{len({column for _, column in points})} points; measure at least 3 x 3, and every "
+            "combination of the two axes"
         )
-    values = np.empty((len(rows), len(columns)))
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            if (row, column) not in points:
-                raise ValueError(
-                    f"{path}: field {field!r}: no row for ({row}, {column}); measure every "
-                    "combination of the two axes"
-                )
-            values[i, j] = points[row, column]
-    return np.array(rows, float), np.array(columns, float), values
+    columns = max(whole, key=lambda key: (len(key), len(whole[key])))
+    rows = whole[columns]
+    second = [row for key, found in whole.items() if key != columns for row in found]
+    for row, column in points:
+        stray = row not in rows and row not in second
+        if stray or (row in rows and column not in columns and row not in second):
+            missing = min(set(columns) - columns_of[row] or {column})
+            raise ValueError(
+                f"{path}: field {field!r}: no row for ({row}, {missing}); measure every "
+                "combination of the two axes"
+            )
+    values = np.array([[points[row, column] for column in columns] for row in rows])
+    beside = {
+        (row, column): value
+        for (row, column), value in points.items()
+        if row not in rows or column not in columns
+    }
+    return np.array(rows, float), np.array(columns, float), values, beside
 
 
 def _read_meta(path: Path) -> dict[str, str]:
@@ -214,10 +233,10 @@ class _Kernels:
 
         path = folder / "attention.csv"
         rows = _read_attention(path)
-        self.chunks, self.before, chunk = _product(
+        self.chunks, self.before, chunk, beside = _product(
             {(c, k): v for (c, k, n, _), v in rows.items() if n == 0}, path, "prefill_chunk"
         )
-        self.decodes, self.contexts, decode = _product(
+        self.decodes, self.contexts, decode, _ = _product(
             {(n, k): v for (c, _, n, k), v in rows.items() if c == 0}, path, "n_decode"
         )
         if self.before[0] > 0:
@@ -226,6 +245,7 @@ class _Kernels:
             raise ValueError(f"{path}: field 'n_decode': measure n_decode = 1 too")
         self.chunk_attention = layers * chunk
         self.decode_attention = layers * decode
+        self.beside = {key: layers * value for key, value in beside.items()}
         self.mixed = {key: layers * v for key, v in rows.items() if key[0] and key[2]}
 
 
@@ -373,6 +393,22 @@ def _held_out(k: _Kernels, tolerance: float, seed: int) -> dict[str, Any]:
         )
         out[f"{label}_{at:g}"] = _spread(((guess + rest) / total - 1.0)[gone])
     return out
+
+
+def _beside(k: _Kernels, profile: Profile) -> dict[str, Any]:
+    """Error at the prefill points that the profiler took beside the table's grid."""
+    pairs = []
+    for (chunk, before), measured in k.beside.items():
+        rest = profile.dense_s(chunk) + profile.head_s(1)
+        guess = profile.chunk_attention_s(chunk, before)
+        pairs.append((guess / measured - 1.0, (guess - measured) / (measured + rest)))
+    if not pairs:
+        return {}
+    attention, iteration = np.array(pairs).T
+    return {
+        "chunk_attention_beside_grid": _spread(attention),
+        "chunk_iteration_beside_grid": _spread(iteration),
+    }
 
 
 def _additivity(k: _Kernels, profile: Profile) -> dict[str, Any]:
@@ -595,6 +631,7 @@ def calibrate_kernels(
         "measure": "absolute relative error; held-out rows unless said otherwise",
         "dense_thinned_at_measured_points": _spread(guess / kernels.dense - 1.0),
         **_held_out(kernels, tolerance, seed),
+        **_beside(kernels, draft),
         **_additivity(kernels, draft),
         "linear_estimator_against_law": estimator_error,
     }
