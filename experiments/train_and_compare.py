@@ -41,6 +41,7 @@ BASELINES = (
     "always_best",
     "least_latency",
     "greedy_qos",
+    "priced_greedy",
 )
 TRAINED = "sac_han"
 

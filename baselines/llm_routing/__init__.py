@@ -1,6 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
-from servegym.baselines.llm_routing.greedy_qos import GreedyQos, LeastLatency
+from servegym.baselines.llm_routing.greedy_qos import GreedyQos, LeastLatency, PricedGreedy
 from servegym.baselines.llm_routing.heuristics import (
     AlwaysBest,
     AlwaysBusiest,
@@ -44,7 +44,12 @@ register_policy("least_latency", LeastLatency, "least predicted latency per toke
 register_policy(
     "greedy_qos",
     GreedyQos,
-    "best predicted score that keeps everyone's latency, less a price on busy capacity",
+    "best predicted score among the experts that keep everyone's latency, else drop",
+)
+register_policy(
+    "priced_greedy",
+    PricedGreedy,
+    "greedy_qos less a price on busy capacity: the strongest heuristic",
 )
 register_policy("always_best", AlwaysBest, "best train mean score, the next best while it is full")
 register_policy("linucb", LinUcb, "linear bandit an expert, learns online from a train-split prior")
@@ -53,6 +58,6 @@ register_policy("always_busiest", AlwaysBusiest, "control: most requests; must l
 register_policy(
     "rollout",
     Rollout,
-    "clairvoyant: every action simulated on a copy of the true state, greedy_qos to follow",
+    "clairvoyant: every action simulated on a copy of the true state, priced_greedy to follow",
     clairvoyant=True,
 )

@@ -28,25 +28,21 @@ class LeastLatency(RoutingPolicy):
 
 
 class GreedyQos(RoutingPolicy):
-    """Best predicted score that keeps everyone's latency, less what the capacity is worth.
+    """Best predicted score among the experts that keep everyone's latency.
 
     An expert qualifies if the estimate keeps the new request within the latency requirement and
-    pushes none of the requests it would have served in time over it. Among those, the value of
-    expert n is::
+    pushes none of the requests it would have served in time over it. If none qualifies the
+    request is dropped, as it would be late or make another late (``fallback="least_harm"`` sends
+    it where the predicted QoS suffers least instead, which collapses near saturation).
+
+    With a ``price`` the value of expert n is::
 
         s_n - price * load_n**power * work_n,
         load_n = ((1 - share) * outstanding_n + share * mean outstanding) / R
 
     with the predicted score s_n and the seconds of the expert's time that the request takes,
-    work_n (`Estimate.work_s`; long answers and slow cards cost more). The price stands for the
-    requests that will not fit later: nothing on an idle fleet, a whole score for a second of a
-    full expert. The best value is chosen if it is positive. If no expert qualifies the request is
-    dropped, as it would be late or make another late (``fallback="least_harm"`` sends it where
-    the predicted QoS suffers least instead).
-
-    The form and the numbers were chosen on the val split over three fleets at light, medium and
-    heavy load. Without price and drop (``price=0, fallback="least_harm"``) it is the plain greedy
-    rule, which is nearly as good at light load and collapses near saturation.
+    work_n (`Estimate.work_s`; long answers and slow cards cost more), and the best value is taken
+    if it is positive: see `PricedGreedy`.
     """
 
     name = "greedy_qos"
@@ -55,7 +51,7 @@ class GreedyQos(RoutingPolicy):
         self,
         system: RoutingSystem,
         *,
-        price: float = 1.0,
+        price: float = 0.0,
         power: float = 4.0,
         share: float = 0.5,
         margin: float = 1.0,
@@ -117,6 +113,21 @@ class GreedyQos(RoutingPolicy):
             value = np.where(np.isfinite(value), value, gain - 1e3)
             action = pick(-value, action_mask)
         return action
+
+
+class PricedGreedy(GreedyQos):
+    """`GreedyQos` that also charges what the capacity is worth to the requests still to come.
+
+    The price stands for the requests that will not fit later: nothing on an idle fleet, a whole
+    score for a second of a full expert. Form and numbers were chosen on the val split over three
+    fleets at light, medium and heavy load; it is the strongest of the heuristics here.
+    """
+
+    name = "priced_greedy"
+
+    def __init__(self, system: RoutingSystem, *, price: float = 1.0, **kwargs: Any) -> None:
+        """Build it; the parameters are those of `GreedyQos`."""
+        super().__init__(system, price=price, **kwargs)
 
 
 def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray[Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.llm_routing.greedy_qos import GreedyQos
+from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
@@ -17,11 +17,11 @@ class Rollout(RoutingPolicy):
     """The action that turns out best on a copy of the environment.
 
     Every legal action of every row is taken on a clone of the environment's state: true scores
-    and lengths, and the arrivals that are really to come. `GreedyQos` decides the next
+    and lengths, and the arrivals that are really to come. `PricedGreedy` decides the next
     ``horizon`` requests, then ``drain`` more are dropped while those in service finish. The sum of
     the "paid_forward" rewards, the true score of what was let in less that of what ended late,
     ranks the actions; equal ones go to the greedy action if it is among them. It improves on
-    greedy_qos by one step of policy iteration with a perfect model and is no bound.
+    priced_greedy by one step of policy iteration with a perfect model and is no bound.
     """
 
     name = "rollout"
@@ -40,9 +40,9 @@ class Rollout(RoutingPolicy):
 
         Args:
             system: The system.
-            horizon: Requests that greedy_qos decides after the first action.
+            horizon: Requests that priced_greedy decides after the first action.
             drain: Requests that are dropped after those.
-            **greedy: Parameters of `GreedyQos`.
+            **greedy: Parameters of `PricedGreedy`.
 
         Raises:
             ValueError: If a parameter is out of range.
@@ -51,7 +51,7 @@ class Rollout(RoutingPolicy):
         if horizon < 0 or drain < 0:
             raise ValueError(f"horizon and drain must be >= 0, got {horizon} and {drain}")
         self.horizon, self.drain = int(horizon), int(drain)
-        self.greedy = GreedyQos(system, **greedy)
+        self.greedy = PricedGreedy(system, **greedy)
         self._env: Any = None
         self._scratch: Any = None
 

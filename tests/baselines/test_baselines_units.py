@@ -99,8 +99,8 @@ def test_registry_lists_the_promised_names_once():
     listed = [info.name for info in list_policies()]
     promised = (
         "random round_robin least_outstanding shortest_queue shortest_waiting least_memory "
-        "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos always_best linucb "
-        "drop_all always_busiest rollout"
+        "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos priced_greedy "
+        "always_best linucb drop_all always_busiest rollout"
     ).split()
     assert sorted(listed) == sorted(promised)
     assert [i.name for i in list_policies() if i.clairvoyant] == ["rollout"]
@@ -176,7 +176,7 @@ def test_masks_are_respected_and_full_rows_drop(name):
         assert mask[np.arange(64), action].all()
         legal = mask[:, 1:].any(axis=1)
         assert (action[~legal] == 0).all()
-        if name not in ("drop_all", "greedy_qos"):
+        if name not in ("drop_all", "greedy_qos", "priced_greedy"):
             assert (action[legal] > 0).all()
         for key, value in before.items():
             assert np.array_equal(value, observation[key]), f"{name} wrote to {key}"
@@ -232,7 +232,7 @@ def test_rows_do_not_influence_each_other(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["least_memory", "token_jsq", "bert_router", "least_latency", "greedy_qos", "linucb"]
+    "name", ["least_memory", "token_jsq", "bert_router", "least_latency", "priced_greedy", "linucb"]
 )
 def test_permuting_experts_permutes_choices(name):
     # These costs are real numbers, so random observations have no ties.
