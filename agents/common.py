@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -62,4 +63,11 @@ def write_checkpoint(net: nn.Module, meta: Mapping[str, str], path: Path) -> Non
     temporary = path.with_suffix(".tmp")
     weights = {k: v.detach().contiguous().cpu() for k, v in net.state_dict().items()}
     save_file(weights, temporary, dict(meta))
+    os.replace(temporary, path)
+
+
+def snapshot(path: Path, **content: Any) -> None:
+    """Write what a run needs to go on exactly, atomically."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(content, temporary)
     os.replace(temporary, path)

@@ -10,7 +10,6 @@ the paper's Baseline RL, ``--state han --reward completed_qos`` its Baseline RL 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import time
 import warnings
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import make_envs, write_checkpoint
+from servegym.agents.common import make_envs, snapshot, write_checkpoint
 from servegym.agents.han import HAN, WIDTH, Head, Layout, held_score, scale_laws
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
 from servegym.baselines.llm_routing.latency import LatencyModel
@@ -223,13 +222,9 @@ def critic_target(
 
 
 def update(
-    agent: Agent,
-    target: Agent,
-    log_alpha: Tensor,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Tensor],
-    args: Args,
-) -> dict[str, Tensor]:
+    agent: Agent, target: Agent, log_alpha: Tensor, optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Tensor], args: Args,
+) -> dict[str, Tensor]:  # fmt: skip
     """One gradient step on critics, encoder, actor and temperature; the target follows by tau."""
     alpha = log_alpha.exp().item()
     with torch.no_grad():
@@ -284,8 +279,7 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
         env.close()
     shares, qos = shares / shares.sum(), qos / (n * args.eval_requests)
     if shares.max() > 0.9:
-        text = f"policy collapse: action {shares.argmax()} takes {shares.max():.0%} of requests"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=2)
     result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(args.eval_rates, qos)}  # noqa: B905
     result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
     return result | {"eval/avg_qos": float(qos.mean())}
@@ -311,8 +305,6 @@ def train(args: Args) -> Path:
     space = envs.single_observation_space
     if not isinstance(space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
-    if args.learning_starts < args.n_step * args.num_envs:
-        raise ValueError(f"learning_starts: {args.learning_starts} < n_step x num_envs")
     shape = (*space["running"].shape[:2], space["waiting"].shape[1])
     layout = Layout(*shape, impact=args.impact and args.state == "han")
     system = RoutingSystem.from_problem(envs.problem)
@@ -406,9 +398,9 @@ def train(args: Args) -> Path:
         s["episodes"] += s["return"][done].tolist()
         s["return"][done] = 0
 
-        if s["step"] >= args.learning_starts:
-            fall = 0.9 * s["step"] / args.total_timesteps if args.anneal_lr else 0.0
-            optimizer.param_groups[0]["lr"] = args.lr * (1 - fall)
+        if s["step"] >= args.learning_starts and buffer.count >= args.n_step:
+            left = 1 - 0.9 * s["step"] / args.total_timesteps
+            optimizer.param_groups[0]["lr"] = args.lr * (left if args.anneal_lr else 1.0)
             for _ in range(args.updates_per_step):
                 sample = buffer.sample(args.batch_size, args.n_step, args.gamma, s["center"], rng)
                 batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
@@ -451,13 +443,6 @@ def train(args: Args) -> Path:
     if args.track:
         wandb.finish()
     return run
-
-
-def snapshot(path: Path, **content: Any) -> None:
-    """Write what a run needs to go on exactly; atomically."""
-    temporary = path.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

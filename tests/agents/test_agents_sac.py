@@ -356,8 +356,6 @@ def test_settings():
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no Dict observation"):
         sac_han.train(tiny(tmp_path, env_id="servegym/LLMRoutingFlat-v0"))
-    with pytest.raises(ValueError, match="learning_starts: 4 <"):
-        sac_han.train(tiny(tmp_path, learning_starts=4))
 
 
 def test_a_collapsed_policy_is_warned_of(tmp_path):
