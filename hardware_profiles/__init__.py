@@ -5,6 +5,7 @@ a :class:`Fleet`. Importing this package loads numpy and nothing heavier.
 """
 
 from servegym.hardware_profiles.fleet import Fleet, FleetExpert, list_fleets, load_fleet
+from servegym.hardware_profiles.moe import MoeLayer, list_moe_layers, load_moe
 from servegym.hardware_profiles.profile import (
     Estimator,
     LawTables,
@@ -18,9 +19,12 @@ __all__ = [
     "Fleet",
     "FleetExpert",
     "LawTables",
+    "MoeLayer",
     "Profile",
     "list_fleets",
+    "list_moe_layers",
     "list_profiles",
     "load",
     "load_fleet",
+    "load_moe",
 ]

@@ -32,7 +32,7 @@ KINDS = ("measured", "fitted", "derived")
 BLOCK_SIZE = 16
 # One iteration on one token never takes this long; a file that says so has its units wrong.
 MAX_PLAUSIBLE_S = 30.0
-_NOT_PROFILES = ("fleet-", "schema", "served-models")
+_NOT_PROFILES = ("fleet-", "moe-", "schema", "served-models")
 
 _TABLE_SHAPES: dict[str, tuple[str, ...]] = {
     "dense_tokens": (),
@@ -366,24 +366,41 @@ class Profile:
         Returns:
             Whether the setting is inside the domain.
         """
-        limits = (
-            ("decode_sequences", batch, self.domain["max_decode_sequences"]),
-            ("iteration_tokens", tokens, self.domain["max_iteration_tokens"]),
-            ("context_tokens", context, self.domain["max_context_tokens"]),
+        return warn_outside(
+            self.name,
+            (
+                ("decode_sequences", batch, self.domain["max_decode_sequences"]),
+                ("iteration_tokens", tokens, self.domain["max_iteration_tokens"]),
+                ("context_tokens", context, self.domain["max_context_tokens"]),
+            ),
         )
-        outside = [f"{n} {given} > {limit}" for n, given, limit in limits if given > limit]
-        if outside and self.name not in _WARNED:
-            _WARNED.add(self.name)
-            warnings.warn(
-                f"profile {self.name!r} is used outside its domain ({', '.join(outside)}); "
-                "the last slope of its tables is extended there",
-                UserWarning,
-                stacklevel=2,
-            )
-        return not outside
 
 
 _WARNED: set[str] = set()
+
+
+def warn_outside(name: str, limits: Iterable[tuple[str, float, float]]) -> bool:
+    """Warn, once per profile, when a setting leaves the range that a law was built on.
+
+    Args:
+        name: the profile's name.
+        limits: what is bounded, what is asked for, and the largest the data cover.
+
+    Returns:
+        Whether everything is inside.
+    """
+    limits = list(limits)
+    outside = [f"{what} {given} > {limit}" for what, given, limit in limits if given > limit]
+    if outside and name not in _WARNED:
+        _WARNED.add(name)
+        domain = ", ".join(f"{what} <= {limit}" for what, _, limit in limits)
+        warnings.warn(
+            f"profile {name!r} is used outside its domain ({domain}): {', '.join(outside)}; "
+            "the last slope of its tables is extended there",
+            UserWarning,
+            stacklevel=3,
+        )
+    return not outside
 
 
 # -- reading and checking -----------------------------------------------------------------------

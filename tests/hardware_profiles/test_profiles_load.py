@@ -279,7 +279,7 @@ def test_check_domain_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert p.check_domain(batch=5, tokens=2048, context=1500)
-    with pytest.warns(UserWarning, match=r"a10.*iteration_tokens 4096 > 2048"):
+    with pytest.warns(UserWarning, match=r"a10.*iteration_tokens <= 2048.*iteration_tokens 4096 > 2048"):
         assert not p.check_domain(batch=5, tokens=4096)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
