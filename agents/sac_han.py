@@ -63,13 +63,13 @@ class Args:
     """put each expert's profiled estimator (Eq. 13/14) on its node: tells idle experts apart"""
     impact: bool = True
     """add what the action impact estimator predicts to the experts' and requests' features"""
-    total_timesteps: int = 150_000
+    total_timesteps: int = 300_000
     """environment steps (decisions) over all environments"""
-    num_envs: int = 32
+    num_envs: int = 96
     """parallel environments"""
     buffer_size: int = 200_000
     """transitions kept for replay"""
-    learning_starts: int = 16_000
+    learning_starts: int = 32_000
     """steps taken by the warm-up policy before the first update"""
     warmup_random: float = 0.2
     """share of uniform legal actions in the warm-up"""
@@ -87,13 +87,15 @@ class Args:
     """rewards summed before bootstrapping"""
     tau: float = 0.02
     """step of the target network towards the online one, per update"""
+    average: float = 0.005
+    """step of the averaged network, which is evaluated and saved, after each round of updates"""
     lr: float = 1e-3
     """learning rate of the encoder, the critics and the actor"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to a tenth"""
     autotune: bool = True
     """learn the temperature"""
-    alpha: float = 0.02
+    alpha: float = 0.01
     """the temperature, or its first value with autotune"""
     target_entropy_scale: float = 0.25
     """entropy target of a state as a share of log(number of legal actions)"""
@@ -101,7 +103,7 @@ class Args:
     """take the mean of the twin critics in place of their minimum"""
     entropy_in_target: bool = False
     """keep the entropy bonus in the critics' target"""
-    eval_every: int = 15_000
+    eval_every: int = 30_000
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 8
     """episodes per rate and evaluation"""
@@ -221,6 +223,12 @@ def critic_target(
     return batch["return"] + batch["discount"] * (1 - batch["terminated"].float()) * value
 
 
+@torch.no_grad()
+def follow(copy: Agent, agent: Agent, tau: float) -> None:
+    """Move the copy's weights towards the agent's."""
+    torch._foreach_lerp_(list(copy.parameters()), list(agent.parameters()), tau)
+
+
 def update(
     agent: Agent, target: Agent, log_alpha: Tensor, optimizer: torch.optim.Optimizer,
     batch: Mapping[str, Tensor], args: Args,
@@ -234,8 +242,7 @@ def update(
     h = agent.encode(batch["obs"])
     q1, q2 = agent.q1(*h), agent.q2(*h)
     chosen = batch["action"][:, None]
-    q1_loss = F.mse_loss(q1.gather(1, chosen).squeeze(1), goal)
-    q2_loss = F.mse_loss(q2.gather(1, chosen).squeeze(1), goal)
+    q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), goal) for q in (q1, q2))
 
     log_pi = agent.log_policy((h[0].detach(), h[1].detach()), batch["mask"])
     q = ((q1 + q2) / 2 if args.average_q else torch.minimum(q1, q2)).detach()
@@ -248,8 +255,7 @@ def update(
     (q1_loss + q2_loss + actor_loss + alpha_loss).backward()
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
-    with torch.no_grad():
-        torch._foreach_lerp_(list(target.parameters()), list(agent.parameters()), args.tau)
+    follow(target, agent, args.tau)
     log = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss, "losses/actor_loss": actor_loss,
            "losses/qf1_values": q1.mean(), "losses/alpha": log_alpha.exp(),
            "charts/policy_entropy": entropy.mean()}  # fmt: skip
@@ -275,8 +281,6 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
         shares += np.bincount(action, minlength=len(shares))
         outs = [env.step(a) for env, a in zip(envs, action.reshape(len(envs), n), strict=True)]
         qos += [out[1].sum() for out in outs]
-    for env in envs:
-        env.close()
     shares, qos = shares / shares.sum(), qos / (n * args.eval_requests)
     if shares.max() > 0.9:
         warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=2)
@@ -297,8 +301,8 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    default = f"{args.state}_{args.reward}_{args.head}_{args.seed}"
-    run = Path(args.out_dir) / (args.run_name or default)
+    name = args.run_name or f"{args.state}_{args.reward}_{args.head}_{args.seed}"
+    run = Path(args.out_dir) / name
     run.mkdir(parents=True, exist_ok=True)
 
     envs = make_envs(args, args.num_envs)
@@ -310,7 +314,7 @@ def train(args: Args) -> Path:
     system = RoutingSystem.from_problem(envs.problem)
     teacher = PricedGreedy(system)
     agent = Agent(layout, args, system).to(device)
-    target = deepcopy(agent).requires_grad_(False)
+    target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
     log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
     groups = [{"params": list(agent.parameters()), "lr": args.lr},
               {"params": [log_alpha], "lr": 1e-3}]  # fmt: skip
@@ -327,6 +331,7 @@ def train(args: Args) -> Path:
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
         target.load_state_dict(saved["target"])
+        averaged.load_state_dict(saved["averaged"])
         optimizer.load_state_dict(saved["optimizer"])
         log_alpha.data = saved["log_alpha"].to(device)
         buffer.count, s, envs = saved["count"], saved["state"], pickle.loads(saved["envs"])
@@ -356,8 +361,7 @@ def train(args: Args) -> Path:
         obs, mask = s["obs"], s["mask"]
         rows = agent.rows(obs)
         if s["step"] < args.learning_starts:
-            # A heuristic, or the least loaded expert while it holds fewer than a cap that differs
-            # between environments, else drop; so every load level has been seen.
+            # A heuristic, or the least loaded expert below a cap that differs between environments.
             held = obs["experts"][..., 1:].sum(-1)
             cap = 1 + np.arange(args.num_envs)[:, None] % (layout.running + layout.waiting)
             calm = rng.random((args.num_envs, 1)) >= args.warmup_random
@@ -381,8 +385,7 @@ def train(args: Args) -> Path:
                     after[key][i] = value
                 next_mask[i] = info["final_info"]["action_mask"][i]
             if terminated.any():
-                kpis = info["final_info"]["episode_kpis"]
-                s["qos"] += kpis["avg_qos"][terminated].tolist()
+                s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
         earned = reward
         if args.reward == "paid_forward" and args.holding_cost:
             earned = reward - (1 - args.gamma) * held_score(after)
@@ -406,6 +409,7 @@ def train(args: Args) -> Path:
                 batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
                 batch["obs"], batch["next_obs"] = batch["obs"].float(), batch["next_obs"].float()
                 losses = update(agent, target, log_alpha, optimizer, batch, args)
+            follow(averaged, agent, args.average)
 
         def crossed(every: int) -> bool:
             return every > 0 and s["step"] // every > (s["step"] - args.num_envs) // every
@@ -414,27 +418,28 @@ def train(args: Args) -> Path:
         if crossed(2_000) or last:
             sps = (s["step"] - first) / (time.perf_counter() - begin)
             metrics = {k: float(v) for k, v in losses.items()} | {"charts/SPS": sps}
-            shares = s["shares"] / s["shares"].sum()
-            metrics |= {f"charts/share_{k}": v for k, v in enumerate(shares)}
-            names = {"charts/episodic_return": "episodes", "charts/avg_qos": "qos"}
-            metrics |= {k: float(np.mean(s[v])) for k, v in names.items() if s[v]}
+            taken = enumerate(s["shares"] / s["shares"].sum())
+            metrics |= {f"charts/share_{k}": v for k, v in taken}
+            means = {"charts/episodic_return": "episodes", "charts/avg_qos": "qos"}
+            metrics |= {k: float(np.mean(s[v])) for k, v in means.items() if s[v]}
             s.update(episodes=[], qos=[], shares=np.zeros(layout.experts + 1))
             write(metrics)
             bar.update(task, completed=s["step"], description=f"sac_han {sps:.0f} SPS")
         if losses and (crossed(args.eval_every) or last):
-            result = evaluate(target, args)
+            result = evaluate(averaged, args)
             write(result)
             bar.console.print(f"step {s['step']}: " + ", ".join(
                 f"{k[5:]} {v:.4f}" for k, v in result.items() if "qos" in k))  # fmt: skip
             if args.save_model:
-                save_policy(target, args, run / "last.safetensors")
+                save_policy(averaged, args, run / "last.safetensors")
                 if result["eval/avg_qos"] > s["best"]:
-                    save_policy(target, args, run / "best.safetensors")
+                    save_policy(averaged, args, run / "best.safetensors")
             s["best"] = max(s["best"], result["eval/avg_qos"])
         if crossed(args.checkpoint_every):
             s["log_size"] = log.tell()
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), target=target.state_dict(),
-                     optimizer=optimizer.state_dict(), log_alpha=log_alpha.data, state=s,
+                     averaged=averaged.state_dict(), optimizer=optimizer.state_dict(),
+                     log_alpha=log_alpha.data, state=s,
                      count=buffer.count, rng=rng.bit_generator.state, envs=pickle.dumps(envs),
                      buffer={k: v[: buffer.count] for k, v in buffer.data.items()})  # fmt: skip
     bar.stop()
