@@ -28,6 +28,7 @@ from servegym.hardware_profiles.profile import (
     FORMAT,
     Profile,
     interpolate,
+    interpolate_2d,
     read_json,
     unknown_name,
 )
@@ -395,6 +396,21 @@ def _held_out(k: _Kernels, tolerance: float, seed: int) -> dict[str, Any]:
     return out
 
 
+def _mixed_decode(k: _Kernels) -> np.ndarray | None:
+    """Decodes' attention beside the smallest chunk, less that chunk's; None if not measured."""
+    chunk = k.chunks[0]
+    counts = [n for n in k.decodes if any((chunk, 0, n, x) in k.mixed for x in k.contexts)]
+    points = {(n, x): k.mixed.get((chunk, 0, n, x)) for n in counts for x in k.contexts}
+    if len(counts) < 2 or None in points.values():
+        return None
+    alone = k.chunk_attention[0, 0]
+    table = np.array([[max(points[n, x] - alone, 0.0) for x in k.contexts] for n in counts])
+    grid = np.array(counts)
+    # Contexts at which the smallest times scatter must not fall at the end of the table.
+    rows = [[interpolate(grid, table[:, j], n) for j in range(len(k.contexts))] for n in k.decodes]
+    return np.maximum.accumulate(np.maximum(np.array(rows), 0.0), axis=0)
+
+
 def _beside(k: _Kernels, profile: Profile) -> dict[str, Any]:
     """Error at the prefill points that the profiler took beside the table's grid."""
     pairs = []
@@ -413,7 +429,9 @@ def _beside(k: _Kernels, profile: Profile) -> dict[str, Any]:
 
 def _additivity(k: _Kernels, profile: Profile) -> dict[str, Any]:
     """Error of prefill attention + decode attention against the two measured together."""
-    attention, iteration, near = [], [], []
+    attention, iteration, near, corrected = [], [], [], []
+    beside = profile.mixed_decode_attention_s()
+    t = profile.tables()
     for (chunk, before, sequences, context), measured in k.mixed.items():
         guess = profile.chunk_attention_s(chunk, before) + profile.decode_attention_s(
             sequences, context
@@ -421,6 +439,12 @@ def _additivity(k: _Kernels, profile: Profile) -> dict[str, Any]:
         rest = profile.dense_s(chunk + sequences) + profile.head_s(sequences + 1)
         attention.append(guess / measured - 1.0)
         iteration.append((guess + rest) / (measured + rest) - 1.0)
+        # The table was built from the rows of the smallest chunk without context.
+        if (chunk, before) != (k.chunks[0], 0):
+            axes = (t.decode_sequences, t.decode_context_tokens)
+            other = profile.chunk_attention_s(chunk, before)
+            other += interpolate_2d(*axes, beside, sequences, context)
+            corrected.append((other - measured) / (measured + rest))
         near.append(
             sequences <= _ESTIMATOR_MAX_SEQUENCES
             and chunk <= _ESTIMATOR_MAX_PROMPT
@@ -433,6 +457,8 @@ def _additivity(k: _Kernels, profile: Profile) -> dict[str, Any]:
         "mixed_attention_sum": _spread(np.array(attention)),
         "mixed_iteration_sum": _spread(np.array(iteration)),
     }
+    if beside is not t.decode_attention_s and corrected:
+        out["mixed_iteration_with_mixed_table"] = _spread(np.array(corrected))
     if inside.any():
         out["mixed_attention_sum_routing_domain"] = _spread(np.array(attention)[inside])
         out["mixed_iteration_sum_routing_domain"] = _spread(np.array(iteration)[inside])
@@ -570,6 +596,9 @@ def calibrate_kernels(
         "head_sequences": _whole(kernels.sequences[head_kept]),
         "head_s": _round(kernels.head[head_kept]),
     }
+    mixed = _mixed_decode(kernels)
+    if mixed is not None:
+        law["mixed_decode_attention_s"] = _round(_with_start(kernels.contexts, mixed, 1)[1])
     origin: dict[str, Any] = {
         "source": source or "/".join(root.resolve().parts[-4:]),
         "licence": licence,

@@ -121,6 +121,50 @@ _UNFILTERED: dict[str, str] = {
     "h100": "6.07 ms (+0.2 %)",
 }
 
+# Step latencies of Llama-3.1-8B in milliseconds as another composition of the same kind of tables
+# predicts them (aiconfigurator 0.12.0, vLLM, static batch): decodes by (batch, context) and one
+# prompt by its tokens.
+_OTHERS_DECODE_MS = {
+    "a100-80g": {
+        (1, 256): 11.79,
+        (1, 1024): 11.86,
+        (8, 256): 12.10,
+        (8, 1024): 12.64,
+        (32, 256): 13.07,
+        (32, 1024): 15.58,
+    },
+    "h100": {
+        (1, 256): 6.14,
+        (1, 1024): 6.18,
+        (8, 256): 6.45,
+        (8, 1024): 6.60,
+        (32, 256): 7.07,
+        (32, 1024): 8.32,
+    },
+    "l40s": {
+        (1, 256): 21.94,
+        (1, 1024): 21.98,
+        (8, 256): 22.71,
+        (8, 1024): 23.45,
+        (32, 256): 25.74,
+        (32, 1024): 31.43,
+    },
+    "rtxpro6000": {
+        (1, 256): 11.16,
+        (1, 1024): 11.23,
+        (8, 256): 11.39,
+        (8, 1024): 11.69,
+        (32, 256): 12.01,
+        (32, 1024): 13.67,
+    },
+}
+_OTHERS_PREFILL_MS = {
+    "a100-80g": {128: 14.51, 512: 35.99, 1024: 64.73, 2048: 125.19},
+    "h100": {128: 7.62, 512: 12.02, 1024: 22.11, 2048: 43.51},
+    "l40s": {128: 26.92, 512: 38.27, 1024: 70.33, 2048: 144.89},
+    "rtxpro6000": {128: 13.19, 512: 25.52, 1024: 44.89, 2048: 87.61},
+}
+
 
 # -- reading --------------------------------------------------------------------------------
 
@@ -522,6 +566,28 @@ def against(guess: Profile, truth: Profile) -> dict[str, Any]:
     }
 
 
+def against_another_tool(card: str, law: Profile) -> dict[str, Any]:
+    """Distance of a card's step latencies from those that aiconfigurator 0.12.0 predicts.
+
+    Args:
+        card: a key of :data:`CARDS`.
+        law: its profile with Llama-3.1-8B.
+
+    Returns:
+        Spreads of the relative difference, for decodes and for prefills.
+    """
+    decode = _OTHERS_DECODE_MS[card].items()
+    prefill = _OTHERS_PREFILL_MS[card].items()
+    return {
+        "decode_against_aiconfigurator": _spread(
+            np.array([1e3 * law.decode_s(b, b * x) / ms - 1.0 for (b, x), ms in decode])
+        ),
+        "prefill_against_aiconfigurator": _spread(
+            np.array([1e3 * law.prefill_s(p) / ms - 1.0 for p, ms in prefill])
+        ),
+    }
+
+
 def _vidur(data: Path, law: Profile) -> dict[str, Any]:
     """Distance of the A100's dense table from an independent profile of the same layer."""
     from servegym.hardware_profiles.derive import _vidur_s
@@ -667,8 +733,10 @@ def fit_card(
         "measure": "absolute relative error; held-out rows unless said otherwise",
         **_errors(k, draft, seed),
     }
-    if card == "a100-80g" and facts["name"] == "Llama-3.1-8B":
-        error |= _vidur(root, draft)
+    if facts["name"] == "Llama-3.1-8B":
+        error |= against_another_tool(card, draft)
+        if card == "a100-80g":
+            error |= _vidur(root, draft)
     for kind, spread in (method or {}).items():
         error[f"method_on_rtxpro6000_{kind}"] = spread
     error["linear_estimator_against_law"] = estimator_error

@@ -308,6 +308,8 @@ def derive_card(
     law["chunk_attention_s"] = rounded(prefill_ratio * t.chunk_attention_s)
     law["decode_attention_s"] = rounded(decode_ratio * t.decode_attention_s)
     law["head_s"] = rounded(decode_ratio * t.head_s)
+    if "mixed_decode_attention_s" in law:
+        law["mixed_decode_attention_s"] = rounded(decode_ratio * base.mixed_decode_attention_s())
     data = base.to_dict()
     name = f"{card}-llama-3.1-8b"
     data.update(

@@ -46,6 +46,8 @@ _TABLE_SHAPES: dict[str, tuple[str, ...]] = {
     "head_sequences": (),
     "head_s": ("head_sequences",),
 }
+# Optional: the decodes' attention in an iteration that also prefills, on the decode table's axes.
+_MIXED = "mixed_decode_attention_s"
 _LINEAR_FIELDS = (
     "base_s",
     "prefill_s_per_token",
@@ -355,6 +357,52 @@ class Profile:
             total += self.decode_attention_s(sequences, context_tokens / sequences)
         return total + self.head_s(sequences + len(parts))
 
+    def mixed_decode_attention_s(self) -> np.ndarray:
+        """The decodes' attention in an iteration that also prefills.
+
+        There the decodes run in the prefill kernel, without splitting their contexts over the
+        multiprocessors, and take longer than in an iteration of decodes alone.
+
+        Returns:
+            ``(G5, G4)`` seconds on the axes ``decode_sequences`` and ``decode_context_tokens`` of
+            :meth:`tables`, read-only; the decode table itself where nothing else was measured.
+        """
+        if _MIXED not in self.law:
+            return self.tables().decode_attention_s
+        table = np.array(self.law[_MIXED], dtype=np.float64)
+        table.setflags(write=False)
+        return table
+
+    def mixed_step_s(
+        self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
+    ) -> float:
+        """:meth:`step_s` with the decodes' attention as it is beside prefill chunks.
+
+        Args:
+            chunks: ``(tokens, context)`` of every prefill chunk; at least one.
+            sequences: decoding sequences ``b``, at least one.
+            context_tokens: ``T``, tokens in KV memory summed over the decodes.
+
+        Returns:
+            Seconds.
+
+        Raises:
+            ValueError: if there is no chunk or no decode.
+        """
+        parts = list(chunks)
+        if not parts or sequences < 1:
+            raise ValueError("mixed_step_s needs at least one chunk and one decoding sequence")
+        t, mean = self.tables(), context_tokens / sequences
+        alone = self.decode_attention_s(sequences, mean)
+        beside = interpolate_2d(
+            t.decode_sequences,
+            t.decode_context_tokens,
+            self.mixed_decode_attention_s(),
+            sequences,
+            mean,
+        )
+        return self.step_s(parts, sequences, context_tokens) - alone + beside
+
     def check_domain(self, batch: int, tokens: int, context: int = 0) -> bool:
         """Warn, once per profile, when a setting leaves the range the law was built on.
 
@@ -569,9 +617,12 @@ def _check_law(fields: _Fields) -> dict[str, Any]:
             if shortest <= 0.0:
                 raise fields.error(key, "an iteration would take no time; one term must be > 0")
         return _plain(dict(fields.data))
-    fields.only(("kind", *_TABLE_SHAPES))
+    fields.only(("kind", *_TABLE_SHAPES, _MIXED))
+    shapes = dict(_TABLE_SHAPES)
+    if _MIXED in fields.data:
+        shapes[_MIXED] = shapes["decode_attention_s"]
     arrays: dict[str, np.ndarray] = {}
-    for key, axes in _TABLE_SHAPES.items():
+    for key, axes in shapes.items():
         high, unit = (MAX_PLAUSIBLE_S, hint) if key.endswith("_s") else (math.inf, "")
         shape = tuple(len(arrays[axis]) for axis in axes) if axes else None
         arrays[key] = fields.array(key, shape, high, unit)
@@ -579,7 +630,7 @@ def _check_law(fields: _Fields) -> dict[str, Any]:
             _check_grid(fields, key, arrays[key])
     if arrays["dense_s"].min() <= 0.0:
         raise fields.error("dense_s", "every entry must be > 0: no iteration takes no time")
-    for key, axes in _TABLE_SHAPES.items():
+    for key, axes in shapes.items():
         # Beyond the grid the last slope is extended: a falling one would reach negative times.
         for axis in range(len(axes)):
             last = np.take(arrays[key], -1, axis) - np.take(arrays[key], -2, axis)

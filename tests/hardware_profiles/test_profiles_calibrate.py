@@ -91,6 +91,47 @@ def test_known_kernels_are_composed_exactly(folder):
     assert p.provenance["date"] == "2026-01-01"
 
 
+def test_decodes_beside_a_chunk_get_their_own_table(folder):
+    # Twice the decodes' part beside a chunk: measured rows say 8 + 0.1 c + 0.02 n k.
+    with (folder / "attention.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        c, k, n, x = (int(row[name]) for name in list(row)[:4])
+        if c and n:
+            row["time_us"] = 5 + 0.1 * c + 0.02 * k + 0.02 * n * x
+    _write(folder / "attention.csv", list(rows[0]), [list(row.values()) for row in rows])
+    p = calibrate_kernels(folder, name="test")
+    table = p.mixed_decode_attention_s()
+    # n = 8 and 16 were not measured beside a chunk: extended from 1 and 4.
+    for i, n in enumerate((1, 4, 8, 16)):
+        np.testing.assert_allclose(table[i, 1:], 32e-6 * 0.02 * n * np.array(GRID), rtol=1e-4)
+    assert p.fit_error["mixed_iteration_sum"]["max"] > 1e-3
+    assert p.fit_error["mixed_iteration_with_mixed_table"]["max"] < 1e-5
+    expected = p.step_s([(256, 64)], 4, 4 * 1024)
+    expected += 32e-6 * (0.02 * 4 * 1024 - 3 - 0.01 * 4 * 1024)
+    assert p.mixed_step_s([(256, 64)], 4, 4 * 1024) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="at least one chunk and one"):
+        p.mixed_step_s([], 4, 100)
+    with pytest.raises(ValueError, match="at least one chunk and one"):
+        p.mixed_step_s([(16, 0)], 0, 0)
+
+
+def test_second_grid_of_chunks_is_left_for_checking(folder):
+    path = folder / "attention.csv"
+    with path.open(newline="") as file:
+        rows = [list(row.values()) for row in csv.DictReader(file)]
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
+    extra = [(c, k, 0, 0, 5 + 0.1 * c + 0.02 * k) for c in (24, 100, 300) for k in (0, 40, 900)]
+    _write(path, names, rows + extra)
+    p = calibrate_kernels(folder, name="test")
+    assert p.tables().chunk_tokens[:5].tolist() == [1, 16, 64, 256, 1024]
+    assert p.fit_error["chunk_attention_beside_grid"]["points"] == 9
+    assert p.fit_error["chunk_attention_beside_grid"]["max"] < 1e-4
+    _write(path, names, rows + extra[:-1])
+    with pytest.raises(ValueError, match="measure every combination"):
+        calibrate_kernels(folder, name="test")
+
+
 def test_held_out_error_sees_a_bend(folder):
     straight = calibrate_kernels(folder, name="test").fit_error
     _edit(folder / "attention.csv", 29, time_us=80)  # n_decode 4, kv_decode 1024
@@ -209,6 +250,8 @@ def test_derived_ratios_are_in_the_tables():
         decode, prefill = p.provenance["decode_ratio"], p.provenance["prefill_ratio"]
         assert p.decode_s(1, 300) / base.decode_s(1, 300) == pytest.approx(decode, rel=1e-3)
         assert p.dense_s(1024) / base.dense_s(1024) == pytest.approx(prefill, rel=1e-3)
+        mixed = p.mixed_decode_attention_s() / base.mixed_decode_attention_s()
+        np.testing.assert_allclose(mixed, decode, rtol=1e-3)
         ratio = p.chunk_attention_s(512, 256) / base.chunk_attention_s(512, 256)
         assert ratio == pytest.approx(prefill, rel=1e-3)
 

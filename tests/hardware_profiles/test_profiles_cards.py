@@ -13,6 +13,7 @@ from servegym.hardware_profiles.cards import (
     CARDS,
     Products,
     against,
+    against_another_tool,
     context_increment,
     fit_card,
     main,
@@ -213,6 +214,16 @@ def test_a100_agrees_with_an_independent_profile_of_its_layer():
     assert e["dense_against_vidur_to_256_tokens"]["median"] < 0.06
     # Older kernels: long prefills there are a quarter slower.
     assert -0.25 < e["dense_against_vidur_mean_signed"] < 0
+
+
+@pytest.mark.parametrize("card", [*FITTED, "rtxpro6000"])
+def test_step_latencies_agree_with_another_tool(card):
+    spread = against_another_tool(card, load(f"{card}-llama-3.1-8b"))
+    assert spread["decode_against_aiconfigurator"]["median"] < 0.03
+    assert spread["decode_against_aiconfigurator"]["max"] < 0.12
+    assert spread["prefill_against_aiconfigurator"]["max"] < 0.12
+    other = load("l40s-llama-3.1-8b" if card != "l40s" else "h100-llama-3.1-8b")
+    assert against_another_tool(card, other)["decode_against_aiconfigurator"]["median"] > 0.3
 
 
 def test_against_itself_is_zero_and_sees_a_change():

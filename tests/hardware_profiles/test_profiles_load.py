@@ -171,6 +171,19 @@ def test_linear_law_identity(raw_linear):
         assert p.step_s([(tokens, 64)], b, total) == pytest.approx(mixed, rel=1e-10)
 
 
+@pytest.mark.parametrize("name", TABULATED)
+def test_decodes_beside_a_chunk(name):
+    p = load(name)
+    table = p.mixed_decode_attention_s()
+    assert table.shape == p.tables().decode_attention_s.shape and not table.flags.writeable
+    alone, beside = (f([(256, 0)], 64, 64 * 1024) for f in (p.step_s, p.mixed_step_s))
+    if "mixed_decode_attention_s" in p.law:
+        # The prefill kernel does not split long contexts: slower than decodes alone.
+        assert beside > 1.02 * alone
+    else:
+        assert beside == pytest.approx(alone, rel=1e-12)
+
+
 @pytest.mark.parametrize("index", range(1, 13))
 def test_paper_linear_is_equations_13_and_14(index):
     p = load(f"paper-linear-{index:02d}")
@@ -279,7 +292,9 @@ def test_check_domain_warns_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert p.check_domain(batch=5, tokens=2048, context=1500)
-    with pytest.warns(UserWarning, match=r"a10.*iteration_tokens <= 2048.*iteration_tokens 4096 > 2048"):
+    with pytest.warns(
+        UserWarning, match=r"a10.*iteration_tokens <= 2048.*iteration_tokens 4096 > 2048"
+    ):
         assert not p.check_domain(batch=5, tokens=4096)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -340,6 +355,8 @@ def _set(data, path, value):
         (("law", "dense_s", 2), "fast", r"'law.dense_s\[2\]': got 'fast'"),
         (("law", "dense_s"), [0.1, 0.2], "has 2 entries; must have"),
         (("law", "dense_s", -1), 0.001, "falls at the end of dense_tokens"),
+        (("law", "mixed_decode_attention_s"), [[0.1, 0.2]], "has 1 entries; must have 9"),
+        (("law", "mixed_decode_attention_s", 0, 0), -1.0, "must be >= 0"),
         (("law", "dense_tokens", 3), 2, r"'law.dense_tokens\[3\]': got 2; must exceed"),
         (("law", "dense_tokens", 0), 1.5, "must start at <= 1"),
         (("law", "context_tokens", 0), 1, "must start at <= 0"),
