@@ -60,7 +60,7 @@ class RoutingState:
     slot: np.ndarray
     queue: np.ndarray
     log: np.ndarray
-    random: dict[str, Any] | None = None
+    random: Any = None
     finished: bool = False
 
 
@@ -129,7 +129,7 @@ class RoutingBatch:
             shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,)]
             masks = [(n, cap_r), (n, cap_w), (n + 1,)]
         else:
-            shapes = [observation_space(problem).shape]
+            shapes = [observation_space(problem).shape or ()]
             masks = [(n + 1,)]
         self._obs, parts = _sections(num_rows, shapes, np.float32)
         self._masks, flags = _sections(num_rows, masks, np.int8)

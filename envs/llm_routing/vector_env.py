@@ -143,7 +143,7 @@ class LLMRoutingVectorEnv(VectorEnv):
         return self._observation(), info
 
     def _begin(self, which: np.ndarray) -> None:
-        for row in np.flatnonzero(which):
+        for row in np.flatnonzero(which).tolist():
             self.batch.draw(row, self._generator(row))
         self.batch.begin(which.astype(np.int8))
         self._steps[which] = 0
@@ -241,7 +241,7 @@ class LLMRoutingVectorEnv(VectorEnv):
             info["_reward_terms"] = stepped
         if ended is not None and ended.any():
             kpis: dict[str, Any] = {}
-            for row in np.flatnonzero(ended):
+            for row in np.flatnonzero(ended).tolist():
                 for name, value in self.batch.kpis(row).items():
                     kpis.setdefault(name, np.zeros(self.num_envs))[row] = value
             for name in list(kpis):

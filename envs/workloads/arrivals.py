@@ -32,7 +32,10 @@ FITS = ("burstgpt", "azure")
 class Arrivals(Protocol):
     """An arrival process."""
 
-    rate: float
+    @property
+    def rate(self) -> float:
+        """Mean rate, requests/s."""
+        ...
 
     def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
         """Draw arrival times.

@@ -153,7 +153,7 @@ def write_catalog(catalog: Catalog, counts: dict[str, Any], folder: str | Path) 
     path = folder / f"{catalog.name}.npz"
     arrays = {
         "models": np.array(catalog.models),
-        "prompt_id": catalog.prompt_ids.astype(np.int16),
+        "prompt_id": np.asarray(catalog.prompt_ids).astype(np.int16),
         "prompt_tokens": catalog.prompt_tokens.astype(np.int16),
         "scores": catalog.scores,
         "output_tokens": catalog.output_tokens.astype(np.int16),

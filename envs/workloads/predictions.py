@@ -155,14 +155,14 @@ def write_table(
     arrays: dict[str, np.ndarray] = {
         "catalog": np.array(catalog.name),
         "models": np.array(catalog.models),
-        "prompt_id": catalog.prompt_ids,
+        "prompt_id": np.asarray(catalog.prompt_ids),
     }
     for quantity, array in values.items():
         _check("values key", quantity, QUANTITIES)
         arrays[quantity] = _checked_values(np.asarray(array), catalog, quantity)
     if not values:
         raise ValueError(f"values is empty, it must have one of {list(QUANTITIES)}.")
-    write_atomic(path, lambda stream: np.savez_compressed(stream, **arrays))
+    write_atomic(path, lambda stream: np.savez_compressed(stream, **arrays)  # pyright: ignore[reportArgumentType])
 
 
 def _check(argument: str, value: object, allowed: Sequence[str]) -> None:
@@ -246,7 +246,7 @@ def _read_table(path: str | os.PathLike[str], catalog: Catalog, quantity: str) -
             raise MalformedFileError(path, None, key, "is missing", remedy)
     if tuple(str(model) for model in arrays["models"]) != catalog.models:
         raise MalformedFileError(path, None, "models", "are not the catalog's", remedy)
-    if not np.array_equal(arrays["prompt_id"], catalog.prompt_ids):
+    if not np.array_equal(arrays["prompt_id"], np.asarray(catalog.prompt_ids)):
         raise MalformedFileError(path, None, "prompt_id", "are not the catalog's", remedy)
     try:
         return _checked_values(arrays[quantity], catalog, quantity)

@@ -71,7 +71,7 @@ def moments(
         found[f"{name}_mean"] = values.mean()
         found[f"{name}_std"] = values.std()
         found[f"{name}_model_std"] = values.mean(axis=0).std(ddof=1)
-        found[f"{name}_correlation"] = np.corrcoef(values.T)[upper].mean()
+        found[f"{name}_correlation"] = np.asarray(np.corrcoef(values.T))[upper].mean()
         rows, columns = values.mean(axis=1), values.mean(axis=0)
         per_prompt.append(rows)
         per_model.append(columns)
