@@ -492,11 +492,9 @@ class MoeLayer:
         width = f * shape.shared
         self.shared_gate_up = clock.random(2 * width, h) if width else None
         self.shared_down = clock.random(h, width) if width else None
-        self.grouped_mm = None
-        if clock.cuda:
-            self.grouped_mm = getattr(functional, "grouped_mm", None) or getattr(
-                torch, "_grouped_mm", None
-            )
+        self.grouped_mm = getattr(functional, "grouped_mm", None)
+        if self.grouped_mm is None and clock.cuda:
+            self.grouped_mm = getattr(torch, "_grouped_mm", None)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gates ``(n, k)`` and experts ``(n, k)`` of the tokens ``(n, hidden)``."""

@@ -1,0 +1,425 @@
+"""Measuring: tables that survive an interruption, CPU experts, servers, torch kernels."""
+
+import csv
+import json
+import math
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler
+
+import numpy as np
+import pytest
+
+from servegym.hardware_profiles import calibrate, load, measure, measure_cpu, measure_server
+from servegym.hardware_profiles.measure import ResumableTable, calibrate_arguments, repeat
+
+
+def rows_of(path):
+    with open(path, newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+# ----------------------------------------------------------------------------------------- tables
+
+
+def test_a_table_goes_on_after_an_interruption(tmp_path):
+    path = tmp_path / "t.csv"
+    table = ResumableTable(path, ("name", "n", "time_us"), ("name", "n"))
+    table.add({"name": "b", "n": 16, "time_us": 2.5})
+    table.add({"name": "b", "n": 2, "time_us": 1.5})
+    with path.open("a") as stream:
+        stream.write("b,32,9")  # cut off in the middle of a number
+    again = ResumableTable(path, ("name", "n", "time_us"), ("name", "n"))
+    assert ("b", 16) in again and ("b", 2) in again and ("b", 32) not in again
+    again.add({"name": "a", "n": 4, "time_us": 3})
+    again.sort()
+    assert [(row["name"], row["n"]) for row in rows_of(path)] == [
+        ("a", "4"),
+        ("b", "2"),
+        ("b", "16"),
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_a_table_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("x,y\n1,2\n")
+    with pytest.raises(ValueError, match="columns are x, y"):
+        ResumableTable(path, ("x", "z"), ("x",))
+    path.write_text("x,z\n1\n")
+    with pytest.raises(ValueError, match="t.csv:2"):
+        ResumableTable(path, ("x", "z"), ("x",))
+    with pytest.raises(ValueError, match="folder"):
+        ResumableTable(tmp_path / "no" / "t.csv", ("x",), ("x",))
+
+
+def test_repeat_keeps_to_its_limits():
+    calls = []
+
+    def once():
+        calls.append(None)
+        return 1.0 / len(calls)
+
+    times = repeat(once, warm_up=2, repeats=5, seconds=60.0)
+    assert len(calls) == 7
+    np.testing.assert_allclose(times, [1 / 7, 1 / 6, 1 / 5, 1 / 4, 1 / 3])
+    calls.clear()
+    assert len(repeat(lambda: time.sleep(0.01) or 0.0, repeats=1000, seconds=0.02)) < 10
+    # However slow it is, three runs are made.
+    assert len(repeat(lambda: 0.0, repeats=1000, seconds=1e-9)) == 3
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,-2", "1.5", "a"])
+def test_bad_lists_of_numbers_are_refused(text):
+    with pytest.raises(ValueError, match="loads"):
+        measure.whole_numbers("loads", text)
+
+
+def test_unknown_measurement_is_refused():
+    with pytest.raises(ValueError, match="gpu, cpu-expert, server"):
+        measure.main(["gpus"])
+
+
+# ------------------------------------------------------------------------------------ CPU experts
+
+
+def test_cpu_experts(tmp_path):
+    out = tmp_path / "experts.csv"
+    arguments = ["cpu-expert", "--out", str(out), "--model", "tiny", "--tokens", "1,8,512"]
+    arguments += ["--repeats", "20", "--seconds", "0.5"]
+    assert measure.main(arguments) == 0
+    rows = {int(row["tokens"]): row for row in rows_of(out)}
+    assert set(rows) == {1, 8, 512}
+    for row in rows.values():
+        assert 0 < float(row["ms_min"]) <= float(row["ms_p25"]) <= float(row["ms_median"])
+        assert int(row["expert_params"]) == 64 * 128 * 3
+        assert 3 <= int(row["repeats"]) <= 20
+    assert float(rows[512]["ms_min"]) > float(rows[1]["ms_min"])
+    before = out.read_text()
+    assert measure_cpu.measure(out, models=["tiny"], tokens=[1, 8, 512]) == 0
+    assert out.read_text() == before
+
+
+def test_the_expert_is_a_gated_layer():
+    x = np.array([[1.0, 2.0]])
+    gate, up, down = np.array([[0.5], [0.25]]), np.array([[1.0], [1.0]]), np.array([[2.0, 0.0]])
+    silu = 1.0 / (1.0 + math.exp(-1.0))
+    np.testing.assert_allclose(measure_cpu.forward(x, [gate, up, down]), [[silu * 3 * 2, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"models": ["deepseek-v2-light"]}, "deepseek-v2-lite"),
+        ({"models": ["mixtral-8x7b"], "memory_bytes": 2**28}, "memory"),
+        ({"threads": [10_000]}, "threads is 10000"),
+        ({"repeats": 0}, "repeats"),
+        ({"seconds": math.nan}, "seconds"),
+    ],
+)
+def test_bad_arguments_of_cpu_experts_are_refused(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        measure_cpu.measure(tmp_path / "x.csv", **{"models": ["tiny"], **change})
+    assert not (tmp_path / "x.csv").exists()
+
+
+# ----------------------------------------------------------------------------------------- servers
+
+FIRST_S, NEXT_S = 0.05, 0.01
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Streams tokens at a known pace."""
+
+    protocol_version = "HTTP/1.0"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.seen.append((self.path, body, self.headers.get("Authorization")))
+            server.inside += 1
+            server.most = max(server.most, server.inside)
+        try:
+            if server.mode == "error":
+                self.send_error(503, "busy")
+                return
+            self.send_response(200)
+            self.end_headers()
+            if server.mode == "garbage":
+                self.wfile.write(b"data: {not json\n\n")
+                return
+            chat = "messages" in body
+            for i in range(body["max_tokens"]):
+                time.sleep(NEXT_S if i else FIRST_S)
+                choice = {"delta": {"content": "w "}} if chat else {"text": "w "}
+                self.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+                self.wfile.flush()
+            usage = {"prompt_tokens": 7, "completion_tokens": body["max_tokens"]}
+            last = {"choices": [], "usage": usage}
+            self.wfile.write(b": comment\n\ndata: " + json.dumps(last).encode() + b"\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
+        finally:
+            with server.lock:
+                server.inside -= 1
+
+
+class Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+
+@pytest.fixture
+def server():
+    with Server(("127.0.0.1", 0), Handler) as found:
+        found.lock, found.seen, found.mode = threading.Lock(), [], "good"
+        found.inside = found.most = 0
+        found.url = f"http://127.0.0.1:{found.server_address[1]}/v1"
+        thread = threading.Thread(target=found.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_a_server_is_timed(server, tmp_path, api, capsys, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "not-a-secret")
+    out = tmp_path / "server.csv"
+    arguments = ["server", "--url", server.url, "--model", "m", "--api", api, "--out", str(out)]
+    arguments += ["--loads", "1,3", "--requests", "3", "--output-tokens", "6"]
+    arguments += ["--prompt-words", "5", "--api-key-env", "MY_KEY"]
+    assert measure.main(arguments) == 0
+    rows = rows_of(out)
+    assert len(rows) == 6 and not any(row["error"] for row in rows)
+    best = {name: min(float(row[name]) for row in rows) for name in ("ttft_s", "tpot_s", "e2e_s")}
+    # The server's sleeps are floors; the least of six is near them even on a busy machine.
+    assert FIRST_S <= best["ttft_s"] < FIRST_S + 0.1
+    assert 0.9 * NEXT_S <= best["tpot_s"] < NEXT_S + 0.02
+    assert best["e2e_s"] >= FIRST_S + 5 * NEXT_S
+    assert {(row["prompt_tokens"], row["output_tokens"]) for row in rows} == {("7", "6")}
+    assert server.most == 3
+    paths, bodies, keys = zip(*server.seen, strict=True)
+    assert set(paths) == {"/v1/chat/completions" if api == "chat" else "/v1/completions"}
+    assert set(keys) == {"Bearer not-a-secret"}
+    prompts = [b["messages"][0]["content"] if api == "chat" else b["prompt"] for b in bodies]
+    assert len(set(prompts)) == 6 and all(len(p.split()) == 5 for p in prompts)
+    assert all(b["stream"] and b["max_tokens"] == 6 for b in bodies)
+    assert "tokens/s" in capsys.readouterr().out
+    assert measure.main(arguments) == 0  # all there: nothing is sent
+    assert len(server.seen) == 6
+
+
+def test_the_number_of_requests_and_the_time_are_bounded(server, tmp_path):
+    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=6)
+    start = time.monotonic()
+    table = measure_server.measure(
+        endpoint, tmp_path / "s.csv", loads=[1], requests=1000, seconds=0.4
+    )
+    assert time.monotonic() - start < 5.0
+    assert 1 <= len(table) == len(server.seen) < 10
+    with pytest.raises(ValueError, match="requests"):
+        measure_server.measure(endpoint, tmp_path / "s.csv", requests=10**6)
+
+
+@pytest.mark.parametrize(("mode", "words"), [("error", "status 503"), ("garbage", "not JSON")])
+def test_a_failing_server_is_reported(server, tmp_path, mode, words):
+    server.mode = mode
+    endpoint = measure_server.Endpoint(server.url, "m", output_tokens=3)
+    with pytest.raises(ValueError, match=words):
+        measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=2)
+    assert [words in row["error"] for row in rows_of(tmp_path / "s.csv")] == [True, True]
+    server.mode = "good"  # what failed is sent again
+    measure_server.measure(endpoint, tmp_path / "s.csv", loads=[2], requests=3)
+    assert [row["error"] for row in rows_of(tmp_path / "s.csv")] == ["", "", ""]
+
+
+def test_no_server_is_reported(server, tmp_path):
+    url = server.url
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ValueError, match="succeeded.*Refused"):
+        measure_server.measure(
+            measure_server.Endpoint(url, "m"), tmp_path / "s.csv", loads=[1], requests=1
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"url": "127.0.0.1:8000"}, "url"),
+        ({"api": "chats"}, "completions"),
+        ({"output_tokens": 1}, "output-tokens"),
+        ({"timeout_s": 0.0}, "timeout"),
+    ],
+)
+def test_bad_endpoints_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        measure_server.Endpoint(**{"url": "http://127.0.0.1/v1", "model": "m", **change})
+
+
+def test_a_key_that_is_not_set_is_refused(monkeypatch):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(ValueError, match="MY_KEY"):
+        measure.main(["server", "--url", "http://x/v1", "--model", "m", "--api-key-env", "MY_KEY"])
+
+
+# ------------------------------------------------------------------------------------------ torch
+
+
+def test_measure_then_calibrate_gives_a_profile(tmp_path):
+    pytest.importorskip("torch")
+    folder = tmp_path / "tiny"
+    arguments = ["gpu", "--model", "tiny", "--device", "cpu", "--out", str(folder)]
+    assert measure.main([*arguments, "--repeats", "3", "--seconds", "0.05"]) == 0
+    assert {row["layer"] for row in rows_of(folder / "dense.csv")} >= {"qkv_proj", "embedding"}
+    settings = json.loads((folder / "calibrate.json").read_text())
+    out = tmp_path / "profile.json"
+    assert calibrate.main(calibrate_arguments([str(folder), "-o", str(out)])) == 0
+    profile = load(out)
+    assert profile.name == settings["--name"]
+    assert profile.model["name"] == "tiny" and profile.kv_capacity_tokens > 0
+    assert profile.prefill_s(256) > profile.prefill_s(16) > 0
+    assert profile.decode_s(16, 16 * 1024) > profile.decode_s(1, 16) > 0
+    assert "own measurement" in profile.provenance["source"]
+
+    # Interrupted: only what is missing is measured again.
+    lines = (folder / "dense.csv").read_text().splitlines(keepends=True)
+    (folder / "dense.csv").write_text("".join(lines[:-2]) + lines[-2][:5])
+    from servegym.hardware_profiles import measure_gpu
+
+    clock = measure_gpu.Clock("cpu", 3, 0.05, 2**31)
+    assert measure_gpu.measure_dense("tiny", folder, clock) == 2
+    assert len(rows_of(folder / "dense.csv")) == len(lines) - 1
+    (folder / "meta.yaml").write_text("gpu: another\n")
+    with pytest.raises(ValueError, match="another device"):
+        measure_gpu.measure_dense("tiny", folder, clock)
+
+
+def test_what_the_user_gives_wins(tmp_path):
+    (tmp_path / "calibrate.json").write_text('{"--name": "a", "--model": "model.json"}')
+    words = calibrate_arguments([str(tmp_path), "-o", "p.json", "--name=b"])
+    assert words == [
+        str(tmp_path),
+        "--out",
+        "p.json",
+        "--name=b",
+        "--model",
+        str(tmp_path / "model.json"),
+    ]
+    assert calibrate_arguments(["elsewhere", "--name", "x"]) == ["elsewhere", "--name", "x"]
+    (tmp_path / "calibrate.json").write_text('{"name": "a"}')
+    with pytest.raises(ValueError, match="field 'name'"):
+        calibrate_arguments([str(tmp_path)])
+
+
+def test_expert_layers(tmp_path):
+    torch = pytest.importorskip("torch")
+    from servegym.hardware_profiles import measure_gpu
+
+    clock = measure_gpu.Clock("cpu", 3, 0.05, 2**30)
+    assert measure_gpu.measure_moe("tiny-moe", tmp_path, clock) == 6
+    assert measure_gpu.measure_moe("tiny-moe", tmp_path, clock) == 0
+    for way in ("eager", "grouped"):
+        rows = rows_of(tmp_path / f"moe_{way}.csv")
+        assert [int(row["tokens"]) for row in rows] == [1, 4, 32]
+        assert float(rows[0]["activated_experts"]) == 2.0
+        assert all(float(row["time_us"]) > 0 for row in rows)
+
+    # All three ways compute the sum over chosen experts of gate x expert, plus the shared expert.
+    layer = measure_gpu.MoeLayer(clock, measure_gpu.MoeShape(32, 48, 8, 2, 1))
+    for name in ("gate_up", "down", "shared_gate_up", "shared_down"):
+        setattr(layer, name, 10 * getattr(layer, name))
+    x = clock.random(20, 32, scale=1.0)
+    gates, chosen = layer.route(x)
+    expected = []
+    for i, row in enumerate(x):
+        gate, up = (layer.shared_gate_up @ row).chunk(2)
+        total = layer.shared_down @ (torch.nn.functional.silu(gate) * up)
+        for g, e in zip(gates[i], chosen[i], strict=True):
+            gate, up = (layer.gate_up[e] @ row).chunk(2)
+            total = total + g * (layer.down[e] @ (torch.nn.functional.silu(gate) * up))
+        expected.append(total)
+    expected = torch.stack(expected)
+    close = {"rtol": 1e-4, "atol": 1e-4 * expected.abs().max().item()}
+    torch.testing.assert_close(layer.eager(x), expected, **close)
+    torch.testing.assert_close(layer.grouped(x), expected, **close)
+    layer.grouped_mm = None
+    torch.testing.assert_close(layer.grouped(x), expected, **close)
+
+
+@pytest.mark.parametrize(("chunk", "before"), [(16, 0), (16, 24)])
+def test_attention_is_causal_and_grouped(chunk, before):
+    torch = pytest.importorskip("torch")
+    from servegym.hardware_profiles import measure_gpu
+
+    shape = measure_gpu.MODELS["tiny"]
+    clock = measure_gpu.Clock("cpu", 3, 0.05, 2**30)
+    state = clock.generator.get_state()
+    (step,) = measure_gpu._chunk_steps(clock, shape, chunk, before)
+    got = step()
+    clock.generator.set_state(state)
+    q = clock.random(1, shape.heads, chunk, shape.head_size, scale=1.0)
+    k, v = (
+        clock.random(1, shape.kv_heads, before + chunk, shape.head_size, scale=1.0)
+        for _ in range(2)
+    )
+    group = shape.heads // shape.kv_heads
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    score = q @ k.transpose(-1, -2) / math.sqrt(shape.head_size)
+    seen = torch.arange(before + chunk)[None, :] <= torch.arange(chunk)[:, None] + before
+    expected = score.masked_fill(~seen, -math.inf).softmax(-1) @ v
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "tinny"], "did you mean 'tiny'"),
+        (["--model", "tiny", "--repeats", "0"], "repeats"),
+        (["--model", "tiny", "--seconds", "-1"], "seconds"),
+        (["--model", "tiny", "--memory-gb", "nan"], "memory-gb"),
+        (["--model", "tiny", "--memory-gb", "0.01"], "memory-gb is 0.01"),
+        (["--model", "tiny-moe", "--memory-gb", "1e-6"], "the layer takes"),
+    ],
+)
+def test_bad_arguments_of_gpu_are_refused(tmp_path, arguments, words):
+    pytest.importorskip("torch")
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=words):
+        measure.main(["gpu", "--device", "cpu", "--out", str(out), *arguments])
+
+
+def test_no_gpu_is_said(tmp_path):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="--device cpu"):
+        measure.main(["gpu", "--model", "tiny", "--out", str(tmp_path)])
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu(tmp_path):
+    arguments = ["gpu", "--model", "tiny", "--out", str(tmp_path / "dense"), "--repeats", "3"]
+    assert measure.main(arguments) == 0
+    out = tmp_path / "p.json"
+    assert calibrate.main(calibrate_arguments([str(tmp_path / "dense"), "-o", str(out)])) == 0
+    assert load(out).decode_s(1, 16) > 0
+    arguments = ["gpu", "--model", "tiny-moe", "--out", str(tmp_path / "moe"), "--repeats", "3"]
+    assert measure.main(arguments) == 0
+
+
+def test_measuring_experts_and_servers_needs_no_torch():
+    code = (
+        "import sys; from servegym.hardware_profiles import measure, measure_cpu, measure_server;"
+        "print([m for m in ('torch', 'numba', 'scipy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
