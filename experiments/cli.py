@@ -307,7 +307,7 @@ def render(
     render_episode(env_id, policy, steps, settings, seed=seed, fps=fps, out=out, echo=typer.echo)
 
 
-# These two have a parser of their own; their words are handed on untouched.
+# These have a parser of their own; their words are handed on untouched.
 _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -316,8 +316,27 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def calibrate(context: typer.Context) -> None:
     """Fit a hardware profile to measurements."""
     from servegym.hardware_profiles import calibrate as calibration
+    from servegym.hardware_profiles.measure import calibrate_arguments
 
-    raise typer.Exit(calibration.main(context.args) or 0)
+    raise typer.Exit(calibration.main(calibrate_arguments(context.args)) or 0)
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+@_clear_errors
+def measure(context: typer.Context) -> None:
+    """Measure a machine: gpu, cpu-expert or server."""
+    from servegym.hardware_profiles import measure as measuring
+
+    raise typer.Exit(measuring.main(context.args) or 0)
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+@_clear_errors
+def fidelity(context: typer.Context) -> None:
+    """Replay a measured run and print how far the engine is from it."""
+    from servegym.experiments import fidelity as comparison
+
+    raise typer.Exit(comparison.main(context.args) or 0)
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)

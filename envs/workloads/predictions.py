@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -162,7 +163,8 @@ def write_table(
         arrays[quantity] = _checked_values(np.asarray(array), catalog, quantity)
     if not values:
         raise ValueError(f"values is empty, it must have one of {list(QUANTITIES)}.")
-    write_atomic(path, lambda stream: np.savez_compressed(stream, **arrays)  # pyright: ignore[reportArgumentType])
+    named: dict[str, Any] = arrays
+    write_atomic(path, lambda stream: np.savez_compressed(stream, **named))
 
 
 def _check(argument: str, value: object, allowed: Sequence[str]) -> None:
