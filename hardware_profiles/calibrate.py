@@ -51,6 +51,9 @@ _HEAD = ("lm_head", "sampler")
 _FASTEST_BYTES_PER_S = 3e13
 _SLOWEST_BYTES_PER_S = 5e9
 
+# Times of growing work whose best non-falling fit explains less than this are no law.
+EXPLAINED_FLOOR = 0.5
+
 # Where the linear estimator is fitted: what a router with small running queues meets.
 _ESTIMATOR_MAX_SEQUENCES = 8
 _ESTIMATOR_MAX_PROMPT = 1024
@@ -268,6 +271,53 @@ def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
         if error[worst] <= tolerance:
             return np.array(keep)
         keep = sorted({*keep, worst})
+
+
+def rising(values: np.ndarray) -> np.ndarray:
+    """Least-squares fit of ``values`` that never falls (pool adjacent violators).
+
+    A product of more rows never takes less work, so a fall is scatter of the timing.
+
+    Args:
+        values: ``(G,)``.
+
+    Returns:
+        ``(G,)`` non-decreasing.
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while pools and pools[-1][0] > mean:
+            last, size = pools.pop()
+            mean, count = (last * size + mean * count) / (size + count), size + count
+        pools.append((mean, count))
+    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
+
+
+def check_explains(values: np.ndarray, at: str) -> float:
+    """Refuse times that the size of the work does not explain.
+
+    Args:
+        values: ``(G,)`` times, sizes rising.
+        at: the file and field, for the error message.
+
+    Returns:
+        R² of the best fit that never falls (:func:`rising`).
+
+    Raises:
+        ValueError: if R² is below 0.5.
+    """
+    values = np.asarray(values, float)
+    total = float(np.sum((values - values.mean()) ** 2))
+    left = float(np.sum((values - rising(values)) ** 2))
+    explained = 1.0 - left / total if total > 0.0 else 0.0
+    if explained < EXPLAINED_FLOOR:
+        raise ValueError(
+            f"{at}: the size explains R² = {explained:.2f} of the times, below "
+            f"{EXPLAINED_FLOOR}; times that do not grow with the work cannot be extrapolated: "
+            "measure again, on an idle device, with more repeats and larger sizes"
+        )
+    return explained
 
 
 def _round(values: np.ndarray) -> Any:
@@ -575,6 +625,12 @@ def calibrate_kernels(
     facts = model_facts(model)
     kernels = _Kernels(root, int(facts["layers"]))
     _check_units(kernels, root, float(facts["weight_bytes"]))
+    for values, at in (
+        (kernels.dense, "dense.csv: field 'time_us': by tokens"),
+        (kernels.chunk_attention[:, 0], "attention.csv: field 'time_us': by prefill_chunk"),
+        (kernels.decode_attention[-1], "attention.csv: field 'time_us': by kv_decode"),
+    ):
+        check_explains(values, f"{root}/{at}")
     meta = _read_meta(root / "meta.yaml") or _read_meta(root.parent / "meta.yaml")
 
     kept = thin(kernels.tokens, kernels.dense, tolerance)

@@ -42,8 +42,10 @@ from servegym.hardware_profiles.calibrate import (
     _Rows,
     _spread,
     _whole,
+    check_explains,
     fit_estimator,
     model_facts,
+    rising,
     thin,
 )
 from servegym.hardware_profiles.profile import (
@@ -277,27 +279,6 @@ def _by_bandwidth(
     return time[0] + (here - time[0]) * (_REFERENCE_BANDWIDTH / bandwidth)
 
 
-def rising(values: np.ndarray) -> np.ndarray:
-    """Least-squares fit of ``values`` that never falls (pool adjacent violators).
-
-    A product of more rows never takes less work, so a fall is scatter of the timing.
-
-    Args:
-        values: ``(G,)``.
-
-    Returns:
-        ``(G,)`` non-decreasing.
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = float(value), 1
-        while pools and pools[-1][0] > mean:
-            last, size = pools.pop()
-            mean, count = (last * size + mean * count) / (size + count), size + count
-        pools.append((mean, count))
-    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
-
-
 # -- composing ------------------------------------------------------------------------------
 
 
@@ -428,6 +409,7 @@ def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Co
     raw = [products.seconds(n, k, tokens) for n, k in shapes]
     per_layer = np.sum([rising(times) for times in raw], axis=0)
     bandwidth = facts["memory_bandwidth_bytes_per_s"]
+    check_explains(np.sum(raw, axis=0), f"{products.path}: field 'latency': products by rows m")
     other = _elementwise(data, bandwidth, tokens, layers)
     dense = layers * per_layer + other
 
@@ -447,6 +429,7 @@ def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Co
         if needed not in fresh:
             raise ValueError(f"{path}: field 'isl': no row for batch 1, isl {needed}, step 0")
     chunks = sorted(isl for isl in fresh if isl <= _LONGEST_CHUNK)
+    check_explains(np.array([fresh[c] for c in chunks]), f"{path}: field 'latency': by isl")
     rate = long_prefill_rate(fresh)
     reference = load(REFERENCE)
     chunk = [

@@ -28,6 +28,8 @@ from servegym.hardware_profiles.calibrate import (
     _Rows,
     _spread,
     _whole,
+    check_explains,
+    rising,
 )
 from servegym.hardware_profiles.cards import (
     _REFERENCE_KERNELS,
@@ -35,7 +37,6 @@ from servegym.hardware_profiles.cards import (
     Products,
     _by_bandwidth,
     _milliseconds,
-    rising,
 )
 from servegym.hardware_profiles.moe import FORMAT, MoeLayer
 from servegym.hardware_profiles.profile import interpolate, unknown_name
@@ -241,6 +242,7 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> MoeL
     even = routing == "balanced"
     path = root / "aiconfigurator" / f"{facts['file']}_vllm_moe_perf.csv"
     times = _read_layer(path, timed, routing)
+    check_explains(np.array(list(times.values())), f"{path}: field 'latency': by num_tokens")
     law = small_call_law(times, timed, L2_BYTES[card], even)
     tokens, seconds, raised = _whole_layer(times, timed, law, L2_BYTES[card])
 

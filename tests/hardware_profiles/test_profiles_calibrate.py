@@ -10,7 +10,13 @@ import pytest
 
 from servegym.hardware_profiles import Profile, load
 from servegym.hardware_profiles import calibrate as cal
-from servegym.hardware_profiles.calibrate import calibrate_kernels, fit_estimator, main, thin
+from servegym.hardware_profiles.calibrate import (
+    calibrate_kernels,
+    check_explains,
+    fit_estimator,
+    main,
+    thin,
+)
 from servegym.hardware_profiles.derive import (
     chosen_ratios,
     derive_card,
@@ -346,6 +352,30 @@ def test_wrong_units_are_refused(folder, factor, guess):
         _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
     with pytest.raises(ValueError, match=f"dense.csv.*look like {guess}: write microseconds"):
         calibrate_kernels(folder, name="test")
+
+
+@pytest.mark.parametrize(
+    ("file", "column", "label"),
+    [("dense.csv", "tokens", "by tokens"), ("attention.csv", "kv_decode", "by kv_decode")],
+)
+def test_times_that_the_work_does_not_explain_are_refused(folder, file, column, label):
+    with (folder / file).open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    for row in rows:
+        if int(row[column]):
+            row["time_us"] = 90.0 - 0.02 * int(row[column])  # longer work, shorter times
+    _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
+    with pytest.raises(ValueError, match=rf"{file}: .*{label}: the size explains R² = 0.00"):
+        calibrate_kernels(folder, name="test")
+
+
+def test_explained_share_of_known_series():
+    assert check_explains(np.array([1.0, 2.0, 4.0]), "x") == 1.0
+    noisy = np.array([1.0, 3.0, 2.0, 4.0])  # pools 3 and 2: leaves 0.5 of 5
+    assert check_explains(noisy, "x") == pytest.approx(0.9)
+    for flat in (np.ones(5), np.array([3.0, 2.0, 1.0])):
+        with pytest.raises(ValueError, match="x: the size explains"):
+            check_explains(flat, "x")
 
 
 def test_unknown_model_names_the_nearest(folder):

@@ -271,6 +271,17 @@ def test_missing_column_rows_and_card_are_refused(folder, capsys):
     assert "rtx_pro_6000_server" in capsys.readouterr().err
 
 
+def test_times_that_do_not_grow_are_refused(folder):
+    path = folder / "aiconfigurator/a100_sxm_vllm_gemm_perf.csv"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row["latency"] = 3.0 - float(row["m"]) / 1000
+    _write(path, list(rows[0]), [list(row.values()) for row in rows])
+    with pytest.raises(ValueError, match="products by rows m: the size explains R² = 0.00"):
+        fit_card("a100-80g", folder)
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_wrong_units_are_refused(folder, factor):
     path = folder / "aiconfigurator/a100_sxm_vllm_gemm_perf.csv"

@@ -227,6 +227,20 @@ def test_estimator_follows_the_law(name):
     assert p.estimator.prefill_s(1000) == pytest.approx(p.prefill_s(1000), rel=0.12)
 
 
+@pytest.mark.parametrize("name", list_profiles())
+def test_headline_error(name):
+    p = load(name)
+    if name.startswith("paper-linear") or name.startswith("a10-"):
+        assert p.headline_error() is None
+        return
+    label, spread = p.headline_error()
+    assert spread == p.fit_error[label]
+    assert 0 < spread["median"] <= spread["p90"] <= spread["max"]
+    if p.kind == "fitted":
+        assert "iteration" in label and not label.startswith("mixed")
+        assert spread["p90"] < 0.12
+
+
 def test_estimator_is_the_papers_form():
     e = Estimator(0.01, 7e-5, 2.5e-5, 1e-4)
     assert (e.k1, e.k2) == (7e-5, 2.5e-5)
