@@ -158,21 +158,29 @@ def _whole_layer(
 
 def _expert_alone(
     data: Path, card: str, model: Mapping[str, Any], read_s: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and seconds of one expert: two products and the activation, weights from memory."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens and seconds of one expert: two products and the activation, weights from memory.
+
+    The third array holds the seconds before the products are made non-decreasing.
+    """
     facts = CARDS[card]
     hidden, width = model["hidden_size"], model["expert_intermediate_size"]
     shapes = [(2 * width, hidden), (hidden, width)]
     products = Products(data / "aiconfigurator" / f"{facts['file']}_vllm_gemm_perf.csv")
     tokens = products.tokens(shapes)
-    seconds = np.sum([rising(products.seconds(n, k, tokens)) for n, k in shapes], axis=0)
+    raw = [products.seconds(n, k, tokens) for n, k in shapes]
+    smooth = np.sum([rising(times) for times in raw], axis=0)
     act = _read_ops(data / _REFERENCE_KERNELS / "dense.csv", "tokens", _OPS, 36)["act_fn"]
     grid = np.array(sorted(act), float)
     time = np.array([act[int(t)] for t in grid])
     floor = time[0]
     grown = _by_bandwidth(grid, time, facts["memory_bandwidth_bytes_per_s"], tokens) - floor
-    seconds = seconds + floor + grown * (width / _TIMED_WIDTH)
-    return np.array(tokens, float), np.maximum(seconds, read_s)
+    other = floor + grown * (width / _TIMED_WIDTH)
+    return (
+        np.array(tokens, float),
+        np.maximum(smooth + other, read_s),
+        np.maximum(np.sum(raw, axis=0) + other, read_s),
+    )
 
 
 _OPS = (
@@ -267,10 +275,11 @@ def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> MoeL
                 np.array([a / b - 1.0 for a, b in pairs])
             )
         seconds, law = other_shape(tokens, seconds, timed, law, wanted)
-    alone_tokens, alone = _expert_alone(root, card, wanted, law[1])
+    alone_tokens, alone, unsmoothed = _expert_alone(root, card, wanted, law[1])
     gone = _random_third(alone.shape, np.random.default_rng(seed))
-    guess = _fill(alone_tokens, alone, gone)
-    error["expert_random_third"] = _spread((guess / alone - 1.0)[gone])
+    kept = rising(unsmoothed[~gone])
+    guess = np.array([interpolate(alone_tokens[~gone], kept, t) for t in alone_tokens[gone]])
+    error["expert_random_third"] = _spread(guess / unsmoothed[gone] - 1.0)
     notes = [
         f"whole layer: fused kernel as timed, {routing.replace('_', ' ')} routing; gate and "
         "shared experts left out",
