@@ -826,6 +826,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"run {run.name}, profile {profile.name} ({profile.kind})", file=text)
     _print_errors("All requests", tables["all"], text)
     _print_errors(f"Without the first {START_UP_S:g} s of arrivals", tables["later"], text)
+    print(
+        f"first request: TTFT measured {run.ttft_s[0]:.3f} s, simulated "
+        f"{simulated['ttft_s'][0]:.3f} s (start-up)\n",
+        file=text,
+    )
     _print_rest(variants, courses, text)
     queues = queueing(options.queue_requests) if options.queue_requests else []
     if queues:
