@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.hardware_profiles import Profile, list_profiles, load
-from servegym.hardware_profiles.profile import KINDS
+from servegym.hardware_profiles.profiles import KINDS
 
 __all__ = [
     "MeasuredRun",

@@ -6,7 +6,7 @@ a :class:`Fleet`. Importing this package loads numpy and nothing heavier.
 
 from servegym.hardware_profiles.fleet import Fleet, FleetExpert, list_fleets, load_fleet
 from servegym.hardware_profiles.moe import MoeLayer, list_moe_layers, load_moe
-from servegym.hardware_profiles.profile import (
+from servegym.hardware_profiles.profiles import (
     Estimator,
     LawTables,
     Profile,

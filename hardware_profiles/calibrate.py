@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.profile import (
+from servegym.hardware_profiles.profiles import (
     FORMAT,
     Profile,
     interpolate,

@@ -48,7 +48,7 @@ from servegym.hardware_profiles.calibrate import (
     rising,
     thin,
 )
-from servegym.hardware_profiles.profile import (
+from servegym.hardware_profiles.profiles import (
     FORMAT,
     Profile,
     interpolate,

@@ -19,7 +19,7 @@ import numpy as np
 from servegym.hardware_profiles.calibrate import _spread, fit_estimator
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.profile import FORMAT, Profile, load, write_json
+from servegym.hardware_profiles.profiles import FORMAT, Profile, load, write_json
 
 BASE = "rtx4090-llama-3.1-8b"
 # Iteration size at which the prefill ratio is defined: well above every card's ridge point.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servegym.hardware_profiles.profile import (
+from servegym.hardware_profiles.profiles import (
     Profile,
     _Fields,
     data_path,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.profile import read_json
+from servegym.hardware_profiles.profiles import read_json
 
 __all__ = ["ResumableTable", "calibrate_arguments", "main", "progress", "repeat", "whole_numbers"]
 

@@ -27,7 +27,7 @@ from servegym.hardware_profiles.measure import (
     repeat,
     whole_numbers,
 )
-from servegym.hardware_profiles.profile import unknown_name
+from servegym.hardware_profiles.profiles import unknown_name
 
 __all__ = ["SHAPES", "ExpertShape", "main", "measure"]
 

@@ -38,7 +38,7 @@ from servegym.hardware_profiles.measure import (
     progress,
     repeat,
 )
-from servegym.hardware_profiles.profile import unknown_name, write_json
+from servegym.hardware_profiles.profiles import unknown_name, write_json
 
 __all__ = ["MODELS", "MOE_MODELS", "DenseShape", "MoeShape", "main", "measure_dense", "measure_moe"]
 

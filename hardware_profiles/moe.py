@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.profile import (
+from servegym.hardware_profiles.profiles import (
     KINDS,
     MAX_PLAUSIBLE_S,
     _check_error,

@@ -39,7 +39,7 @@ from servegym.hardware_profiles.cards import (
     _milliseconds,
 )
 from servegym.hardware_profiles.moe import FORMAT, MoeLayer
-from servegym.hardware_profiles.profile import interpolate, unknown_name
+from servegym.hardware_profiles.profiles import interpolate, unknown_name
 
 L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
 _ROUTING = {"a100-80g": "power_law_1.01"}

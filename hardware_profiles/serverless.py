@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.profile import (
+from servegym.hardware_profiles.profiles import (
     KINDS,
     data_path,
     read_json,

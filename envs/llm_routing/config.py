@@ -196,8 +196,8 @@ def pack_laws(
     The vector begins with ``capacity_blocks, k1, k2`` of each expert. Then come the axes, which
     all experts share (the union of their grids), and the tables with a leading axis of experts:
     dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations, the slopes
-    of their segments and their attention alone (N, running_capacity + 1, n_decode), head
-    (N, running_capacity + 1).
+    of their segments and the decodes' attention beside prefill chunks
+    (N, running_capacity + 1, n_decode), head (N, running_capacity + 1).
     """
     tables: list[LawTables] = [p.tables() for p in profiles]
     dense_x = _axis(t.dense_tokens for t in tables)
@@ -212,11 +212,14 @@ def pack_laws(
         dense.append(_along(t.dense_tokens, t.dense_s, dense_x))
         by_context = _along(t.context_tokens, t.chunk_attention_s, context_x)
         chunk.append(_along(t.chunk_tokens, by_context.T, chunk_x).T)
-        by_length = _along(t.decode_context_tokens, t.decode_attention_s, decode_x)
-        attention.append(_along(t.decode_sequences, by_length.T, sequences).T)
         head.append(_along(t.head_sequences, t.head_s, sequences))
         batch = _along(t.dense_tokens, t.dense_s, sequences) + head[-1]
-        decode.append(attention[-1] + batch[:, None])
+        alone, beside = (
+            _along(t.decode_sequences, _along(t.decode_context_tokens, x, decode_x).T, sequences).T
+            for x in (t.decode_attention_s, profile.mixed_decode_attention_s())
+        )
+        decode.append(alone + batch[:, None])
+        attention.append(beside)
     cfg["n_dense"], cfg["n_chunk"], cfg["n_context"] = len(dense_x), len(chunk_x), len(context_x)
     cfg["n_decode"], cfg["n_sequences"], cfg["n_head"] = len(decode_x), len(sequences), len(head[0])
     parts = {

@@ -26,7 +26,7 @@ from servegym.hardware_profiles.derive import (
     published_ratios,
 )
 from servegym.hardware_profiles.derive import main as derive_main
-from servegym.hardware_profiles.profile import data_path, read_json
+from servegym.hardware_profiles.profiles import data_path, read_json
 
 RTX = "rtx4090-llama-3.1-8b"
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from servegym.hardware_profiles import (
     load_fleet,
 )
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.profile import _WARNED, data_path, read_json, write_json
+from servegym.hardware_profiles.profiles import _WARNED, data_path, read_json, write_json
 
 RTX = "rtx4090-llama-3.1-8b"
 CARDS = ("a100-80g", "rtx4090", "rtx4090", "l40s", "a40", "a10")

@@ -18,7 +18,7 @@ from servegym.hardware_profiles.moe_fit import (
     other_shape,
     small_call_law,
 )
-from servegym.hardware_profiles.profile import _WARNED, data_path, read_json
+from servegym.hardware_profiles.profiles import _WARNED, data_path, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(os.environ.get("SERVEGYM_DATA", ROOT.parent / "shared" / "data"))

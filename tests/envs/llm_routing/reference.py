@@ -49,6 +49,10 @@ class LinearLaw:
         """Seconds of attention for `sequences` decodes of mean context `mean_context`."""
         return (self.kb - self.k1) * sequences + self.k2 * sequences * mean_context
 
+    def mixed_decode_attention(self, sequences: float, mean_context: float) -> float:
+        """The same beside prefill chunks."""
+        return self.decode_attention(sequences, mean_context)
+
     def head(self, sequences: float) -> float:
         """Seconds of the output head and sampler."""
         return 0.0
@@ -92,9 +96,12 @@ def interpolate_2d(
 
 
 class TableLaw:
-    """The law of a `LawTables`-like object, its arrays copied into plain lists."""
+    """The law of a `LawTables`-like object, its arrays copied into plain lists.
 
-    def __init__(self, tables: Any) -> None:
+    `mixed` is the decodes' attention beside prefill chunks, where it is another table.
+    """
+
+    def __init__(self, tables: Any, mixed: Any = None) -> None:
         def vector(name: str) -> list[float]:
             return [float(v) for v in getattr(tables, name)]
 
@@ -109,6 +116,9 @@ class TableLaw:
         self.decode_sequences = vector("decode_sequences")
         self.decode_context_tokens = vector("decode_context_tokens")
         self.decode_attention_s = matrix("decode_attention_s")
+        self.mixed_attention_s = self.decode_attention_s
+        if mixed is not None:
+            self.mixed_attention_s = [[float(v) for v in row] for row in mixed]
         self.head_sequences = vector("head_sequences")
         self.head_s = vector("head_s")
 
@@ -125,6 +135,15 @@ class TableLaw:
             self.decode_sequences,
             self.decode_context_tokens,
             self.decode_attention_s,
+            sequences,
+            mean_context,
+        )
+
+    def mixed_decode_attention(self, sequences: float, mean_context: float) -> float:
+        return interpolate_2d(
+            self.decode_sequences,
+            self.decode_context_tokens,
+            self.mixed_attention_s,
             sequences,
             mean_context,
         )
@@ -153,7 +172,8 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], sequences: int, total_to
     for tokens, context in chunks:
         seconds += law.chunk_attention(tokens, context)
     if sequences > 0:
-        seconds += law.decode_attention(sequences, total_tokens / sequences)
+        attention = law.mixed_decode_attention if chunks else law.decode_attention
+        seconds += attention(sequences, total_tokens / sequences)
     return seconds + law.head(sequences + len(chunks))
 
 

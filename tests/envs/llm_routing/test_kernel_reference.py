@@ -84,12 +84,16 @@ def make_case(seed: int, requests: int = 40, **choices):
     profiles = []
     for _ in range(n):
         tables = linear_law(rng) if rng.random() < 0.3 else random_law(rng)
+        mixed = tables.decode_attention_s * rng.choice([1.0, 1.7])
         # From "one request and a bit" to "never full", so that memory binds in some systems.
         capacity = int(need * rng.choice([0.7, 1.1, 2.0, 6.0])) + block
         slopes = SimpleNamespace(k1=rng.uniform(0, 1e-3), k2=rng.uniform(0, 1e-4))
         profiles.append(
             SimpleNamespace(
-                tables=lambda t=tables: t, kv_capacity_tokens=capacity, estimator=slopes
+                tables=lambda t=tables: t,
+                mixed_decode_attention_s=lambda m=mixed: m,
+                kv_capacity_tokens=capacity,
+                estimator=slopes,
             )
         )
 
@@ -133,7 +137,10 @@ def make_case(seed: int, requests: int = 40, **choices):
         ReferenceConfig(
             experts=tuple(
                 ExpertConfig(
-                    TableLaw(p.tables()), p.kv_capacity_tokens, p.estimator.k1, p.estimator.k2
+                    TableLaw(p.tables(), p.mixed_decode_attention_s()),
+                    p.kv_capacity_tokens,
+                    p.estimator.k1,
+                    p.estimator.k2,
                 )
                 for p in profiles
             ),
