@@ -104,12 +104,12 @@ class MeasuredRun:
 
 
 def _number(path: Path, line: int, row: Mapping[str, Any], field: str, whole: bool) -> float:
-    value = row.get(field)
+    value: Any = row.get(field)
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or (whole and (value != int(value) or value < 1)):
         wanted = "a whole number, 1 or more" if whole else "a finite number of seconds"
         raise MalformedFileError(path, line, field, f"got {value!r}", f"write {wanted}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _read_requests(path: Path) -> dict[str, Array]:

@@ -248,7 +248,7 @@ def calibrate_arguments(arguments: Sequence[str]) -> list[str]:
             continue
         if not option.startswith("--") or not isinstance(value, str | int | float):
             raise ValueError(f"{folder / SETTINGS_FILE}: field {option!r}: got {value!r}")
-        out += [option, str(folder / value) if option == "--model" else str(value)]
+        out += [option, str(folder / str(value)) if option == "--model" else str(value)]
     return out
 
 
