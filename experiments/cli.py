@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -130,28 +130,24 @@ def list_command() -> None:
 @_clear_errors
 def profiles() -> None:
     """List hardware profiles: name, kind and fit error, one a line."""
-    from servegym.hardware_profiles import list_profiles, load
+    from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
 
-    names = list_profiles()
-    width = max((len(name) for name in names), default=0)
-    for name in names:
-        profile = load(name)
-        typer.echo(f"{name:<{width}}  {profile.kind:<8}  {_fit_error(profile.fit_error)}")
+    found: list[Any] = [load(name) for name in list_profiles()]
+    found += [load_moe(name) for name in list_moe_layers()]
+    width = max((len(profile.name) for profile in found), default=0)
+    for profile in found:
+        typer.echo(f"{profile.name:<{width}}  {profile.kind:<8}  {_fit_error(profile)}")
 
 
-def _fit_error(fit_error: Mapping[str, Any]) -> str:
-    """The worst of a profile's errors, so that the line cannot flatter; its file has them all."""
-    measured = {
-        key: value
-        for key, value in fit_error.items()
-        if isinstance(value, Mapping) and "p90" in value
-    }
-    if not measured:
-        return f"fit error: {fit_error.get('measure', 'none stated')}"
-    key, value = max(measured.items(), key=lambda item: item[1]["p90"])
+def _fit_error(profile: Any) -> str:
+    """The error on whole iterations of held-out rows, worst entry; the file has them all."""
+    headline = profile.headline_error()
+    if headline is None:
+        return f"fit error: {profile.fit_error.get('measure', 'none stated')}"
+    key, value = headline
     return (
-        f"fit error, worst of {len(measured)}: median {100 * value['median']:.2g} %, "
-        f"p90 {100 * value['p90']:.2g} % ({key}, {value['points']} points)"
+        f"fit error: median {100 * value['median']:.2g} %, p90 {100 * value['p90']:.2g} %, "
+        f"max {100 * value['max']:.2g} % ({key}, {value['points']} points)"
     )
 
 

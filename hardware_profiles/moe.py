@@ -32,6 +32,7 @@ from servegym.hardware_profiles.profiles import (
     _Fields,
     _plain,
     data_path,
+    headline_error,
     interpolate,
     read_json,
     unknown_name,
@@ -150,6 +151,10 @@ class MoeLayer:
         """
         busy = [self.share_s(count) for count in counts if count > 0]
         return self.base_s + sum(busy) if busy else 0.0
+
+    def headline_error(self) -> tuple[str, dict[str, Any]] | None:
+        """The error to show beside the layer's name, see :func:`profiles.headline_error`."""
+        return headline_error(self.fit_error)
 
     def check_domain(self, expert_tokens: int = 0, layer_tokens: int = 0) -> bool:
         """Warn, once per profile, when a setting leaves the range the tables were built on.

@@ -404,29 +404,8 @@ class Profile:
         return self.step_s(parts, sequences, context_tokens) - alone + beside
 
     def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show beside the profile's name.
-
-        Returns:
-            The key in ``fit_error`` and the spread (points, median, p90, max) of the whole
-            iterations that the law predicts worst by its 90th percentile; iterations that mix
-            prefill and decodes aside. Where no whole iteration was judged, the worst of all
-            entries; None where there is none.
-        """
-        entries = {
-            key: value
-            for key, value in self.fit_error.items()
-            if isinstance(value, Mapping) and "p90" in value
-        }
-        whole = {
-            key: value
-            for key, value in entries.items()
-            if "_iteration" in key and not key.startswith("mixed")
-        }
-        found = whole or entries
-        if not found:
-            return None
-        key = max(found, key=lambda name: found[name]["p90"])
-        return key, _plain(found[key])
+        """The error to show beside the profile's name, see :func:`headline_error`."""
+        return headline_error(self.fit_error)
 
     def check_domain(self, batch: int, tokens: int, context: int = 0) -> bool:
         """Warn, once per profile, when a setting leaves the range the law was built on.
@@ -447,6 +426,35 @@ class Profile:
                 ("context_tokens", context, self.domain["max_context_tokens"]),
             ),
         )
+
+
+def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The error to show beside a profile's name.
+
+    Args:
+        fit_error: the profile's, by what was judged.
+
+    Returns:
+        The key in ``fit_error`` and the spread (points, median, p90, max) of the whole iterations
+        that the law predicts worst by its 90th percentile; iterations that mix prefill and
+        decodes aside. Where no whole iteration was judged, the worst of all entries; None where
+        there is none.
+    """
+    entries = {
+        key: value
+        for key, value in fit_error.items()
+        if isinstance(value, Mapping) and "p90" in value
+    }
+    whole = {
+        key: value
+        for key, value in entries.items()
+        if "_iteration" in key and not key.startswith("mixed")
+    }
+    found = whole or entries
+    if not found:
+        return None
+    key = max(found, key=lambda name: found[name]["p90"])
+    return key, _plain(found[key])
 
 
 _WARNED: set[str] = set()

@@ -442,6 +442,14 @@ def build_problem(
                 f"beside its weights, but the shortest prompt with max_output_tokens={longest} "
                 f"needs {smallest}; take a larger card, a smaller model or fewer output tokens."
             )
+    rows = np.asarray(book.rows(split), dtype=np.int32)
+    prompt = int(np.max(book.prompt_tokens[rows]))
+    for profile in found:
+        profile.check_domain(
+            batch=running_capacity,
+            tokens=max(prompt, min(prefill_token_budget, running_capacity * prompt)),
+            context=prompt + longest,
+        )
     law = pack_laws(found, c, int(c["running_capacity"]), int(c["block_size"]))
 
     table = np.empty((len(book.prompt_tokens), len(found), 5), dtype=np.float32)
@@ -456,7 +464,7 @@ def build_problem(
         cfg=cfg,
         law=law,
         table=table,
-        rows=np.asarray(book.rows(split), dtype=np.int32),
+        rows=rows,
         profiles=tuple(found),
         models=tuple(book.models[k] for k in columns),
         catalog=book,

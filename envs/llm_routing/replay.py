@@ -122,6 +122,14 @@ def replay(
             f"(prompt_tokens={int(prompts[row])}, output_tokens={int(outputs[row])}), the cache of "
             f"{found.name!r} has {int(law[0])}: raise kv_tokens or drop the request."
         )
+    tokens = min(max_num_batched_tokens, prompts.sum())
+    if scheduler == "orca":
+        tokens = max(tokens, prompts.max())
+    found.check_domain(
+        batch=min(max_num_seqs, count),
+        tokens=int(tokens),
+        context=int((prompts + outputs).max()),
+    )
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
     log = np.zeros(count, dtype=kernel.LOG)

@@ -59,15 +59,16 @@ def test_list(run):
 
 
 def test_profiles_put_the_name_first(run):
-    from servegym.hardware_profiles import list_profiles, load
+    from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
 
     result = run("profiles")
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert [line.split()[0] for line in lines] == list_profiles()
+    names = list_profiles()
+    assert [line.split()[0] for line in lines] == names + list_moe_layers()
     for line in lines:
         name, kind = line.split()[:2]
-        assert kind == load(name).kind
+        assert kind == (load(name) if name in names else load_moe(name)).kind
         assert "fit error" in line
 
 

@@ -113,6 +113,7 @@ def test_first_come_first_served_waits(law, load_factor):
     assert error < 0.1 * wait
 
 
+@pytest.mark.filterwarnings("ignore:.*outside its domain")
 @pytest.mark.parametrize("load_factor", [0.3, 0.6, 0.9])
 def test_decode_time_in_proportion_to_the_batch_is_processor_sharing(load_factor):
     """M/G/1-PS: the mean time in the system is E[S] / (1 - rho), whatever the lengths' law."""
@@ -175,3 +176,12 @@ def test_bad_input_is_refused(change, words):
     lists = [arguments.pop(name) for name in good]
     with pytest.raises(ValueError, match=words):
         replay(*lists, **arguments)
+
+
+def test_leaving_the_profiles_domain_warns_and_names_it(tmp_path):
+    data = load("rtx4090-llama-3.1-8b").to_dict()
+    data["name"] = "a-card-of-this-test"
+    file = tmp_path / "profile.json"
+    Profile.from_dict(data).save(file)
+    with pytest.warns(UserWarning, match=r"context_tokens <= \d+\): context_tokens 20030 >"):
+        replay([0.0], [20_000], [30], profile=str(file))
