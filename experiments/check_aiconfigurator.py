@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym.experiments.fidelity import Table, update_document
 from servegym.experiments.output import check_writable, print_table, write_csv
 from servegym.hardware_profiles import Profile, list_profiles, load
 
@@ -115,6 +116,26 @@ def summary(profile: Profile, rows: Sequence[Mapping[str, Any]]) -> list[dict[st
     return out
 
 
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        "aiconfigurator",
+        "Step latency against aiconfigurator-core",
+        ["profile", "step", "points", "MAPE", "bias", "largest", "same kernel timings"],
+        [
+            [
+                row["profile"],
+                row["step"],
+                str(row["points"]),
+                f"{100 * row['mape']:.1f} %",
+                f"{100 * row['bias']:+.1f} %",
+                f"{100 * row['largest']:.1f} %",
+                "yes" if row["source"] else "no",
+            ]
+            for row in rows
+        ],
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: compare every profile that aiconfigurator knows the device and model of.
 
@@ -128,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="append", help="profile to check; repeatable")
     parser.add_argument("--out", type=Path, help="write the summary to FILE.csv")
     parser.add_argument("--steps", type=Path, help="write every step to FILE.csv")
+    parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
     options = parser.parse_args(arguments)
     for path in (options.out, options.steps):
         if path is not None:
@@ -148,23 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = compare(profile, engine)
         steps += [{"profile": profile.name, **row} for row in rows]
         found += summary(profile, rows)
-    print_table(
-        "Step latency against aiconfigurator-core",
-        ["profile", "kind", "step", "points", "MAPE", "bias", "largest", "same kernel timings"],
-        [
-            [
-                row["profile"],
-                row["kind_of_profile"],
-                row["step"],
-                str(row["points"]),
-                f"{100 * row['mape']:.1f} %",
-                f"{100 * row['bias']:+.1f} %",
-                f"{100 * row['largest']:.1f} %",
-                "yes" if row["source"] else "no",
-            ]
-            for row in found
-        ],
-    )
+    table = _table(found)
+    print_table(table.title, table.columns, table.rows)
+    if options.document is not None:
+        update_document(options.document, [table])
     if options.out is not None:
         write_csv(options.out, found)
     if options.steps is not None:

@@ -25,11 +25,12 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -356,6 +357,9 @@ def linear_profile(
     }
     if base_s is None:
         law = dict(data["estimator"])
+    else:
+        # A law that stands for a textbook server holds everywhere.
+        data["domain"] = dict.fromkeys(data["domain"], 10**9)
     data["law"] = {"kind": "linear", **law}
     return Profile.from_dict(data, profile.name)
 
@@ -687,18 +691,54 @@ def _percent(value: float, signed: bool = False) -> str:
     return f"{100 * value:+.2f} %" if signed else f"{100 * value:.2f} %"
 
 
-def _print_errors(title: str, rows: Sequence[Mapping[str, Any]], out: io.StringIO) -> None:
-    print_table(
+class Table(NamedTuple):
+    """A table to print, and to put into a document under its key."""
+
+    key: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The table in Markdown, with true minus signs."""
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return re.sub(r"(?<=\| )-(?=\d)", "\N{MINUS SIGN}", text)
+
+
+def update_document(path: str | os.PathLike[str], tables: Sequence[Table]) -> None:
+    """Replace what stands between ``<!-- KEY -->`` and ``<!-- /KEY -->`` by the table of that key.
+
+    Args:
+        path: A Markdown file.
+        tables: The tables.
+
+    Raises:
+        ValueError: If a table has no such place in the file.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    for table in tables:
+        head, begin, rest = text.partition(f"<!-- {table.key} -->\n")
+        _, end, tail = rest.partition(f"<!-- /{table.key} -->")
+        if not begin or not end:
+            raise ValueError(f"{path}: no <!-- {table.key} --> ... <!-- /{table.key} -->")
+        text = f"{head}{begin}{table.markdown()}\n{end}{tail}"
+    write_text(path, text)
+
+
+def _error_table(key: str, title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        key,
         title,
         [
             "metric",
             "measured mean",
             "simulated mean",
             "error of mean",
-            "median",
+            "median error",
             "P90",
             "P99",
-            "mean",
+            "mean error",
         ],
         [
             [
@@ -710,45 +750,46 @@ def _print_errors(title: str, rows: Sequence[Mapping[str, Any]], out: io.StringI
             ]
             for row in rows
         ],
-        file=out,
     )
 
 
-def _print_rest(
-    variants: Sequence[Mapping[str, Any]],
-    courses: Sequence[Mapping[str, Any]],
-    out: io.StringIO,
-) -> None:
-    print_table(
+def _sensitivity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        "sensitivity",
         "Sensitivity: error of the mean with one part replaced",
         ["variant", *METRICS.values(), "preemptions"],
         [
-            [row["variant"], *(_percent(row[m], True) for m in METRICS.values())]
-            + [str(row["preemptions"])]
-            for row in variants
-        ],
-        file=out,
-    )
-    if courses:
-        print_table(
-            "Course over time",
-            ["quantity", "measured mean", "simulated mean", "mean |difference|", "correlation"],
             [
-                [
-                    row["quantity"],
-                    f"{row['measured_mean']:.3f}",
-                    f"{row['simulated_mean']:.3f}",
-                    f"{row['mean_absolute_difference']:.3f}",
-                    f"{row['correlation']:.3f}",
-                ]
-                for row in courses
-            ],
-            file=out,
-        )
+                row["variant"],
+                *(_percent(row[m], signed=True) for m in METRICS.values()),
+                str(row["preemptions"]),
+            ]
+            for row in rows
+        ],
+    )
 
 
-def _print_queueing(rows: Sequence[Mapping[str, Any]], out: io.StringIO) -> None:
-    print_table(
+def _course_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        "course",
+        "Course over time",
+        ["quantity", "measured mean", "simulated mean", "mean difference", "correlation"],
+        [
+            [
+                row["quantity"],
+                f"{row['measured_mean']:.3f}",
+                f"{row['simulated_mean']:.3f}",
+                f"{row['mean_absolute_difference']:.3f}",
+                f"{row['correlation']:.3f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _queueing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        "queueing",
         "Mean time in the system, in mean service times",
         ["queue", "utilisation", "closed form", "simulated", "difference", "standard error"],
         [
@@ -757,12 +798,11 @@ def _print_queueing(rows: Sequence[Mapping[str, Any]], out: io.StringIO) -> None
                 f"{row['utilisation']:g}",
                 f"{row['closed_form']:.4f}",
                 f"{row['simulated']:.4f}",
-                _percent(row["difference"], True),
+                _percent(row["difference"], signed=True),
                 _percent(row["standard_error"]),
             ]
             for row in rows
         ],
-        file=out,
     )
 
 
@@ -801,6 +841,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="folder for tables and plot (default: experiments/results/fidelity)",
     )
     add("--queue-requests", type=int, default=400_000, help="arrivals a queue; 0 leaves them out")
+    add("--document", type=Path, help="Markdown file whose marked tables are replaced")
     add("--no-plot", action="store_true", help="do without matplotlib")
     options = parser.parse_args(arguments)
 
@@ -814,7 +855,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     profile = load(options.profile) if options.profile else matching_profile(run)
     simulated = simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S
-    tables = {"all": errors(run, simulated), "later": errors(run, simulated, late)}
+    judged = {"all": errors(run, simulated), "later": errors(run, simulated, late)}
     variants = sensitivity(run, profile)
     course = None
     courses: list[dict[str, Any]] = []
@@ -822,23 +863,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         course = trajectory(run, profile, run.series["t_s"])
         courses = compare_series(run.series, course)
 
+    queues = queueing(options.queue_requests) if options.queue_requests else []
+    shown = [
+        _error_table("errors", "All requests", judged["all"]),
+        _error_table("later", f"Without the first {START_UP_S:g} s of arrivals", judged["later"]),
+        _sensitivity_table(variants),
+    ]
+    if courses:
+        shown.append(_course_table(courses))
+    if queues:
+        shown.append(_queueing_table(queues))
     text = io.StringIO()
     print(f"run {run.name}, profile {profile.name} ({profile.kind})", file=text)
-    _print_errors("All requests", tables["all"], text)
-    _print_errors(f"Without the first {START_UP_S:g} s of arrivals", tables["later"], text)
     print(
         f"first request: TTFT measured {run.ttft_s[0]:.3f} s, simulated "
         f"{simulated['ttft_s'][0]:.3f} s (start-up)\n",
         file=text,
     )
-    _print_rest(variants, courses, text)
-    queues = queueing(options.queue_requests) if options.queue_requests else []
-    if queues:
-        _print_queueing(queues, text)
+    for table in shown:
+        print_table(table.title, table.columns, table.rows, file=text)
 
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    rows = [{"requests_from": key, **row} for key, table in tables.items() for row in table]
+    rows = [{"requests_from": key, **row} for key, table in judged.items() for row in table]
     write_csv(out / "errors.csv", rows)
     write_csv(out / "sensitivity.csv", variants)
     if course is not None:
@@ -852,6 +899,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_csv(out / "queueing.csv", queues)
     if not options.no_plot:
         plot(out / "fidelity.png", run, simulated, course)
+    if options.document is not None:
+        update_document(options.document, shown)
     report = "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
     write_text(out / "report.txt", report)
     print(report, end="")

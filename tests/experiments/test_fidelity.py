@@ -175,6 +175,23 @@ def test_the_command(folder, tmp_path):
     assert [row["requests_from"] for row in rows] == ["all"] * 3 + ["later"] * 3
 
 
+def test_tables_of_a_document_are_replaced(tmp_path, root):
+    path = tmp_path / "page.md"
+    path.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb -1\n")
+    table = fidelity.Table("x", "Title", ["name", "error"], [["one", "-1.5 %"], ["-a", "+2 %"]])
+    fidelity.update_document(path, [table])
+    wanted = "| name | error |\n| --- | ---: |\n| one | \N{MINUS SIGN}1.5 % |\n| -a | +2 % |"
+    assert path.read_text() == f"a\n<!-- x -->\n{wanted}\n<!-- /x -->\nb -1\n"
+    with pytest.raises(ValueError, match="<!-- y -->"):
+        fidelity.update_document(path, [table._replace(key="y")])
+    # The page shows what the last run wrote.
+    page = (root / "docs" / "hardware.md").read_text()
+    with (root / "experiments/results/fidelity/errors.csv").open() as stream:
+        for row in csv.DictReader(stream):
+            shown = f"{100 * float(row['error_of_mean']):+.2f} %".replace("-", "\N{MINUS SIGN}")
+            assert f"{float(row['measured_mean_s']):.4f} s" in page and shown in page
+
+
 def set_row(index, **values):
     return lambda rows: rows[index].update(values)
 
