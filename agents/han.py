@@ -89,6 +89,8 @@ class Layout:
             [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150], -1
         )
         if self.impact:
+            if model is None:
+                raise ValueError("model: a layout with impact features needs the latency model")
             new, more = impact(obs, model)
             expert = np.concatenate([expert, new], -1)
 
@@ -114,7 +116,10 @@ def held_score(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
     gamma < 1 it needs gamma P(s'), or a bill that comes late is worth more than one that comes at
     once and a full queue looks good; the agent takes (1 - gamma) P(s') off the reward.
     """
-    return sum((obs[k][..., 1] * obs[f"{k}_mask"]).sum((1, 2)) for k in ("running", "waiting"))
+    running, waiting = (
+        (obs[k][..., 1] * obs[f"{k}_mask"]).sum((1, 2)) for k in ("running", "waiting")
+    )
+    return running + waiting
 
 
 class HANLayer(nn.Module):
@@ -124,6 +129,8 @@ class HANLayer(nn.Module):
     a self-loop at every node. Only the first, third and fourth have more than one neighbour; on the
     others node attention is 1 whatever its weights, and the message is the neighbour itself.
     """
+
+    blocks: Tensor
 
     def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
         super().__init__()
@@ -200,13 +207,14 @@ class HAN(nn.Module):
         self, rows: Tensor, law: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Features of the nodes that exist, and the flat expert index of the queued requests."""
-        parts = dict(zip(("arrived", "expert", "running", "waiting", "mr", "mw"),
+        parts: dict[str, Tensor] = dict(zip(("arrived", "expert", "running", "waiting", "mr", "mw"),
                          rows.split(self.layout.sizes, -1), strict=True))  # fmt: skip
         wide, request = self.layout.widths
         expert = parts["expert"].reshape(-1, wide)
         if law is not None:
             expert = torch.cat([expert, law.repeat(len(rows), 1)], -1)
-        x, index = {"arrived": parts["arrived"], "expert": expert}, {}
+        x: dict[str, Tensor] = {"arrived": parts["arrived"], "expert": expert}
+        index: dict[str, Tensor] = {}
         slots = {"running": self.layout.running, "waiting": self.layout.waiting}
         for k, mask in (("running", "mr"), ("waiting", "mw")):
             held = parts[mask].reshape(-1).nonzero().squeeze(-1)

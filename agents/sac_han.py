@@ -205,7 +205,7 @@ class ReplayBuffer:
             last = np.where(alive, start + k, last)
             total += alive * discount * (d["reward"][at, env] - center)
             discount = np.where(alive, discount * gamma, discount).astype(np.float32)
-            alive = alive & ~d["done"][at, env]
+            alive &= np.logical_not(d["done"][at, env])
         first, last = start % self.length, last % self.length
         batch = {k: d[k][first, env] for k in ("obs", "mask", "action")}
         batch |= {k: d[k][last, env] for k in ("next_obs", "next_mask", "terminated")}
@@ -226,7 +226,8 @@ def critic_target(
 @torch.no_grad()
 def follow(copy: Agent, agent: Agent, tau: float) -> None:
     """Move the copy's weights towards the agent's."""
-    torch._foreach_lerp_(list(copy.parameters()), list(agent.parameters()), tau)
+    for mine, theirs in zip(copy.parameters(), agent.parameters(), strict=True):
+        mine.lerp_(theirs, tau)
 
 
 def update(
@@ -309,9 +310,10 @@ def train(args: Args) -> Path:
     space = envs.single_observation_space
     if not isinstance(space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
-    shape = (*space["running"].shape[:2], space["waiting"].shape[1])
-    layout = Layout(*shape, impact=args.impact and args.state == "han")
-    system = RoutingSystem.from_problem(envs.problem)
+    system = RoutingSystem.from_env(envs)
+    experts, running = space["running_mask"].sample().shape
+    waiting = space["waiting_mask"].sample().shape[1]
+    layout = Layout(experts, running, waiting, impact=args.impact and args.state == "han")
     teacher = PricedGreedy(system)
     agent = Agent(layout, args, system).to(device)
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
