@@ -275,7 +275,7 @@ def train(args: Args) -> Path:
         metrics = {
             "global_step": step, "charts/SPS": sps, "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(), "losses/entropy": entropy.item(),
-            "losses/approx_kl": float(((ratio - 1) - log_ratio).mean()),
+            "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
         }  # fmt: skip
         if finished:
             metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
