@@ -310,11 +310,10 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
 @_clear_errors
 def calibrate(context: typer.Context) -> None:
-    """Fit a hardware profile to measurements."""
-    from servegym.hardware_profiles import calibrate as calibration
-    from servegym.hardware_profiles.measure import calibrate_arguments
+    """Fit a hardware profile to measurements; --check OTHER scores it on others."""
+    from servegym.hardware_profiles import check
 
-    raise typer.Exit(calibration.main(calibrate_arguments(context.args)) or 0)
+    raise typer.Exit(check.main(context.args))
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
