@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -139,12 +140,13 @@ def test_sensitivity_tells_what_matters(folder):
 def test_closed_forms():
     assert fidelity.erlang_c(1, 0.6) == pytest.approx(0.6)
     assert fidelity.erlang_c(2, 0.5) == pytest.approx(1 / 3)
-    rows = fidelity.queueing(requests=40_000, loads=(0.3, 0.8), repeats=2)
+    compiled = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
+    rows = fidelity.queueing(40_000 if compiled else 1000, loads=(0.3, 0.8), repeats=2)
     assert {row["queue"] for row in rows} == {"M/M/1", "M/D/1", "M/G/1-PS", "M/M/4"}
     for row in rows:
         # Half a thousandth for the lattice of iterations.
         assert abs(row["difference"]) < 4 * row["standard_error"] + 0.0015 / (1 - 0.8)
-        assert row["standard_error"] < 0.06
+        assert row["standard_error"] < 0.06 or not compiled
     with pytest.raises(ValueError, match="loads"):
         fidelity.queueing(loads=(1.0,))
     with pytest.raises(ValueError, match="requests"):
