@@ -13,6 +13,7 @@ from servegym.hardware_profiles.profiles import (
     _Fields,
     data_path,
     load,
+    load_named,
     read_json,
     unknown_name,
 )
@@ -88,21 +89,7 @@ def load_fleet(name_or_path: str | os.PathLike[str]) -> Fleet:
         ValueError: for an unknown name (the nearest valid one is given), or for a file that
             is unreadable or malformed (the file, field and reason are given).
     """
-    text = os.fspath(name_or_path)
-    if text.endswith(".json") or os.sep in text or "/" in text:
-        return _read(Path(text))
-    names = list_fleets()
-    if text not in names:
-        raise ValueError(unknown_name("fleet", text, names))
-    return _load_shipped(text)
-
-
-@functools.cache
-def _load_shipped(name: str) -> Fleet:
-    fleet = _read(data_path(f"fleet-{name}.json"))
-    if fleet.name != name:
-        raise ValueError(f"fleet-{name}.json: field 'name': got {fleet.name!r}; must be {name!r}")
-    return fleet
+    return load_named(name_or_path, "fleet", list_fleets(), "fleet-", _read)
 
 
 def _read(file: Path) -> Fleet:

@@ -14,7 +14,6 @@ Times are seconds, sizes bytes. Files are checked like those of whole models.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +33,8 @@ from servegym.hardware_profiles.profiles import (
     data_path,
     headline_error,
     interpolate,
+    load_named,
     read_json,
-    unknown_name,
     warn_outside,
     write_json,
 )
@@ -291,22 +290,11 @@ def load_moe(name_or_path: str | os.PathLike[str]) -> MoeLayer:
         ValueError: for an unknown name (the nearest valid one is given), or for a file that
             is unreadable or malformed (the file, field and reason are given).
     """
-    text = os.fspath(name_or_path)
-    if text.endswith(".json") or os.sep in text or "/" in text:
-        return MoeLayer.from_dict(read_json(text), Path(text).name)
-    names = list_moe_layers()
-    if text not in names:
-        raise ValueError(unknown_name("moe layer", text, names))
-    return _load_shipped(text)
+    return load_named(name_or_path, "moe layer", list_moe_layers(), _PREFIX, _read)
 
 
-@functools.cache
-def _load_shipped(name: str) -> MoeLayer:
-    file = data_path(f"{_PREFIX}{name}.json")
-    layer = MoeLayer.from_dict(read_json(file), file.name)
-    if layer.name != name:
-        raise ValueError(f"{file.name}: field 'name': got {layer.name!r}; must be {name!r}")
-    return layer
+def _read(file: Path) -> MoeLayer:
+    return MoeLayer.from_dict(read_json(file), file.name)
 
 
 __all__: Sequence[str] = ["FORMAT", "MoeLayer", "list_moe_layers", "load_moe"]

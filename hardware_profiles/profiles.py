@@ -19,11 +19,11 @@ import math
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -896,13 +896,7 @@ def load(name_or_path: str | os.PathLike[str]) -> Profile:
         ValueError: for an unknown name (the nearest valid one is given), or for a file that
             is unreadable or malformed (the file, field and reason are given).
     """
-    text = os.fspath(name_or_path)
-    if text.endswith(".json") or os.sep in text or "/" in text:
-        return Profile.from_dict(read_json(text), Path(text).name)
-    names = list_profiles()
-    if text not in names:
-        raise ValueError(unknown_name("profile", text, names))
-    return _load_shipped(text)
+    return load_named(name_or_path, "profile", list_profiles(), "", _read_profile)
 
 
 def unknown_name(what: str, given: str, names: list[str]) -> str:
@@ -913,10 +907,50 @@ def unknown_name(what: str, given: str, names: list[str]) -> str:
     return f"{what}: got {given!r}{hint} (allowed: {', '.join(names)})"
 
 
+def _read_profile(file: Path) -> Profile:
+    return Profile.from_dict(read_json(file), file.name)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_Named)
+
+
+def load_named(
+    name_or_path: str | os.PathLike[str],
+    what: str,
+    names: list[str],
+    prefix: str,
+    read: Callable[[Path], _T],
+) -> _T:
+    """Load what ships under a name, or what is at a path.
+
+    Args:
+        name_or_path: one of ``names``, or a path (anything that ends in ``.json`` or holds a
+            separator).
+        what: what the names are names of, for the message.
+        names: what ships.
+        prefix: the shipped file is ``<prefix><name>.json``.
+        read: reads a file; what ships is read once.
+
+    Raises:
+        ValueError: for an unknown name, or what ``read`` raises.
+    """
+    text = os.fspath(name_or_path)
+    if text.endswith(".json") or os.sep in text or "/" in text:
+        return read(Path(text))
+    if text not in names:
+        raise ValueError(unknown_name(what, text, names))
+    return _read_shipped(text, prefix, read)
+
+
 @functools.cache
-def _load_shipped(name: str) -> Profile:
-    file = data_path(f"{name}.json")
-    profile = Profile.from_dict(read_json(file), file.name)
-    if profile.name != name:
-        raise ValueError(f"{file.name}: field 'name': got {profile.name!r}; must be {name!r}")
-    return profile
+def _read_shipped(name: str, prefix: str, read: Callable[[Path], Any]) -> Any:
+    file = data_path(f"{prefix}{name}.json")
+    found = read(file)
+    if found.name != name:
+        raise ValueError(f"{file.name}: field 'name': got {found.name!r}; must be {name!r}")
+    return found
