@@ -405,53 +405,16 @@ def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any)
         ``(T,)`` structured array: ``t_s``, ``running``, ``waiting``, ``kv_use`` (blocks in use
         over all blocks). Requests that have not arrived yet do not wait.
     """
-    from servegym.envs.llm_routing import kernel
-    from servegym.envs.llm_routing.config import engine_config, pack_laws
+    from servegym.envs.llm_routing.replay import replay_course
 
-    settings = {
-        "scheduler": "chunked_prefill",
-        "memory_policy": "paged",
-        **run.engine,
-        **changes,
-    }
-    block, kv_tokens = settings["block_size"], settings["kv_tokens"]
-    count = len(run.arrival_s)
-    cfg = engine_config(
-        scheduler=settings["scheduler"],
-        memory_policy=settings["memory_policy"],
-        prefix_caching=settings["prefix_caching"],
-        running_capacity=settings["max_num_seqs"],
-        prefill_token_budget=settings["max_num_batched_tokens"],
-        block_size=block,
-        bandwidth_bps=1e9,
-        bytes_per_token=0.0,
-        router_delay_s=0.0,
+    return replay_course(
+        run.arrival_s,
+        run.prompt_tokens,
+        run.output_tokens,
+        times_s,
+        profile=profile,
+        **{**run.engine, **changes},
     )
-    c = cfg[0]
-    law = pack_laws([profile], c, int(c["running_capacity"]), block)
-    if kv_tokens is not None:
-        law[0] = kv_tokens // block
-    c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
-    c["num_requests"], c["max_output_tokens"] = count, int(run.output_tokens.max())
-    env, expert = np.zeros(1, dtype=kernel.ENV), np.zeros((1, 1), dtype=kernel.EXPERT)
-    slots, queue = np.zeros(count, dtype=kernel.SLOT), np.zeros(3 * count, dtype=np.int32)
-    log = np.zeros(count, dtype=kernel.LOG)
-    v, e = env[0], expert[0, 0]
-    kernel.place(c, 0, 0, e)
-    kernel.clear_expert(c, law, 0, e, queue)
-    for j in range(count):
-        p, d = int(run.prompt_tokens[j]), int(run.output_tokens[j])
-        kernel._enqueue(
-            c, e, slots, queue, j, float(run.arrival_s[j]), p, d, 0.0, 0.0, 0.0, 0.0
-        )  # fmt: skip
-    times = np.asarray(times_s, float)
-    out = np.zeros(len(times), dtype=_SERIES)
-    for i, now in enumerate(times):
-        kernel._advance(c, law, 0, v, e, slots, queue, log, float(now))
-        coming = int((run.arrival_s > now).sum())
-        used = kernel.used_blocks(c, e, slots, queue) / law[0]
-        out[i] = (now, int(e["running"]), int(e["waiting"]) - coming, used)
-    return out
 
 
 def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:

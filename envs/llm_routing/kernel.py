@@ -965,10 +965,12 @@ def step(
 
 
 @_jit
-def run_replay(cfg, law, arrivals, table, env, expert, slots, queue, log):
+def run_replay(cfg, law, arrivals, table, env, expert, slots, queue, log, watch, course):
     """One expert serves every request of one list from an unbounded waiting queue.
 
     ``arrivals`` (J,) in seconds, non-decreasing; ``table`` (J, 2) prompt and output tokens.
+    ``course`` (K, 3) receives the running and the waiting requests and the share of the KV blocks
+    in use at the times ``watch`` (K,), non-decreasing.
     """
     c = cfg[0]
     v = env[0]
@@ -983,4 +985,13 @@ def run_replay(cfg, law, arrivals, table, env, expert, slots, queue, log):
             c, e, slots, queue, j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
             c.router_delay_s + p * c.delay_s_per_token,
         )  # fmt: skip
+    coming = 0
+    for k in range(watch.shape[0]):
+        _advance(c, law, 0, v, e, slots, queue, log, watch[k])
+        while coming < arrivals.shape[0] and arrivals[coming] <= watch[k]:
+            coming += 1
+        course[k, 0] = e.running
+        # All requests are queued from the outset; those yet to arrive do not wait.
+        course[k, 1] = e.waiting - (arrivals.shape[0] - coming)
+        course[k, 2] = used_blocks(c, e, slots, queue) / law[0]
     _advance(c, law, 0, v, e, slots, queue, log, np.inf)

@@ -20,6 +20,7 @@ REPLAY = np.dtype(
         ("preemptions", "i4"),
     ]
 )
+COURSE = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
 
 
 def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
@@ -38,6 +39,94 @@ def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
         kind = "a whole number" if integral else "a finite number"
         raise ValueError(f"{name}[{row}]={array[row]!r} must be {kind}, at least {low:g}.")
     return array
+
+
+def _serve(
+    arrival_s: Any,
+    prompt_tokens: Any,
+    output_tokens: Any,
+    watch: np.ndarray,
+    *,
+    profile: str | Profile = "rtx4090-llama-3.1-8b",
+    scheduler: str = "chunked_prefill",
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    kv_tokens: int | None = None,
+    block_size: int = 16,
+    prefix_caching: bool = False,
+    memory_policy: str = "paged",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Check the arguments, run the engine: arrivals, output lengths, log, course at ``watch``."""
+    arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
+    prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
+    outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
+    count = len(arrivals)
+    if count == 0:
+        raise ValueError("arrival_s is empty: there is nothing to replay.")
+    if len(prompts) != count or len(outputs) != count:
+        raise ValueError(
+            f"arrival_s, prompt_tokens and output_tokens have {count}, {len(prompts)} and "
+            f"{len(outputs)} entries; they must be of one length."
+        )
+    backward = np.flatnonzero(np.diff(arrivals) < 0)
+    if len(backward):
+        row = int(backward[0]) + 1
+        raise ValueError(
+            f"arrival_s[{row}]={arrivals[row]!r} is before arrival_s[{row - 1}]="
+            f"{arrivals[row - 1]!r}: sort the requests by arrival."
+        )
+    max_num_seqs = whole("max_num_seqs", max_num_seqs, 1, 4096)
+    found = profile if isinstance(profile, Profile) else load(profile)
+    cfg = engine_config(
+        scheduler=scheduler,
+        memory_policy=memory_policy,
+        prefix_caching=prefix_caching,
+        running_capacity=max_num_seqs,
+        prefill_token_budget=whole("max_num_batched_tokens", max_num_batched_tokens, 1),
+        block_size=block_size,
+        bandwidth_bps=1e9,
+        bytes_per_token=0.0,
+        router_delay_s=0.0,
+    )
+    c = cfg[0]
+    law = pack_laws([found], c, int(c["running_capacity"]), int(c["block_size"]))
+    if kv_tokens is not None:
+        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
+    longest = outputs.max() if memory_policy == "reserve" else outputs
+    blocks = np.ceil((prompts + longest) / block_size)
+    if blocks.max() > law[0]:
+        row = int(np.argmax(blocks))
+        raise ValueError(
+            f"request {row} needs {int(blocks[row])} KV blocks of {block_size} tokens "
+            f"(prompt_tokens={int(prompts[row])}, output_tokens={int(outputs[row])}), the cache of "
+            f"{found.name!r} has {int(law[0])}: raise kv_tokens or drop the request."
+        )
+    tokens = min(max_num_batched_tokens, prompts.sum())
+    if scheduler == "orca":
+        tokens = max(tokens, prompts.max())
+    found.check_domain(
+        batch=min(max_num_seqs, count),
+        tokens=int(tokens),
+        context=int((prompts + outputs).max()),
+    )
+    c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
+    c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
+    log = np.zeros(count, dtype=kernel.LOG)
+    course = np.zeros((len(watch), 3))
+    kernel.run_replay(
+        cfg,
+        law,
+        arrivals,
+        np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64)),
+        np.zeros(1, dtype=kernel.ENV),
+        np.zeros((1, 1), dtype=kernel.EXPERT),
+        np.zeros(count, dtype=kernel.SLOT),
+        np.zeros(3 * count, dtype=np.int32),
+        log,
+        watch,
+        course,
+    )
+    return arrivals, outputs, log, course
 
 
 def replay(
@@ -79,72 +168,21 @@ def replay(
     Raises:
         ValueError: a bad argument, or a request that can never fit in the KV cache.
     """
-    arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
-    prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
-    outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
-    count = len(arrivals)
-    if count == 0:
-        raise ValueError("arrival_s is empty: there is nothing to replay.")
-    if len(prompts) != count or len(outputs) != count:
-        raise ValueError(
-            f"arrival_s, prompt_tokens and output_tokens have {count}, {len(prompts)} and "
-            f"{len(outputs)} entries; they must be of one length."
-        )
-    backward = np.flatnonzero(np.diff(arrivals) < 0)
-    if len(backward):
-        row = int(backward[0]) + 1
-        raise ValueError(
-            f"arrival_s[{row}]={arrivals[row]!r} is before arrival_s[{row - 1}]="
-            f"{arrivals[row - 1]!r}: sort the requests by arrival."
-        )
-    found = profile if isinstance(profile, Profile) else load(profile)
-    cfg = engine_config(
+    arrivals, outputs, log, _ = _serve(
+        arrival_s,
+        prompt_tokens,
+        output_tokens,
+        np.empty(0),
+        profile=profile,
         scheduler=scheduler,
-        memory_policy=memory_policy,
-        prefix_caching=prefix_caching,
-        running_capacity=max_num_seqs,
-        prefill_token_budget=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_tokens=kv_tokens,
         block_size=block_size,
-        bandwidth_bps=1e9,
-        bytes_per_token=0.0,
-        router_delay_s=0.0,
+        prefix_caching=prefix_caching,
+        memory_policy=memory_policy,
     )
-    c = cfg[0]
-    law = pack_laws([found], c, int(c["running_capacity"]), int(c["block_size"]))
-    if kv_tokens is not None:
-        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
-    longest = outputs.max() if memory_policy == "reserve" else outputs
-    blocks = np.ceil((prompts + longest) / block_size)
-    if blocks.max() > law[0]:
-        row = int(np.argmax(blocks))
-        raise ValueError(
-            f"request {row} needs {int(blocks[row])} KV blocks of {block_size} tokens "
-            f"(prompt_tokens={int(prompts[row])}, output_tokens={int(outputs[row])}), the cache of "
-            f"{found.name!r} has {int(law[0])}: raise kv_tokens or drop the request."
-        )
-    tokens = min(max_num_batched_tokens, prompts.sum())
-    if scheduler == "orca":
-        tokens = max(tokens, prompts.max())
-    found.check_domain(
-        batch=min(max_num_seqs, count),
-        tokens=int(tokens),
-        context=int((prompts + outputs).max()),
-    )
-    c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
-    c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
-    log = np.zeros(count, dtype=kernel.LOG)
-    kernel.run_replay(
-        cfg,
-        law,
-        arrivals,
-        np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64)),
-        np.zeros(1, dtype=kernel.ENV),
-        np.zeros((1, 1), dtype=kernel.EXPERT),
-        np.zeros(count, dtype=kernel.SLOT),
-        np.zeros(3 * count, dtype=np.int32),
-        log,
-    )
-    result = np.empty(count, dtype=REPLAY)
+    result = np.empty(len(log), dtype=REPLAY)
     result["finish_s"] = log["finish_s"]
     result["ttft_s"] = log["first_token_s"] - arrivals
     result["e2e_s"] = log["finish_s"] - arrivals
@@ -153,3 +191,32 @@ def replay(
     decoded = np.where(outputs > 1, outputs - 1, np.nan)
     result["tpot_s"] = (log["finish_s"] - log["first_token_s"]) / decoded
     return result
+
+
+def replay_course(
+    arrival_s: Any, prompt_tokens: Any, output_tokens: Any, times_s: Any, **options: Any
+) -> np.ndarray:
+    """How full the replica is at given times of a replay.
+
+    Args:
+        arrival_s: ``(J,)`` arrival times in seconds, as for `replay`.
+        prompt_tokens: ``(J,)`` prompt lengths.
+        output_tokens: ``(J,)`` answer lengths.
+        times_s: ``(K,)`` seconds on the clock of the arrivals, non-decreasing.
+        **options: the keyword arguments of `replay`.
+
+    Returns:
+        ``(K,)`` structured array: ``t_s``, ``running`` and ``waiting`` requests, ``kv_use``
+        (blocks in use over all blocks).
+
+    Raises:
+        ValueError: a bad argument, or a request that can never fit in the KV cache.
+    """
+    times = _column("times_s", times_s, 0.0, integral=False)
+    if (np.diff(times) < 0).any():
+        raise ValueError("times_s must not decrease: sort the times.")
+    *_, counts = _serve(arrival_s, prompt_tokens, output_tokens, times, **options)
+    course = np.empty(len(times), dtype=COURSE)
+    course["t_s"] = times
+    course["running"], course["waiting"], course["kv_use"] = counts.T
+    return course
