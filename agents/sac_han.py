@@ -4,7 +4,9 @@ The router of the paper's section V: the state is a graph of the arrived request
 the requests they hold (Eq. 6-12); each graph is encoded by two layers of PyG's ``HANConv`` maths,
 computed per graph and without padding; actor and twin critics read the embeddings.
 ``python agents/sac_han.py --help`` lists the options; ``--state expert --reward completed_qos`` is
-the paper's Baseline RL, ``--state han --reward completed_qos`` its Baseline RL + DSA.
+the paper's Baseline RL, ``--state han --reward completed_qos`` its Baseline RL + DSA. By default
+a heuristic helps to fill the buffer and the actor imitates it at first; ``--warmup-greedy 0
+--kickstart 0`` trains without it.
 """
 
 from __future__ import annotations
@@ -75,6 +77,10 @@ class Args:
     """share of uniform legal actions in the warm-up"""
     warmup_greedy: float = 0.5
     """share of environments warmed up by priced_greedy; the others fill experts up to some load"""
+    kickstart: float = 0.3
+    """weight of imitating priced_greedy in the actor's loss at first; 0 trains without a teacher"""
+    kickstart_share: float = 1.0
+    """share of the training over which that weight falls to 0"""
     updates_per_step: int = 4
     """gradient updates after each step of all environments"""
     batch_size: int = 128
@@ -178,7 +184,8 @@ class ReplayBuffer:
         kinds = {"obs": row, "next_obs": row, "mask": legal, "next_mask": legal}
         shape = (self.length, num_envs)
         self.data = {k: np.zeros((*shape, width), kind) for k, (width, kind) in kinds.items()}
-        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "done": bool}
+        flat = {"action": np.int64, "advice": np.int64}
+        flat |= {"reward": np.float32, "terminated": bool, "done": bool}
         self.data |= {k: np.zeros(shape, kind) for k, kind in flat.items()}
 
     def add(self, **step: NDArray[Any]) -> None:
@@ -207,7 +214,7 @@ class ReplayBuffer:
             discount = np.where(alive, discount * gamma, discount).astype(np.float32)
             alive &= np.logical_not(d["done"][at, env])
         first, last = start % self.length, last % self.length
-        batch = {k: d[k][first, env] for k in ("obs", "mask", "action")}
+        batch = {k: d[k][first, env] for k in ("obs", "mask", "action", "advice")}
         batch |= {k: d[k][last, env] for k in ("next_obs", "next_mask", "terminated")}
         return batch | {"return": total, "discount": discount}
 
@@ -232,7 +239,7 @@ def follow(copy: Agent, agent: Agent, tau: float) -> None:
 
 def update(
     agent: Agent, target: Agent, log_alpha: Tensor, optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Tensor], args: Args,
+    batch: Mapping[str, Tensor], args: Args, kickstart: float = 0.0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """One gradient step on critics, encoder, actor and temperature; the target follows by tau."""
     alpha = log_alpha.exp().item()
@@ -248,6 +255,8 @@ def update(
     log_pi = agent.log_policy((h[0].detach(), h[1].detach()), batch["mask"])
     q = ((q1 + q2) / 2 if args.average_q else torch.minimum(q1, q2)).detach()
     actor_loss = (log_pi.exp() * (alpha * log_pi - q)).sum(-1).mean()
+    if kickstart:  # without it some runs overload the experts at once and never get out
+        actor_loss = actor_loss - kickstart * log_pi.gather(1, batch["advice"][:, None]).mean()
     entropy = -(log_pi.exp() * log_pi).sum(-1).detach()
     wanted = args.target_entropy_scale * batch["mask"].sum(-1).float().log()
     alpha_loss = (log_alpha.exp() * (entropy - wanted)).mean() if args.autotune else 0.0
@@ -362,6 +371,9 @@ def train(args: Args) -> Path:
     while s["step"] < args.total_timesteps:
         obs, mask = s["obs"], s["mask"]
         rows = agent.rows(obs)
+        kick = 1 - s["step"] / max(args.kickstart_share * args.total_timesteps, 1)
+        kick = args.kickstart * max(kick, 0.0)
+        advice = teacher.act(obs, mask) if kick else np.zeros(args.num_envs, np.int64)
         if s["step"] < args.learning_starts:
             # A heuristic, or the least loaded expert below a cap that differs between environments.
             held = obs["experts"][..., 1:].sum(-1)
@@ -370,8 +382,8 @@ def train(args: Args) -> Path:
             score = rng.random(mask.shape)
             score -= calm * np.concatenate([cap - 0.5, held], -1)
             taught = np.arange(args.num_envs) < args.warmup_greedy * args.num_envs
-            advice = teacher.act(obs, mask)[:, None] == np.arange(mask.shape[1])
-            score += 100 * calm * taught[:, None] * advice
+            told = teacher.act(obs, mask)[:, None] == np.arange(mask.shape[1])
+            score += 100 * calm * taught[:, None] * told
         else:
             with torch.no_grad():
                 h = agent.encode(torch.as_tensor(rows, device=device).float())
@@ -393,7 +405,7 @@ def train(args: Args) -> Path:
             earned = reward - (1 - args.gamma) * held_score(after)
         buffer.add(
             obs=rows, mask=mask, action=action, reward=earned, terminated=terminated, done=done,
-            next_obs=agent.rows(after), next_mask=next_mask,
+            next_obs=agent.rows(after), next_mask=next_mask, advice=advice,
         )  # fmt: skip
         s["obs"], s["mask"] = obs, info["action_mask"]
         s["step"] += args.num_envs
@@ -410,7 +422,7 @@ def train(args: Args) -> Path:
                 sample = buffer.sample(args.batch_size, args.n_step, args.gamma, s["center"], rng)
                 batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
                 batch["obs"], batch["next_obs"] = batch["obs"].float(), batch["next_obs"].float()
-                losses = update(agent, target, log_alpha, optimizer, batch, args)
+                losses = update(agent, target, log_alpha, optimizer, batch, args, kick)
             follow(averaged, agent, args.average)
 
         def crossed(every: int) -> bool:

@@ -141,6 +141,26 @@ def test_the_actor_does_not_train_the_encoder_and_the_target_follows_slowly(rand
     torch.testing.assert_close(target.actor.out.weight, before + 0.25 * moved)
 
 
+def test_kickstart_adds_the_teachers_cross_entropy(random_obs):
+    torch.manual_seed(0)
+    args, layout = sac_han.Args(law=False), sac_han.Layout(4, 3, 2)
+    agent = sac_han.Agent(layout, args, None)
+    batch = random_batch(layout, 8, random_obs, np.random.default_rng(0))
+    batch["advice"] = batch["action"]
+    with torch.no_grad():
+        log_pi = agent.log_policy(agent.encode(batch["obs"]), batch["mask"])
+    told = log_pi.gather(1, batch["advice"][:, None]).mean().item()
+    losses = []
+    for weight in (0.0, 0.7):
+        twin = sac_han.deepcopy(agent)
+        target = sac_han.deepcopy(agent).requires_grad_(False)
+        log_alpha = torch.tensor(-2.0, requires_grad=True)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        got = sac_han.update(twin, target, log_alpha, optimizer, batch, args, weight)
+        losses.append(got["losses/actor_loss"].item())
+    assert losses[1] - losses[0] == pytest.approx(-0.7 * told, rel=1e-4)
+
+
 # ------------------------------------------------------------------------------------- replay
 
 
