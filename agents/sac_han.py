@@ -77,10 +77,10 @@ class Args:
     """share of uniform legal actions in the warm-up"""
     warmup_greedy: float = 0.5
     """share of environments warmed up by priced_greedy; the others fill experts up to some load"""
-    kickstart: float = 0.3
+    kickstart: float = 0.5
     """weight of imitating priced_greedy in the actor's loss at first; 0 trains without a teacher"""
-    kickstart_share: float = 1.0
-    """share of the training over which that weight falls to 0"""
+    kickstart_share: float = 0.3
+    """share of the training over which that weight falls to a tenth, where it stays"""
     updates_per_step: int = 4
     """gradient updates after each step of all environments"""
     batch_size: int = 128
@@ -371,8 +371,8 @@ def train(args: Args) -> Path:
     while s["step"] < args.total_timesteps:
         obs, mask = s["obs"], s["mask"]
         rows = agent.rows(obs)
-        kick = 1 - s["step"] / max(args.kickstart_share * args.total_timesteps, 1)
-        kick = args.kickstart * max(kick, 0.0)
+        left = 1 - s["step"] / max(args.kickstart_share * args.total_timesteps, 1)
+        kick = args.kickstart * max(left, 0.1)
         advice = teacher.act(obs, mask) if kick else np.zeros(args.num_envs, np.int64)
         if s["step"] < args.learning_starts:
             # A heuristic, or the least loaded expert below a cap that differs between environments.
