@@ -373,8 +373,11 @@ def train(args: Args) -> Path:
         rows = agent.rows(obs)
         left = 1 - s["step"] / max(args.kickstart_share * args.total_timesteps, 1)
         kick = args.kickstart * max(left, 0.1)
-        advice = teacher.act(obs, mask) if kick else np.zeros(args.num_envs, np.int64)
-        if s["step"] < args.learning_starts:
+        warm_up = s["step"] < args.learning_starts
+        advice = np.zeros(args.num_envs, np.int64)
+        if kick or warm_up:
+            advice = teacher.act(obs, mask)
+        if warm_up:
             # A heuristic, or the least loaded expert below a cap that differs between environments.
             held = obs["experts"][..., 1:].sum(-1)
             cap = 1 + np.arange(args.num_envs)[:, None] % (layout.running + layout.waiting)
@@ -382,7 +385,7 @@ def train(args: Args) -> Path:
             score = rng.random(mask.shape)
             score -= calm * np.concatenate([cap - 0.5, held], -1)
             taught = np.arange(args.num_envs) < args.warmup_greedy * args.num_envs
-            told = teacher.act(obs, mask)[:, None] == np.arange(mask.shape[1])
+            told = advice[:, None] == np.arange(mask.shape[1])
             score += 100 * calm * taught[:, None] * told
         else:
             with torch.no_grad():

@@ -26,7 +26,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.profiles import KINDS
+from servegym.hardware_profiles.script import run
 
 __all__ = [
     "MeasuredRun",
@@ -872,8 +872,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run(main)

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from servegym.envs.workloads._util import write_atomic
+
 __all__ = ["check_writable", "print_table", "write_csv", "write_json", "write_rows", "write_text"]
 
 
@@ -52,19 +54,8 @@ def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -
 
 def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
     """Write a file through a temporary one beside it, so that none is ever half there."""
-    target = Path(path)
     data = text.encode() if isinstance(text, str) else text
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes the file private to its owner
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_atomic(path, lambda stream: stream.write(data))
 
 
 def _plain(value: Any) -> Any:

@@ -14,9 +14,9 @@ nothing about the policies.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from servegym.experiments.evaluate import evaluate, print_summary
-from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.experiments.stats import Interval, iqm, paired_difference, stratified_bootstrap
 
 __all__ = ["main"]
@@ -208,9 +208,9 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
         f"LLM routing, fleet {told['profiles']}: {episodes} evaluation episodes a point",
         fontsize=11,
     )
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, dpi=150, format="png")
-    os.replace(temporary, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_text(path, picture.getvalue())
     plt.close(figure)
 
 
@@ -251,8 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained = time.perf_counter()
     target = args.out / "router.safetensors"
     if checkpoint.resolve() != target.resolve():
-        shutil.copyfile(checkpoint, target.with_suffix(".tmp"))
-        os.replace(target.with_suffix(".tmp"), target)
+        write_text(target, checkpoint.read_bytes())
     env_kwargs = {"episode_requests": 100} if args.quick else {}
     rows = compare(target, RATES, args.episodes, env_kwargs)
     print_verdict(rows, RATES)

@@ -18,6 +18,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import numpy as np
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.profiles import (
     FORMAT,
+    Estimator,
     Profile,
     interpolate,
     interpolate_2d,
@@ -58,6 +60,8 @@ EXPLAINED_FLOOR = 0.5
 _ESTIMATOR_MAX_SEQUENCES = 8
 _ESTIMATOR_MAX_PROMPT = 1024
 _ESTIMATOR_MAX_CONTEXT = 1500
+# Stands in a draft until the estimator is fitted to its law.
+NO_ESTIMATE = {f.name: 0.0 for f in fields(Estimator)}
 
 Table1D = dict[int, float]
 AttentionTable = dict[tuple[int, int, int, int], float]
@@ -692,15 +696,7 @@ def calibrate_kernels(
             "activation_reserve_bytes": activation_reserve_bytes,
         },
         "law": law,
-        "estimator": dict.fromkeys(
-            (
-                "base_s",
-                "prefill_s_per_token",
-                "decode_s_per_context_token",
-                "decode_s_per_sequence",
-            ),
-            0.0,
-        ),
+        "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": int(kernels.decodes[-1]),
             "max_iteration_tokens": int(kernels.tokens[-1]),

@@ -35,6 +35,7 @@ import numpy as np
 from servegym.hardware_profiles.calibrate import (
     _PER_LAYER,
     _PER_MODEL,
+    NO_ESTIMATE,
     _fill,
     _random_third,
     _read_ops,
@@ -692,15 +693,7 @@ def fit_card(
             "head_sequences": _whole(k.sequences[head_kept]),
             "head_s": _round(k.head[head_kept]),
         },
-        "estimator": dict.fromkeys(
-            (
-                "base_s",
-                "prefill_s_per_token",
-                "decode_s_per_context_token",
-                "decode_s_per_sequence",
-            ),
-            0.0,
-        ),
+        "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": int(k.decodes[-1]),
             "max_iteration_tokens": int(k.tokens[-1]),

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from servegym.hardware_profiles.profiles import read_json
+from servegym.hardware_profiles.script import run
 
 __all__ = ["ResumableTable", "calibrate_arguments", "main", "progress", "repeat", "whole_numbers"]
 
@@ -292,8 +293,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run(main)

@@ -28,6 +28,7 @@ from servegym.hardware_profiles.measure import (
     whole_numbers,
 )
 from servegym.hardware_profiles.profiles import unknown_name
+from servegym.hardware_profiles.script import run
 
 __all__ = ["SHAPES", "ExpertShape", "main", "measure"]
 
@@ -266,8 +267,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run(main)

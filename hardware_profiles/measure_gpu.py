@@ -20,7 +20,6 @@ import math
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from servegym.hardware_profiles.measure import (
     repeat,
 )
 from servegym.hardware_profiles.profiles import unknown_name, write_json
+from servegym.hardware_profiles.script import run
 
 __all__ = ["MODELS", "MOE_MODELS", "DenseShape", "MoeShape", "main", "measure_dense", "measure_moe"]
 
@@ -644,8 +644,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run(main)

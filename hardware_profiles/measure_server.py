@@ -14,7 +14,6 @@ import math
 import os
 import queue
 import random
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from servegym.hardware_profiles.measure import ResumableTable, positive, progress, whole_numbers
+from servegym.hardware_profiles.script import run
 
 __all__ = ["Endpoint", "Reply", "ask", "main", "measure", "summary"]
 
@@ -385,8 +385,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run(main)
