@@ -10,7 +10,11 @@ from typing import Any
 
 from servegym.baselines.protocol import CallablePolicy, Observation, Policy
 
-FAMILIES = {"llm_routing": "servegym.baselines.llm_routing"}
+FAMILIES = {
+    "llm_routing": "servegym.baselines.llm_routing",
+    "serverless_moe": "servegym.baselines.serverless",
+    "expert_placement": "servegym.baselines.placement",
+}
 """Family -> the module whose import registers its policies."""
 
 

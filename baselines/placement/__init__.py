@@ -1,0 +1,1 @@
+"""Policies for the expert placement environments; importing this registers them."""

@@ -1,0 +1,1 @@
+"""Policies for the serverless MoE environments; importing this registers them."""

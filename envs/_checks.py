@@ -1,0 +1,86 @@
+"""Checks of environment arguments that every family shares."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
+    """Return ``given`` if it is one of ``allowed``.
+
+    Raises:
+        ValueError: naming the argument, what was given, what is allowed and the nearest of it.
+    """
+    names = list(allowed)
+    if given in names:
+        return given
+    near = difflib.get_close_matches(str(given), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ValueError(f"{argument}={given!r} is unknown; choose one of {names}.{hint}")
+
+
+def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:
+    """Return ``given`` as an integer in [low, high].
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    ok = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    if not ok or not low <= given <= high:
+        limit = f"at least {low}" if high == 1 << 31 else f"between {low} and {high}"
+        raise ValueError(f"{argument}={given!r} must be a whole number, {limit}.")
+    return int(given)
+
+
+def real(argument: str, given: Any, low: float, high: float = math.inf, open_low=False) -> float:
+    """Return ``given`` as a finite float in [low, high], or (low, high] if ``open_low``.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    ok = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
+    if not ok or not math.isfinite(given) or given < low or given > high:
+        ok = False
+    elif open_low and given == low:
+        ok = False
+    if not ok:
+        lower = f"above {low:g}" if open_low else f"at least {low:g}"
+        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        raise ValueError(f"{argument}={given!r} must be a finite number {lower}{upper}.")
+    return float(given)
+
+
+def span(argument: str, given: Any, high: float = math.inf) -> tuple[float, float]:
+    """Return ``given`` – a number, or a range (low, high) – as a range of positive numbers."""
+    if isinstance(given, (list, tuple)):
+        if len(given) != 2:
+            raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")
+        low, top = (real(argument, x, 0.0, high, open_low=True) for x in given)
+        if low > top:
+            raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
+        return low, top
+    value = real(argument, given, 0.0, high, open_low=True)
+    return value, value
+
+
+def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return ``given``, a mapping or None, as a dict with keys among ``allowed``.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"{argument}={given!r} must be a mapping of keyword to value, or None.")
+    found = dict(given or {})
+    if allowed is not None:
+        for key in found:
+            try:
+                choose("keyword", key, allowed)
+            except ValueError as error:
+                raise ValueError(f"{argument}: {error}") from None
+    return found

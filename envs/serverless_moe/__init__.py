@@ -1,0 +1,1 @@
+"""Serverless MoE partitioning: which experts run as remote functions, with how much memory."""
