@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.llm_routing import kernel
 from servegym.envs._checks import whole
+from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import engine_config, pack_laws
 from servegym.hardware_profiles import Profile, load
 

@@ -11,8 +11,8 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from servegym.envs.llm_routing import kernel
 from servegym.envs._checks import choose, whole
+from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.core import RoutingBatch, RoutingState, observation_space
 from servegym.envs.llm_routing.env import RENDER_MODES, check_render_mode, make_problem
 
