@@ -101,7 +101,7 @@ def list_command() -> None:
     import gymnasium
 
     import servegym  # noqa: F401
-    from servegym.baselines.registry import list_policies
+    from servegym.baselines.registry import FAMILIES, list_policies
     from servegym.envs.workloads import list_catalogs
     from servegym.hardware_profiles import list_fleets, list_profiles
 
@@ -111,16 +111,19 @@ def list_command() -> None:
             typer.echo(f"  {line}")
 
     block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
-    infos = list_policies("llm_routing")
-    width = max(len(info.name) for info in infos)
-    block(
-        "policies",
-        [
-            f"{info.name:<{width}}  {info.description}"
-            + (" (clairvoyant)" if info.clairvoyant else "")
-            for info in infos
-        ],
-    )
+    for family in FAMILIES:
+        infos = list_policies(family)
+        if not infos:
+            continue
+        width = max(len(info.name) for info in infos)
+        block(
+            f"policies for {family}",
+            [
+                f"{info.name:<{width}}  {info.description}"
+                + (" (clairvoyant)" if info.clairvoyant else "")
+                for info in infos
+            ],
+        )
     block("catalogs", list(list_catalogs()))
     block("fleets", list_fleets())
     block("profiles", list_profiles())
@@ -332,6 +335,28 @@ def fidelity(context: typer.Context) -> None:
     from servegym.experiments import fidelity as comparison
 
     raise typer.Exit(comparison.main(context.args) or 0)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@_clear_errors
+def figures(
+    context: typer.Context,
+    family: Annotated[str, typer.Argument(help="routing, serverless or placement.")],
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run this figure alone; repeatable.", metavar="NAME")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Name the figures and stop.")] = False,
+) -> None:
+    """Compute and draw the figures and tables of a family; other words go to each figure."""
+    from servegym.experiments.figures import list_figures, run_figures
+
+    if list_:
+        found = list_figures(family)
+        width = max((len(figure.name) for figure in found), default=0)
+        for figure in found:
+            typer.echo(f"{figure.name:<{width}}  {figure.description}")
+        return
+    raise typer.Exit(int(run_figures(family, only or (), context.args, typer.echo) > 0))
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)

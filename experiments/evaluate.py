@@ -20,24 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
-from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.envs.llm_routing.core import OUTCOMES
+from servegym.experiments.families import Family, family_of
 from servegym.experiments.output import print_table
-from servegym.experiments.stats import Interval, iqm, stratified_bootstrap, two_way_bootstrap_mean
+from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
 
 __all__ = ["Progress", "evaluate", "make_envs", "print_summary", "resolve", "summarise"]
 
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
 
-VIEWS = {"graph": "LLMRouting", "flat": "LLMRoutingFlat", "experts": "LLMRoutingExperts"}
-"""Observation of a policy -> id without namespace and version."""
-
 RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
-
-TOLD = ("profiles", "arrivals", "rate", "latency_requirement_s", "scheduler")
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(policy, finished episodes, episodes)``."""
@@ -57,13 +51,13 @@ def env_id_for(env_id: str, view: str = "graph") -> str:
         near = difflib.get_close_matches(env_id, known, n=1, cutoff=0.3)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
-    namespace, _, rest = env_id.partition("/")
-    name, _, version = rest.rpartition("-")
-    if name not in VIEWS.values():
+    family = family_of(env_id)
+    if family is None:
         return env_id
-    if view not in VIEWS:
-        raise ValueError(f"env_view is {view!r}; allowed are {', '.join(VIEWS)}")
-    return f"{namespace}/{VIEWS[view]}-{version}"
+    if view not in family.views:
+        raise ValueError(f"env_view is {view!r}; allowed are {', '.join(family.views)}")
+    namespace, version = env_id.partition("/")[0], env_id.rpartition("-")[2]
+    return f"{namespace}/{family.views[view]}-{version}"
 
 
 def make_envs(
@@ -83,12 +77,15 @@ def make_envs(
     )
 
 
-def resolve(policy: str | os.PathLike[str] | Policy, system: Any) -> Resolved:
+def resolve(
+    policy: str | os.PathLike[str] | Policy, system: Any, family: str = "llm_routing"
+) -> Resolved:
     """Turn a registered name, a checkpoint's path or a policy object into a policy.
 
     Args:
         policy: What `evaluate` takes.
         system: Description of the system, for policies made by name.
+        family: The environment family.
 
     Raises:
         ValueError: If the name is unknown and no such file exists.
@@ -96,9 +93,9 @@ def resolve(policy: str | os.PathLike[str] | Policy, system: Any) -> Resolved:
     if not isinstance(policy, str | os.PathLike):
         return Resolved(policy.name, policy)
     name = os.fspath(policy)
-    names = [info.name for info in list_policies("llm_routing")]
+    names = [info.name for info in list_policies(family)]
     if name in names:
-        return Resolved(name, make_policy(name, system))
+        return Resolved(name, make_policy(name, system, family=family))
     if Path(name).exists():
         from servegym.agents import load_policy
 
@@ -125,7 +122,7 @@ def evaluate(
     """Run every policy on the same episodes.
 
     Args:
-        env_id: A routing id; a policy that reads another view of it gets that one.
+        env_id: An id of one of the families; a policy that reads another view gets that one.
         policies: Registered names, checkpoint paths or policy objects.
         episodes: Episodes a policy; episode i is drawn with ``seed + i``.
         seed: Seed of the first episode.
@@ -137,10 +134,11 @@ def evaluate(
 
     Returns:
         One dict a policy and episode: ``policy``, ``seed``, ``episode``, the episode's KPIs with
-        their units in the name, ``share_<expert>`` (share of all requests that were sent to it),
-        ``return`` (NaN for a policy that asks for another reward than the one given), ``ceiling``
-        (mean over requests of the best true score), ``clairvoyant``, ``env_id`` and
-        ``env_kwargs``. What is undefined (the latency of a policy that drops everything) is NaN.
+        their units in the name, what the family adds (routing: latency percentiles,
+        ``share_<expert>`` of all requests and ``ceiling``, the mean over requests of the best true
+        score), ``return`` (NaN for a policy that asks for another reward than the one given),
+        ``clairvoyant``, ``env_id`` and ``env_kwargs``. What is undefined (the latency of a policy
+        that drops everything) is NaN.
 
     Raises:
         ValueError: If an argument, a policy's name or an environment's argument is not valid.
@@ -157,17 +155,22 @@ def evaluate(
     graph_id = env_id_for(env_id)
     # All names are looked up before the first episode: a typo must not cost the others' work.
     probe = make_envs(graph_id, 1, kwargs)
-    system = RoutingSystem.from_problem(probe.unwrapped.problem)
-    experts = _expert_names(probe.unwrapped.problem.models)
-    arguments = probe.unwrapped.problem.arguments
+    family, problem = known_family(env_id), probe.unwrapped.problem
     probe.close()
     # Every result says which system and load it is about, given or default.
-    told = json.dumps({**{key: arguments[key] for key in TOLD}, **kwargs}, sort_keys=True)
-    resolved = _distinct([resolve(policy, system) for policy in policies])
+    told = json.dumps(
+        {**{key: problem.arguments[key] for key in family.told}, **kwargs}, sort_keys=True
+    )
+    system = family.system(problem)
+    resolved = _distinct([resolve(policy, system, family.name) for policy in policies])
     rows: list[dict[str, Any]] = []
     for name, policy in resolved:
         asked = {**kwargs, **policy.env_kwargs}
-        same_return = all(kwargs.get(key) == value for key, value in policy.env_kwargs.items())
+        same_return = all(
+            kwargs.get(key) == value
+            for key, value in policy.env_kwargs.items()
+            if key not in family.neutral
+        )
         envs = make_envs(env_id_for(env_id, policy.env_view), count, asked)
         try:
             if policy.needs_env:
@@ -175,7 +178,11 @@ def evaluate(
             for start in range(0, episodes, count):
                 results = _run_block(envs, policy, seed + start, count)[: episodes - start]
                 for episode, result in enumerate(results, start):
-                    row = _row(result, experts)
+                    row = {
+                        **result["kpis"],
+                        **family.extras(result, problem),
+                        "return": result["return"],
+                    }
                     if not same_return:
                         row["return"] = math.nan
                     rows.append(
@@ -189,7 +196,7 @@ def evaluate(
                             "env_kwargs": told,
                         }
                     )
-                    if logs is not None:
+                    if logs is not None and result["log"] is not None:
                         logs.setdefault(name, []).append(result["log"])
                 if progress is not None:
                     progress(name, min(start + count, episodes), episodes)
@@ -198,12 +205,12 @@ def evaluate(
     return rows
 
 
-def _expert_names(models: Sequence[str]) -> list[str]:
-    """Model names, numbered where one model runs on several experts."""
-    return [
-        model if models.count(model) == 1 else f"{model}@{number}"
-        for number, model in enumerate(list(models), 1)
-    ]
+def known_family(env_id: str) -> Family:
+    """The family of an id; ValueError for an id of no family."""
+    family = family_of(env_id)
+    if family is None:
+        raise ValueError(f"env_id is {env_id!r}, whose family the evaluator does not know")
+    return family
 
 
 def _distinct(resolved: list[Resolved]) -> list[Resolved]:
@@ -219,7 +226,7 @@ def _distinct(resolved: list[Resolved]) -> list[Resolved]:
 def _run_block(envs: Any, policy: Policy, seed: int, count: int) -> list[dict[str, Any]]:
     """One episode in every environment, row i with seed ``seed + i``: its KPIs, log and return."""
     observation, info = envs.reset(seed=[seed + i for i in range(count)])
-    mask = info["action_mask"]
+    mask = info.get("action_mask")
     # The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
     # and their grouping into blocks does not matter.
     policy.reset(count, seed=seed)
@@ -229,58 +236,41 @@ def _run_block(envs: Any, policy: Policy, seed: int, count: int) -> list[dict[st
         observation, reward, ended, _, info = envs.step(policy.act(observation, mask))
         policy.feedback(reward)
         returns += reward
-        mask = info["action_mask"]
+        mask = info.get("action_mask")
     if not ended.all():
         raise RuntimeError("episodes of one environment differ in length")
     kpis = info["episode_kpis"]
+    has_log = hasattr(envs.unwrapped, "request_log")
     return [
         {
             "kpis": {key: float(kpis[key][row]) for key in kpis if key[0] != "_"},
-            "log": envs.unwrapped.request_log(row),
+            "log": envs.unwrapped.request_log(row) if has_log else None,
             "return": float(returns[row]),
         }
         for row in range(count)
     ]
 
 
-def _row(result: Mapping[str, Any], experts: Sequence[str]) -> dict[str, Any]:
-    """The numbers of one episode's row."""
-    log, kpis = result["log"], result["kpis"]
-    done = log["outcome"] == OUTCOMES.index("completed")
-    latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
-    percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
-    row: dict[str, Any] = {}
-    for key, value in kpis.items():
-        row[key] = value
-        if key == "mean_latency_s_per_token":
-            for percent, number in zip((50, 90, 99), percentiles, strict=True):
-                row[f"p{percent}_latency_s_per_token"] = float(number)
-    sent = np.bincount(log["expert"][log["expert"] >= 0], minlength=len(experts))
-    for name, number in zip(experts, sent, strict=True):
-        row[f"share_{name}"] = float(number) / len(log)
-    row["return"] = result["return"]
-    row["ceiling"] = float(np.mean(log["best_score"], dtype=np.float64))
-    return row
-
-
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dict a policy from the rows of `evaluate`, in the order of the rows.
 
     Returns:
-        ``policy``, ``clairvoyant``, ``episodes``, ``avg_qos`` as an `Interval` of the
-        interquartile mean with its stratified-bootstrap 95 % interval, ``mean_qos``, and the mean
-        over episodes of every other number. A mean leaves out the episodes where the number is
-        undefined and is NaN where it is undefined in all of them.
+        ``policy``, ``clairvoyant``, ``episodes``, the family's headline (routing: ``avg_qos``) as
+        an `Interval` of the interquartile mean with its stratified-bootstrap 95 % interval, its
+        plain mean (routing: ``mean_qos``), and the mean over episodes of every other number. A
+        mean leaves out the episodes where the number is undefined and is NaN where it is
+        undefined in all of them.
     """
-    out = []
+    family = known_family(rows[0]["env_id"])
+    headline, out = family.headline[0], []
     for name in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == name]
         summary: dict[str, Any] = {
             "policy": name,
             "clairvoyant": own[0]["clairvoyant"],
             "episodes": len(own),
-            "avg_qos": stratified_bootstrap([row["avg_qos"] for row in own], iqm),
-            "mean_qos": float(np.mean([row["avg_qos"] for row in own])),
+            headline: stratified_bootstrap([row[headline] for row in own], iqm),
+            family.mean: float(np.mean([row[headline] for row in own])),
         }
         for key, value in own[0].items():
             if key in summary or key in ("seed", "episode") or not isinstance(value, float | int):
@@ -290,27 +280,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             summary[key] = float(values.mean()) if values.size else math.nan
         out.append(summary)
     return out
-
-
-def request_interval(logs: Sequence[NDArray[Any]], latency_requirement_s: float) -> Interval:
-    """Mean QoS over all requests, with an interval that resamples episodes and prompts.
-
-    The evaluation split has a few hundred prompts that every episode draws from, so an interval
-    over episodes alone says nothing about other prompts.
-
-    Args:
-        logs: Request logs of one policy's episodes, from `evaluate`.
-        latency_requirement_s: L in seconds per token.
-    """
-    prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
-    sums, counts = np.zeros((2, len(logs), prompts))
-    for k, log in enumerate(logs):
-        done = log["outcome"] == OUTCOMES.index("completed")
-        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
-        qos = np.where(done & (latency <= latency_requirement_s), log["score"], 0.0)
-        sums[k] = np.bincount(log["catalog_row"], qos, prompts)
-        counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
-    return two_way_bootstrap_mean(sums, counts)
 
 
 def _number(value: float, digits: int, scale: float = 1.0, unit: str = "") -> str:
@@ -326,16 +295,19 @@ def _label(summary: Mapping[str, Any]) -> str:
     return summary["policy"] + (" (clairvoyant)" if summary["clairvoyant"] else "")
 
 
-def rank_disagreements(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Policies that stand elsewhere by mean return than by mean QoS.
+def rank_disagreements(
+    summaries: Sequence[Mapping[str, Any]], key: str = "mean_qos", higher_is_better: bool = True
+) -> list[str]:
+    """Policies that stand elsewhere by mean return than by the mean of the headline number.
 
     A reward that orders policies otherwise than the measured quality trains towards the wrong
     thing; policies without a comparable return are left out.
     """
+    sign = -1.0 if higher_is_better else 1.0
     compared = [s for s in summaries if math.isfinite(s["return"])]
-    by_qos = sorted(compared, key=lambda s: -s["mean_qos"])
+    by_quality = sorted(compared, key=lambda s: sign * s[key])
     by_return = sorted(compared, key=lambda s: -s["return"])
-    return [s["policy"] for s in compared if by_qos.index(s) != by_return.index(s)]
+    return [s["policy"] for s in compared if by_quality.index(s) != by_return.index(s)]
 
 
 def print_summary(
@@ -358,70 +330,44 @@ def print_summary(
         given = ", ".join(f"{k}={v}" for k, v in json.loads(first["env_kwargs"]).items())
         seeds = sorted({row["seed"] for row in rows})
         title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
-    disagree = rank_disagreements(summaries)
-    limit = json.loads(first["env_kwargs"])["latency_requirement_s"]
-    # L drawn per episode is not in the log, so that only a fixed one can be applied to it.
-    by_request = logs if logs and isinstance(limit, float | int) else None
+    family, arguments = known_family(first["env_id"]), json.loads(first["env_kwargs"])
+    headline, heading = family.headline
+    disagree = rank_disagreements(summaries, family.mean, family.higher_is_better)
+    by_request = {
+        name: interval
+        for name, own in (logs or {}).items()
+        if (interval := family.request_interval(own, arguments)) is not None
+    }
     body = []
     for s in summaries:
         body.append(
             [
                 _label(s),
-                _interval(s["avg_qos"]),
-                *(
-                    [_interval(request_interval(by_request[s["policy"]], limit))]
-                    if by_request
-                    else []
-                ),
-                _number(s["drop_rate"], 1, 100),
-                _number(s["reject_rate"], 1, 100),
-                _number(s["violation_rate"], 1, 100),
-                _number(s["mean_latency_s_per_token"], 1, 1e3),
-                _number(s["p50_latency_s_per_token"], 1, 1e3),
-                _number(s["p90_latency_s_per_token"], 1, 1e3),
-                _number(s["p99_latency_s_per_token"], 1, 1e3),
-                _number(s["mean_ttft_s"], 0, 1e3),
-                _number(s["mean_tpot_s"], 1, 1e3),
-                _number(s["mean_e2e_s"], 2),
-                _number(s["memory_use"], 1, 100),
-                _number(s["goodput_rps"], 2),
+                _interval(s[headline]),
+                *([_interval(by_request[s["policy"]])] if by_request else []),
+                *(_number(s[c.key], c.digits, c.scale) for c in family.columns),
                 _number(s["return"], 1) + ("*" if s["policy"] in disagree else ""),
             ]
         )
-    ceiling = float(np.mean([row["ceiling"] for row in rows]))
-    body.append(["ceiling (mean best score)", _number(ceiling, 3), *[""] * (13 + bool(by_request))])
-    notes = [
-        "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
-        "requests count 0. Rates in % of all requests; latency of served requests."
+    headings = [
+        "policy",
+        heading,
+        *([f"mean {heading}"] if by_request else []),
+        *(column.title for column in family.columns),
+        "return",
     ]
+    if "ceiling" in first:
+        ceiling = _number(float(np.mean([row["ceiling"] for row in rows])), 3)
+        blanks = [""] * (len(headings) - 2)
+        body.append(["ceiling (mean best score)", ceiling, *blanks])
+    notes = list(family.notes)
     if by_request:
-        notes.append("mean QoS: over all requests [95 % interval over episodes and prompts].")
+        notes.append(
+            f"mean {heading}: over all requests [95 % interval over episodes and prompts]."
+        )
     if disagree:
-        notes.append("* stands elsewhere by return than by QoS. Dropping everything returns 0.")
-    print_table(
-        title,
-        [
-            "policy",
-            "QoS",
-            *(["mean QoS"] if by_request else []),
-            "drop %",
-            "reject %",
-            "late %",
-            "ms/token",
-            "P50",
-            "P90",
-            "P99",
-            "TTFT ms",
-            "TPOT ms",
-            "e2e s",
-            "memory %",
-            "goodput/s",
-            "return",
-        ],
-        body,
-        notes,
-        file,
-    )
+        notes.append(f"* stands elsewhere by return than by {heading}.")
+    print_table(title, headings, body, notes, file)
     shares = [key for key in summaries[0] if key.startswith("share_")]
     if shares:
         print_table(

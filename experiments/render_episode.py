@@ -9,8 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.experiments.evaluate import DEFAULT_SEED, env_id_for, make_envs, resolve
+from servegym.experiments.evaluate import (
+    DEFAULT_SEED,
+    env_id_for,
+    known_family,
+    make_envs,
+    resolve,
+)
 from servegym.experiments.output import write_text
 
 __all__ = ["render_episode"]
@@ -30,7 +35,7 @@ def render_episode(
     """Run one episode of at most ``steps`` decisions and show every state after a decision.
 
     Args:
-        env_id: A routing id.
+        env_id: An id of one of the families.
         policy: Registered name or checkpoint path.
         steps: Decisions to show.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
@@ -45,8 +50,8 @@ def render_episode(
     kwargs = {"split": "eval", **env_kwargs}
     mode = "ansi" if out is None else "rgb_array"
     envs = make_envs(env_id_for(env_id), 1, kwargs)
-    problem = envs.unwrapped.problem
-    chosen = resolve(policy, RoutingSystem.from_problem(problem)).policy
+    family = known_family(env_id)
+    chosen = resolve(policy, family.system(envs.unwrapped.problem), family.name).policy
     envs.close()
     view_id = env_id_for(env_id, chosen.env_view)
     envs = make_envs(view_id, 1, {**kwargs, **chosen.env_kwargs}, mode)
@@ -58,12 +63,11 @@ def render_episode(
         observation, info = envs.reset(seed=[first])
         chosen.reset(1, seed=first)
         for step in range(steps):
-            actions = chosen.act(observation, info["action_mask"])
+            actions = chosen.act(observation, info.get("action_mask"))
             observation, reward, ended, _, info = envs.step(actions)
             chosen.feedback(reward)
             if out is None:
-                action = int(actions[0])
-                choice = "dropped" if action == 0 else f"to expert {action}"
+                choice = family.describe(actions)
                 echo(f"decision {step + 1}: {choice}, reward {float(reward[0]):.3f}")
                 echo(str(envs.render()[0]).rstrip("\n") + "\n")
             elif out.suffix.lower() == ".gif" or ended[0] or step + 1 == steps:

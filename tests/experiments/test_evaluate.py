@@ -9,6 +9,7 @@ import pytest
 
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments import evaluate as ev
+from servegym.experiments.families import expert_names
 from servegym.experiments.output import check_writable, print_table, write_csv, write_json
 
 ENV_ID = "servegym/LLMRouting-v0"
@@ -158,7 +159,7 @@ def test_policies_of_one_name_stay_apart():
 
 
 def test_one_model_on_two_experts_gets_two_columns():
-    assert ev._expert_names(["a", "b", "a"]) == ["a@1", "b", "a@3"]
+    assert expert_names(["a", "b", "a"]) == ["a@1", "b", "a@3"]
 
 
 def _summary(policy, qos, value):

@@ -1,0 +1,176 @@
+"""What the evaluator must know of each environment family: ids, numbers of a row, columns.
+
+The evaluator runs any family alike; a family adds the description of the system that its policies
+are told of, the numbers beside the KPIs of an episode, and the columns of the printed table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.experiments.stats import Interval, two_way_bootstrap_mean
+
+__all__ = ["FAMILIES", "Column", "Family", "family_of"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the printed table: the mean over episodes of a row's number.
+
+    Attributes:
+        title: Heading, with the unit.
+        key: Key of the row.
+        digits: Digits after the point.
+        scale: Factor from the row's unit to the heading's.
+    """
+
+    title: str
+    key: str
+    digits: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """One environment family as the evaluator sees it.
+
+    Attributes:
+        name: Name in the policy registry.
+        views: Observation that a policy reads -> id without namespace and version.
+        headline: Key of the row's headline number and its heading.
+        higher_is_better: Which way the headline improves.
+        mean: Key of the headline's plain mean in a summary.
+        columns: The other columns.
+        told: Arguments of the environment that every table names, given or default.
+        notes: Lines below the table.
+        system: The problem -> the static description that policies are made from.
+        extras: (result, problem) -> numbers of a row beside the KPIs.
+        request_interval: (logs, arguments) -> mean over requests with an interval, or None.
+        describe: The first action of a batch in words.
+        neutral: Arguments that a policy may ask for without changing the reward.
+    """
+
+    name: str
+    views: Mapping[str, str]
+    headline: tuple[str, str]
+    higher_is_better: bool
+    mean: str
+    columns: tuple[Column, ...]
+    told: tuple[str, ...]
+    notes: tuple[str, ...]
+    system: Callable[[Any], Any]
+    extras: Callable[[Mapping[str, Any], Any], dict[str, float]]
+    request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None]
+    describe: Callable[[Any], str]
+    neutral: tuple[str, ...] = ()
+
+
+def family_of(env_id: str) -> Family | None:
+    """The family whose ids ``env_id`` is one of, or None."""
+    name = env_id.partition("/")[2].rpartition("-")[0]
+    return next((f for f in FAMILIES if name in f.views.values()), None)
+
+
+# --------------------------------------------------------------------------------- LLM routing
+
+
+def _routing_system(problem: Any) -> Any:
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    return RoutingSystem.from_problem(problem)
+
+
+def expert_names(models: Sequence[str]) -> list[str]:
+    """Model names, numbered where one model runs on several experts."""
+    return [
+        model if models.count(model) == 1 else f"{model}@{number}"
+        for number, model in enumerate(list(models), 1)
+    ]
+
+
+def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
+    from servegym.envs.llm_routing.core import OUTCOMES
+
+    return log["outcome"] == OUTCOMES.index("completed")
+
+
+def _routing_extras(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+    log, names = result["log"], expert_names(problem.models)
+    done = _completed(log)
+    latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
+    percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
+    row = {
+        f"p{percent}_latency_s_per_token": float(number)
+        for percent, number in zip((50, 90, 99), percentiles, strict=True)
+    }
+    sent = np.bincount(log["expert"][log["expert"] >= 0], minlength=len(names))
+    row |= {f"share_{name}": float(k) / len(log) for name, k in zip(names, sent, strict=True)}
+    row["ceiling"] = float(np.mean(log["best_score"], dtype=np.float64))
+    return row
+
+
+def _routing_interval(
+    logs: Sequence[NDArray[Any]], arguments: Mapping[str, Any]
+) -> Interval | None:
+    """Mean QoS over all requests, with an interval that resamples episodes and prompts.
+
+    The evaluation split has a few hundred prompts that every episode draws from, so an interval
+    over episodes alone says nothing about other prompts.
+    """
+    limit = arguments["latency_requirement_s"]
+    if not isinstance(limit, float | int):
+        return None  # L drawn per episode is not in the log
+    prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
+    sums, counts = np.zeros((2, len(logs), prompts))
+    for k, log in enumerate(logs):
+        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
+        qos = np.where(_completed(log) & (latency <= limit), log["score"], 0.0)
+        sums[k] = np.bincount(log["catalog_row"], qos, prompts)
+        counts[k] = np.bincount(log["catalog_row"], minlength=prompts)
+    return two_way_bootstrap_mean(sums, counts)
+
+
+def _routing_choice(actions: Any) -> str:
+    action = int(actions[0])
+    return "dropped" if action == 0 else f"to expert {action}"
+
+
+ROUTING = Family(
+    name="llm_routing",
+    views={"graph": "LLMRouting", "flat": "LLMRoutingFlat", "experts": "LLMRoutingExperts"},
+    headline=("avg_qos", "QoS"),
+    higher_is_better=True,
+    mean="mean_qos",
+    columns=(
+        Column("drop %", "drop_rate", 1, 100),
+        Column("reject %", "reject_rate", 1, 100),
+        Column("late %", "violation_rate", 1, 100),
+        Column("ms/token", "mean_latency_s_per_token", 1, 1e3),
+        Column("P50", "p50_latency_s_per_token", 1, 1e3),
+        Column("P90", "p90_latency_s_per_token", 1, 1e3),
+        Column("P99", "p99_latency_s_per_token", 1, 1e3),
+        Column("TTFT ms", "mean_ttft_s", 0, 1e3),
+        Column("TPOT ms", "mean_tpot_s", 1, 1e3),
+        Column("e2e s", "mean_e2e_s", 2),
+        Column("memory %", "memory_use", 1, 100),
+        Column("goodput/s", "goodput_rps", 2),
+    ),
+    told=("profiles", "arrivals", "rate", "latency_requirement_s", "scheduler"),
+    notes=(
+        "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
+        "requests count 0. Rates in % of all requests; latency of served requests.",
+    ),
+    system=_routing_system,
+    extras=_routing_extras,
+    request_interval=_routing_interval,
+    describe=_routing_choice,
+)
+
+FAMILIES: tuple[Family, ...] = (ROUTING,)
+"""Every family that the evaluator runs."""

@@ -1,0 +1,88 @@
+"""Every figure and table of a family by one command: ``servegym figures FAMILY``.
+
+A figure is a module of this folder whose name begins with the family's prefix and that has a
+``main(argv) -> int``; the first line of its docstring says what it shows. Each also runs alone, as
+``python -m servegym.experiments.MODULE``, and takes ``--help``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from servegym.envs._checks import choose
+
+__all__ = ["PREFIXES", "Figure", "list_figures", "run_figures"]
+
+PREFIXES = {"routing": "routing_", "serverless": "serverless_", "placement": "placement_"}
+"""Family -> prefix of its modules."""
+
+
+class Figure(NamedTuple):
+    """One module of figures.
+
+    Attributes:
+        name: Module name without the family's prefix.
+        module: Import name.
+        description: First line of its docstring.
+    """
+
+    name: str
+    module: str
+    description: str
+
+
+def list_figures(family: str) -> list[Figure]:
+    """The figure modules of a family in alphabetical order, read without importing them.
+
+    Raises:
+        ValueError: If the family is unknown.
+    """
+    prefix = PREFIXES[choose("family", family, PREFIXES)]
+    found = []
+    for path in sorted(Path(__file__).parent.glob(f"{prefix}*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if "main" in names:
+            first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
+            module = f"servegym.experiments.{path.stem}"
+            found.append(Figure(path.stem.removeprefix(prefix), module, first))
+    return found
+
+
+def run_figures(
+    family: str,
+    only: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+    echo: Callable[[str], object] = print,
+) -> int:
+    """Run figure modules one after another.
+
+    Args:
+        family: A key of `PREFIXES`.
+        only: Names of modules; all of them by default.
+        arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
+        echo: Prints a line.
+
+    Returns:
+        How many of them ended with a status other than zero.
+
+    Raises:
+        ValueError: If the family or a name is unknown, before anything runs.
+    """
+    figures = list_figures(family)
+    known = {figure.name: figure for figure in figures}
+    chosen = [known[choose("only", name, known)] for name in only] or figures
+    failed = 0
+    for figure in chosen:
+        echo(f"{figure.name}: {figure.description}")
+        begin = time.perf_counter()
+        status = importlib.import_module(figure.module).main(list(arguments)) or 0
+        failed += bool(status)
+        result = f"failed with status {status}" if status else "done"
+        echo(f"{figure.name}: {result} in {time.perf_counter() - begin:.0f} s")
+    return failed
