@@ -1,0 +1,319 @@
+"""Memory of the remote functions: the law of expert time, problem P2 and its dual (IV-E).
+
+Memory is in GB and prices in USD per GB and second here, as in the paper's convexity check.
+
+For one layer, with ``T(y) = theta1 exp(-theta2 y) + theta3`` seconds of the remote calls of one
+token and H the running cost of everything that waits (USD/s), Eq. 13 minimises
+``g(y) = (T(y) + t) (H + c y)``, where t is the overhead per expected call. A TPOT multiplier
+lambda only adds ``lambda / (1 + eta)`` to H in the derivative, so a layer's minimum has the closed
+form of Lambert's W and the dual is a search over one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.envs._checks import choose
+
+Floats = NDArray[np.float64]
+
+SURROGATES = ("printed", "eq5")
+
+
+@dataclass(frozen=True)
+class TimeLaw:
+    """``T(y) = theta1 exp(-theta2 y) + theta3``, seconds at y GB.
+
+    Attributes:
+        theta1: Seconds.
+        theta2: Per GB.
+        theta3: Seconds.
+        rmse_s: Error of the fit.
+    """
+
+    theta1: float
+    theta2: float
+    theta3: float
+    rmse_s: float = 0.0
+
+    def __call__(self, gb: ArrayLike) -> Floats:
+        """Seconds at so many GB."""
+        return self.theta1 * np.exp(-self.theta2 * np.asarray(gb, float)) + self.theta3
+
+    def scaled(self, factor: float) -> TimeLaw:
+        """The law of ``factor`` calls."""
+        return TimeLaw(
+            factor * self.theta1, self.theta2, factor * self.theta3, factor * self.rmse_s
+        )
+
+
+def fit_time_law(gb: ArrayLike, seconds: ArrayLike, theta2_max: float = 50.0) -> TimeLaw:
+    """Least squares: theta2 by a golden-section search, theta1 and theta3 linear given it.
+
+    Args:
+        gb: (M,) memory, at least 3 different values.
+        seconds: (M,) measured times, above 0.
+        theta2_max: Largest rate tried, per GB.
+
+    Raises:
+        ValueError: If there are fewer than 3 points or a time is not above 0.
+    """
+    x, t = np.asarray(gb, np.float64), np.asarray(seconds, np.float64)
+    if x.shape != t.shape or np.unique(x).size < 3:
+        raise ValueError("gb and seconds must be alike in shape, with 3 different memory sizes")
+    if not (np.isfinite(t).all() and (t > 0).all()):
+        raise ValueError("seconds must be finite and above 0")
+
+    def given(rate: float) -> tuple[float, float, float]:
+        e = np.exp(-rate * (x - x.min()))  # shifted: no underflow of the whole column
+        spread = e - e.mean()
+        slope = float(np.clip(spread @ (t - t.mean()) / (spread @ spread), 0.0, None))
+        floor = float(t.mean() - slope * e.mean())
+        if floor < 0.0:
+            floor, slope = 0.0, float(max(e @ t / (e @ e), 0.0))
+        error = slope * e + floor - t
+        return float(error @ error), slope, floor
+
+    rates = np.geomspace(1e-3, theta2_max, 200)
+    best = int(np.argmin([given(r)[0] for r in rates]))
+    low, high = rates[max(best - 1, 0)], rates[min(best + 1, rates.size - 1)]
+    ratio = (np.sqrt(5.0) - 1.0) / 2.0
+    for _ in range(100):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        if given(left)[0] <= given(right)[0]:
+            high = right
+        else:
+            low = left
+    rate = float(0.5 * (low + high))
+    error, slope, floor = given(rate)
+    theta1 = slope * float(np.exp(rate * x.min()))
+    return TimeLaw(theta1, rate, floor, float(np.sqrt(error / x.size)))
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryProblem:
+    """Problem P2 (Eq. 13) of the layers that have remote experts.
+
+    Attributes:
+        theta1: (L,) seconds, of top_k calls.
+        theta2: (L,) per GB.
+        theta3: (L,) seconds, of top_k calls.
+        share: (L,) s, expected share of a token's calls that are remote, above 0.
+        overhead_s: (L,) overhead per token; the surrogate decides what it holds.
+        holding_usd_s: H, cost of what waits (main function), USD/s.
+        price_usd_gb_s: c, USD per GB and second.
+        lower_gb: (L,) least memory (m_1 and 10e).
+        upper_gb: (L,) m_Ve.
+        time_limit_s: What the remote calls of one token may take, all layers together.
+        eta: Prefill time as a share of decoding time.
+    """
+
+    theta1: Floats
+    theta2: Floats
+    theta3: Floats
+    share: Floats
+    overhead_s: Floats
+    holding_usd_s: float
+    price_usd_gb_s: float
+    lower_gb: Floats
+    upper_gb: Floats
+    time_limit_s: float = np.inf
+    eta: float = 0.1
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.share)
+        for name in ("theta1", "theta2", "theta3", "overhead_s", "lower_gb", "upper_gb"):
+            given = np.shape(getattr(self, name))
+            if given != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {given}")
+        if (np.asarray(self.share) <= 0).any():
+            raise ValueError("share must be above 0: leave out layers without remote calls")
+        if (np.asarray(self.lower_gb) > np.asarray(self.upper_gb)).any():
+            raise ValueError("lower_gb must not be above upper_gb")
+
+    def time_s(self, gb: Floats) -> Floats:
+        """(L,) expected remote time of a token: ``share T(y) + overhead``."""
+        law = self.theta1 * np.exp(-self.theta2 * gb) + self.theta3
+        return self.share * law + self.overhead_s
+
+    def cost(self, gb: Floats) -> Floats:
+        """(L,) terms of the objective: ``(1 + eta) time (H + c y)``, USD a token."""
+        rate = self.holding_usd_s + self.price_usd_gb_s * gb
+        return (1.0 + self.eta) * self.time_s(gb) * rate
+
+    def cost_slope(self, gb: Floats) -> Floats:
+        """(L,) derivative of `cost` (Theorem 2's g' times (1 + eta) share)."""
+        rate = self.holding_usd_s + self.price_usd_gb_s * gb
+        return (1.0 + self.eta) * (
+            self.time_slope(gb) * rate + self.price_usd_gb_s * self.time_s(gb)
+        )
+
+    def time_slope(self, gb: Floats) -> Floats:
+        """(L,) derivative of `time_s`."""
+        return -self.share * self.theta1 * self.theta2 * np.exp(-self.theta2 * gb)
+
+    def convex_from_gb(self) -> Floats:
+        """(L,) Theorem 2: the cost is strictly convex above ``2/theta2 - H/c``."""
+        return 2.0 / self.theta2 - self.holding_usd_s / self.price_usd_gb_s
+
+
+def make_overhead(
+    surrogate: str, trem_s: ArrayLike, share: ArrayLike, top_k: int, transfer_s: float
+) -> Floats:
+    """Overhead of a token in each layer: Eq. 12 as printed, or per call as in Eq. 5.
+
+    Args:
+        surrogate: ``"printed"``: trem once a token. ``"eq5"``: ``s top_k (2D/B + trem)``.
+        trem_s: (L,).
+        share: (L,).
+        top_k: Experts a token goes to.
+        transfer_s: 2D/B.
+    """
+    choose("surrogate", surrogate, SURROGATES)
+    trem = np.asarray(trem_s, np.float64)
+    if surrogate == "printed":
+        return trem.copy()
+    return np.asarray(share, np.float64) * top_k * (transfer_s + trem)
+
+
+@dataclass(frozen=True, eq=False)
+class MemorySolution:
+    """A point of P2 with its certificate.
+
+    Attributes:
+        gb: (L,) memory.
+        multiplier: lambda of the TPOT constraint, USD/s.
+        cost: Objective, USD a token.
+        dual: Value of the dual at the multiplier; ``cost - dual`` bounds the distance to the
+            optimum of the relaxed problem.
+        time_s: Remote time of a token.
+        feasible: False if even the largest memory misses the time limit (then that is returned).
+        kkt: Largest relative violation of stationarity, complementarity and feasibility.
+    """
+
+    gb: Floats
+    multiplier: float
+    cost: float
+    dual: float
+    time_s: float
+    feasible: bool
+    kkt: float
+
+
+def _inner(p: MemoryProblem, multiplier: float) -> Floats:
+    """(L,) minimum over the box of ``cost + multiplier time`` of each layer."""
+    c = p.price_usd_gb_s
+    h = (p.holding_usd_s + multiplier / (1.0 + p.eta)) / c
+    rest = p.theta3 + p.overhead_s / p.share
+    # The slope is 0 where u exp(-u) = r, with u = theta2 (y + h) - 1; u > 1 is the convex side.
+    tau = p.theta2 * h - 1.0 - np.log(rest / np.maximum(p.theta1, 1e-300))
+    u = np.maximum(tau, 1.0)
+    u = u + np.sqrt(2.0 * (u - 1.0))
+    for _ in range(12):  # Newton from the right of the root of u - ln u = tau: monotone
+        u = np.where(u > 1.0, u - (u - np.log(u) - tau) / np.maximum(1.0 - 1.0 / u, 1e-12), u)
+        u = np.maximum(u, 1.0)
+    root = (u + 1.0) / p.theta2 - h
+    low, high = np.asarray(p.lower_gb, float), np.asarray(p.upper_gb, float)
+    # With tau <= 1 the slope is nowhere negative. Below the convex side the function is concave,
+    # so the lower end can be another local minimum: compare.
+    inside = np.where(tau <= 1.0, low, np.clip(root, low, high))
+
+    def value(y: Floats) -> Floats:
+        return p.cost(y) + multiplier * p.time_s(y)
+
+    return np.where(value(low) < value(inside), low, inside)
+
+
+def kkt_residual(p: MemoryProblem, gb: Floats, multiplier: float) -> float:
+    """Largest relative violation of the KKT conditions of P2 (0 at a KKT point).
+
+    Stationarity with the box multipliers eliminated, sign of the multiplier, TPOT, and
+    complementary slackness.
+    """
+    slope = p.cost_slope(gb) + multiplier * p.time_slope(gb)
+    scale = np.abs(p.time_slope(gb)) * (
+        (1.0 + p.eta) * (p.holding_usd_s + p.price_usd_gb_s * gb) + multiplier
+    ) + (1.0 + p.eta) * p.price_usd_gb_s * p.time_s(gb)
+    width = np.maximum(p.upper_gb - p.lower_gb, 1e-12)
+    # At the lower end the slope may be positive, at the upper end negative.
+    wrong = np.where(gb <= p.lower_gb + 1e-12 * width, np.minimum(slope, 0.0), slope)
+    wrong = np.where(gb >= p.upper_gb - 1e-12 * width, np.maximum(wrong, 0.0), wrong)
+    worst = float(np.max(np.abs(wrong) / scale, initial=0.0))
+    if np.isfinite(p.time_limit_s):
+        excess = float(p.time_s(gb).sum()) / p.time_limit_s - 1.0
+        worst = max(worst, excess)
+        if multiplier > 0.0:
+            worst = max(worst, abs(excess))
+    return worst
+
+
+def solve_memory(p: MemoryProblem) -> MemorySolution:
+    """Solve the relaxed P2 by its dual (Eq. 14): one TPOT multiplier, found by bisection.
+
+    Args:
+        p: The problem.
+    """
+    gb, multiplier, feasible = _inner(p, 0.0), 0.0, True
+    if gb.size and p.time_s(gb).sum() > p.time_limit_s:
+        # A little beyond the end of the box nothing moves any more, whatever the multiplier.
+        fastest = float(p.time_s(np.asarray(p.upper_gb, float)).sum())
+        if fastest >= p.time_limit_s:
+            gb, feasible = np.asarray(p.upper_gb, float).copy(), fastest == p.time_limit_s
+        else:
+            low, high = 0.0, max(p.holding_usd_s, p.price_usd_gb_s)
+            while p.time_s(_inner(p, high)).sum() > p.time_limit_s:
+                low, high = high, 4.0 * high
+            for _ in range(200):
+                middle = 0.5 * (low + high)
+                if middle in (low, high):
+                    break
+                if p.time_s(_inner(p, middle)).sum() > p.time_limit_s:
+                    low = middle
+                else:
+                    high = middle
+            multiplier, gb = high, _inner(p, high)
+    time = float(p.time_s(gb).sum())
+    cost = float(p.cost(gb).sum())
+    dual = cost
+    if multiplier > 0.0:
+        dual = cost + multiplier * (time - p.time_limit_s)
+    residual = kkt_residual(p, gb, multiplier) if feasible else np.inf
+    return MemorySolution(gb, multiplier, cost, dual, time, feasible, residual)
+
+
+def round_memory(p: MemoryProblem, gb: ArrayLike, grid_gb: ArrayLike) -> tuple[Floats, bool]:
+    """Put each layer on the grid of specifications and repair the time limit.
+
+    Each layer takes the cheaper of its two neighbours that is large enough. While the time limit
+    is missed, the layer with the least extra cost per second saved goes one step up.
+
+    Args:
+        p: The problem.
+        gb: (L,) relaxed memory.
+        grid_gb: (M,) rising specifications.
+
+    Returns:
+        (L,) memory on the grid and whether the limit holds. A layer whose lower bound lies above
+        the grid takes the largest specification.
+    """
+    grid = np.asarray(grid_gb, np.float64)
+    y = np.asarray(gb, np.float64)
+    least = np.minimum(np.searchsorted(grid, np.asarray(p.lower_gb) - 1e-12), grid.size - 1)
+    upper = np.searchsorted(grid, np.asarray(p.upper_gb) + 1e-12) - 1
+    most = np.maximum(np.minimum(upper, grid.size - 1), least)
+    down = np.clip(np.searchsorted(grid, y + 1e-12) - 1, least, most)
+    up = np.clip(down + 1, least, most)
+    at = np.where(p.cost(grid[up]) < p.cost(grid[down]), up, down)
+    while y.size and p.time_s(grid[at]).sum() > p.time_limit_s * (1.0 + 1e-12):
+        higher = np.minimum(at + 1, most)
+        saved = p.time_s(grid[at]) - p.time_s(grid[higher])
+        extra = p.cost(grid[higher]) - p.cost(grid[at])
+        price = np.where(saved > 0.0, extra / np.maximum(saved, 1e-300), np.inf)
+        best = int(np.argmin(price))
+        if not np.isfinite(price[best]):
+            return grid[at], False
+        at[best] += 1
+    return grid[at], True
