@@ -1,0 +1,632 @@
+"""MoE models and the experts their tokens activate.
+
+A :class:`MoeModel` holds the sizes of one mixture-of-experts model. An :class:`Activations` holds,
+for a set of prompts, how often every expert of every MoE layer was chosen and a bank of whole
+tokens: the set of experts a token took in each layer at once. The bank matters where the joint
+choice decides, for example whether *any* of a token's experts lies on another server.
+
+``load_activations`` gives recorded routing where there is some and marked synthetic routing
+elsewhere; ``make_toy_activations`` gives a small synthetic set for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, real, whole
+
+MB = 2**20
+SPLITS = ("train", "val", "eval")
+SPLIT_SHARES = (0.6, 0.1, 0.3)
+MAX_EXPERTS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class MoeModel:
+    """Sizes of a mixture-of-experts transformer. The arrays are read-only.
+
+    Attributes:
+        name: Name of the model.
+        layers: All transformer blocks.
+        moe_layers: Indexes of the L blocks with routed experts, ascending.
+        experts: E, routed experts of a MoE layer, at most 64.
+        top_k: Routed experts a token takes in a MoE layer.
+        shared_experts: Experts of a MoE layer that every token takes; counted with the non-expert
+            weights.
+        hidden: Width of a token vector, values.
+        expert_intermediate: Inner width of a routed expert, values.
+        bytes_per_value: Mean bytes of one weight of a routed expert. Token vectors are float32 in
+            ``gpt2-moe`` and 2 bytes a value in the others: see ``token_bytes``.
+        expert_bytes: Bytes of one routed expert, biases and quantisation scales included.
+        non_expert_mb: float64 (layers,), weights of each block apart from its routed experts
+            (attention, norms, router, shared experts, dense FFN), MB of 2**20 bytes.
+        embedding_mb: Embeddings, output head and final norm, MB of 2**20 bytes.
+        kv_bytes_per_token_layer: Bytes of the KV cache of one token in one block.
+        provenance: Where the numbers come from.
+
+    Raises:
+        ValueError: A value is out of range; the message names the field.
+    """
+
+    name: str
+    layers: int
+    moe_layers: tuple[int, ...]
+    experts: int
+    top_k: int
+    shared_experts: int
+    hidden: int
+    expert_intermediate: int
+    bytes_per_value: float
+    expert_bytes: int
+    non_expert_mb: np.ndarray = field(repr=False)
+    embedding_mb: float
+    kv_bytes_per_token_layer: int
+    provenance: Mapping[str, Any] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        whole("layers", self.layers, 1)
+        whole("experts", self.experts, 1, MAX_EXPERTS)
+        whole("top_k", self.top_k, 1, self.experts)
+        whole("shared_experts", self.shared_experts, 0)
+        for name in ("hidden", "expert_intermediate", "expert_bytes", "kv_bytes_per_token_layer"):
+            whole(name, getattr(self, name), 1)
+        real("bytes_per_value", self.bytes_per_value, 0.0, open_low=True)
+        real("embedding_mb", self.embedding_mb, 0.0)
+        blocks = tuple(int(layer) for layer in self.moe_layers)
+        ascending = all(a < b for a, b in zip(blocks, blocks[1:], strict=False))
+        if not blocks or not ascending or blocks[0] < 0 or blocks[-1] >= self.layers:
+            raise ValueError(
+                f"moe_layers={self.moe_layers!r} must be ascending indexes of the "
+                f"{self.layers} blocks, at least one."
+            )
+        object.__setattr__(self, "moe_layers", blocks)
+        sizes = _frozen(self.non_expert_mb, np.float64)
+        if sizes.shape != (self.layers,) or not np.all(np.isfinite(sizes)) or np.any(sizes < 0):
+            raise ValueError(f"non_expert_mb must be ({self.layers},) finite sizes >= 0.")
+        object.__setattr__(self, "non_expert_mb", sizes)
+
+    def __reduce__(self):
+        return _rebuild, (type(self), _fields(self))
+
+    @property
+    def num_moe_layers(self) -> int:
+        """L, the number of MoE layers."""
+        return len(self.moe_layers)
+
+    @property
+    def expert_mb(self) -> float:
+        """Size of one routed expert, MB of 2**20 bytes."""
+        return self.expert_bytes / MB
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token vector between layers (hidden x 4 in ``gpt2-moe``, else x 2)."""
+        return self.hidden * (4 if self.bytes_per_value == 4 else 2)
+
+    @property
+    def total_mb(self) -> float:
+        """All weights, MB of 2**20 bytes."""
+        routed = self.num_moe_layers * self.experts * self.expert_mb
+        return routed + float(self.non_expert_mb.sum()) + self.embedding_mb
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """Expert choices of P prompts in the L MoE layers of a model. The arrays are read-only.
+
+    Attributes:
+        name: Name of the set.
+        model: The model, with E experts a layer and ``top_k`` of them a token.
+        kind: ``"recorded"`` or ``"synthetic"``.
+        tasks: Names of the tasks.
+        task: int16 (P,), index into ``tasks``.
+        split: int8 (P,), 0 train, 1 val, 2 eval; near-duplicates share one.
+        tokens: int32 (P,), recorded tokens, >= 1.
+        counts: int32 (P, L, E), tokens that took each expert; each (p, l) sums to
+            ``tokens[p] * top_k``.
+        bank: uint64 (T, L), the expert set of a banked token in each layer, bit e for expert e.
+        bank_start: int64 (P + 1,), prompt p's tokens are ``bank[bank_start[p]:bank_start[p + 1]]``,
+            at least one.
+        embeddings: ``{}``, or float32 (P, d) arrays: ``"output"``, the pooled output of a sentence
+            encoder, and ``"token"``, the sum of its normalised token embeddings (u_p of Eq. 11).
+        provenance: Where the numbers come from (source, licence, command, date).
+        categories: Names of finer classes of the prompts; those of ``tasks`` if not given.
+        category: int16 (P,), index into ``categories``; ``task`` if not given.
+
+    Raises:
+        ValueError: A shape, range or sum is wrong; the message names the field and the place.
+    """
+
+    name: str
+    model: MoeModel = field(repr=False)
+    kind: str
+    tasks: tuple[str, ...]
+    task: np.ndarray = field(repr=False)
+    split: np.ndarray = field(repr=False)
+    tokens: np.ndarray = field(repr=False)
+    counts: np.ndarray = field(repr=False)
+    bank: np.ndarray = field(repr=False)
+    bank_start: np.ndarray = field(repr=False)
+    embeddings: Mapping[str, np.ndarray] = field(repr=False)
+    provenance: Mapping[str, Any] = field(repr=False)
+    categories: tuple[str, ...] = field(default=(), repr=False)
+    category: np.ndarray | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        choose("kind", self.kind, ("recorded", "synthetic"))
+        tasks = _names("tasks", self.tasks)
+        prompts = np.asarray(self.tokens).shape
+        if len(prompts) != 1 or prompts[0] == 0:
+            raise ValueError(f"tokens has shape {prompts}, it must be (P,) with P >= 1.")
+        size, layers, experts = prompts[0], self.model.num_moe_layers, self.model.experts
+        values = {
+            "tasks": tasks,
+            "tokens": _checked("tokens", self.tokens, prompts, 1, None, np.int32),
+            "task": _checked("task", self.task, prompts, 0, len(tasks) - 1, np.int16),
+            "split": _checked("split", self.split, prompts, 0, 2, np.int8),
+            "counts": _checked("counts", self.counts, (size, layers, experts), 0, None, np.int32),
+        }
+        if self.category is None:
+            values["categories"], values["category"] = tasks, values["task"]
+        else:
+            names = _names("categories", self.categories)
+            values["categories"] = names
+            values["category"] = _checked(
+                "category", self.category, prompts, 0, len(names) - 1, np.int16
+            )
+        want = values["tokens"].astype(np.int64) * self.model.top_k
+        bad = np.argwhere(values["counts"].sum(axis=2) != want[:, None])
+        if len(bad):
+            p, layer = bad[0]
+            raise ValueError(
+                f"counts[{p}, {layer}] sums to {values['counts'][p, layer].sum()}, it must be "
+                f"tokens * top_k = {want[p]}."
+            )
+        start = np.asarray(self.bank_start)
+        bank = np.asarray(self.bank)
+        if bank.dtype != np.uint64 or bank.ndim != 2 or bank.shape[1] != layers:
+            raise ValueError(f"bank is {bank.dtype} {bank.shape}, it must be uint64 (T, {layers}).")
+        ends = start.shape == (size + 1,) and start[0] == 0 and start[-1] == len(bank)
+        if not ends or np.any(np.diff(start) < 1):
+            raise ValueError(
+                f"bank_start must be ({size + 1},) ascending from 0 to {len(bank)}, at least one "
+                "token a prompt."
+            )
+        bad = np.argwhere(popcounts(bank) != self.model.top_k)
+        if len(bad) == 0 and experts < 64:
+            bad = np.argwhere(bank >> np.uint64(experts) != 0)
+        if len(bad):
+            row, layer = bad[0]
+            raise ValueError(
+                f"bank[{row}, {layer}]={int(bank[row, layer]):#x} must have {self.model.top_k} "
+                f"bits among the lowest {experts}."
+            )
+        values["bank"] = _frozen(bank, np.uint64)
+        values["bank_start"] = _frozen(start, np.int64)
+        vectors = {}
+        for key, array in self.embeddings.items():
+            choose("embeddings", key, ("output", "token"))
+            array = _frozen(array, np.float32)
+            if array.ndim != 2 or len(array) != size or not np.all(np.isfinite(array)):
+                raise ValueError(f"embeddings[{key!r}] must be ({size}, d) finite numbers.")
+            vectors[key] = array
+        values["embeddings"] = vectors
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+
+    def __reduce__(self):
+        return _rebuild, (type(self), _fields(self))
+
+    @property
+    def num_prompts(self) -> int:
+        """P, the number of prompts."""
+        return len(self.tokens)
+
+    def rows(self, split: str) -> np.ndarray:
+        """Prompts of a split.
+
+        Args:
+            split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``.
+
+        Returns:
+            int64 (n,), ascending.
+
+        Raises:
+            ValueError: Another name.
+        """
+        choose("split", split, (*SPLITS, "all"))
+        if split == "all":
+            return np.arange(self.num_prompts)
+        return np.flatnonzero(self.split == SPLITS.index(split))
+
+    def frequencies(self) -> np.ndarray:
+        """Activation frequencies: float64 (P, L, E), each (p, l) sums to 1."""
+        return self.counts / self.counts.sum(axis=2, keepdims=True)
+
+
+def _rebuild(cls: type, values: dict[str, Any]) -> Any:
+    return cls(**values)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _frozen(values: Any, dtype: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.dtype != dtype or array.flags.writeable or not array.flags.c_contiguous:
+        array = np.array(array, dtype=dtype, order="C")
+        array.setflags(write=False)
+    return array
+
+
+def _names(argument: str, given: Any) -> tuple[str, ...]:
+    names = tuple(str(name) for name in given)
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"{argument}={names!r} must be at least one name, each once.")
+    return names
+
+
+def _checked(
+    name: str, given: Any, shape: tuple[int, ...], low: int, high: int | None, dtype: Any
+) -> np.ndarray:
+    array = np.asarray(given)
+    if array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}, it must be {shape}.")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} has dtype {array.dtype}, it must be of whole numbers.")
+    top = int(np.iinfo(dtype).max) if high is None else high
+    bad = np.argwhere((array < low) | (array > top))
+    if len(bad):
+        place = tuple(int(i) for i in bad[0])
+        raise ValueError(f"{name}{list(place)}={array[place]} must be in [{low}, {top}].")
+    return _frozen(array, dtype)
+
+
+def popcounts(masks: np.ndarray) -> np.ndarray:
+    """Number of experts in each set.
+
+    Args:
+        masks: uint64, any shape, bit e for expert e.
+
+    Returns:
+        uint8, of the same shape.
+    """
+    masks = np.asarray(masks, dtype=np.uint64)
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(masks)
+    octets = np.ascontiguousarray(masks).view(np.uint8).reshape(*masks.shape, 8)
+    return np.unpackbits(octets, axis=-1).sum(axis=-1, dtype=np.uint8)
+
+
+def masks_to_counts(masks: np.ndarray, experts: int) -> np.ndarray:
+    """Count the tokens that took each expert.
+
+    Args:
+        masks: uint64 (n, L), expert sets of n tokens.
+        experts: E, at most 64; bits from E on are not counted.
+
+    Returns:
+        int64 (L, E).
+    """
+    masks = np.asarray(masks, dtype=np.uint64)
+    if masks.ndim != 2:
+        raise ValueError(f"masks has shape {masks.shape}, it must be (n, L).")
+    experts = whole("experts", experts, 1, MAX_EXPERTS)
+    counts = np.empty((masks.shape[1], experts), dtype=np.int64)
+    for expert in range(experts):
+        counts[:, expert] = ((masks >> np.uint64(expert)) & np.uint64(1)).sum(axis=0)
+    return counts
+
+
+def ids_to_masks(ids: np.ndarray) -> np.ndarray:
+    """Expert sets of expert indexes.
+
+    Args:
+        ids: Whole numbers in 0..63, (..., k), different from each other in the last axis.
+
+    Returns:
+        uint64 (...).
+    """
+    return np.bitwise_or.reduce(np.uint64(1) << np.asarray(ids).astype(np.uint64), axis=-1)
+
+
+def sample_tokens(
+    activations: Activations, prompt: int, n: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Draw the expert sets of n tokens of a prompt from its bank.
+
+    Up to the length of the bank, tokens are drawn without replacement; a longer request repeats
+    the whole bank and draws the rest, so that every banked token occurs as evenly as it can.
+
+    Args:
+        activations: The set.
+        prompt: Row of the prompt.
+        n: Tokens, >= 0.
+        rng: Source of randomness.
+
+    Returns:
+        uint64 (n, L), in random order.
+
+    Raises:
+        ValueError: ``prompt`` or ``n`` is out of range.
+    """
+    prompt = whole("prompt", prompt, 0, activations.num_prompts - 1)
+    n = whole("n", n, 0)
+    first, last = activations.bank_start[prompt : prompt + 2]
+    size = int(last - first)
+    rows = np.empty(n, dtype=np.int64)
+    for begin in range(0, n, size):
+        part = min(size, n - begin)
+        rows[begin : begin + part] = rng.permutation(size)[:part]
+    return activations.bank[first + rows]
+
+
+def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
+    """Split prompts 60/10/30 into train, val and eval, stratified by task, groups kept whole.
+
+    Args:
+        task: (P,) whole numbers. A group counts as of its first member's task.
+        group: (P,) whole numbers: prompts of one group, near-duplicates, share a split.
+        seed: Decides the order within a task.
+
+    Returns:
+        int8 (P,), 0 train, 1 val, 2 eval.
+    """
+    task, group = np.asarray(task), np.asarray(group)
+    names, first, index, sizes = np.unique(
+        group, return_index=True, return_inverse=True, return_counts=True
+    )
+    keys = np.random.default_rng(seed).random(len(names))
+    given = np.zeros(len(SPLITS))
+    choice = np.zeros(len(names), dtype=np.int8)
+    for g in np.lexsort((keys, task[first])):
+        lack = np.array(SPLIT_SHARES) * (given.sum() + sizes[g]) - given
+        choice[g] = np.argmax(lack)
+        given[choice[g]] += sizes[g]
+    return choice[index.reshape(task.shape)]
+
+
+_SOURCE = "computed from the published architecture; "
+
+
+def _deepseek_v2_lite() -> MoeModel:
+    hidden, inner, blocks = 2048, 1408, 27
+    # Multi-head latent attention: 16 heads, 128 + 64 (rotary) query dims, 512-dim latent KV.
+    attention = hidden * 16 * 192 + hidden * (512 + 64) + 512
+    attention += 512 * 16 * (128 + 128) + 16 * 128 * hidden
+    block = attention + 2 * hidden
+    expert = 3 * hidden * inner
+    sizes = np.full(blocks, (block + 64 * hidden + 2 * expert) * 2 / MB)
+    sizes[0] = (block + 3 * hidden * 10944) * 2 / MB
+    return MoeModel(
+        name="deepseek-v2-lite",
+        layers=blocks,
+        moe_layers=tuple(range(1, blocks)),
+        experts=64,
+        top_k=6,
+        shared_experts=2,
+        hidden=hidden,
+        expert_intermediate=inner,
+        bytes_per_value=2.0,
+        expert_bytes=2 * expert,
+        non_expert_mb=sizes,
+        embedding_mb=(2 * 102400 * hidden + hidden) * 2 / MB,
+        kv_bytes_per_token_layer=(512 + 64) * 2,
+        provenance={
+            "kind": "derived",
+            "source": _SOURCE + "bfloat16; first block dense (10,944); 102,400 words, head apart",
+        },
+    )
+
+
+def _gpt_oss_20b() -> MoeModel:
+    hidden, inner, blocks = 2880, 2880, 24
+    # 64 query and 8 KV heads of 64, with biases and one sink a head; router with bias.
+    attention = 2 * hidden * 4096 + 2 * hidden * 512 + 4096 + 2 * 512 + hidden + 64
+    block = attention + 2 * hidden + 32 * hidden + 32
+    # MXFP4: blocks of 32 values of 4 bits share a scale of 8 bits; biases are bfloat16.
+    per_value = 4.25 / 8
+    weights = int(3 * hidden * inner * per_value)
+    return MoeModel(
+        name="gpt-oss-20b",
+        layers=blocks,
+        moe_layers=tuple(range(blocks)),
+        experts=32,
+        top_k=4,
+        shared_experts=0,
+        hidden=hidden,
+        expert_intermediate=inner,
+        bytes_per_value=per_value,
+        expert_bytes=weights + 2 * (2 * inner + hidden),
+        non_expert_mb=np.full(blocks, block * 2 / MB),
+        embedding_mb=(2 * 201088 * hidden + hidden) * 2 / MB,
+        kv_bytes_per_token_layer=2 * 8 * 64 * 2,
+        provenance={
+            "kind": "derived",
+            "source": _SOURCE + "experts MXFP4 with bfloat16 biases, the rest bfloat16; 201,088 "
+            "words, head apart; every other block attends to the last 128 tokens only, which the "
+            "KV size does not use",
+        },
+    )
+
+
+def _mixtral_8x7b() -> MoeModel:
+    hidden, inner, blocks = 4096, 14336, 32
+    block = 2 * hidden * hidden + 2 * hidden * 1024 + 2 * hidden + 8 * hidden
+    return MoeModel(
+        name="mixtral-8x7b",
+        layers=blocks,
+        moe_layers=tuple(range(blocks)),
+        experts=8,
+        top_k=2,
+        shared_experts=0,
+        hidden=hidden,
+        expert_intermediate=inner,
+        bytes_per_value=2.0,
+        expert_bytes=3 * hidden * inner * 2,
+        non_expert_mb=np.full(blocks, block * 2 / MB),
+        embedding_mb=(2 * 32000 * hidden + hidden) * 2 / MB,
+        kv_bytes_per_token_layer=2 * 8 * 128 * 2,
+        provenance={
+            "kind": "derived",
+            "source": _SOURCE
+            + "bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart",
+        },
+    )
+
+
+def _gpt2_moe() -> MoeModel:
+    hidden, inner, blocks = 768, 3072, 12
+    block = 4 * hidden * hidden + 4 * hidden + 4 * hidden + 8 * hidden
+    return MoeModel(
+        name="gpt2-moe",
+        layers=blocks,
+        moe_layers=tuple(range(blocks)),
+        experts=8,
+        top_k=2,
+        shared_experts=0,
+        hidden=hidden,
+        expert_intermediate=inner,
+        bytes_per_value=4.0,
+        expert_bytes=(2 * hidden * inner + inner + hidden) * 4,
+        non_expert_mb=np.full(blocks, block * 4 / MB),
+        embedding_mb=(50257 * hidden + 1024 * hidden + 2 * hidden) * 4 / MB,
+        kv_bytes_per_token_layer=2 * hidden * 4,
+        provenance={
+            "kind": "derived",
+            "source": _SOURCE + "GPT-2 (124M) with each FFN made 8 experts and a router without "
+            "bias; float32 chosen, as GPT-2 is published; head tied to the embedding",
+        },
+    )
+
+
+_MODELS = {
+    "deepseek-v2-lite": _deepseek_v2_lite,
+    "gpt-oss-20b": _gpt_oss_20b,
+    "mixtral-8x7b": _mixtral_8x7b,
+    "gpt2-moe": _gpt2_moe,
+}
+
+
+def list_models() -> list[str]:
+    """Names of the models that :func:`load_model` knows."""
+    return list(_MODELS)
+
+
+def load_model(name: str) -> MoeModel:
+    """Return a model's sizes.
+
+    Args:
+        name: One of :func:`list_models`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: Another name; the message has the nearest one.
+
+    Example:
+        >>> load_model("deepseek-v2-lite").expert_bytes
+        17301504
+    """
+    return _MODELS[choose("model", name, _MODELS)]()
+
+
+def draw_top_k(utilities: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw sets of ``top_k`` experts one after another, each in proportion to exp(utility).
+
+    Adding Gumbel noise and keeping the largest draws without replacement from the softmax.
+
+    Args:
+        utilities: float (..., E).
+        top_k: Experts to draw.
+        rng: Source of randomness.
+
+    Returns:
+        uint64 (...), the sets.
+    """
+    noisy = utilities + rng.gumbel(size=utilities.shape)
+    return ids_to_masks(np.argpartition(noisy, -top_k, axis=-1)[..., -top_k:])
+
+
+def make_toy_activations(
+    prompts: int = 40,
+    layers: int = 4,
+    experts: int = 8,
+    top_k: int = 2,
+    tasks: int = 2,
+    seed: int = 0,
+) -> Activations:
+    """Make a small synthetic set for tests and examples.
+
+    Each task prefers some experts, each prompt deviates from its task and each token has one of
+    three kinds that it keeps in all layers. All tokens (16 to 48 a prompt) are banked, so
+    ``counts`` is exactly the sum of the bank. The embeddings (16 wide) tell tasks and prompts.
+
+    Args:
+        prompts: P, >= 1.
+        layers: L, all of them MoE layers.
+        experts: E, 1..64.
+        top_k: 1..E.
+        tasks: Number of tasks, >= 1; prompt p is of task p modulo it.
+        seed: Seed of everything.
+
+    Returns:
+        The set, named ``"toy"``.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    prompts, layers = whole("prompts", prompts, 1), whole("layers", layers, 1)
+    experts = whole("experts", experts, 1, MAX_EXPERTS)
+    top_k, tasks = whole("top_k", top_k, 1, experts), whole("tasks", tasks, 1)
+    rng = np.random.default_rng([whole("seed", seed, 0), 7])
+    model = MoeModel(
+        name="toy",
+        layers=layers,
+        moe_layers=tuple(range(layers)),
+        experts=experts,
+        top_k=top_k,
+        shared_experts=0,
+        hidden=1024,
+        expert_intermediate=1408,
+        bytes_per_value=2.0,
+        expert_bytes=3 * 1024 * 1408 * 2,
+        non_expert_mb=np.full(layers, 20.0),
+        embedding_mb=100.0,
+        kv_bytes_per_token_layer=1152,
+        provenance={"kind": "synthetic", "source": "made up"},
+    )
+    task = np.arange(prompts) % tasks
+    by_task = rng.normal(scale=1.0, size=(tasks, layers, experts))
+    by_prompt = rng.normal(scale=0.4, size=(prompts, layers, experts))
+    by_kind = rng.normal(scale=0.8, size=(3, layers, experts))
+    tokens = rng.integers(16, 49, size=prompts)
+    bank = []
+    for p in range(prompts):
+        kind = rng.integers(0, 3, size=tokens[p])
+        bank.append(draw_top_k(by_task[task[p]] + by_prompt[p] + by_kind[kind], top_k, rng))
+    centre = rng.normal(size=(tasks, 16))
+    shift = by_prompt.reshape(prompts, -1) @ rng.normal(size=(layers * experts, 16)) * 0.1
+    output = centre[task] + shift
+    output /= np.linalg.norm(output, axis=1, keepdims=True)
+    token = (output + 0.1 * rng.normal(size=output.shape)) * tokens[:, None]
+    return Activations(
+        name="toy",
+        model=model,
+        kind="synthetic",
+        tasks=tuple(f"task{i}" for i in range(tasks)),
+        task=task,
+        split=group_split(task, np.arange(prompts), seed),
+        tokens=tokens,
+        counts=np.array([masks_to_counts(sets, experts) for sets in bank]),
+        bank=np.concatenate(bank),
+        bank_start=np.concatenate([[0], np.cumsum(tokens)]),
+        embeddings={"output": output, "token": token},
+        provenance={"kind": "synthetic", "source": "make_toy_activations", "seed": seed},
+    )
