@@ -1,0 +1,392 @@
+"""Clusters of edge servers: GPUs, memory, links and the speed of one mixture-of-experts model.
+
+``build_cluster`` checks its arguments and turns them into the arrays that the simulator reads;
+``scenario`` gives the arguments of a registered scenario by name. Units are seconds, bytes and
+bits per second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, real, whole
+
+LINK_MODELS = ("nic", "pairwise")
+MESSAGES = ("per_expert", "per_server")
+
+
+@dataclass(frozen=True)
+class ModelTimes:
+    """What the simulator needs to know of a model: sizes and the times of its layers on one GPU.
+
+    Attributes:
+        layers: mixture-of-experts layers L (dense blocks have no experts to place).
+        experts: routed experts a layer, E.
+        top_k: routed experts a token.
+        hidden: width of the activations that travel.
+        expert_bytes: one routed expert.
+        reserved_bytes: one copy of all other weights, on the first GPU of every server.
+        memory_fraction: share of a GPU's memory for weights.
+        expert_base_s, expert_token_s: time of one expert call is base + token * tokens.
+        dense_base_s, dense_token_s: the same for the rest of a layer (attention, router, shared
+            experts).
+        kind: ``measured``, ``fitted`` or ``derived``, and from what.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    expert_bytes: int
+    reserved_bytes: float
+    memory_fraction: float
+    expert_base_s: float
+    expert_token_s: float
+    dense_base_s: float
+    dense_token_s: float
+    kind: str
+
+
+MODELS: dict[str, ModelTimes] = {
+    "deepseek-v2-lite": ModelTimes(
+        26, 64, 6, 2048, 17_301_504, 2.6e9, 0.30, 14e-6, 0.18e-6, 0.25e-3, 1.5e-6,
+        "derived from a measured Qwen3 expert table by weight size",
+    ),
+    "mixtral-8x7b": ModelTimes(
+        32, 8, 2, 4096, 352_321_536, 3.2e9, 0.70, 0.29e-3, 3.2e-6, 0.25e-3, 1.5e-6,
+        "fitted on A100",
+    ),
+    # Experts in MXFP4 (4.25 bits a value); the time per token grows with the arithmetic.
+    "gpt-oss-20b": ModelTimes(
+        24, 32, 4, 2880, 13_219_200, 3.6e9, 0.15, 14e-6, 0.52e-6, 0.25e-3, 1.5e-6,
+        "derived from deepseek-v2-lite by expert size",
+    ),
+}  # fmt: skip
+
+_MBPS = 1e6
+_PAPER: dict[str, Any] = {
+    "gpus": (1, 1, 2),
+    "nic_bps": 500 * _MBPS,
+    "latency_s": 0.5e-3,
+    "messages": "per_expert",
+    "message_cost_s": 1.5e-3,
+    "output_tokens": 5,
+    "mean_interarrival_s": 10.0,
+    "task_mix": "by_server",
+}
+_EDGE: dict[str, Any] = {
+    "gpus": (1, 1, 2),
+    "nic_bps": (500 * _MBPS, 500 * _MBPS, 100 * _MBPS),
+    "latency_s": ((0.0, 0.002, 0.010), (0.002, 0.0, 0.010), (0.010, 0.010, 0.0)),
+    "messages": "per_server",
+    "message_cost_s": 0.2e-3,
+    "output_tokens": 20,
+    "mean_interarrival_s": 10.0,
+    "task_mix": "by_server",
+}
+_SCENARIOS: dict[str, dict[str, Any]] = {
+    "edge_hetero": _EDGE,
+    "edge_decode": _EDGE | {"nic_bps": 500 * _MBPS, "latency_s": 0.002},
+    "paper_testbed": _PAPER,
+    "paper_testbed_multi": _PAPER | {"output_tokens": 20, "mean_interarrival_s": 20.0},
+    "drift": _EDGE | {"rotate_s": 900.0, "migration_source": "network"},
+}
+SCALES = (4, 8, 16, 32, 64, 128, 256)
+
+
+def list_scenarios() -> list[str]:
+    """Names of the registered scenarios."""
+    return [*_SCENARIOS, *(f"scale_{count}" for count in SCALES)]
+
+
+def scenario(name: str) -> dict[str, Any]:
+    """Arguments of a registered scenario, of the cluster and of its load.
+
+    ``scale_N`` repeats the 1, 1, 2 pattern of GPUs up to N GPUs at a fixed rate per server.
+
+    Raises:
+        ValueError: the name is unknown; the message names the nearest.
+    """
+    name = choose("scenario", name, list_scenarios())
+    if name in _SCENARIOS:
+        return dict(_SCENARIOS[name])
+    left = int(name.removeprefix("scale_"))
+    gpus = (1, 1, 2) * (left // 4)
+    return _PAPER | {"gpus": gpus, "mean_interarrival_s": 8.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """N servers with GPUs and links, and the times and sizes of one model on them.
+
+    Attributes:
+        model: name of the model.
+        gpus: GPUs of each server.
+        slots: int64 ``(G,)`` experts that each GPU can hold (cap_{n,g}).
+        gpu_server: int64 ``(G,)`` server of each GPU, non-decreasing.
+        bandwidth_bps: ``(N, N)`` bits/s of each ordered pair.
+        nic_bps: ``(N,)`` bits/s that a server sends.
+        latency_s: ``(N, N)`` delay of a message after it has left.
+        link_model: ``nic`` (one sending queue a server) or ``pairwise`` (one for each pair).
+        messages: ``per_expert`` or ``per_server``.
+        message_cost_s: fixed sending time of a message, h.
+        pcie_bytes_s: bytes/s between host and GPU, activations and weights.
+        pcie_latency_s: fixed delay of staging activations.
+        expert_base_s, expert_token_s: ``(G,)`` seconds: a call with x tokens takes base + token x.
+        dense_base_s, dense_token_s: ``(N,)`` the same for the rest of a layer on the first GPU of
+            the home server.
+        activation_bytes: bytes of one token on a link, B.
+        expert_bytes: bytes of one expert.
+        layers, experts, top_k: L, E, k.
+        provenance: where the times come from.
+    """
+
+    model: str
+    gpus: tuple[int, ...]
+    slots: np.ndarray
+    gpu_server: np.ndarray
+    bandwidth_bps: np.ndarray
+    nic_bps: np.ndarray
+    latency_s: np.ndarray
+    link_model: str
+    messages: str
+    message_cost_s: float
+    pcie_bytes_s: float
+    pcie_latency_s: float
+    expert_base_s: np.ndarray
+    expert_token_s: np.ndarray
+    dense_base_s: np.ndarray
+    dense_token_s: np.ndarray
+    activation_bytes: int
+    expert_bytes: int
+    layers: int
+    experts: int
+    top_k: int
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_servers(self) -> int:
+        """N."""
+        return len(self.gpus)
+
+    @property
+    def num_gpus(self) -> int:
+        """G, over all servers."""
+        return len(self.slots)
+
+    @property
+    def L(self) -> int:  # noqa: N802
+        """Mixture-of-experts layers."""
+        return self.layers
+
+    @property
+    def E(self) -> int:  # noqa: N802
+        """Routed experts a layer."""
+        return self.experts
+
+    @property
+    def cap(self) -> np.ndarray:
+        """int64 ``(N,)``: slots of each server, the sum over its GPUs."""
+        return np.bincount(self.gpu_server, self.slots, self.num_servers).astype(np.int64)
+
+    @property
+    def home_gpu(self) -> np.ndarray:
+        """int64 ``(N,)``: first GPU of each server, which runs all but the routed experts."""
+        return np.concatenate([[0], np.cumsum(self.gpus)[:-1]]).astype(np.int64)
+
+    @property
+    def link_bytes_s(self) -> np.ndarray:
+        """``(N, N)`` bytes/s of a message: the slower of the sender's rate and the pair's."""
+        rate = self.bandwidth_bps
+        if self.link_model == "nic":
+            rate = np.minimum(rate, self.nic_bps[:, None])
+        return rate / 8.0
+
+    def server_view(self, placement: np.ndarray) -> np.ndarray:
+        """Bool ``(N, L, E)``: experts on any GPU of a server, of a placement ``(G, L, E)``."""
+        view = np.zeros((self.num_servers, self.layers, self.experts), dtype=bool)
+        np.logical_or.at(view, self.gpu_server, np.asarray(placement, dtype=bool))
+        return view
+
+    def check_placement(self, placement: Any, argument: str = "placement") -> np.ndarray:
+        """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
+
+        Raises:
+            ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
+        """
+        z = np.asarray(placement)
+        shape = (self.num_gpus, self.layers, self.experts)
+        if z.shape != shape or z.dtype.kind not in "biu":
+            raise ValueError(
+                f"{argument} must be an integer or boolean array of shape {shape} "
+                f"(GPUs, layers, experts), got {z.shape} of {z.dtype}."
+            )
+        if z.size and (z.min() < 0 or z.max() > 1):
+            raise ValueError(f"{argument} must hold 0 and 1 only.")
+        used = z.reshape(len(z), -1).sum(axis=1, dtype=np.int64)
+        full = np.flatnonzero(used > self.slots)
+        if len(full):
+            g = int(full[0])
+            raise ValueError(
+                f"{argument}: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
+            )
+        missing = np.argwhere(~z.any(axis=0))
+        if len(missing):
+            layer, expert = missing[0].tolist()
+            raise ValueError(
+                f"{argument}: {len(missing)} experts are on no GPU, the first is expert {expert} "
+                f"of layer {layer}."
+            )
+        return z.astype(np.uint8)
+
+
+def _per(argument: str, given: Any, shape: tuple[int, ...], low: float, open_low: bool):
+    """``given``, a number or an array, as finite float64 of ``shape``."""
+    try:
+        array = np.array(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        array = np.array(np.nan)
+    if array.shape == ():
+        array = np.full(shape, real(argument, given, low, open_low=open_low))
+    if array.shape != shape:
+        raise ValueError(f"{argument} has shape {array.shape}; give one number or shape {shape}.")
+    bad = ~np.isfinite(array) | (array < low) | (open_low & (array == low))
+    if len(shape) == 2:
+        np.fill_diagonal(bad, False)
+    if bad.any():
+        at = tuple(np.argwhere(bad)[0].tolist())
+        limit = f"above {low:g}" if open_low else f"at least {low:g}"
+        raise ValueError(f"{argument}{list(at)}={array[at]:g} must be a finite number {limit}.")
+    return array
+
+
+def build_cluster(
+    model: str = "deepseek-v2-lite",
+    *,
+    gpus: Sequence[int] = (1, 1, 2),
+    gpu_bytes: float | Sequence[float] = 40e9,
+    memory_fraction: float | None = None,
+    slots: Sequence[int] | None = None,
+    nic_bps: float | Sequence[float] = 500e6,
+    bandwidth_bps: Any = None,
+    latency_s: Any = 0.002,
+    link_model: str = "nic",
+    messages: str = "per_expert",
+    message_cost_s: float = 0.2e-3,
+    pcie_bytes_s: float = 12e9,
+    pcie_latency_s: float = 20e-6,
+    activation_value_bytes: int = 2,
+    gpu_speed: float | Sequence[float] = 1.0,
+    sizes: ModelTimes | None = None,
+) -> Cluster:
+    """Check the arguments of a cluster and build it.
+
+    Args:
+        model: ``deepseek-v2-lite``, ``mixtral-8x7b`` or ``gpt-oss-20b``.
+        gpus: GPUs of each server.
+        gpu_bytes: memory of a GPU, one number or one for each of the G GPUs.
+        memory_fraction: share of it for weights; default: the model's. The first GPU of a server
+            also holds one copy of the non-expert weights.
+        slots: experts that each GPU can hold, instead of counting them from bytes.
+        nic_bps: bits/s that a server sends, one number or one for each of the N servers.
+        bandwidth_bps: ``(N, N)`` bits/s of each pair; default: the slower of the two NICs.
+        latency_s: one number for all pairs or ``(N, N)``.
+        link_model: ``nic`` or ``pairwise``.
+        messages: ``per_expert`` or ``per_server``.
+        message_cost_s: fixed sending time of a message, h.
+        pcie_bytes_s: bytes/s between host and GPU.
+        pcie_latency_s: fixed delay of staging activations.
+        activation_value_bytes: bytes of one value of an activation.
+        gpu_speed: factor on the speed of the GPUs, one number or one for each of them.
+        sizes: sizes and times of the model, instead of those listed for ``model``.
+
+    Raises:
+        ValueError: an argument is bad, or the experts do not fit in the memory.
+    """
+    times = sizes if sizes is not None else MODELS[choose("model", model, MODELS)]
+    if not isinstance(gpus, (list, tuple)) or not gpus:
+        raise ValueError(f"gpus={gpus!r} must list the GPUs of each server, as (1, 1, 2).")
+    counts = tuple(whole(f"gpus[{n}]", g, 1, 64) for n, g in enumerate(gpus))
+    servers, total = len(counts), sum(counts)
+    gpu_server = np.repeat(np.arange(servers), counts)
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    fraction = times.memory_fraction if memory_fraction is None else memory_fraction
+    fraction = real("memory_fraction", fraction, 0.0, 1.0, open_low=True)
+    memory = _per("gpu_bytes", gpu_bytes, (total,), 0.0, True) * fraction
+    memory[first] -= times.reserved_bytes
+    if slots is None:
+        short = np.flatnonzero(memory < 0)
+        if len(short):
+            g = int(short[0])
+            raise ValueError(
+                f"GPU {g} misses {math.ceil(-memory[g])} bytes for the non-expert weights "
+                f"({times.reserved_bytes:.0f} bytes) of {model!r}: raise gpu_bytes or "
+                "memory_fraction."
+            )
+        cap = np.floor(memory / times.expert_bytes).astype(np.int64)
+    else:
+        if len(slots) != total:
+            raise ValueError(f"slots lists {len(slots)} GPUs, gpus={counts} has {total}.")
+        cap = np.array([whole(f"slots[{g}]", s, 0) for g, s in enumerate(slots)], dtype=np.int64)
+    need = times.layers * times.experts
+    cap = np.minimum(cap, need)  # a second copy on one GPU is of no use
+    places = int(np.minimum(np.bincount(gpu_server, cap, servers), need).sum())
+    if places < need:
+        raise ValueError(
+            f"the {need} experts of {model!r} do not fit: the GPUs have room for {places}, "
+            f"{(need - places) * times.expert_bytes} bytes are missing. Raise gpu_bytes, "
+            "memory_fraction or gpus."
+        )
+    nic = _per("nic_bps", nic_bps, (servers,), 0.0, True)
+    pair = np.minimum(nic[:, None], nic[None, :]) if bandwidth_bps is None else bandwidth_bps
+    pair = _per("bandwidth_bps", pair, (servers, servers), 0.0, True)
+    np.fill_diagonal(pair, pair.max())
+    delay = _per("latency_s", latency_s, (servers, servers), 0.0, False)
+    np.fill_diagonal(delay, 0.0)
+    speed = _per("gpu_speed", gpu_speed, (total,), 0.0, True)
+    value_bytes = whole("activation_value_bytes", activation_value_bytes, 1, 8)
+    return Cluster(
+        model=model,
+        gpus=counts,
+        slots=cap,
+        gpu_server=gpu_server.astype(np.int64),
+        bandwidth_bps=pair,
+        nic_bps=nic,
+        latency_s=delay,
+        link_model=choose("link_model", link_model, LINK_MODELS),
+        messages=choose("messages", messages, MESSAGES),
+        message_cost_s=real("message_cost_s", message_cost_s, 0.0),
+        pcie_bytes_s=real("pcie_bytes_s", pcie_bytes_s, 0.0, open_low=True),
+        pcie_latency_s=real("pcie_latency_s", pcie_latency_s, 0.0),
+        expert_base_s=times.expert_base_s / speed,
+        expert_token_s=times.expert_token_s / speed,
+        dense_base_s=times.dense_base_s / speed[first],
+        dense_token_s=times.dense_token_s / speed[first],
+        activation_bytes=times.hidden * value_bytes,
+        expert_bytes=times.expert_bytes,
+        layers=times.layers,
+        experts=times.experts,
+        top_k=times.top_k,
+        provenance={"times": times.kind},
+    )
+
+
+def scenario_cluster(name: str, model: str = "deepseek-v2-lite", **changes: Any) -> Cluster:
+    """The cluster of a scenario, with some of its arguments changed."""
+    arguments = {k: v for k, v in scenario(name).items() if k not in LOAD_ARGUMENTS}
+    return build_cluster(model, **(arguments | changes))
+
+
+# Arguments of a scenario that describe its load, not its cluster.
+LOAD_ARGUMENTS = (
+    "output_tokens",
+    "mean_interarrival_s",
+    "task_mix",
+    "rotate_s",
+    "migration_source",
+)

@@ -1,0 +1,99 @@
+"""Clusters and scenarios: slots as computed by hand, and errors that say what is missing."""
+
+import numpy as np
+import pytest
+
+from servegym.envs.expert_placement.cluster import (
+    MODELS,
+    build_cluster,
+    list_scenarios,
+    scenario,
+    scenario_cluster,
+)
+
+
+def test_slots_are_counted_per_gpu():
+    cluster = scenario_cluster("edge_hetero")
+    assert cluster.slots.tolist() == [543, 543, 543, 693]
+    assert cluster.cap.tolist() == [543, 543, 1236]
+    assert cluster.cap.sum() == 2322 and cluster.L * cluster.E == 1664
+    mixtral = scenario_cluster("paper_testbed", "mixtral-8x7b")
+    assert mixtral.slots.tolist() == [70, 70, 70, 79]
+    assert cluster.home_gpu.tolist() == [0, 1, 2]
+    assert cluster.activation_bytes == 4096 and mixtral.activation_bytes == 8192
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", list_scenarios())
+def test_every_scenario_holds_every_model(name, model):
+    cluster = scenario_cluster(name, model)
+    assert cluster.cap.sum() >= cluster.L * cluster.E
+    if name.startswith("scale_"):
+        assert cluster.num_gpus == int(name.removeprefix("scale_"))
+        assert cluster.num_servers == cluster.num_gpus * 3 // 4
+    assert scenario(name) is not scenario(name)
+
+
+def test_a_message_goes_at_the_slower_rate():
+    cluster = scenario_cluster("edge_hetero")
+    assert cluster.link_bytes_s[0, 1] == 500e6 / 8
+    assert cluster.link_bytes_s[0, 2] == cluster.link_bytes_s[2, 1] == 100e6 / 8
+    pairs = np.full((2, 2), 900e6)
+    two = {"gpus": (2, 2), "nic_bps": 300e6, "bandwidth_bps": pairs}
+    assert build_cluster(**two).link_bytes_s[0, 1] == 300e6 / 8
+    assert build_cluster(**two, link_model="pairwise").link_bytes_s[0, 1] == 900e6 / 8
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"model": "deepseek-v2-light"}, "deepseek-v2-lite"),
+        ({"gpus": ()}, "gpus"),
+        ({"gpus": (1, 0)}, r"gpus\[1\]"),
+        ({"memory_fraction": 0.2}, "bytes are missing"),
+        ({"memory_fraction": 0.05}, "misses 600000000 bytes"),
+        ({"nic_bps": 0.0}, "nic_bps"),
+        ({"nic_bps": (1e6, 1e6)}, r"shape \(2,\)"),
+        ({"nic_bps": (1e6, 0.0, 1e6)}, r"nic_bps\[1\]"),
+        ({"bandwidth_bps": np.eye(3)}, r"bandwidth_bps\[0, 1\]=0"),
+        ({"bandwidth_bps": np.ones((2, 3))}, "bandwidth_bps has shape"),
+        ({"latency_s": -1.0}, "latency_s"),
+        ({"latency_s": "soon"}, "latency_s"),
+        ({"link_model": "nics"}, "'nic'"),
+        ({"messages": "per_expart"}, "per_expert"),
+        ({"slots": (10, 10)}, "slots lists 2"),
+        ({"gpu_speed": 0.0}, "gpu_speed"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_cluster(**arguments)
+
+
+def test_missing_bytes_are_counted():
+    with pytest.raises(ValueError, match=f"{64 * 17_301_504} bytes are missing"):
+        build_cluster(gpus=(1, 1), slots=(1000, 600))
+    build_cluster(gpus=(1, 1), slots=(1000, 664))
+
+
+def test_placements_are_checked():
+    cluster = build_cluster(gpus=(1, 1), slots=(1664, 800))
+    z = np.zeros((2, 26, 64), np.int8)
+    z[0] = 1
+    assert cluster.check_placement(z).dtype == np.uint8
+    assert cluster.server_view(z)[0].all() and not cluster.server_view(z)[1].any()
+    z[1] = 1
+    with pytest.raises(ValueError, match="GPU 1 would hold 1664"):
+        cluster.check_placement(z)
+    z[1], z[0, 3, 5] = 0, 0
+    with pytest.raises(ValueError, match="expert 5 of layer 3"):
+        cluster.check_placement(z)
+    with pytest.raises(ValueError, match="shape"):
+        cluster.check_placement(z[:1])
+    with pytest.raises(ValueError, match="0 and 1"):
+        cluster.check_placement(z * 2)
+
+
+def test_unknown_scenarios_name_the_nearest():
+    with pytest.raises(ValueError, match="edge_hetero"):
+        scenario("edge_hetro")
