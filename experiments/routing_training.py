@@ -1,0 +1,500 @@
+"""Train the routers that the tables and figures compare: a queue that can be stopped at any time.
+
+``python -m servegym.experiments.routing_training --list`` shows the runs in their order, the most
+useful first. Each is one process of ``servegym.agents.sac_han`` with one thread; it writes its
+folder below ``--runs`` and goes on from its last snapshot whenever the queue is started again,
+after being killed too. A finished run leaves ``result.json`` there and one row in ``--table``.
+
+The paper's three learners are trained from their own reward alone: SAC-HAN (``sac_han``) with the
+QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
+Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them has a
+teacher (``--kickstart 0 --warmup-greedy 0``). ``general`` is this package's default: paid_forward,
+a range of rates, and a heuristic to imitate at first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import difflib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import servegym
+from servegym.experiments.output import print_table, write_csv, write_json, write_text
+from servegym.hardware_profiles.script import run as run_script
+
+__all__ = ["POINTS", "RUNS", "TrainingRun", "main", "select", "train_all"]
+
+MODULE = "servegym.agents.sac_han"
+STEPS = 1_000_000
+SHORT_STEPS = 300_000
+SNAPSHOT_STEPS = 50_000
+POLL_S = 1.0
+TABLE = Path("experiments/results/routing/training.csv")
+RESULT, SECONDS, LOCK, LOG = "result.json", "seconds.txt", "lock", "training.log"
+
+POINTS: dict[str, dict[str, Any]] = {
+    "het8": {
+        "profiles": "edge-6-heterogeneous",
+        "rate_low": 8.0,
+        "rate_high": 8.0,
+        "eval_rates": (8.0,),
+    },
+    "linear5": {
+        "profiles": "paper-linear",
+        "rate_low": 5.0,
+        "rate_high": 5.0,
+        "eval_rates": (5.0,),
+    },
+    "het4-11": {
+        "profiles": "edge-6-heterogeneous",
+        "rate_low": 4.0,
+        "rate_high": 11.0,
+        "eval_rates": (5.0, 8.0, 10.0),
+    },
+}
+"""Fleet and arrival rates of training and of the evaluations on the validation split."""
+
+NO_TEACHER = {"kickstart": 0.0, "warmup_greedy": 0.0}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "general": {"reward": "paid_forward"},
+    "sac_han": {"state": "han", "reward": "qos_aware", **NO_TEACHER},
+    "baseline_rl": {"state": "expert", "reward": "completed_qos", **NO_TEACHER},
+    "baseline_rl_dsa": {"state": "han", "reward": "completed_qos", **NO_TEACHER},
+}
+"""Arguments of the agent by variant."""
+
+PREDICTORS = {
+    "ps_pl": (),
+    "zs_pl": ('score_predictor="zero"',),
+    "ps_zl": ('length_predictor="zero"',),
+    "zs_zl": ('score_predictor="zero"', 'length_predictor="zero"'),
+}
+"""Predicted or zero scores and lengths (the paper's Fig. 18)."""
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "no_teacher": NO_TEACHER,
+    "no_impact": {"impact": False},
+    "no_law": {"law": False},
+    "arrived_head": {"head": "arrived"},
+    "qos_aware": {"reward": "qos_aware"},
+    "completed_qos": {"reward": "completed_qos"},
+}
+"""What changes in ``general``."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training.
+
+    Attributes:
+        group: What it belongs to: ``paper``, ``general``, ``predictors``, ``ablation``,
+            ``experts`` or ``limits``.
+        variant: Name of the learner or of the change.
+        point: Key of `POINTS`.
+        seed: Seed of the training.
+        steps: Decisions to train for.
+        settings: Arguments of the agent that differ from its defaults.
+    """
+
+    group: str
+    variant: str
+    point: str
+    seed: int
+    steps: int
+    settings: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        """Folder of the run."""
+        return f"{self.group}_{self.variant}_{self.point}_s{self.seed}"
+
+    def command(self, runs: Path, snapshot_steps: int) -> list[str]:
+        """The command line that trains it or goes on training it."""
+        given = {
+            **self.settings,
+            "seed": self.seed,
+            "total_timesteps": self.steps,
+            "out_dir": str(runs),
+            "run_name": self.name,
+            "checkpoint_every": snapshot_steps,
+            "resume": True,
+        }
+        words = [sys.executable, "-m", MODULE]
+        for key, value in given.items():
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{key}", *(str(one) for one in values)]
+        return words
+
+
+def _run(group: str, variant: str, base: str, point: str, seed: int, **changes: Any) -> TrainingRun:
+    steps = changes.pop("steps", STEPS)
+    settings = {**POINTS[point], **VARIANTS[base], **changes}
+    return TrainingRun(group, variant, point, seed, steps, settings)
+
+
+def _paper(point: str, seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        for variant in ("sac_han", "baseline_rl", "baseline_rl_dsa"):
+            yield _run("paper", variant, variant, point, seed)
+
+
+def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        yield _run("general", "sac_han", "general", "het4-11", seed)
+
+
+def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    """Shorter trainings of many variants, all of one seed before the next seed."""
+    for seed in seeds:
+        for name, given in PREDICTORS.items():
+            yield _run("predictors", name, "sac_han", "het8", seed, steps=SHORT_STEPS, set=given)
+        for name, changes in ABLATIONS.items():
+            yield _run("ablation", name, "general", "het4-11", seed, steps=SHORT_STEPS, **changes)
+        for count in (3, 6, 9, 12):
+            for base in ("sac_han", "baseline_rl"):
+                given = (f"num_experts={count}",)
+                name = f"{base}_n{count}"
+                yield _run("experts", name, base, "linear5", seed, steps=SHORT_STEPS, set=given)
+        given = ("latency_requirement_s=[0.02,0.045]",)
+        yield _run("limits", "sac_han", "general", "het4-11", seed, steps=SHORT_STEPS, set=given)
+
+
+RUNS: tuple[TrainingRun, ...] = (
+    *_general((1, 2)),
+    *_paper("het8", (1, 2, 3)),
+    *_general((3, 4, 5)),
+    *_paper("linear5", (1, 2, 3)),
+    *_short((1,)),
+    *_paper("het8", (4, 5)),
+    *_paper("linear5", (4, 5)),
+    *_short((2, 3)),
+)
+"""All runs, the most useful first."""
+
+
+def select(only: Sequence[str], runs: Sequence[TrainingRun] = RUNS) -> list[TrainingRun]:
+    """The runs whose name contains any of the words; all runs for no words.
+
+    Raises:
+        ValueError: If a word is in no run's name.
+    """
+    names = [run.name for run in runs]
+    for word in only:
+        if not any(word in name for name in names):
+            near = difflib.get_close_matches(word, names, n=1, cutoff=0.3)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"only is {word!r}, which is in no run's name{hint}; see --list")
+    return [run for run in runs if not only or any(word in run.name for word in only)]
+
+
+def source_digest() -> str:
+    """Twelve hex digits of the installed sources that a training depends on."""
+    digest = hashlib.sha256()
+    for package in ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads"):
+        folder = Path(next(iter(import_module(f"servegym.{package}").__path__)))
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a training depends on, by name."""
+    found = {"servegym": servegym.__version__, "sources": source_digest()}
+    for name in ("torch", "numpy", "numba", "gymnasium"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    return found | {"python": platform.python_version()}
+
+
+def state_of(run: TrainingRun, runs: Path) -> str:
+    """``finished``, ``running`` (some process holds it), ``begun`` or ``waiting``."""
+    folder = runs / run.name
+    if (folder / RESULT).exists():
+        return "finished"
+    if not folder.exists():
+        return "waiting"
+    with _locked(folder) as handle:
+        if handle is None:
+            return "running"
+    return "begun" if (folder / "metrics.jsonl").exists() else "waiting"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int | None]:
+    """The open file of the folder's lock, or None if another process holds it.
+
+    The training process inherits it: the lock lasts as long as either lives.
+    """
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield None
+            return
+        yield handle
+    finally:
+        os.close(handle)  # unlocks once no process has it open any more
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """The run's log; a line that was cut off is left out."""
+    rows = []
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def summary(run: TrainingRun, folder: Path) -> dict[str, Any]:
+    """The row of a finished run: what was trained, its validation QoS, time and versions."""
+    evaluations = [row for row in _metrics(folder) if "eval/avg_qos" in row]
+    best = max(evaluations, key=lambda row: row["eval/avg_qos"])
+    seconds = float((folder / SECONDS).read_text()) if (folder / SECONDS).exists() else math.nan
+    settings = dict(run.settings)
+    return {
+        "run": run.name,
+        "group": run.group,
+        "variant": run.variant,
+        "point": run.point,
+        "seed": run.seed,
+        "steps": run.steps,
+        "profiles": settings["profiles"],
+        "rate_low": settings["rate_low"],
+        "rate_high": settings["rate_high"],
+        "state": settings.get("state", "han"),
+        "reward": settings["reward"],
+        "teacher": settings.get("kickstart") != 0.0,
+        "val_qos": round(best["eval/avg_qos"], 5),
+        "val_qos_step": best["global_step"],
+        "val_qos_last": round(evaluations[-1]["eval/avg_qos"], 5),
+        "seconds": round(seconds, 1),
+        "finished": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": f"{platform.system()} {platform.machine()}, 1 thread",
+        **versions(),
+        "settings": json.dumps(settings, sort_keys=True),
+    }
+
+
+_TABLE = threading.Lock()
+_STOP = threading.Event()  # set by a signal: end the trainings and leave them to be resumed
+
+
+def write_table(table: Path, runs: Path) -> int:
+    """Rewrite the table with the rows of all finished runs; rows of other folders stay.
+
+    Returns:
+        The number of its rows.
+    """
+    with _TABLE:
+        rows: dict[str, dict[str, Any]] = {}
+        if table.exists():
+            with open(table, newline="", encoding="utf-8") as stream:
+                rows = {row["run"]: dict(row) for row in csv.DictReader(stream)}
+        for result in sorted(runs.glob(f"*/{RESULT}")):
+            row = json.loads(result.read_text(encoding="utf-8"))
+            rows[row["run"]] = row
+        place = {run.name: index for index, run in enumerate(RUNS)}
+        order = sorted(rows, key=lambda name: (place.get(name, len(place)), name))
+        if order:
+            table.parent.mkdir(parents=True, exist_ok=True)
+            write_csv(table, [rows[name] for name in order])
+        return len(order)
+
+
+def train_one(
+    run: TrainingRun, runs: Path, deadline: float = math.inf, snapshot_steps: int = SNAPSHOT_STEPS,
+    niceness: int = 19,
+) -> str:  # fmt: skip
+    """Train a run to its end or until the deadline.
+
+    Args:
+        run: The run.
+        runs: Folder of all runs.
+        deadline: When to stop, on the clock of `time.monotonic`.
+        snapshot_steps: Steps between the snapshots that it can go on from.
+        niceness: Added to the training process's niceness.
+
+    Returns:
+        ``finished``, ``running`` (another process trains it), ``stopped`` or ``failed``.
+    """
+    folder = runs / run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder) as handle:
+        if handle is None:
+            return "running"
+        if (folder / RESULT).exists():
+            return "finished"
+        clock = folder / SECONDS
+        before = float(clock.read_text()) if clock.exists() else 0.0
+        command = run.command(runs, snapshot_steps)
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+        begin = time.monotonic()
+        with open(folder / LOG, "ab") as log:
+            child = subprocess.Popen(
+                ["nice", "-n", str(niceness), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **threads},
+                pass_fds=(handle,),
+            )
+            told = begin
+            try:
+                while child.poll() is None and time.monotonic() < deadline:
+                    if _STOP.wait(POLL_S):
+                        break
+                    if time.monotonic() - told > 30:
+                        told = time.monotonic()
+                        write_text(clock, f"{before + told - begin:.1f}\n")
+            finally:
+                stopped = child.poll() is None
+                if stopped:
+                    child.terminate()
+                    child.wait()
+        write_text(clock, f"{before + time.monotonic() - begin:.1f}\n")
+        if stopped:
+            return "stopped"
+        if child.returncode != 0 or not (folder / "best.safetensors").exists():
+            return "failed"
+        write_json(folder / RESULT, summary(run, folder))
+        (folder / "snapshot.pt").unlink(missing_ok=True)
+        return "finished"
+
+
+def train_all(
+    selected: Sequence[TrainingRun],
+    runs: Path,
+    table: Path,
+    workers: int = 1,
+    max_hours: float = math.inf,
+    snapshot_steps: int = SNAPSHOT_STEPS,
+) -> dict[str, str]:
+    """Train the runs in their order, several at a time.
+
+    Args:
+        selected: The runs.
+        runs: Folder of all runs.
+        table: CSV of the finished ones.
+        workers: Trainings at a time.
+        max_hours: Stop after so many hours; what is unfinished goes on next time.
+        snapshot_steps: Steps between snapshots.
+
+    Returns:
+        What became of each run, by its name; see `train_one`.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+    for argument, value in (("workers", workers), ("max_hours", max_hours)):
+        if not value > 0:
+            raise ValueError(f"{argument} is {value}; allowed is a number above 0")
+    deadline = time.monotonic() + 3600 * max_hours
+    runs.mkdir(parents=True, exist_ok=True)
+    write_table(table, runs)
+
+    def work(run: TrainingRun) -> str:
+        if time.monotonic() >= deadline or _STOP.is_set():
+            return state_of(run, runs)
+        if (runs / run.name / RESULT).exists():
+            return "finished"
+        _say(f"{run.name}: {run.steps:,} steps")
+        found = train_one(run, runs, deadline, snapshot_steps)
+        if found == "finished":
+            write_table(table, runs)
+        elif found == "failed":
+            found = f"failed, see {runs / run.name / LOG}"
+        _say(f"{run.name}: {found}")
+        return found
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(zip([r.name for r in selected], pool.map(work, selected), strict=True))
+
+
+def _say(text: str) -> None:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    print(f"{now} {text}", flush=True)
+
+
+def print_runs(selected: Sequence[TrainingRun], runs: Path) -> None:
+    """Print the runs in their order with their states and results."""
+    body = []
+    for number, run in enumerate(selected, 1):
+        state, qos = state_of(run, runs), ""
+        if state == "finished":
+            qos = f"{json.loads((runs / run.name / RESULT).read_text())['val_qos']:.4f}"
+        settings = run.settings
+        teacher = "no" if settings.get("kickstart") == 0.0 else "yes"
+        extra = " ".join(settings.get("set", ()))
+        body.append([f"{number:2d} {run.name}", f"{run.steps:,}", settings["profiles"],
+                     settings.get("state", "han"), settings["reward"], teacher, extra, state,
+                     qos])  # fmt: skip
+    print_table(
+        f"{len(body)} trainings in {runs}",
+        ["run", "steps", "fleet", "state", "reward", "teacher", "environment", "", "val QoS"],
+        body,
+        ["teacher: imitates priced_greedy at first; the paper's learners do not."],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is not yet trained; see ``--help``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="print the runs and train nothing")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD",
+                        help="only runs with one of these in their name")  # fmt: skip
+    parser.add_argument("--workers", type=int, default=1, help="trainings at a time (1)")
+    parser.add_argument("--max-hours", type=float, default=math.inf, help="stop after these hours")
+    parser.add_argument("--runs", type=Path, default=Path("runs/routing"),
+                        help="folder of the runs (runs/routing)")  # fmt: skip
+    parser.add_argument("--table", type=Path, help=f"CSV of finished runs ({TABLE})")
+    parser.add_argument("--steps", type=int, help="train each for so many steps (a smoke run)")
+    args = parser.parse_args(argv)
+    selected = select(args.only)
+    if args.list:
+        print_runs(selected, args.runs)
+        return 0
+    if args.steps is not None:
+        if args.steps < 1:
+            raise ValueError(f"steps is {args.steps}; allowed is 1 or more")
+        # Under names of their own: they must not pass for the runs of the list.
+        selected = [
+            TrainingRun("smoke", f"{r.group}_{r.variant}", r.point, r.seed, args.steps, r.settings)
+            for r in selected
+        ]
+    table = args.table or (TABLE if args.steps is None else args.runs / "training.csv")
+    _STOP.clear()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: _STOP.set())
+    found = train_all(selected, args.runs, table, args.workers, args.max_hours)
+    return 1 if any(state.startswith("failed") for state in found.values()) else 0
+
+
+if __name__ == "__main__":
+    run_script(main)
