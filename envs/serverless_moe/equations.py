@@ -1,0 +1,660 @@
+"""The cost and latency of one request on a serverless MoE deployment, equation by equation.
+
+The model is that of [1], Eq. 1-9 and 10a-10i; where the paper leaves something open the reading is
+said at the function. These numpy functions are for reading, planning and testing; the environments
+run the jitted equivalent in ``kernel``.
+
+Units: seconds, MB (2**20 bytes; 1 GB is 1024 MB and comes with one vCPU), tokens, USD per MB s.
+
+Shapes: L MoE layers in the order of the model's blocks, K routed experts in each, V specifications
+of the main function, Ve of the remote ones. Arrays over *blocks* (all transformer blocks, the dense
+ones included) have length ``system.layers``; everything about experts has length L, because a dense
+block has no expert term.
+
+What a caller needs::
+
+    system = build_system("deepseek-v2-lite", gpu="eager")  # in servegym.envs.serverless_moe.config
+    request = Request(prefill_counts, decode_sets, trem_s, n_in)  # what is served
+    plan = make_plan(system, remote, expected_counts, n_out)  # how: a Plan
+    outcome = evaluate_plan(system, request, plan)  # times, cost, violations
+
+[1] W. Liu, Y. Hu, R. Zhou, B. Li, N. Wang: "Remoe: Towards Efficient and Low-Cost MoE Inference in
+Serverless Computing".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+DECODE_INVOCATIONS = ("per_call", "per_layer")
+CONSTRAINTS = (
+    "main_memory",
+    "remote_memory",
+    "payload",
+    "replicas",
+    "specification",
+)
+"""10f, 10e, 10g, 10i and 10d; ``violations`` has them and ``ttft`` (10b), ``tpot`` (10c)."""
+
+
+@dataclass(frozen=True, eq=False)
+class SystemModel:
+    """A model, the functions it is served from, and their prices.
+
+    Make one with :func:`servegym.envs.serverless_moe.config.build_system`, which checks everything.
+
+    Attributes:
+        name: the model's name.
+        gpu: name of the GPU profile.
+        layers: transformer blocks, dense ones included.
+        experts: int64 ``(layers,)`` K_l, 0 for a dense block.
+        top_k: routed experts per token.
+        main_specs_mb: float64 ``(V,)`` increasing memory specifications of the main function.
+        remote_specs_mb: float64 ``(Ve,)`` of the remote functions.
+        expert_mb: float64 ``(L,)`` one expert of each MoE layer.
+        non_expert_mb: float64 ``(layers,)`` non-expert module, shared experts included.
+        kv_mb_per_token: float64 ``(layers,)`` KV cache of one token.
+        token_mb: D, one token vector.
+        bandwidth_mb_s: B, network rate.
+        price_cpu: c_c, USD per MB s.
+        price_gpu: c_g, USD per MB s.
+        load_mb_s: rate at which a starting function reads its weights.
+        container_start_main_s: start of the main function's container.
+        container_start_remote_s: start of a remote function's container.
+        z_max: most replicas of a remote function.
+        payload_mb: largest body of one invocation.
+        expert_theta1_s: theta1 of the one-token expert time.
+        expert_theta2_per_gb: theta2.
+        expert_theta3_s: theta3, the time that no memory takes away.
+        expert_token_s: one further token in the same call, on one vCPU.
+        max_vcpus: vCPUs beyond which a further token gets no faster.
+        gpu_layer_base_s: non-expert module of one block on the GPU, one token.
+        gpu_layer_token_s: each further token.
+        gpu_experts_base_s: routed experts of one MoE layer on the GPU (GPU deployments), one token.
+        gpu_experts_token_s: each further token.
+        swap_base_s: GPU-CPU move of token vectors, one way: latency.
+        swap_mb_s: its rate.
+        mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
+        runtime_gpu_mb: GPU memory of the runtime; 0 in the paper.
+        runtime_cpu_mb: CPU memory of the main function's runtime; 0 in the paper.
+        provenance: for every constant whether it is measured, derived or chosen.
+    """
+
+    name: str
+    gpu: str
+    layers: int
+    experts: np.ndarray
+    top_k: int
+    main_specs_mb: np.ndarray
+    remote_specs_mb: np.ndarray
+    expert_mb: np.ndarray
+    non_expert_mb: np.ndarray
+    kv_mb_per_token: np.ndarray
+    token_mb: float
+    bandwidth_mb_s: float
+    price_cpu: float
+    price_gpu: float
+    load_mb_s: float
+    container_start_main_s: float
+    container_start_remote_s: float
+    z_max: int
+    payload_mb: float
+    expert_theta1_s: float
+    expert_theta2_per_gb: float
+    expert_theta3_s: float
+    expert_token_s: float
+    max_vcpus: float
+    gpu_layer_base_s: float
+    gpu_layer_token_s: float
+    gpu_experts_base_s: float
+    gpu_experts_token_s: float
+    swap_base_s: float
+    swap_mb_s: float
+    mem_pre_post_mb: float = 0.0
+    runtime_gpu_mb: float = 0.0
+    runtime_cpu_mb: float = 0.0
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def moe_layers(self) -> int:
+        """L, blocks with routed experts."""
+        return len(self.expert_mb)
+
+    @property
+    def num_experts(self) -> int:
+        """K, routed experts of a MoE layer (all MoE layers have as many)."""
+        return int(self.experts.max())
+
+    @property
+    def all_non_expert_mb(self) -> float:
+        """sum_l mu(f_l)."""
+        return float(self.non_expert_mb.sum())
+
+    @property
+    def all_experts_mb(self) -> float:
+        """sum_{l,k} mu(e_{l,k})."""
+        return float(self.expert_mb.sum() * self.num_experts)
+
+    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
+        """tau^c: one expert call on CPU, in seconds; none for no token.
+
+        One token takes ``theta1 exp(-theta2 y) + theta3`` with y the memory in GB; each further
+        one ``expert_token_s / min(vCPUs, max_vcpus)``.
+
+        Args:
+            mb: memory of the function in MB, an array or a number.
+            tokens: tokens routed to the expert, broadcast against ``mb``.
+        """
+        gb = np.asarray(mb, dtype=np.float64) / 1024.0
+        n = np.asarray(tokens, dtype=np.float64)
+        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
+        more = self.expert_token_s / np.minimum(gb, self.max_vcpus)
+        return np.where(n > 0, one + more * (n - 1.0), 0.0)
+
+    def gpu_layer_s(self, tokens: int) -> float:
+        """tau^f: non-expert module of one block on the GPU for ``tokens`` tokens, in seconds."""
+        return self.gpu_layer_base_s + self.gpu_layer_token_s * (tokens - 1)
+
+    def gpu_experts_s(self, tokens: int) -> float:
+        """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
+        return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
+
+    def swap_s(self, tokens: int) -> float:
+        """tau^sw: GPU-CPU move of ``tokens`` token vectors one way, in seconds."""
+        return self.swap_base_s + tokens * self.token_mb / self.swap_mb_s
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What one request does to the model.
+
+    Attributes:
+        prefill_counts: int ``(L, K)`` prompt tokens of each expert; each layer sums to
+            ``n_in * top_k``.
+        decode_sets: uint64 ``(N_out, L)`` expert set of each generated token as a bit mask.
+        trem_s: float64 ``(L,)`` invocation overhead of each layer's remote function, warm.
+        n_in: prompt tokens.
+    """
+
+    prefill_counts: np.ndarray
+    decode_sets: np.ndarray
+    trem_s: np.ndarray
+    n_in: int
+
+    @property
+    def n_out(self) -> int:
+        """Generated tokens after the first one."""
+        return len(self.decode_sets)
+
+
+@dataclass(eq=False)
+class Plan:
+    """How one request is served.
+
+    Attributes:
+        remote: bool ``(L, K)`` x, whether an expert is remote.
+        main_mb: W, memory of the main function.
+        remote_mb: float64 ``(L,)`` Y_l; 0 where a layer has no remote expert.
+        replicas: int64 ``(L,)`` z_l; 0 where a layer has no remote expert.
+        assignment: int64 ``(L, K)`` replica of each remote expert, -1 for local ones.
+    """
+
+    remote: np.ndarray
+    main_mb: float
+    remote_mb: np.ndarray
+    replicas: np.ndarray
+    assignment: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Cold:
+    """Which functions start cold.
+
+    Attributes:
+        main: whether the main function does.
+        replicas: int64 ``(L,)`` how many replicas of each remote function do.
+    """
+
+    main: bool
+    replicas: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What serving a request took. Seconds and USD.
+
+    Attributes:
+        prefill_s: PT, Eq. 1.
+        decode_s: GT, Eq. 4.
+        cold_s: cold start before the prefill.
+        ttft_s: ``prefill_s + cold_s``.
+        tpot_s: ``decode_s / n_out``.
+        cost_main_usd: Eq. 6.
+        cost_prefill_usd: Eq. 8.
+        cost_decode_usd: Eq. 9.
+        cost_cold_usd: billed cold starts, 0 unless ``bill_cold_start``.
+        cost_usd: sum of the four.
+        violations: whether ``ttft``, ``tpot`` and each of :data:`CONSTRAINTS` is violated.
+    """
+
+    prefill_s: float
+    decode_s: float
+    cold_s: float
+    ttft_s: float
+    tpot_s: float
+    cost_main_usd: float
+    cost_prefill_usd: float
+    cost_decode_usd: float
+    cost_cold_usd: float
+    cost_usd: float
+    violations: dict[str, bool]
+
+    @property
+    def feasible(self) -> bool:
+        """Whether 10d-10g and 10i hold (the SLOs apart)."""
+        return not any(self.violations[name] for name in CONSTRAINTS)
+
+
+# ----------------------------------------------------------------------------------- expert sets
+
+
+def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
+    """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""
+    shifts = np.arange(experts, dtype=np.uint64)
+    return ((sets[..., None] >> shifts) & np.uint64(1)).astype(bool)
+
+
+def bit_sets(members: np.ndarray) -> np.ndarray:
+    """Booleans ``(..., K)`` with K <= 64 as bit masks uint64 ``(...,)``."""
+    weights = np.uint64(1) << np.arange(members.shape[-1], dtype=np.uint64)
+    return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
+
+
+def remote_count(ratio: float, experts: int) -> int:
+    """|R_l| = ceil(b K_l), guarded against the float error of b."""
+    return int(np.ceil(ratio * experts - 1e-9))
+
+
+def least_used(activations: np.ndarray, count: int) -> np.ndarray:
+    """R_l of every layer: the ``count`` experts of least activation, ties to the lower index.
+
+    Args:
+        activations: ``(L, K)`` frequencies, by which utility is ordered.
+        count: remote experts of each layer.
+
+    Returns:
+        bool ``(L, K)``.
+    """
+    order = np.argsort(activations, axis=-1, kind="stable")
+    remote = np.zeros(activations.shape, dtype=bool)
+    np.put_along_axis(remote, order[..., :count], True, axis=-1)
+    return remote
+
+
+def decode_histogram(request: Request, remote: np.ndarray, top_k: int) -> np.ndarray:
+    """Generated tokens by number of remote experts: int64 ``(L, top_k + 1)``."""
+    masks = bit_sets(remote)
+    r = np.bitwise_count(request.decode_sets & masks).astype(np.int64)
+    return np.stack([np.bincount(column, minlength=top_k + 1) for column in r.T])
+
+
+# --------------------------------------------------------------------------------------- latency
+
+
+def prefill_non_expert_s(system: SystemModel, n_in: int) -> float:
+    """First sum of Eq. 1: PTf over all blocks, in seconds."""
+    return system.layers * system.gpu_layer_s(n_in)
+
+
+def prefill_local_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
+    """First argument of the max of Eq. 2: local experts one after another, seconds ``(L,)``."""
+    times = system.expert_cpu_s(plan.main_mb, request.prefill_counts)
+    return np.where(plan.remote, 0.0, times).sum(axis=1)
+
+
+def replica_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
+    """ZT of Eq. 3: seconds ``(L, z_max')`` of each replica in prefill, z_max' the most used.
+
+    A replica that gets no token is not invoked: it takes no time and costs nothing.
+    """
+    width = max(int(plan.replicas.max(initial=0)), 1)
+    times = np.zeros((system.moe_layers, width))
+    for layer in np.flatnonzero(plan.remote.any(axis=1)):
+        n = request.prefill_counts[layer]
+        calls = system.expert_cpu_s(plan.remote_mb[layer], n)
+        calls = calls + 2.0 * n * system.token_mb / system.bandwidth_mb_s
+        for j in range(int(plan.replicas[layer])):
+            mine = plan.assignment[layer] == j
+            if n[mine].any():
+                times[layer, j] = calls[mine].sum() + request.trem_s[layer]
+    return times
+
+
+def prefill_expert_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
+    """PTe of Eq. 2: seconds ``(L,)``; local experts and replicas overlap."""
+    local = prefill_local_s(system, request, plan)
+    remote = replica_s(system, request, plan).max(axis=1)
+    return np.maximum(local, remote) + 2.0 * system.swap_s(request.n_in)
+
+
+def prefill_s(system: SystemModel, request: Request, plan: Plan) -> float:
+    """PT of Eq. 1, in seconds."""
+    experts = prefill_expert_s(system, request, plan).sum()
+    return prefill_non_expert_s(system, request.n_in) + float(experts)
+
+
+def decode_remote_s(
+    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+) -> np.ndarray:
+    """Second argument of the max of Eq. 5 by number r of remote experts: ``(L, top_k + 1)`` s.
+
+    ``per_call`` (as printed): every call pays the overhead. ``per_layer``: one invocation carries
+    all remote calls of the token.
+    """
+    r = np.arange(system.top_k + 1)
+    remote_mb = np.where(plan.remote_mb > 0, plan.remote_mb, 1.0)
+    call = system.expert_cpu_s(remote_mb, 1) + 2.0 * system.token_mb / system.bandwidth_mb_s
+    if decode_invocation == "per_call":
+        return (call + request.trem_s)[:, None] * r
+    return call[:, None] * r + request.trem_s[:, None] * (r > 0)
+
+
+def decode_expert_s(
+    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+) -> np.ndarray:
+    """GTe of Eq. 5 by number r of remote experts: seconds ``(L, top_k + 1)``."""
+    local = np.arange(system.top_k, -1, -1) * system.expert_cpu_s(plan.main_mb, 1)
+    remote = decode_remote_s(system, request, plan, decode_invocation)
+    return 2.0 * system.swap_s(system.top_k) + np.maximum(local, remote)
+
+
+def decode_s(
+    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+) -> float:
+    """GT of Eq. 4, in seconds: N_out steps through all blocks."""
+    histogram = decode_histogram(request, plan.remote, system.top_k)
+    experts = (histogram * decode_expert_s(system, request, plan, decode_invocation)).sum()
+    return request.n_out * system.layers * system.gpu_layer_s(1) + float(experts)
+
+
+def cold_starts_s(
+    system: SystemModel, plan: Plan, cold: Cold, load_shared: bool = False
+) -> tuple[float, np.ndarray]:
+    """Start times of the functions: the main one's, and ``(L,)`` those of the remote ones.
+
+    They start together; Tcold is the largest. 0 for what is warm. With ``load_shared`` all weights
+    that are read, each cold replica's own, share one link; else every function has its own.
+    """
+    m = plan.remote.sum(axis=1)
+    local = system.all_non_expert_mb + float((system.expert_mb * (system.num_experts - m)).sum())
+    remote = system.expert_mb * m
+    some = cold.replicas > 0
+    if load_shared:
+        total = local * cold.main + float((remote * cold.replicas).sum())
+        local_load, remote_load = total / system.load_mb_s, np.full(len(m), total)
+        remote_load = remote_load / system.load_mb_s
+    else:
+        local_load, remote_load = local / system.load_mb_s, remote / system.load_mb_s
+    main = (system.container_start_main_s + local_load) if cold.main else 0.0
+    return main, np.where(some, system.container_start_remote_s + remote_load, 0.0)
+
+
+# ------------------------------------------------------------------------------------------ cost
+
+
+def gpu_memory_mb(system: SystemModel, n_in: int, n_out: int) -> float:
+    """Mg of Eq. 7 in MB, with the embeddings and runtime that the paper leaves out (0 there)."""
+    per_token = system.token_mb + float(system.kv_mb_per_token.sum())
+    fixed = system.all_non_expert_mb + system.mem_pre_post_mb + system.runtime_gpu_mb
+    return (n_in + n_out) * per_token + fixed
+
+
+def main_rate_usd_s(system: SystemModel, n_in: int, n_out: int, main_mb: float) -> float:
+    """c_g Mg + c_c W: what a second of the main function costs, in USD."""
+    gpu = system.price_gpu * gpu_memory_mb(system, n_in, n_out)
+    return gpu + system.price_cpu * (main_mb + system.runtime_cpu_mb)
+
+
+def main_cost_usd(
+    system: SystemModel, request: Request, plan: Plan, prefill: float, decode: float
+) -> float:
+    """Cloc of Eq. 6 in USD; ``prefill`` and ``decode`` are PT and GT in seconds."""
+    rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
+    return (prefill + decode) * rate
+
+
+def remote_prefill_cost_usd(system: SystemModel, request: Request, plan: Plan) -> float:
+    """PCrem of Eq. 8 in USD: every replica is billed with the full Y_l while it runs."""
+    seconds = replica_s(system, request, plan).sum(axis=1)
+    return system.price_cpu * float((plan.remote_mb * seconds).sum())
+
+
+def remote_decode_cost_usd(
+    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+) -> float:
+    """GCrem of Eq. 9 in USD."""
+    histogram = decode_histogram(request, plan.remote, system.top_k)
+    seconds = (histogram * decode_remote_s(system, request, plan, decode_invocation)).sum(axis=1)
+    return system.price_cpu * float((plan.remote_mb * seconds).sum())
+
+
+def cold_cost_usd(
+    system: SystemModel, request: Request, plan: Plan, cold: Cold, load_shared: bool = False
+) -> float:
+    """Bill of the cold starts in USD: each function's own start time at its rate."""
+    main, remote = cold_starts_s(system, plan, cold, load_shared)
+    rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
+    return main * rate + system.price_cpu * float((cold.replicas * plan.remote_mb * remote).sum())
+
+
+# ----------------------------------------------------------------------------------- constraints
+
+
+def remote_memory_mb(system: SystemModel, counts: np.ndarray, remote: np.ndarray) -> np.ndarray:
+    """Left side of 10e: MB ``(L,)`` that a remote function needs; ``counts`` (L, K) tokens."""
+    weights = system.expert_mb * remote.sum(axis=1)
+    return weights + system.token_mb * np.where(remote, counts, 0.0).sum(axis=1)
+
+
+def main_memory_mb(system: SystemModel, remote: np.ndarray, n_out: float) -> float:
+    """Left side of 10f: CPU memory in MB that the main function needs."""
+    local = (system.expert_mb * (~remote).sum(axis=1)).sum()
+    return float(local) + system.token_mb * n_out
+
+
+def payload_mb(system: SystemModel, counts: np.ndarray, plan: Plan) -> np.ndarray:
+    """Left side of 10g: MB ``(L,)`` of the largest one-way body of a replica."""
+    largest = np.zeros(system.moe_layers)
+    for layer in np.flatnonzero(plan.remote.any(axis=1)):
+        for j in range(int(plan.replicas[layer])):
+            tokens = counts[layer, plan.assignment[layer] == j].sum()
+            largest[layer] = max(largest[layer], tokens * system.token_mb)
+    return largest
+
+
+def violated(system: SystemModel, request: Request, plan: Plan) -> dict[str, bool]:
+    """Which of 10d-10g and 10i the plan violates with the true routing, by name."""
+    used = plan.remote.any(axis=1)
+    need = remote_memory_mb(system, request.prefill_counts, plan.remote)
+    body = payload_mb(system, request.prefill_counts, plan)
+    z, y = plan.replicas[used], plan.remote_mb[used]
+    placed = plan.assignment[plan.remote]
+    limit = np.broadcast_to(plan.replicas[:, None], plan.remote.shape)[plan.remote]
+    known = plan.main_mb in system.main_specs_mb and bool(np.isin(y, system.remote_specs_mb).all())
+    return {
+        "main_memory": main_memory_mb(system, plan.remote, request.n_out) > plan.main_mb,
+        "remote_memory": bool((need[used] > y).any()),
+        "payload": bool((body > system.payload_mb).any()),
+        "replicas": bool(
+            ((z < 1) | (z > system.z_max)).any() or ((placed < 0) | (placed >= limit)).any()
+        ),
+        "specification": not known,
+    }
+
+
+# ---------------------------------------------------------------------------------------- planning
+
+
+def smallest_spec(specs: np.ndarray, need_mb: float) -> float:
+    """Smallest specification that holds ``need_mb``; the largest one if none does."""
+    return float(specs[min(int(np.searchsorted(specs, need_mb)), len(specs) - 1)])
+
+
+def lpt(jobs: np.ndarray, replicas: int) -> np.ndarray:
+    """Longest processing time first: replica of each job, int64 ``(J,)``.
+
+    Jobs of equal length go in the order of their index, to the least loaded replica, ties to the
+    lower number.
+    """
+    load = np.zeros(replicas)
+    chosen = np.zeros(len(jobs), dtype=np.int64)
+    for job in np.argsort(-jobs, kind="stable"):
+        chosen[job] = int(np.argmin(load))
+        load[chosen[job]] += jobs[job]
+    return chosen
+
+
+def replica_jobs_s(system: SystemModel, remote_mb: float, counts: np.ndarray) -> np.ndarray:
+    """Jobs of LPT: seconds that each remote expert adds to its replica in prefill (Eq. 3).
+
+    ``counts`` may be expectations; less than one token counts as one in the expert's time.
+    """
+    calls = system.expert_cpu_s(remote_mb, np.where(counts > 0.0, np.maximum(counts, 1.0), 0.0))
+    return calls + 2.0 * counts * system.token_mb / system.bandwidth_mb_s
+
+
+def make_plan(
+    system: SystemModel,
+    remote: np.ndarray,
+    counts: np.ndarray,
+    n_out: float,
+    *,
+    main_headroom_mb: float = 0.0,
+    remote_headroom_mb: float | np.ndarray = 0.0,
+    extra_replicas: int | np.ndarray = 0,
+) -> Plan:
+    """The smallest plan for these remote sets that meets 10d-10g and 10i, plus headroom.
+
+    W is the smallest specification that 10f allows plus the headroom, rounded up to a
+    specification; Y_l likewise by 10e. Experts go to replicas by LPT on the expected job times;
+    z_l is the least number with which 10g holds, plus ``extra_replicas``. What no specification or
+    no z_l <= z_max can meet takes the largest.
+
+    Args:
+        system: the system.
+        remote: bool ``(L, K)``.
+        counts: ``(L, K)`` expected prompt tokens of each expert.
+        n_out: most tokens that may be generated.
+        main_headroom_mb: MB above the minimum of W.
+        remote_headroom_mb: MB above the minimum of each Y_l, a number or ``(L,)``.
+        extra_replicas: replicas above the minimum, a number or ``(L,)``.
+    """
+    layers = system.moe_layers
+    more_mb = np.broadcast_to(remote_headroom_mb, (layers,))
+    more_z = np.broadcast_to(extra_replicas, (layers,))
+    remote_mb, replicas = np.zeros(layers), np.zeros(layers, dtype=np.int64)
+    assignment = np.full(remote.shape, -1, dtype=np.int64)
+    need = remote_memory_mb(system, counts, remote)
+    for layer in np.flatnonzero(remote.any(axis=1)):
+        specs, members = system.remote_specs_mb, np.flatnonzero(remote[layer])
+        least = smallest_spec(specs, need[layer])
+        remote_mb[layer] = smallest_spec(specs, least + more_mb[layer])
+        tokens = counts[layer, members]
+        jobs = replica_jobs_s(system, remote_mb[layer], tokens)
+        z = 1
+        while z < system.z_max:
+            loads = np.bincount(lpt(jobs, z), weights=tokens, minlength=z)
+            if loads.max() * system.token_mb <= system.payload_mb:
+                break
+            z += 1
+        replicas[layer] = min(z + more_z[layer], system.z_max)
+        assignment[layer, members] = lpt(jobs, int(replicas[layer]))
+    least = smallest_spec(system.main_specs_mb, main_memory_mb(system, remote, n_out))
+    main_mb = smallest_spec(system.main_specs_mb, least + main_headroom_mb)
+    return Plan(remote, main_mb, remote_mb, replicas, assignment)
+
+
+def mix_plan(system: SystemModel, n_out: float) -> Plan:
+    """MIX: every expert local (b = 0) in the smallest main function that holds them."""
+    shape = (system.moe_layers, system.num_experts)
+    return make_plan(system, np.zeros(shape, bool), np.zeros(shape), n_out)
+
+
+# ---------------------------------------------------------------------------------------- together
+
+
+def evaluate_plan(
+    system: SystemModel,
+    request: Request,
+    plan: Plan,
+    *,
+    decode_invocation: str = "per_call",
+    cold: Cold | None = None,
+    bill_cold_start: bool = False,
+    load_shared: bool = False,
+    ttft_limit_s: float = np.inf,
+    tpot_limit_s: float = np.inf,
+) -> Outcome:
+    """Times, cost and violations of a plan under the true routing of a request.
+
+    Args:
+        system: the system.
+        request: the request.
+        plan: the plan.
+        decode_invocation: ``per_call`` (Eq. 5 and 9 as printed) or ``per_layer``.
+        cold: which functions start cold; all of them if None.
+        bill_cold_start: bill each starting function its start time (Eq. 6 does not).
+        load_shared: starting functions share one storage link.
+        ttft_limit_s: 10b.
+        tpot_limit_s: 10c.
+
+    Raises:
+        ValueError: an unknown ``decode_invocation`` or arrays of wrong shapes.
+    """
+    if decode_invocation not in DECODE_INVOCATIONS:
+        raise ValueError(
+            f"decode_invocation={decode_invocation!r} is unknown; choose one of "
+            f"{list(DECODE_INVOCATIONS)}."
+        )
+    shape = (system.moe_layers, system.num_experts)
+    for name, array, expected in (
+        ("request.prefill_counts", request.prefill_counts, shape),
+        ("request.decode_sets", request.decode_sets, (request.n_out, shape[0])),
+        ("request.trem_s", request.trem_s, shape[:1]),
+        ("plan.remote", plan.remote, shape),
+        ("plan.assignment", plan.assignment, shape),
+        ("plan.remote_mb", plan.remote_mb, shape[:1]),
+        ("plan.replicas", plan.replicas, shape[:1]),
+    ):
+        if array.shape != expected:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {expected}.")
+    if cold is None:
+        cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
+    prefill = prefill_s(system, request, plan)
+    decode = decode_s(system, request, plan, decode_invocation)
+    main_start, remote_starts = cold_starts_s(system, plan, cold, load_shared)
+    start = max(main_start, float(remote_starts.max(initial=0.0)))
+    ttft, tpot = prefill + start, decode / request.n_out if request.n_out else 0.0
+    main = main_cost_usd(system, request, plan, prefill, decode)
+    in_prefill = remote_prefill_cost_usd(system, request, plan)
+    in_decode = remote_decode_cost_usd(system, request, plan, decode_invocation)
+    starting = cold_cost_usd(system, request, plan, cold, load_shared) if bill_cold_start else 0.0
+    violations = violated(system, request, plan)
+    violations["ttft"] = bool(ttft > ttft_limit_s)
+    violations["tpot"] = bool(tpot > tpot_limit_s)
+    return Outcome(
+        prefill_s=prefill,
+        decode_s=decode,
+        cold_s=start,
+        ttft_s=ttft,
+        tpot_s=tpot,
+        cost_main_usd=main,
+        cost_prefill_usd=in_prefill,
+        cost_decode_usd=in_decode,
+        cost_cold_usd=starting,
+        cost_usd=main + in_prefill + in_decode + starting,
+        violations=violations,
+    )

@@ -1,0 +1,231 @@
+"""The equations against a literal transcription, and against answers worked out by hand."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import GPU_PROFILES, build_system
+from servegym.envs.workloads.activations import load_model, make_toy_activations, sample_tokens
+
+_spec = importlib.util.spec_from_file_location(
+    "serverless_reference", Path(__file__).with_name("reference.py")
+)
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+TIMES = ("prefill_s", "decode_s", "cold_s", "ttft_s", "tpot_s")
+COSTS = ("cost_main_usd", "cost_prefill_usd", "cost_decode_usd", "cost_cold_usd", "cost_usd")
+TOY = make_toy_activations(prompts=12, layers=3, experts=8, top_k=2)
+GRID = {"main_specs_mb": (100.0, 3000.0, 100.0), "remote_specs_mb": (10.0, 1000.0, 10.0)}
+
+
+def toy_system(**kwargs):
+    system = build_system(TOY.model, **(GRID | kwargs))
+    # A dense block in front, as DeepSeek-V2-Lite has one.
+    return dataclasses.replace(
+        system,
+        layers=4,
+        experts=np.array([0, 8, 8, 8]),
+        non_expert_mb=np.array([30.0, 20.0, 21.0, 22.0]),
+        kv_mb_per_token=np.full(4, 0.0011),
+    )
+
+
+def toy_request(rng, n_in=None, n_out=None):
+    n_in = int(rng.integers(1, 60)) if n_in is None else n_in
+    n_out = int(rng.integers(1, 20)) if n_out is None else n_out
+    tokens = sample_tokens(TOY, int(rng.integers(12)), n_in + n_out, rng)
+    counts = eq.set_bits(tokens[:n_in], 8).sum(axis=0)
+    return eq.Request(counts, tokens[n_in:], rng.lognormal(-7.5, 0.5, 3), n_in)
+
+
+def random_plan(system, rng):
+    remote = rng.random((3, 8)) < rng.choice([0.0, 0.3, 0.8, 1.0])
+    replicas = np.where(remote.any(axis=1), rng.integers(1, 5, 3), 0)
+    assignment = np.where(remote, rng.integers(0, np.maximum(replicas, 1)[:, None], (3, 8)), -1)
+    mb = np.where(remote.any(axis=1), rng.choice(system.remote_specs_mb[:15], 3), 0.0)
+    return eq.Plan(remote, float(rng.choice(system.main_specs_mb[:4])), mb, replicas, assignment)
+
+
+@pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
+@pytest.mark.parametrize("billed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
+    rng = np.random.default_rng([1, billed, shared])
+    seen = set()
+    for _ in range(25):
+        extra = {"mem_pre_post_mb": 7.0, "runtime_gpu_mb": 5.0, "runtime_cpu_mb": 3.0}
+        system = dataclasses.replace(
+            toy_system(gpu=str(rng.choice(list(GPU_PROFILES))), payload_mb=0.05, z_max=3),
+            **(extra if rng.random() < 0.5 else {}),
+        )
+        request, plan = toy_request(rng), random_plan(system, rng)
+        cold = eq.Cold(bool(rng.random() < 0.5), rng.integers(0, plan.replicas + 1))
+        got = eq.evaluate_plan(
+            system,
+            request,
+            plan,
+            decode_invocation=invocation,
+            cold=cold,
+            bill_cold_start=billed,
+            load_shared=shared,
+        )
+        want = reference.serve(
+            system, request, plan, invocation, cold.main, cold.replicas, billed, shared
+        )
+        for name in (*TIMES, *COSTS):
+            assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-9, abs=1e-30)
+        assert {k for k in eq.CONSTRAINTS if got.violations[k]} == want.bad
+        assert got.feasible == (not want.bad)
+        seen |= want.bad
+    assert seen >= {"main_memory", "remote_memory", "payload", "replicas"}
+
+
+def test_made_plans_are_the_smallest_feasible_ones():
+    rng = np.random.default_rng(2)
+    for _ in range(40):
+        system = toy_system(payload_mb=0.079)
+        request = toy_request(rng, n_in=40)
+        activations = rng.dirichlet(np.ones(8), 3)
+        remote = eq.least_used(activations, int(rng.integers(0, 9)))
+        plan = eq.make_plan(system, remote, request.prefill_counts, request.n_out)
+        assert eq.evaluate_plan(system, request, plan).feasible
+        if plan.main_mb > system.main_specs_mb[0]:
+            less = dataclasses.replace(plan, main_mb=plan.main_mb - 100.0)
+            assert eq.violated(system, request, less)["main_memory"]
+        for layer in np.flatnonzero(plan.remote_mb > system.remote_specs_mb[0]):
+            mb = plan.remote_mb.copy()
+            mb[layer] -= 10.0
+            less = dataclasses.replace(plan, remote_mb=mb)
+            assert eq.violated(system, request, less)["remote_memory"]
+    big = eq.make_plan(
+        system,
+        remote,
+        request.prefill_counts,
+        5,
+        main_headroom_mb=250.0,
+        remote_headroom_mb=1e9,
+        extra_replicas=99,
+    )
+    assert big.main_mb == plan.main_mb + 300.0
+    assert (big.remote_mb[remote.any(axis=1)] == 1000.0).all()
+    assert big.replicas.max() == system.z_max
+
+
+def test_nothing_remote_is_mix():
+    """b = 0 has no remote term left: cost is (PT + GT) times the rate, and all of it local."""
+    system, rng = toy_system(), np.random.default_rng(3)
+    for _ in range(20):
+        request = toy_request(rng)
+        plan = eq.make_plan(system, np.zeros((3, 8), bool), request.prefill_counts, request.n_out)
+        mix = eq.mix_plan(system, request.n_out)
+        for field in dataclasses.fields(eq.Plan):
+            np.testing.assert_array_equal(getattr(plan, field.name), getattr(mix, field.name))
+        got = eq.evaluate_plan(system, request, plan)
+        pt = sum(reference.tau_f(system, request.n_in) for _ in range(4))
+        for layer in range(3):
+            pt += 2 * reference.tau_sw(system, request.n_in)
+            for n in request.prefill_counts[layer]:
+                pt += reference.tau_c(system, mix.main_mb, n)
+        step = 4 * reference.tau_f(system, 1) + 3 * (
+            2 * reference.tau_sw(system, 2) + 2 * reference.tau_c(system, mix.main_mb, 1)
+        )
+        rate = eq.main_rate_usd_s(system, request.n_in, request.n_out, mix.main_mb)
+        assert got.prefill_s == pytest.approx(pt, rel=1e-12)
+        assert got.tpot_s == pytest.approx(step, rel=1e-12)
+        assert got.cost_usd == pytest.approx((pt + request.n_out * step) * rate, rel=1e-12)
+        assert got.cost_prefill_usd == got.cost_decode_usd == got.cost_cold_usd == 0.0
+
+
+def test_the_cold_start_of_deepseek_v2_lite_by_hand():
+    system = build_system("deepseek-v2-lite")
+    weights = 26 * 64 * 16.5
+    assert system.all_non_expert_mb == pytest.approx(1701.0, abs=1.0)
+    assert system.all_experts_mb == pytest.approx(weights, rel=1e-3)
+    plan = eq.mix_plan(system, 400)
+    assert plan.main_mb == 27500.0  # 27,456 MB of experts and 400 tokens of 4 KiB: 27,458 MB
+    main, remote = eq.cold_starts_s(system, plan, eq.Cold(True, np.zeros(26, int)))
+    assert main == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
+    assert not remote.any()
+    all_remote = eq.make_plan(system, np.ones((26, 64), bool), np.ones((26, 64)), 400)
+    main, remote = eq.cold_starts_s(system, all_remote, eq.Cold(True, np.ones(26, int)))
+    assert main == pytest.approx(1.0 + 1701.0 / 2600.0, rel=1e-3)
+    np.testing.assert_allclose(remote, 1.0 + 64 * 16.5 / 2600.0, rtol=1e-3)
+    shared, _ = eq.cold_starts_s(system, all_remote, eq.Cold(True, np.ones(26, int)), True)
+    assert shared == pytest.approx(1.0 + (1701.0 + weights) / 2600.0, rel=1e-3)
+
+
+def test_the_law_of_expert_time():
+    system = build_system("deepseek-v2-lite")
+    assert system.expert_cpu_s(1024.0, 1) == pytest.approx(0.80e-3, rel=1e-3)
+    assert system.expert_cpu_s(1024.0, 0) == 0.0
+    assert system.expert_cpu_s(40000.0, 1) == pytest.approx(0.20e-3, rel=1e-3)
+    step = system.expert_cpu_s(2048.0, 9) - system.expert_cpu_s(2048.0, 1)
+    assert step == pytest.approx(8 * 0.148e-3 / 2)
+    wide = system.expert_cpu_s(40 * 1024.0, 17) - system.expert_cpu_s(40 * 1024.0, 1)
+    assert wide == pytest.approx(0.148e-3)
+    larger = build_system("mixtral-8x7b").expert_cpu_s(1024.0, 1)
+    assert larger == pytest.approx(0.80e-3 * 14336 * 4096 / (2048 * 1408), rel=1e-3)
+
+
+def test_an_idle_replica_costs_nothing():
+    system = toy_system()
+    counts = np.zeros((3, 8), int)
+    counts[:, :2] = 5
+    request = eq.Request(counts, np.full((4, 3), 3, np.uint64), np.full(3, 1e-3), 5)
+    remote = np.zeros((3, 8), bool)
+    remote[:, 6:] = True
+    plan = eq.make_plan(system, remote, counts, 4)
+    got = eq.evaluate_plan(system, request, plan)
+    assert got.cost_prefill_usd == got.cost_decode_usd == 0.0
+    assert not eq.replica_s(system, request, plan).any()
+
+
+def test_lpt_by_hand():
+    assert eq.lpt(np.array([7.0, 6.0, 5.0, 4.0, 3.0]), 2).tolist() == [0, 1, 1, 0, 0]
+    assert eq.lpt(np.array([1.0, 1.0, 1.0]), 3).tolist() == [0, 1, 2]
+    assert eq.remote_count(0.5, 64) == 32 and eq.remote_count(1 / 3, 8) == 3
+    assert eq.remote_count(0.1 * 3, 10) == 3 and eq.remote_count(0.0, 8) == 0
+    assert eq.least_used(np.array([[0.2, 0.1, 0.1, 0.6]]), 2).tolist() == [[0, 1, 1, 0]]
+    members = np.random.default_rng(0).random((5, 64)) < 0.5
+    np.testing.assert_array_equal(eq.set_bits(eq.bit_sets(members), 64), members)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"model": "deepseek-v2-light"}, "deepseek-v2-lite"),
+        ({"gpu": "eger"}, "eager"),
+        ({"price_ratio": -1.0}, "price_ratio"),
+        ({"price_cpu_usd_mb_s": 0.0}, "price_cpu_usd_mb_s"),
+        ({"bandwidth_mb_s": float("nan")}, "bandwidth_mb_s"),
+        ({"z_max": 0}, "z_max"),
+        ({"payload_mb": "6"}, "payload_mb"),
+        ({"main_specs_mb": (1000.0, 20000.0, 100.0)}, "main_specs_mb.*cannot hold.*10f"),
+        ({"remote_specs_mb": (100.0, 1000.0, 100.0)}, "remote_specs_mb.*cannot hold.*10e"),
+        ({"main_specs_mb": (1000.0, 500.0, 100.0)}, "below the lowest"),
+        ({"main_specs_mb": 5}, "three numbers"),
+        ({"container_start_s": -0.1}, "container_start_s"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build_system(**arguments)
+
+
+def test_every_model_has_a_system():
+    for name in ("deepseek-v2-lite", "gpt-oss-20b", "mixtral-8x7b", "gpt2-moe"):
+        system, model = build_system(name), load_model(name)
+        assert system.layers == model.layers and system.moe_layers == model.num_moe_layers
+        assert system.num_experts == model.experts
+        assert system.token_mb == model.token_bytes / 2**20
+    with pytest.raises(ValueError, match="decode_invocation"):
+        plan = eq.mix_plan(system, 5)
+        request = toy_request(np.random.default_rng(0))
+        eq.evaluate_plan(system, request, plan, decode_invocation="per_token")
+    with pytest.raises(ValueError, match="prefill_counts has shape"):
+        eq.evaluate_plan(system, request, plan)
