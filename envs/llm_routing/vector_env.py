@@ -6,18 +6,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
-from gymnasium.utils import seeding
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode
 
-from servegym.envs._checks import choose, whole
+from servegym.envs._checks import whole
+from servegym.envs._vector import BatchVectorEnv, autoreset
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.core import RoutingBatch, RoutingState, observation_space
+from servegym.envs.llm_routing.core import RoutingBatch, observation_space
 from servegym.envs.llm_routing.env import RENDER_MODES, check_render_mode, make_problem
 
 
-class LLMRoutingVectorEnv(VectorEnv):
+class LLMRoutingVectorEnv(BatchVectorEnv):
     """B systems of `LLMRoutingEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
 
     Besides the arguments of the single environment it takes
@@ -51,249 +49,35 @@ class LLMRoutingVectorEnv(VectorEnv):
         validate: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.num_envs = whole("num_envs", num_envs, 1)
-        if not isinstance(autoreset_mode, AutoresetMode):
-            modes = {mode.value: mode for mode in AutoresetMode}
-            modes.update({mode.name: mode for mode in AutoresetMode})
-            autoreset_mode = modes[choose("autoreset_mode", autoreset_mode, modes)]
-        self.autoreset_mode = autoreset_mode
+        num_envs, mode = whole("num_envs", num_envs, 1), autoreset(autoreset_mode)
         self.metadata = {
             "render_modes": list(RENDER_MODES),
             "render_fps": 8,
-            "autoreset_mode": autoreset_mode,
+            "autoreset_mode": mode,
         }
-        if max_episode_steps is not None:
-            max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)
-        self.max_episode_steps = max_episode_steps
-        self.copy = copy
-        self.validate = validate
         self.render_mode = check_render_mode(render_mode)
         self.problem = make_problem(self.VIEW, kwargs)
-        self.batch = RoutingBatch(self.problem, self.num_envs)
-        self.single_observation_space = observation_space(self.problem)
-        self.single_action_space = spaces.Discrete(self.problem.num_experts + 1)
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self._generators: list[np.random.Generator | None] = [None] * self.num_envs
-        self._seeds: list[int] = [-1] * self.num_envs
-        self._steps = np.zeros(self.num_envs, dtype=np.int64)
-        self._done = np.ones(self.num_envs, dtype=bool)
-        self._any_done = False
-        self._begun = False
-        # Shared by every info in which all systems have the key; nobody may write to it.
-        self._all = np.ones(self.num_envs, dtype=bool)
-        self._all.flags.writeable = False
-        self._which = np.ones(self.num_envs, dtype=np.int8)
+        super().__init__(
+            RoutingBatch(self.problem, num_envs),
+            observation_space(self.problem),
+            spaces.Discrete(self.problem.num_experts + 1),
+            autoreset_mode=mode,
+            copy=copy,
+            max_episode_steps=max_episode_steps,
+            validate=validate,
+        )
 
-    @property
-    def np_random(self) -> tuple[np.random.Generator, ...]:
-        """The generators of the systems."""
-        return tuple(self._generator(row) for row in range(self.num_envs))
-
-    @property
-    def np_random_seed(self) -> tuple[int, ...]:
-        """The seeds of the systems' generators."""
-        self.np_random  # noqa: B018 - those not seeded yet are now
-        return tuple(self._seeds)
-
-    def _generator(self, row: int) -> np.random.Generator:
-        generator = self._generators[row]
-        if generator is None:
-            generator, self._seeds[row] = seeding.np_random()
-            self._generators[row] = generator
-        return generator
-
-    def reset(
-        self,
-        *,
-        seed: int | list[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Draw new episodes, in all systems or those of ``options["reset_mask"]``.
-
-        Raises:
-            ValueError: seeds or mask have the wrong length or type.
-        """
-        if seed is None:
-            seeds: list[int | None] = [None] * self.num_envs
-        elif isinstance(seed, (int, np.integer)):
-            seeds = [int(seed) + row for row in range(self.num_envs)]
-        else:
-            seeds = list(seed)
-            if len(seeds) != self.num_envs:
-                raise ValueError(f"seed lists {len(seeds)} seeds for num_envs={self.num_envs}.")
-        which = np.ones(self.num_envs, dtype=bool)
-        if options is not None and "reset_mask" in options:
-            which = np.asarray(options["reset_mask"])
-            if which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any():
-                raise ValueError(
-                    f"options['reset_mask'] must be a boolean array of shape ({self.num_envs},) "
-                    f"with at least one True, got {options['reset_mask']!r}."
-                )
-        for row in np.flatnonzero(which):
-            if seeds[row] is not None:
-                self._generators[row], self._seeds[row] = seeding.np_random(seeds[row])
-        self._begin(which)
-        self._begun = True
-        whole_batch = bool(which.all())
-        info = {
-            "action_mask": self.batch.action_mask * which[:, None].astype(np.int8),
-            "_action_mask": self._all if whole_batch else which.copy(),
-        }
-        return self._observation(), info
-
-    def _begin(self, which: np.ndarray) -> None:
-        for row in np.flatnonzero(which).tolist():
-            self.batch.draw(row, self._generator(row))
-        self.batch.begin(which.astype(np.int8))
-        self._steps[which] = 0
-        self._done[which] = False
-        self._any_done = bool(self._done.any())
-
-    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Route the current request of every system.
-
-        Args:
-            actions: ``(B,)`` whole numbers from 0 to N.
-
-        Raises:
-            ResetNeeded: no episode was begun, or a system ended and autoreset is disabled.
-            ValueError: the actions have the wrong shape, type or range.
-        """
-        if not self._begun:
-            raise ResetNeeded("Cannot step: call reset() to begin the episodes first.")
+    def _check_actions(self, actions: Any) -> np.ndarray:
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
             raise ValueError(
                 f"actions must be whole numbers of shape ({self.num_envs},), got shape "
                 f"{actions.shape} and dtype {actions.dtype}."
             )
-        actions = np.ascontiguousarray(actions, dtype=np.int64)
-        batch = self.batch
-        if self._any_done:
-            stale = self._done
-            if self.autoreset_mode is AutoresetMode.DISABLED:
-                raise ResetNeeded(
-                    f"Systems {np.flatnonzero(stale).tolist()} have ended: reset them with "
-                    "options={'reset_mask': ...} (autoreset_mode is Disabled)."
-                )
-            live = ~stale
-            ended = batch.step(actions, live.astype(np.int8))
-            batch.out[stale] = 0.0
-            self._begin(stale.copy())
-        else:
-            live = self._all
-            ended = batch.step(actions, self._which)
-        rewards = batch.out[:, 0] + batch.out[:, 1]
-        terminations = batch.out[:, 2] != 0.0
-        if self.max_episode_steps is None:
-            truncations = np.zeros(self.num_envs, dtype=bool)
-            done = terminations
-        else:
-            self._steps[live] += 1
-            truncations = self._steps >= self.max_episode_steps
-            done = terminations | truncations
-            ended = int(done.sum())
-        if ended == 0:
-            info = self._info(live, masks=self._all)
-        elif self.autoreset_mode is AutoresetMode.SAME_STEP:
-            info = {
-                "final_obs": self._final_observations(done),
-                "final_info": self._info(done, ended=terminations),
-                "_final_obs": done.copy(),
-                "_final_info": done.copy(),
-            }
-            self._begin(done)
-            info.update(self._info(live & ~done, masks=self._all))
-        else:
-            self._done, self._any_done = done.copy(), True
-            info = self._info(live, ended=terminations, masks=self._all)
-        return self._observation(), rewards, terminations, truncations, info
+        return np.ascontiguousarray(actions, dtype=np.int64)
 
-    def _info(
-        self,
-        stepped: np.ndarray,
-        ended: np.ndarray | None = None,
-        masks: np.ndarray | None = None,
-    ) -> dict[str, Any]:
-        """Information in the layout of Gymnasium's vector environments.
-
-        ``stepped`` have reward terms, ``ended`` key figures, ``masks`` (default: stepped) an
-        action mask.
-        """
-        with_mask = stepped if masks is None else masks
-        mask = self.batch.action_mask
-        info: dict[str, Any] = {
-            "action_mask": mask.copy()
-            if with_mask is self._all
-            else mask * with_mask[:, None].astype(np.int8),
-            "_action_mask": with_mask,
-        }
-        if stepped is self._all or stepped.any():
-            terms: dict[str, Any] = {}
-            for column, name in enumerate(self.batch.terms):
-                values = self.batch.out[:, column]
-                terms[name] = (
-                    values.copy() if stepped is self._all else np.where(stepped, values, 0.0)
-                )
-                terms[f"_{name}"] = stepped
-            info["reward_terms"] = terms
-            info["_reward_terms"] = stepped
-        if ended is not None and ended.any():
-            kpis: dict[str, Any] = {}
-            for row in np.flatnonzero(ended).tolist():
-                for name, value in self.batch.kpis(row).items():
-                    kpis.setdefault(name, np.zeros(self.num_envs))[row] = value
-            for name in list(kpis):
-                kpis[f"_{name}"] = ended.copy()
-            info["episode_kpis"] = kpis
-            info["_episode_kpis"] = ended.copy()
-        return info
-
-    def _final_observations(self, done: np.ndarray) -> np.ndarray:
-        final = np.full(self.num_envs, None, dtype=object)
-        observation = self.batch.observation
-        for row in np.flatnonzero(done):
-            if isinstance(observation, dict):
-                final[row] = {name: part[row].copy() for name, part in observation.items()}
-            else:
-                final[row] = observation[row].copy()
-        return final
-
-    def _observation(self) -> Any:
-        observation = self.batch.fresh_observation() if self.copy else self.batch.observation
-        if self.validate and not self.observation_space.contains(observation):
-            raise AssertionError("an observation is outside its space")
-        return observation
-
-    def action_masks(self) -> np.ndarray:
-        """Boolean ``(B, N + 1)`` masks of the current requests."""
-        return self.batch.action_mask.astype(bool)
-
-    def request_log(self, index: int) -> np.ndarray:
-        """One row per decided request of the current episode of a system."""
-        return self.batch.request_log(index)
-
-    def clone_state(self, index: int) -> RoutingState:
-        """An exact copy of one system, its generator included."""
-        state = self.batch.clone(index)
-        state.random = self._generator(index).bit_generator.state
-        state.finished = bool(self._done[index])
-        return state
-
-    def restore_state(self, index: int, state: RoutingState) -> None:
-        """Put a cloned state into one system."""
-        self.batch.restore(index, state)
-        if state.random is not None:
-            self._generator(index).bit_generator.state = state.random
-        self._done[index] = state.finished
-        self._any_done = bool(self._done.any())
-        self._steps[index] = int(state.env["index"][0])
-        self._begun = True
-
-    def observe(self) -> tuple[Any, np.ndarray]:
-        """The current observation and int8 ``(B, N + 1)`` action mask, as after ``step``."""
-        return self._observation(), self.batch.action_mask.copy()
+    def _steps_of(self, state: Any) -> int:
+        return int(state.env["index"][0])
 
     def render(self) -> tuple[Any, ...] | None:
         """One frame for each system, see `LLMRoutingEnv.render`."""

@@ -1,0 +1,328 @@
+"""The part of a native vector environment that no family needs to write again.
+
+A family's batch advances B systems by one kernel call; this class gives it Gymnasium's three
+autoreset modes, seeds, time limits, masked resets, final observations and information layout, equal
+to `SyncVectorEnv` over the single environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from servegym.envs._checks import choose, whole
+
+
+class Batch(Protocol):
+    """B systems of one problem, advanced together.
+
+    Attributes:
+        observation: Buffers with a leading axis of B, an array or a dict of arrays.
+        action_mask: int8 ``(B, A)``.
+        out: float64 ``(B, T + 1)``: the T parts of the last reward, then whether the episode ended.
+        terms: Names of the reward's parts, of the first ones if there are fewer names than parts.
+    """
+
+    observation: Any
+    action_mask: np.ndarray
+    out: np.ndarray
+    terms: Sequence[str]
+
+    def draw(self, row: int, random: np.random.Generator) -> None:
+        """Draw the next episode of a row."""
+
+    def begin(self, which: np.ndarray) -> None:
+        """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
+
+    def step(self, actions: Any, which: np.ndarray) -> int:
+        """Advance the rows with ``which`` set; returns how many episodes ended."""
+        ...
+
+    def kpis(self, row: int) -> dict[str, float]:
+        """Key figures of the episode so far."""
+        ...
+
+    def request_log(self, row: int) -> np.ndarray:
+        """One record per request of the current episode."""
+        ...
+
+    def clone(self, row: int) -> Any:
+        """Copy one system; the copy has ``random`` and ``finished``."""
+
+    def restore(self, row: int, state: Any) -> None:
+        """Put a copied system back."""
+
+    def fresh_observation(self) -> Any:
+        """A copy of the observation."""
+
+
+class BatchVectorEnv(VectorEnv):
+    """A vector environment over a `Batch`; a family adds the spaces and checks the actions."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        observation_space: spaces.Space,
+        action_space: spaces.Space,
+        *,
+        autoreset_mode: AutoresetMode,
+        copy: bool,
+        max_episode_steps: int | None,
+        validate: bool,
+    ) -> None:
+        self.num_envs = batch.action_mask.shape[0]
+        self.autoreset_mode = autoreset_mode
+        if max_episode_steps is not None:
+            max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)
+        self.max_episode_steps = max_episode_steps
+        self.copy = copy
+        self.validate = validate
+        self.batch = batch
+        self.single_observation_space = observation_space
+        self.single_action_space = action_space
+        self.observation_space = batch_space(observation_space, self.num_envs)
+        self.action_space = batch_space(action_space, self.num_envs)
+        self._generators: list[np.random.Generator | None] = [None] * self.num_envs
+        self._seeds: list[int] = [-1] * self.num_envs
+        self._steps = np.zeros(self.num_envs, dtype=np.int64)
+        self._done = np.ones(self.num_envs, dtype=bool)
+        self._any_done = False
+        self._begun = False
+        # Shared by every info in which all systems have the key; nobody may write to it.
+        self._all = np.ones(self.num_envs, dtype=bool)
+        self._all.flags.writeable = False
+        self._which = np.ones(self.num_envs, dtype=np.int8)
+
+    def _check_actions(self, actions: Any) -> Any:
+        """The actions as `Batch.step` takes them; ValueError for a wrong shape or type."""
+        raise NotImplementedError
+
+    def _steps_of(self, state: Any) -> int:
+        """Decisions made in the episode of a cloned state."""
+        raise NotImplementedError
+
+    @property
+    def np_random(self) -> tuple[np.random.Generator, ...]:
+        """The generators of the systems."""
+        return tuple(self._generator(row) for row in range(self.num_envs))
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:
+        """The seeds of the systems' generators."""
+        self.np_random  # noqa: B018 - those not seeded yet are now
+        return tuple(self._seeds)
+
+    def _generator(self, row: int) -> np.random.Generator:
+        generator = self._generators[row]
+        if generator is None:
+            generator, self._seeds[row] = seeding.np_random()
+            self._generators[row] = generator
+        return generator
+
+    def reset(
+        self,
+        *,
+        seed: int | list[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Draw new episodes, in all systems or those of ``options["reset_mask"]``.
+
+        Raises:
+            ValueError: seeds or mask have the wrong length or type.
+        """
+        if seed is None:
+            seeds: list[int | None] = [None] * self.num_envs
+        elif isinstance(seed, (int, np.integer)):
+            seeds = [int(seed) + row for row in range(self.num_envs)]
+        else:
+            seeds = list(seed)
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"seed lists {len(seeds)} seeds for num_envs={self.num_envs}.")
+        which = np.ones(self.num_envs, dtype=bool)
+        if options is not None and "reset_mask" in options:
+            which = np.asarray(options["reset_mask"])
+            if which.shape != (self.num_envs,) or which.dtype != np.bool_ or not which.any():
+                raise ValueError(
+                    f"options['reset_mask'] must be a boolean array of shape ({self.num_envs},) "
+                    f"with at least one True, got {options['reset_mask']!r}."
+                )
+        for row in np.flatnonzero(which):
+            if seeds[row] is not None:
+                self._generators[row], self._seeds[row] = seeding.np_random(seeds[row])
+        self._begin(which)
+        self._begun = True
+        whole_batch = bool(which.all())
+        info = {
+            "action_mask": self.batch.action_mask * which[:, None].astype(np.int8),
+            "_action_mask": self._all if whole_batch else which.copy(),
+        }
+        return self._observation(), info
+
+    def _begin(self, which: np.ndarray) -> None:
+        for row in np.flatnonzero(which).tolist():
+            self.batch.draw(row, self._generator(row))
+        self.batch.begin(which.astype(np.int8))
+        self._steps[which] = 0
+        self._done[which] = False
+        self._any_done = bool(self._done.any())
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Apply one action to every system.
+
+        Args:
+            actions: A batch of the single environment's actions.
+
+        Raises:
+            ResetNeeded: no episode was begun, or a system ended and autoreset is disabled.
+            ValueError: the actions have the wrong shape, type or range.
+        """
+        if not self._begun:
+            raise ResetNeeded("Cannot step: call reset() to begin the episodes first.")
+        actions = self._check_actions(actions)
+        batch = self.batch
+        if self._any_done:
+            stale = self._done
+            if self.autoreset_mode is AutoresetMode.DISABLED:
+                raise ResetNeeded(
+                    f"Systems {np.flatnonzero(stale).tolist()} have ended: reset them with "
+                    "options={'reset_mask': ...} (autoreset_mode is Disabled)."
+                )
+            live = ~stale
+            ended = batch.step(actions, live.astype(np.int8))
+            batch.out[stale] = 0.0
+            self._begin(stale.copy())
+        else:
+            live = self._all
+            ended = batch.step(actions, self._which)
+        rewards = batch.out[:, 0].copy()
+        for column in range(1, batch.out.shape[1] - 1):
+            rewards += batch.out[:, column]
+        terminations = batch.out[:, -1] != 0.0
+        if self.max_episode_steps is None:
+            truncations = np.zeros(self.num_envs, dtype=bool)
+            done = terminations
+        else:
+            self._steps[live] += 1
+            truncations = self._steps >= self.max_episode_steps
+            done = terminations | truncations
+            ended = int(done.sum())
+        if ended == 0:
+            info = self._info(live, masks=self._all)
+        elif self.autoreset_mode is AutoresetMode.SAME_STEP:
+            info = {
+                "final_obs": self._final_observations(done),
+                "final_info": self._info(done, ended=terminations),
+                "_final_obs": done.copy(),
+                "_final_info": done.copy(),
+            }
+            self._begin(done)
+            info.update(self._info(live & ~done, masks=self._all))
+        else:
+            self._done, self._any_done = done.copy(), True
+            info = self._info(live, ended=terminations, masks=self._all)
+        return self._observation(), rewards, terminations, truncations, info
+
+    def _info(
+        self,
+        stepped: np.ndarray,
+        ended: np.ndarray | None = None,
+        masks: np.ndarray | None = None,
+    ) -> dict[str, Any]:
+        """Information in the layout of Gymnasium's vector environments.
+
+        ``stepped`` have reward terms, ``ended`` key figures, ``masks`` (default: stepped) an
+        action mask.
+        """
+        with_mask = stepped if masks is None else masks
+        mask = self.batch.action_mask
+        info: dict[str, Any] = {
+            "action_mask": mask.copy()
+            if with_mask is self._all
+            else mask * with_mask[:, None].astype(np.int8),
+            "_action_mask": with_mask,
+        }
+        if stepped is self._all or stepped.any():
+            terms: dict[str, Any] = {}
+            for column, name in enumerate(self.batch.terms):
+                values = self.batch.out[:, column]
+                terms[name] = (
+                    values.copy() if stepped is self._all else np.where(stepped, values, 0.0)
+                )
+                terms[f"_{name}"] = stepped
+            info["reward_terms"] = terms
+            info["_reward_terms"] = stepped
+        if ended is not None and ended.any():
+            kpis: dict[str, Any] = {}
+            for row in np.flatnonzero(ended).tolist():
+                for name, value in self.batch.kpis(row).items():
+                    kpis.setdefault(name, np.zeros(self.num_envs))[row] = value
+            for name in list(kpis):
+                kpis[f"_{name}"] = ended.copy()
+            info["episode_kpis"] = kpis
+            info["_episode_kpis"] = ended.copy()
+        return info
+
+    def _final_observations(self, done: np.ndarray) -> np.ndarray:
+        final = np.full(self.num_envs, None, dtype=object)
+        observation = self.batch.observation
+        for row in np.flatnonzero(done):
+            if isinstance(observation, dict):
+                final[row] = {name: part[row].copy() for name, part in observation.items()}
+            else:
+                final[row] = observation[row].copy()
+        return final
+
+    def _observation(self) -> Any:
+        observation = self.batch.fresh_observation() if self.copy else self.batch.observation
+        if self.validate and not self.observation_space.contains(observation):
+            raise AssertionError("an observation is outside its space")
+        return observation
+
+    def action_masks(self) -> np.ndarray:
+        """Boolean masks ``(B, A)`` of the legal actions."""
+        return self.batch.action_mask.astype(bool)
+
+    def request_log(self, index: int) -> np.ndarray:
+        """One row per request of the current episode of a system."""
+        return self.batch.request_log(index)
+
+    def clone_state(self, index: int) -> Any:
+        """An exact copy of one system, its generator included."""
+        state = self.batch.clone(index)
+        state.random = self._generator(index).bit_generator.state
+        state.finished = bool(self._done[index])
+        return state
+
+    def restore_state(self, index: int, state: Any) -> None:
+        """Put a cloned state into one system."""
+        self.batch.restore(index, state)
+        if state.random is not None:
+            self._generator(index).bit_generator.state = state.random
+        self._done[index] = state.finished
+        self._any_done = bool(self._done.any())
+        self._steps[index] = self._steps_of(state)
+        self._begun = True
+
+    def observe(self) -> tuple[Any, np.ndarray]:
+        """The current observation and int8 action mask ``(B, A)``, as after ``step``."""
+        return self._observation(), self.batch.action_mask.copy()
+
+
+def autoreset(given: AutoresetMode | str) -> AutoresetMode:
+    """The mode of a member, or of its name or value as in ``"SameStep"``.
+
+    Raises:
+        ValueError: naming the modes.
+    """
+    if isinstance(given, AutoresetMode):
+        return given
+    modes = {mode.value: mode for mode in AutoresetMode}
+    modes.update({mode.name: mode for mode in AutoresetMode})
+    return modes[choose("autoreset_mode", given, modes)]
