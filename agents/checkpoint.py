@@ -58,6 +58,19 @@ class GraphPolicy(CheckpointPolicy):
     """A checkpoint of ``sac_han``; with a graph encoder it takes other capacities and fleets."""
 
     experts: int = 0
+    single: Any = None
+    """The same network for a batch of one, in numpy; None where the state is no graph."""
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """The likeliest legal action of every row; a batch of one takes the short way."""
+        if self.single is None or len(action_mask) != 1:
+            return super().act(observation, action_mask)
+        rows = self._rows(observation)
+        logits = self.single.logits(rows, self.net.layout)
+        legal = np.asarray(action_mask)[0] != 0
+        return np.array([np.where(legal, logits, -np.inf).argmax()], dtype=np.int64)
 
     def _rows(self, observation: Observation) -> Any:
         from servegym.agents.han import Layout
@@ -130,6 +143,7 @@ def _arguments(cls: type, text: str) -> Any:
 def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import han, sac_han
     from servegym.agents.common import env_kwargs
+    from servegym.agents.single import SingleDecision
     from servegym.baselines.llm_routing.system import RoutingSystem
 
     args = _arguments(sac_han.Args, meta["args"])
@@ -147,6 +161,8 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
         name = "baseline_rl_dsa"
     policy = GraphPolicy(name, "graph", file, "sac_han", args, net.eval())
     policy.experts = system.num_experts
+    if net.graph:
+        policy.single = SingleDecision(net)
     return policy
 
 
