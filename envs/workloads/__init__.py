@@ -4,6 +4,19 @@
 a router is told of them, ``make_arrivals`` an arrival process and ``load_trace`` a recorded one.
 """
 
+from servegym.envs.workloads.activations import (
+    Activations,
+    MoeModel,
+    list_activations,
+    list_models,
+    load_activations,
+    load_model,
+    make_toy_activations,
+    masks_to_counts,
+    popcounts,
+    sample_tokens,
+    top_expert_share,
+)
 from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
 from servegym.envs.workloads.catalog import Catalog, list_catalogs, load_catalog
 from servegym.envs.workloads.errors import MalformedFileError
@@ -11,15 +24,26 @@ from servegym.envs.workloads.predictions import bucket_edges, predict
 from servegym.envs.workloads.traces import Trace, load_trace
 
 __all__ = [
+    "Activations",
     "Arrivals",
     "Catalog",
     "MalformedFileError",
+    "MoeModel",
     "Trace",
     "bucket_edges",
+    "list_activations",
     "list_arrivals",
     "list_catalogs",
+    "list_models",
+    "load_activations",
     "load_catalog",
+    "load_model",
     "load_trace",
     "make_arrivals",
+    "make_toy_activations",
+    "masks_to_counts",
+    "popcounts",
     "predict",
+    "sample_tokens",
+    "top_expert_share",
 ]

@@ -11,18 +11,38 @@ elsewhere; ``make_toy_activations`` gives a small synthetic set for tests.
 
 from __future__ import annotations
 
+import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym.envs._checks import choose, real, whole
+from servegym.envs.workloads._activation_laws import (
+    generate_tokens,
+    lognormal_targets,
+    mixtral_targets,
+    sharpen,
+)
+from servegym.envs.workloads._expert_sets import (
+    MAX_EXPERTS,
+    draw_top_k,
+    masks_to_counts,
+    popcounts,
+    unpack_sets,
+)
+from servegym.envs.workloads._util import DATA_DIR
+from servegym.envs.workloads.errors import MalformedFileError
 
 MB = 2**20
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
-MAX_EXPERTS = 64
+SKEWS = ("measured", "paper")
+SPLIT_SEED = 20240801
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,54 +307,6 @@ def _checked(
     return _frozen(array, dtype)
 
 
-def popcounts(masks: np.ndarray) -> np.ndarray:
-    """Number of experts in each set.
-
-    Args:
-        masks: uint64, any shape, bit e for expert e.
-
-    Returns:
-        uint8, of the same shape.
-    """
-    masks = np.asarray(masks, dtype=np.uint64)
-    if hasattr(np, "bitwise_count"):
-        return np.bitwise_count(masks)
-    octets = np.ascontiguousarray(masks).view(np.uint8).reshape(*masks.shape, 8)
-    return np.unpackbits(octets, axis=-1).sum(axis=-1, dtype=np.uint8)
-
-
-def masks_to_counts(masks: np.ndarray, experts: int) -> np.ndarray:
-    """Count the tokens that took each expert.
-
-    Args:
-        masks: uint64 (n, L), expert sets of n tokens.
-        experts: E, at most 64; bits from E on are not counted.
-
-    Returns:
-        int64 (L, E).
-    """
-    masks = np.asarray(masks, dtype=np.uint64)
-    if masks.ndim != 2:
-        raise ValueError(f"masks has shape {masks.shape}, it must be (n, L).")
-    experts = whole("experts", experts, 1, MAX_EXPERTS)
-    counts = np.empty((masks.shape[1], experts), dtype=np.int64)
-    for expert in range(experts):
-        counts[:, expert] = ((masks >> np.uint64(expert)) & np.uint64(1)).sum(axis=0)
-    return counts
-
-
-def ids_to_masks(ids: np.ndarray) -> np.ndarray:
-    """Expert sets of expert indexes.
-
-    Args:
-        ids: Whole numbers in 0..63, (..., k), different from each other in the last axis.
-
-    Returns:
-        uint64 (...).
-    """
-    return np.bitwise_or.reduce(np.uint64(1) << np.asarray(ids).astype(np.uint64), axis=-1)
-
-
 def sample_tokens(
     activations: Activations, prompt: int, n: int, rng: np.random.Generator
 ) -> np.ndarray:
@@ -474,8 +446,7 @@ def _mixtral_8x7b() -> MoeModel:
         kv_bytes_per_token_layer=2 * 8 * 128 * 2,
         provenance={
             "kind": "derived",
-            "source": _SOURCE
-            + "bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart",
+            "source": _SOURCE + "bfloat16; 32 query, 8 KV heads of 128; 32,000 words, head apart",
         },
     )
 
@@ -535,23 +506,6 @@ def load_model(name: str) -> MoeModel:
         17301504
     """
     return _MODELS[choose("model", name, _MODELS)]()
-
-
-def draw_top_k(utilities: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw sets of ``top_k`` experts one after another, each in proportion to exp(utility).
-
-    Adding Gumbel noise and keeping the largest draws without replacement from the softmax.
-
-    Args:
-        utilities: float (..., E).
-        top_k: Experts to draw.
-        rng: Source of randomness.
-
-    Returns:
-        uint64 (...), the sets.
-    """
-    noisy = utilities + rng.gumbel(size=utilities.shape)
-    return ids_to_masks(np.argpartition(noisy, -top_k, axis=-1)[..., -top_k:])
 
 
 def make_toy_activations(
@@ -630,3 +584,245 @@ def make_toy_activations(
         embeddings={"output": output, "token": token},
         provenance={"kind": "synthetic", "source": "make_toy_activations", "seed": seed},
     )
+
+
+def top_expert_share(activations: Activations) -> dict[str, float]:
+    """Share of a task's choices that its most frequent expert of a layer gets, mean over layers.
+
+    Args:
+        activations: The set.
+
+    Returns:
+        The share for each task, and their mean as ``"mean"``. With equal use it is 1 / E; it
+        cannot exceed 1 / top_k.
+    """
+    shares = {}
+    for t, name in enumerate(activations.tasks):
+        counts = activations.counts[activations.task == t].sum(axis=0, dtype=np.int64)
+        if counts.any():
+            shares[name] = float((counts.max(axis=1) / counts.sum(axis=1)).mean())
+    shares["mean"] = float(np.mean(list(shares.values())))
+    return shares
+
+
+_FIX = "reinstall the package, or rebuild it with servegym.envs.workloads.build_activations"
+
+
+def list_activations() -> list[str]:
+    """Names that :func:`load_activations` knows: those of the models."""
+    return list_models()
+
+
+def load_activations(model: str, skew: str = "measured", seed: int = 0) -> Activations:
+    """Return the activations of a model.
+
+    ``deepseek-v2-lite`` and ``gpt-oss-20b`` are recorded, ``mixtral-8x7b`` and ``gpt2-moe``
+    generated. The result is made once for each combination of arguments and shared.
+
+    Args:
+        model: One of :func:`list_activations`.
+        skew: ``"measured"``, or ``"paper"`` for narrow tasks: in each (task, layer) the favourite
+            experts are put into a random part of the token sets, and ``counts`` are those of the
+            changed bank repeated to ``tokens`` tokens. Such a set is always ``"synthetic"``.
+        seed: Seed of what is generated; without effect on recorded activations as measured.
+
+    Returns:
+        The activations; ``provenance["top_expert_share"]`` has the shares with both skews.
+
+    Raises:
+        ValueError: An argument is unknown or out of range.
+        MalformedFileError: A packaged file is damaged.
+
+    Example:
+        >>> load_activations("deepseek-v2-lite").counts.shape
+        (213, 26, 64)
+    """
+    choose("model", model, _MODELS)
+    choose("skew", skew, SKEWS)
+    return _load(model, skew, whole("seed", seed, 0))
+
+
+@lru_cache(maxsize=16)
+def _load(model: str, skew: str, seed: int) -> Activations:
+    if skew == "paper":
+        return sharpened(_load(model, "measured", seed), seed)
+    path = DATA_DIR / f"activations-{model}.json"
+    if model in _TARGETS:
+        return read_law(path, load_model(model), seed)
+    return read_activations(path, load_model(model))
+
+
+_TARGETS = {"mixtral-8x7b": mixtral_targets, "gpt2-moe": lognormal_targets}
+
+
+def _provenance(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
+    if not isinstance(content, dict):
+        raise MalformedFileError(path, None, None, "must be a JSON object", _FIX)
+    return content
+
+
+def read_law(path: Path, model: MoeModel, seed: int) -> Activations:
+    """Generate synthetic activations by the law of a ``.json`` file.
+
+    Args:
+        path: The file, with ``law``.
+        model: Its model.
+        seed: Seed of prompts and tokens; the tasks' frequencies do not depend on it.
+
+    Returns:
+        The activations; every generated token is banked.
+
+    Raises:
+        MalformedFileError: The file cannot be read or its law not be used.
+    """
+    provenance = _provenance(path)
+    try:
+        law = provenance["law"]
+        targets = _TARGETS[model.name](law, model.num_moe_layers, model.experts)
+        tokens, task, bank = generate_tokens(law, targets, seed)
+        ends = np.concatenate([[0], np.cumsum(tokens)])
+        pairs = zip(ends[:-1], ends[1:], strict=True)
+        counts = np.array([masks_to_counts(bank[a:b], model.experts) for a, b in pairs])
+        return Activations(
+            name=model.name,
+            model=model,
+            kind="synthetic",
+            tasks=tuple(law["tasks"]),
+            task=task,
+            split=group_split(task, np.arange(len(task)), SPLIT_SEED),
+            tokens=tokens,
+            counts=counts,
+            bank=bank,
+            bank_start=ends,
+            embeddings={},
+            provenance=provenance | {"seed": seed, "skew": "measured"},
+        )
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise MalformedFileError(path, None, "law", f"cannot be used ({error!r})", _FIX) from error
+
+
+def sharpened(source: Activations, seed: int) -> Activations:
+    """Activations of narrow tasks made of ``source``: what ``skew="paper"`` gives.
+
+    Args:
+        source: The activations as measured.
+        seed: Decides which layers are sharpened and which tokens change.
+
+    Returns:
+        Synthetic activations with the same prompts, tokens and splits.
+    """
+    model = source.model
+    sizes = np.diff(source.bank_start)
+    task = np.repeat(source.task, sizes)
+    sums = np.array([source.counts[source.task == t].sum(axis=0) for t in range(len(source.tasks))])
+    bank = sharpen(
+        source.bank,
+        task,
+        sums / sums.sum(axis=2, keepdims=True),
+        model.top_k,
+        np.random.default_rng([seed, 3]),
+    )
+    counts = np.empty_like(source.counts)
+    for p, (tokens, size) in enumerate(zip(source.tokens, sizes, strict=True)):
+        sets = bank[source.bank_start[p] : source.bank_start[p + 1]]
+        times, rest = divmod(int(tokens), int(size))
+        counts[p] = times * masks_to_counts(sets, model.experts)
+        counts[p] += masks_to_counts(sets[:rest], model.experts)
+    return Activations(
+        name=f"{source.name} (paper skew)",
+        model=model,
+        kind="synthetic",
+        tasks=source.tasks,
+        task=source.task,
+        split=source.split,
+        tokens=source.tokens,
+        counts=counts,
+        bank=bank,
+        bank_start=source.bank_start,
+        embeddings=source.embeddings,
+        provenance=dict(source.provenance) | {"seed": seed, "skew": "paper"},
+        categories=source.categories,
+        category=source.category,
+    )
+
+
+def _arrays(path: Path, fields: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Read an ``.npz`` with exactly ``fields``; each value names the allowed dtype kinds."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
+    for name, kinds in fields.items():
+        if name not in found:
+            raise MalformedFileError(path, None, name, "is missing", _FIX)
+        if found[name].dtype.kind not in kinds:
+            problem = f"has dtype {found[name].dtype}"
+            raise MalformedFileError(path, None, name, problem, _FIX)
+    return found
+
+
+def read_activations(path: str | Path, model: MoeModel) -> Activations:
+    """Read recorded activations.
+
+    ``<stem>.json`` holds the provenance with the names of the other files in ``files``:
+    ``<stem>.npz`` (counts, tasks, splits), ``<stem>-bank-<i>.npz`` (parts of the bank) and, if
+    there are embeddings, ``<stem>-embeddings.npz``.
+
+    Args:
+        path: The ``.json`` file.
+        model: Its model.
+
+    Returns:
+        The activations.
+
+    Raises:
+        MalformedFileError: A file or field is missing or wrong; nothing of it is used.
+    """
+    path = Path(path)
+    provenance = _provenance(path)
+    names = provenance.get("files")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise MalformedFileError(path, None, "files", "must be a list of file names", _FIX)
+    main, banks, vectors = path.with_suffix(".npz"), [], {}
+    for name in names:
+        if name.startswith(f"{path.stem}-bank-"):
+            part = path.with_name(name)
+            planes = _arrays(part, {"sets": "u"})["sets"]
+            if planes.dtype != np.uint8 or planes.ndim != 3 or not 1 <= len(planes) <= 4:
+                problem = f"is {planes.dtype} {planes.shape}, it must be uint8 (1..4, T, L)"
+                raise MalformedFileError(part, None, "sets", problem, _FIX)
+            try:
+                banks.append(unpack_sets(planes, model.experts, model.top_k))
+            except ValueError as error:
+                raise MalformedFileError(part, None, "sets", str(error), _FIX) from error
+        elif name == f"{path.stem}-embeddings.npz":
+            vectors = _arrays(path.with_name(name), {"output": "f", "token": "f"})
+        elif name != main.name:
+            raise MalformedFileError(path, None, "files", f"{name!r} is unknown", _FIX)
+    whole_numbers = ("task", "category", "split", "tokens", "counts", "bank_start")
+    fields = dict.fromkeys(whole_numbers, "iu") | {"tasks": "U", "categories": "U"}
+    found = _arrays(main, fields)
+    try:
+        return Activations(
+            name=model.name,
+            model=model,
+            kind="recorded",
+            tasks=tuple(found["tasks"].tolist()),
+            task=found["task"],
+            split=found["split"],
+            tokens=found["tokens"],
+            counts=found["counts"],
+            bank=np.concatenate(banks),
+            bank_start=found["bank_start"],
+            embeddings=vectors,
+            provenance=provenance | {"skew": "measured"},
+            categories=tuple(found["categories"].tolist()),
+            category=found["category"],
+        )
+    except (ValueError, TypeError) as error:
+        raise MalformedFileError(main, None, None, str(error), _FIX) from error

@@ -3,12 +3,17 @@ import pickle
 import numpy as np
 import pytest
 
+from servegym.envs.workloads._expert_sets import (
+    draw_top_k,
+    ids_to_masks,
+    masks_to_ids,
+    pack_sets,
+    unpack_sets,
+)
 from servegym.envs.workloads.activations import (
     Activations,
     MoeModel,
-    draw_top_k,
     group_split,
-    ids_to_masks,
     list_models,
     load_model,
     make_toy_activations,
@@ -216,6 +221,22 @@ def test_masks_by_hand():
     assert counts[0, [0, 3, 4]].tolist() == [1, 2, 1]
     assert counts[1, [1, 2, 63]].tolist() == [2, 1, 1]
     assert counts.sum() == 8
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(64, 6), (32, 4), (8, 2), (5, 5)])
+def test_packed_sets_come_back(experts, top_k):
+    rng = np.random.default_rng(1)
+    ids = np.sort(
+        [[rng.permutation(experts)[:top_k] for _ in range(3)] for _ in range(200)], axis=2
+    )
+    ids[0, 0] = np.arange(top_k)
+    ids[1, 0] = np.arange(experts - top_k, experts)
+    masks = ids_to_masks(ids)
+    np.testing.assert_array_equal(masks_to_ids(masks, top_k), ids)
+    planes = pack_sets(masks, top_k)
+    np.testing.assert_array_equal(unpack_sets(planes, experts, top_k), masks)
+    with pytest.raises(ValueError, match="rank"):
+        unpack_sets(np.full((4, 1, 1), 127, dtype=np.uint8), experts, top_k)
 
 
 def test_popcounts_match_python_bits():

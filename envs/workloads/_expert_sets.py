@@ -1,0 +1,139 @@
+"""Expert sets as bit masks: counting, packing, drawing."""
+
+from __future__ import annotations
+
+from math import comb
+
+import numpy as np
+
+from servegym.envs._checks import whole
+
+MAX_EXPERTS = 64
+
+
+def popcounts(masks: np.ndarray) -> np.ndarray:
+    """Number of experts in each set.
+
+    Args:
+        masks: uint64, any shape, bit e for expert e.
+
+    Returns:
+        uint8, of the same shape.
+    """
+    masks = np.asarray(masks, dtype=np.uint64)
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(masks)
+    octets = np.ascontiguousarray(masks).view(np.uint8).reshape(*masks.shape, 8)
+    return np.unpackbits(octets, axis=-1).sum(axis=-1, dtype=np.uint8)
+
+
+def masks_to_counts(masks: np.ndarray, experts: int) -> np.ndarray:
+    """Count the tokens that took each expert.
+
+    Args:
+        masks: uint64 (n, L), expert sets of n tokens.
+        experts: E, at most 64; bits from E on are not counted.
+
+    Returns:
+        int64 (L, E).
+    """
+    masks = np.asarray(masks, dtype=np.uint64)
+    if masks.ndim != 2:
+        raise ValueError(f"masks has shape {masks.shape}, it must be (n, L).")
+    experts = whole("experts", experts, 1, MAX_EXPERTS)
+    counts = np.empty((masks.shape[1], experts), dtype=np.int64)
+    for expert in range(experts):
+        counts[:, expert] = ((masks >> np.uint64(expert)) & np.uint64(1)).sum(axis=0)
+    return counts
+
+
+def ids_to_masks(ids: np.ndarray) -> np.ndarray:
+    """Expert sets of expert indexes.
+
+    Args:
+        ids: Whole numbers in 0..63, (..., k), different from each other in the last axis.
+
+    Returns:
+        uint64 (...).
+    """
+    return np.bitwise_or.reduce(np.uint64(1) << np.asarray(ids).astype(np.uint64), axis=-1)
+
+
+def draw_top_k(utilities: np.ndarray, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw sets of ``top_k`` experts one after another, each in proportion to exp(utility).
+
+    Adding Gumbel noise and keeping the largest draws without replacement from the softmax.
+
+    Args:
+        utilities: float (..., E).
+        top_k: Experts to draw.
+        rng: Source of randomness.
+
+    Returns:
+        uint64 (...), the sets.
+    """
+    noisy = utilities + rng.gumbel(size=utilities.shape)
+    return ids_to_masks(np.argpartition(noisy, -top_k, axis=-1)[..., -top_k:])
+
+
+def masks_to_ids(masks: np.ndarray, top_k: int) -> np.ndarray:
+    """Expert indexes of sets of ``top_k`` experts: uint8 (..., top_k), ascending."""
+    ids = np.empty((*masks.shape, top_k), dtype=np.uint8)
+    rest = masks.copy()
+    for j in range(top_k):
+        lowest = rest & (~rest + np.uint64(1))
+        ids[..., j] = popcounts(lowest - np.uint64(1))
+        rest ^= lowest
+    return ids
+
+
+def pack_sets(masks: np.ndarray, top_k: int) -> np.ndarray:
+    """Pack sets as ranks of combinations, in planes of bytes that compress well.
+
+    The set c_1 < ... < c_k has the rank sum_j C(c_j, j) (the combinatorial number system).
+
+    Args:
+        masks: uint64 (T, L), each with ``top_k`` bits.
+        top_k: At least 1; C(64, top_k) must fit in 4 bytes.
+
+    Returns:
+        uint8 (bytes, T, L), lowest byte first, without high planes that are 0 everywhere.
+    """
+    table = _binomials(top_k)
+    ids = masks_to_ids(masks, top_k)
+    ranks = sum(table[ids[..., j], j + 1] for j in range(top_k))
+    planes = np.stack([(ranks >> (8 * i)) & 255 for i in range(4)]).astype(np.uint8)
+    used = [i for i in range(4) if planes[i].any()]
+    return planes[: used[-1] + 1 if used else 1]
+
+
+def unpack_sets(planes: np.ndarray, experts: int, top_k: int) -> np.ndarray:
+    """Undo :func:`pack_sets`.
+
+    Args:
+        planes: uint8 (bytes, T, L).
+        experts: E.
+        top_k: Experts in each set.
+
+    Returns:
+        uint64 (T, L).
+
+    Raises:
+        ValueError: A rank is not below C(E, top_k).
+    """
+    rest = np.zeros(planes.shape[1:], dtype=np.int64)
+    for i, plane in enumerate(planes):
+        rest |= plane.astype(np.int64) << (8 * i)
+    if rest.size and rest.max() >= comb(experts, top_k):
+        raise ValueError(f"rank {rest.max()} of a set must be below {comb(experts, top_k)}")
+    table = _binomials(top_k)
+    masks = np.zeros(rest.shape, dtype=np.uint64)
+    for j in range(top_k, 0, -1):
+        top = np.searchsorted(table[:, j], rest, side="right") - 1
+        rest -= table[top, j]
+        masks |= np.uint64(1) << top.astype(np.uint64)
+    return masks
+
+
+def _binomials(top_k: int) -> np.ndarray:
+    return np.array([[comb(n, j) for j in range(top_k + 1)] for n in range(MAX_EXPERTS)])
