@@ -1,0 +1,355 @@
+"""Jitted inner loops of the placement algorithms.
+
+All are pure functions of their arguments but for the arrays named as changed in place. One layer
+of E experts on G GPUs is a table ``slot`` (G, S) of expert numbers, of which GPU g uses the first
+``used[g]`` <= ``quota[g]``, with ``on`` (G, E) and ``copies`` (E,) saying the same. A replica takes
+``weight[e] / copies[e]``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def pack(weight, packs):
+    """Heaviest first, each to the lightest pack that is not full; equal numbers a pack.
+
+    Args:
+        weight: float64 (n,), n a multiple of packs.
+        packs: Number of packs.
+
+    Returns:
+        int64 (n,) pack of each item.
+    """
+    size = weight.size // packs
+    load = np.zeros(packs)
+    count = np.zeros(packs, np.int64)
+    place = np.zeros(weight.size, np.int64)
+    for item in np.argsort(-weight, kind="mergesort"):
+        best = -1
+        for p in range(packs):
+            if count[p] < size and (best < 0 or load[p] < load[best]):
+                best = p
+        place[item] = best
+        load[best] += weight[item]
+        count[best] += 1
+    return place
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def replicate(weight, extra, limit):
+    """Give each extra slot to the expert with the heaviest replicas.
+
+    Args:
+        weight: float64 (E,).
+        extra: Slots beyond one an expert.
+        limit: Most copies of an expert.
+
+    Returns:
+        int64 (E,) copies; fewer than E + extra in all if every expert is at the limit.
+    """
+    copies = np.ones(weight.size, np.int64)
+    for _ in range(extra):
+        best = -1
+        for e in range(weight.size):
+            if copies[e] < limit and (
+                best < 0 or weight[e] * copies[best] > weight[best] * copies[e]
+            ):
+                best = e
+        if best < 0:
+            break
+        copies[best] += 1
+    return copies
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def eplb_published(loads, groups, nodes, out):
+    """The published algorithm: groups to nodes, replicas in a node, replicas to its GPUs.
+
+    Args:
+        loads: float64 (L, E).
+        groups: Groups of consecutive experts, a multiple of nodes.
+        nodes: Nodes of equally many GPUs.
+        out: int64 (L, G, S), changed in place: expert of each slot.
+    """
+    layers, experts = loads.shape
+    gpus, slots = out.shape[1], out.shape[2]
+    size = experts // groups
+    inside, local = gpus // nodes, experts // nodes
+    members = np.zeros(local, np.int64)
+    for layer in range(layers):
+        group_load = np.zeros(groups)
+        for e in range(experts):
+            group_load[e // size] += loads[layer, e]
+        node_of = pack(group_load, nodes)
+        for node in range(nodes):
+            at = 0
+            for e in range(experts):
+                if node_of[e // size] == node:
+                    members[at] = e
+                    at += 1
+            weight = loads[layer][members]
+            copies = replicate(weight, inside * slots - local, 1 << 40)
+            expert = np.zeros(inside * slots, np.int64)
+            share = np.zeros(inside * slots)
+            at = 0
+            for i in range(local):
+                for _ in range(copies[i]):
+                    expert[at] = members[i]
+                    share[at] = weight[i] / copies[i]
+                    at += 1
+            place = pack(share, inside)
+            filled = np.zeros(inside, np.int64)
+            for i in range(expert.size):
+                g = place[i]
+                out[layer, node * inside + g, filled[g]] = expert[i]
+                filled[g] += 1
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def gpu_loads(weight, slot, used, copies):
+    """Load (G,) of each GPU."""
+    load = np.zeros(used.size)
+    for g in range(used.size):
+        for i in range(used[g]):
+            e = slot[g, i]
+            load[g] += weight[e] / copies[e]
+    return load
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def place_replicas(weight, quota, slot, used, on, copies):
+    """Replicas to GPUs, never two of an expert on one, and no slot left free that could be used.
+
+    Experts by falling replica weight, the copies of one to the lightest GPUs with a free slot.
+    Copies that find no GPU are given up; their slots go to the expert with the heaviest replicas
+    that fits.
+
+    Args:
+        weight: float64 (E,).
+        quota: int64 (G,), at most E each, at least E in all.
+        slot: int64 (G, S), changed in place.
+        used: int64 (G,), changed in place; zeros.
+        on: bool (G, E), changed in place; all False.
+        copies: int64 (E,), changed in place; wanted copies on entry, placed ones on return.
+    """
+    gpus = quota.size
+    load = np.zeros(gpus)
+    for e in np.argsort(-(weight / copies), kind="mergesort"):
+        share = weight[e] / copies[e]
+        wanted = copies[e]
+        copies[e] = 0
+        for _ in range(wanted):
+            best = -1
+            for g in range(gpus):
+                if used[g] < quota[g] and not on[g, e] and (best < 0 or load[g] < load[best]):
+                    best = g
+            if best < 0:
+                break
+            slot[best, used[best]] = e
+            used[best] += 1
+            on[best, e] = True
+            load[best] += share
+            copies[e] += 1
+    fill_free(weight, quota, slot, used, on, copies)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def fill_free(weight, quota, slot, used, on, copies):
+    """Free slots, lightest GPU first, take the missing expert with the heaviest replicas.
+
+    The arguments are those of `place_replicas`; every expert has at least one copy.
+    """
+    gpus = quota.size
+    load = gpu_loads(weight, slot, used, copies)
+    while True:
+        best = -1
+        for g in range(gpus):
+            if used[g] < quota[g] and (best < 0 or load[g] < load[best]):
+                best = g
+        if best < 0:
+            return
+        e = -1
+        for x in range(weight.size):
+            if not on[best, x] and (e < 0 or weight[x] * copies[e] > weight[e] * copies[x]):
+                e = x
+        change = weight[e] / (copies[e] + 1) - weight[e] / copies[e]
+        for g in range(gpus):
+            if on[g, e]:
+                load[g] += change
+        copies[e] += 1
+        load[best] += weight[e] / copies[e]
+        slot[best, used[best]] = e
+        used[best] += 1
+        on[best, e] = True
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def refine(weight, quota, slot, used, on, copies, budget):
+    """Lower the heaviest GPU's load by the best change per loaded expert, until none helps.
+
+    Changes: two GPUs swap an expert (2 loads), an expert moves to a free slot, or gets one more
+    copy in a free slot or in place of another expert's replica (1 load each). A change counts by
+    the highest load among the GPUs it touches, so the sorted loads fall lexicographically and the
+    search ends.
+
+    Args:
+        weight: float64 (E,).
+        quota: int64 (G,).
+        slot: int64 (G, S), changed in place.
+        used: int64 (G,), changed in place.
+        on: bool (G, E), changed in place.
+        copies: int64 (E,), changed in place.
+        budget: Most loads.
+
+    Returns:
+        The loads made.
+    """
+    gpus = quota.size
+    moves = 0
+    while moves < budget:
+        load = gpu_loads(weight, slot, used, copies)
+        a = int(np.argmax(load))
+        top = load[a]
+        best = 1e-9 * top
+        kind, at, b, other = 0, -1, -1, -1
+        for i in range(used[a]):
+            x = slot[a, i]
+            share = weight[x] / copies[x]
+            thinner = weight[x] / (copies[x] + 1)
+            relief = share - thinner
+            for g in range(gpus):
+                if on[g, x]:
+                    continue
+                if used[g] < quota[g]:
+                    gain = top - max(top - share, load[g] + share)
+                    if gain > best:
+                        best, kind, at, b = gain, 2, i, g
+                    gain = top - max(top - relief, load[g] + thinner)
+                    if gain > best:
+                        best, kind, at, b = gain, 3, i, g
+                for j in range(used[g]):
+                    y = slot[g, j]
+                    theirs = weight[y] / copies[y]
+                    if not on[a, y] and moves + 2 <= budget and theirs < share:
+                        step = share - theirs
+                        gain = 0.5 * (top - max(top - step, load[g] + step))
+                        if gain > best:
+                            best, kind, at, b, other = gain, 1, i, g, j
+                    if copies[y] > 1:
+                        rise = weight[y] / (copies[y] - 1) - theirs
+                        high = max(
+                            top - relief + (rise if on[a, y] else 0.0), load[g] + thinner - theirs
+                        )
+                        if top - high <= best:
+                            continue
+                        for h in range(gpus):
+                            if on[h, y] and h != g and h != a:
+                                high = max(high, load[h] + rise - (relief if on[h, x] else 0.0))
+                        if top - high > best:
+                            best, kind, at, b, other = top - high, 4, i, g, j
+        if kind == 0:
+            return moves
+        x = slot[a, at]
+        moves += 2 if kind == 1 else 1
+        on[b, x] = True
+        if kind == 1:
+            y = slot[b, other]
+            slot[b, other] = x
+            slot[a, at] = y
+            on[a, x], on[a, y], on[b, y] = False, True, False
+        elif kind == 2:
+            slot[b, used[b]] = x
+            used[b] += 1
+            used[a] -= 1
+            slot[a, at] = slot[a, used[a]]
+            on[a, x] = False
+        elif kind == 3:
+            slot[b, used[b]] = x
+            used[b] += 1
+            copies[x] += 1
+        else:
+            y = slot[b, other]
+            slot[b, other] = x
+            on[b, y] = False
+            copies[x] += 1
+            copies[y] -= 1
+    return moves
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def balance_layers(loads, quota, node, home, budget, on):
+    """Balance every layer on its own, from nothing or from a placement.
+
+    Args:
+        loads: float64 (L, E).
+        quota: int64 (L, G) slots of a layer on a GPU.
+        node: int64 (G,) node of each GPU, 0..M-1.
+        home: int64 (L, E) node whose GPUs hold the expert.
+        budget: int64 (L, M) most loads, or -1 in [0, 0] to start from nothing without a bound.
+        on: bool (L, G, E), changed in place: the placement, on entry the one to start from.
+
+    Returns:
+        The loads made by refinement.
+    """
+    layers, experts = loads.shape
+    fresh = budget[0, 0] < 0
+    total = 0
+    for layer in range(layers):
+        for m in range(budget.shape[1]):
+            gpus = np.flatnonzero(node == m)
+            members = np.flatnonzero(home[layer] == m)
+            weight = loads[layer][members]
+            limit = quota[layer][gpus]
+            slot = np.zeros((gpus.size, max(1, limit.max())), np.int64)
+            used = np.zeros(gpus.size, np.int64)
+            here = np.zeros((gpus.size, members.size), np.bool_)
+            if fresh:
+                for g in range(gpus.size):
+                    limit[g] = min(limit[g], members.size)
+                open_gpus = np.sum(limit > 0)
+                copies = replicate(weight, limit.sum() - members.size, open_gpus)
+                place_replicas(weight, limit, slot, used, here, copies)
+                bound = 4 * limit.sum()
+            else:
+                copies = np.zeros(members.size, np.int64)
+                for g in range(gpus.size):
+                    for i in range(members.size):
+                        if on[layer, gpus[g], members[i]]:
+                            slot[g, used[g]] = i
+                            used[g] += 1
+                            here[g, i] = True
+                            copies[i] += 1
+                bound = budget[layer, m]
+            total += refine(weight, limit, slot, used, here, copies, bound)
+            for g in range(gpus.size):
+                for i in range(members.size):
+                    on[layer, gpus[g], members[i]] = here[g, i]
+    return total
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def fill_layers(loads, quota, on):
+    """`fill_free` over all GPUs of every layer.
+
+    Args:
+        loads: float64 (L, E).
+        quota: int64 (L, G), at most E each.
+        on: bool (L, G, E), changed in place; every expert is on a GPU.
+    """
+    layers, gpus, experts = on.shape
+    for layer in range(layers):
+        slot = np.zeros((gpus, max(1, quota[layer].max())), np.int64)
+        used = np.zeros(gpus, np.int64)
+        copies = np.zeros(experts, np.int64)
+        here = on[layer].copy()
+        for g in range(gpus):
+            for e in range(experts):
+                if here[g, e]:
+                    slot[g, used[g]] = e
+                    used[g] += 1
+                    copies[e] += 1
+        fill_free(loads[layer], quota[layer], slot, used, here, copies)
+        on[layer] = here
