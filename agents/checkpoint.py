@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
 
-AGENTS = ("sac_han", "ppo")
+AGENTS = ("sac_han", "ppo", "ppo_serverless")
+SHIPPED = Path(__file__).resolve().parent / "checkpoints"
+
+
+def shipped(family: str) -> dict[str, Path]:
+    """The checkpoints that come with the package: name -> file, by environment family.
+
+    Beside each file lies its model card, ``NAME.md``.
+    """
+    return {path.stem: path for path in sorted((SHIPPED / family).glob("*.safetensors"))}
 
 
 class CheckpointPolicy(BasePolicy):
@@ -21,7 +30,7 @@ class CheckpointPolicy(BasePolicy):
 
     Attributes:
         path: The file.
-        agent: The file in ``agents`` that wrote it, ``"sac_han"`` or ``"ppo"``.
+        agent: The file in ``agents`` that wrote it, one of `AGENTS`.
         args: The arguments of its training run.
     """
 
@@ -52,6 +61,27 @@ class CheckpointPolicy(BasePolicy):
                 f"actions, got {rows.shape[-1]} and {mask.shape[-1]}"
             )
         return self.net(rows, mask)[0]
+
+
+class PlanPolicy(CheckpointPolicy):
+    """A checkpoint of ``ppo_serverless``: the likeliest choice of every part of the plan."""
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """Actions int64 (B, parts)."""
+        import torch
+
+        net, legal = self.net, np.asarray(action_mask)
+        rows = torch.as_tensor(self._rows(observation)).float()
+        if rows.shape[-1] != net.columns or legal.shape[-1] != sum(net.choices):
+            raise ValueError(
+                f"{self.path}: trained on {net.columns} columns and choices {net.choices}, got "
+                f"{rows.shape[-1]} columns and {legal.shape[-1]} choices in all"
+            )
+        with torch.inference_mode():
+            heads, _ = net(rows, torch.as_tensor(legal))
+        return torch.stack([head.argmax(-1) for head in heads], 1).numpy().astype(np.int64)
 
 
 class GraphPolicy(CheckpointPolicy):
@@ -104,7 +134,7 @@ def load_policy(
 
     Returns:
         A greedy policy; its name follows from what was trained (``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, ``ppo``).
+        ``baseline_rl_dsa``, ``ppo``, ``ppo_serverless``).
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.
@@ -130,6 +160,8 @@ def load_policy(
         raise ValueError(
             f"{file}: field 'agent' is {kind!r}; it must be one of {', '.join(AGENTS)}"
         )
+    if kind == "ppo_serverless":
+        return _load_ppo_serverless(file, meta, weights)
     return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
 
 
@@ -174,3 +206,12 @@ def _load_ppo(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     args = _arguments(ppo.Args, meta["args"])
     view = "experts" if "Experts" in args.env_id else "flat"
     return CheckpointPolicy("ppo", view, file, "ppo", args, net.eval())
+
+
+def _load_ppo_serverless(file: Path, meta: dict[str, str], weights: dict[str, Any]) -> Any:
+    from servegym.agents import ppo_serverless
+
+    net = ppo_serverless.Agent(**json.loads(meta["shape"]))
+    net.load_state_dict(weights)
+    args = _arguments(ppo_serverless.Args, meta["args"])
+    return PlanPolicy("ppo_serverless", "flat", file, "ppo_serverless", args, net.eval())

@@ -101,6 +101,7 @@ def list_command() -> None:
     import gymnasium
 
     import servegym  # noqa: F401
+    from servegym.agents.checkpoint import shipped
     from servegym.baselines.registry import FAMILIES, list_policies
     from servegym.envs.workloads import list_catalogs
     from servegym.hardware_profiles import list_fleets, list_profiles
@@ -115,14 +116,16 @@ def list_command() -> None:
         infos = list_policies(family)
         if not infos:
             continue
-        width = max(len(info.name) for info in infos)
+        trained = shipped(family)
+        width = max(len(name) for name in [*trained, *(info.name for info in infos)])
         block(
             f"policies for {family}",
             [
                 f"{info.name:<{width}}  {info.description}"
                 + (" (clairvoyant)" if info.clairvoyant else "")
                 for info in infos
-            ],
+            ]
+            + [f"{name:<{width}}  shipped checkpoint" for name in trained],
         )
     block("catalogs", list(list_catalogs()))
     block("fleets", list_fleets())

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
+from servegym.agents.checkpoint import shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.experiments.families import Family, family_of
@@ -80,7 +81,7 @@ def make_envs(
 def resolve(
     policy: str | os.PathLike[str] | Policy, system: Any, family: str = "llm_routing"
 ) -> Resolved:
-    """Turn a registered name, a checkpoint's path or a policy object into a policy.
+    """Turn a policy's or shipped checkpoint's name, a path or a policy object into a policy.
 
     Args:
         policy: What `evaluate` takes.
@@ -96,11 +97,14 @@ def resolve(
     names = [info.name for info in list_policies(family)]
     if name in names:
         return Resolved(name, make_policy(name, system, family=family))
-    if Path(name).exists():
+    trained = shipped(family)
+    file = trained.get(name, Path(name))
+    if file.exists():
         from servegym.agents import load_policy
 
-        loaded = load_policy(name, system)
-        return Resolved(loaded.name, loaded)
+        loaded = load_policy(file, system)
+        return Resolved(name if name in trained else loaded.name, loaded)
+    names += trained
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(

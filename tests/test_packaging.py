@@ -57,7 +57,13 @@ def test_every_package_and_data_file_is_installed(root, setuptools, sources):
         assert package.joinpath(path.name).is_file(), path
     for folder in FOLDERS:
         for path in (root / folder).rglob("*"):
-            if path.is_file() and path.suffix in (".json", ".npz", ".typed", ".yaml"):
+            if path.is_file() and path.suffix in (
+                ".json",
+                ".npz",
+                ".typed",
+                ".yaml",
+                ".safetensors",
+            ):
                 package = importlib.resources.files(_package(root, path.parent))
                 assert package.joinpath(path.name).is_file(), path
 
