@@ -1,0 +1,764 @@
+"""Jitted engine of the expert placement family: an exact event-driven simulation of Eq. 1.
+
+One system is a ``Plant`` (servers, links, GPUs), a ``Load`` (requests and the experts that their
+tokens go to) and a ``State`` (clocks, queues, placement, sums). All chance is drawn before;
+``run`` advances the state to a given time.
+
+A step of a request (its prefill, or one decode step) passes the layers one by one: first the rest
+of the layer on the home server's first GPU, then one call for each expert that has tokens. A local
+call queues at a GPU of the server; a remote one goes through the sender's link, its latency, the
+staging of activations, the remote GPU, staging back and the remote server's link. GPUs and links
+are FIFO, so that each is one number, the time at which it falls free. The layer ends with its
+slowest call. Expert (l, e) has the number ``l * E + e``.
+
+Placement changes are carried out on the same resources: each GPU loads its new experts one after
+another, over PCIe or in chunks over the links; an expert on no other GPU is given up only when a
+new copy serves, with one staging slot a GPU on top of its slots.
+
+Units are seconds, bytes and tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+NIC, PAIRWISE = 0, 1
+PER_EXPERT, PER_SERVER = 0, 1
+LEAST_FINISH, NEAREST, RANDOM = 0, 1, 2
+HOST, NETWORK = 0, 1
+DONE, POOL_FULL = 0, 1
+
+# Kinds of events.
+_LAYER_END, _DISPATCH, _ARRIVE, _RETURN, _CHUNK, _LOADED = 0, 1, 2, 3, 4, 5
+_KIND_BITS = 3
+_INDEX_BITS = 22
+MAX_INDEX = (1 << _INDEX_BITS) - 1
+_WORD = 0xFFFFFFFF
+
+CHUNK_BYTES = float(1 << 20)
+# Tokens of a prompt whose expert sets tell how many distinct tokens go to a server.
+SAMPLED_TOKENS = 16
+
+
+def _record(fields: list[tuple[str, str]]) -> np.dtype:
+    # np.record scalars give attribute access with the JIT switched off, too.
+    return np.dtype((np.record, np.dtype(fields, align=True)))
+
+
+CONFIG = _record(
+    [
+        (name, "i8")
+        for name in (
+            "num_servers num_gpus layers experts top_k link_model messages choice candidates "
+            "migration_source"
+        ).split()
+    ]
+    + [
+        (name, "f8")
+        for name in (
+            "message_cost stage_token stage_base load expert_bytes activation_bytes"
+        ).split()
+    ]
+)
+META = _record(
+    [("now", "f8"), ("migration_end", "f8"), ("network_bytes", "f8"), ("weight_bytes", "f8")]
+    + [
+        (name, "i8")
+        for name in (
+            "sequence heap next_request free loads drops fewest_copies messages calls events"
+        ).split()
+    ]
+)
+REQUEST = _record(
+    [("dispatched", "f8"), ("end", "f8"), ("first", "f8"), ("finish", "f8")]
+    + [(name, "i4") for name in "step layer pending home".split()]
+)
+MESSAGE = _record(
+    [("sent", "f8")]
+    + [(name, "i4") for name in "request server tokens calls assigned unused".split()]
+)
+SERVER = _record(
+    [("area", "f8"), ("since", "f8"), ("latency", "f8"), ("ttft", "f8")]
+    # Since the last adopted change of placement: seconds and tokens of calls.
+    + [(name, "f8") for name in "local_s local_tokens remote_s remote_tokens".split()]
+    # Over the episode.
+    + [
+        (name, "i8")
+        for name in (
+            "in_system arrived done all_local_tokens all_remote_tokens all_local_calls "
+            "all_remote_calls layer_steps remote_layer_steps"
+        ).split()
+    ]
+)
+
+
+class Plant(NamedTuple):
+    """What does not change: ``cfg`` (1,) and arrays by GPU (G,), server (N,) or pair (N, N)."""
+
+    cfg: np.ndarray
+    gpu_server: np.ndarray
+    first_gpu: np.ndarray  # (N + 1,)
+    slots: np.ndarray
+    token_s: np.ndarray  # sending time of one token's activations
+    byte_s: np.ndarray  # sending time of one byte
+    latency: np.ndarray
+    base: np.ndarray
+    token: np.ndarray
+    dense_base: np.ndarray
+    dense_token: np.ndarray
+
+
+class Load(NamedTuple):
+    """Requests (R,) in order of arrival and the tokens of P prompts."""
+
+    home: np.ndarray
+    arrival: np.ndarray
+    prompt: np.ndarray
+    outputs: np.ndarray
+    offset: np.ndarray  # decode step s uses row (offset + s - 1) of the prompt's rows, in a ring
+    tokens: np.ndarray  # (P,)
+    counts: np.ndarray  # int32 (P, L, E)
+    bank: np.ndarray  # uint64 (T, L) expert sets
+    chosen: np.ndarray  # uint8 (T, L, k) the same as lists
+    bank_start: np.ndarray  # (P + 1,)
+
+
+class State(NamedTuple):
+    """Everything that changes, with C the experts of all layers and M places for messages."""
+
+    meta: np.ndarray
+    heap_t: np.ndarray
+    heap_k: np.ndarray
+    request: np.ndarray
+    gpu_free: np.ndarray
+    promised: np.ndarray  # seconds of calls that are on the way to a GPU
+    promised_calls: np.ndarray
+    link_free: np.ndarray  # (N * N,), the first N used when links are NICs
+    returning: np.ndarray  # seconds of messages that will go back over a link
+    returning_messages: np.ndarray
+    message: np.ndarray
+    call_gpu: np.ndarray  # (M, calls)
+    call_tokens: np.ndarray
+    free: np.ndarray
+    open_message: np.ndarray  # (N,) scratch: message being filled for a server, -1 if none
+    open_s: np.ndarray
+    open_mask: np.ndarray
+    open_list: np.ndarray
+    resident: np.ndarray  # uint8 (G, C)
+    target: np.ndarray  # uint8 (G, C)
+    holders: np.ndarray  # int32 (C, G) GPUs that hold an expert, the first `copies`
+    copies: np.ndarray  # (C,)
+    used: np.ndarray  # (G,) slots in use, loads in flight included
+    loading: np.ndarray  # (G,) expert being loaded, -1 if none
+    next_load: np.ndarray
+    source: np.ndarray
+    bytes_left: np.ndarray
+    peak: np.ndarray  # (G,) most slots in use so far
+    server: np.ndarray
+    counts: np.ndarray  # int64 (N, C) assignments since the last adopted change
+
+
+_jit = njit(cache=True, nogil=True, error_model="numpy")
+_inline = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
+
+
+@_inline
+def _push(heap_t, heap_k, size, t, key):
+    """Add an event to the binary heap of ``size`` entries, ordered by time and then by key."""
+    i = size
+    while i > 0:
+        up = (i - 1) >> 1
+        if heap_t[up] < t or (heap_t[up] == t and heap_k[up] < key):
+            break
+        heap_t[i] = heap_t[up]
+        heap_k[i] = heap_k[up]
+        i = up
+    heap_t[i] = t
+    heap_k[i] = key
+
+
+@_inline
+def _pop(heap_t, heap_k, size):
+    """Remove the first event; ``size`` is the number of those that stay."""
+    t = heap_t[size]
+    key = heap_k[size]
+    i = 0
+    child = 1
+    while child < size:
+        if child + 1 < size and (
+            heap_t[child + 1] < heap_t[child]
+            or (heap_t[child + 1] == heap_t[child] and heap_k[child + 1] < heap_k[child])
+        ):
+            child += 1
+        if t < heap_t[child] or (t == heap_t[child] and key < heap_k[child]):
+            break
+        heap_t[i] = heap_t[child]
+        heap_k[i] = heap_k[child]
+        i = child
+        child = 2 * i + 1
+    heap_t[i] = t
+    heap_k[i] = key
+
+
+@_inline
+def _key(sequence, kind, index):
+    return (((sequence << _INDEX_BITS) | index) << _KIND_BITS) | kind
+
+
+@_inline
+def scramble(request, expert):
+    """A fixed hash of (request, layer, expert) in [0, 2**32): ties go by it, never by index."""
+    v = (request * 40503 + expert * 2654435 + 12345) & _WORD
+    v = ((v ^ (v >> 15)) * 73244475) & _WORD
+    v = ((v ^ (v >> 13)) * 73244475) & _WORD
+    return v ^ (v >> 16)
+
+
+@_inline
+def _link(c, n, m):
+    """Queue in which a message from server n to server m leaves."""
+    return n * c.num_servers + m if c.link_model == PAIRWISE else n
+
+
+@_inline
+def _pick(c, plant, st, request, n, expert, x, now, open_total):
+    """The GPU that serves a remote call of x tokens of server n."""
+    copies = st.copies[expert]
+    first = scramble(request, expert) % copies
+    best = st.holders[expert, first]
+    if c.choice == RANDOM or copies == 1:
+        return best
+    least = np.inf
+    stage = x * c.stage_token + c.stage_base
+    at = first
+    for _ in range(min(copies, c.candidates)):
+        g = st.holders[expert, at]
+        at += 1
+        if at == copies:
+            at = 0
+        m = plant.gpu_server[g]
+        out = x * plant.token_s[n, m]
+        back = x * plant.token_s[m, n]
+        if c.choice == NEAREST:
+            value = out + back + plant.latency[n, m] + plant.latency[m, n]
+        else:
+            ahead = 0.0
+            if c.messages == PER_EXPERT or st.open_message[m] < 0:
+                out += c.message_cost
+                back += c.message_cost
+            if c.messages == PER_SERVER:
+                ahead = st.open_s[m] if c.link_model == PAIRWISE else open_total
+            sent = max(now, st.link_free[_link(c, n, m)]) + ahead + out
+            start = max(sent + plant.latency[n, m] + stage, st.gpu_free[g] + st.promised[g])
+            done = start + plant.base[g] + plant.token[g] * x + stage
+            lane = _link(c, m, n)
+            leave = max(done, st.link_free[lane] + st.returning[lane])
+            value = leave + back + plant.latency[m, n]
+        if value < least:
+            least = value
+            best = g
+    return best
+
+
+@_inline
+def _distinct_tokens(load, prompt, layer, mask, least, most):
+    """Tokens of a prompt that go to any expert of a set, from the first of its recorded rows."""
+    start = load.bank_start[prompt]
+    rows = min(load.bank_start[prompt + 1] - start, SAMPLED_TOKENS)
+    hits = 0
+    for i in range(rows):
+        if load.bank[start + i, layer] & mask:
+            hits += 1
+    tokens = (2 * load.tokens[prompt] * hits + rows) // (2 * rows)
+    return max(least, min(tokens, most, load.tokens[prompt]))
+
+
+@_inline
+def _send(c, plant, st, size, slot, now):
+    """Put a filled message on its link; its arrival is an event."""
+    m = st.meta[0]
+    msg = st.message[slot]
+    n = st.request[msg.request].home
+    to = msg.server
+    lane = _link(c, n, to)
+    cost = msg.tokens * plant.token_s[n, to] + c.message_cost
+    sent = max(now, st.link_free[lane]) + cost
+    st.link_free[lane] = sent
+    back = _link(c, to, n)
+    st.returning[back] += msg.tokens * plant.token_s[to, n] + c.message_cost
+    st.returning_messages[back] += 1
+    msg.sent = now
+    m.network_bytes += msg.tokens * c.activation_bytes
+    m.messages += 1
+    there = sent + plant.latency[n, to] + (msg.tokens * c.stage_token + c.stage_base)
+    m.sequence += 1
+    _push(st.heap_t, st.heap_k, size, there, _key(m.sequence, _ARRIVE, slot))
+
+
+@_inline
+def _dispatch(c, plant, load, st, size, r, now):
+    """Send the calls of a layer; returns the size of the heap."""
+    m = st.meta[0]
+    q = st.request[r]
+    n = q.home
+    v = st.server[n]
+    layer = q.layer
+    prompt = load.prompt[r]
+    first_gpu = plant.first_gpu[n]
+    last_gpu = plant.first_gpu[n + 1]
+    prefill = q.step == 0
+    row = 0
+    places = c.experts
+    if not prefill:
+        start = load.bank_start[prompt]
+        row = start + (load.offset[r] + q.step - 1) % (load.bank_start[prompt + 1] - start)
+        places = c.top_k
+    end = now
+    opened = 0
+    open_total = 0.0
+    pending = 0
+    local_s = 0.0
+    local_tokens = 0
+    local_calls = 0
+    remote_tokens = 0
+    remote_calls = 0
+    for i in range(places):
+        if prefill:
+            e = i
+            x = int(load.counts[prompt, layer, e])
+            if x == 0:
+                continue
+        else:
+            e = int(load.chosen[row, layer, i])
+            x = 1
+        expert = layer * c.experts + e
+        st.counts[n, expert] += x
+        here = -1
+        for g in range(first_gpu, last_gpu):
+            if st.resident[g, expert] and (here < 0 or st.gpu_free[g] < st.gpu_free[here]):
+                here = g
+        if here >= 0:
+            done = max(now, st.gpu_free[here]) + (plant.base[here] + plant.token[here] * x)
+            st.gpu_free[here] = done
+            end = max(end, done)
+            local_s += done - now
+            local_tokens += x
+            local_calls += 1
+            continue
+        g = _pick(c, plant, st, r, n, expert, x, now, open_total)
+        to = plant.gpu_server[g]
+        st.promised[g] += plant.base[g] + plant.token[g] * x
+        st.promised_calls[g] += 1
+        remote_tokens += x
+        remote_calls += 1
+        slot = st.open_message[to]
+        if slot < 0:
+            m.free -= 1
+            slot = st.free[m.free]
+            msg = st.message[slot]
+            msg.request = r
+            msg.server = to
+            msg.tokens = 0
+            msg.calls = 0
+            msg.assigned = 0
+            pending += 1
+            if c.messages == PER_SERVER:
+                st.open_message[to] = slot
+                st.open_list[opened] = to
+                opened += 1
+                st.open_s[to] = c.message_cost
+                st.open_mask[to] = 0
+                open_total += c.message_cost
+        msg = st.message[slot]
+        st.call_gpu[slot, msg.calls] = g
+        st.call_tokens[slot, msg.calls] = x
+        msg.calls += 1
+        msg.assigned += x
+        msg.tokens = max(msg.tokens, x)
+        if c.messages == PER_SERVER:
+            st.open_s[to] += x * plant.token_s[n, to]
+            open_total += x * plant.token_s[n, to]
+            st.open_mask[to] |= np.uint64(1) << np.uint64(e)
+        else:
+            _send(c, plant, st, size, slot, now)
+            size += 1
+    for i in range(opened):
+        to = st.open_list[i]
+        slot = st.open_message[to]
+        st.open_message[to] = -1
+        st.open_s[to] = 0.0
+        msg = st.message[slot]
+        if prefill and msg.calls > 1:
+            msg.tokens = _distinct_tokens(
+                load, prompt, layer, st.open_mask[to], msg.tokens, msg.assigned
+            )
+        _send(c, plant, st, size, slot, now)
+        size += 1
+    q.dispatched = now
+    q.end = end
+    q.pending = pending
+    v.local_s += local_s
+    v.local_tokens += local_tokens
+    v.all_local_tokens += local_tokens
+    v.all_local_calls += local_calls
+    v.all_remote_tokens += remote_tokens
+    v.all_remote_calls += remote_calls
+    v.layer_steps += 1
+    m.calls += local_calls + remote_calls
+    if pending == 0:
+        m.sequence += 1
+        _push(st.heap_t, st.heap_k, size, end, _key(m.sequence, _LAYER_END, r))
+        size += 1
+    else:
+        v.remote_layer_steps += 1
+    return size
+
+
+# -------------------------------------------------------------------------------------- migration
+
+
+@_jit
+def _give_up(st, g, expert):
+    """Free the slot of an expert that another GPU holds, too."""
+    m = st.meta[0]
+    st.resident[g, expert] = 0
+    left = st.copies[expert] - 1
+    st.copies[expert] = left
+    for i in range(left):
+        if st.holders[expert, i] == g:
+            st.holders[expert, i] = st.holders[expert, left]
+            break
+    st.used[g] -= 1
+    m.drops += 1
+    m.fewest_copies = min(m.fewest_copies, left)
+
+
+@_jit
+def _take(st, g, expert):
+    """An expert serves on a GPU from now on; its slot is counted by the caller."""
+    st.resident[g, expert] = 1
+    st.holders[expert, st.copies[expert]] = g
+    st.copies[expert] += 1
+
+
+@_jit
+def _later(st, t, kind, index):
+    m = st.meta[0]
+    m.sequence += 1
+    _push(st.heap_t, st.heap_k, m.heap, t, _key(m.sequence, kind, index))
+    m.heap += 1
+
+
+@_jit
+def _advance_load(plant, st, g, now):
+    """Start the next load of an idle GPU if it has one and a slot for it."""
+    c = plant.cfg[0]
+    m = st.meta[0]
+    if st.loading[g] >= 0:
+        return
+    total = c.layers * c.experts
+    i = st.next_load[g]
+    while i < total and (st.target[g, i] == 0 or st.resident[g, i]):
+        i += 1
+    st.next_load[g] = i
+    if i == total or st.used[g] >= plant.slots[g]:
+        for d in range(total):
+            if st.resident[g, d] and st.target[g, d] == 0 and st.copies[d] > 1:
+                _give_up(st, g, d)
+                if i < total and st.used[g] < plant.slots[g]:
+                    break
+    if i == total or st.used[g] > plant.slots[g]:
+        return
+    st.loading[g] = i
+    st.used[g] += 1
+    st.peak[g] = max(st.peak[g], st.used[g])
+    n = plant.gpu_server[g]
+    st.source[g] = -1
+    if c.migration_source == NETWORK:
+        for k in range(st.copies[i]):
+            s = plant.gpu_server[st.holders[i, k]]
+            best = st.source[g]
+            if s == n:
+                st.source[g] = -1
+                break
+            if (
+                best < 0
+                or plant.byte_s[s, n] < plant.byte_s[best, n]
+                or (
+                    plant.byte_s[s, n] == plant.byte_s[best, n]
+                    and (plant.latency[s, n], s) < (plant.latency[best, n], best)
+                )
+            ):
+                st.source[g] = s
+    if st.source[g] < 0:
+        _later(st, now + c.load, _LOADED, g)
+    else:
+        st.bytes_left[g] = c.expert_bytes
+        _later(st, now, _CHUNK, g)
+    m.loads += 1
+    m.weight_bytes += c.expert_bytes
+
+
+@_jit
+def _chunk(plant, st, g, now):
+    """Send the next chunk of weights if the link is free, else try again when it may be."""
+    c = plant.cfg[0]
+    s = st.source[g]
+    n = plant.gpu_server[g]
+    lane = _link(c, s, n)
+    if st.link_free[lane] > now:
+        _later(st, st.link_free[lane], _CHUNK, g)
+        return
+    size = min(CHUNK_BYTES, st.bytes_left[g])
+    sent = now + size * plant.byte_s[s, n]
+    st.link_free[lane] = sent
+    st.bytes_left[g] -= size
+    st.meta[0].network_bytes += size
+    if st.bytes_left[g] > 0.0:
+        _later(st, sent, _CHUNK, g)
+    else:
+        _later(st, sent + plant.latency[s, n] + c.load, _LOADED, g)
+
+
+@_jit
+def _loaded(plant, st, g, now):
+    """A load ends: the expert serves, and GPUs that waited for it go on."""
+    expert = st.loading[g]
+    st.loading[g] = -1
+    st.meta[0].migration_end = now
+    _take(st, g, expert)
+    _advance_load(plant, st, g, now)
+    for q in range(st.resident.shape[0]):
+        if q != g and st.resident[q, expert] and st.target[q, expert] == 0:
+            _advance_load(plant, st, q, now)
+
+
+@_jit
+def adopt(plant, st, at_once):
+    """Begin to carry out ``st.target``; ``at_once`` places it without time or resources.
+
+    The counts and the times of calls start anew.
+    """
+    c = plant.cfg[0]
+    now = st.meta[0].now
+    st.counts[:, :] = 0
+    for n in range(c.num_servers):
+        v = st.server[n]
+        v.local_s = 0.0
+        v.local_tokens = 0.0
+        v.remote_s = 0.0
+        v.remote_tokens = 0.0
+    if at_once:
+        for i in range(c.layers * c.experts):
+            st.copies[i] = 0
+        for g in range(c.num_gpus):
+            st.used[g] = 0
+            for i in range(c.layers * c.experts):
+                st.resident[g, i] = 0
+                if st.target[g, i]:
+                    _take(st, g, i)
+                    st.used[g] += 1
+            st.peak[g] = max(st.peak[g], st.used[g])
+        return
+    for g in range(c.num_gpus):
+        st.next_load[g] = 0
+    for g in range(c.num_gpus):
+        _advance_load(plant, st, g, now)
+
+
+@_jit
+def clear(plant, st):
+    """An empty system at time 0, ``st.target`` in place."""
+    c = plant.cfg[0]
+    m = st.meta[0]
+    m.now = 0.0
+    m.migration_end = 0.0
+    m.network_bytes = 0.0
+    m.weight_bytes = 0.0
+    m.sequence = 0
+    m.heap = 0
+    m.next_request = 0
+    m.loads = 0
+    m.drops = 0
+    m.fewest_copies = c.num_gpus
+    m.messages = 0
+    m.calls = 0
+    m.events = 0
+    m.free = st.free.shape[0]
+    for i in range(st.free.shape[0]):
+        st.free[i] = st.free.shape[0] - 1 - i
+    for g in range(c.num_gpus):
+        st.gpu_free[g] = 0.0
+        st.promised[g] = 0.0
+        st.promised_calls[g] = 0
+        st.loading[g] = -1
+        st.next_load[g] = c.layers * c.experts
+        st.source[g] = -1
+        st.bytes_left[g] = 0.0
+        st.peak[g] = 0
+    for i in range(st.link_free.shape[0]):
+        st.link_free[i] = 0.0
+        st.returning[i] = 0.0
+        st.returning_messages[i] = 0
+    for r in range(st.request.shape[0]):
+        q = st.request[r]
+        q.dispatched = 0.0
+        q.end = 0.0
+        q.first = np.nan
+        q.finish = np.nan
+        q.step = 0
+        q.layer = 0
+        q.pending = 0
+        q.home = -1
+    for n in range(c.num_servers):
+        st.open_message[n] = -1
+        st.open_s[n] = 0.0
+        v = st.server[n]
+        v.area = 0.0
+        v.since = 0.0
+        v.latency = 0.0
+        v.ttft = 0.0
+        v.in_system = 0
+        v.arrived = 0
+        v.done = 0
+        v.all_local_tokens = 0
+        v.all_remote_tokens = 0
+        v.all_local_calls = 0
+        v.all_remote_calls = 0
+        v.layer_steps = 0
+        v.remote_layer_steps = 0
+    adopt(plant, st, True)
+
+
+# ------------------------------------------------------------------------------------- simulation
+
+
+@_jit
+def run(plant, load, st, until):
+    """Process every arrival and event up to the time ``until`` (inf: until nothing is left).
+
+    Returns:
+        ``DONE``, or ``POOL_FULL`` if the places for messages may not last for the next event:
+        nothing is lost, and a call with more places goes on.
+    """
+    c = plant.cfg[0]
+    m = st.meta[0]
+    requests = load.arrival.shape[0]
+    while True:
+        if m.free < c.experts:
+            return POOL_FULL
+        begin = -1
+        if m.next_request < requests and (
+            m.heap == 0 or load.arrival[m.next_request] <= st.heap_t[0]
+        ):
+            now = load.arrival[m.next_request]
+            if now > until:
+                break
+            begin = m.next_request
+            m.next_request += 1
+            n = load.home[begin]
+            q = st.request[begin]
+            q.home = n
+            v = st.server[n]
+            v.area += v.in_system * (now - v.since)
+            v.since = now
+            v.in_system += 1
+            v.arrived += 1
+        else:
+            if m.heap == 0 or st.heap_t[0] > until:
+                break
+            now = st.heap_t[0]
+            key = st.heap_k[0]
+            m.heap -= 1
+            _pop(st.heap_t, st.heap_k, m.heap)
+            m.events += 1
+            kind = key & ((1 << _KIND_BITS) - 1)
+            index = (key >> _KIND_BITS) & MAX_INDEX
+            if kind == _DISPATCH:
+                m.heap = _dispatch(c, plant, load, st, m.heap, index, now)
+            elif kind == _ARRIVE:
+                msg = st.message[index]
+                end = now
+                for i in range(msg.calls):
+                    g = st.call_gpu[index, i]
+                    work = plant.base[g] + plant.token[g] * st.call_tokens[index, i]
+                    done = max(now, st.gpu_free[g]) + work
+                    st.gpu_free[g] = done
+                    end = max(end, done)
+                    st.promised_calls[g] -= 1
+                    # Exactly nothing when nothing is on the way: no rounding is left over.
+                    st.promised[g] = st.promised[g] - work if st.promised_calls[g] else 0.0
+                end += msg.tokens * c.stage_token + c.stage_base
+                m.sequence += 1
+                _push(st.heap_t, st.heap_k, m.heap, end, _key(m.sequence, _RETURN, index))
+                m.heap += 1
+            elif kind == _RETURN:
+                msg = st.message[index]
+                q = st.request[msg.request]
+                n = q.home
+                lane = _link(c, msg.server, n)
+                cost = msg.tokens * plant.token_s[msg.server, n] + c.message_cost
+                sent = max(now, st.link_free[lane]) + cost
+                st.link_free[lane] = sent
+                st.returning_messages[lane] -= 1
+                left = st.returning_messages[lane]
+                st.returning[lane] = st.returning[lane] - cost if left else 0.0
+                home = sent + plant.latency[msg.server, n]
+                v = st.server[n]
+                v.remote_s += msg.calls * (home - msg.sent)
+                v.remote_tokens += msg.assigned
+                m.network_bytes += msg.tokens * c.activation_bytes
+                st.free[m.free] = index
+                m.free += 1
+                q.end = max(q.end, home)
+                q.pending -= 1
+                if q.pending == 0:
+                    m.sequence += 1
+                    key = _key(m.sequence, _LAYER_END, msg.request)
+                    _push(st.heap_t, st.heap_k, m.heap, q.end, key)
+                    m.heap += 1
+            elif kind == _LAYER_END:
+                q = st.request[index]
+                begin = index
+                q.layer += 1
+                if q.layer == c.layers:
+                    q.layer = 0
+                    q.step += 1
+                    v = st.server[q.home]
+                    if q.step == 1:
+                        q.first = now
+                        v.ttft += now - load.arrival[index]
+                    if q.step == load.outputs[index]:
+                        q.finish = now
+                        v.area += v.in_system * (now - v.since)
+                        v.since = now
+                        v.in_system -= 1
+                        v.done += 1
+                        v.latency += now - load.arrival[index]
+                        begin = -1
+            elif kind == _CHUNK:
+                _chunk(plant, st, index, now)
+            else:
+                _loaded(plant, st, index, now)
+        m.now = now
+        if begin >= 0:
+            # The rest of the layer on the first GPU of the home server.
+            q = st.request[begin]
+            g = plant.first_gpu[q.home]
+            x = load.tokens[load.prompt[begin]] if q.step == 0 else 1
+            work = plant.dense_base[q.home] + plant.dense_token[q.home] * x
+            done = max(now, st.gpu_free[g]) + work
+            st.gpu_free[g] = done
+            m.sequence += 1
+            _push(st.heap_t, st.heap_k, m.heap, done, _key(m.sequence, _DISPATCH, begin))
+            m.heap += 1
+    if until < np.inf:
+        m.now = until
+    for n in range(c.num_servers):
+        v = st.server[n]
+        v.area += v.in_system * (m.now - v.since)
+        v.since = m.now
+    return DONE

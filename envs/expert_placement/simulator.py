@@ -1,0 +1,319 @@
+"""The simulator of the kernel as an object: a cluster, a list of requests and a placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, whole
+from servegym.envs.expert_placement import kernel
+from servegym.envs.expert_placement.cluster import Cluster
+
+REPLICA_CHOICES = {
+    "least_finish": kernel.LEAST_FINISH,
+    "nearest": kernel.NEAREST,
+    "random": kernel.RANDOM,
+}
+MIGRATION_SOURCES = {"host": kernel.HOST, "network": kernel.NETWORK}
+
+
+def make_plant(
+    cluster: Cluster,
+    replica_choice: str = "least_finish",
+    replica_candidates: int = 8,
+    migration_source: str = "host",
+) -> kernel.Plant:
+    """The arrays of a cluster that the kernel reads.
+
+    Raises:
+        ValueError: an option is unknown.
+    """
+    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    c = cfg[0]
+    c["num_servers"], c["num_gpus"] = cluster.num_servers, cluster.num_gpus
+    c["layers"], c["experts"], c["top_k"] = cluster.layers, cluster.experts, cluster.top_k
+    c["link_model"] = kernel.PAIRWISE if cluster.link_model == "pairwise" else kernel.NIC
+    c["messages"] = kernel.PER_SERVER if cluster.messages == "per_server" else kernel.PER_EXPERT
+    c["choice"] = REPLICA_CHOICES[choose("replica_choice", replica_choice, REPLICA_CHOICES)]
+    c["candidates"] = whole("replica_candidates", replica_candidates, 1)
+    source = choose("migration_source", migration_source, MIGRATION_SOURCES)
+    c["migration_source"] = MIGRATION_SOURCES[source]
+    c["message_cost"] = cluster.message_cost_s
+    c["activation_bytes"] = cluster.activation_bytes
+    c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
+    c["stage_base"] = cluster.pcie_latency_s
+    c["expert_bytes"] = cluster.expert_bytes
+    c["load"] = cluster.expert_bytes / cluster.pcie_bytes_s
+    byte_s = 1.0 / cluster.link_bytes_s
+    return kernel.Plant(
+        cfg=cfg,
+        gpu_server=cluster.gpu_server,
+        first_gpu=np.concatenate([[0], np.cumsum(cluster.gpus)]).astype(np.int64),
+        slots=cluster.slots,
+        token_s=byte_s * cluster.activation_bytes,
+        byte_s=byte_s,
+        latency=cluster.latency_s,
+        base=cluster.expert_base_s,
+        token=cluster.expert_token_s,
+        dense_base=cluster.dense_base_s,
+        dense_token=cluster.dense_token_s,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """Tokens of P prompts and the experts they go to.
+
+    Attributes:
+        tokens: int64 ``(P,)``.
+        counts: int32 ``(P, L, E)`` tokens of the prompt at each expert.
+        bank: uint64 ``(T, L)`` expert sets of single tokens, as bit masks.
+        chosen: uint8 ``(T, L, k)`` the same sets as ascending lists.
+        bank_start: int64 ``(P + 1,)``: prompt p has the rows from bank_start[p] to
+            bank_start[p + 1], at least one.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    bank: np.ndarray
+    chosen: np.ndarray
+    bank_start: np.ndarray
+
+
+def make_prompts(
+    tokens: Any, counts: Any, bank: Any, bank_start: Any, experts: int, top_k: int
+) -> Prompts:
+    """Check the arrays of prompts and list the experts of each token.
+
+    Raises:
+        ValueError: shapes do not fit, a prompt has no rows, or a set has not k experts.
+    """
+    tokens = np.ascontiguousarray(tokens, dtype=np.int64)
+    counts = np.ascontiguousarray(counts, dtype=np.int32)
+    bank = np.ascontiguousarray(bank, dtype=np.uint64)
+    start = np.ascontiguousarray(bank_start, dtype=np.int64)
+    if not 1 <= experts <= 64:
+        raise ValueError(f"experts={experts}: expert sets are masks of 64 bits.")
+    if counts.ndim != 3 or counts.shape[0] != len(tokens) or counts.shape[2] != experts:
+        raise ValueError(
+            f"counts has shape {counts.shape}, {len(tokens)} prompts of {experts} experts need "
+            f"({len(tokens)}, layers, {experts})."
+        )
+    if bank.ndim != 2 or bank.shape[1] != counts.shape[1] or start.shape != (len(tokens) + 1,):
+        raise ValueError(f"bank {bank.shape} and bank_start {start.shape} do not fit the counts.")
+    if start[0] != 0 or start[-1] != len(bank) or (np.diff(start) < 1).any():
+        raise ValueError("bank_start must rise from 0 to the rows of the bank: a row per prompt.")
+    chosen = np.zeros((*bank.shape, top_k), dtype=np.uint8)
+    left = bank.copy()
+    number = np.zeros(bank.shape, dtype=np.int64)
+    for expert in range(experts):
+        at = np.nonzero((left >> np.uint64(expert)) & np.uint64(1))
+        if len(at[0]) and number[at].max() >= top_k:
+            raise ValueError(f"a set of the bank has more than top_k={top_k} experts.")
+        chosen[at[0], at[1], number[at]] = expert
+        number[at] += 1
+        left[at] &= ~(np.uint64(1) << np.uint64(expert))
+    if left.any() or (number != top_k).any():
+        raise ValueError(f"every set of the bank must have top_k={top_k} of {experts} experts.")
+    return Prompts(tokens, counts, bank, chosen, start)
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """R requests in order of arrival.
+
+    Attributes:
+        home: int64 ``(R,)`` server that a request arrives at.
+        arrival: ``(R,)`` seconds, non-decreasing.
+        prompt: int64 ``(R,)`` its prompt.
+        outputs: int64 ``(R,)`` tokens of the answer, at least 1.
+        offset: int64 ``(R,)`` first row of the prompt that its decode steps use.
+    """
+
+    home: np.ndarray
+    arrival: np.ndarray
+    prompt: np.ndarray
+    outputs: np.ndarray
+    offset: np.ndarray
+
+
+# What State holds of the messages, by the names whose first axis is the number of places.
+_POOL = ("message", "call_gpu", "call_tokens", "free")
+
+
+class Simulator:
+    """One system from an empty start.
+
+    Attributes:
+        cluster: its cluster.
+        plant: what the kernel reads of it.
+        load: the requests of the episode.
+        state: everything that changes.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        prompts: Prompts,
+        replica_choice: str = "least_finish",
+        replica_candidates: int = 8,
+        migration_source: str = "host",
+        places: int = 0,
+    ) -> None:
+        if prompts.counts.shape[1:] != (cluster.layers, cluster.experts):
+            raise ValueError(
+                f"prompts of {prompts.counts.shape[1]} layers and {prompts.counts.shape[2]} "
+                f"experts do not fit the model's {cluster.layers} and {cluster.experts}."
+            )
+        if prompts.chosen.shape[2] != cluster.top_k:
+            raise ValueError(
+                f"prompts of {prompts.chosen.shape[2]} experts a token do not fit the model's "
+                f"top_k={cluster.top_k}."
+            )
+        self.cluster = cluster
+        self.prompts = prompts
+        self.plant = make_plant(cluster, replica_choice, replica_candidates, migration_source)
+        self._places = max(places, 4 * cluster.experts)
+
+    def begin(self, requests: Requests, placement: np.ndarray) -> None:
+        """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place."""
+        p = self.prompts
+        self.load = kernel.Load(
+            home=np.ascontiguousarray(requests.home, dtype=np.int64),
+            arrival=np.ascontiguousarray(requests.arrival, dtype=np.float64),
+            prompt=np.ascontiguousarray(requests.prompt, dtype=np.int64),
+            outputs=np.ascontiguousarray(requests.outputs, dtype=np.int64),
+            offset=np.ascontiguousarray(requests.offset, dtype=np.int64),
+            tokens=p.tokens,
+            counts=p.counts,
+            bank=p.bank,
+            chosen=p.chosen,
+            bank_start=p.bank_start,
+        )
+        if len(requests.arrival) > kernel.MAX_INDEX:
+            raise ValueError(f"an episode may have {kernel.MAX_INDEX} requests at most.")
+        self.state = self._new_state(len(requests.arrival))
+        self.state.target[:] = self.cluster.check_placement(placement).reshape(
+            self.cluster.num_gpus, -1
+        )
+        kernel.clear(self.plant, self.state)
+
+    def _new_state(self, requests: int) -> kernel.State:
+        cluster, places = self.cluster, self._places
+        n, gpus, total = cluster.num_servers, cluster.num_gpus, cluster.layers * cluster.experts
+        calls = cluster.experts if cluster.messages == "per_server" else 1
+        return kernel.State(
+            meta=np.zeros(1, kernel.META),
+            heap_t=np.zeros(places + requests + gpus + 8),
+            heap_k=np.zeros(places + requests + gpus + 8, np.int64),
+            request=np.zeros(requests, kernel.REQUEST),
+            gpu_free=np.zeros(gpus),
+            promised=np.zeros(gpus),
+            promised_calls=np.zeros(gpus, np.int64),
+            link_free=np.zeros(n * n),
+            returning=np.zeros(n * n),
+            returning_messages=np.zeros(n * n, np.int64),
+            message=np.zeros(places, kernel.MESSAGE),
+            call_gpu=np.zeros((places, calls), np.int32),
+            call_tokens=np.zeros((places, calls), np.int32),
+            free=np.zeros(places, np.int32),
+            open_message=np.zeros(n, np.int64),
+            open_s=np.zeros(n),
+            open_mask=np.zeros(n, np.uint64),
+            open_list=np.zeros(n, np.int64),
+            resident=np.zeros((gpus, total), np.uint8),
+            target=np.zeros((gpus, total), np.uint8),
+            holders=np.zeros((total, gpus), np.int32),
+            copies=np.zeros(total, np.int64),
+            used=np.zeros(gpus, np.int64),
+            loading=np.zeros(gpus, np.int64),
+            next_load=np.zeros(gpus, np.int64),
+            source=np.zeros(gpus, np.int64),
+            bytes_left=np.zeros(gpus),
+            peak=np.zeros(gpus, np.int64),
+            server=np.zeros(n, kernel.SERVER),
+            counts=np.zeros((n, total), np.int64),
+        )
+
+    def run(self, until: float = np.inf) -> None:
+        """Advance to the time ``until``; by default until every request is served."""
+        while kernel.run(self.plant, self.load, self.state, float(until)) == kernel.POOL_FULL:
+            self._grow()
+
+    def _grow(self) -> None:
+        old = self.state
+        count = self._places
+        self._places = 2 * count
+        if self._places > kernel.MAX_INDEX:
+            raise RuntimeError(f"more than {count} messages are under way: the load is too high.")
+        new = self._new_state(len(old.request))
+        free = int(old.meta["free"][0])
+        for name in kernel.State._fields:
+            mine, theirs = getattr(new, name), getattr(old, name)
+            mine[tuple(slice(0, s) for s in theirs.shape)] = theirs
+        new.free[:count] = np.arange(2 * count - 1, count - 1, -1)
+        new.free[count : count + free] = old.free[:free]
+        new.meta["free"] = count + free
+        self.state = new
+
+    def adopt(self, placement: np.ndarray, at_once: bool = False) -> None:
+        """Begin to move to a feasible ``placement`` (uint8 ``(G, L, E)``).
+
+        ``at_once`` puts it in place without time, before anything has happened.
+        """
+        if at_once and self.state.meta["sequence"][0] > 0:
+            raise ValueError("at_once=True needs a system in which nothing has happened yet.")
+        z = self.cluster.check_placement(placement)
+        self.state.target[:] = z.reshape(self.cluster.num_gpus, -1)
+        kernel.adopt(self.plant, self.state, at_once)
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start."""
+        return float(self.state.meta["now"][0])
+
+    def latencies(self) -> np.ndarray:
+        """``(R,)`` seconds from arrival to the last token, NaN for requests not served yet."""
+        return self.state.request["finish"] - self.load.arrival
+
+    def placement(self) -> np.ndarray:
+        """Uint8 ``(G, L, E)``: experts that serve now."""
+        return self._shaped(self.state.resident)
+
+    def target(self) -> np.ndarray:
+        """Uint8 ``(G, L, E)``: the placement adopted last."""
+        return self._shaped(self.state.target)
+
+    def counts(self) -> np.ndarray:
+        """Int64 ``(N, L, E)``: assignments since the last adopted change."""
+        cluster = self.cluster
+        return self.state.counts.reshape(
+            cluster.num_servers, cluster.layers, cluster.experts
+        ).copy()
+
+    def _shaped(self, z: np.ndarray) -> np.ndarray:
+        return z.reshape(len(z), self.cluster.layers, self.cluster.experts).copy()
+
+    def clone(self) -> kernel.State:
+        """A copy of the state."""
+        return kernel.State(*(part.copy() for part in self.state))
+
+    def restore(self, state: kernel.State) -> None:
+        """Go back to a copied state of the same requests."""
+        self.state = kernel.State(*(part.copy() for part in state))
+        self._places = len(state.free)
+
+
+def uniform_placement(cluster: Cluster) -> np.ndarray:
+    """Uint8 ``(G, L, E)``: every expert once, dealt to GPUs in proportion to their slots."""
+    total = cluster.layers * cluster.experts
+    z = np.zeros((cluster.num_gpus, total), dtype=np.uint8)
+    room = cluster.slots.astype(np.float64)
+    used = np.zeros(cluster.num_gpus)
+    for i in range(total):
+        g = int(np.argmin((used + 1.0) / np.maximum(room, 1e-9)))
+        z[g, i] = 1
+        used[g] += 1
+    return z.reshape(-1, cluster.layers, cluster.experts)

@@ -1,0 +1,389 @@
+"""A slow, literal simulator of expert placement, to compare the jitted engine with.
+
+Plain objects and one heap of callbacks; nothing is shared with the engine but the published fixed
+hash and the sizes of chunks and samples.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+CHUNK = float(1 << 20)
+SAMPLE = 16
+WORD = 0xFFFFFFFF
+
+
+def scramble(request, expert):
+    v = (request * 40503 + expert * 2654435 + 12345) & WORD
+    v = ((v ^ (v >> 15)) * 73244475) & WORD
+    v = ((v ^ (v >> 13)) * 73244475) & WORD
+    return v ^ (v >> 16)
+
+
+@dataclass
+class Queue:
+    """A FIFO resource: a GPU or a link."""
+
+    free: float = 0.0
+    promised: float = 0.0
+    coming: int = 0
+
+    def serve(self, now, seconds):
+        self.free = max(now, self.free) + seconds
+        return self.free
+
+    def promise(self, seconds):
+        self.promised += seconds
+        self.coming += 1
+
+    def keep(self, seconds):
+        self.coming -= 1
+        self.promised = self.promised - seconds if self.coming else 0.0
+
+
+@dataclass
+class Gpu:
+    number: int
+    server: int
+    slots: int
+    base: float
+    token: float
+    queue: Queue = field(default_factory=Queue)
+    holds: set = field(default_factory=set)
+    target: set = field(default_factory=set)
+    loading: int | None = None
+    cursor: int = 0
+
+    def work(self, x):
+        return self.base + self.token * x
+
+    @property
+    def used(self):
+        return len(self.holds) + (self.loading is not None)
+
+
+@dataclass
+class Request:
+    number: int
+    home: int
+    arrival: float
+    prompt: int
+    outputs: int
+    offset: int
+    step: int = 0
+    layer: int = 0
+    open_calls: int = 0
+    end: float = 0.0
+    first: float = math.nan
+    finish: float = math.nan
+
+
+@dataclass
+class Message:
+    request: Request
+    server: int
+    calls: list = field(default_factory=list)
+    tokens: int = 0
+    sent: float = 0.0
+    estimate: float = 0.0
+
+
+class Reference:
+    def __init__(self, cluster, prompts, requests, placement, *, choice, candidates, source):
+        self.cluster, self.prompts = cluster, prompts
+        self.choice, self.candidates, self.source = choice, candidates, source
+        self.experts = cluster.experts
+        self.gpus = [
+            Gpu(g, int(cluster.gpu_server[g]), int(cluster.slots[g]),
+                float(cluster.expert_base_s[g]), float(cluster.expert_token_s[g]))
+            for g in range(cluster.num_gpus)
+        ]  # fmt: skip
+        self.links = {}
+        self.heap, self.sequence = [], 0
+        self.now = 0.0
+        self.holders = {i: [] for i in range(cluster.layers * cluster.experts)}
+        for g in self.gpus:
+            for i in range(cluster.layers * cluster.experts):
+                if placement[g.number].reshape(-1)[i]:
+                    g.holds.add(i)
+                    g.target.add(i)
+                    self.holders[i].append(g)
+        columns = zip(
+            requests.home.tolist(), requests.arrival.tolist(), requests.prompt.tolist(),
+            requests.outputs.tolist(), requests.offset.tolist(), strict=True,
+        )  # fmt: skip
+        self.requests = [Request(i, *column) for i, column in enumerate(columns)]
+        self.arriving = list(self.requests)
+        self.counts = {}
+        self.trace = []  # (time, what, who) of every event
+        self.area = [0.0] * cluster.num_servers
+        self.local = [[0.0, 0] for _ in range(cluster.num_servers)]
+        self.remote = [[0.0, 0] for _ in range(cluster.num_servers)]
+        self.bytes = 0.0
+        self.loads = 0
+
+    # ------------------------------------------------------------------ helpers
+
+    def later(self, time, action, *arguments):
+        self.sequence += 1
+        heapq.heappush(self.heap, (time, self.sequence, action, arguments))
+
+    def link(self, n, m):
+        key = (n, m) if self.cluster.link_model == "pairwise" else n
+        return self.links.setdefault(key, Queue())
+
+    def per_token(self, n, m):
+        return 1.0 / self.cluster.link_bytes_s[n, m] * self.cluster.activation_bytes
+
+    def staging(self, tokens):
+        rate = self.cluster.activation_bytes / self.cluster.pcie_bytes_s
+        return tokens * rate + self.cluster.pcie_latency_s
+
+    # --------------------------------------------------------------- main loop
+
+    def run(self, until=math.inf):
+        while True:
+            when = self.heap[0][0] if self.heap else math.inf
+            if self.arriving and self.arriving[0].arrival <= when:
+                request = self.arriving[0]
+                if request.arrival > until:
+                    break
+                self.arriving.pop(0)
+                self.now = request.arrival
+                self.dense(request)
+            elif not self.heap or when > until:
+                break
+            else:
+                self.now, _, action, arguments = heapq.heappop(self.heap)
+                action(*arguments)
+            self.check()
+        if until < math.inf:
+            self.now = until
+
+    def check(self):
+        for g in self.gpus:
+            assert g.used <= g.slots + 1, "one staging slot a GPU"
+        assert all(self.holders.values()), "every expert serves somewhere"
+
+    # ------------------------------------------------------------------ requests
+
+    def dense(self, request):
+        cluster, n = self.cluster, request.home
+        gpu = next(g for g in self.gpus if g.server == n)
+        x = int(self.prompts.tokens[request.prompt]) if request.step == 0 else 1
+        done = gpu.queue.serve(
+            self.now, float(cluster.dense_base_s[n]) + float(cluster.dense_token_s[n]) * x
+        )
+        self.later(done, self.calls, request)
+
+    def layer_tokens(self, request):
+        """(expert, tokens) of the request's present step and layer, ascending."""
+        p, layer = request.prompt, request.layer
+        if request.step == 0:
+            row = self.prompts.counts[p, layer].tolist()
+            return [(e, x) for e, x in enumerate(row) if x > 0]
+        start, stop = self.prompts.bank_start[p : p + 2].tolist()
+        row = start + (request.offset + request.step - 1) % (stop - start)
+        mask = int(self.prompts.bank[row, layer])
+        return [(e, 1) for e in range(self.experts) if mask >> e & 1]
+
+    def calls(self, request):
+        self.trace.append((self.now, "calls", request.number))
+        n = request.home
+        request.end = self.now
+        request.open_calls = 0
+        messages = {}
+        for e, x in self.layer_tokens(request):
+            i = request.layer * self.experts + e
+            self.counts[n, i] = self.counts.get((n, i), 0) + x
+            here = [g for g in self.gpus if g.server == n and i in g.holds]
+            if here:
+                gpu = min(here, key=lambda g: (g.queue.free, g.number))
+                done = gpu.queue.serve(self.now, gpu.work(x))
+                request.end = max(request.end, done)
+                self.local[n][0] += done - self.now
+                self.local[n][1] += x
+                continue
+            gpu = self.choose(request, i, x, messages)
+            gpu.queue.promise(gpu.work(x))
+            if self.cluster.messages == "per_expert":
+                message = Message(request, gpu.server, [(gpu, x, e)], x)
+                request.open_calls += 1
+                self.send(message)
+            else:
+                if gpu.server not in messages:
+                    messages[gpu.server] = Message(request, gpu.server)
+                    messages[gpu.server].estimate = self.cluster.message_cost_s
+                message = messages[gpu.server]
+                message.calls.append((gpu, x, e))
+                message.estimate += x * self.per_token(n, gpu.server)
+        for message in messages.values():
+            message.tokens = self.distinct(request, message)
+            request.open_calls += 1
+        for message in messages.values():
+            self.send(message)
+        if request.open_calls == 0:
+            self.later(request.end, self.layer_end, request)
+
+    def distinct(self, request, message):
+        xs = [x for _, x, _ in message.calls]
+        if request.step > 0 or len(xs) == 1:
+            return max(xs)
+        p = request.prompt
+        start, stop = self.prompts.bank_start[p : p + 2].tolist()
+        rows = self.prompts.bank[start : min(stop, start + SAMPLE), request.layer].tolist()
+        mask = sum(1 << e for _, _, e in message.calls)
+        hits = sum(bool(row & mask) for row in rows)
+        tokens = int(self.prompts.tokens[p])
+        # Nearest whole number, halves up.
+        estimate = (2 * tokens * hits + len(rows)) // (2 * len(rows))
+        return max(max(xs), min(estimate, sum(xs), tokens))
+
+    def choose(self, request, i, x, messages):
+        holders = self.holders[i]
+        first = scramble(request.number, i) % len(holders)
+        ring = (holders[first:] + holders[:first])[: self.candidates]
+        if self.choice == "random":
+            return ring[0]
+        values = [self.estimate(request.home, gpu, x, messages) for gpu in ring]
+        return ring[values.index(min(values))]
+
+    def estimate(self, n, gpu, x, messages):
+        cluster, m = self.cluster, gpu.server
+        out, back = x * self.per_token(n, m), x * self.per_token(m, n)
+        there, home = cluster.latency_s[n, m], cluster.latency_s[m, n]
+        if self.choice == "nearest":
+            return out + back + there + home
+        if m not in messages:
+            out += cluster.message_cost_s
+            back += cluster.message_cost_s
+        ahead = 0.0
+        if cluster.messages == "per_server":
+            if cluster.link_model == "pairwise":
+                ahead = messages[m].estimate if m in messages else 0.0
+            else:
+                ahead = self.filled(n, messages)
+        sent = max(self.now, self.link(n, m).free) + ahead + out
+        start = max(sent + there + self.staging(x), gpu.queue.free + gpu.queue.promised)
+        done = start + gpu.base + gpu.token * x + self.staging(x)
+        lane = self.link(m, n)
+        return max(done, lane.free + lane.promised) + back + home
+
+    def filled(self, n, messages):
+        return sum(message.estimate for message in messages.values())
+
+    def send(self, message):
+        n, m = message.request.home, message.server
+        cost = self.cluster.message_cost_s
+        message.sent = self.now
+        sent = self.link(n, m).serve(self.now, message.tokens * self.per_token(n, m) + cost)
+        self.link(m, n).promise(message.tokens * self.per_token(m, n) + cost)
+        self.bytes += message.tokens * self.cluster.activation_bytes
+        there = sent + self.cluster.latency_s[n, m] + self.staging(message.tokens)
+        self.later(there, self.arrive, message)
+
+    def arrive(self, message):
+        self.trace.append((self.now, "arrive", message.request.number))
+        end = self.now
+        for gpu, x, _ in message.calls:
+            end = max(end, gpu.queue.serve(self.now, gpu.work(x)))
+            gpu.queue.keep(gpu.work(x))
+        self.later(end + self.staging(message.tokens), self.go_home, message)
+
+    def go_home(self, message):
+        self.trace.append((self.now, "return", message.request.number))
+        request, m = message.request, message.server
+        n = request.home
+        seconds = message.tokens * self.per_token(m, n) + self.cluster.message_cost_s
+        lane = self.link(m, n)
+        home = lane.serve(self.now, seconds) + self.cluster.latency_s[m, n]
+        lane.keep(seconds)
+        self.bytes += message.tokens * self.cluster.activation_bytes
+        self.remote[n][0] += len(message.calls) * (home - message.sent)
+        self.remote[n][1] += sum(x for _, x, _ in message.calls)
+        request.end = max(request.end, home)
+        request.open_calls -= 1
+        if request.open_calls == 0:
+            self.later(request.end, self.layer_end, request)
+
+    def layer_end(self, request):
+        self.trace.append((self.now, "layer", request.number))
+        request.layer += 1
+        if request.layer == self.cluster.layers:
+            request.layer = 0
+            request.step += 1
+            if request.step == 1:
+                request.first = self.now
+            if request.step == request.outputs:
+                request.finish = self.now
+                self.area[request.home] += self.now - request.arrival
+                return
+        self.dense(request)
+
+    # ----------------------------------------------------------------- migration
+
+    def adopt(self, placement):
+        self.counts = {}
+        self.local = [[0.0, 0] for _ in self.local]
+        self.remote = [[0.0, 0] for _ in self.remote]
+        for g in self.gpus:
+            g.target = set(placement[g.number].reshape(-1).nonzero()[0].tolist())
+            g.cursor = 0
+        for g in self.gpus:
+            self.go_on(g)
+
+    def go_on(self, gpu):
+        if gpu.loading is not None:
+            return
+        wanted = sorted(i for i in gpu.target - gpu.holds if i >= gpu.cursor)
+        spare = [i for i in sorted(gpu.holds - gpu.target)]
+        for i in spare:
+            if wanted and gpu.used < gpu.slots:
+                break
+            if len(self.holders[i]) > 1:
+                gpu.holds.remove(i)
+                ring = self.holders[i]
+                last = ring.pop()
+                if last is not gpu:
+                    ring[ring.index(gpu)] = last
+        if not wanted or gpu.used > gpu.slots:
+            return
+        gpu.loading = gpu.cursor = wanted[0]
+        self.loads += 1
+        servers = {g.server for g in self.holders[wanted[0]]}
+        seconds = self.cluster.expert_bytes / self.cluster.pcie_bytes_s
+        if self.source == "host" or gpu.server in servers:
+            self.later(self.now + seconds, self.loaded, gpu)
+        else:
+            n, cluster = gpu.server, self.cluster
+            nearest = min(
+                servers, key=lambda s: (1 / cluster.link_bytes_s[s, n], cluster.latency_s[s, n], s)
+            )
+            self.later(self.now, self.chunk, gpu, nearest, float(cluster.expert_bytes))
+
+    def chunk(self, gpu, source, left):
+        self.trace.append((self.now, "chunk", gpu.number))
+        cluster, n = self.cluster, gpu.server
+        lane = self.link(source, n)
+        if lane.free > self.now:
+            self.later(lane.free, self.chunk, gpu, source, left)
+            return
+        size = min(CHUNK, left)
+        sent = lane.serve(self.now, size * (1.0 / cluster.link_bytes_s[source, n]))
+        self.bytes += size
+        left -= size
+        if left > 0:
+            self.later(sent, self.chunk, gpu, source, left)
+        else:
+            seconds = cluster.expert_bytes / cluster.pcie_bytes_s
+            self.later(sent + cluster.latency_s[source, n] + seconds, self.loaded, gpu)
+
+    def loaded(self, gpu):
+        self.trace.append((self.now, "loaded", gpu.number))
+        i, gpu.loading = gpu.loading, None
+        gpu.holds.add(i)
+        self.holders[i].append(gpu)
+        self.go_on(gpu)
+        for other in self.gpus:
+            if other is not gpu and i in other.holds and i not in other.target:
+                self.go_on(other)

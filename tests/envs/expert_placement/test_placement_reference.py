@@ -1,0 +1,381 @@
+"""The jitted engine against the slow reference, event for event, and against known answers."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from servegym.envs.expert_placement import kernel
+from servegym.envs.expert_placement.cluster import ModelTimes, build_cluster
+from servegym.envs.expert_placement.simulator import (
+    Requests,
+    Simulator,
+    make_prompts,
+    uniform_placement,
+)
+
+from .reference import Reference
+
+
+def small_model(layers=3, experts=6, top_k=2, base=2e-3, token=1e-4, dense=1e-3):
+    return ModelTimes(
+        layers, experts, top_k, 512, 3_300_000, 0.0, 1.0, base, token, dense, 1e-5, "made up"
+    )
+
+
+def random_prompts(rng, cluster, count=5, rows=7):
+    layers, experts, k = cluster.layers, cluster.experts, cluster.top_k
+    tokens = rng.integers(1, 40, count)
+    start = np.concatenate([[0], np.cumsum(rng.integers(1, rows + 1, count))])
+    bank = np.zeros((start[-1], layers), np.uint64)
+    counts = np.zeros((count, layers, experts), np.int32)
+    weights = rng.gamma(0.6, size=(count, layers, experts)) + 1e-3
+    for p in range(count):
+        for layer in range(layers):
+            chance = weights[p, layer] / weights[p, layer].sum()
+            for row in range(start[p], start[p + 1]):
+                chosen = rng.choice(experts, k, replace=False, p=chance)
+                bank[row, layer] = sum(1 << int(e) for e in chosen)
+            for _ in range(tokens[p]):
+                counts[p, layer, rng.choice(experts, k, replace=False, p=chance)] += 1
+    return make_prompts(tokens, counts, bank, start, experts, k)
+
+
+def random_requests(rng, cluster, prompts, count, span):
+    return Requests(
+        home=rng.integers(0, cluster.num_servers, count),
+        arrival=np.sort(rng.uniform(0, span, count)),
+        prompt=rng.integers(0, len(prompts.tokens), count),
+        outputs=rng.integers(1, 6, count),
+        offset=rng.integers(0, 50, count),
+    )
+
+
+def random_placement(rng, cluster):
+    """A feasible placement, with copies where there is room."""
+    total = cluster.layers * cluster.experts
+    z = np.zeros((cluster.num_gpus, total), np.uint8)
+    room = cluster.slots.copy()
+    for i in rng.permutation(total):
+        g = rng.choice(np.flatnonzero(room > 0))
+        z[g, i] = 1
+        room[g] -= 1
+    for g in range(cluster.num_gpus):
+        free = np.flatnonzero(z[g] == 0)
+        z[g, rng.permutation(free)[: rng.integers(0, room[g] + 1)]] = 1
+    return z.reshape(-1, cluster.layers, cluster.experts)
+
+
+def random_cluster(rng, **options):
+    gpus = tuple(int(g) for g in rng.integers(1, 3, rng.integers(2, 5)))
+    model = small_model(layers=int(rng.integers(1, 4)), experts=int(rng.integers(3, 8)))
+    total = model.layers * model.experts
+    each = math.ceil(total / sum(gpus))
+    servers = len(gpus)
+    return build_cluster(
+        sizes=model,
+        gpus=gpus,
+        slots=[int(each + rng.integers(0, 5)) for _ in range(sum(gpus))],
+        nic_bps=rng.uniform(2e6, 2e8, servers) if rng.random() < 0.7 else 5e7,
+        latency_s=rng.uniform(0, 0.02, (servers, servers)) if rng.random() < 0.7 else 0.001,
+        message_cost_s=float(rng.choice([0.0, 1e-3])),
+        gpu_speed=rng.uniform(0.5, 2.0, sum(gpus)) if rng.random() < 0.7 else 1.0,
+        **options,
+    )
+
+
+def compare(sim, ref):
+    state = sim.state
+    assert sim.now == ref.now
+    assert state.meta["events"][0] == len(ref.trace)
+    for name in ("first", "finish"):
+        mine = state.request[name]
+        np.testing.assert_array_equal(mine, [getattr(r, name) for r in ref.requests])
+    np.testing.assert_array_equal(state.gpu_free, [g.queue.free for g in ref.gpus])
+    np.testing.assert_array_equal(state.promised_calls, [g.queue.coming for g in ref.gpus])
+    np.testing.assert_allclose(state.promised, [g.queue.promised for g in ref.gpus], atol=1e-12)
+    for g in ref.gpus:
+        assert set(np.flatnonzero(state.resident[g.number])) == g.holds
+        assert state.used[g.number] == g.used
+    for key, lane in ref.links.items():
+        at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
+        assert state.link_free[at] == lane.free
+    for (n, i), x in ref.counts.items():
+        assert state.counts[n, i] == x
+    assert state.counts.sum() == sum(ref.counts.values())
+    for n in range(sim.cluster.num_servers):
+        v = state.server[n]
+        for mine, theirs in ((v["local_s"], ref.local), (v["remote_s"], ref.remote)):
+            assert mine == pytest.approx(theirs[n][0], rel=1e-9, abs=1e-12)
+        assert (v["local_tokens"], v["remote_tokens"]) == (ref.local[n][1], ref.remote[n][1])
+    assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
+
+
+def build_pair(seed, link_model, messages, choice, source, span=0.3):
+    rng = np.random.default_rng(seed)
+    cluster = random_cluster(rng, link_model=link_model, messages=messages)
+    prompts = random_prompts(rng, cluster)
+    requests = random_requests(rng, cluster, prompts, 25, span)
+    placement = random_placement(rng, cluster)
+    candidates = int(rng.integers(1, 5))
+    sim = Simulator(cluster, prompts, choice, candidates, source)
+    sim.begin(requests, placement)
+    ref = Reference(
+        cluster, prompts, requests, placement,
+        choice=choice, candidates=candidates, source=source,
+    )  # fmt: skip
+    return rng, cluster, sim, ref
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["nic", "pairwise"]),
+    st.sampled_from(["per_expert", "per_server"]),
+    st.sampled_from(["least_finish", "nearest", "random"]),
+    st.sampled_from(["host", "network"]),
+)
+def test_equal_to_the_reference_at_every_look(seed, link_model, messages, choice, source):
+    rng, cluster, sim, ref = build_pair(seed, link_model, messages, choice, source)
+    for until in np.sort(rng.uniform(0, 1.0, 6)):
+        sim.run(until)
+        ref.run(until)
+        compare(sim, ref)
+        if rng.random() < 0.6:
+            placement = random_placement(rng, cluster)
+            sim.adopt(placement)
+            ref.adopt(placement)
+            compare(sim, ref)
+    sim.run()
+    ref.run()
+    compare(sim, ref)
+    assert not ref.heap and not np.isnan(sim.latencies()).any()
+    np.testing.assert_array_equal(sim.placement(), sim.target())
+    assert (sim.state.promised == 0).all() and (sim.state.returning == 0).all()
+    total = sum(r.finish - r.arrival for r in ref.requests)
+    assert sim.state.server["area"].sum() == pytest.approx(total)
+    assert sim.state.meta["fewest_copies"][0] >= 1
+    assert (sim.state.peak <= cluster.slots + 1).all()
+
+
+def test_the_comparison_notices_a_difference():
+    _, _, sim, ref = build_pair(3, "nic", "per_expert", "least_finish", "host")
+    ref.gpus[0].base *= 1.0001
+    sim.run()
+    ref.run()
+    with pytest.raises(AssertionError):
+        compare(sim, ref)
+
+
+def test_more_messages_than_places_lose_nothing():
+    rng = np.random.default_rng(0)
+    cluster = random_cluster(rng)
+    prompts = random_prompts(rng, cluster)
+    requests = random_requests(rng, cluster, prompts, 200, 0.01)
+    few, many = Simulator(cluster, prompts), Simulator(cluster, prompts, places=5000)
+    for sim in (few, many):
+        sim.begin(requests, uniform_placement(cluster))
+        sim.run()
+    assert len(few.state.free) > 4 * cluster.experts, "the pool was meant to grow"
+    np.testing.assert_array_equal(few.latencies(), many.latencies())
+    assert few.state.meta["free"][0] == len(few.state.free)
+
+
+def test_a_copied_state_goes_on_alike():
+    rng, cluster, sim, _ = build_pair(11, "nic", "per_server", "least_finish", "network")
+    sim.run(0.1)
+    sim.adopt(random_placement(rng, cluster))
+    sim.run(0.15)
+    copy = sim.clone()
+    sim.run()
+    first = sim.latencies()
+    sim.restore(copy)
+    sim.run()
+    np.testing.assert_array_equal(first, sim.latencies())
+
+
+# ----------------------------------------------------------------------------------- by hand
+
+
+def one_prompt(cluster, tokens, sets):
+    """One prompt whose tokens all take the experts ``sets[layer]``."""
+    counts = np.zeros((1, cluster.layers, cluster.experts), np.int32)
+    bank = np.zeros((1, cluster.layers), np.uint64)
+    for layer, chosen in enumerate(sets):
+        counts[0, layer, list(chosen)] = tokens
+        bank[0, layer] = sum(1 << e for e in chosen)
+    return make_prompts([tokens], counts, bank, [0, 1], cluster.experts, cluster.top_k)
+
+
+def requests_at(times, home=0, outputs=1):
+    count = len(times)
+    zero = np.zeros(count, np.int64)
+    return Requests(zero + home, np.asarray(times, float), zero, zero + outputs, zero)
+
+
+def test_one_server_uses_no_link():
+    cluster = build_cluster(sizes=small_model(), gpus=(2,), slots=(18, 18))
+    prompts = one_prompt(cluster, 10, [(0, 1), (2, 3), (4, 5)])
+    z = np.ones((2, 3, 6), np.uint8)
+    sim = Simulator(cluster, prompts)
+    sim.begin(requests_at([0.0], outputs=3), z)
+    sim.run()
+    assert sim.state.meta["network_bytes"][0] == 0 and sim.state.meta["messages"][0] == 0
+    assert sim.state.server["all_remote_tokens"][0] == 0
+    # Two experts on two GPUs side by side: three layers of one prefill and two decode steps.
+    prefill = 3 * (1e-3 + 10e-5 + 2e-3 + 10e-4)
+    decode = 3 * (1e-3 + 1e-5 + 2e-3 + 1e-4)
+    assert sim.latencies()[0] == pytest.approx(prefill + 2 * decode)
+    assert sim.state.request["first"][0] == pytest.approx(prefill)
+
+
+@pytest.mark.parametrize("messages", ["per_expert", "per_server"])
+def test_a_remote_call_by_hand(messages):
+    """Token by token: out, latency, staging, GPU, staging, back, latency."""
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=3),
+        gpus=(1, 1),
+        slots=(1, 2),
+        nic_bps=(8e6, 4e6),
+        bandwidth_bps=np.full((2, 2), 16e6),
+        latency_s=0.5,
+        messages=messages,
+        message_cost_s=0.1,
+        pcie_bytes_s=1e6,
+        pcie_latency_s=0.01,
+    )
+    prompts = one_prompt(cluster, 10, [(1, 2)])
+    z = np.array([[[1, 0, 0]], [[0, 1, 1]]], np.uint8)
+    sim = Simulator(cluster, prompts)
+    sim.begin(requests_at([0.0]), z)
+    sim.run()
+    dense, call = 1e-3 + 10e-5, 2e-3 + 10e-4
+    out, back = 10 * 1024 * 8 / 8e6 + 0.1, 10 * 1024 * 8 / 4e6 + 0.1
+    stage = 10 * 1024 / 1e6 + 0.01
+    if messages == "per_server":
+        # One message with each token once; both experts one after the other.
+        want = dense + out + 0.5 + stage + 2 * call + stage + back + 0.5
+        assert sim.state.meta["messages"][0] == 1
+    else:
+        # The second message waits for the first on the way out, its answer on the way back.
+        first_back = dense + out + 0.5 + stage + call + stage + back
+        want = max(first_back, dense + 2 * out + 0.5 + stage + call + stage) + back + 0.5
+        assert sim.state.meta["messages"][0] == 2
+    assert sim.latencies()[0] == pytest.approx(want, rel=1e-12)
+
+
+def test_free_links_leave_pure_computation():
+    cluster = build_cluster(
+        sizes=small_model(layers=2, experts=4),
+        gpus=(1, 1),
+        slots=(4, 4),
+        nic_bps=1e300,
+        latency_s=0.0,
+        message_cost_s=0.0,
+        pcie_bytes_s=1e300,
+        pcie_latency_s=0.0,
+    )
+    z = np.zeros((2, 2, 4), np.uint8)
+    z[0, :, :2] = z[1, :, 2:] = 1
+    prompts = one_prompt(cluster, 5, [(0, 2), (1, 3)])
+    sim = Simulator(cluster, prompts)
+    sim.begin(requests_at([0.0]), z)
+    sim.run()
+    assert sim.latencies()[0] == pytest.approx(2 * (1e-3 + 5e-5 + 2e-3 + 5e-4))
+
+
+@pytest.mark.parametrize("rho", [0.5, 0.8])
+def test_one_gpu_is_an_m_d_1_queue(rho):
+    """Poisson arrivals at one GPU of constant service: the Pollaczek-Khinchine mean wait."""
+    model = small_model(layers=1, experts=1, top_k=1, base=0.05, token=0.0, dense=0.0)
+    cluster = build_cluster(sizes=model, gpus=(1,), slots=(1,))
+    prompts = one_prompt(cluster, 1, [(0,)])
+    rng = np.random.default_rng(5)
+    service = 0.05
+    arrivals = np.cumsum(rng.exponential(service / rho, 200_000))
+    sim = Simulator(cluster, prompts)
+    sim.begin(requests_at(arrivals), np.ones((1, 1, 1), np.uint8))
+    sim.run()
+    wait = rho * service / (2 * (1 - rho))
+    dense = 1e-5
+    assert sim.latencies().mean() - service - dense == pytest.approx(wait, rel=0.03)
+
+
+def test_traffic_stays_within_the_rate_of_the_nic():
+    for link_model, bound in (("nic", 1), ("pairwise", 3)):
+        rng = np.random.default_rng(2)
+        cluster = build_cluster(
+            sizes=small_model(), gpus=(1, 1, 1, 1), slots=(5, 5, 5, 5), nic_bps=2e6,
+            link_model=link_model,
+        )  # fmt: skip
+        prompts = random_prompts(rng, cluster)
+        sim = Simulator(cluster, prompts)
+        requests = random_requests(rng, cluster, prompts, 300, 1.0)
+        sim.begin(requests, uniform_placement(cluster))
+        sim.run()
+        rate = sim.state.meta["network_bytes"][0] / sim.now / (4 * 2e6 / 8)
+        assert rate < bound
+        if link_model == "pairwise":
+            assert rate > 1.0, "pairs have more than a NIC together"
+
+
+def test_migration_swaps_two_full_gpus():
+    """Each GPU holds what the other wants and has no free slot: the staging slots break the tie."""
+    cluster = build_cluster(sizes=small_model(layers=1, experts=4), gpus=(1, 1), slots=(2, 2))
+    prompts = one_prompt(cluster, 1, [(0, 1)])
+    sim = Simulator(cluster, prompts)
+    z = np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], np.uint8)
+    sim.begin(requests_at([10.0]), z)
+    sim.adopt(z[::-1].copy())
+    load = cluster.expert_bytes / cluster.pcie_bytes_s
+    sim.run(1.5 * load)
+    assert sim.placement().sum(axis=0).min() >= 1
+    assert sim.placement().sum() == 4, "one of each pair has moved"
+    sim.run()
+    np.testing.assert_array_equal(sim.placement(), z[::-1])
+    assert sim.state.meta["migration_end"][0] == pytest.approx(2 * load)
+    assert sim.state.meta["loads"][0] == sim.state.meta["drops"][0] == 4
+
+
+def test_weights_on_the_network_wait_for_activations():
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=3), gpus=(1, 1), slots=(3, 2), nic_bps=8e6
+    )
+    prompts = one_prompt(cluster, 1, [(0, 1)])
+    z = np.array([[[1, 0, 0]], [[0, 1, 1]]], np.uint8)
+    new = np.array([[[1, 1, 0]], [[0, 1, 1]]], np.uint8)
+    ends = []
+    for count in (0, 200):
+        sim = Simulator(cluster, prompts, migration_source="network")
+        sim.begin(requests_at(np.linspace(0, 1.0, count)), z)
+        sim.adopt(new)
+        sim.run()
+        ends.append(float(sim.state.meta["migration_end"][0]))
+        assert sim.state.meta["weight_bytes"][0] == cluster.expert_bytes
+    assert ends[0] == pytest.approx(
+        3.3 + cluster.latency_s[1, 0] + cluster.expert_bytes / cluster.pcie_bytes_s
+    )
+    assert ends[1] > ends[0]
+
+
+def test_ties_do_not_go_to_the_lowest_index():
+    picks = np.bincount([kernel.scramble(r, e) % 4 for r in range(200) for e in range(20)])
+    assert picks.min() > 800
+
+
+def test_bad_prompts_are_refused():
+    cluster = build_cluster(sizes=small_model(layers=1, experts=3), gpus=(1,), slots=(3,))
+    prompts = one_prompt(cluster, 1, [(0, 1)])
+    with pytest.raises(ValueError, match="top_k=2"):
+        make_prompts([1], prompts.counts, np.array([[1]], np.uint64), [0, 1], 3, 2)
+    with pytest.raises(ValueError, match="more than top_k"):
+        make_prompts([1], prompts.counts, np.array([[7]], np.uint64), [0, 1], 3, 2)
+    with pytest.raises(ValueError, match="row per prompt"):
+        make_prompts([1], prompts.counts, prompts.bank, [0, 0], 3, 2)
+    other = build_cluster(sizes=small_model(layers=2, experts=3), gpus=(1,), slots=(6,))
+    with pytest.raises(ValueError, match="do not fit"):
+        Simulator(other, prompts)
+    with pytest.raises(ValueError, match="least_finish"):
+        Simulator(cluster, prompts, "least_finished")
