@@ -478,7 +478,7 @@ def write_activations(activations: Activations, folder: str | Path) -> list[Path
     """
     stem = f"activations-{activations.name}"
     folder = Path(folder)
-    contents: dict[str, dict[str, np.ndarray]] = {
+    contents: dict[str, dict[str, Any]] = {
         f"{stem}.npz": {
             "tasks": np.array(activations.tasks),
             "task": activations.task.astype(np.int8),
