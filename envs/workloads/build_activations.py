@@ -6,7 +6,8 @@
 ``gpt_oss_20b_experts``, ``olmoe_routing`` and ``fiddler``; ``FOLDER`` has ``tokenizer.json`` and
 ``model.safetensors`` of all-MiniLM-L6-v2 and is needed for ``gpt-oss-20b`` alone, together with
 the packages ``tokenizers`` and ``safetensors``. No prompt text is kept. Two builds from the same
-files give the same bytes, but for the date in the ``.json``.
+files give the same bytes, but for the date in the ``.json``. With ``--shares`` nothing is built:
+the sizes and top-expert shares of the packaged activations are printed as a Markdown table.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from servegym.envs.workloads._activation_laws import mixtral_targets, solve_base
 from servegym.envs.workloads._expert_sets import ids_to_masks, pack_sets
 from servegym.envs.workloads._util import DATA_DIR, data_file, write_atomic, write_json
 from servegym.envs.workloads.activations import (
+    SKEWS,
     SPLIT_SEED,
     SPLITS,
     Activations,
     group_split,
     list_activations,
+    load_activations,
     load_model,
     read_law,
     sharpened,
@@ -519,7 +522,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--minilm", type=Path, help="folder of all-MiniLM-L6-v2, for gpt-oss-20b")
     parser.add_argument("--models", nargs="+", choices=list_activations(), metavar="NAME")
     parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
+    parser.add_argument("--shares", action="store_true", help="print a table of what is packaged")
     args = parser.parse_args(argv)
+    if args.shares:
+        print(share_table())
+        return
     data = args.data or data_file()
     if data is None:
         parser.error("give DATA, or set SERVEGYM_DATA to the folder with the measured data")
@@ -542,6 +549,27 @@ def main(argv: list[str] | None = None) -> None:
                 written.append(path)
     for path in written:
         print(f"{path} ({path.stat().st_size} bytes)")
+
+
+def share_table() -> str:
+    """Sizes and top-expert shares of the packaged activations, computed anew, as Markdown."""
+    lines = [
+        "| model | as measured | prompts | tokens | banked | L x E, top-k | equal use | measured "
+        "| paper | greatest possible |",
+        "| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for name in list_activations():
+        plain = load_activations(name)
+        model = plain.model
+        both = [top_expert_share(load_activations(name, skew))["mean"] for skew in SKEWS]
+        shares = [1 / model.experts, *both, 1 / model.top_k]
+        lines.append(
+            f"| {name} | {plain.kind} | {plain.num_prompts:,} | {int(plain.tokens.sum()):,} | "
+            f"{len(plain.bank):,} | {model.num_moe_layers} x {model.experts}, {model.top_k} | "
+            + " | ".join(f"{100 * share:.1f} %" for share in shares)
+            + " |"
+        )
+    return "\n".join(lines)
 
 
 def write_law(path: Path, law: dict[str, Any]) -> None:

@@ -615,6 +615,14 @@ def test_two_builds_give_the_same_files(tmp_path):
         assert path.read_bytes() == (DATA_DIR / path.name).read_bytes(), path.name
 
 
+def test_the_table_in_the_docs_is_what_the_command_prints(capsys):
+    path = Path(__file__).parents[3] / "docs" / "activations.md"
+    if not path.is_file():
+        pytest.skip("the documentation is not here")
+    build(["--shares"])
+    assert capsys.readouterr().out.strip() in path.read_text(encoding="utf-8")
+
+
 def test_the_command_says_what_it_lacks(capsys, monkeypatch):
     monkeypatch.delenv("SERVEGYM_DATA", raising=False)
     with pytest.raises(SystemExit):
