@@ -1,0 +1,495 @@
+"""What the figure scripts of the routing experiments share.
+
+Baselines and trained routers on the same episodes, their summaries with intervals, the tidy CSV,
+the picture, and beside them a text file with the command, the versions and the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import math
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym.experiments.evaluate import evaluate
+from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments.routing_training import LOCK, RESULT, versions
+from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
+
+__all__ = ["BASELINES", "Options", "TrainedRun", "find_runs", "measure", "run_figures", "save"]
+
+ENV_ID = "servegym/LLMRouting-v0"
+FLEETS = ("edge-6-heterogeneous", "paper-linear")
+OUT = Path("experiments/results/routing")
+
+BASELINES = (
+    "random",
+    "round_robin",
+    "shortest_queue",
+    "bert_router",
+    "always_best",
+    "least_latency",
+    "greedy_qos",
+    "priced_greedy",
+)
+"""Compared in every figure; round_robin, shortest_queue and bert_router are the paper's."""
+
+COLUMNS = {
+    "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),
+    "p99_latency_ms_per_token": ("p99_latency_s_per_token", 1e3),
+    "ttft_ms": ("mean_ttft_s", 1e3),
+    "e2e_s": ("mean_e2e_s", 1.0),
+    "communication_s": ("mean_communication_s", 1.0),
+    "routing_s": ("mean_routing_s", 1.0),
+    "waiting_s": ("mean_waiting_s", 1.0),
+    "inference_s": ("mean_inference_s", 1.0),
+    "late_rate": ("violation_rate", 1.0),
+    "drop_rate": ("drop_rate", 1.0),
+    "reject_rate": ("reject_rate", 1.0),
+    "memory_use": ("memory_use", 1.0),
+    "goodput_rps": ("goodput_rps", 1.0),
+    "ceiling": ("ceiling", 1.0),
+}
+"""Column of a table -> number of `evaluate` and its scale; means over episodes."""
+
+
+class TrainedRun(NamedTuple):
+    """A finished training.
+
+    Attributes:
+        label: What it is called in tables and pictures; runs of one label differ in their seed.
+        path: Its checkpoint.
+        group: Group of the training queue, or ``other``.
+        variant: Variant of the training queue, or what the checkpoint calls itself.
+        profiles: Fleet that it was trained on.
+        rates: Lowest and highest arrival rate of its training.
+        seed: Seed of its training.
+        experts: Number of experts that it was trained for.
+        any_experts: Whether it can serve another number of experts.
+    """
+
+    label: str
+    path: Path
+    group: str
+    variant: str
+    profiles: str
+    rates: tuple[float, float]
+    seed: int
+    experts: int
+    any_experts: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line of a figure script says.
+
+    Attributes:
+        out: Folder of the results.
+        episodes: Episodes a policy and point.
+        quick: Whether this is a smoke run.
+        checkpoints: Folder of the trainings, or None.
+        fleets: Fleets to measure.
+        requests: Requests of an episode.
+        trained: The finished trainings.
+        command: The command line, for the record.
+    """
+
+    out: Path
+    episodes: int
+    quick: bool
+    checkpoints: Path | None
+    fleets: tuple[str, ...]
+    requests: int
+    trained: tuple[TrainedRun, ...]
+    command: str
+
+
+Figure = Callable[[Options], None]
+
+
+def find_runs(folder: Path | None) -> list[TrainedRun]:
+    """The finished trainings below a folder.
+
+    A run of the training queue counts once it has its result; any other folder counts if it has a
+    ``best.safetensors``.
+
+    Args:
+        folder: Folder of the runs; None finds none.
+
+    Raises:
+        ValueError: If the folder does not exist.
+    """
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
+    from servegym.agents import load_policy
+
+    found = []
+    for path in sorted(folder.glob("**/best.safetensors")):
+        run = path.parent
+        told: dict[str, Any] = {}
+        if (run / RESULT).exists():
+            told = json.loads((run / RESULT).read_text(encoding="utf-8"))
+        elif (run / LOCK).exists():
+            print(f"{run.name} is not finished and left out")
+            continue
+        policy = load_policy(path)
+        if policy.agent != "sac_han":
+            continue
+        args = policy.args
+        group, variant = told.get("group", "other"), told.get("variant", policy.name)
+        label = {
+            "paper": variant,
+            "general": "sac_han (general)",
+            "other": f"{policy.name} ({run.name})",
+        }.get(group, f"{group}: {variant}")
+        rates = (float(args.rate_low), float(args.rate_high))
+        found.append(
+            TrainedRun(
+                label,
+                path,
+                group,
+                variant,
+                args.profiles,
+                rates,
+                int(args.seed),
+                int(getattr(policy, "experts", 0)),
+                args.state == "han" and args.head == "expert",
+            )
+        )
+    return found
+
+
+def measure(
+    options: Options,
+    env_kwargs: Mapping[str, Any],
+    point: Mapping[str, Any],
+    trained: Sequence[TrainedRun] = (),
+    baselines: Sequence[str] = BASELINES,
+    episodes: int | None = None,
+) -> list[dict[str, Any]]:
+    """Summaries of baselines and trained routers at one point, on the same episodes.
+
+    The interval of a baseline, or of a router trained once, is over episodes; that of a router
+    trained with several seeds is over the trainings' means. ``interval_over`` says which.
+
+    Args:
+        options: The command line.
+        env_kwargs: Arguments of the environment.
+        point: Columns that tell the point, put first in every row.
+        trained: Trained routers.
+        baselines: Registered names.
+        episodes: Episodes; those of the command line by default.
+    """
+    from servegym.agents import load_policy
+
+    kwargs = {"episode_requests": options.requests, **env_kwargs}
+    number = episodes or options.episodes
+    rows = evaluate(ENV_ID, baselines, number, env_kwargs=kwargs) if baselines else []
+    series: dict[str, list[list[dict[str, Any]]]] = {
+        name: [[row for row in rows if row["policy"] == name]] for name in baselines
+    }
+    system = None
+    for run in trained:
+        if system is None:
+            from servegym.baselines.llm_routing.system import RoutingSystem
+
+            system = RoutingSystem.from_kwargs(**kwargs)
+        if not run.any_experts and run.experts != system.num_experts:
+            continue
+        policy = load_policy(run.path, system)
+        policy.name = run.label
+        series.setdefault(run.label, []).append(
+            evaluate(ENV_ID, [policy], number, env_kwargs=kwargs)
+        )
+    return [
+        {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}
+        | summarise_parts(parts)
+        for name, parts in series.items()
+    ]
+
+
+def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """QoS with its interval and the means of `COLUMNS`, of one or several trainings' episodes."""
+    means = [float(np.mean([row["avg_qos"] for row in part])) for part in parts]
+    if len(parts) > 1:
+        qos, over = stratified_bootstrap(means, iqm), "trainings"
+    else:
+        qos, over = stratified_bootstrap([row["avg_qos"] for row in parts[0]], iqm), "episodes"
+    row: dict[str, Any] = {"qos": qos.value, "qos_low": qos.low, "qos_high": qos.high}
+    row |= {"interval_over": over, "episodes": len(parts[0])}
+    for column, (key, scale) in COLUMNS.items():
+        values = np.array([one[key] for part in parts for one in part], dtype=np.float64)
+        values = values[np.isfinite(values)]
+        row[column] = scale * float(values.mean()) if values.size else math.nan
+    return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def chosen(
+    options: Options, fleet: str, groups: Sequence[str] = ("paper", "general", "other")
+) -> list[TrainedRun]:
+    """The trainings of some groups on a fleet."""
+    return [run for run in options.trained if run.profiles == fleet and run.group in groups]
+
+
+def style(policy: str, order: Sequence[str]) -> dict[str, Any]:
+    """Line style of a policy: baselines thin and coloured, trained routers thick."""
+    import matplotlib
+
+    if policy in BASELINES:
+        index = BASELINES.index(policy)
+        colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
+        return {"color": colours[index], "linewidth": 1.2, "marker": "osD^v<>P"[index],
+                "markersize": 4, "zorder": 2}  # fmt: skip
+    others = [name for name in order if name not in BASELINES]
+    shades = ("black", "#b30000", "#00441b", "#54278f", "#7f2704", "#08306b", "#525252")
+    index = others.index(policy) if policy in others else 0
+    return {"color": shades[index % len(shades)], "linewidth": 2.4, "marker": "*X"[index % 2],
+            "markersize": 7, "zorder": 3}  # fmt: skip
+
+
+def policies_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The policies of some rows in the order of their first appearance."""
+    return list(dict.fromkeys(row["policy"] for row in rows))
+
+
+def plot_lines(
+    rows: Sequence[Mapping[str, Any]], x: str, label: str, panels: str, title: str
+) -> Any:
+    """QoS and latency against ``x``, one row of panels a value of the column ``panels``."""
+    plt = pyplot()
+    values = list(dict.fromkeys(row[panels] for row in rows))
+    figure, grid = plt.subplots(
+        len(values), 3, figsize=(13, 3.4 * len(values) + 0.6), squeeze=False, layout="constrained"
+    )
+    order = policies_of(rows)
+    for axes, value in zip(grid, values, strict=True):
+        for policy in order:
+            own = [row for row in rows if row["policy"] == policy and row[panels] == value]
+            if not own:
+                continue
+            at = [row[x] for row in own]
+            look = style(policy, order)
+            qos = np.array([(row["qos"], row["qos_low"], row["qos_high"]) for row in own]).T
+            bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
+            axes[0].errorbar(at, qos[0], bars, capsize=2, label=policy, **look)
+            axes[1].plot(at, [row["latency_ms_per_token"] for row in own], **look)
+            refused = [100 * (row["drop_rate"] + row["reject_rate"]) for row in own]
+            axes[2].plot(at, refused, **look)
+        best = {row[x]: row["ceiling"] for row in rows if row[panels] == value}
+        axes[0].plot(list(best), list(best.values()), "k--", linewidth=1, label="best score")
+        axes[0].set(ylabel=f"{value}\naverage QoS", ylim=(0, None))
+        axes[1].set(ylabel="latency, ms/token (served)")
+        axes[2].set(ylabel="dropped or rejected, %", ylim=(0, None))
+        for axis in axes:
+            axis.set_xlabel(label)
+            tidy(axis)
+    legend(figure, grid[0, 0])
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def plot_bars(
+    rows: Sequence[Mapping[str, Any]], panels: str, title: str, key: str = "policy"
+) -> Any:
+    """QoS and latency of every policy, one row of panels a value of the column ``panels``."""
+    plt = pyplot()
+    values = list(dict.fromkeys(row[panels] for row in rows))
+    names = list(dict.fromkeys(row[key] for row in rows))
+    height = 0.26 * len(names) + 0.9
+    figure, grid = plt.subplots(
+        len(values), 3, figsize=(12, height * len(values) + 0.5), squeeze=False, sharey="row",
+        layout="constrained",
+    )  # fmt: skip
+    for axes, value in zip(grid, values, strict=True):
+        own = [row for row in rows if row[panels] == value]
+        at = np.arange(len(own))[::-1]
+        colours = ["#4c72b0" if row["policy"] in BASELINES else "#b30000" for row in own]
+        qos = np.array([(row["qos"], row["qos_low"], row["qos_high"]) for row in own]).T
+        bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
+        axes[0].barh(at, qos[0], xerr=bars, color=colours, capsize=2)
+        axes[0].axvline(own[0]["ceiling"], color="black", linestyle="--", linewidth=1)
+        axes[1].barh(at, [row["latency_ms_per_token"] for row in own], color=colours)
+        refused = [100 * (row["drop_rate"] + row["reject_rate"]) for row in own]
+        axes[2].barh(at, refused, color=colours)
+        axes[2].set_xlim(0, max(1.0, 1.05 * max(refused)))
+        axes[0].set_yticks(at, [str(row[key]) for row in own], fontsize=8)
+        axes[0].set(xlabel="average QoS (dashed: best score)", title=str(value))
+        axes[1].set(xlabel="latency, ms/token (served)")
+        axes[2].set(xlabel="dropped or rejected, %")
+        for axis in axes:
+            tidy(axis)
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def tidy(axis: Any) -> None:
+    """A light grid and no frame."""
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Any, axis: Any) -> None:
+    """The legend of one panel, below all."""
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
+
+
+def save(
+    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: str
+) -> None:
+    """Write ``stem.csv``, ``stem.png`` and ``stem.txt`` (command, versions, machine, notes)."""
+    write_csv(options.out / f"{stem}.csv", rows)
+    if figure is not None:
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=110, format="png")
+        write_text(options.out / f"{stem}.png", picture.getvalue())
+        pyplot().close(figure)
+    told = {
+        "command": options.command,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": f"{platform.system()} {platform.machine()}, {processor()}",
+        **versions(),
+        "trained routers": ", ".join(
+            f"{run.label} s{run.seed}" for run in options.trained
+        ) or "none, baselines only",
+    }  # fmt: skip
+    lines = [f"{key}: {value}" for key, value in told.items()]
+    lines += [f"note: {note}" for note in notes]
+    if options.quick:
+        lines.append("note: a smoke run, figures not to quote")
+    write_text(options.out / f"{stem}.txt", "\n".join(lines) + "\n")
+    print(f"{options.out / stem}.csv, .png, .txt")
+
+
+def processor() -> str:
+    """Name of the processor where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown processor"
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    """Print summaries: the columns ``keys``, QoS with its interval, latency, refused requests."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        qos = Interval(row["qos"], row["qos_low"], row["qos_high"])
+        return f"{qos.value:.3f} [{qos.low:.3f}, {qos.high:.3f}]"
+
+    body = [
+        [
+            row["policy"] + (f" x{row['trainings']}" if row["trainings"] else ""),
+            *(str(row[key]) for key in keys),
+            text(row),
+            f"{row['latency_ms_per_token']:.1f}",
+            f"{100 * row['late_rate']:.1f}",
+            f"{100 * row['drop_rate']:.1f}",
+            f"{100 * row['reject_rate']:.1f}",
+        ]
+        for row in rows
+    ]
+    print_table(title, ["policy", *keys, "QoS", "ms/token", "late %", "drop %", "reject %"], body)
+
+
+def claim(
+    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: str
+) -> list[str]:  # fmt: skip
+    """What the paper claims of ``method`` over ``reference`` against these rows, one line a point.
+
+    A reference that ends below shortest_queue counts as undertrained and gets no ratio.
+    """
+    named = {row["policy"]: row for row in rows}
+    if method not in named or reference not in named:
+        return [f"{method} over {reference}: not trained here (paper: {paper})"]
+    ours, theirs = named[method], named[reference]
+    if "shortest_queue" in named and theirs["qos"] < named["shortest_queue"]["qos"]:
+        return [f"{method} over {reference}: no ratio, {reference} is undertrained "
+                f"({theirs['qos']:.3f}, below shortest_queue) (paper: {paper})"]  # fmt: skip
+    qos = 100 * (ours["qos"] / theirs["qos"] - 1)
+    latency = 100 * (ours["latency_ms_per_token"] / theirs["latency_ms_per_token"] - 1)
+    return [f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % "
+            f"(paper: {paper})"]  # fmt: skip
+
+
+def run_figures(
+    figures: Mapping[str, Figure],
+    argv: Sequence[str] | None,
+    description: str | None,
+    module: str,
+    episodes: int,
+) -> int:
+    """The command line of a figure script.
+
+    Args:
+        figures: Figure by name, in order.
+        argv: Arguments, those of the process by default.
+        description: The script's docstring.
+        module: The script's module.
+        episodes: Default number of episodes.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument is not valid.
+    """
+    parser = argparse.ArgumentParser(
+        description=(description or "").partition("\n")[0], prog=f"python -m {module}"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
+    parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
+    parser.add_argument("--episodes", type=int, help=f"episodes a policy and point ({episodes})")
+    parser.add_argument("--checkpoints", type=Path, help="folder of trainings; default: none")
+    parser.add_argument("--figure", nargs="+", choices=tuple(figures), default=tuple(figures),
+                        help="which ones (all)")  # fmt: skip
+    parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET",
+                        help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
+    args = parser.parse_args(argv)
+    number = args.episodes
+    if number is None:
+        number = 2 if args.quick else episodes
+    if number < 1:
+        raise ValueError(f"episodes is {number}; allowed is 1 or more")
+    args.out.mkdir(parents=True, exist_ok=True)
+    trained = tuple(find_runs(args.checkpoints))
+    if not trained:
+        print("no trained routers (--checkpoints FOLDER): baselines only")
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = Options(
+        args.out,
+        number,
+        args.quick,
+        args.checkpoints,
+        tuple(args.profiles),
+        100 if args.quick else 1000,
+        trained,
+        shlex.join(["python", "-m", module, *map(str, words)]),
+    )
+    for name in args.figure:
+        figures[name](options)
+    return 0
