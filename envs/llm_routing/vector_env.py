@@ -37,6 +37,7 @@ class LLMRoutingVectorEnv(BatchVectorEnv):
     """
 
     VIEW: ClassVar[int] = kernel.GRAPH
+    batch: RoutingBatch
 
     def __init__(
         self,
