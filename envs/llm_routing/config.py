@@ -28,6 +28,7 @@ _REWARDS = {
 }
 _PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
 _ESTIMATORS = {"true": 0, "predicted": 1}
+FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
 _SPLITS = ("train", "val", "eval", "all")
 
 
@@ -237,6 +238,8 @@ def engine_config(
     bandwidth_bps: float,
     bytes_per_token: float,
     router_delay_s: float,
+    staleness_s: float = 0.0,
+    failures: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
     """Check the arguments of the engine alone and write them in a fresh config record."""
     cfg = np.zeros(1, dtype=kernel.CONFIG)
@@ -264,6 +267,15 @@ def engine_config(
     bandwidth = real("bandwidth_bps", bandwidth_bps, 0.0, open_low=True)
     c["delay_s_per_token"] = 8.0 * real("bytes_per_token", bytes_per_token, 0.0) / bandwidth
     c["router_delay_s"] = real("router_delay_s", router_delay_s, 0.0)
+    c["staleness_s"] = real("staleness_s", staleness_s, 0.0)
+    if failures is not None:
+        times = mapping("failures", failures, FAILURE_TIMES)
+        for name in FAILURE_TIMES:
+            if name not in times:
+                raise ValueError(f"failures={failures!r} lacks {name!r}; it takes {FAILURE_TIMES}.")
+        c["uptime_s"], c["downtime_s"] = (
+            real(f"failures[{name!r}]", times[name], 0.0, open_low=True) for name in FAILURE_TIMES
+        )
     return cfg
 
 
@@ -297,6 +309,8 @@ def build_problem(
     bandwidth_bps: float = 1e6,
     bytes_per_token: float = 4.0,
     router_delay_s: float = 0.005,
+    staleness_s: float = 0.0,
+    failures: Mapping[str, Any] | None = None,
     max_output_tokens: int | None = None,
     episode_requests: int = 1000,
     split: str = "train",
@@ -320,6 +334,8 @@ def build_problem(
         bandwidth_bps=bandwidth_bps,
         bytes_per_token=bytes_per_token,
         router_delay_s=router_delay_s,
+        staleness_s=staleness_s,
+        failures=failures,
     )
     c = cfg[0]
     if num_experts is not None:

@@ -34,7 +34,7 @@ REQUEST_LOG = np.dtype(
         ("catalog_row", "i4"),
     ]
 )
-OUTCOMES = ("pending", "completed", "dropped", "rejected")
+OUTCOMES = ("pending", "completed", "dropped", "rejected", "failed")
 
 
 @dataclass
@@ -51,6 +51,8 @@ class RoutingState:
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
+        stale: with ``staleness_s`` the system as the router knows it: its actions so far and the
+            env, expert, slot and queue records of that time.
     """
 
     arrivals: np.ndarray
@@ -62,6 +64,8 @@ class RoutingState:
     log: np.ndarray
     random: Any = None
     finished: bool = False
+
+    stale: tuple[np.ndarray, ...] = ()
 
 
 def observation_space(problem: Problem) -> spaces.Space:
@@ -147,6 +151,13 @@ class RoutingBatch:
         else:
             self.observation = parts[0]
         self.terms = REWARD_TERMS[int(c["reward"])]
+        # What the router knows, where that is old: its actions and a system that lags behind.
+        self.stale: tuple[np.ndarray, ...] = ()
+        if c["staleness_s"] > 0.0:
+            self.stale = (
+                np.zeros((num_rows, length), dtype=np.int16),
+                *(np.zeros_like(a) for a in (self.env, self.expert, self.slot, self.queue)),
+            )
         self._system = (
             self.env,
             self.expert,
@@ -164,6 +175,19 @@ class RoutingBatch:
             self._obs,
             self._masks,
         )
+        if self.stale:
+            sent, env, expert, slot, queue = self.stale
+            self._stale_arguments = (
+                *self._arguments[:6],
+                env,
+                expert,
+                slot.reshape(-1),
+                queue.reshape(-1),
+                np.zeros(length, dtype=kernel.LOG),
+                self._obs,
+                self._masks,
+                sent,
+            )
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
@@ -173,10 +197,14 @@ class RoutingBatch:
         length = problem.episode_requests
         self.arrivals[row] = problem.arrivals.sample(length, random, rate)
         self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
+        if problem.cfg["uptime_s"][0] > 0.0:
+            self.env["failure_seed"][row] = random.integers(0, 1 << 32)
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
         kernel.begin(*self._arguments, which)
+        if self.stale:
+            kernel.observe_stale(*self._stale_arguments, which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
@@ -187,6 +215,10 @@ class RoutingBatch:
         Raises:
             ValueError: an action is out of range; nothing has changed then.
         """
+        if self.stale:
+            request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
+            on = np.flatnonzero(which)
+            self.stale[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
         ended = kernel.step(*self._arguments, actions, which, self.out)
         if ended < 0:
             bad = -1 - ended
@@ -194,6 +226,8 @@ class RoutingBatch:
                 f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
                 f"1 to {self.problem.num_experts} name an expert."
             )
+        if self.stale:
+            kernel.observe_stale(*self._stale_arguments, which)
         return ended
 
     def clone(self, row: int) -> RoutingState:
@@ -206,6 +240,7 @@ class RoutingBatch:
             slot=self.slot[row].copy(),
             queue=self.queue[row].copy(),
             log=self.log[row].copy(),
+            stale=tuple(part[row : row + 1].copy() for part in self.stale),
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
@@ -221,8 +256,14 @@ class RoutingBatch:
                     f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
                     "restore a state into an environment made with the same arguments."
                 )
+        if len(self.stale) != len(state.stale):
+            raise ValueError(
+                "state.stale: restore a state into an environment made with the same staleness_s."
+            )
         for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
             getattr(self, name)[row] = getattr(state, name)
+        for mine, theirs in zip(self.stale, state.stale, strict=True):
+            mine[row] = theirs[0]
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
@@ -237,6 +278,8 @@ class RoutingBatch:
             self._masks,
             which,
         )
+        if self.stale:
+            kernel.observe_stale(*self._stale_arguments, which)
 
     def kpis(self, row: int) -> dict[str, float]:
         """Key figures of the episode so far, over the requests that have been decided.
@@ -253,6 +296,9 @@ class RoutingBatch:
         def mean(name: str, count: int = done) -> float:
             return float(v[name]) / count if count else nan
 
+        failures = {}
+        if self.problem.cfg["uptime_s"][0] > 0.0:
+            failures["failure_rate"] = int(v["failed"]) / decided
         return {
             "avg_qos": float(v["qos"]) / decided,
             "mean_latency_s_per_token": mean("latency"),
@@ -268,6 +314,7 @@ class RoutingBatch:
             "reject_rate": int(v["rejected"]) / decided,
             "memory_use": float(v["memory"]) / decided,
             "goodput_rps": int(v["on_time"]) / last if last > 0 else 0.0,
+            **failures,
             "requests": float(decided),
         }
 
@@ -300,13 +347,16 @@ class RoutingBatch:
         return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("problem", "num_rows", *_STATE_ARRAYS)}
+        names = ("problem", "num_rows", "stale", *_STATE_ARRAYS)
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffer.
         RoutingBatch.__init__(self, state["problem"], state["num_rows"])
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
+        for mine, theirs in zip(self.stale, state["stale"], strict=True):
+            mine[...] = theirs
 
 
 _STATE_ARRAYS = (

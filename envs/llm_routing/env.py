@@ -81,6 +81,10 @@ class LLMRoutingEnv(gym.Env):
     | `waiting_mask` | (N, W) | 1 where `waiting` holds a request |
     | `latency_requirement` | (1,) | L in s per token [0, 1] |
 
+    With `staleness_s` the rows of the experts and the mask show the system as it was that long before
+    t, decisions since then unseen, while the request and L are the present ones; the reward knows the
+    truth, and a request sent to an expert that has filled up since is rejected.
+
     ## Rewards
 
     `reward=` chooses between three that share their goal, the sum of QoS:
@@ -97,6 +101,14 @@ class LLMRoutingEnv(gym.Env):
 
     Every expert is idle and the first request is at the router.
 
+    ## Failures
+
+    With `failures={"mean_time_to_failure_s": ..., "mean_time_to_repair_s": ...}` each expert is up and
+    down for independent exponential times, drawn at reset; all are up at time 0. An expert that goes
+    down loses every request that it runs, queues or is being sent: they have the outcome `failed` and
+    a QoS of 0 (`paid_forward` takes their scores back). While it is down its mask is 0, its rows are
+    empty, and what is sent there is rejected; it comes back idle.
+
     ## Episode End
 
     After `episode_requests` decisions the engine drains, what still completes counts in the last
@@ -108,7 +120,7 @@ class LLMRoutingEnv(gym.Env):
     `reset` and `step`: `action_mask`. `step`: `reward_terms`, whose values add up to the reward. The
     last step: `episode_kpis` (`avg_qos` over all requests, `mean_latency_s_per_token`, `mean_ttft_s`,
     `mean_tpot_s`, `mean_e2e_s` and its parts, `violation_rate`, `drop_rate`, `reject_rate`,
-    `memory_use`, `goodput_rps`). `env.unwrapped.request_log()` has one row per request.
+    `memory_use`, `goodput_rps`, with failures `failure_rate`). `env.unwrapped.request_log()` has one row per request.
 
     ## Arguments
 
@@ -132,6 +144,8 @@ class LLMRoutingEnv(gym.Env):
     | `running_capacity`, `waiting_capacity` | 5, 5 | R, W |
     | `prefill_token_budget`, `block_size` | 2048, 16 | tokens an iteration, tokens a KV block |
     | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
+    | `staleness_s` | 0.0 | age of what the router sees of the experts |
+    | `failures` | none | mean times to failure and to repair, in s; see Failures |
     | `max_output_tokens` | the catalog's | longest answer |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |

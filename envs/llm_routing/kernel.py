@@ -26,7 +26,7 @@ RESERVE, PAGED = 0, 1
 COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2
 NEW_VIOLATIONS, LITERAL = 0, 1
 GRAPH, FLAT, EXPERTS = 0, 1, 2
-PENDING, COMPLETED, DROPPED, REJECTED = 0, 1, 2, 3
+PENDING, COMPLETED, DROPPED, REJECTED, FAILED = 0, 1, 2, 3, 4
 IDLE, PREFILL, DECODE, MIXED = 0, 1, 2, 3
 
 # Documented bounds of the observation; larger values are clipped.
@@ -56,12 +56,15 @@ CONFIG = _record(
         ).split()
     ]
     + [("delay_s_per_token", "f8"), ("router_delay_s", "f8"), ("per_block", "f8")]
+    # Failures of experts: mean times in seconds, 0 if there are none. Age of what the router sees.
+    + [("uptime_s", "f8"), ("downtime_s", "f8"), ("staleness_s", "f8")]
 )
 EXPERT_WIDTH = 3  # capacity_blocks, k1, k2 at the head of ``law`` for each expert
 
 ENV = _record(
     [("index", "i8"), ("first_log", "i8"), ("now", "f8"), ("latency_requirement", "f8")]
     + [(name, "i8") for name in ("completed", "dropped", "rejected", "on_time", "multi_token")]
+    + [("failed", "i8"), ("failure_seed", "i8")]
     + [
         (name, "f8")
         for name in (
@@ -81,9 +84,12 @@ EXPERT = _record(
             "decoding decoding_tokens admitted reserved segment "
             # prefix caching: blocks in use at the last boundary, ends of the free-block queue
             "used free_head free_tail "
-            "shown_running shown_waiting"
+            "shown_running shown_waiting "
+            # failures: whether it is down, and how often that has changed
+            "down changes"
         ).split()
     ]
+    + [("next_change", "f8")]
 )
 SLOT = _record(
     # The first 64 bytes are what every step reads.
@@ -609,6 +615,66 @@ def _enqueue(c, e, slots, queue, request, now, p, d, s, s_hat, d_hat, delay):
         e.end = max(e.start, slots[e.lane + queue[_ring(c, e, 0)]].available)
 
 
+# ------------------------------------------------------------------------------ failing experts
+
+
+@_jit
+def _scatter(x):
+    """A bijection of 32-bit numbers; its products stay below 2**63."""
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@_jit
+def stay_s(c, seed, n, change):
+    """How long expert n stays up (even ``change``) or down (odd): exponential, in seconds.
+
+    ``seed`` (32 bits) is drawn at reset; a hash scatters it with n and the number of changes.
+    """
+    x = _scatter(_scatter(_scatter(seed) ^ (n + 1)) ^ change)
+    return -math.log((x + 0.5) * 2.0**-32) * (c.uptime_s if change % 2 == 0 else c.downtime_s)
+
+
+@_jit
+def _fail(c, law, n, v, e, slots, queue, log):
+    """Expert n dies: all that it runs, queues or is being sent is lost."""
+    for i in range(e.running + e.waiting):
+        k = queue[e.line + i] if i < e.running else queue[_ring(c, e, i - e.running)]
+        r = slots[e.lane + k]
+        entry = log[v.first_log + r.request]
+        entry.expert = n
+        entry.outcome = FAILED
+        entry.available_s = r.available
+        entry.admitted_s = r.admitted
+        entry.first_token_s = r.first
+        entry.score = r.s
+        entry.prompt_tokens = r.p
+        entry.output_tokens = r.d
+        entry.preemptions = r.preemptions
+        v.failed += 1
+        v.step_late += r.s
+    clear_expert(c, law, n, e, queue)
+    _find_next_finish(e, slots, queue)
+
+
+@_jit
+def _advance_any(c, law, n, v, e, slots, queue, log, until):
+    """``_advance`` of an expert that may fail and come back, until it is empty if that is inf."""
+    while True:
+        changes = c.uptime_s > 0.0 and e.next_change <= until
+        if until == np.inf and e.running + e.waiting == 0:
+            changes = False
+        _advance(c, law, n, v, e, slots, queue, log, e.next_change if changes else until)
+        if not changes:
+            return
+        if e.down == 0:
+            _fail(c, law, n, v, e, slots, queue, log)
+        e.down = 1 - e.down
+        e.changes += 1
+        e.next_change += stay_s(c, v.failure_seed, n, e.changes)
+
+
 # ------------------------------------------------------------------------------ reward of Eq. 15/16
 
 
@@ -638,7 +704,7 @@ def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
 @_inline
 def _can_take(c, law, n, e, p):
     """Whether expert n would queue a request of p prompt tokens now."""
-    if e.waiting >= c.waiting_capacity:
+    if e.waiting >= c.waiting_capacity or e.down != 0:
         return False
     return _blocks(c, p + c.max_output_tokens) <= int(law[n * EXPERT_WIDTH])
 
@@ -781,30 +847,44 @@ def begin(cfg, law, table, arrivals, rows, env, expert, slots, queue, log, obs, 
         if which[b] == 0:
             continue
         v = env[b]
-        v.index = 0
-        v.now = arrivals[b, 0]
-        v.completed = 0
-        v.dropped = 0
-        v.rejected = 0
-        v.on_time = 0
-        v.multi_token = 0
-        v.qos = 0.0
-        v.latency = 0.0
-        v.ttft = 0.0
-        v.tpot = 0.0
-        v.e2e = 0.0
-        v.waiting = 0.0
-        v.inference = 0.0
-        v.communication = 0.0
-        v.memory = 0.0
-        v.last_finish = 0.0
-        for n in range(c.num_experts):
-            place(c, b, n, expert[b, n])
-            clear_expert(c, law, n, expert[b, n], queue)
         v.first_log = b * c.num_requests
+        v.now = arrivals[b, 0]
         for j in range(c.num_requests):
             clear_log(log[v.first_log + j])
+        _clear_system(c, law, b, v, expert, queue)
+        if c.uptime_s > 0.0:
+            for n in range(c.num_experts):
+                _advance_any(c, law, n, v, expert[b, n], slots, queue, log, v.now)
     redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which)
+
+
+@_jit
+def _clear_system(c, law, b, v, expert, queue):
+    """Row b at time 0: all experts up and idle, nothing decided."""
+    v.index = 0
+    v.completed = 0
+    v.failed = 0
+    v.dropped = 0
+    v.rejected = 0
+    v.on_time = 0
+    v.multi_token = 0
+    v.qos = 0.0
+    v.latency = 0.0
+    v.ttft = 0.0
+    v.tpot = 0.0
+    v.e2e = 0.0
+    v.waiting = 0.0
+    v.inference = 0.0
+    v.communication = 0.0
+    v.memory = 0.0
+    v.last_finish = 0.0
+    for n in range(c.num_experts):
+        e = expert[b, n]
+        place(c, b, n, e)
+        clear_expert(c, law, n, e, queue)
+        e.down = 0
+        e.changes = 0
+        e.next_change = stay_s(c, v.failure_seed, n, 0) if c.uptime_s > 0.0 else np.inf
 
 
 @_inline
@@ -852,6 +932,19 @@ def clear_log(entry):
     entry.preemptions = 0
 
 
+@_inline
+def _show_all(c, e, num_rows, b, n, masks):
+    """Have the next observation of expert n written in full, whatever was shown before."""
+    e.shown_running = c.running_capacity
+    e.shown_waiting = c.waiting_capacity
+    if c.layout == GRAPH:
+        m = (b * c.num_experts + n) * c.running_capacity
+        masks[m : m + c.running_capacity] = 1
+        m = (b * c.num_experts + n) * c.waiting_capacity
+        m += num_rows * c.num_experts * c.running_capacity
+        masks[m : m + c.waiting_capacity] = 1
+
+
 @_jit
 def redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which):
     """Write the whole observation of the rows b with which[b] != 0, whatever was shown before."""
@@ -862,16 +955,9 @@ def redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which):
             continue
         for n in range(c.num_experts):
             e = expert[b, n]
-            e.shown_running = c.running_capacity
             place(c, b, n, e)
             _find_next_finish(e, slots, queue)
-            e.shown_waiting = c.waiting_capacity
-            if c.layout == GRAPH:
-                m = (b * c.num_experts + n) * c.running_capacity
-                masks[m : m + c.running_capacity] = 1
-                m = (b * c.num_experts + n) * c.waiting_capacity
-                m += num_rows * c.num_experts * c.running_capacity
-                masks[m : m + c.waiting_capacity] = 1
+            _show_all(c, e, num_rows, b, n, masks)
         v = env[b]
         v.first_log = b * c.num_requests
         row = rows[b, v.index] if v.index < c.num_requests else -1
@@ -940,6 +1026,9 @@ def step(
         until = np.inf if last else arrivals[b, v.index]
         v.step_qos = 0.0
         v.step_late = 0.0
+        if c.uptime_s > 0.0:
+            for k in range(c.num_experts):
+                _advance_any(c, law, k, v, expert[b, k], slots, queue, log, until)
         for k in range(c.num_experts):
             e = expert[b, k]
             if e.end <= until and e.end < np.inf:
@@ -962,6 +1051,57 @@ def step(
         out[b, 2] = 1.0 if last else 0.0
         ended += last
     return ended
+
+
+@_jit
+def observe_stale(
+    cfg, law, table, arrivals, rows, real, stale, expert, slots, queue, log, obs, masks, sent, which
+):
+    """Overwrite the observation of the rows b with which[b] != 0 by that of staleness_s ago.
+
+    The ``stale`` systems, with ``expert``, ``slots``, ``queue`` and the (J,) ``log`` that nobody
+    reads, lag behind the ``real`` ones: they get the actions ``sent`` (B, J) when these are old
+    enough. At the end of an episode there is no request to route and the queues are empty.
+    """
+    c = cfg[0]
+    num_rows = real.shape[0]
+    for b in range(num_rows):
+        if which[b] == 0:
+            continue
+        now = real[b]
+        v = stale[b]
+        if now.index == 0 or now.index == c.num_requests:
+            v.first_log = 0
+            v.latency_requirement = now.latency_requirement
+            v.failure_seed = now.failure_seed
+            _clear_system(c, law, b, v, expert, queue)
+        for n in range(c.num_experts):
+            place(c, b, n, expert[b, n])  # a restored one comes from another row
+        row = -1
+        if now.index < c.num_requests:
+            row = rows[b, now.index]
+            v.now = now.now - c.staleness_s
+            while v.index < now.index and arrivals[b, v.index] <= v.now:
+                j = v.index
+                for n in range(c.num_experts):
+                    _advance_any(c, law, n, v, expert[b, n], slots, queue, log, arrivals[b, j])
+                n = sent[b, j] - 1
+                if n >= 0:
+                    p = int(table[rows[b, j], n, 0])
+                    if _can_take(c, law, n, expert[b, n], p):
+                        _enqueue(
+                            c, expert[b, n], slots, queue, j, arrivals[b, j], p,
+                            int(table[rows[b, j], n, 2]), table[rows[b, j], n, 1],
+                            table[rows[b, j], n, 3], table[rows[b, j], n, 4],
+                            c.router_delay_s + p * c.delay_s_per_token,
+                        )  # fmt: skip
+                v.index = j + 1
+            for n in range(c.num_experts):
+                _advance_any(c, law, n, v, expert[b, n], slots, queue, log, v.now)
+        for n in range(c.num_experts):
+            # The real system has written its own queues over these.
+            _show_all(c, expert[b, n], num_rows, b, n, masks)
+        _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks)
 
 
 @_jit

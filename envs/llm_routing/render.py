@@ -161,7 +161,10 @@ def _expert(
         legal=bool(batch.action_mask[row, n + 1]),
         memory=0.0,
         latest_s=float(latest.mean()) if len(latest) else math.nan,
-        sent=len(done) + int(e["running"]) + int(e["waiting"]),
+        sent=len(done)
+        + int(e["running"])
+        + int(e["waiting"])
+        + int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == kernel.FAILED))),
         on_time=on_time,
         late=len(done) - on_time,
         rejected=int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == kernel.REJECTED))),

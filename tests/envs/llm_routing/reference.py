@@ -184,12 +184,16 @@ def step_s(law: Any, chunks: Sequence[tuple[int, int]], sequences: int, total_to
 
 @dataclass(frozen=True)
 class ExpertConfig:
-    """One expert: its law, its KV capacity and the slopes of the router's estimator."""
+    """One expert: its law, its KV capacity, the slopes of the router's estimator, its outages.
+
+    `outages` are (down, up) times in seconds, in order.
+    """
 
     law: Any
     kv_capacity_tokens: int
     k1: float = 0.0
     k2: float = 0.0
+    outages: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,6 +217,7 @@ class ReferenceConfig:
     penalty: str = "new_violations"
     estimator: str = "true"
     record_iterations: bool = False
+    staleness_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -358,6 +363,9 @@ class ReferenceExpert:
         self.now = -math.inf  # time of the last boundary
         self.dispatched = 0
         self.finished = 0
+        self.outages = list(expert.outages)
+        self.down = False
+        self.lost: list[Request] = []  # by failures
         self.history: list[Iteration] = []
         self._seen_tokens: dict[int, int] = {}
 
@@ -377,7 +385,7 @@ class ReferenceExpert:
 
     def accepts(self, prompt: int) -> bool:
         """Whether a request of `prompt` tokens sent now is not rejected."""
-        return not self.is_full() and not self.never_fits(prompt)
+        return not self.down and not self.is_full() and not self.never_fits(prompt)
 
     def dispatch(self, request: Request) -> None:
         """Put an accepted request into the waiting list by the time it becomes available."""
@@ -413,7 +421,32 @@ class ReferenceExpert:
         return math.inf
 
     def advance(self, until: float) -> list[Request]:
-        """Process every boundary at or before `until`; the requests that finished."""
+        """Process boundaries, failures and repairs up to `until`; the requests that finished.
+
+        With `until` = inf the clock stops when the expert has nothing left to do.
+        """
+        finished: list[Request] = []
+        while self.outages and self.outages[0][self.down] <= until:
+            if until == math.inf and not self.running and not self.waiting:
+                break
+            time = self.outages[0][self.down]
+            finished.extend(self._boundaries(time))  # what ends at the very moment is saved
+            if self.down:
+                self.outages.pop(0)
+                self.down = False
+            else:
+                self._die()
+        finished.extend(self._boundaries(until))
+        return finished
+
+    def _die(self) -> None:
+        """All requests here, or on their way here, are lost, and so is the KV memory."""
+        self.lost += self.running + self.waiting
+        self.running, self.waiting, self.iteration = [], [], None
+        self.free = [Block() for _ in range(self.capacity_blocks)]
+        self.down = True
+
+    def _boundaries(self, until: float) -> list[Request]:
         finished: list[Request] = []
         while self.next_boundary() <= until and self.next_boundary() < math.inf:
             finished.extend(self.boundary())
@@ -624,7 +657,7 @@ class ReferenceExpert:
         places = [r.request for r in self.running] + [r.request for r in self.waiting]
         if len(set(places)) != len(places):
             raise AssertionError(f"a request is in two places: {places}")
-        if len(places) + self.finished != self.dispatched:
+        if len(places) + self.finished + len(self.lost) != self.dispatched:
             raise AssertionError("a request was lost")
         for request in self.running:
             if len(request.blocks) != self.blocks_for(request.prompt + request.generated):
@@ -740,7 +773,9 @@ class ReferenceSimulator:
         if self.terminated:
             return observation, np.ones(n + 1, dtype=np.int8)
         j = self.current
-        for i, expert in enumerate(self.experts):
+        time = self.time - config.staleness_s
+        experts = self._experts_at(time) if config.staleness_s > 0 else self.experts
+        for i, expert in enumerate(experts):
             observation["request"][i, 0] = self.prompts[j]
             observation["request"][i, 1] = self.predicted_scores[j][i]
             observation["request"][i, 2] = self.predicted_lengths[j][i]
@@ -749,15 +784,44 @@ class ReferenceSimulator:
             observation["experts"][i, 1] = len(expert.running)
             observation["experts"][i, 2] = len(expert.waiting)
             for row, request in enumerate(expert.running):
-                observation["running"][i, row] = self._features(expert, request)
+                observation["running"][i, row] = self._features(expert, request, time)
                 observation["running_mask"][i, row] = 1
             # Preempted requests may push the queue past its capacity: the first rows are shown.
             for row, request in enumerate(expert.waiting[:width]):
-                observation["waiting"][i, row] = self._features(expert, request)
+                observation["waiting"][i, row] = self._features(expert, request, time)
                 observation["waiting_mask"][i, row] = 1
-        return observation, self.action_mask()
+        mask = np.ones(n + 1, dtype=np.int8)
+        mask[1:] = [expert.accepts(self.prompts[j]) for expert in experts]
+        return observation, mask
 
-    def _features(self, expert: ReferenceExpert, request: Request) -> list[float]:
+    def _experts_at(self, time: float) -> list[ReferenceExpert]:
+        """The experts as they were at `time`: the episode is played again up to there."""
+        experts = [ReferenceExpert(self.config, expert) for expert in self.config.experts]
+        for j in range(self.current):
+            if self.arrivals[j] > time:
+                break
+            for expert in experts:
+                expert.advance(self.arrivals[j])
+            sent = self.log[j]
+            if sent.outcome not in ("dropped", "rejected"):
+                experts[sent.expert].dispatch(self._request(j, sent.expert, sent.available))
+        for expert in experts:
+            expert.advance(time)
+        return experts
+
+    def _request(self, j: int, i: int, available: float) -> Request:
+        return Request(
+            request=j,
+            arrival=self.arrivals[j],
+            prompt=self.prompts[j],
+            output=self.outputs[j][i],
+            available=available,
+            score=self.scores[j][i],
+            predicted_score=self.predicted_scores[j][i],
+            predicted_length=self.predicted_lengths[j][i],
+        )
+
+    def _features(self, expert: ReferenceExpert, request: Request, time: float) -> list[float]:
         """Eq. 6: p, predicted score, predicted length, memory, tokens so far, latency so far."""
         return [
             request.prompt,
@@ -765,11 +829,11 @@ class ReferenceSimulator:
             request.predicted_length,
             len(request.blocks) / expert.capacity_blocks,
             request.generated,
-            (self.time - request.arrival) / max(request.generated, 1),
+            (time - request.arrival) / max(request.generated, 1),
         ]
 
     def action_mask(self) -> np.ndarray:
-        """1 where the action is legal; dropping always is."""
+        """1 where the action is legal now; dropping always is."""
         mask = np.ones(len(self.experts) + 1, dtype=np.int8)
         if not self.terminated:
             for i, expert in enumerate(self.experts):
@@ -843,28 +907,17 @@ class ReferenceSimulator:
                 bits = 8 * config.bytes_per_token * self.prompts[j]
                 entry.communication_s = bits / config.bandwidth_bps
                 entry.available = self.time + entry.routing_s + entry.communication_s
-                expert.dispatch(
-                    Request(
-                        request=j,
-                        arrival=self.time,
-                        prompt=self.prompts[j],
-                        output=self.outputs[j][i],
-                        available=entry.available,
-                        score=self.scores[j][i],
-                        predicted_score=self.predicted_scores[j][i],
-                        predicted_length=self.predicted_lengths[j][i],
-                    )
-                )
+                expert.dispatch(self._request(j, i, entry.available))
                 paid = entry.score
                 self._in_system.add(j)
         if j + 1 < len(self.arrivals):
-            finished = self._advance(self.arrivals[j + 1])
+            finished, lost = self._advance(self.arrivals[j + 1])
             self.current = j + 1
         else:
             self.terminated = True
-            finished = self._advance(math.inf)
+            finished, lost = self._advance(math.inf)
         completed_qos = 0.0
-        late = 0.0
+        late = sum(entry.score for entry in lost)  # as good as late
         for done in finished:
             if done.latency_per_token <= config.latency_requirement_s:
                 completed_qos += done.score
@@ -878,12 +931,19 @@ class ReferenceSimulator:
             terms = {"completed_qos": completed_qos, "penalty": -penalty}
         return sum(terms.values()), terms, self.terminated
 
-    def _advance(self, until: float) -> list[RequestLog]:
-        """Bring every expert to `until`; the log entries of the requests that completed."""
+    def _advance(self, until: float) -> tuple[list[RequestLog], list[RequestLog]]:
+        """Bring every expert to `until`; log entries of the requests that completed or failed."""
         completed: list[RequestLog] = []
+        failed: list[RequestLog] = []
         for expert in self.experts:
+            known = len(expert.lost)
             done = expert.advance(until)
-            for request in done + expert.running + expert.waiting:
+            lost = expert.lost[known:]
+            for request in lost:
+                self.log[request.request].outcome = "failed"
+                self._in_system.remove(request.request)
+                failed.append(self.log[request.request])
+            for request in done + lost + expert.running + expert.waiting:
                 entry = self.log[request.request]
                 entry.admitted = request.admitted
                 entry.first_token = request.first_token
@@ -894,7 +954,7 @@ class ReferenceSimulator:
                 self._in_system.remove(request.request)
                 completed.append(self.log[request.request])
         self.check_invariants()
-        return completed
+        return completed, failed
 
     def check_invariants(self) -> None:
         """Every expert is sound, and every request so far is in exactly one place."""

@@ -74,6 +74,8 @@ def make_case(seed: int, requests: int = 40, **choices):
     limit = float(pick("limit", [0.02, 0.05, 0.3]))
     rate = float(pick("rate", [2.0, 20.0, 200.0]))
     delay = float(pick("router_delay_s", [0.0, 0.005, 0.2]))
+    staleness = float(choices.get("staleness_s", 0.0))
+    failures = choices.get("failures")
     prompts = rng.integers(1, 150, requests)
     scores = rng.uniform(0, 1, (requests, n)).astype(np.float32)
     lengths = rng.integers(1, longest + 1, (requests, n))
@@ -107,6 +109,8 @@ def make_case(seed: int, requests: int = 40, **choices):
         bandwidth_bps=1e5,
         bytes_per_token=4.0,
         router_delay_s=delay,
+        staleness_s=staleness,
+        failures=failures,
     )
     c = cfg[0]
     c["num_experts"], c["waiting_capacity"], c["slots"] = n, waiting, running + waiting
@@ -133,6 +137,7 @@ def make_case(seed: int, requests: int = 40, **choices):
     batch = RoutingBatch(problem, 1)
     batch.arrivals[0], batch.rows[0] = arrivals, np.arange(requests)
     batch.env["latency_requirement"] = limit
+    batch.env["failure_seed"] = seed % 2**32
     reference = ReferenceSimulator(
         ReferenceConfig(
             experts=tuple(
@@ -141,8 +146,9 @@ def make_case(seed: int, requests: int = 40, **choices):
                     p.kv_capacity_tokens,
                     p.estimator.k1,
                     p.estimator.k2,
+                    outages(c, seed % 2**32, k) if failures else (),
                 )
-                for p in profiles
+                for k, p in enumerate(profiles)
             ),
             scheduler=scheduler,
             memory_policy=memory_policy,
@@ -158,6 +164,7 @@ def make_case(seed: int, requests: int = 40, **choices):
             reward=reward,
             penalty=penalty,
             estimator=estimator,
+            staleness_s=staleness,
         ),
         arrivals,
         prompts,
@@ -167,6 +174,12 @@ def make_case(seed: int, requests: int = 40, **choices):
         guessed,
     )
     return batch, reference, rng
+
+
+def outages(c, seed, n, count=300):
+    """Times at which expert n goes down and comes back."""
+    changes = np.cumsum([kernel.stay_s(c, seed, n, k) for k in range(2 * count)])
+    return tuple((float(down), float(up)) for down, up in changes.reshape(-1, 2))
 
 
 def assert_same_observation(batch, reference, where):
@@ -221,7 +234,15 @@ def run_case(seed: int, **choices) -> dict[str, float]:
             assert kpis["mean_tpot_s"] == pytest.approx(np.mean(several))
         else:
             assert math.isnan(kpis["mean_tpot_s"])
-    return {"preemptions": float(log["preemptions"].sum()), "done": len(done)}
+    outcomes = [OUTCOMES[k] for k in log["outcome"]]
+    if batch.problem.cfg["uptime_s"][0] > 0:
+        assert kpis["failure_rate"] == pytest.approx(outcomes.count("failed") / len(outcomes))
+    return {
+        "preemptions": float(log["preemptions"].sum()),
+        "done": len(done),
+        "failed": outcomes.count("failed"),
+        "rejected": outcomes.count("rejected"),
+    }
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -258,6 +279,38 @@ def test_equal_under_preemption():
                 block_size=3 if seed % 2 else 16,
             )["preemptions"]
         assert preempted > 50, scheduler
+
+
+FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.3}
+
+
+@pytest.mark.parametrize("staleness_s", [0.01, 0.2, 3.0])
+def test_equal_with_old_observations(staleness_s):
+    for seed in range(20):
+        run_case(seed, staleness_s=staleness_s)
+
+
+@pytest.mark.parametrize("staleness_s", [0.0, 0.2])
+def test_equal_with_failing_experts(staleness_s):
+    failed = rejected = 0
+    for seed in range(30):
+        seen = run_case(seed, staleness_s=staleness_s, failures=FAILURES)
+        failed += seen["failed"]
+        rejected += seen["rejected"]
+    assert failed > 50 and rejected > 50
+
+
+def test_times_between_failures_and_repairs_are_exponential():
+    cfg = np.zeros(1, kernel.CONFIG)
+    cfg["uptime_s"], cfg["downtime_s"] = 50.0, 4.0
+    stays = np.array(
+        [[kernel.stay_s(cfg[0], s, n, k) for k in range(40)] for s in range(50) for n in range(5)]
+    )
+    for part, mean in ((stays[:, ::2], 50.0), (stays[:, 1::2], 4.0)):
+        assert part.mean() == pytest.approx(mean, rel=0.06)  # 5,000 draws: 4 standard errors
+        assert part.std() == pytest.approx(mean, rel=0.1)
+        assert (part > mean).mean() == pytest.approx(math.exp(-1), abs=0.03)
+    assert len(np.unique(stays)) == stays.size
 
 
 @pytest.mark.slow
