@@ -1,0 +1,322 @@
+"""How the routers learn and what their parts are worth (Fig. 16-18, Table II).
+
+``python -m servegym.experiments.routing_learning --checkpoints runs/routing`` reads the logs and
+checkpoints of the training queue. Without ``--checkpoints``: the heuristics under the predictors of
+Fig. 18, and Table II with untrained weights, whose sizes and times are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
+from servegym.experiments.output import print_table
+from servegym.experiments.routing_common import (
+    ENV_ID,
+    Options,
+    chosen,
+    claim,
+    legend,
+    measure,
+    plot_bars,
+    print_rows,
+    pyplot,
+    run_figures,
+    save,
+    tidy,
+)
+from servegym.experiments.routing_training import RUNS
+from servegym.hardware_profiles.script import run
+
+__all__ = ["learning_curves", "main", "profile_router"]
+
+MODULE = "servegym.experiments.routing_learning"
+HET = "edge-6-heterogeneous"
+PREDICTORS = {
+    "PS+PL": {},
+    "ZS+PL": {"score_predictor": "zero"},
+    "PS+ZL": {"length_predictor": "zero"},
+    "ZS+ZL": {"score_predictor": "zero", "length_predictor": "zero"},
+    "exact": {"score_predictor": "exact", "length_predictor": "exact"},
+}
+"""Fig. 18: predicted or zero score and length; exact ones are an upper bound."""
+
+
+def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
+    """Validation and training QoS by step of all runs of the training queue, finished or not.
+
+    Args:
+        folder: Folder of the runs; None has none.
+
+    Returns:
+        Rows of ``run``, ``group``, ``variant``, ``point``, ``seed``, ``step``, ``quantity``
+        (``val_qos``: the averaged policy on the same validation episodes each time; ``train_qos``:
+        the exploring policy on training episodes) and ``value``.
+    """
+    rows: list[dict[str, Any]] = []
+    names = {"eval/avg_qos": "val_qos", "charts/avg_qos": "train_qos"}
+    for one in RUNS:
+        path = folder / one.name / "metrics.jsonl" if folder is not None else None
+        if path is None or not path.exists():
+            continue
+        told = {"run": one.name, "group": one.group, "variant": one.variant, "point": one.point}
+        found: dict[str, dict[int, list[float]]] = {name: {} for name in names.values()}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # cut off by a stop
+                continue
+            for key, name in names.items():
+                if key in entry:
+                    every = 1 if name == "val_qos" else 20_000
+                    step = int(entry["global_step"]) // every * every
+                    found[name].setdefault(step, []).append(entry[key])
+        for name, points in found.items():
+            rows += [
+                {**told, "seed": one.seed, "step": step, "quantity": name,
+                 "value": round(float(np.mean(values)), 5)}
+                for step, values in points.items()
+            ]  # fmt: skip
+    return rows
+
+
+def fig16(options: Options) -> None:
+    """Training curves: mean and range over the seeds of each variant."""
+    rows = learning_curves(options.checkpoints)
+    if not rows:
+        print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
+        return
+    plt = pyplot()
+    panels = list(dict.fromkeys((row["group"], row["point"]) for row in rows))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(5.5 * len(panels), 3.8), squeeze=False, layout="constrained"
+    )
+    for axis, (group, point) in zip(axes[0], panels, strict=True):
+        own = [r for r in rows if (r["group"], r["point"]) == (group, point)]
+        own = [r for r in own if r["quantity"] == "val_qos"]
+        for variant in dict.fromkeys(row["variant"] for row in own):
+            series = [row for row in own if row["variant"] == variant]
+            steps = sorted({row["step"] for row in series})
+            values = [[r["value"] for r in series if r["step"] == step] for step in steps]
+            seeds = len({row["seed"] for row in series})
+            line = axis.plot(
+                steps, [np.mean(v) for v in values], label=f"{variant}, {seeds} seed(s)"
+            )[0]
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
+        axis.set(title=f"{group}, {point}", xlabel="steps", ylabel="validation QoS")
+        if own:
+            axis.legend(fontsize=7, frameon=False)
+        tidy(axis)
+    note = "line: mean over seeds; band: their range; unfinished runs included"
+    save(options, "fig16_training", rows, figure, note)
+
+
+def fig17(options: Options) -> None:
+    """Ablation: state abstraction and reward (the paper's), and our own parts."""
+    rows = []
+    for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
+        if fleet in options.fleets:
+            point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
+            trained = chosen(options, fleet, ("paper", "general", "ablation"))
+            names = ("shortest_queue", "greedy_qos", "priced_greedy")
+            kwargs = {"profiles": fleet, "rate": rate}
+            rows += measure(options, kwargs, point, trained, names)
+    print_rows("fig17: ablation", rows, ["point"])
+    lines = []
+    for name in dict.fromkeys(row["point"] for row in rows):
+        own = [row for row in rows if row["point"] == name]
+        lines += [f"{name}: {one}" for one in (
+            *claim(own, "baseline_rl_dsa", "baseline_rl", "+17.27 %, -3.22 %"),
+            *claim(own, "sac_han", "baseline_rl_dsa", "+22.37 %, -2.15 %"),
+        )]  # fmt: skip
+    print("\n".join(lines))
+    save(options, "fig17_ablation", rows, plot_bars(rows, "point", "Ablation"), *lines)
+
+
+def fig18(options: Options) -> None:
+    """Predictors: none, one or both of score and length; heuristics and routers trained so."""
+    rows = []
+    heuristics = ("shortest_queue", "bert_router", "least_latency", "greedy_qos", "priced_greedy")
+    for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
+        if fleet not in options.fleets:
+            continue
+        for name, given in PREDICTORS.items():
+            point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
+            variant = name.lower().replace("+", "_")
+            trained = [
+                one._replace(label="sac_han (trained so)")
+                for one in chosen(options, fleet, ("predictors",))
+                if one.variant == variant
+            ]
+            if name == "PS+PL":
+                trained += chosen(options, fleet, ("general",))
+            kwargs = {"profiles": fleet, "rate": rate, **given}
+            rows += measure(options, kwargs, point, trained, heuristics)
+    print_rows("fig18: predictors", rows, ["point", "predictors"])
+    lines = []
+    for fleet_point in dict.fromkeys(row["point"] for row in rows):
+        by_name = {
+            (row["policy"], row["predictors"]): row for row in rows if row["point"] == fleet_point
+        }
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            both, none = by_name.get((policy, "PS+PL")), by_name.get((policy, "ZS+ZL"))
+            if both and none and none["qos"] > 0:
+                qos = 100 * (both["qos"] / none["qos"] - 1)
+                ratio = both["latency_ms_per_token"] / none["latency_ms_per_token"]
+                lines.append(
+                    f"{fleet_point}: {policy} with predictors over without: QoS {qos:+.2f} %, "
+                    f"latency per token {100 * (ratio - 1):+.2f} % (paper: +17.94 %, -1.33 %)"
+                )
+    print("\n".join(lines))
+    plt = pyplot()
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    figure, axes = plt.subplots(
+        1, len(points), figsize=(6.2 * len(points), 3.8), squeeze=False, layout="constrained"
+    )
+    for axis, fleet_point in zip(axes[0], points, strict=True):
+        own = [row for row in rows if row["point"] == fleet_point]
+        names = list(dict.fromkeys(row["policy"] for row in own))
+        for index, name in enumerate(names):
+            mine = [row for row in own if row["policy"] == name]
+            at = np.array([list(PREDICTORS).index(row["predictors"]) for row in mine])
+            qos = np.array([(r["qos"], r["qos_low"], r["qos_high"]) for r in mine]).T
+            bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
+            width = 0.8 / len(names)
+            axis.bar(at + width * (index - (len(names) - 1) / 2), qos[0], width, yerr=bars,
+                     capsize=2, label=name)  # fmt: skip
+        axis.set_xticks(range(len(PREDICTORS)), list(PREDICTORS))
+        axis.set(title=fleet_point, ylabel="average QoS")
+        tidy(axis)
+    legend(figure, axes[0, 0])
+    note = "P predicted, Z zero, S score, L length; exact predictions are an upper bound"
+    save(options, "fig18_predictors", rows, figure, note, *lines)
+
+
+def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]:
+    """P50 and P99 of the wall time and P99 of the processor time of a call, milliseconds."""
+    for index in range(min(20, count)):
+        call(index)
+    wall, used = np.empty(count), np.empty(count)
+    for index in range(count):
+        begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        call(index)
+        used[index] = time.thread_time_ns() - cpu
+        wall[index] = time.perf_counter_ns() - begin
+    wall, used = wall / 1e6, used / 1e6
+    return tuple(float(v) for v in (*np.percentile(wall, [50, 99]), np.percentile(used, 99)))
+
+
+def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, Any]]:
+    """Parameters of the router's parts and the time of one decision on one core.
+
+    Args:
+        decisions: Decisions to time, on the observations of one evaluation episode.
+        seed: Seed of the episode.
+
+    Returns:
+        Rows of ``component``, ``parameters`` and, in milliseconds, ``p50_ms``, ``p99_ms`` (wall)
+        and ``cpu_p99_ms`` (without what other processes took), with the paper's numbers beside.
+    """
+    import torch
+
+    from servegym.agents.checkpoint import GraphPolicy
+    from servegym.agents.han import Layout
+    from servegym.agents.sac_han import Agent, Args
+    from servegym.agents.single import SingleDecision
+    from servegym.baselines.registry import make_policy
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kwargs = {"split": "eval", "rate": 8.0, "episode_requests": decisions}
+    envs = make_envs(ENV_ID, 1, kwargs)
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    system = RoutingSystem.from_env(envs)
+    greedy = make_policy("greedy_qos", system)
+    priced = make_policy("priced_greedy", system)
+    observation, info = envs.reset(seed=[seed])
+    seen = []
+    for _ in range(decisions):
+        mask = info["action_mask"]
+        seen.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
+        observation, _, _, _, info = envs.step(priced.act(observation, mask))
+    problem = envs.unwrapped.problem
+    envs.close()
+    args = Args()
+    layout = Layout(problem.num_experts, problem.running_capacity, problem.waiting_capacity, True)
+    net = Agent(layout, args, system).eval()
+    policy = GraphPolicy("sac_han", "graph", Path(), "sac_han", args, net)
+    policy.experts, single = problem.num_experts, SingleDecision(net)
+    rows_of = [policy._rows(one) for one, _ in seen]
+
+    def size(*modules: Any) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    def torch_path(index: int) -> None:
+        policy.single = None
+        policy.act(*seen[index])
+
+    def short_path(index: int) -> None:
+        policy.single = single
+        policy.act(*seen[index])
+
+    parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
+        ("HAN", size(net.encoder), None, "19K, < 1 ms"),
+        ("actor", size(net.actor), None, "10K with the critic, < 1 ms"),
+        ("two critics (training only)", size(net.q1, net.q2), None, ""),
+        ("features", "", lambda i: policy._rows(seen[i][0]), ""),
+        ("HAN and actor, numpy", "", lambda i: single.logits(rows_of[i], layout), ""),
+        ("one decision, numpy (served)", "", short_path, "< 1 ms"),
+        ("one decision, torch", "", torch_path, ""),
+        ("priced_greedy", 0, lambda i: priced.act(*seen[i]), ""),
+        ("greedy_qos", 0, lambda i: greedy.act(*seen[i]), ""),
+    ]
+    table = []
+    for name, parameters, call, paper in parts:
+        wall = _times(call, decisions) if call is not None else ("", "", "")
+        cells = [round(value, 4) if isinstance(value, float) else value for value in wall]
+        table.append(
+            {"component": name, "parameters": parameters, "p50_ms": cells[0], "p99_ms": cells[1],
+             "cpu_p99_ms": cells[2], "paper": paper}
+        )  # fmt: skip
+    return table
+
+
+def table2(options: Options) -> None:
+    """Parameters and latency of the router's parts."""
+    rows = profile_router(100 if options.quick else 1000)
+    print_table(
+        "table2: one core, one decision at a time",
+        list(rows[0]),
+        [[str(value) for value in row.values()] for row in rows],
+    )
+    note = ("predictions are read from tables here; the paper's two predictors have 67M "
+            "parameters and take 5 ms each on a GPU")  # fmt: skip
+    save(
+        options,
+        "table2_router",
+        rows,
+        None,
+        note,
+        "default architecture, untrained weights",
+        "cpu_p99_ms leaves out what other processes took of the core",
+    )
+
+
+FIGURES = {"fig16": fig16, "fig17": fig17, "fig18": fig18, "table2": table2}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and save; see ``--help``."""
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50)
+
+
+if __name__ == "__main__":
+    run(main)
