@@ -1,4 +1,4 @@
-"""Workloads of the routing environment: catalogs of requests, predictions, arrivals, traces.
+"""Workloads of the environments: requests, predictions, arrivals, traces, expert activations.
 
 ``load_catalog`` gives prompts with the scores and output lengths of several LLMs, ``predict`` what
 a router is told of them, ``make_arrivals`` an arrival process and ``load_trace`` a recorded one.

@@ -81,7 +81,7 @@ def test_packaged_data_is_small_and_numbers_only():
         if path.name.startswith("__"):
             continue
         assert path.suffix in (".npz", ".json"), path
-        assert path.stat().st_size < 200_000, path
+        assert path.stat().st_size < 1_000_000, path
     with np.load(DATA_DIR / "alpaca_eval_7b.npz") as archive:
         assert all(archive[k].dtype.kind in "iuf" for k in archive.files if k != "models")
     notes = json.loads((DATA_DIR / "alpaca_eval_7b.json").read_text())
