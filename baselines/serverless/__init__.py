@@ -1,1 +1,69 @@
 """Policies for the serverless MoE environments; importing this registers them."""
+
+from servegym.baselines.registry import register_policy
+from servegym.baselines.serverless.policies import (
+    BestConstant,
+    GreedyWarm,
+    GridOptimum,
+    KeepAlive,
+    Lookahead,
+    Mix,
+    Random,
+    Remoe,
+    RemoeCost,
+    RemoeSticky,
+)
+from servegym.baselines.serverless.system import ServerlessSystem
+
+__all__ = ["ServerlessSystem"]
+
+_FAMILY = "serverless_moe"
+register_policy("random", Random, "uniform over the legal actions", family=_FAMILY)
+register_policy(
+    "remoe",
+    Remoe,
+    "the paper's controller: largest worst-case feasible b, P2, replicas by Eq. 15",
+    family=_FAMILY,
+)
+register_policy(
+    "remoe_cost", RemoeCost, "remoe with the feasible b of least expected cost", family=_FAMILY
+)
+register_policy(
+    "remoe_sticky",
+    RemoeSticky,
+    "remoe_cost in the shared order; keeps a warm configuration while that pays",
+    family=_FAMILY,
+)
+register_policy("mix", Mix, "all experts local on the main function's CPU (b = 0)", family=_FAMILY)
+register_policy(
+    "keep_alive",
+    KeepAlive,
+    "the one configuration that is best while warm, never changed",
+    family=_FAMILY,
+)
+register_policy(
+    "best_constant",
+    BestConstant,
+    "the best constant action, searched on the train split",
+    family=_FAMILY,
+)
+register_policy(
+    "greedy_warm",
+    GreedyWarm,
+    "greatest expected reward now, given what is warm: the strongest heuristic",
+    family=_FAMILY,
+)
+register_policy(
+    "grid_optimum",
+    GridOptimum,
+    "clairvoyant: the best action for the request's true routing, lengths and overhead",
+    family=_FAMILY,
+    clairvoyant=True,
+)
+register_policy(
+    "lookahead",
+    Lookahead,
+    "clairvoyant: dynamic programme over kept configurations for the whole episode",
+    family=_FAMILY,
+    clairvoyant=True,
+)

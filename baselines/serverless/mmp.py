@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from servegym.baselines.serverless.bounds import corollary1, theorem1
 from servegym.baselines.serverless.loads import Load, expert_line, fixed_s
@@ -38,6 +38,13 @@ class WorstCases:
     def feasible(self) -> NDArray[np.bool_]:
         """(C,) both limits are met in the worst case."""
         return self.excess <= 0.0
+
+    def only(self, members: ArrayLike) -> WorstCases:
+        """The cases of these numbers of remote experts alone."""
+        keep = np.isin(self.members, np.asarray(members))
+        if not keep.any():
+            raise ValueError(f"members must be in 0..{self.members[0]}, got {members}")
+        return WorstCases(*(getattr(self, field.name)[keep] for field in fields(self)))
 
     def chosen(self) -> int:
         """Index of the largest feasible b; else of the least excess."""

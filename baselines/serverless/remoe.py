@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,6 +168,7 @@ def remoe(
     bill_cold_start: bool = False,
     load_shared: bool = False,
     candidates: int = 17,
+    members: Sequence[int] | None = None,
 ) -> Decision:
     """Decide b, W, Y and z for a request (Fig. 2 of the paper, from MMP to the replicas).
 
@@ -187,6 +189,7 @@ def remoe(
         bill_cold_start: As `evaluate_plan`; enters the expected cost.
         load_shared: As `evaluate_plan`.
         candidates: ``remoe_cost`` tries this many b, evenly spread.
+        members: Remote experts of a layer that are on offer; default all of 0..K.
     """
     choose("reading", reading, READINGS)
     cases = algorithm2.worst_cases(
@@ -199,6 +202,8 @@ def remoe(
         decode_invocation=decode_invocation,
         load_shared=load_shared,
     )
+    if members is not None:
+        cases = cases.only(members)
     if reading == "remoe":
         tried = np.array([cases.chosen()])
     else:

@@ -1,0 +1,153 @@
+"""What an operator knows about a serverless deployment before any request arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.envs.serverless_moe.equations import SystemModel
+
+if TYPE_CHECKING:
+    from servegym.envs.serverless_moe.config import Problem
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class ServerlessSystem:
+    """Static description of a serverless MoE problem and its actions.
+
+    It holds nothing about the requests of an episode; policies get those by observation only.
+
+    Attributes:
+        model: Constants of the model and its functions.
+        levels: int (B,), remote experts of a layer at each value of the first action.
+        w_headroom_mb: MB above the least main memory at each value of the third action.
+        y_headroom_mb: MB above the least remote memory at each value of the fourth.
+        z_headroom: int, replicas above the least at each value of the fifth.
+        nvec: int, values of each action.
+        shared: (L, K) mean activation frequencies of the train split, the shared order's.
+        max_output_tokens: Most generated tokens; the main function has to hold so many.
+        mean_prompt_tokens: Mean prompt length.
+        mean_output_tokens: Mean output length.
+        slo: (C, 2) TTFT s and TPOT s of each class.
+        trem_s: (R,) median invocation overhead of each regime.
+        trem_switch: Probability of leaving the regime at a request.
+        trem_sigma: Sigma of the logarithm of one overhead.
+        keep_alive_s: Seconds that an unused function stays warm.
+        bill_cold_start: Whether starts are billed.
+        load_shared: Whether starting functions share one storage link.
+        decode_invocation: ``"per_call"`` or ``"per_layer"``.
+        penalty: Penalty of a missed SLO in units of the request's MIX cost.
+        per_layer: Whether Y and z have an action a layer.
+        arguments: Arguments of the environment, for policies that rehearse on the train split.
+    """
+
+    model: SystemModel
+    levels: NDArray[np.int64]
+    w_headroom_mb: Floats
+    y_headroom_mb: Floats
+    z_headroom: NDArray[np.int64]
+    nvec: NDArray[np.int64]
+    shared: Floats
+    max_output_tokens: int
+    mean_prompt_tokens: float
+    mean_output_tokens: float
+    slo: Floats
+    trem_s: Floats
+    trem_switch: float = 0.0
+    trem_sigma: float = 0.0
+    keep_alive_s: float = 0.0
+    bill_cold_start: bool = False
+    load_shared: bool = False
+    decode_invocation: str = "per_call"
+    penalty: float = 0.5
+    per_layer: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> ServerlessSystem:
+        """Describe the system of a built serverless problem.
+
+        Args:
+            problem: As `servegym.envs.serverless_moe.config.build_problem` returns it.
+        """
+        cfg = problem.tables.cfg[0]
+        prompt, output = (float(np.mean(law)) for law in problem.lengths)
+        return cls(
+            model=problem.system,
+            levels=np.asarray(problem.levels, np.int64),
+            w_headroom_mb=np.asarray(problem.w_headroom_mb, np.float64),
+            y_headroom_mb=np.asarray(problem.y_headroom_mb, np.float64),
+            z_headroom=np.asarray(problem.z_headroom, np.int64),
+            nvec=np.asarray(problem.nvec, np.int64),
+            shared=np.asarray(problem.shared, np.float64),
+            max_output_tokens=problem.max_output_tokens,
+            mean_prompt_tokens=prompt,
+            mean_output_tokens=output,
+            slo=np.asarray(problem.slo, np.float64),
+            trem_s=np.asarray(problem.trem_s, np.float64),
+            trem_switch=float(problem.trem_switch),
+            trem_sigma=float(problem.trem_sigma),
+            keep_alive_s=float(cfg["keep_alive"]),
+            bill_cold_start=bool(cfg["bill"]),
+            load_shared=bool(cfg["shared"]),
+            decode_invocation="per_call" if cfg["per_call"] else "per_layer",
+            penalty=float(cfg["penalty"]),
+            per_layer=problem.granularity == "per_layer",
+            arguments=dict(problem.arguments),
+        )
+
+    @classmethod
+    def from_env(cls, env: Any) -> ServerlessSystem:
+        """Describe the system of a serverless environment, single or vector.
+
+        Raises:
+            ValueError: If it is no serverless environment.
+        """
+        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
+        if problem is None or not hasattr(problem, "w_headroom_mb"):
+            raise ValueError(f"env must be a serverless environment, got {type(env).__name__}")
+        return cls.from_problem(problem)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> ServerlessSystem:
+        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
+
+        Raises:
+            ValueError: As the environment does for an unknown or bad argument.
+        """
+        from servegym.envs.serverless_moe import kernel
+        from servegym.envs.serverless_moe.config import build_problem
+
+        try:
+            problem = build_problem(view=kernel.DICT, **kwargs)
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise ValueError(f"environment: {error}") from error
+        return cls.from_problem(problem)
+
+    def regime(self, last_trem_s: float) -> int:
+        """The regime whose median is nearest (by ratio) to the last request's mean overhead."""
+        mean = self.trem_s * np.exp(0.5 * self.trem_sigma**2)
+        return int(np.argmin(np.abs(np.log(np.maximum(last_trem_s, 1e-9) / mean))))
+
+    def expected_trem_s(self, last_trem_s: float) -> tuple[float, float]:
+        """Mean and 95 % quantile of a layer's overhead if the regime of the last request stays."""
+        median = float(self.trem_s[self.regime(last_trem_s)])
+        mean = median * float(np.exp(0.5 * self.trem_sigma**2))
+        return mean, median * float(np.exp(1.645 * self.trem_sigma))
+
+    def full_action(self, action: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Actions (..., 5) as the environment wants them, (..., len(nvec))."""
+        if not self.per_layer:
+            return action
+        layers = self.model.moe_layers
+        return np.concatenate(
+            [action[..., :3]] + [np.repeat(action[..., i : i + 1], layers, -1) for i in (3, 4)], -1
+        )
