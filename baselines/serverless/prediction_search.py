@@ -64,13 +64,14 @@ class _Neighbours(Predictor):
         Raises:
             ValueError: If the predictor is not fitted or the width does not fit.
         """
-        return self._search(unit_rows(self._queries(embeddings)))
+        return self.search_units(unit_rows(self._queries(embeddings)))
 
     @abstractmethod
-    def _search(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]: ...
+    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+        """:meth:`search` without its checks, for float32 unit vectors ``(Q, d)``."""
 
     def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
-        prompts, similarity = self._search(unit_rows(vectors))
+        prompts, similarity = self.search_units(unit_rows(vectors))
         weight = np.exp(similarity.astype(np.float64))
         weight /= weight.sum(axis=1, keepdims=True)
         flat = self._shares.reshape(len(self._shares), -1)
@@ -92,7 +93,8 @@ class BruteForce(_Neighbours):
     def __init__(self, alpha: int = 5):
         super().__init__(alpha)
 
-    def _search(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+        """Compare with every historical prompt: one matrix product."""
         similarity = units @ self._units.T
         best = top(similarity, self.alpha)
         return best, np.take_along_axis(similarity, best, 1)
@@ -125,7 +127,8 @@ class SimilarPromptsSearch(_Neighbours):
         super()._fit(vectors, shares, tasks)
         self.tree = MedoidTree(self._units, self._splitter(), self.beta, self.fork, self.seed)
 
-    def _search(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+    def search_units(self, units: NDArray[np.float32]) -> tuple[Indexes, NDArray[np.float32]]:
+        """Walk down the tree."""
         return self.tree.search(units, self.alpha)
 
     def add(self, embeddings: ArrayLike, activations: ArrayLike) -> None:
