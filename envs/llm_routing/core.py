@@ -192,8 +192,8 @@ class RoutingBatch:
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
         problem = self.problem
-        rate = _draw(problem.rate, random)
-        self.env["latency_requirement"][row] = _draw(problem.latency_requirement_s, random)
+        rate = draw_from(problem.rate, random)
+        self.env["latency_requirement"][row] = draw_from(problem.latency_requirement_s, random)
         length = problem.episode_requests
         self.arrivals[row] = problem.arrivals.sample(length, random, rate)
         self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
@@ -373,7 +373,8 @@ _STATE_ARRAYS = (
 )
 
 
-def _draw(limits: tuple[float, float], random: np.random.Generator) -> float:
+def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float:
+    """A number of a range; a range of one number takes no draw."""
     low, high = limits
     return low if low == high else float(random.uniform(low, high))
 

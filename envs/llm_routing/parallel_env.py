@@ -1,0 +1,319 @@
+"""LLM routing with several access points that share the experts, for PettingZoo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.utils import seeding
+from pettingzoo import ParallelEnv
+
+from servegym.envs._checks import choose, whole
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.core import RoutingBatch, draw_from, observation_space
+from servegym.envs.llm_routing.env import RENDER_MODES, check_render_mode, make_problem
+
+VIEWS = {"graph": kernel.GRAPH, "flat": kernel.FLAT, "experts": kernel.EXPERTS}
+
+
+class LLMRoutingParallelEnv(ParallelEnv):
+    """Several access points route their own requests to the same N experts.
+
+    ## Description
+
+    The system of `LLMRoutingEnv`, whose requests reach it at K access points: each has an arrival
+    stream of its own, and the experts serve them all. A step of the environment is the arrival of
+    one request anywhere. The access point it reaches has the turn and routes it; what the others
+    answer is ignored. So every access point sees how the experts fill up between its own
+    requests, and with `staleness_s` it does not see what the others have just sent.
+
+    ## Agents
+
+    `access_point_0` to `access_point_{K-1}`, all present until the episode ends.
+
+    ## Action Space
+
+    `Discrete(N + 1)` each: 0 drops the request, n sends it to expert n. Without the turn the mask
+    allows 0 alone.
+
+    ## Observation Space
+
+    A `Dict` of `observation` (as in `LLMRoutingEnv`, `LLMRoutingFlatEnv` or `LLMRoutingExpertsEnv`,
+    by `view`; what it says of the request is 0 without the turn), `action_mask` (int8 (N + 1,)) and
+    `turn` (int8 (1,)). `state()` is the flattened observation of whoever has the turn.
+
+    ## Rewards
+
+    Those of `LLMRoutingEnv`, split among the access points: each gets the QoS of its own
+    requests (`paid_forward`: their scores, paid and taken back) and is charged the penalty of its own
+    actions; they add up to the reward of the whole. With `shared_reward=True` everyone gets that sum.
+
+    ## Episode End
+
+    After `episode_requests` decisions of each access point the experts drain, and all agents
+    terminate. `infos` then holds `episode_kpis`: those of the whole and `own_qos`, the mean QoS
+    over the access point's own requests.
+
+    ## Arguments
+
+    Those of `LLMRoutingEnv`, with `rate` and `episode_requests` meant for each access point, and
+
+    | Name | Default | Meaning |
+    |---|---|---|
+    | `num_access_points` | 3 | K |
+    | `view` | `"graph"` | `graph`, `flat` or `experts` |
+    | `shared_reward` | False | everyone gets the reward of the whole |
+
+    >>> from servegym.envs.llm_routing.parallel_env import parallel_env
+    >>> env = parallel_env(num_access_points=2, rate=2.5)
+    >>> observations, infos = env.reset(seed=0)
+    >>> sorted(agent for agent in env.agents if infos[agent]["turn"])
+    ['access_point_0']
+    """
+
+    metadata: dict[str, Any] = {
+        "name": "llm_routing_v0",
+        "render_modes": list(RENDER_MODES),
+        "render_fps": 8,
+        "is_parallelizable": True,
+    }
+
+    def __init__(
+        self,
+        *,
+        num_access_points: int = 3,
+        view: str = "graph",
+        shared_reward: bool = False,
+        render_mode: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        count = whole("num_access_points", num_access_points, 1, 4096)
+        if not isinstance(shared_reward, (bool, np.bool_)):
+            raise ValueError(f"shared_reward={shared_reward!r} must be True or False.")
+        self.render_mode = check_render_mode(render_mode)
+        self.shared_reward = bool(shared_reward)
+        layout = VIEWS[choose("view", view, VIEWS)]
+        each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
+        self.problem = make_problem(layout, {**kwargs, "episode_requests": count * each})
+        self.batch = RoutingBatch(self.problem, 1)
+        self.possible_agents = [f"access_point_{k}" for k in range(count)]
+        self.agents: list[str] = []
+        actions = self.problem.num_experts + 1
+        inner = observation_space(self.problem)
+        self.observation_spaces = {
+            agent: spaces.Dict(
+                {
+                    "observation": inner,
+                    "action_mask": spaces.Box(0, 1, (actions,), np.int8),
+                    "turn": spaces.Box(0, 1, (1,), np.int8),
+                }
+            )
+            for agent in self.possible_agents
+        }
+        self.action_spaces = {agent: spaces.Discrete(actions) for agent in self.possible_agents}
+        self.state_space = spaces.flatten_space(inner)
+        self._inner = inner
+        self._owner = np.zeros(count * each, dtype=np.int64)
+        self._under_way: list[int] = []
+        self._which = np.ones(1, dtype=np.int8)
+        self._random: np.random.Generator | None = None
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        """The observation space of an access point."""
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> spaces.Space:
+        """The action space of an access point."""
+        return self.action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Draw an episode and return everyone's first observation."""
+        if seed is not None or self._random is None:
+            self._random, _ = seeding.np_random(seed)
+        self._draw(self._random)
+        self.batch.begin(self._which)
+        self._under_way = []
+        self.agents = list(self.possible_agents)
+        return self._observations(), self._infos()
+
+    def _draw(self, random: np.random.Generator) -> None:
+        """One episode: rates, L, and each access point's arrivals and requests, merged by time."""
+        problem, batch = self.problem, self.batch
+        count = len(self.possible_agents)
+        each = problem.episode_requests // count
+        rates = [draw_from(problem.rate, random) for _ in range(count)]
+        batch.env["latency_requirement"][0] = draw_from(problem.latency_requirement_s, random)
+        arrivals, rows = [], []
+        for rate in rates:
+            arrivals.append(problem.arrivals.sample(each, random, rate))
+            rows.append(problem.rows[random.integers(0, len(problem.rows), each)])
+        if problem.cfg["uptime_s"][0] > 0.0:
+            batch.env["failure_seed"][0] = random.integers(0, 1 << 32)
+        times = np.concatenate(arrivals)
+        order = np.argsort(times, kind="stable")
+        batch.arrivals[0] = times[order]
+        batch.rows[0] = np.concatenate(rows)[order]
+        self._owner = np.repeat(np.arange(count), each)[order]
+
+    @property
+    def turn(self) -> str | None:
+        """The access point whose request is to be routed; None when no episode is under way."""
+        return self.agents[self._owner[self._index]] if self.agents else None
+
+    @property
+    def _index(self) -> int:
+        return int(self.batch.env["index"][0])
+
+    def step(
+        self, actions: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float], dict[str, bool], dict[str, bool], dict[str, Any]]:
+        """Route the request of the access point that has the turn.
+
+        Args:
+            actions: A whole number from 0 to N for each agent; only that of `turn` counts.
+
+        Raises:
+            ResetNeeded: no episode is under way.
+            ValueError: the action of the one that has the turn is missing, or out of range.
+        """
+        if not self.agents:
+            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        index = self._index
+        actor = int(self._owner[index])
+        name = self.agents[actor]
+        if name not in actions:
+            raise ValueError(f"actions={actions!r} lacks {name!r}, which has the turn.")
+        action = np.asarray(actions[name])
+        if action.shape != () or action.dtype.kind not in "iu":
+            raise ValueError(f"actions[{name!r}]={actions[name]!r} must be one whole number.")
+        self.batch.step(np.array([int(action)], dtype=np.int64), self._which)
+        rewards = self._rewards(index, actor)
+        ended = bool(self.batch.out[0, 2])
+        observations, infos = self._observations(), self._infos()
+        if ended:
+            kpis, qos = self.batch.kpis(0), self._own_qos()
+            for k, agent in enumerate(self.agents):
+                infos[agent]["episode_kpis"] = {**kpis, "own_qos": float(qos[k])}
+        terminations = dict.fromkeys(self.agents, ended)
+        truncations = dict.fromkeys(self.agents, False)
+        given = {agent: float(rewards[k]) for k, agent in enumerate(self.agents)}
+        if ended:
+            self.agents = []
+        return observations, given, terminations, truncations, infos
+
+    def _rewards(self, index: int, actor: int) -> np.ndarray:
+        """The last reward by access point, float64 (K,)."""
+        gain, loss = self.batch.out[0, :2]
+        if self.shared_reward:
+            return np.full(len(self.agents), gain + loss)
+        log = self.batch.log[0]
+        self._under_way.append(index)
+        rewards = np.zeros(len(self.agents))
+        paid_forward = int(self.problem.cfg["reward"][0]) == kernel.PAID_FORWARD
+        # The other term comes of the action alone.
+        rewards[actor] = gain if paid_forward else loss
+        limit = float(self.batch.env["latency_requirement"][0])
+        waiting = []
+        for j in self._under_way:
+            entry = log[j]
+            if entry["outcome"] == kernel.PENDING:
+                waiting.append(j)
+                continue
+            on_time = False
+            if entry["outcome"] == kernel.COMPLETED:
+                taken = entry["finish_s"] - self.batch.arrivals[0, j]
+                on_time = taken / entry["output_tokens"] <= limit
+            elif entry["outcome"] != kernel.FAILED:
+                continue
+            if paid_forward and not on_time:
+                rewards[self._owner[j]] -= entry["score"]
+            elif on_time and not paid_forward:
+                rewards[self._owner[j]] += entry["score"]
+        self._under_way = waiting
+        return rewards
+
+    def _own_qos(self) -> np.ndarray:
+        log = self.batch.request_log(0)
+        latency = (log["finish_s"] - log["arrival_s"]) / np.maximum(log["output_tokens"], 1)
+        on_time = latency <= float(self.batch.env["latency_requirement"][0])
+        qos = np.where((log["outcome"] == kernel.COMPLETED) & on_time, log["score"], 0.0)
+        count = len(self.possible_agents)
+        return np.bincount(self._owner, qos, count) / np.bincount(self._owner, minlength=count)
+
+    def _request_blanked(self, seen: Any) -> Any:
+        """A copy of an observation that says nothing of the request."""
+        if isinstance(seen, dict):
+            return {
+                name: np.zeros_like(part) if name == "request" else part.copy()
+                for name, part in seen.items()
+            }
+        seen = seen.copy()
+        if int(self.problem.cfg["layout"][0]) == kernel.FLAT:
+            seen[1:].reshape(self.problem.num_experts, -1)[:, :3] = 0.0
+        return seen
+
+    def _views(self) -> Any:
+        seen = self.batch.observation
+        if isinstance(seen, dict):
+            return {name: part[0] for name, part in seen.items()}
+        return seen[0]
+
+    def _observations(self) -> dict[str, Any]:
+        turn = self._turn()
+        seen, mask = self._views(), self.batch.action_mask[0]
+        observations = {}
+        for k, agent in enumerate(self.agents):
+            if k != turn:
+                mine, legal = self._request_blanked(seen), np.zeros_like(mask)
+                legal[0] = 1
+            elif isinstance(seen, dict):
+                mine, legal = {name: part.copy() for name, part in seen.items()}, mask.copy()
+            else:
+                mine, legal = seen.copy(), mask.copy()
+            observations[agent] = {
+                "observation": mine,
+                "action_mask": legal,
+                "turn": np.array([k == turn], dtype=np.int8),
+            }
+        return observations
+
+    def _turn(self) -> int:
+        """Number of the access point that has the turn, -1 after the last request."""
+        index = self._index
+        return int(self._owner[index]) if index < len(self._owner) else -1
+
+    def _infos(self) -> dict[str, Any]:
+        turn, now = self._turn(), float(self.batch.env["now"][0])
+        return {agent: {"turn": k == turn, "time_s": now} for k, agent in enumerate(self.agents)}
+
+    def state(self) -> np.ndarray:
+        """What the access point that has the turn sees, flattened."""
+        return spaces.flatten(self._inner, self._views())
+
+    def request_log(self) -> np.ndarray:
+        """One row per decided request of the current episode, see ``core.REQUEST_LOG``."""
+        return self.batch.request_log(0)
+
+    def request_owners(self) -> np.ndarray:
+        """Number of the access point of each row of `request_log`, int64."""
+        return self._owner[: self._index].copy()
+
+    def render(self) -> Any:
+        """Queues, memory and latency of each expert, as `LLMRoutingEnv.render`."""
+        if self.render_mode is None:
+            return None
+        from servegym.envs.llm_routing.render import render
+
+        return render(self.batch, 0, self.render_mode)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def parallel_env(**kwargs: Any) -> LLMRoutingParallelEnv:
+    """The environment, see `LLMRoutingParallelEnv` for the arguments."""
+    return LLMRoutingParallelEnv(**kwargs)

@@ -1,0 +1,176 @@
+"""Several access points that share the experts: PettingZoo's own tests and ours."""
+
+import copy
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+pytest.importorskip("pettingzoo", reason="the multi-agent environment needs pettingzoo")
+
+from gymnasium.error import ResetNeeded
+from pettingzoo.test import parallel_api_test, parallel_seed_test
+
+from servegym.envs.llm_routing.parallel_env import parallel_env
+
+BASE = {"num_experts": 3, "num_access_points": 3, "episode_requests": 30, "rate": 4.0}
+HARD = {"staleness_s": 0.3, "failures": {"mean_time_to_failure_s": 5, "mean_time_to_repair_s": 2}}
+views = pytest.mark.parametrize("view", ["graph", "flat", "experts"])
+
+
+def flatten(value):
+    if isinstance(value, dict):
+        return [x for name in sorted(value) for x in flatten(value[name])]
+    if isinstance(value, (tuple, list)):
+        return [x for part in value for x in flatten(part)]
+    return [np.asarray(value)]
+
+
+def same(a, b):
+    a, b = flatten(a), flatten(b)
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
+    )
+
+
+def play(env, steps, seed):
+    """All that 200 steps return, new episodes included; the answers of idle agents are noise."""
+    random = np.random.default_rng(0)
+    seen = [copy.deepcopy(env.reset(seed=seed))]
+    for _ in range(steps):
+        actions = {agent: int(random.integers(0, 4)) for agent in env.possible_agents}
+        seen.append(copy.deepcopy(env.step({agent: actions[agent] for agent in env.agents})))
+        if not env.agents:
+            seen.append(copy.deepcopy(env.reset()))
+    return seen
+
+
+@views
+@pytest.mark.parametrize("extra", [{}, HARD], ids=["plain", "hard"])
+def test_pettingzoos_tests_have_nothing_to_say(view, extra):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel_api_test(parallel_env(**BASE, **extra, view=view), num_cycles=200)
+    parallel_seed_test(lambda: parallel_env(**BASE, **extra, view=view))
+
+
+@views
+def test_the_same_seed_gives_the_same_200_steps(view):
+    first = play(parallel_env(**BASE, **HARD, view=view), 200, seed=3)
+    assert len(first) == 203, "two episodes ended"
+    assert same(first, play(parallel_env(**BASE, **HARD, view=view), 200, seed=3))
+    assert not same(first, play(parallel_env(**BASE, **HARD, view=view), 200, seed=4))
+
+
+@views
+@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
+def test_one_access_point_is_the_single_environment(view, reward):
+    names = {"graph": "LLMRouting-v0", "flat": "LLMRoutingFlat-v0"}
+    names["experts"] = "LLMRoutingExperts-v0"
+    kwargs = {**BASE, **HARD, "reward": reward, "rate": (2.0, 12.0)}
+    kwargs["latency_requirement_s"] = (0.02, 0.06)
+    del kwargs["num_access_points"]
+    single = gym.make(f"servegym/{names[view]}", **kwargs)
+    env = parallel_env(num_access_points=1, view=view, **kwargs)
+    for seed in (5, None):
+        theirs, info = single.reset(seed=seed)
+        mine, _ = env.reset(seed=seed)
+        for action in np.random.default_rng(1).integers(0, 4, 30):
+            agent = mine["access_point_0"]
+            assert same(agent["observation"], theirs) and agent["turn"] == 1
+            assert same(agent["action_mask"], info["action_mask"])
+            theirs, paid, ended, _, info = single.step(int(action))
+            mine, given, ends, _, infos = env.step({"access_point_0": int(action)})
+            assert given["access_point_0"] == pytest.approx(paid, abs=1e-6)
+            assert ends["access_point_0"] == ended
+        assert ended and env.agents == []
+        assert infos["access_point_0"]["episode_kpis"]["own_qos"] == pytest.approx(
+            info["episode_kpis"]["avg_qos"]
+        )
+
+
+@pytest.mark.parametrize("extra", [{}, HARD], ids=["plain", "hard"])
+@pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
+def test_rewards_add_up_and_go_to_the_owners(reward, extra):
+    own = parallel_env(**BASE, **extra, reward=reward)
+    shared = parallel_env(**BASE, **extra, reward=reward, shared_reward=True)
+    own.reset(seed=2)
+    shared.reset(seed=2)
+    random = np.random.default_rng(2)
+    total = np.zeros(3)
+    while own.agents:
+        actions = {agent: int(random.integers(0, 4)) for agent in own.agents}
+        mine, theirs = own.step(actions), shared.step(actions)
+        assert len(set(theirs[1].values())) == 1
+        assert sum(mine[1].values()) == pytest.approx(theirs[1]["access_point_0"], abs=1e-6)
+        total += list(mine[1].values())
+    qos = [mine[4][agent]["episode_kpis"]["own_qos"] for agent in own.possible_agents]
+    assert len(set(qos)) == 3
+    if reward != "qos_aware":
+        assert total == pytest.approx(30 * np.array(qos), abs=1e-5)
+    kpis = mine[4]["access_point_0"]["episode_kpis"]
+    assert np.mean(qos) == pytest.approx(kpis["avg_qos"])
+
+
+def test_turns_follow_the_arrivals():
+    env = parallel_env(**BASE, view="graph")
+    observations, infos = env.reset(seed=1)
+    alone = np.array([1, 0, 0, 0], np.int8)
+    times = []
+    while env.agents:
+        turn = env.turn
+        assert [a for a in env.agents if infos[a]["turn"]] == [turn]
+        times.append(infos[turn]["time_s"])
+        for agent in env.agents:
+            seen = observations[agent]
+            assert seen["turn"][0] == (agent == turn)
+            assert bool(seen["observation"]["request"].any()) == (agent == turn)
+            assert same(
+                seen["observation"]["running"], observations[turn]["observation"]["running"]
+            )
+            if agent != turn:
+                assert same(seen["action_mask"], alone)
+        # What the others answer does not count, were it nonsense.
+        actions = dict.fromkeys(env.agents, "nonsense") | {turn: 1}
+        observations, _, _, _, infos = env.step(actions)
+    assert np.diff(times).min() >= 0
+    assert np.bincount(env.request_owners()).tolist() == [30, 30, 30]
+    assert (env.request_log()["expert"] == 0).all()
+
+
+def test_without_the_turn_the_flat_view_says_nothing_of_the_request():
+    env = parallel_env(**BASE, view="flat")
+    observations, _ = env.reset(seed=1)
+    for _ in range(20):
+        parts = {a: observations[a]["observation"][1:].reshape(3, -1) for a in env.agents}
+        for agent in env.agents:
+            if agent != env.turn:
+                assert not parts[agent][:, :3].any()
+                assert same(parts[agent][:, 3:], parts[env.turn][:, 3:])
+        assert parts[env.turn][:, :3].any()
+        assert env.state_space.contains(env.state())
+        observations, *_ = env.step({env.turn: 2})
+
+
+def test_bad_arguments_and_actions_are_refused():
+    for kwargs, word in (
+        ({"num_access_points": 0}, "num_access_points=0"),
+        ({"view": "grph"}, "Did you mean 'graph'"),
+        ({"shared_reward": 1}, "shared_reward=1"),
+        ({"episode_requests": 0}, "episode_requests=0"),
+        ({"num_access_point": 2}, "num_access_point"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            parallel_env(**kwargs)
+    env = parallel_env(**BASE)
+    with pytest.raises(ResetNeeded):
+        env.step({})
+    env.reset(seed=0)
+    for actions, word in (
+        ({}, "lacks"),
+        ({env.turn: 4}, "out of range"),
+        ({env.turn: 0.5}, "whole"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            env.step(actions)
