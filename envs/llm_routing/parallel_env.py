@@ -47,8 +47,9 @@ class LLMRoutingParallelEnv(ParallelEnv):
     ## Rewards
 
     Those of `LLMRoutingEnv`, split among the access points: each gets the QoS of its own
-    requests (`paid_forward`: their scores, paid and taken back) and is charged the penalty of its own
-    actions; they add up to the reward of the whole. With `shared_reward=True` everyone gets that sum.
+    requests (`paid_forward`: their scores, paid and taken back) and is charged the penalty of its
+    own actions; they add up to the reward of the whole. With `shared_reward=True` everyone gets
+    that sum.
 
     ## Episode End
 
@@ -132,9 +133,11 @@ class LLMRoutingParallelEnv(ParallelEnv):
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Draw an episode and return everyone's first observation."""
-        if seed is not None or self._random is None:
-            self._random, _ = seeding.np_random(seed)
-        self._draw(self._random)
+        random = self._random
+        if seed is not None or random is None:
+            random, _ = seeding.np_random(seed)
+            self._random = random
+        self._draw(random)
         self.batch.begin(self._which)
         self._under_way = []
         self.agents = list(self.possible_agents)
