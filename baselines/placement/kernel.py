@@ -353,3 +353,299 @@ def fill_layers(loads, quota, on):
                     copies[e] += 1
         fill_free(loads[layer], quota[layer], slot, used, here, copies)
         on[layer] = here
+
+
+# Columns of the parameters of a server in `layer_cost`.
+WEIGHT, PROMPT, DECODES, ROUND_TRIP, TOKEN, MESSAGE, TARGETS = range(7)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def layer_cost(par, any_share, volume, hits):
+    """Estimated seconds that one layer's remote calls add to a server's requests.
+
+    Args:
+        par: float64 (7,): requests per time, prompt tokens, decode steps, seconds of a round trip,
+            seconds a remote token occupies links, seconds of one more message and its answer, most
+            messages of a step.
+        any_share: Share of tokens with a remote expert.
+        volume: Mean remote messages of a token.
+        hits: Expected remote experts of a whole prompt.
+
+    Returns:
+        Seconds, times the weight.
+    """
+    touched = 1.0 - (1.0 - any_share) ** par[PROMPT]
+    messages = min(hits, par[TARGETS])
+    prefill = (
+        par[PROMPT] * volume * par[TOKEN]
+        + touched * par[ROUND_TRIP]
+        + max(0.0, messages - touched) * par[MESSAGE]
+    )
+    decode = any_share * par[ROUND_TRIP] + volume * par[TOKEN] + (volume - any_share) * par[MESSAGE]
+    return par[WEIGHT] * (prefill + par[DECODES] * decode)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def missing_of(row, held, targets):
+    """Remote messages of a token whose experts are ``row`` where ``held`` are local (masks)."""
+    left = row & ~held
+    number = 0
+    while left != np.uint64(0) and number < targets:
+        left &= left - np.uint64(1)
+        number += 1
+    return number
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def cost_of(par, rows, hit, held):
+    """`layer_cost` of one layer of a server.
+
+    Args:
+        par: float64 (7,).
+        rows: uint64 (T,) expert sets of its tokens in this layer, T >= 1.
+        hit: float64 (E,) chance that a prompt has a token for the expert.
+        held: uint64 mask of the experts that are local.
+    """
+    some, total = 0, 0
+    for t in range(rows.size):
+        number = missing_of(rows[t], held, par[TARGETS])
+        total += number
+        if number:
+            some += 1
+    hits = 0.0
+    for e in range(hit.size):
+        if not (held >> np.uint64(e)) & np.uint64(1):
+            hits += hit[e]
+    return layer_cost(par, some / rows.size, total / rows.size, hits)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def prefix_costs(par, rows, hit, order):
+    """Cost of each layer of a server if it holds its c first experts, c = 0..E.
+
+    Args:
+        par: float64 (7,).
+        rows: uint64 (L, T).
+        hit: float64 (L, E).
+        order: int64 (L, E) experts, first those to hold first.
+
+    Returns:
+        float64 (L, E + 1).
+    """
+    layers, experts = order.shape
+    costs = np.zeros((layers, experts + 1))
+    for layer in range(layers):
+        held = np.uint64(0)
+        for c in range(experts + 1):
+            if c:
+                held |= np.uint64(1) << np.uint64(order[layer, c - 1])
+            costs[layer, c] = cost_of(par, rows[layer], hit[layer], held)
+    return costs
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def knapsack(costs, cap):
+    """Choose c_l with sum c_l = cap and the least sum of costs[l, c_l], exactly.
+
+    Args:
+        costs: float64 (L, C + 1).
+        cap: 0 <= cap <= L C.
+
+    Returns:
+        int64 (L,); of equal solutions the one with the smallest last entries.
+    """
+    layers, most = costs.shape[0], costs.shape[1] - 1
+    best = np.full(cap + 1, np.inf)
+    best[0] = 0.0
+    choice = np.zeros((layers, cap + 1), np.int64)
+    for layer in range(layers):
+        value = np.full(cap + 1, np.inf)
+        for total in range(cap + 1):
+            for c in range(min(most, total) + 1):
+                found = best[total - c] + costs[layer, c]
+                if found < value[total]:
+                    value[total] = found
+                    choice[layer, total] = c
+        best = value
+    out = np.zeros(layers, np.int64)
+    left = cap
+    for layer in range(layers - 1, -1, -1):
+        out[layer] = choice[layer, left]
+        left -= out[layer]
+    return out
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def anneal(par, rows, hit, held, cost, steps, hot, cold, seed):
+    """Simulated annealing over exchanges that keep memory and coverage.
+
+    Half of the proposals replace, on one server, an expert that is held elsewhere too by one it
+    lacks; the other half let two servers exchange an expert each.
+
+    Args:
+        par: float64 (N, 7).
+        rows: uint64 (N, L, T).
+        hit: float64 (N, L, E).
+        held: uint64 (N, L), changed in place to the best placement found.
+        cost: float64 (N, L) of `held`, changed in place.
+        steps: Proposals.
+        hot: First temperature, seconds.
+        cold: Last temperature.
+        seed: Of the proposals.
+
+    Returns:
+        The sum of cost.
+    """
+    np.random.seed(seed)
+    servers, layers, experts = hit.shape
+    one = np.uint64(1)
+    copies = np.zeros((layers, experts), np.int64)
+    for n in range(servers):
+        for layer in range(layers):
+            for e in range(experts):
+                copies[layer, e] += (held[n, layer] >> np.uint64(e)) & one
+    now, best = cost.sum(), cost.sum()
+    best_held, best_cost = held.copy(), cost.copy()
+    change_n, change_l = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    old_held, old_cost = np.zeros(4, np.uint64), np.zeros(4)
+    for step in range(steps):
+        warm = hot * (cold / hot) ** (step / steps)
+        n = np.random.randint(servers)
+        lx, x = np.random.randint(layers), np.random.randint(experts)
+        ly, y = np.random.randint(layers), np.random.randint(experts)
+        bit_x, bit_y = one << np.uint64(x), one << np.uint64(y)
+        if not held[n, lx] & bit_x or held[n, ly] & bit_y:
+            continue
+        other = -1
+        if np.random.random() < 0.5 and servers > 1:
+            other = (n + 1 + np.random.randint(servers - 1)) % servers
+            if held[other, lx] & bit_x or not held[other, ly] & bit_y:
+                continue
+        elif copies[lx, x] < 2:
+            continue
+        changes = 0
+        for m in (n, other):
+            for k in range(2 if lx != ly else 1):
+                if m < 0:
+                    continue
+                layer = ly if k else lx
+                change_n[changes], change_l[changes] = m, layer
+                old_held[changes], old_cost[changes] = held[m, layer], cost[m, layer]
+                changes += 1
+        held[n, lx] &= ~bit_x
+        held[n, ly] |= bit_y
+        if other >= 0:
+            held[other, ly] &= ~bit_y
+            held[other, lx] |= bit_x
+        delta = 0.0
+        for i in range(changes):
+            m, layer = change_n[i], change_l[i]
+            cost[m, layer] = cost_of(par[m], rows[m, layer], hit[m, layer], held[m, layer])
+            delta += cost[m, layer] - old_cost[i]
+        if delta <= 0 or np.random.random() < np.exp(-delta / warm):
+            now += delta
+            if other < 0:
+                copies[lx, x] -= 1
+                copies[ly, y] += 1
+            if now < best - 1e-12 * abs(best):
+                best = now
+                best_held[:] = held
+                best_cost[:] = cost
+        else:
+            for i in range(changes):
+                held[change_n[i], change_l[i]] = old_held[i]
+                cost[change_n[i], change_l[i]] = old_cost[i]
+    held[:] = best_held
+    cost[:] = best_cost
+    return cost.sum()
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def descend(par, rows, hit, held, cap, budget):
+    """Best-improvement search: one server adds an expert and, if it is full, drops another.
+
+    Args:
+        par: float64 (N, 7).
+        rows: uint64 (N, L, T).
+        hit: float64 (N, L, E).
+        held: uint64 (N, L), changed in place.
+        cap: int64 (N,) slots.
+        budget: Most experts added.
+
+    Returns:
+        The experts added.
+    """
+    servers, layers, experts = hit.shape
+    one = np.uint64(1)
+    copies = np.zeros((layers, experts), np.int64)
+    used = np.zeros(servers, np.int64)
+    cost = np.zeros((servers, layers))
+    # Change of a layer's cost if the expert comes (not held) or goes (held).
+    change = np.zeros((servers, layers, experts))
+    dirty = np.ones((servers, layers), np.bool_)
+    for n in range(servers):
+        for layer in range(layers):
+            for e in range(experts):
+                if (held[n, layer] >> np.uint64(e)) & one:
+                    copies[layer, e] += 1
+                    used[n] += 1
+    drop, add = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
+    for moves in range(budget):
+        best, where, go_l, go_e, come_l, come_e = -1e-12, -1, -1, -1, -1, -1
+        for n in range(servers):
+            full = used[n] >= cap[n]
+            for layer in range(layers):
+                if dirty[n, layer]:
+                    dirty[n, layer] = False
+                    now = held[n, layer]
+                    cost[n, layer] = cost_of(par[n], rows[n, layer], hit[n, layer], now)
+                    for e in range(experts):
+                        change[n, layer, e] = (
+                            cost_of(
+                                par[n], rows[n, layer], hit[n, layer], now ^ (one << np.uint64(e))
+                            )
+                            - cost[n, layer]
+                        )
+                drop[layer], add[layer] = -1, -1
+                for e in range(experts):
+                    value = change[n, layer, e]
+                    if not (held[n, layer] >> np.uint64(e)) & one:
+                        if add[layer] < 0 or value < change[n, layer, add[layer]]:
+                            add[layer] = e
+                    elif copies[layer, e] > 1 and (
+                        drop[layer] < 0 or value < change[n, layer, drop[layer]]
+                    ):
+                        drop[layer] = e
+            for ly in range(layers):
+                y = add[ly]
+                if y < 0:
+                    continue
+                if not full:
+                    if change[n, ly, y] < best:
+                        best, where, go_l, come_l, come_e = change[n, ly, y], n, -1, ly, y
+                    continue
+                for lx in range(layers):
+                    x = drop[lx]
+                    if x < 0:
+                        continue
+                    if lx == ly:
+                        mask = held[n, lx] ^ (one << np.uint64(x)) ^ (one << np.uint64(y))
+                        value = cost_of(par[n], rows[n, lx], hit[n, lx], mask) - cost[n, lx]
+                    else:
+                        # Layers add up, so two changes in different layers do, too.
+                        value = change[n, ly, y] + change[n, lx, x]
+                    if value < best:
+                        best, where = value, n
+                        go_l, go_e, come_l, come_e = lx, x, ly, y
+        if where < 0:
+            return moves
+        held[where, come_l] ^= one << np.uint64(come_e)
+        copies[come_l, come_e] += 1
+        used[where] += 1
+        dirty[where, come_l] = True
+        if go_l >= 0:
+            held[where, go_l] ^= one << np.uint64(go_e)
+            copies[go_l, go_e] -= 1
+            used[where] -= 1
+            dirty[where, go_l] = True
+    return budget

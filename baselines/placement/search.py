@@ -1,0 +1,221 @@
+"""Placements by estimated latency: exact layer budgets, annealing, a search with few moves.
+
+All of them minimise `LatencyModel`, so they see that a step waits when any expert is remote. They
+differ in where they look: `latency_dp` takes each server's most frequent experts of a layer and
+chooses only how many; `annealing` changes single experts; `local_search` starts from the placement
+in use and loads a bounded number of experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from servegym.baselines.placement import kernel
+from servegym.baselines.placement.latency_model import (
+    LatencyModel,
+    expert_masks,
+    mask_experts,
+)
+from servegym.baselines.placement.placement import (
+    Bools,
+    Floats,
+    Ints,
+    assign_gpus,
+    check_instance,
+    check_placement,
+    server_view,
+)
+
+
+def latency_dp(
+    model: LatencyModel, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
+) -> Bools:
+    """Layer budgets by an exact knapsack over estimated latency, then coverage at least loss.
+
+    The estimate is not convex in a layer's budget (the last experts of a layer gain most), so a
+    greedy choice would be wrong.
+
+    Args:
+        model: Estimated latency.
+        counts: (N, L, E); a server's most frequent experts of a layer come first.
+        slots: (G,).
+        gpu_server: (G,).
+
+    Returns:
+        z, bool (G, L, E).
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    return assign_gpus(_budgets(model, f, cap), f, room, home)
+
+
+def _budgets(model: LatencyModel, f: Floats, cap: Ints) -> Bools:
+    model.check(f.shape)
+    servers, layers, experts = f.shape
+    order = np.argsort(-f, axis=2, kind="stable")
+    costs = np.stack([model.prefix_costs(n, order[n]) for n in range(servers)])
+    held = np.zeros(f.shape, dtype=np.bool_)
+    for n in range(servers):
+        c = kernel.knapsack(costs[n], min(int(cap[n]), layers * experts))
+        rank = np.argsort(order[n], axis=1)
+        held[n] = rank < c[:, None]
+    _cover(held, f, costs)
+    return held
+
+
+def _cover(held: Bools, f: Floats, costs: Floats) -> None:
+    """Place missing experts for duplicates, the least loss first; changes ``held``.
+
+    The loss of a layer that gives up its least frequent duplicate is taken as that of holding one
+    expert less.
+    """
+    copies = held.sum(axis=0)
+    number = held.sum(axis=2)
+    missing = np.argwhere(copies == 0)
+    for layer, e in missing[np.argsort(-f.sum(axis=0)[tuple(missing.T)], kind="stable")]:
+        c = np.maximum(number, 1)
+        loss = (
+            np.take_along_axis(costs, (c - 1)[:, :, None], axis=2)[:, :, 0]
+            - (np.take_along_axis(costs, c[:, :, None], axis=2)[:, :, 0])
+        )
+        loss = np.where((held & (copies > 1)).any(axis=2), loss, np.inf)
+        # Of equal losses the server that uses the missing expert most.
+        n, x_layer = np.unravel_index(
+            np.lexsort((np.repeat(-f[:, layer, e], f.shape[1]), loss.ravel()))[0], loss.shape
+        )
+        spare = held[n, x_layer] & (copies[x_layer] > 1)
+        x = int(np.argmin(np.where(spare, f[n, x_layer], np.inf)))
+        held[n, x_layer, x], held[n, layer, e] = False, True
+        copies[x_layer, x] -= 1
+        copies[layer, e] += 1
+        number[n, x_layer] -= 1
+        number[n, layer] += 1
+
+
+def annealing(
+    model: LatencyModel,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    *,
+    start: ArrayLike | None = None,
+    steps: int = 60_000,
+    hot: float = 1e-3,
+    cold: float = 1e-6,
+    seed: int = 0,
+) -> Bools:
+    """Simulated annealing of the estimated latency, from `latency_dp` or a given placement.
+
+    Args:
+        model: Estimated latency.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+        start: Server view (N, L, E) to start from, covered and within memory; its size stays.
+        steps: Proposals.
+        hot: First temperature, in shares of the start's cost.
+        cold: Last temperature, in shares of the start's cost.
+        seed: Of the proposals.
+
+    Returns:
+        z, bool (G, L, E), never worse by the estimate than the start.
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    model.check(f.shape)
+    if not 0 < cold <= hot:
+        raise ValueError(f"cold and hot must be 0 < cold <= hot, got {cold!r} and {hot!r}")
+    if steps < 0:
+        raise ValueError(f"steps must be at least 0, got {steps!r}")
+    held = _budgets(model, f, cap) if start is None else np.asarray(start).astype(np.bool_)
+    if held.shape != f.shape:
+        raise ValueError(f"start must have shape {f.shape}, got {held.shape}")
+    check_placement(held, cap)
+    masks, cost = expert_masks(held), model.cost(held)
+    scale = float(cost.sum())
+    if scale > 0:
+        kernel.anneal(
+            model.par, model.rows, model.hit, masks, cost, steps, hot * scale, cold * scale, seed
+        )
+    return assign_gpus(mask_experts(masks, f.shape[2]), f, room, home)
+
+
+def local_search(
+    model: LatencyModel,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    start: ArrayLike,
+    *,
+    max_moved_share: float = 0.1,
+) -> Bools:
+    """Improve a placement by its best single loads, at most a share of all slots.
+
+    Args:
+        model: Estimated latency.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+        start: z (G, L, E) in use.
+        max_moved_share: Loads over the slots of all servers, at most.
+
+    Returns:
+        z, bool (G, L, E), never worse by the estimate. Experts that stay on a server stay on their
+        GPU.
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    model.check(f.shape)
+    old = check_placement(start, room)
+    if not 0 <= max_moved_share <= 1:
+        raise ValueError(f"max_moved_share must be between 0 and 1, got {max_moved_share!r}")
+    masks = expert_masks(server_view(old, home))
+    budget = int(max_moved_share * cap.sum() + 1e-9)
+    kernel.descend(model.par, model.rows, model.hit, masks, cap, budget)
+    return settle(mask_experts(masks, f.shape[2]), old, f, room, home)
+
+
+def settle(
+    held: ArrayLike,
+    old: ArrayLike,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+) -> Bools:
+    """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
+
+    Args:
+        held: (N, L, E) bool, at most cap_n a server.
+        old: z (G, L, E) in use.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+
+    Returns:
+        z, bool (G, L, E) with one copy of an expert a server.
+    """
+    view, before = np.asarray(held).astype(np.bool_), np.asarray(old).astype(np.bool_)
+    home = np.asarray(gpu_server, dtype=np.int64)
+    total = np.asarray(counts, dtype=np.float64).sum(axis=0)
+    z = np.zeros(before.shape, dtype=np.bool_)
+    for n in range(view.shape[0]):
+        gpus = np.flatnonzero(home == n)
+        placed = np.zeros(view.shape[1:], dtype=np.bool_)
+        for g in gpus:
+            z[g] = before[g] & view[n] & ~placed
+            placed |= z[g]
+        free = np.asarray(slots, dtype=np.int64)[gpus] - z[gpus].sum(axis=(1, 2))
+        load = (z[gpus] * total).sum(axis=2)
+        for layer, e in np.argwhere(view[n] & ~placed):
+            at = int(np.argmin(np.where(free > 0, load[:, layer], np.inf)))
+            z[gpus[at], layer, e] = True
+            free[at] -= 1
+            load[at, layer] += total[layer, e]
+    return z
