@@ -256,7 +256,7 @@ def train(args: Args) -> Path:
             "losses/value_loss": value_loss.item(), "losses/entropy": entropy.sum().item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
         }  # fmt: skip
-        metrics |= {f"charts/entropy_{k}": float(e) for k, e in enumerate(entropy)}
+        metrics |= {f"charts/entropy_{k}": e for k, e in enumerate(entropy.tolist())}
         if finished:
             metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
         if step // args.eval_every > evaluated or iteration + 1 == updates:
