@@ -395,6 +395,7 @@ def train_all(
     workers: int = 1,
     max_hours: float = math.inf,
     snapshot_steps: int = SNAPSHOT_STEPS,
+    niceness: int = 19,
 ) -> dict[str, str]:
     """Train the runs in their order, several at a time.
 
@@ -405,6 +406,7 @@ def train_all(
         workers: Trainings at a time.
         max_hours: Stop after so many hours; what is unfinished goes on next time.
         snapshot_steps: Steps between snapshots.
+        niceness: Added to the trainings' niceness.
 
     Returns:
         What became of each run, by its name; see `train_one`.
@@ -425,7 +427,7 @@ def train_all(
         if (runs / run.name / RESULT).exists():
             return "finished"
         _say(f"{run.name}: {run.steps:,} steps")
-        found = train_one(run, runs, deadline, snapshot_steps)
+        found = train_one(run, runs, deadline, snapshot_steps, niceness)
         if found == "finished":
             write_table(table, runs)
         elif found == "failed":

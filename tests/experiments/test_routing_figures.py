@@ -1,0 +1,217 @@
+"""The figure scripts at smoke size: files, numbers that can be checked, honest words."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+torch = pytest.importorskip("torch")
+pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+from servegym.agents import sac_han  # noqa: E402
+from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+from servegym.experiments import (  # noqa: E402
+    routing_common,
+    routing_episodes,
+    routing_learning,
+    routing_sweeps,
+    routing_training,
+    routing_workload,
+)
+from servegym.experiments.routing_common import claim, find_runs, summarise_parts  # noqa: E402
+
+HET = "edge-6-heterogeneous"
+
+
+def rows_of(path):
+    with open(path, newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def checkpoint(folder, run, **given):
+    """An untrained checkpoint as the training queue leaves one."""
+    torch.manual_seed(run.seed)
+    settings = {key: value for key, value in run.settings.items() if key != "eval_rates"}
+    args = sac_han.Args(**settings, seed=run.seed)
+    system = RoutingSystem.from_kwargs(profiles=args.profiles)
+    layout = sac_han.Layout(6, 5, 5, impact=args.state == "han")
+    (folder / run.name).mkdir(parents=True)
+    path = folder / run.name / "best.safetensors"
+    sac_han.save_policy(sac_han.Agent(layout, args, system), args, path)
+    result = {"run": run.name, "group": run.group, "variant": run.variant}
+    (folder / run.name / "result.json").write_text(json.dumps(result))
+    log = [{"global_step": k * 1000, "eval/avg_qos": 0.1 * k} for k in (1, 2, 3)]
+    text = "\n".join(json.dumps(line) for line in log) + '\n{"global_st'
+    (folder / run.name / "metrics.jsonl").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    wanted = ("paper_sac_han_het8_s1", "paper_sac_han_het8_s2", "paper_baseline_rl_het8_s1")
+    for run in routing_training.RUNS:
+        if run.name in wanted:
+            checkpoint(folder, run)
+    unfinished = folder / "general_sac_han_het4-11_s1"
+    unfinished.mkdir()
+    (unfinished / "lock").touch()
+    (unfinished / "best.safetensors").write_bytes(
+        (folder / wanted[0] / "best.safetensors").read_bytes()
+    )
+    return folder
+
+
+def test_finds_finished_runs_only(trained, capsys):
+    found = find_runs(trained)
+    assert sorted((run.label, run.seed) for run in found) == [
+        ("baseline_rl", 1), ("sac_han", 1), ("sac_han", 2),
+    ]  # fmt: skip
+    assert {run.label: run.any_experts for run in found} == {"baseline_rl": False, "sac_han": True}
+    assert "general_sac_han_het4-11_s1 is not finished" in capsys.readouterr().out
+    assert find_runs(None) == []
+    with pytest.raises(ValueError, match="checkpoints"):
+        find_runs(trained / "nowhere")
+
+
+def test_intervals_are_over_trainings_where_there_are_several():
+    def part(values):
+        return [{"avg_qos": v, **{key: v for key, _ in routing_common.COLUMNS.values()}}
+                for v in values]  # fmt: skip
+
+    one = summarise_parts([part([0.2, 0.4, 0.6, 0.8])])
+    assert one["interval_over"] == "episodes" and one["qos"] == pytest.approx(0.5)
+    assert one["latency_ms_per_token"] == pytest.approx(500)
+    two = summarise_parts([part([0.0, 1.0]), part([0.0, 0.4])])
+    assert two["interval_over"] == "trainings"
+    # The means of the trainings are 0.5 and 0.2: no interval is wider, however the episodes vary.
+    assert (two["qos"], two["qos_low"], two["qos_high"]) == pytest.approx((0.35, 0.2, 0.5))
+
+
+def test_no_ratio_to_an_undertrained_baseline():
+    def row(policy, qos):
+        return {"policy": policy, "qos": qos, "latency_ms_per_token": 10 / qos}
+
+    rows = [row("shortest_queue", 0.4), row("sac_han", 0.6), row("baseline_rl", 0.5)]
+    assert (
+        "QoS +20.00 %, latency per token -16.67 %" in claim(rows, "sac_han", "baseline_rl", "")[0]
+    )
+    rows[0]["qos"] = 0.55
+    told = claim(rows, "sac_han", "baseline_rl", "")[0]
+    assert "undertrained" in told and "+" not in told
+    assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
+
+
+def test_workload_figures(tmp_path, monkeypatch):
+    monkeypatch.delenv("SERVEGYM_DATA", raising=False)
+    assert routing_workload.main(["--quick", "--out", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path / "fig4_distributions.csv")
+    share = {}
+    for row in rows:
+        key = row["model"], row["quantity"]
+        share[key] = share.get(key, 0) + float(row["share"])
+    assert len(share) == 12 and all(v == pytest.approx(1, abs=1e-4) for v in share.values())
+    for stem in ("fig4_distributions", "fig5_interference", "fig8_trace"):
+        assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        told = (tmp_path / f"{stem}.txt").read_text()
+        assert "command: python -m servegym.experiments.routing_workload --quick" in told
+        assert "sources: " in told and "not to quote" in told
+    assert "SERVEGYM_DATA" in (tmp_path / "fig8_trace.txt").read_text()
+    assert {row["series"] for row in rows_of(tmp_path / "fig8_trace.csv")} == {
+        "burstgpt", "poisson",
+    }  # fmt: skip
+
+
+def test_others_slow_the_first_request_down():
+    profile = "rtx4090-llama-3.1-8b"
+    alone, beside = (
+        routing_workload.first_request_latency(profile, rate, 24, 2.0) for rate in (0.0, 6.0)
+    )
+    at = 15  # after 1.55 s
+    assert alone["share"][at] > 0.5
+    assert beside["latency_s_per_token"][at] > 1.02 * alone["latency_s_per_token"][at]
+    # Alone: a token takes the time of a decode of one sequence; the prompt is paid off early on.
+    assert 0.014 < alone["latency_s_per_token"][at] < 0.019
+    assert alone["latency_s_per_token"][1] > alone["latency_s_per_token"][at]
+
+
+def test_a_malformed_trace_is_refused(tmp_path):
+    path = tmp_path / "hours.csv"
+    path.write_text("hour_start_s,requests\n0,many\n")
+    with pytest.raises(ValueError, match="hours.csv"):
+        routing_workload._hourly(path)
+
+
+def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(routing_sweeps, "RATES", (5.0, 8.0))
+    argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained)]
+    assert routing_sweeps.main([*argv, "--figure", "fig12", "--profiles", HET]) == 0
+    rows = rows_of(tmp_path / "fig12_rate.csv")
+    assert len(rows) == 2 * (len(routing_common.BASELINES) + 2)
+    assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == "2"
+    # The same episodes for every policy: one ceiling at a rate.
+    assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in ("5.0", "8.0"))
+    assert "sac_han s1" in (tmp_path / "fig12_rate.txt").read_text()
+
+
+def test_number_of_experts(tmp_path, trained):
+    argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained), "--episodes", "1"]
+    assert routing_sweeps.main([*argv, "--figure", "fig11", "--profiles", HET]) == 0
+    rows = rows_of(tmp_path / "fig11_experts.csv")
+    assert {row["experts"] for row in rows} == {"3", "12"}
+    for count in ("3", "12"):
+        served = {row["policy"] for row in rows if row["experts"] == count}
+        assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
+
+
+def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET]
+    assert routing_episodes.main(argv) == 0
+    for row in rows_of(tmp_path / "fig10_end_to_end.csv"):
+        parts = sum(float(row[part]) for part in routing_episodes.PARTS)
+        assert parts == pytest.approx(float(row["e2e_s"]), rel=1e-3)
+    kwargs = {"profiles": HET, "rate": 8.0, "episode_requests": 200}
+    found = routing_episodes.long_run("greedy_qos", kwargs, 2, window_s=5.0)
+    weight = found["requests"]
+    from servegym.experiments.evaluate import evaluate
+
+    wanted = evaluate("servegym/LLMRouting-v0", ["greedy_qos"], 2, env_kwargs=kwargs)
+    got = np.nansum(found["qos"] * weight) / weight.sum()
+    assert got == pytest.approx(np.mean([row["avg_qos"] for row in wanted]), rel=1e-6)
+    memory = np.nansum(found["memory_use"] * weight) / weight.sum()
+    assert memory == pytest.approx(np.mean([row["memory_use"] for row in wanted]), rel=0.05)
+
+
+def test_learning_figures(tmp_path, trained, capsys):
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
+    assert routing_learning.main([*argv, "--episodes", "1"]) == 0
+    curves = rows_of(tmp_path / "fig16_training.csv")
+    assert len(curves) == 3 * 3 and {float(row["value"]) for row in curves} == {0.1, 0.2, 0.3}
+    ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
+    assert ablation["sac_han"]["trainings"] == "2"
+    predictors = rows_of(tmp_path / "fig18_predictors.csv")
+    assert len({row["predictors"] for row in predictors}) == 5
+    # shortest_queue reads no prediction.
+    assert len({row["qos"] for row in predictors if row["policy"] == "shortest_queue"}) == 1
+    table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
+    # 4 input layers, 2 x (attention, K, q): counted by torch; the served path is the shorter one.
+    assert 15_000 < int(table["HAN"]["parameters"]) < 60_000
+    short, full = (table[f"one decision, {how}"] for how in ("numpy (served)", "torch"))
+    assert float(short["p50_ms"]) < float(full["p50_ms"])
+
+
+def test_without_trainings_it_says_so(tmp_path, capsys):
+    argv = ["--quick", "--out", str(tmp_path), "--figure", "fig16"]
+    assert routing_learning.main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "baselines only" in printed and "no training logs" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argv", [["--episodes", "0"], ["--profiles", "edge-6"]])
+def test_bad_arguments(argv, tmp_path):
+    with pytest.raises(ValueError, match=argv[0][2:]):
+        routing_sweeps.main(["--quick", "--out", str(tmp_path), "--figure", "fig7", *argv])
