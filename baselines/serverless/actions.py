@@ -23,6 +23,8 @@ from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
 CACHED_PREDICTIONS = 512
+LOAD_SPREAD = 0.12
+"""Relative standard deviation of a replica's true tokens about the expected ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +181,8 @@ class ActionTable:
             tpot_limit_s: Limit of 10c.
             warm: What is warm; None if nothing is.
             spread: Relative standard deviation of the times about their expectation; the chance
-                of a missed SLO is normal. 0: missed or not.
+                of a missed SLO is normal, and so is that of a plan which the true routing makes
+                infeasible. 0: as expected.
             starts: False: everything is warm whatever the action.
         """
         system, model = self.system, self.system.model
@@ -262,6 +265,15 @@ class ActionTable:
             heavy = (top * model.token_mb > model.payload_mb).any(axis=1)
             bad = (small[:, None, :, None] | heavy[:, None, None]) & used[:, None, None, None]
             reward = np.where(bad, -1.0 - 2.0 * system.penalty, reward)
+        elif spread > 0.0:
+            slack = (memory - model.expert_mb[:, None] * members[:, None, None]) / np.maximum(
+                model.token_mb * tokens[..., None], 1e-9
+            )
+            body = top * model.token_mb / model.payload_mb
+            fit_y = np.where(used[:, None], ndtr((slack - 1.0) / LOAD_SPREAD).prod(axis=1), 1.0)
+            room = ndtr((1.0 / np.maximum(body, 1e-9) - 1.0) / LOAD_SPREAD).prod(axis=1)
+            fit = fit_y[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
+            reward = fit * reward - (1.0 - fit) * (1.0 + 2.0 * system.penalty)
         shape = (len(system.levels), 2, *reward.shape[1:])
         return Values(
             reward.reshape(shape),

@@ -165,14 +165,63 @@ class Mix(ServerlessPolicy):
         return np.zeros(5, dtype=np.int64)
 
 
+def mean_request_rewards(
+    table: ActionTable, regime: int, *, starts: bool
+) -> list[NDArray[np.float64]]:
+    """Rewards of all actions for the mean request, one array for each SLO class.
+
+    Args:
+        table: The actions.
+        regime: Regime of the invocation overhead.
+        starts: False if everything is warm.
+    """
+    system = table.system
+    trem = float(system.trem_s[regime]) * float(np.exp(0.5 * system.trem_sigma**2))
+    load = Load.predicted(
+        system.model,
+        system.shared,
+        round(system.mean_prompt_tokens),
+        round(system.mean_output_tokens),
+        trem,
+    )
+    return [
+        table.values(
+            load,
+            system.shared,
+            ttft_limit_s=float(ttft),
+            tpot_limit_s=float(tpot),
+            spread=TIME_SPREAD,
+            starts=starts,
+        ).reward
+        for ttft, tpot in system.slo
+    ]
+
+
 class GreedyWarm(ServerlessPolicy):
-    """The action of greatest expected reward now, given what is warm."""
+    """Greatest expected reward now, and what the configuration is worth if it stays warm.
+
+    That worth is ``p / (1 - p)`` (the expected number of requests that find it warm) times what
+    keeping it saves for the mean request against the best cold start. Only the shared order can be
+    kept from prompt to prompt.
+    """
 
     name = "greedy_warm"
 
+    def __init__(self, system: ServerlessSystem) -> None:
+        super().__init__(system)
+        chance = min(system.reuse_chance(), 0.99)
+        self._worth = []
+        for regime in range(system.trem_s.size):
+            kept = np.mean(mean_request_rewards(self.table, regime, starts=False), axis=0)
+            cold = mean_request_rewards(self.table, regime, starts=True)
+            saved = np.maximum(kept - np.mean([c.max() for c in cold]), 0.0)
+            saved[:, 0] = 0.0
+            self._worth.append(chance / (1.0 - chance) * saved)
+
     def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
-        return best(self.rewards(seen), legal)
+        worth = self._worth[self.system.regime(seen.last_trem_s)]
+        return best(self.rewards(seen) + worth, legal)
 
 
 class Remoe(ServerlessPolicy):
@@ -195,11 +244,19 @@ class Remoe(ServerlessPolicy):
             bill_cold_start=system.bill_cold_start,
             load_shared=system.load_shared,
             members=system.levels[legal],
+            candidates=9,
         )
         return self.on_grid(seen, decision.plan)
 
     def on_grid(self, seen: Seen, plan: eq.Plan) -> Actions:
-        """The action whose plan is nearest to this one, in the prompt's own order."""
+        """The action whose plan is nearest to this one, in the prompt's own order.
+
+        Falling short counts double: less memory or fewer replicas can make a plan infeasible.
+        """
+
+        def distance(have: NDArray[Any], want: NDArray[Any]) -> int:
+            return int((np.abs(have - want) + np.maximum(want - have, 0)).sum(axis=0).argmin())
+
         table, used = self.table, plan.remote.any(axis=1)
         level = int(np.argmin(np.abs(self.system.levels - plan.remote[0].sum())))
         s = 2 * level
@@ -208,9 +265,9 @@ class Remoe(ServerlessPolicy):
         if used.any():
             sets = table.sets(seen.frequency)
             memory = table.memory_mb(sets, seen.n_in)[s][used]
-            y = int(np.abs(memory - plan.remote_mb[used, None]).sum(axis=0).argmin())
+            y = distance(memory, plan.remote_mb[used, None])
             count = table.replicas(sets, seen.n_in)[s][used]
-            z = int(np.abs(count - plan.replicas[used, None]).sum(axis=0).argmin())
+            z = distance(count, plan.replicas[used, None])
         return np.array([level, 0, w, y, z], dtype=np.int64)
 
 
@@ -274,27 +331,11 @@ class KeepAlive(Constant):
 
     def __init__(self, system: ServerlessSystem) -> None:
         super().__init__(system)
-        model = system.model
-        total = np.zeros(1)
-        for median in system.trem_s:
-            trem = float(median) * float(np.exp(0.5 * system.trem_sigma**2))
-            load = Load.predicted(
-                model,
-                system.shared,
-                round(system.mean_prompt_tokens),
-                round(system.mean_output_tokens),
-                trem,
-            )
-            for ttft, tpot in system.slo:
-                values = self.table.values(
-                    load,
-                    system.shared,
-                    ttft_limit_s=float(ttft),
-                    tpot_limit_s=float(tpot),
-                    spread=TIME_SPREAD,
-                    starts=False,
-                )
-                total = total + values.reward
+        regimes = range(system.trem_s.size)
+        total = np.sum(
+            [mean_request_rewards(self.table, regime, starts=False) for regime in regimes],
+            axis=(0, 1),
+        )
         total[:, 0] = -np.inf  # only the shared order stays warm from prompt to prompt
         self._action = best(total, np.ones(total.shape[0], dtype=np.bool_))
 

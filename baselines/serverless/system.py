@@ -39,6 +39,7 @@ class ServerlessSystem:
         trem_switch: Probability of leaving the regime at a request.
         trem_sigma: Sigma of the logarithm of one overhead.
         keep_alive_s: Seconds that an unused function stays warm.
+        idle_s: (probability, mean in s) of each class of exponential idle gaps.
         bill_cold_start: Whether starts are billed.
         load_shared: Whether starting functions share one storage link.
         decode_invocation: ``"per_call"`` or ``"per_layer"``.
@@ -62,6 +63,7 @@ class ServerlessSystem:
     trem_switch: float = 0.0
     trem_sigma: float = 0.0
     keep_alive_s: float = 0.0
+    idle_s: tuple[tuple[float, float], ...] = ((1.0, 20.0),)
     bill_cold_start: bool = False
     load_shared: bool = False
     decode_invocation: str = "per_call"
@@ -94,6 +96,7 @@ class ServerlessSystem:
             trem_switch=float(problem.trem_switch),
             trem_sigma=float(problem.trem_sigma),
             keep_alive_s=float(cfg["keep_alive"]),
+            idle_s=tuple((float(share), float(mean)) for share, mean in problem.idle_s),
             bill_cold_start=bool(cfg["bill"]),
             load_shared=bool(cfg["shared"]),
             decode_invocation="per_call" if cfg["per_call"] else "per_layer",
@@ -131,6 +134,13 @@ class ServerlessSystem:
                 raise
             raise ValueError(f"environment: {error}") from error
         return cls.from_problem(problem)
+
+    def reuse_chance(self) -> float:
+        """Probability that the next request comes while the functions are still warm."""
+        if self.keep_alive_s <= 0.0:
+            return 0.0
+        chance = sum(s * (1.0 - np.exp(-self.keep_alive_s / mean)) for s, mean in self.idle_s)
+        return float(chance)
 
     def regime(self, last_trem_s: float) -> int:
         """The regime whose median is nearest (by ratio) to the last request's mean overhead."""
