@@ -1,0 +1,294 @@
+"""A batch of serverless systems: the state arrays behind the single and the vector environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from servegym.envs.serverless_moe import kernel
+from servegym.envs.serverless_moe.config import Problem
+
+REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
+STEP_VALUES = ("cost_usd", "mix_cost_usd", "ttft_s", "tpot_s", "cold_start_s")
+VIOLATIONS = ("ttft", "tpot", "main_memory", "remote_memory", "payload")
+_VALUE_FIELDS = ("cost", "mix_cost", "ttft", "tpot", "cold")
+_FLAG_FIELDS = ("slow", "stalled", "bad_main", "bad_remote", "bad_payload")
+
+_LOG_FIELDS: list[tuple[str, str]] = [
+    ("prompt", "i4"),
+    ("prompt_tokens", "i4"),
+    ("output_tokens", "i4"),
+    ("gap_s", "f8"),
+]
+_LOG_FIELDS += [(name, "f8" if kind[0].kind == "f" else "i8") for name, kind in
+                (kernel.LOG.fields or {}).items()]  # fmt: skip
+REQUEST_LOG = np.dtype(_LOG_FIELDS)
+"""Columns of ``request_log``: the request, then those of :data:`kernel.LOG`.
+
+``remote_mb`` and ``replicas`` are sums over layers."""
+
+
+@dataclass
+class ServerlessState:
+    """Everything that one system is, as plain copies: ``clone_state`` gives it.
+
+    Attributes:
+        requests: ``(J,)`` records of the drawn requests.
+        trem: ``(J + 1, L)`` invocation overheads, s.
+        env: record of position, deployment and sums.
+        live: ``(L,)`` records of the remote functions deployed last.
+        log: ``(J,)`` records of the requests served.
+        random: state of the generator that draws the next episodes, None in a bare batch.
+        finished: whether the episode has ended.
+    """
+
+    requests: np.ndarray
+    trem: np.ndarray
+    env: np.ndarray
+    live: np.ndarray
+    log: np.ndarray
+    random: Any = None
+    finished: bool = False
+
+
+def observation_space(problem: Problem) -> spaces.Space:
+    """The observation space of one system, by the problem's view."""
+    c = problem.tables.cfg[0]
+    if int(c["flat_view"]) == kernel.FLAT:
+        return spaces.Box(0.0, 1.0, (flat_width(problem),), np.float32)
+
+    def box(*high: float) -> spaces.Box:
+        top = np.array(high, dtype=np.float32)
+        return spaces.Box(np.zeros_like(top), top, dtype=np.float32)
+
+    layers, experts = int(c["layers"]), int(c["experts"])
+    # The prediction of the output length is clipped at the law's longest.
+    return spaces.Dict(
+        {
+            "activations": spaces.Box(0.0, 1.0, (layers, experts), np.float32),
+            "lengths": box(float(c["max_in"]), float(c["max_out"])),
+            "slo": box(kernel.MAX_SLO_S, kernel.MAX_SLO_S),
+            "t_rem": box(kernel.MAX_TREM_S),
+            "idle_s": box(kernel.MAX_IDLE_S),
+            "warm_main": box(1.0, 1.0, 1.0, 1.0, 1.0),
+            "warm_remote": spaces.Box(0.0, 1.0, (layers, 2), np.float32),
+            "prices": box(kernel.MAX_PRICE, kernel.MAX_PRICE),
+        }
+    )
+
+
+def flat_width(problem: Problem) -> int:
+    """Width of the flat view: 15 features and four for every remote ratio."""
+    return 15 + 4 * len(problem.levels)
+
+
+_SLICES = {
+    "lengths": slice(0, 2),
+    "slo": slice(2, 4),
+    "t_rem": slice(4, 5),
+    "idle_s": slice(5, 6),
+    "warm_main": slice(6, 11),
+    "prices": slice(11, 13),
+}
+
+
+class ServerlessBatch:
+    """B independent systems of one problem, advanced together by the kernel.
+
+    Attributes:
+        problem: what the systems share.
+        observation: views of the buffers that the kernel writes, with a leading axis of B; a dict,
+            or one array for the flat view. Overwritten by every call.
+        action_mask: int8 ``(B, sum of nvec)``, likewise.
+        out: float64 ``(B, 4)``: the terms of the last reward and whether the episode ended.
+        terms: names of the reward's terms.
+    """
+
+    def __init__(self, problem: Problem, num_rows: int) -> None:
+        self.problem = problem
+        self.num_rows = num_rows
+        self.terms = REWARD_TERMS
+        c = problem.tables.cfg[0]
+        length, layers, experts = problem.episode_requests, int(c["layers"]), int(c["experts"])
+        is_flat = int(c["flat_view"]) == kernel.FLAT
+        self.arrays = kernel.Batch(
+            requests=np.zeros((num_rows, length), dtype=kernel.REQUEST),
+            trem=np.zeros((num_rows, length + 1, layers)),
+            env=np.zeros(num_rows, dtype=kernel.ENV),
+            live=np.zeros((num_rows, layers), dtype=kernel.LIVE),
+            log=np.zeros((num_rows, length), dtype=kernel.LOG),
+            activations=np.zeros((num_rows, layers, experts), dtype=np.float32),
+            scalars=np.zeros((num_rows, kernel.SCALARS), dtype=np.float32),
+            warm_remote=np.zeros((num_rows, layers, 2), dtype=np.float32),
+            flat=np.zeros((num_rows, flat_width(problem) if is_flat else 0), dtype=np.float32),
+            action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
+            out=np.zeros((num_rows, 4)),
+            counts=np.zeros(layers * (experts + int(c["top_k"]) + 1), dtype=np.int64),
+            work=np.zeros(256 + layers),
+            chosen=np.zeros(64 + layers, dtype=np.int64),
+        )
+        self.action_mask = self.arrays.action_mask
+        self.out = self.arrays.out
+        self.env = self.arrays.env
+        self.observation: Any
+        if is_flat:
+            self.observation = self.arrays.flat
+        else:
+            parts = {name: self.arrays.scalars[:, part] for name, part in _SLICES.items()}
+            parts["activations"] = self.arrays.activations
+            parts["warm_remote"] = self.arrays.warm_remote
+            self.observation = {name: parts[name] for name in observation_space(problem)}  # pyright: ignore
+
+    def draw(self, row: int, random: np.random.Generator) -> None:
+        """Draw the next episode of a row: requests, their lengths and SLOs, gaps and overheads."""
+        p, r = self.problem, self.arrays.requests[row]
+        n = p.episode_requests
+        prompts = p.rows[random.integers(0, len(p.rows), n)]
+        start = p.tables.bank_start
+        r["prompt"] = prompts
+        r["offset"] = random.integers(0, start[prompts + 1] - start[prompts])
+        for name, law in zip(("n_in", "n_out"), p.lengths, strict=True):
+            grid = np.linspace(0.0, 1.0, len(law))
+            r[name] = law[0] if len(law) == 1 else np.rint(np.interp(random.random(n), grid, law))
+        error = random.standard_normal(n) * p.output_error
+        r["n_out_predicted"] = np.clip(r["n_out"] * np.exp(error), 1.0, p.max_output_tokens)
+        limits = p.slo[random.integers(0, len(p.slo), n)]
+        r["ttft_limit"], r["tpot_limit"] = limits[:, 0], limits[:, 1]
+        classes = np.searchsorted(
+            np.cumsum([share for share, _ in p.idle_s])[:-1], random.random(n), side="right"
+        )
+        r["gap"] = (
+            random.standard_exponential(n) * np.array([mean for _, mean in p.idle_s])[classes]
+        )
+        regimes = len(p.trem_s)
+        moves = (random.random(n + 1) < p.trem_switch).astype(np.int64)
+        if regimes > 1:
+            moves *= random.integers(1, regimes, n + 1)
+        regime = (random.integers(0, regimes) + np.cumsum(moves)) % regimes
+        spread = random.standard_normal(self.arrays.trem.shape[1:]) * p.trem_sigma
+        self.arrays.trem[row] = p.trem_s[regime][:, None] * np.exp(spread)
+
+    def begin(self, which: np.ndarray) -> None:
+        """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
+        kernel.begin(self.problem.tables, self.arrays, which)
+
+    def step(self, actions: np.ndarray, which: np.ndarray) -> int:
+        """Serve the current request of the rows with ``which`` set; int64 ``(B, n)`` actions.
+
+        Returns:
+            How many episodes ended.
+
+        Raises:
+            ValueError: an action is out of range; nothing has changed then.
+        """
+        p = self.problem
+        ended = kernel.step(p.tables, self.arrays, actions, p.nvec, which)
+        if ended < 0:
+            bad = -1 - ended
+            raise ValueError(
+                f"action {actions[bad].tolist()} of system {bad} is out of range: entries must be "
+                f"from 0 to below {p.nvec.tolist()}."
+            )
+        return ended
+
+    def values(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """What the last step of each row cost and took, and what it violated: ``(B,)`` arrays."""
+        values = {
+            name: self.env[field].copy()
+            for name, field in zip(STEP_VALUES, _VALUE_FIELDS, strict=True)
+        }
+        flags = {
+            name: self.env[field] != 0 for name, field in zip(VIOLATIONS, _FLAG_FIELDS, strict=True)
+        }
+        return values, flags
+
+    def clone(self, row: int) -> ServerlessState:
+        """Copy one system."""
+        a = self.arrays
+        return ServerlessState(
+            requests=a.requests[row].copy(),
+            trem=a.trem[row].copy(),
+            env=a.env[row : row + 1].copy(),
+            live=a.live[row].copy(),
+            log=a.log[row].copy(),
+        )
+
+    def restore(self, row: int, state: ServerlessState) -> None:
+        """Put a copied system back in a row and write its observation.
+
+        Raises:
+            ValueError: the state is of a system of other sizes.
+        """
+        names = ("requests", "trem", "live", "log")
+        for name in names:
+            mine, theirs = getattr(self.arrays, name)[row], getattr(state, name)
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                raise ValueError(
+                    f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
+                    "restore a state into an environment made with the same arguments."
+                )
+        for name in names:
+            getattr(self.arrays, name)[row] = getattr(state, name)
+        self.env[row] = state.env[0]
+        which = np.zeros(self.num_rows, dtype=np.int8)
+        which[row] = 1
+        kernel.redraw(self.problem.tables, self.arrays, which)
+
+    def kpis(self, row: int) -> dict[str, float]:
+        """Key figures of the episode so far; NaN before its first request."""
+        e = self.env[row]
+        count = int(e["index"])
+        nan = float("nan")
+
+        def mean(name: str) -> float:
+            return float(e[name]) / count if count else nan
+
+        return {
+            "cost_usd": float(e["total_cost"]),
+            "cost_over_mix": float(e["total_cost"]) / float(e["total_mix"]) if count else nan,
+            "mean_cost_usd": mean("total_cost"),
+            "mean_reward": mean("total_reward"),
+            "mean_ttft_s": mean("total_ttft"),
+            "mean_tpot_s": mean("total_tpot"),
+            "mean_cold_start_s": mean("total_cold"),
+            "mean_remote_ratio": mean("total_ratio"),
+            "ttft_violation_rate": mean("late_ttft"),
+            "tpot_violation_rate": mean("late_tpot"),
+            "infeasible_rate": mean("infeasible"),
+            "main_warm_rate": mean("main_hits"),
+            "requests": float(count),
+        }
+
+    def request_log(self, row: int) -> np.ndarray:
+        """One row per served request of the current episode, see :data:`REQUEST_LOG`."""
+        count = int(self.env[row]["index"])
+        log = np.zeros(count, dtype=REQUEST_LOG)
+        served, asked = self.arrays.log[row, :count], self.arrays.requests[row, :count]
+        for name in served.dtype.names or ():
+            log[name] = served[name]
+        log["prompt"], log["gap_s"] = asked["prompt"], asked["gap"]
+        log["prompt_tokens"], log["output_tokens"] = asked["n_in"], asked["n_out"]
+        return log
+
+    def fresh_observation(self) -> Any:
+        """A copy of the observation."""
+        if isinstance(self.observation, dict):
+            return {name: part.copy() for name, part in self.observation.items()}
+        return self.observation.copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem,
+            "num_rows": self.num_rows,
+            # Record scalars lose their class in some NumPy pickles; plain bytes do not.
+            "arrays": [np.array(part) for part in self.arrays],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Rebuilt so that the observation stays a view of the buffers.
+        ServerlessBatch.__init__(self, state["problem"], state["num_rows"])
+        for mine, theirs in zip(self.arrays, state["arrays"], strict=True):
+            mine[...] = theirs

@@ -1,0 +1,375 @@
+"""What the serverless environments owe to Gymnasium and to their users."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec, register
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from servegym.envs.serverless_moe import env as single
+from servegym.envs.workloads.activations import make_toy_activations
+
+IDS = ("servegym/ServerlessMoE-v0", "servegym/ServerlessMoEFlat-v0")
+SHORT = {"model": "toy", "episode_requests": 15, "max_prompt_tokens": 90, "max_output_tokens": 25}
+every_id = pytest.mark.parametrize("env_id", IDS)
+for _id in IDS:
+    if _id not in gym.registry:
+        _name = _id.split("/")[1].removesuffix("-v0")
+        register(
+            id=_id,
+            entry_point=f"servegym.envs.serverless_moe.env:{_name}Env",
+            vector_entry_point=f"servegym.envs.serverless_moe.vector_env:{_name}VectorEnv",
+        )
+
+
+def make(env_id=IDS[0], **kwargs):
+    return gym.make(env_id, **(SHORT | kwargs))
+
+
+def make_vec(env_id=IDS[0], num_envs=3, **kwargs):
+    return gym.make_vec(env_id, num_envs=num_envs, **(SHORT | kwargs))
+
+
+def assert_same(a, b, where=""):
+    """Equality of nested results: types, dtypes, shapes and every bit."""
+    assert type(a) is type(b), f"{where}: {type(a)} is not {type(b)}"
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), f"{where}: {sorted(a)} are not {sorted(b)}"
+        for key in a:
+            assert_same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (tuple, list)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape, f"{where}: {a.dtype} {b.dtype}"
+        if a.dtype == object:
+            assert_same(a.tolist(), b.tolist(), where)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=where)
+    elif isinstance(a, float):
+        assert a == b or (math.isnan(a) and math.isnan(b)), f"{where}: {a} is not {b}"
+    else:
+        assert a == b, f"{where}: {a} is not {b}"
+
+
+def random_actions(env, count, seed=0, size=None):
+    nvec = getattr(env, "single_action_space", env.action_space).nvec
+    shape = (count, len(nvec)) if size is None else (count, size, len(nvec))
+    return list((np.random.default_rng(seed).random(shape) * nvec).astype(np.int64))
+
+
+def play(env, actions, seed=None, reset=True):
+    seen = [env.reset(seed=seed)] if reset else []
+    for action in actions:
+        seen.append(env.step(action))
+        if seen[-1][2] or seen[-1][3]:
+            seen.append(env.reset())
+    return copy.deepcopy(seen)
+
+
+@every_id
+@pytest.mark.parametrize("kwargs", [{}, {"preset": "seed"}, {"granularity": "per_layer"}])
+@pytest.mark.parametrize("render_mode", [None, "ansi", "rgb_array"])
+def test_gymnasiums_checker_has_nothing_to_say(env_id, kwargs, render_mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(make(env_id, render_mode=render_mode, **kwargs).unwrapped)
+        env = make(env_id, **kwargs)
+        play(env, random_actions(env, 5), seed=0)
+
+
+@every_id
+def test_the_same_seed_gives_the_same_200_steps(env_id):
+    env = make(env_id)
+    actions = random_actions(env, 200)
+    first = play(env, actions, seed=7)
+    assert len(first) > 210, "several episodes"
+    assert_same(first, play(make(env_id), actions, seed=7))
+    play(env, actions[:10], seed=99)
+    assert_same(first, play(env, actions, seed=7))
+    other = play(env, actions, seed=8)
+    assert [x[1] for x in first[1:9]] != [x[1] for x in other[1:9]]
+
+
+@every_id
+def test_pickled_or_cloned_in_mid_episode_it_goes_on_alike(env_id):
+    env = make(env_id)
+    actions = random_actions(env, 40)
+    play(env, actions[:7], seed=5)
+    twin = pickle.loads(pickle.dumps(env))
+    third = make(env_id)
+    back, info = third.unwrapped.restore_state(env.unwrapped.clone_state())
+    assert_same(back, env.unwrapped._observation())
+    np.testing.assert_array_equal(info["action_mask"], env.unwrapped.action_masks())
+    later = play(env, actions, reset=False)
+    assert_same(later, play(twin, actions, reset=False))
+    assert_same(later, play(third.unwrapped, actions, reset=False))
+    np.testing.assert_array_equal(env.unwrapped.request_log(), twin.unwrapped.request_log())
+    with pytest.raises(ValueError, match="same arguments"):
+        make(episode_requests=9).unwrapped.restore_state(env.unwrapped.clone_state())
+
+
+@every_id
+def test_the_spec_survives_json(env_id):
+    kwargs = {"slo": [[5.0, 0.05]], "trem_s": [1e-3], "idle_s": [[1.0, 5.0]], "gpu": "fused"}
+    env = make(env_id, max_episode_steps=8, **kwargs)
+    again = gym.make(EnvSpec.from_json(env.spec.to_json()))
+    actions = random_actions(env, 20)
+    assert_same(play(env, actions, seed=11), play(again, actions, seed=11))
+
+
+@every_id
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_the_vector_environment_equals_sync(env_id, mode):
+    kwargs = {"payload_mb": 0.1, "max_episode_steps": 12}
+    entry = getattr(single, env_id.split("/")[1].removesuffix("-v0") + "Env")
+    for limit in (None, 9):
+
+        def one(limit=limit):
+            env = entry(**(SHORT | {"payload_mb": kwargs["payload_mb"]}))
+            return env if limit is None else gym.wrappers.TimeLimit(env, limit)
+
+        sync = SyncVectorEnv([one] * 3, autoreset_mode=mode)
+        native = make_vec(
+            env_id, autoreset_mode=mode, payload_mb=kwargs["payload_mb"], max_episode_steps=limit
+        )
+        assert_same(sync.reset(seed=3), native.reset(seed=3))
+        broken = False
+        for a in random_actions(native, 40, size=3):
+            expected, got = sync.step(a), native.step(a)
+            assert_same(expected, got)
+            broken |= bool(got[4].get("violations", {}).get("payload", np.zeros(1)).any())
+        assert broken, "no plan was infeasible"
+        sync.close()
+
+
+@every_id
+def test_pickled_vector_environments_go_on_alike(env_id):
+    envs = make_vec(env_id)
+    envs.reset(seed=3)
+    actions = random_actions(envs, 30, size=3)
+    for a in actions[:10]:
+        envs.step(a)
+    twins = pickle.loads(pickle.dumps(envs))
+    for a in actions[10:]:
+        assert_same(envs.step(a), twins.step(a))
+
+
+@every_id
+@pytest.mark.parametrize("kwargs", [{}, {"preset": "seed"}, {"granularity": "per_layer"}])
+def test_10000_random_steps_stay_inside_the_space(env_id, kwargs):
+    """``validate`` asserts that the space contains every observation."""
+    envs = make_vec(env_id, 16, validate=True, output_error=1.0, payload_mb=0.2, **kwargs)
+    _, info = envs.reset(seed=0)
+    for a in random_actions(envs, 10_000 // 16 + 1, size=16):
+        observation, reward, _, _, info = envs.step(a)
+        parts = observation.values() if isinstance(observation, dict) else [observation]
+        assert all(np.isfinite(part).all() for part in parts)
+        assert np.isfinite(reward).all() and (reward <= 0.0).all()
+        mask = info["action_mask"]
+        assert mask.dtype == np.int8 and set(np.unique(mask)) <= {0, 1} and mask[:, 0].all()
+
+
+def test_validate_finds_a_value_outside():
+    env = make(validate=True).unwrapped
+    env.reset(seed=0)
+    env.batch.arrays.activations[0, 0, 0] = 1.5
+    with pytest.raises(AssertionError, match="outside"):
+        env._observation()
+
+
+@every_id
+def test_reward_terms_add_up_and_the_end_has_key_figures(env_id):
+    env = make(env_id, slo=[[1.1, 0.017]], keep_alive_s=300.0)
+    env.reset(seed=1)
+    rewards, infos = [], []
+    for action in random_actions(env, 15):
+        _, reward, terminated, truncated, info = env.step(action)
+        assert type(reward) is float and sum(info["reward_terms"].values()) == reward
+        rewards.append(reward)
+        infos.append(info)
+    assert terminated and not truncated
+    kpis, log = info["episode_kpis"], env.unwrapped.request_log()
+    assert kpis["requests"] == 15
+    assert kpis["mean_reward"] == pytest.approx(np.mean(rewards))
+    assert kpis["cost_usd"] == pytest.approx(sum(x["cost_usd"] for x in infos))
+    assert kpis["cost_over_mix"] == pytest.approx(log["cost_usd"].sum() / log["mix_cost_usd"].sum())
+    assert kpis["mean_ttft_s"] == pytest.approx(log["ttft_s"].mean())
+    assert kpis["ttft_violation_rate"] == np.mean([x["violations"]["ttft"] for x in infos])
+    assert kpis["tpot_violation_rate"] == np.mean([x["violations"]["tpot"] for x in infos])
+    for name in ("ttft", "tpot"):
+        assert any(x["violations"][name] for x in infos)
+        assert not all(x["violations"][name] for x in infos)
+    with pytest.raises(ResetNeeded):
+        env.step(action)
+    with pytest.raises(ResetNeeded):
+        make(env_id).unwrapped.step(action)
+
+
+def score(envs, policy, steps=120):
+    observation, info = envs.reset(seed=4)
+    total = np.zeros(envs.num_envs)
+    for _ in range(steps):
+        observation, reward, _, _, info = envs.step(policy(observation, info["action_mask"]))
+        total += reward
+    return float(total.mean()) / steps
+
+
+def test_what_always_fails_scores_below_mix_and_random():
+    """A payload that no remote expert can ever meet makes every plan but b = 0 infeasible."""
+    envs = gym.make_vec(IDS[0], num_envs=4, episode_requests=120)
+    rng, nvec = np.random.default_rng(0), envs.unwrapped.problem.nvec
+    tight = gym.make_vec(IDS[0], num_envs=4, episode_requests=120, payload_mb=1e-3)
+    failing = score(tight, lambda o, m: np.tile([8, 0, 0, 0, 0], (4, 1)))
+    assert failing == -2.0
+    mix = score(envs, lambda o, m: np.zeros((4, 5), int))
+    chance = score(envs, lambda o, m: (rng.random((4, 5)) * nvec).astype(int))
+    assert failing < chance - 0.2 and failing < mix - 0.2
+    assert score(envs, lambda o, m: np.tile([2, 1, 0, 2, 1], (4, 1))) > mix > chance
+    masks = tight.reset(seed=0)[1]["action_mask"]
+    assert masks[:, 0].all() and not masks[:, 1 : nvec[0]].any() and masks[:, nvec[0] :].all()
+
+
+def test_the_true_routing_does_not_show():
+    """Other recorded tokens, same prediction: the same observations, masks, but other costs."""
+    book = make_toy_activations()
+    rng = np.random.default_rng(0)
+    renamed = rng.permutation(8).astype(np.uint64)
+    bits = (book.bank[..., None] >> np.arange(8, dtype=np.uint64)) & np.uint64(1)
+    fields = {name: getattr(book, name) for name in book.__dataclass_fields__}
+    inverse = np.argsort(renamed)
+    fields["bank"] = (bits << renamed).sum(axis=-1, dtype=np.uint64)
+    fields["counts"] = book.counts[:, :, inverse]
+    other = type(book)(**fields)
+    assert (other.bank != book.bank).any()
+    table = np.random.default_rng(1).dirichlet(np.ones(8), book.counts.shape[:2])
+    envs = [
+        make(IDS[0], activations=x, predictor=table, payload_mb=100.0).unwrapped
+        for x in (book, other)
+    ]
+    for env in envs:  # the shared order is fitted on the training prompts: give both the same
+        env.problem.tables.masks[-1] = envs[0].problem.tables.masks[-1]
+    actions = random_actions(envs[0], 14)
+    results = [[env.reset(seed=3)] + [env.step(a) for a in actions] for env in envs]
+    differ = False
+    for a, b in zip(*results, strict=True):
+        a_obs, b_obs = dict(a[0]), dict(b[0])
+        # Whether the functions of before are warm depends on how long they took to fail.
+        assert_same(a_obs["activations"], b_obs["activations"])
+        for name in ("lengths", "slo", "t_rem", "prices", "idle_s", "warm_main", "warm_remote"):
+            assert_same(a_obs[name], b_obs[name], name)
+        assert_same(a[-1]["action_mask"], b[-1]["action_mask"])
+        differ |= len(a) == 5 and a[1] != b[1]
+    assert differ, "the routing was meant to matter for the cost"
+
+
+def test_warm_functions_save_the_start():
+    env = make(keep_alive_s=1e6, idle_s=[[1.0, 1.0]], payload_mb=100.0)
+    observation, _ = env.reset(seed=0)
+    assert not observation["warm_main"].any() and observation["idle_s"][0] == 0.0
+    cold = []
+    for _ in range(10):
+        observation, _, _, _, info = env.step([4, 1, 0, 3, 0])
+        cold.append(info["cold_start_s"])
+        assert observation["warm_main"][[0, 4]].tolist() == [1.0, 1.0]
+        assert observation["warm_main"][2] == 0.5 and observation["idle_s"][0] > 0.0
+    assert cold[0] > 1.0 and not any(cold[1:])
+    changed = env.step([4, 1, 1, 3, 0])[4]["cold_start_s"]
+    assert changed > 1.0, "another memory is another function"
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"modle": "toy"}, "Did you mean 'model'"),
+        ({"model": "deepseek-v2"}, "deepseek-v2-lite"),
+        ({"preset": "dynamics"}, "dynamic"),
+        ({"predictor": "task-mean"}, "task_mean"),
+        ({"granularity": "layer"}, "per_layer"),
+        ({"split": "test"}, "split"),
+        ({"price_ratio": -3.0}, "price_ratio"),
+        ({"main_specs_mb": (10.0, 100.0, 10.0)}, "cannot hold all experts"),
+        ({"remote_specs_mb": (10.0, 20.0, 10.0)}, "cannot hold all"),
+        ({"slo": [[0.01, 0.1]], "keep_alive_s": 0.0}, "TTFT of 0.01 s; the best achievable is"),
+        ({"slo": [[9.0, 0.1], [9.0, 1e-4]]}, r"slo\[1\].*TPOT of 0.0001 s; the best achievable"),
+        ({"slo": [9.0, 0.1]}, "list of pairs"),
+        ({"idle_s": [[0.5, 1.0]]}, "sum to 1"),
+        ({"trem_s": 0.001}, "trem_s"),
+        ({"w_headroom_mb": [100, 200]}, "begin with 0"),
+        ({"z_headroom": [0, 0.5]}, "whole numbers"),
+        ({"prompt_tokens": 0}, "prompt_tokens"),
+        ({"output_tokens": "azur"}, "azure"),
+        ({"levels": 1}, "levels"),
+        ({"bill_cold_start": 1}, "bill_cold_start"),
+        ({"render_mode": "human"}, "render_mode"),
+        ({"activations": "toy"}, "Activations object"),
+        ({"predictor": np.ones((3, 4, 8))}, "shape"),
+        ({"predictor": np.ones((40, 4, 8))}, "no frequencies"),
+        ({"keep_alive_s": -1.0}, "keep_alive_s"),
+        ({"penalty": float("inf")}, "penalty"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        single.ServerlessMoEEnv(**(SHORT | kwargs))
+
+
+def test_activations_must_sum_to_top_k():
+    book = make_toy_activations()
+    fields = {name: getattr(book, name) for name in book.__dataclass_fields__}
+    fields["counts"] = book.counts + 1
+    with pytest.raises(ValueError, match="top_k"):
+        type(book)(**fields)
+
+
+@every_id
+def test_bad_actions_change_nothing(env_id):
+    env = make(env_id).unwrapped
+    env.reset(seed=0)
+    before = env.clone_state()
+    for action in ([9, 0, 0, 0, 0], [0, 0, 0, 0, -1], [0, 0, 0, 0], [0.5] * 5, 3):
+        with pytest.raises(ValueError):
+            env.step(action)
+    assert_same(before.env.tobytes(), env.clone_state().env.tobytes())
+    envs = make_vec(env_id)
+    envs.reset(seed=0)
+    for actions in (np.full((3, 5), 99), np.zeros((2, 5), int), np.zeros((3, 5))):
+        with pytest.raises(ValueError):
+            envs.step(actions)
+
+
+def test_predictors():
+    for predictor in ("task_mean", "global_mean", "nearest"):
+        env = single.ServerlessMoEEnv(**SHORT, predictor=predictor)
+        predicted = env.problem.predicted
+        np.testing.assert_allclose(predicted.sum(axis=2), 1.0, rtol=1e-5)
+        kinds = len(np.unique(predicted.reshape(40, -1), axis=0))
+        assert kinds == {"task_mean": 2, "global_mean": 1}.get(predictor, kinds)
+        assert predictor != "nearest" or kinds > 10
+    table = env.problem.activations.frequencies()
+    exact = single.ServerlessMoEEnv(**SHORT, predictor=lambda book: book.frequencies())
+    np.testing.assert_allclose(exact.problem.predicted, table, rtol=1e-6)
+
+
+def test_frames():
+    env = make(render_mode="rgb_array").unwrapped
+    env.reset(seed=0)
+    blank = env.render()
+    assert blank.shape == (240, 480, 3) and blank.dtype == np.uint8
+    for action in random_actions(env, 15):
+        env.step(action)
+    assert (env.render() != blank).any()
+    text = make(render_mode="ansi").unwrapped
+    text.reset(seed=0)
+    text.step([4, 1, 0, 1, 0])
+    lines = text.render().splitlines()
+    assert "request 1 of 15" in lines[0] and len(lines) == 3
+    assert len(make_vec(render_mode="ansi").unwrapped.reset(seed=0)) == 2

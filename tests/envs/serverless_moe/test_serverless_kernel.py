@@ -1,0 +1,191 @@
+"""The kernel against the equations and the loops, with a slow tracker of what is warm."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe import kernel
+from servegym.envs.serverless_moe.env import ServerlessMoEEnv
+from servegym.envs.workloads.activations import make_toy_activations
+
+_spec = importlib.util.spec_from_file_location(
+    "serverless_loops", Path(__file__).with_name("reference.py")
+)
+reference = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(reference)
+
+FIELDS = ("prefill_s", "decode_s", "ttft_s", "tpot_s", "cost_main_usd", "cost_prefill_usd")
+FIELDS += ("cost_decode_usd", "cost_cold_usd", "cost_usd")
+SMALL = {"model": "toy", "split": "all", "episode_requests": 30, "prompt_tokens": "azure"}
+SMALL |= {"output_tokens": "azure", "max_prompt_tokens": 90, "max_output_tokens": 25}
+
+
+def true_request(env, index):
+    """The request that the environment drew, from its recorded tokens."""
+    problem, arrays = env.problem, env.batch.arrays
+    r = arrays.requests[0, index]
+    book = problem.activations
+    first, last = book.bank_start[r["prompt"] : r["prompt"] + 2]
+    window = (r["offset"] + np.arange(r["n_in"] + r["n_out"])) % (last - first)
+    tokens = book.bank[first + window]
+    counts = eq.set_bits(tokens[: r["n_in"]], problem.system.num_experts).sum(axis=0)
+    return eq.Request(counts, tokens[r["n_in"] :], arrays.trem[0, index + 1], int(r["n_in"])), r
+
+
+class Warm:
+    """What is deployed and how long it has been idle, kept apart from the kernel."""
+
+    def __init__(self, keep_alive):
+        self.keep_alive, self.plan, self.idle = keep_alive, None, 0.0
+
+    def cold(self, plan):
+        fresh = plan.replicas.copy()
+        if self.plan is None or not 0 < self.keep_alive or self.idle > self.keep_alive:
+            return eq.Cold(True, fresh)
+        old = self.plan
+        for layer in range(len(fresh)):
+            same = (old.remote[layer] == plan.remote[layer]).all()
+            if same and old.remote_mb[layer] == plan.remote_mb[layer]:
+                fresh[layer] = max(fresh[layer] - old.replicas[layer], 0)
+        main = (old.remote == plan.remote).all() and old.main_mb == plan.main_mb
+        return eq.Cold(not main, fresh)
+
+
+def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
+    env = ServerlessMoEEnv(**(SMALL | {"episode_requests": steps} | kwargs))
+    options = {
+        "decode_invocation": env.problem.arguments["decode_invocation"],
+        "bill_cold_start": bool(env.problem.tables.cfg["bill"][0]),
+        "load_shared": bool(env.problem.tables.cfg["shared"][0]),
+    }
+    rng = np.random.default_rng(seed)
+    env.reset(seed=seed)
+    warm = Warm(float(env.problem.tables.cfg["keep_alive"][0]))
+    action = None
+    seen = {"feasible": 0, "infeasible": 0, "warm": 0, "partly": 0}
+    for index in range(steps):
+        request, r = true_request(env, index)
+        warm.idle += r["gap"]
+        if action is None or rng.random() > stay:
+            action = (rng.random(len(env.problem.nvec)) * env.problem.nvec).astype(int)
+        plan = env.problem.plan(int(r["prompt"]), int(r["n_in"]), action)
+        cold = warm.cold(plan)
+        got = eq.evaluate_plan(env.problem.system, request, plan, cold=cold, **options)
+        mix = eq.evaluate_plan(
+            env.problem.system,
+            request,
+            eq.mix_plan(env.problem.system, env.problem.max_output_tokens),
+            **options,
+        )
+        if loops:
+            slow = reference.serve(
+                env.problem.system,
+                request,
+                plan,
+                options["decode_invocation"],
+                cold.main,
+                cold.replicas,
+                options["bill_cold_start"],
+                options["load_shared"],
+            )
+            assert slow.cost_usd == pytest.approx(got.cost_usd, rel=1e-9)
+        _, reward, _, _, info = env.step(action)
+        log = env.request_log()[index]
+        want = got if got.feasible else mix
+        for name in FIELDS:
+            assert log[name] == pytest.approx(getattr(want, name), rel=1e-9, abs=1e-30), name
+        assert log["cold_start_s"] == pytest.approx(want.cold_s, rel=1e-9)
+        assert info["mix_cost_usd"] == pytest.approx(mix.cost_usd, rel=1e-9)
+        for name in ("main_memory", "remote_memory", "payload"):
+            assert info["violations"][name] == got.violations[name]
+        assert log["main_mb"] == plan.main_mb
+        assert log["remote_mb"] == plan.remote_mb.sum() and log["replicas"] == plan.replicas.sum()
+        penalty = env.problem.arguments["penalty"]
+        if got.feasible:
+            late = (got.ttft_s > r["ttft_limit"]) + (got.tpot_s > r["tpot_limit"])
+            assert log["main_warm"] == (not cold.main)
+            warm.plan, warm.idle = plan, 0.0
+        else:
+            late = 2
+            warm.idle += mix.cold_s + mix.prefill_s + mix.decode_s
+        assert reward == pytest.approx(-want.cost_usd / mix.cost_usd - late * penalty, rel=1e-9)
+        seen["feasible" if got.feasible else "infeasible"] += 1
+        seen["warm"] += not cold.main
+        seen["partly"] += bool((cold.replicas < plan.replicas).any() and cold.main)
+    return seen
+
+
+@pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
+@pytest.mark.parametrize("granularity", ["global", "per_layer"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_random_play_costs_what_the_equations_say(invocation, granularity, shared):
+    total = {}
+    for seed in range(4):
+        seen = play_and_compare(
+            seed,
+            loops=seed == 0,
+            decode_invocation=invocation,
+            granularity=granularity,
+            load_shared=shared,
+            payload_mb=0.12,
+            z_max=5,
+            remote_specs_mb=(10.0, 500.0, 0.25),
+            y_headroom_mb=(0, 0.25, 20),
+            w_headroom_mb=(0, 100, 300),
+            bill_cold_start=seed % 2 == 0,
+            keep_alive_s=[0.0, 30.0, 300.0, 5.0][seed],
+            predictor="nearest" if seed == 1 else "task_mean",
+        )
+        total = {name: total.get(name, 0) + seen[name] for name in seen}
+    assert all(count > 0 for count in total.values()), total
+
+
+def test_the_default_model_costs_what_the_equations_say():
+    pytest.importorskip("servegym.envs.workloads.activations").load_activations("deepseek-v2-lite")
+    seen = play_and_compare(
+        0, steps=8, model="deepseek-v2-lite", max_prompt_tokens=1024, max_output_tokens=400
+    )
+    assert seen["feasible"] > 0
+
+
+def test_64_experts_and_prompts_of_few_tokens():
+    """All bits of a set, and windows that go round a short prompt many times."""
+    book = make_toy_activations(prompts=4, layers=2, experts=64, top_k=6)
+    play_and_compare(
+        3,
+        activations=book,
+        main_specs_mb=(100.0, 3000.0, 100.0),
+        remote_specs_mb=(100.0, 3000.0, 100.0),
+        max_prompt_tokens=700,
+    )
+
+
+def test_no_remote_expert_is_mix_to_the_last_digits():
+    env = ServerlessMoEEnv(**SMALL, keep_alive_s=0.0)
+    for seed in range(3):
+        env.reset(seed=seed)
+        for _ in range(30):
+            info = env.step([0, seed % 2, 0, 3, 2])[4]
+            assert info["cost_usd"] == pytest.approx(info["mix_cost_usd"], rel=1e-12)
+            assert info["reward_terms"]["cost"] == pytest.approx(-1.0, rel=1e-12)
+
+
+def test_popcount():
+    rng = np.random.default_rng(0)
+    for x in [0, 1, 2**63, 2**64 - 1, *rng.integers(0, 2**63, 50).tolist()]:
+        assert kernel.popcount(np.uint64(x)) == int(x).bit_count()
+
+
+def test_one_compiled_version_of_each_entry_point():
+    if not hasattr(kernel.step, "signatures"):
+        pytest.skip("the JIT is switched off")
+    for granularity in ("global", "per_layer"):
+        env = ServerlessMoEEnv(**SMALL, granularity=granularity)
+        env.reset(seed=0)
+        env.step(env.action_space.sample())
+        env.restore_state(env.clone_state())
+    for entry in (kernel.begin, kernel.redraw, kernel.step):
+        assert len(entry.signatures) == 1, entry
