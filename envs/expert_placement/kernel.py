@@ -762,3 +762,21 @@ def run(plant, load, st, until):
         v.area += v.in_system * (m.now - v.since)
         v.since = m.now
     return DONE
+
+
+@_jit
+def tally(home, prompt, outputs, prompt_counts, chosen, bank_start, counts):
+    """Add to ``counts`` (N, L, E) the assignments of requests that are not simulated."""
+    layers = prompt_counts.shape[1]
+    for r in range(home.shape[0]):
+        n = home[r]
+        p = prompt[r]
+        for layer in range(layers):
+            for e in range(prompt_counts.shape[2]):
+                counts[n, layer, e] += prompt_counts[p, layer, e]
+        rows = bank_start[p + 1] - bank_start[p]
+        for step in range(outputs[r] - 1):
+            row = bank_start[p] + step % rows
+            for layer in range(layers):
+                for i in range(chosen.shape[2]):
+                    counts[n, layer, chosen[row, layer, i]] += 1

@@ -1,0 +1,203 @@
+"""Arguments of the expert placement environments, checked and turned into a problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, mapping, real, whole
+from servegym.envs.expert_placement.cluster import (
+    LOAD_ARGUMENTS,
+    MODELS,
+    Cluster,
+    ModelTimes,
+    build_cluster,
+    scenario,
+)
+from servegym.envs.expert_placement.simulator import (
+    MIGRATION_SOURCES,
+    REPLICA_CHOICES,
+    Prompts,
+    make_prompts,
+)
+from servegym.envs.workloads.activations import (
+    Activations,
+    load_activations,
+    make_toy_activations,
+)
+
+ACTION_MODES = ("layer_budget", "expert_score", "placement")
+TASK_MIXES = ("by_server", "mixed")
+# The prompts that the first counts come from are never those of the episode.
+SPLITS = {"train": "val", "val": "train", "eval": "train"}
+
+# The small made-up model: about 1.5 places for each expert with the default GPUs.
+_TOY = ModelTimes(
+    4, 8, 2, 1024, 8_650_752, 0.0, 0.0027, 1e-3, 1e-5, 1e-3, 1e-6, "made up, for tests"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A placement problem: what environments and baselines share.
+
+    Attributes:
+        cluster: servers, links and times.
+        activations: recorded or synthetic routing of the prompts.
+        prompts: the same as the simulator reads it.
+        rows: prompts that episodes draw from, for each task.
+        history_rows: prompts of the first counts, for each task; none of ``rows``.
+        interarrival_s: ``(N,)`` mean seconds between the requests of each server.
+        output_tokens: range of the tokens of an answer.
+        epochs, epoch_s: decisions of an episode and seconds between them.
+        task_mix, rotate_s: which tasks a server's requests have.
+        history_requests: requests of each server in the first counts.
+        free_start: whether the first placement costs nothing.
+        action_mode: ``layer_budget``, ``expert_score`` or ``placement``.
+        replica_choice, replica_candidates, migration_source: options of the simulator.
+        arguments: the arguments as given.
+    """
+
+    cluster: Cluster
+    activations: Activations
+    prompts: Prompts
+    rows: tuple[np.ndarray, ...]
+    history_rows: tuple[np.ndarray, ...]
+    interarrival_s: np.ndarray
+    output_tokens: tuple[int, int]
+    epochs: int
+    epoch_s: float
+    task_mix: str
+    rotate_s: float
+    history_requests: int
+    free_start: bool
+    action_mode: str
+    replica_choice: str
+    replica_candidates: int
+    migration_source: str
+    arguments: dict[str, Any]
+
+    @property
+    def expected_arrivals(self) -> float:
+        """Mean number of requests of an epoch, over all servers."""
+        return float((self.epoch_s / self.interarrival_s).sum())
+
+
+@lru_cache(maxsize=8)
+def _load(model: str, skew: str, seed: int) -> tuple[Activations, Prompts]:
+    if model == "toy":
+        found = make_toy_activations(prompts=60, seed=seed)
+    else:
+        found = load_activations(model, skew=skew, seed=seed)
+    prompts = make_prompts(
+        found.tokens, found.counts, found.bank, found.bank_start,
+        found.model.experts, found.model.top_k,
+    )  # fmt: skip
+    return found, prompts
+
+
+def _rows(activations: Activations, split: str) -> tuple[np.ndarray, ...]:
+    rows = np.asarray(activations.rows(split))
+    found = tuple(rows[activations.task[rows] == t] for t in range(len(activations.tasks)))
+    for name, of_task in zip(activations.tasks, found, strict=True):
+        if not len(of_task):
+            raise ValueError(f"split {split!r} of {activations.name!r} has no prompt of {name!r}.")
+    return found
+
+
+def build_problem(
+    *,
+    scenario_name: str = "edge_hetero",
+    model: str = "deepseek-v2-lite",
+    action_mode: str = "layer_budget",
+    epochs: int = 12,
+    epoch_s: float = 300.0,
+    split: str = "train",
+    skew: str = "measured",
+    activations_seed: int = 0,
+    mean_interarrival_s: float | Sequence[float] | None = None,
+    output_tokens: int | Sequence[int] | None = None,
+    task_mix: str | None = None,
+    rotate_s: float | None = None,
+    history_requests: int = 100,
+    free_start: bool = True,
+    replica_choice: str = "least_finish",
+    replica_candidates: int = 8,
+    migration_source: str | None = None,
+    cluster_kwargs: Mapping[str, Any] | None = None,
+) -> Problem:
+    """Check every argument of a placement environment and build its problem.
+
+    The arguments are those of :class:`~servegym.envs.expert_placement.env.ExpertPlacementEnv`,
+    where ``scenario_name`` is called ``scenario``.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    arguments = dict(locals())
+    arguments["scenario"] = arguments.pop("scenario_name")
+    choose("model", model, [*MODELS, "toy"])
+    given = scenario(scenario_name)
+    load = {name: given.pop(name) for name in LOAD_ARGUMENTS if name in given}
+    given.update(mapping("cluster_kwargs", cluster_kwargs))
+    if model == "toy":
+        given.setdefault("sizes", _TOY)
+    try:
+        cluster = build_cluster(model, **given)
+    except TypeError as error:
+        raise ValueError(f"cluster_kwargs={cluster_kwargs!r}: {error}") from None
+    activations, prompts = _load(model, skew, whole("activations_seed", activations_seed, 0))
+    servers = cluster.num_servers
+
+    def pick(value: Any, name: str, default: Any) -> Any:
+        return load.get(name, default) if value is None else value
+
+    gaps = pick(mean_interarrival_s, "mean_interarrival_s", 10.0)
+    gaps = list(gaps) if isinstance(gaps, (list, tuple, np.ndarray)) else [gaps] * servers
+    if len(gaps) != servers:
+        raise ValueError(
+            f"mean_interarrival_s={mean_interarrival_s!r} must be one number or one for each of "
+            f"the {servers} servers."
+        )
+    gaps = [real(f"mean_interarrival_s[{n}]", g, 0.0, open_low=True) for n, g in enumerate(gaps)]
+    outputs = pick(output_tokens, "output_tokens", 20)
+    pair = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs, outputs]
+    if len(pair) != 2 or pair[0] > pair[1]:
+        raise ValueError(f"output_tokens={outputs!r} must be a number or a range (low, high).")
+    low, high = (whole("output_tokens", x, 1, 1 << 20) for x in pair)
+    rotate = real("rotate_s", pick(rotate_s, "rotate_s", 0.0), 0.0)
+    mix = choose("task_mix", pick(task_mix, "task_mix", "by_server"), TASK_MIXES)
+    source = pick(migration_source, "migration_source", "host")
+    choose("split", split, SPLITS)
+    if not isinstance(free_start, (bool, np.bool_)):
+        raise ValueError(f"free_start={free_start!r} must be True or False.")
+    return Problem(
+        cluster=cluster,
+        activations=activations,
+        prompts=prompts,
+        rows=_rows(activations, split),
+        history_rows=_rows(activations, SPLITS[split]),
+        interarrival_s=np.array(gaps),
+        output_tokens=(low, high),
+        epochs=whole("epochs", epochs, 1, 100_000),
+        epoch_s=real("epoch_s", epoch_s, 0.0, open_low=True),
+        task_mix=mix,
+        rotate_s=rotate,
+        history_requests=whole("history_requests", history_requests, 0, 1_000_000),
+        free_start=bool(free_start),
+        action_mode=choose("action_mode", action_mode, ACTION_MODES),
+        replica_choice=choose("replica_choice", replica_choice, REPLICA_CHOICES),
+        replica_candidates=whole("replica_candidates", replica_candidates, 1),
+        migration_source=choose("migration_source", source, MIGRATION_SOURCES),
+        arguments=arguments,
+    )
+
+
+def with_arguments(problem: Problem, **changes: Any) -> Problem:
+    """The same problem with some of its fields changed."""
+    return dataclasses.replace(problem, **changes)

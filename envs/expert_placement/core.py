@@ -1,0 +1,358 @@
+"""One system over an episode: what the single, the vector and the multi-agent environment share."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from servegym.envs.expert_placement import decode, kernel
+from servegym.envs.expert_placement.config import Problem
+from servegym.envs.expert_placement.simulator import Requests, Simulator, uniform_placement
+
+MAX_COUNT = 1e9
+MAX_SECONDS = 1e6
+MAX_REQUESTS = 1e6
+# Key figures of single servers are given for clusters of up to this many.
+MAX_LISTED_SERVERS = 16
+
+REQUEST_LOG = np.dtype(
+    [
+        ("arrival_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finish_s", "f8"),
+        ("server", "i4"),
+        ("prompt", "i4"),
+        ("task", "i4"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+    ]
+)
+
+
+@dataclass
+class PlacementState:
+    """Everything that one system is: ``clone_state`` gives it.
+
+    Attributes:
+        simulator: state arrays of the kernel.
+        requests: the requests of the episode.
+        epoch: decisions made.
+        adopted: changes of placement adopted.
+        changed_s: time of the last one.
+        history: ``(N, L, E)`` counts from before the start, None after the first change.
+        arrived: ``(N,)`` requests that had arrived before the last epoch.
+        random: state of the generator that draws the next episodes.
+        finished: whether the episode has ended.
+    """
+
+    simulator: kernel.State
+    requests: Requests
+    epoch: int
+    adopted: int
+    changed_s: float
+    history: np.ndarray | None
+    arrived: np.ndarray
+    random: Any = None
+    finished: bool = False
+
+
+def observation_space(problem: Problem) -> spaces.Dict:
+    """The observation space of one system."""
+    c = problem.cluster
+    n, g = c.num_servers, c.num_gpus
+
+    def box(high: float, *shape: int) -> spaces.Box:
+        return spaces.Box(0.0, high, shape, np.float32)
+
+    return spaces.Dict(
+        {
+            "counts": box(MAX_COUNT, n, c.layers, c.experts),
+            "placement": spaces.Box(0, 1, (g, c.layers, c.experts), np.int8),
+            "memory": box(2.0, g),
+            "loads_left": box(float(c.layers * c.experts), g),
+            "gpu_backlog_s": box(MAX_SECONDS, g),
+            "link_backlog_s": box(MAX_SECONDS, n),
+            "in_system": box(MAX_REQUESTS, n),
+            "arrivals": box(MAX_REQUESTS, n),
+            "seconds_per_token": box(MAX_SECONDS, n, 2),
+            "window_s": box(1e9, 1),
+            "progress": box(1.0, 1),
+        }
+    )
+
+
+def action_space(problem: Problem) -> spaces.Dict:
+    """The action space of one system, by the problem's mode."""
+    c = problem.cluster
+    plan: spaces.Space
+    if problem.action_mode == "layer_budget":
+        plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers), np.float32)
+    elif problem.action_mode == "expert_score":
+        plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers, c.experts), np.float32)
+    else:
+        plan = spaces.MultiBinary([c.num_gpus, c.layers, c.experts])
+    return spaces.Dict({"migrate": spaces.Discrete(2), "plan": plan})
+
+
+class PlacementSystem:
+    """A cluster over one episode of ``epochs`` decisions.
+
+    Attributes:
+        problem: what all episodes share.
+        simulator: the engine.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.simulator = Simulator(
+            problem.cluster,
+            problem.prompts,
+            problem.replica_choice,
+            problem.replica_candidates,
+            problem.migration_source,
+        )
+        self._start = uniform_placement(problem.cluster)
+
+    # ----------------------------------------------------------------------------- an episode
+
+    def begin(self, random: np.random.Generator) -> None:
+        """Draw an episode and start it, the experts spread uniformly."""
+        problem = self.problem
+        self.requests = self._draw_requests(random)
+        self.history: np.ndarray | None = self._draw_history(random)
+        self.simulator.begin(self.requests, self._start)
+        self.epoch = 0
+        self.adopted = 0
+        self.changed_s = -problem.history_requests * float(problem.interarrival_s.mean())
+        self.arrived = np.zeros(problem.cluster.num_servers, dtype=np.int64)
+
+    def _draw_requests(self, random: np.random.Generator) -> Requests:
+        problem = self.problem
+        span = problem.epochs * problem.epoch_s
+        servers = problem.cluster.num_servers
+        number = random.poisson(span / problem.interarrival_s)
+        home = np.repeat(np.arange(servers), number)
+        arrival = random.uniform(0.0, span, len(home))
+        order = np.argsort(arrival, kind="stable")
+        home, arrival = home[order], arrival[order]
+        low, high = problem.output_tokens
+        return Requests(
+            home=home,
+            arrival=arrival,
+            prompt=self._draw_prompts(random, problem.rows, home, arrival),
+            outputs=random.integers(low, high + 1, len(home)),
+            offset=random.integers(0, 1 << 16, len(home)),
+        )
+
+    def _draw_prompts(self, random, rows, home, arrival) -> np.ndarray:
+        problem = self.problem
+        tasks = len(rows)
+        if problem.task_mix == "mixed":
+            task = random.integers(0, tasks, len(home))
+        else:
+            turn = (arrival // problem.rotate_s).astype(np.int64) if problem.rotate_s > 0 else 0
+            task = (home + turn) % tasks
+        sizes = np.array([len(of_task) for of_task in rows])
+        at = (random.random(len(home)) * sizes[task]).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        return np.concatenate(rows)[starts[task] + at]
+
+    def _draw_history(self, random: np.random.Generator) -> np.ndarray:
+        problem, p = self.problem, self.problem.prompts
+        c = problem.cluster
+        counts = np.zeros((c.num_servers, c.layers, c.experts), dtype=np.int64)
+        home = np.repeat(np.arange(c.num_servers), problem.history_requests)
+        prompt = self._draw_prompts(random, problem.history_rows, home, np.zeros(len(home)))
+        low, high = problem.output_tokens
+        outputs = random.integers(low, high + 1, len(home))
+        kernel.tally(home, prompt, outputs, p.counts, p.chosen, p.bank_start, counts)
+        return counts
+
+    def counts(self) -> np.ndarray:
+        """Int64 ``(N, L, E)``: assignments since the last adopted change, history included."""
+        counts = self.simulator.counts()
+        return counts if self.history is None else counts + self.history
+
+    def decode(self, plan: np.ndarray) -> np.ndarray:
+        """The feasible placement, uint8 ``(G, L, E)``, that a plan of the action space means."""
+        cluster, mode = self.problem.cluster, self.problem.action_mode
+        if mode == "placement":
+            return decode.repair_placement(cluster, plan, self.counts())
+        of = decode.decode_budget if mode == "layer_budget" else decode.decode_scores
+        return of(cluster, plan, self.counts(), self.simulator.target())
+
+    def step(self, migrate: bool, plan: np.ndarray) -> tuple[np.ndarray, bool, bool]:
+        """Adopt the plan or not, and advance by one epoch (after the last, until all is served).
+
+        Returns:
+            Request-seconds that each server's requests spent in the system ``(N,)``, whether a
+            change was adopted, and whether the episode has ended.
+        """
+        problem, sim = self.problem, self.simulator
+        adopted = False
+        if migrate:
+            placement = self.decode(plan)
+            if not np.array_equal(placement, sim.target()):
+                sim.adopt(placement, at_once=problem.free_start and self.epoch == 0)
+                self.history = None
+                self.changed_s = sim.now
+                self.adopted += 1
+                adopted = True
+        server = sim.state.server
+        before = server["area"].copy()
+        self.arrived = server["arrived"].copy()
+        self.epoch += 1
+        sim.run(self.epoch * problem.epoch_s)
+        ended = self.epoch == problem.epochs
+        if ended:
+            sim.run()
+        return sim.state.server["area"] - before, adopted, ended
+
+    # ---------------------------------------------------------------------------- looking at it
+
+    def seconds_per_token(self) -> np.ndarray:
+        """``(N, 2)``: mean seconds per assigned token of local and of remote calls.
+
+        Of the calls that have ended since the last adopted change (Eq. 4). A server without any
+        has the mean of all servers; before any call at all, one uncontended token.
+        """
+        c, state = self.problem.cluster, self.simulator.state
+        server = state.server
+        local = c.expert_base_s[c.home_gpu] + c.expert_token_s[c.home_gpu]
+        plant = self.simulator.plant
+        stage = 2 * float(plant.cfg["stage_token"][0] + plant.cfg["stage_base"][0])
+        trip = plant.token_s + plant.token_s.T + plant.latency + plant.latency.T
+        others = max(c.num_servers - 1, 1)
+        np.fill_diagonal(trip, 0.0)
+        remote = trip.sum(axis=1) / others + 2 * c.message_cost_s + stage + local.mean()
+        times = np.stack([local, remote], axis=1)
+        for column, name in enumerate(("local", "remote")):
+            seconds, tokens = server[f"{name}_s"], server[f"{name}_tokens"]
+            if tokens.sum() > 0:
+                mean = seconds.sum() / tokens.sum()
+                times[:, column] = np.where(tokens > 0, seconds / np.maximum(tokens, 1), mean)
+        return times
+
+    def observation(self) -> dict[str, np.ndarray]:
+        """Fresh arrays, see :func:`observation_space`."""
+        problem, sim = self.problem, self.simulator
+        c, state, now = problem.cluster, sim.state, sim.now
+        n = c.num_servers
+        links = np.maximum(state.link_free - now, 0.0)
+        links = links.reshape(n, n).max(axis=1) if c.link_model == "pairwise" else links[:n]
+        left = ((state.target > 0) & (state.resident == 0)).sum(axis=1)
+
+        def clip(values: Any, high: float) -> np.ndarray:
+            return np.clip(values, 0.0, high).astype(np.float32)
+
+        return {
+            "counts": clip(self.counts(), MAX_COUNT),
+            "placement": sim.target().astype(np.int8),
+            "memory": clip(state.used / np.maximum(c.slots, 1), 2.0),
+            "loads_left": clip(left, float(c.layers * c.experts)),
+            "gpu_backlog_s": clip(state.gpu_free - now, MAX_SECONDS),
+            "link_backlog_s": clip(links, MAX_SECONDS),
+            "in_system": clip(state.server["in_system"], MAX_REQUESTS),
+            "arrivals": clip(state.server["arrived"] - self.arrived, MAX_REQUESTS),
+            "seconds_per_token": clip(self.seconds_per_token(), MAX_SECONDS),
+            "window_s": clip(np.array([now - self.changed_s]), 1e9),
+            "progress": clip(np.array([self.epoch / problem.epochs]), 1.0),
+        }
+
+    def kpis(self) -> dict[str, float]:
+        """Key figures of the episode so far, over the requests that are served."""
+        sim = self.simulator
+        server, meta = sim.state.server, sim.state.meta[0]
+        latency = sim.latencies()
+        served = ~np.isnan(latency)
+        nan = float("nan")
+
+        def mean(values: np.ndarray) -> float:
+            return float(values.mean()) if len(values) else nan
+
+        def p99(values: np.ndarray) -> float:
+            return float(np.percentile(values, 99)) if len(values) else nan
+
+        def ratio(part: str, rest: str) -> float:
+            one, other = int(server[part].sum()), int(server[rest].sum())
+            return one / (one + other) if one + other else nan
+
+        started = sim.state.request["first"] - sim.load.arrival
+        steps = int(server["layer_steps"].sum())
+        kpis = {
+            "mean_latency_s": mean(latency[served]),
+            "p99_latency_s": p99(latency[served]),
+            "mean_ttft_s": mean(started[~np.isnan(started)]),
+            "local_token_ratio": ratio("all_local_tokens", "all_remote_tokens"),
+            "local_call_ratio": ratio("all_local_calls", "all_remote_calls"),
+            "remote_layer_ratio": int(server["remote_layer_steps"].sum()) / steps if steps else nan,
+            "remote_assignments": float(server["all_remote_tokens"].sum()),
+            "network_bytes": float(meta["network_bytes"]),
+            "weight_bytes": float(meta["weight_bytes"]),
+            "messages": float(meta["messages"]),
+            "migrations": float(self.adopted),
+            "expert_loads": float(meta["loads"]),
+            "requests": float(served.sum()),
+        }
+        if self.problem.cluster.num_servers <= MAX_LISTED_SERVERS:
+            for n in range(self.problem.cluster.num_servers):
+                of_server = latency[served & (self.requests.home == n)]
+                kpis[f"mean_latency_s_server_{n}"] = mean(of_server)
+                kpis[f"p99_latency_s_server_{n}"] = p99(of_server)
+        return kpis
+
+    def request_log(self) -> np.ndarray:
+        """One row per request that has arrived, see :data:`REQUEST_LOG`."""
+        count = int(self.simulator.state.meta["next_request"][0])
+        requests, state = self.requests, self.simulator.state
+        prompt = requests.prompt[:count]
+        log = np.zeros(count, dtype=REQUEST_LOG)
+        log["arrival_s"] = requests.arrival[:count]
+        log["first_token_s"] = state.request["first"][:count]
+        log["finish_s"] = state.request["finish"][:count]
+        log["server"] = requests.home[:count]
+        log["prompt"] = prompt
+        log["task"] = self.problem.activations.task[prompt]
+        log["prompt_tokens"] = self.problem.prompts.tokens[prompt]
+        log["output_tokens"] = requests.outputs[:count]
+        return log
+
+    def clone(self) -> PlacementState:
+        """Copy the system."""
+        return PlacementState(
+            simulator=self.simulator.clone(),
+            requests=Requests(
+                *(getattr(self.requests, f.name).copy() for f in dataclasses.fields(Requests))
+            ),
+            epoch=self.epoch,
+            adopted=self.adopted,
+            changed_s=self.changed_s,
+            history=None if self.history is None else self.history.copy(),
+            arrived=self.arrived.copy(),
+        )
+
+    def restore(self, state: PlacementState) -> None:
+        """Go back to a copied state.
+
+        Raises:
+            ValueError: the state is of a system of other sizes.
+        """
+        c = self.problem.cluster
+        shape = (c.num_gpus, c.layers * c.experts)
+        if state.simulator.resident.shape != shape:
+            raise ValueError(
+                f"the state is of {state.simulator.resident.shape} GPUs and experts, this "
+                f"environment has {shape}: restore a state into an environment made with the same "
+                "arguments."
+            )
+        self.requests = state.requests
+        self.simulator.begin(state.requests, self._start)
+        self.simulator.restore(state.simulator)
+        self.epoch, self.adopted = state.epoch, state.adopted
+        self.changed_s = state.changed_s
+        self.history = None if state.history is None else state.history.copy()
+        self.arrived = state.arrived.copy()

@@ -1,0 +1,209 @@
+"""From an action to a feasible placement: every expert on some GPU, no GPU beyond its slots.
+
+Each decoder is a deterministic function of its arguments. Experts are numbered ``l * E + e`` where
+arrays are flat.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from servegym.envs.expert_placement.cluster import Cluster
+
+
+def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
+    """Experts of each layer on each server, from shares of the server's slots.
+
+    The shares of a server are normalised (all equal if they sum to 0), rounded down, clamped at E
+    and filled up by the largest remainder. Layers with fewer than E places in all then take from
+    those with most, at servers with many slots first.
+
+    Args:
+        share: ``(N, L)``, at least 0.
+        cap: ``(N,)`` slots.
+        experts: E.
+
+    Returns:
+        int64 ``(N, L)``: row n sums to ``min(cap[n], L E)``, every column to at least E.
+    """
+    share = np.asarray(share, dtype=np.float64)
+    servers, layers = share.shape
+    total = share.sum(axis=1, keepdims=True)
+    share = np.where(total > 0, share, 1.0)
+    quota = cap[:, None] * share / share.sum(axis=1, keepdims=True)
+    size = np.minimum(np.floor(quota).astype(np.int64), experts)
+    for n in range(servers):
+        left = min(int(cap[n]), layers * experts) - int(size[n].sum())
+        remainder = np.where(size[n] < experts, quota[n] - size[n], -np.inf)
+        while left > 0:
+            layer = int(np.argmax(remainder))
+            size[n, layer] += 1
+            remainder[layer] = (
+                remainder[layer] - 1.0 if size[n, layer] < experts else -np.inf
+            )  # fmt: skip
+            left -= 1
+    columns = size.sum(axis=0)
+    order = np.argsort(-cap, kind="stable")
+    for layer in range(layers):
+        while columns[layer] < experts:
+            for n in order:
+                if columns[layer] >= experts:
+                    break
+                donors = (columns > experts) & (size[n] > 0)
+                if size[n, layer] == experts or not donors.any():
+                    continue
+                donor = int(np.argmax(np.where(donors, columns, -1)))
+                size[n, donor] -= 1
+                size[n, layer] += 1
+                columns[donor] -= 1
+                columns[layer] += 1
+    return size
+
+
+def best_experts(score: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """The ``size[n]`` best-scored experts of each server, repaired so that each is somewhere.
+
+    An expert that no server has chosen goes, in order of its number, to the server that scores it
+    highest among those with an expert that another server has too, in place of the lowest-scored
+    of these. Ties go to the lowest number.
+
+    Args:
+        score: ``(N, C)``.
+        size: ``(N,)`` at most C each and at least C in all.
+
+    Returns:
+        bool ``(N, C)``.
+    """
+    servers, count = score.shape
+    chosen = np.zeros((servers, count), dtype=bool)
+    ranked = []
+    for n in range(servers):
+        best = np.argsort(-score[n], kind="stable")[: size[n]]
+        chosen[n, best] = True
+        ranked.append(best.tolist())
+    copies = chosen.sum(axis=0)
+    missing = np.flatnonzero(copies == 0)
+    for expert in missing.tolist():
+        best = -1
+        for n in range(servers):
+            # A spare expert never comes back: copies of those first chosen only become fewer.
+            while ranked[n] and copies[ranked[n][-1]] < 2:
+                ranked[n].pop()
+            if ranked[n] and (best < 0 or score[n, expert] > score[best, expert]):
+                best = n
+        worst = ranked[best].pop()
+        chosen[best, worst] = False
+        chosen[best, expert] = True
+        copies[worst] -= 1
+        copies[expert] = 1
+    return chosen
+
+
+def assign_gpus(
+    cluster: Cluster, held: np.ndarray, weight: np.ndarray, current: np.ndarray
+) -> np.ndarray:
+    """Spread the experts of each server over its GPUs.
+
+    An expert that is on a GPU of the server already stays there. The others follow layer by
+    layer, by falling weight, each to the GPU with a free slot that has the least weight of the
+    layer so far (ties: most free slots, then the lowest number).
+
+    Args:
+        cluster: the cluster.
+        held: bool ``(N, L, E)``.
+        weight: ``(L, E)`` load of an expert.
+        current: ``(G, L, E)`` placement to stay close to.
+
+    Returns:
+        uint8 ``(G, L, E)``.
+    """
+    z = np.zeros((cluster.num_gpus, cluster.layers, cluster.experts), dtype=np.uint8)
+    for n in range(cluster.num_servers):
+        gpus = np.flatnonzero(cluster.gpu_server == n)
+        if len(gpus) == 1:
+            z[gpus[0]] = held[n]
+            continue
+        open_ = held[n].copy()
+        free = cluster.slots[gpus].copy()
+        load = np.zeros((len(gpus), cluster.layers))
+        for i, g in enumerate(gpus):
+            stay = open_ & (current[g] > 0)
+            z[g] = stay
+            open_ &= ~stay
+            free[i] -= int(stay.sum())
+            load[i] = (stay * weight).sum(axis=1)
+        for layer in np.flatnonzero(open_.any(axis=1)).tolist():
+            waiting = np.flatnonzero(open_[layer])
+            for e in waiting[np.argsort(-weight[layer, waiting], kind="stable")].tolist():
+                i = min(
+                    (i for i in range(len(gpus)) if free[i] > 0),
+                    key=lambda i: (load[i, layer], -free[i], i),
+                )
+                z[gpus[i], layer, e] = 1
+                free[i] -= 1
+                load[i, layer] += weight[layer, e]
+    return z
+
+
+def decode_budget(
+    cluster: Cluster, share: np.ndarray, counts: np.ndarray, current: np.ndarray
+) -> np.ndarray:
+    """A placement from the share of each server's slots for each layer, ``(N, L)``.
+
+    Which experts of a layer a server has goes by its counts ``(N, L, E)``; where they are equal,
+    it keeps those it has.
+    """
+    size = layer_sizes(share, cluster.cap, cluster.experts)
+    score = counts + 0.5 * cluster.server_view(current)
+    held = np.zeros(score.shape, dtype=bool)
+    for layer in range(cluster.layers):
+        held[:, layer] = best_experts(score[:, layer], size[:, layer])
+    return assign_gpus(cluster, held, counts.sum(axis=0), current)
+
+
+def decode_scores(
+    cluster: Cluster, score: np.ndarray, counts: np.ndarray, current: np.ndarray
+) -> np.ndarray:
+    """A placement from a score of each expert at each server, ``(N, L, E)``."""
+    flat = np.asarray(score, dtype=np.float64).reshape(cluster.num_servers, -1)
+    held = best_experts(flat, np.minimum(cluster.cap, flat.shape[1])).reshape(score.shape)
+    return assign_gpus(cluster, held, counts.sum(axis=0), current)
+
+
+def repair_placement(cluster: Cluster, wanted: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The placement ``wanted`` ``(G, L, E)``, unchanged if it is feasible.
+
+    A GPU beyond its slots gives up experts that another GPU has too, the least used first, then
+    the least used of the others. An expert on no GPU goes to the GPU with most free slots, and
+    when none has any in place of the least used second copy.
+    """
+    use = counts.sum(axis=0).reshape(-1)
+    z = (np.asarray(wanted).reshape(cluster.num_gpus, -1) > 0).astype(np.uint8)
+    copies = z.sum(axis=0, dtype=np.int64)
+    for g in range(cluster.num_gpus):
+        here = np.flatnonzero(z[g])
+        excess = len(here) - int(cluster.slots[g])
+        if excess > 0:
+            order = np.lexsort((here, use[here], copies[here] < 2))
+            z[g, here[order[:excess]]] = 0
+            copies[here[order[:excess]]] -= 1
+    missing = np.flatnonzero(copies == 0).tolist()
+    free = cluster.slots - z.sum(axis=1, dtype=np.int64)
+    spare: list[tuple[int, int]] | None = None
+    for expert in missing:
+        g = int(np.argmax(free))
+        if free[g] <= 0:
+            if spare is None:
+                at, which = np.nonzero(z * (copies > 1))
+                order = np.lexsort((at, which, use[which]))[::-1]
+                spare = list(zip(at[order].tolist(), which[order].tolist(), strict=True))
+            g, other = spare.pop()
+            while copies[other] < 2:
+                g, other = spare.pop()
+            z[g, other] = 0
+            copies[other] -= 1
+            free[g] += 1
+        z[g, expert] = 1
+        copies[expert] = 1
+        free[g] -= 1
+    return z.reshape(cluster.num_gpus, cluster.layers, cluster.experts)

@@ -1,0 +1,270 @@
+"""Expert placement as a single Gymnasium environment."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+
+from servegym.envs._checks import choose
+from servegym.envs.expert_placement.config import Problem, build_problem
+from servegym.envs.expert_placement.core import (
+    PlacementState,
+    PlacementSystem,
+    action_space,
+    observation_space,
+)
+
+RENDER_MODES: tuple[str, ...] = ()
+
+
+def make_problem(kwargs: dict[str, Any]) -> Problem:
+    """Check the names of ``kwargs`` and build the problem.
+
+    Raises:
+        ValueError: an argument is unknown or has a bad value.
+    """
+    known = ["scenario" if n == "scenario_name" else n for n in _ARGUMENTS]
+    for name in kwargs:
+        choose("keyword", name, known)
+    return build_problem(
+        **{"scenario_name" if name == "scenario" else name: x for name, x in kwargs.items()}
+    )
+
+
+_ARGUMENTS = list(inspect.signature(build_problem).parameters)
+
+
+class ExpertPlacementEnv(gym.Env):
+    """Decide every epoch which server holds which experts of a mixture-of-experts model.
+
+    ## Description
+
+    N edge servers with G GPUs in all serve one model of L layers of E routed experts that no server
+    can hold alone. A request is served where it arrives; the tokens of a layer go to their experts
+    on a GPU of the server, else over the network to a remote copy, and the layer ends with its
+    slowest call (Eq. 1 of [1]). The scheduler sees every epoch which experts the requests of each
+    server used and may move experts; the moves use the same GPUs and links and take time, every
+    expert serves somewhere at every instant, and no GPU exceeds its memory.
+
+    All chance (arrivals, prompts, lengths) is drawn at reset; the engine is deterministic and
+    event-driven. Prompts carry recorded routing of single tokens where there is some.
+
+    ## Action Space
+
+    A `Dict`. `migrate`, `Discrete(2)`: 0 keeps the placement. `plan`, by `action_mode`:
+
+    - `"layer_budget"` (default): `Box(0, 1, (N, L))`, the share of each server's slots for each
+      layer; which experts goes by their counts.
+    - `"expert_score"`: `Box(0, 1, (N, L, E))`; each server takes its best-scored experts.
+    - `"placement"`: `MultiBinary((G, L, E))`, the placement itself.
+
+    Every plan is decoded to a feasible placement, see `decode.py`: uncovered experts replace second
+    copies. A plan that means the present placement changes nothing.
+
+    ## Observation Space
+
+    A `Dict` of float32 arrays in raw units, clipped at their bounds.
+
+    | Key | Shape | Content |
+    |---|---|---|
+    | `counts` | (N, L, E) | token-to-expert assignments of each server since the last adopted change |
+    | `placement` | (G, L, E) int8 | placement adopted last |
+    | `memory` | (G,) | slots in use / slots, above 1 while a staging slot is used |
+    | `loads_left` | (G,) | experts still to be loaded |
+    | `gpu_backlog_s`, `link_backlog_s` | (G,), (N,) | seconds of queued work |
+    | `in_system`, `arrivals` | (N,) | requests being served, requests arrived in the last epoch |
+    | `seconds_per_token` | (N, 2) | mean seconds per assigned token of local and remote calls (Eq. 4) |
+    | `window_s` | (1,) | seconds since the last adopted change, history included |
+    | `progress` | (1,) | share of the episode that has passed |
+
+    ## Rewards
+
+    Minus the request-seconds in the system during the epoch, over the expected arrivals of an
+    epoch. Their sum over an episode is minus the total latency of all requests, over that number.
+
+    ## Starting State
+
+    No request is in the system, the experts are spread uniformly and `counts` holds those of
+    `history_requests` requests of each server, with other prompts than the episode's. The first
+    change of placement takes no time if `free_start`.
+
+    ## Episode End
+
+    After `epochs` decisions the episode terminates; what is still in the system is served to its
+    end and counts in the last reward. A time limit truncates without that.
+
+    ## Information
+
+    `step`: `reward_terms` (one for each server up to 16 servers, else their sum), `adopted`. The last
+    step: `episode_kpis` (`mean_latency_s`, `p99_latency_s`, `mean_ttft_s`, the first two by server,
+    `local_token_ratio`, `local_call_ratio`, `remote_layer_ratio`, `remote_assignments` (Eq. 2),
+    `network_bytes`, `weight_bytes`, `messages`, `migrations`, `expert_loads`, `requests`).
+    `env.unwrapped.request_log()` has one row per request.
+
+    ## Arguments
+
+    | Name | Default | Meaning |
+    |---|---|---|
+    | `scenario` | `"edge_hetero"` | cluster and load; see `cluster.list_scenarios()` |
+    | `model` | `"deepseek-v2-lite"` | or `mixtral-8x7b`, `gpt-oss-20b`, `toy` |
+    | `action_mode` | `"layer_budget"` | see Action Space |
+    | `epochs`, `epoch_s` | 12, 300 | decisions, seconds between them |
+    | `split` | `"train"` | prompts of the episode: `train`, `val` or `eval` |
+    | `skew`, `activations_seed` | `"measured"`, 0 | of the activations |
+    | `mean_interarrival_s` | the scenario's | mean seconds between requests, one number or one a server |
+    | `output_tokens` | the scenario's | tokens of an answer, or a range |
+    | `task_mix`, `rotate_s` | the scenario's | `by_server` (server n has task n, moving on every `rotate_s` seconds) or `mixed` |
+    | `history_requests` | 100 | requests of each server behind the first counts |
+    | `free_start` | True | whether the first change is free |
+    | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | or `nearest`, `random`; copies looked at |
+    | `migration_source` | the scenario's | weights come from the `host` or over the `network` |
+    | `cluster_kwargs` | none | arguments of `cluster.build_cluster` |
+    | `validate` | False | check every observation against the space (slow) |
+
+    >>> import numpy
+    >>> from servegym.envs.expert_placement.env import ExpertPlacementEnv
+    >>> env = ExpertPlacementEnv(model="toy", epochs=2)
+    >>> observation, info = env.reset(seed=0)
+    >>> observation["counts"].shape, observation["placement"].shape
+    ((3, 4, 8), (4, 4, 8))
+    >>> plan = numpy.ones((3, 4), dtype=numpy.float32)
+    >>> observation, reward, terminated, truncated, info = env.step({"migrate": 1, "plan": plan})
+    >>> info["adopted"], terminated
+    (True, False)
+
+    ## Vectorized environment
+
+    `ExpertPlacementVectorEnv` holds systems that share one problem and equals `SyncVectorEnv`.
+
+    ## References
+
+    [1] Prism: expert placement and migration for mixture-of-experts inference on edge servers;
+    Eq. 1 to 4.
+
+    ## Version History
+
+    - v0: initial version
+    """
+
+    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 1}
+
+    def __init__(
+        self,
+        *,
+        render_mode: str | None = None,
+        validate: bool = False,
+        problem: Problem | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if render_mode is not None:
+            choose("render_mode", render_mode, RENDER_MODES)
+        if problem is not None and kwargs:
+            raise ValueError(f"give either problem or arguments, not both: {sorted(kwargs)}.")
+        self.render_mode = render_mode
+        self.validate = validate
+        self.problem = make_problem(kwargs) if problem is None else problem
+        self.system = PlacementSystem(self.problem)
+        self.observation_space = observation_space(self.problem)
+        self.action_space = action_space(self.problem)
+        self._finished = True
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Draw an episode and return its first observation."""
+        super().reset(seed=seed)
+        self.system.begin(self.np_random)
+        self._finished = False
+        return self._observation(), {}
+
+    def step(
+        self, action: dict[str, Any]
+    ) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        """Adopt the plan or keep the placement, and go on to the next epoch.
+
+        Raises:
+            ResetNeeded: the episode has ended, or none was begun.
+            ValueError: the action is no dict of ``migrate`` and a ``plan`` of the right shape.
+        """
+        if self._finished:
+            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        migrate, plan = check_action(action, self.action_space)
+        area, adopted, ended = self.system.step(migrate, plan)
+        terms = reward_terms(area, self.problem.expected_arrivals)
+        info: dict[str, Any] = {"reward_terms": terms, "adopted": adopted}
+        if ended:
+            self._finished = True
+            info["episode_kpis"] = self.system.kpis()
+        return self._observation(), sum(terms.values()), ended, False, info
+
+    def _observation(self) -> dict[str, np.ndarray]:
+        observation = self.system.observation()
+        if self.validate and not self.observation_space.contains(observation):
+            raise AssertionError("an observation is outside its space")
+        return observation
+
+    def request_log(self) -> np.ndarray:
+        """One row per request that has arrived, see ``core.REQUEST_LOG``."""
+        return self.system.request_log()
+
+    def episode_kpis(self) -> dict[str, float]:
+        """Key figures of the current episode so far."""
+        return self.system.kpis()
+
+    def clone_state(self) -> PlacementState:
+        """An exact copy of the whole state, the random generator's included."""
+        state = self.system.clone()
+        state.random = self.np_random.bit_generator.state
+        state.finished = self._finished
+        return state
+
+    def restore_state(self, state: PlacementState) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Go back to a cloned state; returns its observation and info like ``reset``."""
+        self.system.restore(state)
+        if state.random is not None:
+            self.np_random.bit_generator.state = state.random
+        self._finished = state.finished
+        return self._observation(), {}
+
+
+def reward_terms(area: np.ndarray, expected: float) -> dict[str, float]:
+    """Reward by server, or as one sum where there are many, of request-seconds ``(N,)``."""
+    if len(area) > 16:
+        return {"latency": -float(area.sum()) / expected}
+    return {f"latency_server_{n}": -float(x) / expected for n, x in enumerate(area)}
+
+
+def check_action(action: Any, space: spaces.Dict) -> tuple[bool, np.ndarray]:
+    """Both parts of an action, the plan clipped to [0, 1].
+
+    Raises:
+        ValueError: naming the part, what was given and what is allowed.
+    """
+    if not isinstance(action, dict) or set(action) != {"migrate", "plan"}:
+        raise ValueError(f"action={action!r} must be a dict of 'migrate' and 'plan'.")
+    migrate = np.asarray(action["migrate"])
+    if (
+        migrate.size != 1
+        or migrate.dtype.kind not in "biu"
+        or int(migrate.reshape(()))
+        not in (
+            0,
+            1,
+        )
+    ):
+        raise ValueError(f"action['migrate']={action['migrate']!r} must be 0 (keep) or 1.")
+    plan = np.asarray(action["plan"])
+    shape = space["plan"].shape
+    if plan.shape != shape or plan.dtype.kind not in "biuf":
+        raise ValueError(
+            f"action['plan'] must be numbers of shape {shape}, got shape {plan.shape} and dtype "
+            f"{plan.dtype}."
+        )
+    if not np.isfinite(plan).all():
+        raise ValueError("action['plan'] must be finite.")
+    return bool(migrate.reshape(())), np.clip(plan, 0, 1)

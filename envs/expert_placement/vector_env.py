@@ -1,0 +1,80 @@
+"""Expert placement as a vector environment whose systems share one problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from servegym.envs._checks import choose, whole
+from servegym.envs.expert_placement.core import PlacementState
+from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem
+
+
+class ExpertPlacementVectorEnv(SyncVectorEnv):
+    """B systems of `ExpertPlacementEnv` over one cluster and one set of prompts.
+
+    A step of one system is millions of events in one kernel call, so that systems are stepped one
+    after the other; what they share is loaded once. Besides the arguments of the single
+    environment it takes `num_envs`, `autoreset_mode` (`"NextStep"`, `"SameStep"`, `"Disabled"`),
+    `copy` and `max_episode_steps`.
+
+    >>> from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
+    >>> envs = ExpertPlacementVectorEnv(2, model="toy")
+    >>> observation, info = envs.reset(seed=0)
+    >>> observation["counts"].shape
+    (2, 3, 4, 8)
+    """
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        *,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        copy: bool = True,
+        max_episode_steps: int | None = None,
+        render_mode: str | None = None,
+        validate: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        num_envs = whole("num_envs", num_envs, 1)
+        if not isinstance(autoreset_mode, AutoresetMode):
+            modes = {mode.value: mode for mode in AutoresetMode}
+            modes.update({mode.name: mode for mode in AutoresetMode})
+            autoreset_mode = modes[choose("autoreset_mode", autoreset_mode, modes)]
+        problem = make_problem(kwargs)
+        if max_episode_steps is not None:
+            max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)
+
+        def make() -> gym.Env:
+            env: gym.Env = ExpertPlacementEnv(
+                render_mode=render_mode, validate=validate, problem=problem
+            )
+            if max_episode_steps is not None:
+                env = gym.wrappers.TimeLimit(env, max_episode_steps)
+            return env
+
+        super().__init__([make] * num_envs, copy=copy, autoreset_mode=autoreset_mode)
+        # The functions that made the systems are not needed again and cannot be pickled.
+        self.env_fns = []
+        self.problem = problem
+        self.max_episode_steps = max_episode_steps
+
+    def _system(self, index: int) -> ExpertPlacementEnv:
+        env = self.envs[index].unwrapped
+        assert isinstance(env, ExpertPlacementEnv)
+        return env
+
+    def request_log(self, index: int) -> np.ndarray:
+        """One row per request that has arrived in the current episode of a system."""
+        return self._system(index).request_log()
+
+    def clone_state(self, index: int) -> PlacementState:
+        """An exact copy of one system, its generator included."""
+        return self._system(index).clone_state()
+
+    def restore_state(self, index: int, state: PlacementState) -> None:
+        """Put a cloned state into one system."""
+        self._system(index).restore_state(state)

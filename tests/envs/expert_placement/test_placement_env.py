@@ -1,0 +1,395 @@
+"""What the expert placement environment owes to Gymnasium and to its users."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from servegym.envs.expert_placement.cluster import build_cluster, scenario_cluster
+from servegym.envs.expert_placement.decode import (
+    decode_budget,
+    decode_scores,
+    layer_sizes,
+    repair_placement,
+)
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
+
+MODES = ("layer_budget", "expert_score", "placement")
+SHORT = {"model": "toy", "epochs": 3, "epoch_s": 20.0, "mean_interarrival_s": 2.0}
+every_mode = pytest.mark.parametrize("mode", MODES)
+NAME = "test/ExpertPlacement-v0"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    gym.register(
+        NAME,
+        "servegym.envs.expert_placement.env:ExpertPlacementEnv",
+        vector_entry_point="servegym.envs.expert_placement.vector_env:ExpertPlacementVectorEnv",
+    )
+    yield
+    del gym.registry[NAME]
+
+
+def make(mode="layer_budget", **kwargs):
+    return ExpertPlacementEnv(**(SHORT | {"action_mode": mode} | kwargs))
+
+
+def same(a, b, where=""):
+    assert type(a) is type(b), f"{where}: {type(a)} is not {type(b)}"
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (tuple, list)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{where}[{i}]")
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape, where
+        if a.dtype == object:
+            same(a.tolist(), b.tolist(), where)
+        else:
+            np.testing.assert_array_equal(a, b, err_msg=where)
+    elif isinstance(a, float):
+        assert a == b or (math.isnan(a) and math.isnan(b)), f"{where}: {a} is not {b}"
+    else:
+        assert a == b, where
+
+
+def actions(env, count, seed=0):
+    space = copy.deepcopy(env.action_space)
+    space.seed(seed)
+    return [space.sample() for _ in range(count)]
+
+
+def play(env, moves, seed=None, reset=True):
+    seen = [env.reset(seed=seed)] if reset else []
+    for move in moves:
+        seen.append(env.step(move))
+        if seen[-1][2] or seen[-1][3]:
+            seen.append(env.reset())
+    return copy.deepcopy(seen)
+
+
+@every_mode
+def test_gymnasiums_checker_has_nothing_to_say(mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = gym.make(NAME, **(SHORT | {"action_mode": mode}))
+        check_env(env.unwrapped, skip_render_check=True)
+        play(env, actions(env, 4), seed=0)
+
+
+@every_mode
+def test_the_same_seed_gives_the_same_200_steps(mode):
+    small = {"epoch_s": 4.0, "epochs": 7}
+    env = make(mode, validate=True, **small)
+    moves = actions(env, 200)
+    first = play(env, moves, seed=3)
+    same(first, play(make(mode, **small), moves, seed=3))
+    same(first, play(env, moves, seed=3))
+    with pytest.raises(AssertionError):
+        same(first, play(env, moves, seed=4))
+
+
+@every_mode
+def test_copies_and_clones_go_on_alike(mode):
+    env = make(mode, migration_source="network")
+    moves = actions(env, 8)
+    play(env, moves[:2], seed=1)
+    state = env.clone_state()
+    seen = env._observation()
+    twins = [
+        pickle.loads(pickle.dumps(env)),
+        copy.deepcopy(env),
+        make(mode, migration_source="network"),
+    ]
+    twins[2].reset(seed=9)
+    back, _ = twins[2].restore_state(pickle.loads(pickle.dumps(state)))
+    same(back, seen)
+    later = play(env, moves, reset=False)
+    for twin in twins:
+        same(later, play(twin, moves, reset=False))
+    env.restore_state(state)
+    same(later, play(env, moves, reset=False))
+    with pytest.raises(ValueError, match="same arguments"):
+        make(model="toy", scenario="scale_8").restore_state(state)
+
+
+def test_the_spec_survives_json():
+    kwargs = SHORT | {"cluster_kwargs": {"messages": "per_expert"}, "output_tokens": [3, 6]}
+    env = gym.make(NAME, max_episode_steps=2, **kwargs)
+    again = gym.make(EnvSpec.from_json(env.spec.to_json()))
+    moves = actions(env, 5)
+    same(play(env, moves, seed=5), play(again, moves, seed=5))
+    assert again.unwrapped.problem.cluster.messages == "per_expert"
+
+
+@pytest.mark.parametrize("autoreset", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+@every_mode
+def test_the_vector_environment_equals_the_synchronous_one(mode, autoreset):
+    kwargs = SHORT | {"action_mode": mode}
+    native = gym.make_vec(
+        NAME, num_envs=3, vectorization_mode="vector_entry_point", 
+        autoreset_mode=autoreset, **kwargs,
+    )  # fmt: skip
+    assert isinstance(native.unwrapped, ExpertPlacementVectorEnv)
+    sync = SyncVectorEnv([lambda: make(mode)] * 3, autoreset_mode=autoreset)
+    same(native.reset(seed=4), sync.reset(seed=4))
+    for move in actions(native, 9):
+        one, other = native.step(move), sync.step(move)
+        same(one, other)
+    assert native.metadata["autoreset_mode"] is autoreset
+    twin = pickle.loads(pickle.dumps(native.unwrapped))
+    move = actions(native, 1)[0]
+    same(native.step(move), twin.step(move))
+
+
+def test_key_figures_reach_the_information_of_vector_environments():
+    envs = ExpertPlacementVectorEnv(2, **SHORT)
+    envs.reset(seed=0)
+    for move in actions(envs, 3):
+        _, _, terminated, _, info = envs.step(move)
+    assert terminated.all() and info["_episode_kpis"].all()
+    assert (info["episode_kpis"]["mean_latency_s"] > 0).all()
+    assert len(envs.request_log(1)) == info["episode_kpis"]["requests"][1]
+    envs.restore_state(0, envs.clone_state(1))
+    same(envs.request_log(0), envs.request_log(1))
+
+
+@every_mode
+def test_rewards_sum_to_minus_the_total_latency(mode):
+    env = make(mode, epochs=5)
+    for seed in range(3):
+        env.reset(seed=seed)
+        total = 0.0
+        for move in actions(env, 5, seed):
+            _, reward, ended, _, info = env.step(move)
+            assert isinstance(reward, float)
+            assert reward == pytest.approx(sum(info["reward_terms"].values()))
+            total += reward
+        assert ended
+        log = env.request_log()
+        latency = log["finish_s"] - log["arrival_s"]
+        assert not np.isnan(latency).any()
+        assert total == pytest.approx(-latency.sum() / env.problem.expected_arrivals)
+        kpis = info["episode_kpis"]
+        assert kpis["mean_latency_s"] == pytest.approx(latency.mean())
+        assert kpis["requests"] == len(log) > 50
+
+
+@every_mode
+@pytest.mark.parametrize("source", ["host", "network"])
+def test_whatever_is_chosen_no_token_is_lost_and_all_experts_serve(mode, source):
+    env = make(mode, epochs=6, epoch_s=3.0, migration_source=source, output_tokens=(1, 9))
+    cluster, prompts = env.problem.cluster, env.problem.prompts
+    for seed in range(8):
+        env.reset(seed=seed)
+        for move in actions(env, 6, seed):
+            move["migrate"] = 1
+            observation = env.step(move)[0]
+            cluster.check_placement(observation["placement"])
+            resident = env.system.simulator.placement()
+            assert (resident.sum(axis=0) >= 1).all()
+            used = resident.reshape(cluster.num_gpus, -1).sum(axis=1)
+            assert (used <= cluster.slots + 1).all()
+        state = env.system.simulator.state
+        assert state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
+        assert (state.peak <= cluster.slots + 1).all()
+        np.testing.assert_array_equal(env.system.simulator.placement(), observation["placement"])
+        log = env.request_log()
+        tokens = prompts.tokens[log["prompt"]] + log["output_tokens"] - 1
+        done = state.server["all_local_tokens"].sum() + state.server["all_remote_tokens"].sum()
+        assert done == tokens.sum() * cluster.layers * cluster.top_k
+
+
+def test_keeping_costs_and_moves_nothing():
+    env = make("placement")
+    observation, _ = env.reset(seed=0)
+    start = observation["placement"]
+    assert observation["counts"].sum() > 0, "the first counts come from the history"
+    for _ in range(3):
+        observation, _, _, _, info = env.step({"migrate": 0, "plan": 1 - start})
+        assert not info["adopted"]
+        same(observation["placement"], start)
+    assert info["episode_kpis"]["expert_loads"] == 0
+    env.reset(seed=0)
+    assert not env.step({"migrate": 1, "plan": start})[4]["adopted"], "the plan is what is there"
+
+
+def test_counts_start_anew_after_a_change():
+    env = make("placement", free_start=False)
+    observation, _ = env.reset(seed=0)
+    window = float(observation["window_s"][0])
+    observation = env.step({"migrate": 0, "plan": observation["placement"]})[0]
+    assert observation["window_s"][0] == pytest.approx(window + 20.0)
+    plan = np.roll(observation["placement"], 1, axis=2)
+    before = observation["counts"].sum()
+    observation, _, _, _, info = env.step({"migrate": 1, "plan": plan})
+    assert info["adopted"] and observation["window_s"][0] == 20.0
+    assert 0 < observation["counts"].sum() < before
+    assert env.episode_kpis()["expert_loads"] > 0
+
+
+def test_the_history_has_other_prompts():
+    for split in ("train", "val", "eval"):
+        problem = make(split=split).problem
+        rows, history = (set(np.concatenate(x)) for x in (problem.rows, problem.history_rows))
+        assert rows and history and not rows & history
+
+
+def test_tasks_rotate():
+    env = make(rotate_s=30.0)
+    env.reset(seed=0)
+    for move in actions(env, 3):
+        env.step(move)
+    log = env.request_log()
+    early = log[log["arrival_s"] < 30.0]
+    late = log[(log["arrival_s"] >= 30.0)]
+    assert (early["task"] == early["server"] % 2).all()
+    assert (late["task"] == (late["server"] + 1) % 2).all()
+
+
+def test_a_better_placement_is_faster():
+    """All experts of the toy on every GPU beat the uniform spread."""
+    slots = {"cluster_kwargs": {"slots": [32, 32, 32, 32]}}
+    results = []
+    for migrate in (0, 1):
+        env = make("placement", **slots)
+        observation, _ = env.reset(seed=0)
+        for _ in range(3):
+            info = env.step({"migrate": migrate, "plan": np.ones((4, 4, 8), np.int8)})[4]
+        results.append(info["episode_kpis"])
+    assert results[1]["local_token_ratio"] == 1.0 and results[1]["network_bytes"] == 0
+    assert results[1]["mean_latency_s"] < 0.8 * results[0]["mean_latency_s"]
+
+
+def test_steps_need_an_episode_and_good_actions():
+    env = make()
+    good = actions(env, 1)[0]
+    with pytest.raises(ResetNeeded):
+        env.step(good)
+    env.reset(seed=0)
+    for bad, word in (
+        ({"plan": good["plan"]}, "dict"),
+        (good | {"migrate": 2}, "migrate"),
+        (good | {"plan": good["plan"][:2]}, "shape"),
+        (good | {"plan": good["plan"] * np.nan}, "finite"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            env.step(bad)
+    for _ in range(3):
+        env.step(good)
+    with pytest.raises(ResetNeeded):
+        env.step(good)
+
+
+@pytest.mark.parametrize(
+    "kwargs, word",
+    [
+        ({"scenarios": "drift"}, "scenario"),
+        ({"scenario": "edge"}, "edge_hetero"),
+        ({"model": "mixtral"}, "mixtral-8x7b"),
+        ({"action_mode": "budget"}, "layer_budget"),
+        ({"epochs": 0}, "epochs"),
+        ({"epoch_s": -1}, "epoch_s"),
+        ({"split": "test"}, "eval"),
+        ({"output_tokens": (5, 2)}, "output_tokens"),
+        ({"output_tokens": 0}, "output_tokens"),
+        ({"mean_interarrival_s": (1.0, 2.0)}, "each of the 3"),
+        ({"mean_interarrival_s": 0.0}, "mean_interarrival_s"),
+        ({"free_start": 1}, "free_start"),
+        ({"migration_source": "disk"}, "network"),
+        ({"replica_choice": "best"}, "least_finish"),
+        ({"cluster_kwargs": {"nic": 3}}, "cluster_kwargs"),
+        ({"cluster_kwargs": {"slots": [1, 1, 1, 1]}}, "bytes are missing"),
+        ({"task_mix": "none"}, "by_server"),
+        ({"render_mode": "human"}, "render_mode"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, word):
+    with pytest.raises(ValueError, match=word):
+        make(**kwargs)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "gpt-oss-20b", "mixtral-8x7b"])
+def test_the_models_serve_recorded_prompts(model):
+    env = ExpertPlacementEnv(model=model, epochs=1, epoch_s=30.0, validate=True)
+    env.reset(seed=0)
+    move = actions(env, 1)[0] | {"migrate": 1}
+    _, reward, ended, _, info = env.step(move)
+    assert ended and reward < 0 and info["episode_kpis"]["requests"] > 0
+    assert 0.0 < info["episode_kpis"]["local_token_ratio"] < 1.0
+
+
+# ----------------------------------------------------------------------------------- decoders
+
+
+def test_sizes_by_hand():
+    share = np.array([[1.0, 1.0], [3.0, 1.0]])
+    np.testing.assert_array_equal(layer_sizes(share, np.array([4, 4]), 4), [[1, 3], [3, 1]])
+    tight = layer_sizes(np.ones((3, 32)), np.array([64, 64, 128]), 8)
+    assert (tight.sum(axis=0) == 8).all()
+    clamped = layer_sizes(np.random.default_rng(0).random((3, 32)), np.array([60, 60, 400]), 8)
+    assert (clamped[2] == 8).all() and clamped.sum(axis=1).tolist() == [60, 60, 256]
+
+
+def random_feasible(rng, cluster):
+    z = np.zeros((cluster.num_gpus, cluster.layers * cluster.experts), np.uint8)
+    room = cluster.slots.copy()
+    for i in rng.permutation(z.shape[1]):
+        g = rng.choice(np.flatnonzero(room > 0))
+        z[g, i] = 1
+        room[g] -= 1
+    return z.reshape(-1, cluster.layers, cluster.experts)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 7])
+def test_every_action_decodes_to_a_feasible_placement(spare):
+    problem = make().problem
+    sizes = make().problem.arguments
+    assert sizes["model"] == "toy"
+    rng = np.random.default_rng(spare)
+    for gpus in ((1, 1, 2), (3, 1), (2, 2, 2, 1)):
+        total = sum(gpus)
+        slots = np.full(total, 256 // total)
+        slots[: 256 - slots.sum()] += 1
+        slots[0] += spare
+        cluster = build_cluster("mixtral-8x7b", gpus=gpus, slots=slots.tolist())
+        for scale in (0.1, 1.0, 30.0):
+            n = cluster.num_servers
+            counts = rng.poisson(scale, (n, 32, 8))
+            now = random_feasible(rng, cluster)
+            share = rng.random((n, 32)) ** scale
+            for z in (
+                decode_budget(cluster, share, counts, now),
+                decode_budget(cluster, 0 * share, 0 * counts, now),
+                decode_budget(cluster, share > 0.9, counts, now),
+                decode_scores(cluster, rng.random((n, 32, 8)), counts, now),
+                decode_scores(cluster, np.zeros((n, 32, 8)), counts, now),
+                repair_placement(cluster, rng.random((total, 32, 8)) < 0.1 * scale, counts),
+                repair_placement(cluster, np.zeros((total, 32, 8)), counts),
+                repair_placement(cluster, np.ones((total, 32, 8)), counts),
+            ):
+                cluster.check_placement(z)
+            np.testing.assert_array_equal(repair_placement(cluster, now, counts), now)
+    assert problem.cluster.num_gpus == 4
+
+
+def test_scores_are_obeyed_where_they_cover():
+    cluster = scenario_cluster("edge_hetero")
+    score = np.zeros((3, 26, 64))
+    score[0, :8], score[1, 8:16], score[2, 8:] = 1.0, 1.0, 1.0
+    z = decode_scores(cluster, score, np.zeros((3, 26, 64)), np.zeros((4, 26, 64)))
+    held = cluster.server_view(z)
+    assert held[0, :8].all() and held[1, 8:16].all() and held[2, 8:].all()
