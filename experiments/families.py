@@ -172,5 +172,43 @@ ROUTING = Family(
     describe=_routing_choice,
 )
 
-FAMILIES: tuple[Family, ...] = (ROUTING,)
+# ------------------------------------------------------------------------------- serverless MoE
+
+
+def _serverless_system(problem: Any) -> Any:
+    from servegym.baselines.serverless.system import ServerlessSystem
+
+    return ServerlessSystem.from_problem(problem)
+
+
+SERVERLESS = Family(
+    name="serverless_moe",
+    views={"graph": "ServerlessMoE", "flat": "ServerlessMoEFlat"},
+    headline=("mean_reward", "reward a request"),
+    higher_is_better=True,
+    mean="mean_of_mean_reward",
+    columns=(
+        Column("cost / MIX", "cost_over_mix", 3),
+        Column("late TTFT %", "ttft_violation_rate", 1, 100),
+        Column("late TPOT %", "tpot_violation_rate", 1, 100),
+        Column("infeasible %", "infeasible_rate", 1, 100),
+        Column("TTFT s", "mean_ttft_s", 2),
+        Column("TPOT ms", "mean_tpot_s", 1, 1e3),
+        Column("cold s", "mean_cold_start_s", 2),
+        Column("remote %", "mean_remote_ratio", 1, 100),
+        Column("main warm %", "main_warm_rate", 1, 100),
+        Column("1e-3 USD/request", "mean_cost_usd", 3, 1e3),
+    ),
+    told=("model", "preset", "gpu", "granularity", "predictor", "decode_invocation", "price_ratio"),
+    notes=(
+        "reward: minus cost and penalties over the cost of the same request with every expert in "
+        "the main function (MIX); interquartile mean over episodes [bootstrap 95 % interval].",
+    ),
+    system=_serverless_system,
+    extras=lambda result, problem: {},
+    request_interval=lambda logs, arguments: None,
+    describe=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
+)
+
+FAMILIES: tuple[Family, ...] = (ROUTING, SERVERLESS)
 """Every family that the evaluator runs."""

@@ -13,25 +13,27 @@ try:
 except _metadata.PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
-_ROUTING = {
-    "servegym/LLMRouting-v0": "LLMRouting",
-    "servegym/LLMRoutingFlat-v0": "LLMRoutingFlat",
-    "servegym/LLMRoutingExperts-v0": "LLMRoutingExperts",
+_FAMILIES = {
+    "llm_routing": ("LLMRouting", "LLMRoutingFlat", "LLMRoutingExperts"),
+    "serverless_moe": ("ServerlessMoE", "ServerlessMoEFlat"),
 }
 
-ENV_IDS: tuple[str, ...] = tuple(_ROUTING)
+ENV_IDS: tuple[str, ...] = tuple(
+    f"servegym/{name}-v0" for names in _FAMILIES.values() for name in names
+)
 """Every Gymnasium id this package registers."""
 
 
 def register_envs() -> None:
     """Register the environments with Gymnasium; ids already there are left alone."""
-    for env_id, name in _ROUTING.items():
-        if env_id not in _gymnasium.registry:
-            _gymnasium.register(
-                id=env_id,
-                entry_point=f"servegym.envs.llm_routing.env:{name}Env",
-                vector_entry_point=f"servegym.envs.llm_routing.vector_env:{name}VectorEnv",
-            )
+    for family, names in _FAMILIES.items():
+        for name in names:
+            if f"servegym/{name}-v0" not in _gymnasium.registry:
+                _gymnasium.register(
+                    id=f"servegym/{name}-v0",
+                    entry_point=f"servegym.envs.{family}.env:{name}Env",
+                    vector_entry_point=f"servegym.envs.{family}.vector_env:{name}VectorEnv",
+                )
 
 
 register_envs()
