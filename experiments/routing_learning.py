@@ -120,6 +120,9 @@ def fig16(options: Options) -> None:
 
 def fig17(options: Options) -> None:
     """Ablation: state abstraction and reward (the paper's), and our own parts."""
+    if not options.trained:
+        print("fig17: no trained routers, left out")
+        return
     rows = []
     for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
         if fleet in options.fleets:

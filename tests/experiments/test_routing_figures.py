@@ -204,10 +204,11 @@ def test_learning_figures(tmp_path, trained, capsys):
 
 
 def test_without_trainings_it_says_so(tmp_path, capsys):
-    argv = ["--quick", "--out", str(tmp_path), "--figure", "fig16"]
+    argv = ["--quick", "--out", str(tmp_path), "--figure", "fig16", "fig17"]
     assert routing_learning.main(argv) == 0
     printed = capsys.readouterr().out
     assert "baselines only" in printed and "no training logs" in printed
+    assert "fig17: no trained routers" in printed
     assert list(tmp_path.iterdir()) == []
 
 
