@@ -37,7 +37,7 @@ def parse_settings(items: Sequence[str]) -> dict[str, Any]:
 def env_kwargs(args: Any) -> dict[str, Any]:
     """Keyword arguments of the training environments: the routing flags, then ``--set``."""
     kwargs: dict[str, Any] = {}
-    if args.env_id.startswith("servegym/LLMRouting"):
+    if args.env_id.startswith("servegym/LLMRouting") and hasattr(args, "profiles"):
         kwargs = {
             "profiles": args.profiles,
             "latency_requirement_s": args.latency_requirement_s,
