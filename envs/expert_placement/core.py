@@ -186,22 +186,25 @@ class PlacementSystem:
         return of(cluster, plan, self.counts(), self.simulator.target())
 
     def step(self, migrate: bool, plan: np.ndarray) -> tuple[np.ndarray, bool, bool]:
-        """Adopt the plan or not, and advance by one epoch (after the last, until all is served).
+        """Adopt the plan or not, and advance by one epoch, see :meth:`advance`."""
+        return self.advance(self.decode(plan) if migrate else None)
+
+    def advance(self, placement: np.ndarray | None) -> tuple[np.ndarray, bool, bool]:
+        """Adopt a feasible placement, if one is given, and go on to the next decision.
+
+        After the last epoch until all requests are served.
 
         Returns:
             Request-seconds that each server's requests spent in the system ``(N,)``, whether a
             change was adopted, and whether the episode has ended.
         """
         problem, sim = self.problem, self.simulator
-        adopted = False
-        if migrate:
-            placement = self.decode(plan)
-            if not np.array_equal(placement, sim.target()):
-                sim.adopt(placement, at_once=problem.free_start and self.epoch == 0)
-                self.history = None
-                self.changed_s = sim.now
-                self.adopted += 1
-                adopted = True
+        adopted = placement is not None and not np.array_equal(placement, sim.target())
+        if placement is not None and adopted:
+            sim.adopt(placement, at_once=problem.free_start and self.epoch == 0)
+            self.history = None
+            self.changed_s = sim.now
+            self.adopted += 1
         server = sim.state.server
         before = server["area"].copy()
         self.arrived = server["arrived"].copy()

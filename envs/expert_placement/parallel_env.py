@@ -1,0 +1,229 @@
+"""Expert placement with every server an agent, for PettingZoo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.utils import seeding
+from pettingzoo import ParallelEnv
+
+from servegym.envs.expert_placement.core import PlacementSystem, action_space, observation_space
+from servegym.envs.expert_placement.decode import repair_placement
+from servegym.envs.expert_placement.env import check_action, make_problem
+
+
+class ExpertPlacementParallelEnv(ParallelEnv):
+    """Every server decides which experts it holds; together they must hold them all.
+
+    ## Description
+
+    The system of `ExpertPlacementEnv`. Each server sees the counts of its own requests and who
+    holds what, and plans its own GPUs. The plans of those that migrate are decoded as in the single
+    environment, the others keep what they have, and what is then missing replaces second copies
+    (`decode.repair_placement`), so that a server may have to hold what it did not ask for.
+
+    ## Agents
+
+    `server_0` to `server_{N-1}`, all present until the episode ends.
+
+    ## Action Space
+
+    A `Dict` each: `migrate`, `Discrete(2)`, and `plan`, `Box(0, 1, (L,))` with
+    `action_mode="layer_budget"` or `Box(0, 1, (L, E))` with `"expert_score"`.
+
+    ## Observation Space
+
+    A `Dict` each of float32 arrays: `counts` (L, E), `held` int8 (N, L, E) which server holds what,
+    itself first and the others in order, `memory`, `loads_left`, `gpu_backlog_s` and
+    `link_backlog_s` (1,), the first three over its GPUs, `in_system`, `arrivals` (1,),
+    `seconds_per_token` (2,), `window_s`, `progress` (1,). `state()` is the flattened observation of
+    `ExpertPlacementEnv`.
+
+    ## Rewards
+
+    Minus the request-seconds of the server's own requests over the expected arrivals of all; they
+    add up to the reward of the whole. With `shared_reward=True` everyone gets that sum.
+
+    ## Episode End
+
+    As in `ExpertPlacementEnv`; all agents terminate together, `infos` then holds `episode_kpis`.
+
+    ## Arguments
+
+    Those of `ExpertPlacementEnv` (its `action_mode` without `"placement"`) and `shared_reward`.
+
+    >>> from servegym.envs.expert_placement.parallel_env import parallel_env
+    >>> env = parallel_env(model="toy", epochs=2)
+    >>> observations, infos = env.reset(seed=0)
+    >>> env.agents, observations["server_2"]["counts"].shape
+    (['server_0', 'server_1', 'server_2'], (4, 8))
+    """
+
+    metadata: dict[str, Any] = {
+        "name": "servegym/expert_placement-v0",
+        "render_modes": [],
+        "is_parallelizable": True,
+    }
+
+    def __init__(
+        self, *, shared_reward: bool = False, render_mode: str | None = None, **kwargs: Any
+    ) -> None:
+        if not isinstance(shared_reward, (bool, np.bool_)):
+            raise ValueError(f"shared_reward={shared_reward!r} must be True or False.")
+        if render_mode is not None:
+            raise ValueError(f"render_mode={render_mode!r} must be None.")
+        if kwargs.get("action_mode") == "placement":
+            raise ValueError(
+                "action_mode='placement' is for the single environment; "
+                "choose 'layer_budget' or 'expert_score'."
+            )
+        self.render_mode = None
+        self.shared_reward = bool(shared_reward)
+        self.problem = make_problem(kwargs)
+        self.system = PlacementSystem(self.problem)
+        c = self.problem.cluster
+        self.possible_agents = [f"server_{n}" for n in range(c.num_servers)]
+        self.agents: list[str] = []
+        whole = observation_space(self.problem)
+        self._inner = whole
+        self.state_space = spaces.flatten_space(whole)
+
+        def one(name: str, *shape: int) -> spaces.Box:
+            box = whole[name]
+            assert isinstance(box, spaces.Box)
+            return spaces.Box(0.0, float(box.high.max()), shape, np.float32)
+
+        scalars = (
+            "memory loads_left gpu_backlog_s link_backlog_s in_system arrivals window_s progress"
+        ).split()
+        self.observation_spaces = {
+            agent: spaces.Dict(
+                {
+                    "counts": one("counts", c.layers, c.experts),
+                    "held": spaces.Box(0, 1, (c.num_servers, c.layers, c.experts), np.int8),
+                    "seconds_per_token": one("seconds_per_token", 2),
+                }
+                | {name: one(name, 1) for name in scalars}
+            )
+            for agent in self.possible_agents
+        }
+        plan = action_space(self.problem)["plan"]
+        assert isinstance(plan, spaces.Box)
+        self.action_spaces = {
+            agent: spaces.Dict(
+                {
+                    "migrate": spaces.Discrete(2),
+                    "plan": spaces.Box(0.0, 1.0, plan.shape[1:], np.float32),
+                }
+            )
+            for agent in self.possible_agents
+        }
+        self._random: np.random.Generator | None = None
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        """The observation space of a server."""
+        return self.observation_spaces[agent]
+
+    def action_space(self, agent: str) -> spaces.Space:
+        """The action space of a server."""
+        return self.action_spaces[agent]
+
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Draw an episode and return everyone's first observation."""
+        if seed is not None or self._random is None:
+            self._random, _ = seeding.np_random(seed)
+        self.system.begin(self._random)
+        self.agents = list(self.possible_agents)
+        return self._observations(), {agent: {} for agent in self.agents}
+
+    def step(
+        self, actions: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, float], dict[str, bool], dict[str, bool], dict[str, Any]]:
+        """Carry out the servers' plans and go on to the next epoch.
+
+        Raises:
+            ResetNeeded: no episode is under way.
+            ValueError: the action of a server is missing or malformed.
+        """
+        if not self.agents:
+            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        missing = [agent for agent in self.agents if agent not in actions]
+        if missing:
+            raise ValueError(f"actions lack {missing[0]!r}.")
+        parts = [check_action(actions[agent], self.action_spaces[agent]) for agent in self.agents]
+        migrate = np.array([part[0] for part in parts])
+        placement = None
+        if migrate.any():
+            wanted = self.system.decode(np.stack([part[1] for part in parts]))
+            keeps = ~migrate[self.problem.cluster.gpu_server]
+            wanted[keeps] = self.system.simulator.target()[keeps]
+            placement = repair_placement(self.problem.cluster, wanted, self.system.counts())
+        area, adopted, ended = self.system.advance(placement)
+        rewards = -area / self.problem.expected_arrivals
+        if self.shared_reward:
+            rewards = np.full(len(rewards), rewards.sum())
+        agents = self.agents
+        infos: dict[str, Any] = {agent: {"adopted": adopted} for agent in agents}
+        if ended:
+            for agent in agents:
+                infos[agent]["episode_kpis"] = self.system.kpis()
+        observations = self._observations()
+        if ended:
+            self.agents = []
+        return (
+            observations,
+            {agent: float(rewards[n]) for n, agent in enumerate(agents)},
+            {agent: ended for agent in agents},
+            {agent: False for agent in agents},
+            infos,
+        )
+
+    def _observations(self) -> dict[str, Any]:
+        seen, cluster = self.system.observation(), self.problem.cluster
+        held = cluster.server_view(seen["placement"]).astype(np.int8)
+        cap = np.maximum(cluster.cap, 1)
+        found = {}
+        for n, agent in enumerate(self.agents):
+            mine = cluster.gpu_server == n
+            used = float((seen["memory"][mine] * cluster.slots[mine]).sum()) / cap[n]
+            values = {
+                "memory": min(used, 2.0),
+                "loads_left": seen["loads_left"][mine].max(),
+                "gpu_backlog_s": seen["gpu_backlog_s"][mine].max(),
+                "link_backlog_s": seen["link_backlog_s"][n],
+                "in_system": seen["in_system"][n],
+                "arrivals": seen["arrivals"][n],
+                "window_s": seen["window_s"][0],
+                "progress": seen["progress"][0],
+            }
+            order = [n, *(m for m in range(cluster.num_servers) if m != n)]
+            found[agent] = {
+                "counts": seen["counts"][n].copy(),
+                "held": held[order],
+                "seconds_per_token": seen["seconds_per_token"][n].copy(),
+            } | {name: np.array([value], np.float32) for name, value in values.items()}
+        return found
+
+    def state(self) -> np.ndarray:
+        """The flattened observation of `ExpertPlacementEnv`, for centralised critics."""
+        return spaces.flatten(self._inner, self.system.observation())
+
+    def request_log(self) -> np.ndarray:
+        """One row per request that has arrived, see ``core.REQUEST_LOG``."""
+        return self.system.request_log()
+
+    def render(self) -> None:
+        """Nothing is drawn."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:
+    """The environment, see `ExpertPlacementParallelEnv` for the arguments."""
+    return ExpertPlacementParallelEnv(**kwargs)

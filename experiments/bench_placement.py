@@ -1,0 +1,90 @@
+"""Speed of the expert placement simulator: expert calls a second by size of the cluster.
+
+Every server gets the same load; experts have as many copies as fit, so that the share of remote
+calls is about the same at every size.
+
+    python -m servegym.experiments.bench_placement --gpus 4 64 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from servegym.envs.expert_placement.cluster import SCALES, scenario_cluster
+from servegym.envs.expert_placement.simulator import (
+    Requests,
+    Simulator,
+    make_prompts,
+    uniform_placement,
+)
+from servegym.envs.workloads.activations import make_toy_activations
+from servegym.experiments.output import print_table
+
+
+def filled_placement(cluster, seed=0):
+    """Every expert once, and random copies in all other slots."""
+    rng = np.random.default_rng(seed)
+    z = uniform_placement(cluster).reshape(cluster.num_gpus, -1)
+    for g in range(cluster.num_gpus):
+        free = np.flatnonzero(z[g] == 0)
+        z[g, rng.permutation(free)[: cluster.slots[g] - int(z[g].sum())]] = 1
+    return z.reshape(-1, cluster.layers, cluster.experts)
+
+
+def measure(name: str, messages: str, requests: int, seconds: float, seed: int = 0):
+    """Calls, events and requests a second of CPU time, and the share of remote calls."""
+    cluster = scenario_cluster(name, messages=messages)
+    toy = make_toy_activations(
+        prompts=40, layers=cluster.layers, experts=cluster.experts, top_k=cluster.top_k, seed=seed
+    )
+    prompts = make_prompts(
+        toy.tokens, toy.counts, toy.bank, toy.bank_start, cluster.experts, cluster.top_k
+    )
+    rng = np.random.default_rng(seed)
+    count = requests * cluster.num_servers
+    load = Requests(
+        home=rng.integers(0, cluster.num_servers, count),
+        arrival=np.cumsum(rng.exponential(seconds / cluster.num_servers, count)),
+        prompt=rng.integers(0, len(toy.tokens), count),
+        outputs=np.full(count, 20),
+        offset=rng.integers(0, 1 << 16, count),
+    )
+    simulator = Simulator(cluster, prompts)
+    placement = filled_placement(cluster)
+    best = np.inf
+    for _ in range(3):  # the first one compiles
+        simulator.begin(load, placement)
+        start = time.process_time()
+        simulator.run()
+        best = min(best, time.process_time() - start)
+    meta = simulator.state.meta[0]
+    remote = int(simulator.state.server["all_remote_calls"].sum()) / int(meta["calls"])
+    return int(meta["calls"]) / best, int(meta["events"]) / best, count / best, remote
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
+    parser.add_argument("--requests", type=int, default=60, help="of each server")
+    parser.add_argument("--seconds", type=float, default=10.0, help="mean between arrivals")
+    arguments = parser.parse_args()
+    rows = []
+    for messages in ("per_server", "per_expert"):
+        for gpus in arguments.gpus:
+            calls, events, served, remote = measure(
+                f"scale_{gpus}", messages, arguments.requests, arguments.seconds
+            )
+            rows.append(
+                [messages, str(gpus), f"{calls / 1e6:.1f}", f"{events / 1e6:.1f}", f"{served:.0f}",
+                 f"{remote:.2f}"]
+            )  # fmt: skip
+    header = ["messages", "GPUs", "M calls/s", "M events/s", "requests/s", "remote calls"]
+    print_table("Expert placement simulator, one core", header, rows)
+
+
+if __name__ == "__main__":
+    main()

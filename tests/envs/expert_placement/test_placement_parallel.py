@@ -1,0 +1,126 @@
+"""Every server an agent: PettingZoo's own tests and ours."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pettingzoo", reason="the multi-agent environment needs pettingzoo")
+
+from gymnasium.error import ResetNeeded
+from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
+from pettingzoo.utils.conversions import parallel_to_aec
+
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.envs.expert_placement.parallel_env import parallel_env
+
+SHORT = {"model": "toy", "epochs": 7, "epoch_s": 5.0, "mean_interarrival_s": 2.0}
+modes = pytest.mark.parametrize("mode", ["layer_budget", "expert_score"])
+
+
+def flatten(value):
+    if isinstance(value, dict):
+        return [x for name in sorted(value) for x in flatten(value[name])]
+    if isinstance(value, (tuple, list)):
+        return [x for part in value for x in flatten(part)]
+    return [np.asarray(value)]
+
+
+def same(a, b):
+    a, b = flatten(a), flatten(b)
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
+    )
+
+
+def play(env, steps, seed):
+    for n, agent in enumerate(env.possible_agents):
+        env.action_space(agent).seed(n)
+    seen = [copy.deepcopy(env.reset(seed=seed))]
+    for _ in range(steps):
+        actions = {agent: env.action_space(agent).sample() for agent in env.agents}
+        seen.append(copy.deepcopy(env.step(actions)))
+        if not env.agents:
+            seen.append(copy.deepcopy(env.reset()))
+    return seen
+
+
+@modes
+def test_pettingzoos_tests_have_nothing_to_say(mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel_api_test(parallel_env(**SHORT, action_mode=mode), num_cycles=30)
+    parallel_seed_test(lambda: parallel_env(**SHORT, action_mode=mode))
+
+
+def test_turn_by_turn_it_passes_the_tests_as_well():
+    api_test(parallel_to_aec(parallel_env(**SHORT)), num_cycles=30)
+
+
+@modes
+def test_the_same_seed_gives_the_same_200_steps(mode):
+    first = play(parallel_env(**SHORT, action_mode=mode), 200, 3)
+    assert same(first, play(parallel_env(**SHORT, action_mode=mode), 200, 3))
+    assert not same(first, play(parallel_env(**SHORT, action_mode=mode), 200, 4))
+
+
+@modes
+@pytest.mark.parametrize("shared", [False, True])
+def test_servers_that_agree_are_the_single_environment(mode, shared):
+    single = ExpertPlacementEnv(**SHORT, action_mode=mode)
+    env = parallel_env(**SHORT, action_mode=mode, shared_reward=shared)
+    theirs, _ = single.reset(seed=1)
+    env.reset(seed=1)
+    single.action_space.seed(0)
+    for _ in range(7):
+        action = single.action_space.sample()
+        theirs, paid, ended, _, info = single.step(action)
+        mine, given, ends, _, infos = env.step(
+            {
+                agent: {"migrate": action["migrate"], "plan": action["plan"][n]}
+                for n, agent in enumerate(env.agents)
+            }
+        )
+        if shared:
+            assert all(x == pytest.approx(paid) for x in given.values())
+        else:
+            assert sum(given.values()) == pytest.approx(paid)
+        assert set(ends.values()) == {ended}
+        np.testing.assert_array_equal(mine["server_1"]["counts"], theirs["counts"][1])
+        held = env.problem.cluster.server_view(theirs["placement"])
+        np.testing.assert_array_equal(mine["server_1"]["held"], held[[1, 0, 2]])
+    assert ended and env.agents == []
+    assert infos["server_0"]["episode_kpis"] == info["episode_kpis"]
+    assert env.state_space.contains(env.state())
+
+
+def test_one_server_can_change_alone():
+    env = parallel_env(**SHORT, free_start=False, action_mode="expert_score")
+    env.reset(seed=0)
+    before = env.system.simulator.target()
+    rng = np.random.default_rng(0)
+    env.step(
+        {
+            agent: {"migrate": int(n == 2), "plan": rng.random((4, 8)).astype(np.float32)}
+            for n, agent in enumerate(env.agents)
+        }
+    )
+    after = env.system.simulator.target()
+    env.problem.cluster.check_placement(after)
+    assert not np.array_equal(before[2:], after[2:])
+    # The others take in only what the change would have left nowhere.
+    assert (before[:2] & ~after[:2]).sum() <= (after[:2] & ~before[:2]).sum()
+
+
+def test_bad_calls_are_named():
+    env = parallel_env(**SHORT)
+    with pytest.raises(ResetNeeded):
+        env.step({})
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match="server_0"):
+        env.step({})
+    with pytest.raises(ValueError, match="placement"):
+        parallel_env(action_mode="placement")
+    with pytest.raises(ValueError, match="shared_reward"):
+        parallel_env(shared_reward=1)
