@@ -9,6 +9,7 @@ bucket with probability top-1, a neighbour with probability top-3 - top-1, else 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -141,7 +142,10 @@ def predict(
 
 
 def write_table(
-    path: str | os.PathLike[str], catalog: Catalog, values: Mapping[str, np.ndarray]
+    path: str | os.PathLike[str],
+    catalog: Catalog,
+    values: Mapping[str, np.ndarray],
+    provenance: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a table of a trained predictor, to be used as ``kind="learned"``.
 
@@ -149,6 +153,7 @@ def write_table(
         path: The ``.npz`` to write.
         catalog: The catalog it is for.
         values: ``"score"`` and/or ``"length"`` -> float (P, M) predictions for all its LLMs.
+        provenance: How they were made, kept as JSON under ``"provenance"``.
 
     Raises:
         ValueError: A wrong key, shape or range.
@@ -158,6 +163,8 @@ def write_table(
         "models": np.array(catalog.models),
         "prompt_id": np.asarray(catalog.prompt_ids),
     }
+    if provenance is not None:
+        arrays["provenance"] = np.array(json.dumps(dict(provenance), default=str))
     for quantity, array in values.items():
         _check("values key", quantity, QUANTITIES)
         arrays[quantity] = _checked_values(np.asarray(array), catalog, quantity)

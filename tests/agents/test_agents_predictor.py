@@ -1,0 +1,194 @@
+"""The score and length predictor, trained with a tiny encoder of random weights."""
+
+import csv
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="the predictor needs transformers")
+torch = pytest.importorskip("torch", reason="the predictor needs torch")
+
+from servegym.agents import train_predictor as tp  # noqa: E402
+from servegym.envs.workloads import Catalog, predictions  # noqa: E402
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue long short say it please".split()
+
+
+def make_encoder(folder, width=16, layers=3):
+    """A folder that ``from_pretrained`` takes: a BERT of random weights and its tokenizer."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def make_catalog(prompts=80, models=3):
+    """Scores and lengths depend on the last word and the LLM alone: both can be learned."""
+    random = np.random.default_rng(0)
+    colour, size = random.integers(0, 3, prompts), random.integers(0, 2, prompts)
+    table = np.array([[0.9, 0.7, 0.5], [0.1, 0.2, 0.3]])
+    texts = [
+        f"say it {'please ' * int(random.integers(0, 4))}{WORDS[5 + c]} {WORDS[8 + d]}"
+        for c, d in zip(colour, size, strict=True)
+    ]
+    lengths = np.where(size == 0, 200, 20)[:, None] + np.arange(models) * 10
+    catalog = Catalog(
+        name="toy",
+        models=tuple("abc")[:models],
+        prompt_tokens=np.full(prompts, 5),
+        scores=table[size][:, :models],
+        output_tokens=lengths,
+        split=np.repeat([0, 1, 2], [prompts // 2, prompts // 4, prompts // 4]),
+        max_output_tokens=300,
+        provenance={},
+        prompt_ids=np.arange(prompts) + 7,
+    )
+    return catalog, texts
+
+
+@pytest.fixture
+def setting(tmp_path, monkeypatch):
+    catalog, texts = make_catalog()
+    monkeypatch.setattr(tp, "load_catalog", lambda name: catalog)
+    path = tmp_path / "prompts.csv"
+    with path.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["prompt_id", "instruction"])
+        # In another order than the catalog's, with one more.
+        writer.writerows((i + 7, text) for i, text in reversed(list(enumerate([*texts, "red"]))))
+    folder = tmp_path / "encoder"
+    folder.mkdir()
+    args = tp.Args(
+        prompts=path,
+        encoder=str(make_encoder(folder)),
+        epochs=30,
+        learning_rate=2e-3,
+        folds=2,
+        max_tokens=16,
+        out=tmp_path / "table.npz",
+        results=tmp_path / "results.csv",
+    )
+    return catalog, args
+
+
+def test_what_can_be_learned_is_learned_and_written(setting, capsys):
+    catalog, args = setting
+    rows = tp.train(args)
+    found = {(r["predictor"], r["quantity"], r["split"]): r for r in rows}
+    for quantity in ("score", "length"):
+        tuned = found["fine-tuned", quantity, "eval"]
+        assert tuned["top1"] > 0.9
+        assert tuned["top1"] > found["most common", quantity, "eval"]["top1"] + 0.2
+        assert tuned["top1"] <= tuned["top3"] <= 1
+        # Those who predict train prompts have seen half as many, and not these.
+        assert found["fine-tuned", quantity, "train"]["mae"] > tuned["mae"]
+    shown = capsys.readouterr().out
+    assert "63.39" in shown and "72.97" in shown and "97.78" in shown and "84.71" in shown
+    with args.results.open() as stream:
+        assert len(list(csv.DictReader(stream))) == len(rows) == 2 * 4 * 3
+    for quantity, truth in (("score", catalog.scores), ("length", catalog.output_tokens)):
+        said = predictions.predict(catalog, [0, 2], quantity, f"learned:{args.out}")
+        error = abs(said - truth[:, [0, 2]])[catalog.rows("eval")].mean()
+        assert error < 0.3 * abs(truth - truth.mean()).mean()
+    with np.load(args.out) as archive:
+        origin = str(archive["provenance"])
+    assert "train_predictor" in origin and str(args.prompts.parent) not in origin
+
+
+def test_experts_and_padding_do_not_see_each_other():
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([Attention(8), Attention(8)])
+    model = tp.Predictor(layers, 8, [torch.ones(3, 4), torch.ones(3, 2)]).eval()
+    for head in model.heads:
+        torch.nn.init.normal_(head.weight)
+    hidden = torch.randn(2, 5, 8)
+    mask = torch.ones(2, 5)
+    mask[1, 3:] = 0
+    before = model(hidden, mask)
+    hidden[1, 3:] += 10.0
+    assert all(torch.allclose(a, b) for a, b in zip(before, model(hidden, mask), strict=True))
+    with torch.no_grad():
+        model.expert[0] += 1.0
+    after = model(hidden, mask)
+    for a, b in zip(before, after, strict=True):
+        assert not torch.allclose(a[:, 0], b[:, 0])
+        assert torch.allclose(a[:, 1:], b[:, 1:], atol=1e-6)
+    hidden[0, 4] += 1.0
+    assert not torch.allclose(after[0][0], model(hidden, mask)[0][0])
+
+
+class Attention(torch.nn.Module):
+    """A bare layer with the signature of an encoder's."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.key = torch.nn.Linear(width, width)
+
+    def forward(self, x, bias):
+        weight = torch.softmax(self.key(x) @ x.transpose(1, 2) + bias[:, 0], -1)
+        return (x + weight @ x,)
+
+
+def test_predictions_by_embeddings_leave_the_prompt_itself_out():
+    random = np.random.default_rng(1)
+    embeddings = random.normal(size=(30, 4))
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    target = random.random((30, 2, 3))
+    train = np.arange(20)
+    kept = np.delete(train, 6)
+    for fit, option in ((tp.nearest, 3), (tp.ridge, 0.5)):
+        whole = fit(embeddings, target, train, option)
+        without = fit(embeddings, target, kept, option)
+        if fit is tp.ridge:
+            # The closed form keeps the centring of all; it differs from a refit by O(1/n).
+            assert whole[6] == pytest.approx(without[6], abs=0.05)
+        else:
+            assert whole[6] == pytest.approx(without[6])
+        assert whole[25] != pytest.approx(target[25], abs=1e-3)
+    best = (embeddings[25] @ embeddings[:20].T).argsort()[::-1][:3]
+    assert tp.nearest(embeddings, target, train, 3)[25] == pytest.approx(target[best].mean(0))
+    plain = tp.ridge(embeddings, target, train, 1e9)
+    assert plain[25] == pytest.approx(target[train].mean(0), abs=1e-6)
+
+
+def test_measures_of_a_small_case():
+    chances = np.array([[[0.1, 0.6, 0.3], [0.5, 0.3, 0.2]]])
+    classes, truth = np.array([[2, 0]]), np.array([[0.8, 0.1]])
+    centres = np.array([0.0, 0.5, 1.0])
+    found = tp.measure(chances, classes, truth, centres, np.array([0]))
+    assert found["top1"] == 0.5 and found["top3"] == 1.0 and found["near"] == 1.0
+    assert found["mae"] == pytest.approx((abs(0.6 - 0.8) + abs(0.35 - 0.1)) / 2)
+    assert found["chosen"] == pytest.approx(0.8)
+    assert tp.table_values([chances, chances], [centres, centres], "top")["length"].tolist() == [
+        [0.5, 0.0]
+    ]
+
+
+def test_bad_arguments_are_refused(setting, tmp_path):
+    catalog, args = setting
+    for change, word in (
+        ({"prompts": tmp_path / "none.csv"}, "is not a file"),
+        ({"id_column": "id"}, "no column 'id'"),
+        ({"folds": 1}, "folds=1"),
+        ({"trained_layers": 4}, "trained_layers=4"),
+        ({"out": tmp_path / "table.txt"}, "npz"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            tp.train(tp.Args(**{**vars(args), **change}))
+    short = tmp_path / "short.csv"
+    short.write_text("prompt_id,instruction\n7,red\n")
+    with pytest.raises(ValueError, match="lacks 79 prompts"):
+        tp.read_texts(short, catalog, "prompt_id", "instruction")
