@@ -200,25 +200,24 @@ def _spec(law, first, count, need):
 @_jit
 def _add(t, counts, prompt, upto, sign):
     """Add ``sign`` times the counts of the first ``upto`` tokens of a prompt."""
+    # Locals: what is read through the record is read again after every write.
     c = t.cfg[0]
-    experts = c.experts
-    row = t.sums_start[prompt] + upto // CHUNK
-    for layer in range(c.layers):
-        base = layer * experts
-        for k in range(experts):
-            counts[base + k] += sign * np.int64(t.sums[row, layer, k])
+    layers, experts, top_k = c.layers, c.experts, c.top_k
+    sums = t.sums[t.sums_start[prompt] + upto // CHUNK].reshape(-1)
+    for i in range(len(sums)):
+        counts[i] += sign * np.int64(sums[i])
     first = t.bank_start[prompt]
     for i in range(first + upto - upto % CHUNK, first + upto):
-        for layer in range(c.layers):
+        ids = t.ids[i]
+        for layer in range(layers):
             base = layer * experts
-            for j in range(c.top_k):
-                counts[base + np.int64(t.ids[i, layer, j])] += sign
+            for j in range(top_k):
+                counts[base + np.int64(ids[layer, j])] += sign
 
 
 @_jit
 def _prefill_counts(t, counts, prompt, offset, n):
     """Tokens of each expert in the cyclic window of n tokens from ``offset``, ``(L * K,)``."""
-    c = t.cfg[0]
     size = t.bank_start[prompt + 1] - t.bank_start[prompt]
     last = t.sums_start[prompt + 1] - 1
     laps = n // size
@@ -226,10 +225,9 @@ def _prefill_counts(t, counts, prompt, offset, n):
     if end >= size:
         laps += 1
         end -= size
-    for layer in range(c.layers):
-        base = layer * c.experts
-        for k in range(c.experts):
-            counts[base + k] = laps * np.int64(t.sums[last, layer, k])
+    sums = t.sums[last].reshape(-1)
+    for i in range(len(sums)):
+        counts[i] = laps * np.int64(sums[i])
     _add(t, counts, prompt, end, 1)
     _add(t, counts, prompt, offset, -1)
 
@@ -238,19 +236,21 @@ def _prefill_counts(t, counts, prompt, offset, n):
 def _histogram(t, counts, at, prompt, offset, n, row, level):
     """Tokens by number of remote experts of each layer, ``(L, top_k + 1)`` from ``at`` on."""
     c = t.cfg[0]
-    width = c.top_k + 1
-    for i in range(c.layers * width):
+    layers, width = c.layers, c.top_k + 1
+    for i in range(layers * width):
         counts[at + i] = 0
     if t.members[level] == 0:
-        for layer in range(c.layers):
+        for layer in range(layers):
             counts[at + layer * width] = n
         return
+    masks = t.masks[row, level]
     first = t.bank_start[prompt]
     size = t.bank_start[prompt + 1] - first
     i = offset % size
     for _ in range(n):
-        for layer in range(c.layers):
-            r = popcount(t.bank[first + i, layer] & t.masks[row, level, layer])
+        token = t.bank[first + i]
+        for layer in range(layers):
+            r = popcount(token[layer] & masks[layer])
             counts[at + layer * width + r] += 1
         i += 1
         if i == size:
@@ -265,16 +265,18 @@ def _lpt(t, b, q, layer, mask, tokens, one, more, z):
     prompt tokens times experts a token. The load is in expected tokens.
     """
     c = t.cfg[0]
-    work = b.work
+    experts, token_mb, bandwidth = c.experts, c.token_mb, c.bandwidth
+    work, chosen = b.work, b.chosen
+    falling, predicted = t.falling[q, layer], t.predicted[q, layer]
     for j in range(z):
         work[j] = 0.0
         work[64 + j] = 0.0
-    for i in range(c.experts):
-        k = np.int64(t.falling[q, layer, i])
+    for i in range(experts):
+        k = np.int64(falling[i])
         if (mask >> np.uint64(k)) & _ONE == np.uint64(0):
             continue
-        n = tokens * np.float64(t.predicted[q, layer, k])
-        job = 2.0 * n * c.token_mb / c.bandwidth
+        n = tokens * np.float64(predicted[k])
+        job = 2.0 * n * token_mb / bandwidth
         if n > 0.0:
             job += one + more * (max(n, 1.0) - 1.0)
         best = 0
@@ -283,7 +285,7 @@ def _lpt(t, b, q, layer, mask, tokens, one, more, z):
                 best = j
         work[best] += job
         work[64 + best] += n
-        b.chosen[k] = best
+        chosen[k] = best
     largest = 0.0
     for j in range(z):
         largest = max(largest, work[64 + j])
