@@ -210,5 +210,43 @@ SERVERLESS = Family(
     describe=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
 )
 
-FAMILIES: tuple[Family, ...] = (ROUTING, SERVERLESS)
+# ----------------------------------------------------------------------------- expert placement
+
+
+def _placement_system(problem: Any) -> Any:
+    from servegym.baselines.placement.system import PlacementSystem
+
+    return PlacementSystem.from_problem(problem)
+
+
+PLACEMENT = Family(
+    name="expert_placement",
+    views={"graph": "ExpertPlacement"},
+    headline=("mean_latency_s", "latency s"),
+    higher_is_better=False,
+    mean="mean_of_mean_latency_s",
+    columns=(
+        Column("P99 s", "p99_latency_s", 2),
+        Column("TTFT s", "mean_ttft_s", 2),
+        Column("local tokens %", "local_token_ratio", 1, 100),
+        Column("local calls %", "local_call_ratio", 1, 100),
+        Column("remote layer steps %", "remote_layer_ratio", 1, 100),
+        Column("network MB", "network_bytes", 0, 1e-6),
+        Column("weights MB", "weight_bytes", 0, 1e-6),
+        Column("migrations", "migrations", 1),
+        Column("requests", "requests", 0),
+    ),
+    told=("scenario", "model", "skew", "epochs", "epoch_s"),
+    notes=(
+        "latency: mean over the requests of an episode, interquartile mean over episodes "
+        "[bootstrap 95 % interval].",
+    ),
+    system=_placement_system,
+    extras=lambda result, problem: {},
+    request_interval=lambda logs, arguments: None,
+    describe=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
+    neutral=("action_mode",),
+)
+
+FAMILIES: tuple[Family, ...] = (ROUTING, SERVERLESS, PLACEMENT)
 """Every family that the evaluator runs."""

@@ -16,6 +16,7 @@ except _metadata.PackageNotFoundError:  # a source tree on the path, not install
 _FAMILIES = {
     "llm_routing": ("LLMRouting", "LLMRoutingFlat", "LLMRoutingExperts"),
     "serverless_moe": ("ServerlessMoE", "ServerlessMoEFlat"),
+    "expert_placement": ("ExpertPlacement",),
 }
 
 ENV_IDS: tuple[str, ...] = tuple(
