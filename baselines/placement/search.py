@@ -33,6 +33,9 @@ def latency_dp(
 ) -> Bools:
     """Layer budgets by an exact knapsack over estimated latency, then coverage at least loss.
 
+    Coverage by layers (one that nobody would hold whole gets an owner, by another knapsack) and by
+    single experts (a missing one replaces a duplicate) are both tried; the better one is taken.
+
     The estimate is not convex in a layer's budget (the last experts of a layer gain most), so a
     greedy choice would be wrong.
 
@@ -57,13 +60,48 @@ def _budgets(model: LatencyModel, f: Floats, cap: Ints) -> Bools:
     servers, layers, experts = f.shape
     order = np.argsort(-f, axis=2, kind="stable")
     costs = np.stack([model.prefix_costs(n, order[n]) for n in range(servers)])
-    held = np.zeros(f.shape, dtype=np.bool_)
-    for n in range(servers):
-        c = kernel.knapsack(costs[n], min(int(cap[n]), layers * experts))
-        rank = np.argsort(order[n], axis=1)
-        held[n] = rank < c[:, None]
-    _cover(held, f, costs)
-    return held
+    room = np.minimum(cap, layers * experts)
+    number = np.stack([kernel.knapsack(costs[n], int(room[n])) for n in range(servers)])
+    owned = number.copy()
+    _own_layers(owned, costs, room)
+    best, cheapest = np.zeros(f.shape, dtype=np.bool_), np.inf
+    for budgets in (owned, number):
+        held = np.argsort(order, axis=2) < budgets[:, :, None]
+        _cover(held, f, costs)
+        cost = float(model.cost(held).sum())
+        if cost < cheapest:
+            best, cheapest = held, cost
+    return best
+
+
+def _own_layers(number: Ints, costs: Floats, room: Ints) -> None:
+    """Give layers that no server holds whole an owner, while one has room; changes ``number``.
+
+    The owner is the server whose budgets then cost least more, with the layers kept whole that
+    only it holds so. Single experts moved in afterwards would leave such layers in pieces, which
+    cost almost as much as layers that are not there at all.
+    """
+    servers, layers = number.shape
+    whole = costs.shape[2] - 1
+    every = np.arange(layers)
+    for layer in range(layers):
+        full = number == whole
+        if full[:, layer].any():
+            continue
+        best, owner, chosen = np.inf, -1, number[0]
+        for n in range(servers):
+            forced = full[n] & (full.sum(axis=0) == 1)
+            forced[layer] = True
+            if forced.sum() * whole > room[n]:
+                continue
+            bound = costs[n].copy()
+            bound[forced, :whole] = np.inf
+            found = kernel.knapsack(bound, int(room[n]))
+            more = costs[n, every, found].sum() - costs[n, every, number[n]].sum()
+            if more < best:
+                best, owner, chosen = more, n, found
+        if owner >= 0:
+            number[owner] = chosen
 
 
 def _cover(held: Bools, f: Floats, costs: Floats) -> None:
