@@ -112,10 +112,15 @@ def test_trains_writes_its_row_and_does_nothing_twice(tmp_path, monkeypatch):
     assert queue.train_all([tiny()], runs, table, niceness=0) == {tiny().name: "finished"}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_logs_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(queue, "POLL_S", 0.05)
-    run, straight, broken = tiny(2400), tmp_path / "straight", tmp_path / "broken"
-    assert queue.train_one(run, straight, snapshot_steps=400, niceness=0) == "finished"
+    run, straight, broken = tiny(1600), tmp_path / "straight", tmp_path / "broken"
+    sac_han.train(
+        sac_han.Args(
+            **TINY, seed=run.seed, total_timesteps=1600, out_dir=str(straight), run_name=run.name
+        )
+    )
     folder = broken / run.name
     folder.mkdir(parents=True)
     child = subprocess.Popen(run.command(broken, 400), stdout=subprocess.DEVNULL)
