@@ -213,7 +213,8 @@ def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]
         used[index] = time.thread_time_ns() - cpu
         wall[index] = time.perf_counter_ns() - begin
     wall, used = wall / 1e6, used / 1e6
-    return tuple(float(v) for v in (*np.percentile(wall, [50, 99]), np.percentile(used, 99)))
+    middle, late = np.percentile(wall, [50, 99])
+    return float(middle), float(late), float(np.percentile(used, 99))
 
 
 def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, Any]]:
