@@ -7,7 +7,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
 from servegym.envs._checks import choose
@@ -239,7 +238,7 @@ def reward_terms(area: np.ndarray, expected: float) -> dict[str, float]:
     return {f"latency_server_{n}": -float(x) / expected for n, x in enumerate(area)}
 
 
-def check_action(action: Any, space: spaces.Dict) -> tuple[bool, np.ndarray]:
+def check_action(action: Any, space: Any) -> tuple[bool, np.ndarray]:
     """Both parts of an action, the plan clipped to [0, 1].
 
     Raises:

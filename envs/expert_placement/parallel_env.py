@@ -91,7 +91,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         self._inner = whole
         self.state_space = spaces.flatten_space(whole)
 
-        def one(name: str, *shape: int) -> spaces.Box:
+        def one(name: str, *shape: int) -> spaces.Space:
             box = whole[name]
             assert isinstance(box, spaces.Box)
             return spaces.Box(0.0, float(box.high.max()), shape, np.float32)
@@ -99,11 +99,12 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         scalars = (
             "memory loads_left gpu_backlog_s link_backlog_s in_system arrivals window_s progress"
         ).split()
+        held: spaces.Space = spaces.Box(0, 1, (c.num_servers, c.layers, c.experts), np.int8)
         self.observation_spaces = {
             agent: spaces.Dict(
                 {
                     "counts": one("counts", c.layers, c.experts),
-                    "held": spaces.Box(0, 1, (c.num_servers, c.layers, c.experts), np.int8),
+                    "held": held,
                     "seconds_per_token": one("seconds_per_token", 2),
                 }
                 | {name: one(name, 1) for name in scalars}
@@ -211,7 +212,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 
     def state(self) -> np.ndarray:
         """The flattened observation of `ExpertPlacementEnv`, for centralised critics."""
-        return spaces.flatten(self._inner, self.system.observation())
+        return np.asarray(spaces.flatten(self._inner, self.system.observation()))
 
     def request_log(self) -> np.ndarray:
         """One row per request that has arrived, see ``core.REQUEST_LOG``."""
