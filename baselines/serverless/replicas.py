@@ -103,7 +103,8 @@ def choose_replicas(
     largest = np.where(upper > 0, first + (more + wire) * upper, 0.0)
     total = jobs.sum(axis=1)
     worst_slowest = theorem4(largest[:, None], total[:, None], numbers, load.trem_worst_s[:, None])
-    worst = np.maximum(local[:, None], np.where(remote.any(axis=1)[:, None], worst_slowest, 0.0))
+    worst_slowest[np.setdiff1d(np.arange(layers), used)] = 0.0
+    worst = np.maximum(local[:, None], worst_slowest)
 
     fixed = fixed_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
     at = np.arange(layers)
