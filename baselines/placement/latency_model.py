@@ -186,9 +186,9 @@ class LatencyModel:
     def cost(self, held: ArrayLike) -> Floats:
         """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
         masks = expert_masks(held)
-        out = np.empty(masks.shape)
-        for n in range(out.shape[0]):
-            for layer in range(out.shape[1]):
+        out = np.empty(self.hit.shape[:2])
+        for n in range(self.hit.shape[0]):
+            for layer in range(self.hit.shape[1]):
                 out[n, layer] = kernel.cost_of(
                     self.par[n], self.rows[n, layer], self.hit[n, layer], masks[n, layer]
                 )
