@@ -7,7 +7,6 @@ to `SyncVectorEnv` over the single environment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +32,7 @@ class Batch(Protocol):
     observation: Any
     action_mask: np.ndarray
     out: np.ndarray
-    terms: Sequence[str]
+    terms: Any
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row."""

@@ -67,7 +67,7 @@ def measure(name: str, messages: str, requests: int, seconds: float, seed: int =
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
     parser.add_argument("--requests", type=int, default=60, help="of each server")
     parser.add_argument("--seconds", type=float, default=10.0, help="mean between arrivals")

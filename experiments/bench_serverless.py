@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print it."""
     from servegym.experiments.output import print_table
 
-    parser = argparse.ArgumentParser(prog="bench_serverless", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="bench_serverless", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)

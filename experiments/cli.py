@@ -49,6 +49,9 @@ def _clear_errors(command: Command) -> Command:
                 "pandas": "plots",
                 "PIL": "plots",
                 "wandb": "track",
+                "kmedoids": "predict",
+                "transformers": "predict",
+                "tokenizers": "predict",
             }.get(name, "agents")
             _fail(f"{name} is not installed; pip install 'serve-gym[{extra}]'")
         except (ValueError, OSError) as error:

@@ -154,7 +154,7 @@ def fig14(options: Options) -> None:
             if one.label not in taken:
                 taken.add(one.label)
                 policy = load_policy(one.path)
-                if policy.experts not in (0, 6):
+                if getattr(policy, "experts", 0) not in (0, 6):
                     continue
                 policy.name = one.label
                 policies.append(policy)

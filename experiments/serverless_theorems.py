@@ -36,7 +36,7 @@ from servegym.baselines.serverless.bounds import (
     theorem1_printed,
 )
 from servegym.baselines.serverless.prediction import make_predictor
-from servegym.baselines.serverless.select import least_used_first, remote_count
+from servegym.baselines.serverless.selection import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
 from servegym.experiments.output import print_table, write_csv
 from servegym.experiments.stats import mean, stratified_bootstrap

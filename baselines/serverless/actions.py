@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from servegym.baselines.serverless.loads import Load, expert_line, fixed_s
-from servegym.baselines.serverless.select import least_used_first
+from servegym.baselines.serverless.selection import least_used_first
 from servegym.baselines.serverless.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 
@@ -263,7 +263,8 @@ class ActionTable:
             need = (model.expert_mb * members[:, None] + model.token_mb * tokens)[..., None]
             small = ((need > memory) & used[:, None, None]).any(axis=1)
             heavy = (top * model.token_mb > model.payload_mb).any(axis=1)
-            bad = (small[:, None, :, None] | heavy[:, None, None]) & used[:, None, None, None]
+            off = np.asarray(used)[:, None, None, None]
+            bad = (np.asarray(small)[:, None, :, None] | np.asarray(heavy)[:, None, None]) & off
             reward = np.where(bad, -1.0 - 2.0 * system.penalty, reward)
         elif spread > 0.0:
             slack = (memory - model.expert_mb[:, None] * members[:, None, None]) / np.maximum(
@@ -310,7 +311,9 @@ class ActionTable:
             total = total + (main_cold * self.local_mb[:, None])[:, :, None, None]
             seconds = total / model.load_mb_s
             main = main_cold[:, :, None, None] * (model.container_start_main_s + seconds)
-            other = cold.any(axis=1)[:, None] * (model.container_start_remote_s + seconds)
+            other = np.asarray(cold.any(axis=1))[:, None] * (
+                model.container_start_remote_s + seconds
+            )
             held = np.einsum("slyz,sly->syz", fresh, memory)[:, None]
             usd = model.price_cpu * held * (model.container_start_remote_s + seconds)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,7 +25,7 @@ from servegym.baselines.serverless.loads import (
     predict,
 )
 from servegym.baselines.serverless.lpt import lpt
-from servegym.baselines.serverless.select import remote_set
+from servegym.baselines.serverless.selection import remote_set
 from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
@@ -114,11 +115,11 @@ def solve_knapsack(
             rows.append(sparse.csr_array((t[layer, option] / b)[None]))
             low.append(np.array([-np.inf]))
             high.append(np.array([1.0]))
+    # SciPy's annotations know numbers only as limits, its documentation arrays too.
+    limit: tuple[Any, Any] = (np.concatenate(low), np.concatenate(high))
     result = optimize.milp(
         price[layer, option] / scale,
-        constraints=optimize.LinearConstraint(
-            sparse.vstack(rows), np.concatenate(low), np.concatenate(high)
-        ),
+        constraints=optimize.LinearConstraint(sparse.vstack(rows), *limit),
         integrality=np.ones(layer.size),
         bounds=optimize.Bounds(0.0, 1.0),
         options={"mip_rel_gap": gap, "time_limit": time_limit_s},

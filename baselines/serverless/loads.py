@@ -243,7 +243,7 @@ def layer_options(
     allowed = (need[:, None] <= specs)[..., None] & (spread_z.payload_mb <= system.payload_mb)
     return Options(
         remote,
-        used,
+        np.asarray(used),
         specs,
         slowest,
         billed,

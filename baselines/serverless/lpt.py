@@ -92,8 +92,8 @@ def assign(
         if fits or z >= most:
             break
         z += 1
-    load = np.bincount(replica, weights=jobs, minlength=z)
-    payload = np.bincount(replica, weights=size, minlength=z)
+    load = np.bincount(replica, weights=jobs, minlength=z).astype(np.float64)
+    payload = np.bincount(replica, weights=size, minlength=z).astype(np.float64)
     return Assignment(replica, z, load, payload, fits)
 
 
@@ -108,10 +108,10 @@ def _repair(
     if not np.isfinite(limit):
         return True
     slack = limit * (1.0 + 1e-12)
-    payload = np.bincount(replica, weights=size, minlength=z)
+    payload = np.bincount(replica, weights=size, minlength=z).astype(np.float64)
     if (payload <= slack).all():
         return True
-    load = np.bincount(replica, weights=jobs, minlength=z)
+    load = np.bincount(replica, weights=jobs, minlength=z).astype(np.float64)
     for full in np.flatnonzero(payload > slack):
         # Small jobs first would need more moves; large ones seldom find room. Falling size.
         members = np.flatnonzero(replica == full)

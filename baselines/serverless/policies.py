@@ -243,7 +243,7 @@ class Remoe(ServerlessPolicy):
             decode_invocation=system.decode_invocation,
             bill_cold_start=system.bill_cold_start,
             load_shared=system.load_shared,
-            members=system.levels[legal],
+            members=system.levels[legal].tolist(),
             candidates=9,
         )
         return self.on_grid(seen, decision.plan)

@@ -19,7 +19,7 @@ from servegym.baselines.serverless.memory import (
     solve_memory,
 )
 from servegym.baselines.serverless.replicas import choose_replicas
-from servegym.baselines.serverless.select import remote_set
+from servegym.baselines.serverless.selection import remote_set
 from servegym.envs._checks import choose
 from servegym.envs.serverless_moe import equations as eq
 
@@ -130,11 +130,11 @@ def plan_for(
             remote,
             main_mb,
             remote_mb,
-            used.astype(np.int64),
+            np.asarray(used, dtype=np.int64),
             np.zeros(remote.shape, dtype=np.int64),
         )
         main, others = eq.cold_starts_s(
-            system, empty, eq.Cold(True, used.astype(np.int64)), load_shared
+            system, empty, eq.Cold(True, np.asarray(used, dtype=np.int64)), load_shared
         )
         cold_s = max(main, float(others.max(initial=0.0)))
     replicas = choose_replicas(

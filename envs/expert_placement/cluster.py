@@ -294,7 +294,7 @@ def build_cluster(
             also holds one copy of the non-expert weights.
         slots: experts that each GPU can hold, instead of counting them from bytes.
         nic_bps: bits/s that a server sends, one number or one for each of the N servers.
-        bandwidth_bps: ``(N, N)`` bits/s of each pair; default: the slower of the two NICs.
+        bandwidth_bps: ``(N, N)`` bits/s of each ordered pair; default: the sender's NIC.
         latency_s: one number for all pairs or ``(N, N)``.
         link_model: ``nic`` or ``pairwise``.
         messages: ``per_expert`` or ``per_server``.
@@ -343,7 +343,8 @@ def build_cluster(
             "memory_fraction or gpus."
         )
     nic = _per("nic_bps", nic_bps, (servers,), 0.0, True)
-    pair = np.minimum(nic[:, None], nic[None, :]) if bandwidth_bps is None else bandwidth_bps
+    # An interface is shaped where it sends: the receiver's does not slow a message down.
+    pair = np.repeat(nic[:, None], servers, axis=1) if bandwidth_bps is None else bandwidth_bps
     pair = _per("bandwidth_bps", pair, (servers, servers), 0.0, True)
     np.fill_diagonal(pair, pair.max())
     delay = _per("latency_s", latency_s, (servers, servers), 0.0, False)

@@ -295,7 +295,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
 
     def state(self) -> np.ndarray:
         """What the access point that has the turn sees, flattened."""
-        return spaces.flatten(self._inner, self._views())
+        return np.asarray(spaces.flatten(self._inner, self._views()))
 
     def request_log(self) -> np.ndarray:
         """One row per decided request of the current episode, see ``core.REQUEST_LOG``."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import unknown_name, whole, write_atomic
+from servegym.envs.workloads._util import DATA_DIR, unknown_name, whole, write_atomic
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.errors import MalformedFileError
 
@@ -96,7 +96,8 @@ def predict(
         columns: N column indexes (:meth:`Catalog.columns`).
         quantity: ``"score"`` (in [0, 1]) or ``"length"`` (tokens).
         kind: ``"confusion"``, ``"zero"`` (0 everywhere), ``"exact"`` (the truth) or ``"learned"``
-            (the values of ``table``; ``"learned:PATH"`` names it too).
+            (the values of ``table``; ``"learned:PATH"`` names it too). ``alpaca_eval_7b`` has
+            one already, of ``agents/train_predictor.py``.
         buckets: ``"quantile"`` or ``"width"``, see :func:`bucket_edges`.
         seed: Seed of the predictor's errors, >= 0.
         table: ``.npz`` written by :func:`write_table`, for ``"learned"`` only.
@@ -127,6 +128,9 @@ def predict(
     if kind == "exact":
         return truth.astype(np.float32)
     if kind == "learned":
+        shipped = DATA_DIR / f"{catalog.name}_predictions.npz"
+        if table is None and shipped.is_file():
+            table = shipped
         if table is None:
             raise ValueError(
                 "kind='learned' needs table=PATH (or kind='learned:PATH') of a prediction table "

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from servegym.baselines.serverless import bounds, lpt, memory, select
+from servegym.baselines.serverless import bounds, lpt, memory, selection
 
 
 def test_theorem1_constants():
@@ -65,15 +65,15 @@ def test_theorem4_bounds_lpt():
 
 def test_utility_and_remote_set():
     s = np.array([[0.1, 0.4, 0.1, 0.4], [0.7, 0.1, 0.1, 0.1]])
-    u = select.utility(s, 10, 20, 2)
+    u = selection.utility(s, 10, 20, 2)
     assert u.sum() == pytest.approx(2 * 30 * 2)
-    assert select.remote_set(u, 0.5).tolist() == [[1, 0, 1, 0], [0, 1, 1, 0]]
-    assert select.remote_set(u, 0.0).sum() == 0 and select.remote_set(u, 1.0).all()
+    assert selection.remote_set(u, 0.5).tolist() == [[1, 0, 1, 0], [0, 1, 1, 0]]
+    assert selection.remote_set(u, 0.0).sum() == 0 and selection.remote_set(u, 1.0).all()
     # A dense layer has no experts; ceil(b K) does not suffer from rounding.
-    assert select.remote_set(u, 0.5, np.array([4, 0])).tolist() == [[1, 0, 1, 0], [0] * 4]
-    assert [int(select.remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
+    assert selection.remote_set(u, 0.5, np.array([4, 0])).tolist() == [[1, 0, 1, 0], [0] * 4]
+    assert [int(selection.remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
     with pytest.raises(ValueError, match="ratio"):
-        select.remote_set(u, 1.5)
+        selection.remote_set(u, 1.5)
 
 
 def test_lpt_against_brute_force():

@@ -16,7 +16,7 @@ from servegym.baselines.serverless.lpt import lpt
 from servegym.baselines.serverless.mmp import mmp, worst_cases
 from servegym.baselines.serverless.remoe import check_plan, remoe
 from servegym.baselines.serverless.replicas import choose_replicas
-from servegym.baselines.serverless.select import remote_set
+from servegym.baselines.serverless.selection import remote_set
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 

@@ -46,7 +46,7 @@ BAD = [
     ({"score_predictor": "exactly"}, ["score_predictor='exactly'", "Did you mean 'exact'"]),
     ({"length_predictor": "exactly"}, ["length_predictor='exactly'", "Did you mean 'exact'"]),
     ({"score_predictor": None}, ["score_predictor=None"]),
-    ({"score_predictor": "learned"}, ["learned", "table="]),
+    ({"score_predictor": "learned", "catalog": "synthetic"}, ["learned", "table="]),
     ({"buckets": "quantiles"}, ["buckets='quantiles'", "Did you mean 'quantile'"]),
     ({"predictor_kwargs": {"scores": {}}}, ["predictor_kwargs", "Did you mean 'score'"]),
     ({"predictor_kwargs": {"score": {"tabel": 1}}}, ["predictor_kwargs['score']", "'table'"]),

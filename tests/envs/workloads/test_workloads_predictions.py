@@ -174,10 +174,30 @@ def test_learned_reads_its_table(catalog, tmp_path):
         predict(catalog, [0], "score", "learned", table=path)
 
 
+def test_the_shipped_table_is_better_than_a_guess_and_no_oracle(catalog):
+    rows, columns = catalog.rows("eval"), np.arange(16)
+    for quantity, truth in (("score", catalog.scores), ("length", catalog.output_tokens)):
+        said = predict(catalog, columns, quantity, "learned")[rows]
+        mean = truth[catalog.rows("train")].mean(axis=0)
+        error, guess = abs(said - truth[rows]).mean(), abs(mean - truth[rows]).mean()
+        assert 0.5 * guess < error < 0.97 * guess
+    # Train prompts were predicted without having been seen: no better than the others.
+    train = catalog.rows("train")
+    said = predict(catalog, columns, "length", "learned")
+    error = abs(said - catalog.output_tokens)
+    assert error[train].mean() > 0.9 * error[rows].mean()
+    picked = predict(catalog, [3, 0], "length", "learned")
+    assert np.array_equal(picked, said[:, [3, 0]])
+
+
+def test_a_catalog_without_a_table_asks_for_one():
+    with pytest.raises(ValueError, match="needs table=PATH"):
+        predict(load_catalog("synthetic"), [0], "score", "learned")
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"kind": "learned"}, "needs table=PATH"),
         ({"kind": "learned", "table": "nowhere.npz"}, "nowhere.npz"),
         ({"kind": "confused"}, "Did you mean 'confusion'"),
         ({"quantity": "scores"}, "Did you mean 'score'"),
