@@ -21,6 +21,9 @@ __all__ = ["PREFIXES", "Figure", "list_figures", "run_figures"]
 PREFIXES = {"routing": "routing_", "serverless": "serverless_", "placement": "placement_"}
 """Family -> prefix of its modules."""
 
+NOT_FIGURES = ("routing_training",)
+"""Modules with such a prefix that compute what figures show, for hours or days."""
+
 
 class Figure(NamedTuple):
     """One module of figures.
@@ -47,7 +50,7 @@ def list_figures(family: str) -> list[Figure]:
     for path in sorted(Path(__file__).parent.glob(f"{prefix}*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if "main" in names:
+        if "main" in names and path.stem not in NOT_FIGURES:
             first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
             module = f"servegym.experiments.{path.stem}"
             found.append(Figure(path.stem.removeprefix(prefix), module, first))
