@@ -403,7 +403,7 @@ def train(args: Args) -> list[dict[str, Any]]:
     for path, ending in ((args.out, ".npz"), (args.results, ".csv")):
         if path is not None:
             check_writable(path, (ending,))
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     catalog = load_catalog(args.catalog)
     texts = read_texts(args.prompts, catalog, args.id_column, args.text_column)

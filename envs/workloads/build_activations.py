@@ -193,7 +193,7 @@ def token_sums(texts: list[str], folder: Path) -> np.ndarray:
         float32 (P, 384).
     """
     from safetensors.numpy import load_file
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # pyright: ignore[reportMissingImports]
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
