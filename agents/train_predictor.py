@@ -16,6 +16,7 @@ frozen encoder's embeddings and what always naming an LLM's most common bucket g
 from __future__ import annotations
 
 import csv
+import io
 import time
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -28,11 +29,13 @@ import torch
 import torch.nn.functional as F
 import tyro
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from servegym.envs.workloads import Catalog, load_catalog
+from servegym.envs.workloads._util import write_atomic
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
-from servegym.experiments.output import check_writable, print_table, write_csv
 
 # Published accuracies of the paper's DistilBERT predictors on MixInstruct, its own buckets.
 PAPER = {"score": (0.6339, 0.9778), "length": (0.7297, 0.8471)}
@@ -402,7 +405,8 @@ def train(args: Args) -> list[dict[str, Any]]:
         raise ValueError(f"folds={args.folds} must be 0 or at least 2.")
     for path, ending in ((args.out, ".npz"), (args.results, ".csv")):
         if path is not None:
-            check_writable(path, (ending,))
+            if Path(path).suffix != ending or not Path(path).resolve().parent.is_dir():
+                raise ValueError(f"{path} must end in {ending} and lie in a folder that exists")
     from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     catalog = load_catalog(args.catalog)
@@ -437,7 +441,11 @@ def train(args: Args) -> list[dict[str, Any]]:
                 rows.append({**row, "buckets": args.buckets, **values, "parameters": label})
     report(rows, catalog, f"{len(texts)} prompts, {catalog.num_models} LLMs, {seconds:.0f} s")
     if args.results is not None:
-        write_csv(args.results, rows)
+        text = io.StringIO()
+        table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+        write_atomic(args.results, lambda stream: stream.write(text.getvalue().encode()))
     if args.out is not None:
         write_table(args.out, catalog, table_values(chances, centres, args.value), _origin(args))
         print(f"{args.out}: use score_predictor='learned:{args.out}', or length_predictor=.")
@@ -497,7 +505,12 @@ def report(rows: list[dict[str, Any]], catalog: Catalog, note: str) -> None:
                 f"{on_eval.max(axis=1).mean():.4f}"
             )
         columns = ["predictor", *[f"{s} {h}" for s in ("val", "eval") for h in heads]]
-        print_table(f"{quantity} buckets ({rows[0]['buckets']})", columns, lines, notes)
+        table = Table(title=f"{quantity} buckets ({rows[0]['buckets']})", caption="; ".join(notes))
+        for column in columns:
+            table.add_column(column, justify="left" if column == "predictor" else "right")
+        for line in lines:
+            table.add_row(*line)
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ def test_every_scenario_holds_every_model(name, model):
     assert scenario(name) is not scenario(name)
 
 
-def test_a_message_goes_at_the_slower_rate():
+def test_a_message_goes_at_the_rate_of_its_sender():
     cluster = scenario_cluster("edge_hetero")
     assert cluster.link_bytes_s[0, 1] == 500e6 / 8
-    assert cluster.link_bytes_s[0, 2] == cluster.link_bytes_s[2, 1] == 100e6 / 8
+    assert cluster.link_bytes_s[0, 2] == 500e6 / 8 and cluster.link_bytes_s[2, 1] == 100e6 / 8
     pairs = np.full((2, 2), 900e6)
     two = {"gpus": (2, 2), "nic_bps": 300e6, "bandwidth_bps": pairs}
     assert build_cluster(**two).link_bytes_s[0, 1] == 300e6 / 8
