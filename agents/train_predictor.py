@@ -510,7 +510,7 @@ def report(rows: list[dict[str, Any]], catalog: Catalog, note: str) -> None:
             table.add_column(column, justify="left" if column == "predictor" else "right")
         for line in lines:
             table.add_row(*line)
-        Console().print(table)
+        Console(width=160).print(table)  # numbers are not to be broken
 
 
 if __name__ == "__main__":
