@@ -12,14 +12,11 @@ actions drawn beforehand.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -302,32 +299,6 @@ def bench_memory(num_envs: int) -> dict[str, Any]:
     }
 
 
-def _machine() -> dict[str, Any]:
-    model = platform.processor()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("serve-gym", "gymnasium", "numpy", "numba"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark, print it and write it as JSON; see ``servegym bench --help``."""
     parser = argparse.ArgumentParser(
@@ -340,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; allowed is 1 or more")
 
+    from servegym.experiments.figure_run import machine, versions
     from servegym.experiments.output import check_writable, print_table, write_json
 
     if args.out is not None:
@@ -358,8 +330,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     result = {
         "command": "servegym bench " + " ".join(argv if argv is not None else sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": _machine(),
-        "versions": _versions(),
+        "machine": machine(),
+        "versions": versions(),
         "repeats": repeats,
         "vector": vector,
         "parts": parts,

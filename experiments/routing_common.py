@@ -6,24 +6,28 @@ the picture, and beside them a text file with the command, the versions and the 
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import io
 import json
 import math
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym.experiments import figure_run
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.output import print_table, write_csv, write_text
-from servegym.experiments.routing_training import LOCK, RESULT, versions
+from servegym.experiments.figure_run import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    legend,
+    pyplot,
+    run_chosen,
+    tidy,
+    versions,
+)
+from servegym.experiments.output import print_table
+from servegym.experiments.routing_training import LOCK, RESULT, source_digest
 from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
 
 __all__ = ["BASELINES", "Options", "TrainedRun", "find_runs", "measure", "run_figures", "save"]
@@ -89,29 +93,20 @@ class TrainedRun(NamedTuple):
     any_experts: bool
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line of a figure script says.
+class Options(FigureOptions):
+    """What the command line of a routing figure says, beside `FigureOptions`.
 
     Attributes:
-        out: Folder of the results.
-        episodes: Episodes a policy and point.
-        quick: Whether this is a smoke run.
         checkpoints: Folder of the trainings, or None.
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
-        command: The command line, for the record.
     """
 
-    out: Path
-    episodes: int
-    quick: bool
     checkpoints: Path | None
-    fleets: tuple[str, ...]
+    fleets: Sequence[str]
     requests: int
-    trained: tuple[TrainedRun, ...]
-    command: str
+    trained: Sequence[TrainedRun]
 
 
 Figure = Callable[[Options], None]
@@ -334,64 +329,17 @@ def plot_bars(
     return figure
 
 
-def pyplot() -> Any:
-    """matplotlib.pyplot without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def tidy(axis: Any) -> None:
-    """A light grid and no frame."""
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def legend(figure: Any, axis: Any) -> None:
-    """The legend of one panel, below all."""
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
-
-
 def save(
     options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: str
 ) -> None:
-    """Write ``stem.csv``, ``stem.png`` and ``stem.txt`` (command, versions, machine, notes)."""
-    write_csv(options.out / f"{stem}.csv", rows)
-    if figure is not None:
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=110, format="png")
-        write_text(options.out / f"{stem}.png", picture.getvalue())
-        pyplot().close(figure)
-    told = {
-        "command": options.command,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "machine": f"{platform.system()} {platform.machine()}, {processor()}",
-        **versions(),
-        "trained routers": ", ".join(
-            f"{run.label} s{run.seed}" for run in options.trained
-        ) or "none, baselines only",
-    }  # fmt: skip
-    lines = [f"{key}: {value}" for key, value in told.items()]
-    lines += [f"note: {note}" for note in notes]
-    if options.quick:
-        lines.append("note: a smoke run, figures not to quote")
-    write_text(options.out / f"{stem}.txt", "\n".join(lines) + "\n")
-    print(f"{options.out / stem}.csv, .png, .txt")
-
-
-def processor() -> str:
-    """Name of the processor where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown processor"
+    """As `figure_run.save`, with the trained routers that the figure compares."""
+    trained = ", ".join(f"{run.label} s{run.seed}" for run in options.trained)
+    about = {
+        **versions(("torch",)),
+        "sources": source_digest(),
+        "trained routers": trained or "none, baselines only",
+    }
+    figure_run.save(options, stem, rows, figure, *notes, about=about)
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
@@ -458,38 +406,13 @@ def run_figures(
     Raises:
         ValueError: If an argument is not valid.
     """
-    parser = argparse.ArgumentParser(
-        description=(description or "").partition("\n")[0], prog=f"python -m {module}"
-    )
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
-    parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
-    parser.add_argument("--episodes", type=int, help=f"episodes a policy and point ({episodes})")
+    parser = figure_parser(tuple(figures), description, module, episodes, OUT)
     parser.add_argument("--checkpoints", type=Path, help="folder of trainings; default: none")
-    parser.add_argument("--figure", nargs="+", choices=tuple(figures), default=tuple(figures),
-                        help="which ones (all)")  # fmt: skip
-    parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET",
+    parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
                         help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
-    args = parser.parse_args(argv)
-    number = args.episodes
-    if number is None:
-        number = 2 if args.quick else episodes
-    if number < 1:
-        raise ValueError(f"episodes is {number}; allowed is 1 or more")
-    args.out.mkdir(parents=True, exist_ok=True)
-    trained = tuple(find_runs(args.checkpoints))
-    if not trained:
+    options = command_line(parser, argv, Options())
+    options.trained = tuple(find_runs(options.checkpoints))
+    options.requests = 100 if options.quick else 1000
+    if not options.trained:
         print("no trained routers (--checkpoints FOLDER): baselines only")
-    words = sys.argv[1:] if argv is None else list(argv)
-    options = Options(
-        args.out,
-        number,
-        args.quick,
-        args.checkpoints,
-        tuple(args.profiles),
-        100 if args.quick else 1000,
-        trained,
-        shlex.join(["python", "-m", module, *map(str, words)]),
-    )
-    for name in args.figure:
-        figures[name](options)
-    return 0
+    return run_chosen(figures, options)

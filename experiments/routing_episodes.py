@@ -14,19 +14,17 @@ import numpy as np
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
+from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
     ENV_ID,
     Options,
     chosen,
-    legend,
     measure,
     policies_of,
-    pyplot,
     run_figures,
     save,
     style,
-    tidy,
 )
 from servegym.hardware_profiles.script import run
 

@@ -16,20 +16,18 @@ from typing import Any
 import numpy as np
 
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
+from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
     ENV_ID,
     Options,
     chosen,
     claim,
-    legend,
     measure,
     plot_bars,
     print_rows,
-    pyplot,
     run_figures,
     save,
-    tidy,
 )
 from servegym.experiments.routing_training import RUNS
 from servegym.hardware_profiles.script import run

@@ -14,8 +14,9 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table, write_text
-from servegym.experiments.routing_common import OUT, legend, pyplot, tidy
+from servegym.experiments.routing_common import OUT
 
 __all__ = ["main"]
 

@@ -23,7 +23,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -34,11 +33,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import servegym
+from servegym.experiments.figure_run import machine, versions
 from servegym.experiments.output import print_table, write_csv, write_json, write_text
 from servegym.hardware_profiles.script import run as run_script
 
@@ -219,17 +217,6 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a training depends on, by name."""
-    found = {"servegym": servegym.__version__, "sources": source_digest()}
-    for name in ("torch", "numpy", "numba", "gymnasium"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = ""
-    return found | {"python": platform.python_version()}
-
-
 def state_of(run: TrainingRun, runs: Path) -> str:
     """``finished``, ``running`` (some process holds it), ``begun`` or ``waiting``."""
     folder = runs / run.name
@@ -296,8 +283,9 @@ def summary(run: TrainingRun, folder: Path) -> dict[str, Any]:
         "val_qos_last": round(evaluations[-1]["eval/avg_qos"], 5),
         "seconds": round(seconds, 1),
         "finished": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "machine": f"{platform.system()} {platform.machine()}, 1 thread",
-        **versions(),
+        "machine": f"{machine()['system']}, 1 thread",
+        "sources": source_digest(),
+        **versions(("torch", "numpy", "numba", "gymnasium")),
         "settings": json.dumps(settings, sort_keys=True),
     }
 

@@ -17,15 +17,13 @@ from servegym.envs.workloads import load_catalog, make_arrivals
 from servegym.envs.workloads._util import data_file
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
+from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
     ENV_ID,
     Options,
-    legend,
-    pyplot,
     run_figures,
     save,
-    tidy,
 )
 from servegym.hardware_profiles import load_fleet
 from servegym.hardware_profiles.script import run
