@@ -23,49 +23,11 @@ from servegym.envs.serverless_moe.equations import (
     set_bits,
     smallest_spec,
 )
-
-MB = float(2**20)
-_REFERENCE_EXPERT_PARAMETERS = 3 * 2048 * 1408  # DeepSeek-V2-Lite, whose expert was timed
-_THETA2_PER_GB = {"gpt2-moe": 11.8665}
-
-# Seconds of one MoE block on the GPU for one decode token: non-expert module, routed experts.
-GPU_PROFILES: dict[str, tuple[float, float]] = {
-    "eager": (0.4e-3, 1.1e-3),
-    "fused": (0.15e-3, 0.10e-3),
-}
-# (lowest, highest, step) of the main and of the remote functions in MB.
-_SPECS_MB: dict[str, tuple[tuple[float, float, float], tuple[float, float, float]]] = {
-    "gpt2-moe": ((200.0, 5000.0, 100.0), (200.0, 2000.0, 100.0)),
-    "mixtral-8x7b": ((1000.0, 120000.0, 100.0), (1000.0, 10000.0, 100.0)),
-}
-_DEFAULT_SPECS_MB = ((1000.0, 40000.0, 100.0), (1000.0, 5000.0, 100.0))
-
-PROVENANCE: dict[str, str] = {
-    "expert_theta2_per_gb": "paper (Fig. 6)",
-    "expert_theta1_s": "derived: 0.80 ms a call at 1 GB, scaled with the expert's parameters",
-    "expert_theta3_s": "chosen: 0.20 ms a call, scaled with the expert's parameters",
-    "expert_token_s": "measured: 0.148 ms a further token on one vCPU, scaled likewise",
-    "max_vcpus": "chosen",
-    "gpu_layer_base_s": "chosen",
-    "gpu_layer_token_s": "chosen",
-    "gpu_experts_base_s": "chosen",
-    "gpu_experts_token_s": "chosen",
-    "swap_base_s": "chosen",
-    "swap_mb_s": "chosen: 16 GB/s",
-    "bandwidth_mb_s": "chosen: 10 Gbit/s",
-    "load_mb_s": "measured by others (ServerlessLLM)",
-    "container_start_main_s": "chosen",
-    "container_start_remote_s": "chosen",
-    "price_cpu": "list price (AWS Lambda)",
-    "price_gpu": "paper: three times the CPU price",
-    "z_max": "chosen",
-    "payload_mb": "documented limit (AWS Lambda)",
-    "main_specs_mb": "paper (V-A) where the model is in it, else chosen",
-    "remote_specs_mb": "paper (V-A) where the model is in it, else chosen",
-}
+from servegym.envs.workloads.lengths import length_quantiles
+from servegym.hardware_profiles.serverless import GPU_PROFILES, MB, SERVING, Grid, memory_grids
 
 
-def _specs(argument: str, given: Any, default: tuple[float, float, float]) -> np.ndarray:
+def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
     """A grid of memory specifications: ``(low, high, step)`` as an increasing array."""
     if given is None:
         given = default
@@ -84,18 +46,18 @@ def build_system(
     model: Any = "deepseek-v2-lite",
     gpu: str = "eager",
     *,
-    price_ratio: float = 3.0,
-    price_cpu_usd_mb_s: float = 1.6276e-8,
-    bandwidth_mb_s: float = 1250.0,
-    load_mb_s: float = 2600.0,
-    container_start_s: float = 1.0,
-    z_max: int = 8,
-    payload_mb: float = 6.0,
+    price_ratio: float = SERVING.price_ratio,
+    price_cpu_usd_mb_s: float = SERVING.price_cpu_usd_mb_s,
+    bandwidth_mb_s: float = SERVING.bandwidth_mb_s,
+    load_mb_s: float = SERVING.load_mb_s,
+    container_start_s: float = SERVING.container_start_s,
+    z_max: int = SERVING.z_max,
+    payload_mb: float = SERVING.payload_mb,
     main_specs_mb: Sequence[float] | None = None,
     remote_specs_mb: Sequence[float] | None = None,
     max_output_tokens: int = 400,
 ) -> SystemModel:
-    """Build the system of one model from the constants of :data:`PROVENANCE`.
+    """Build the system of one model from the constants of ``hardware_profiles.serverless``.
 
     Args:
         model: a model's name, or a :class:`servegym.envs.workloads.activations.MoeModel`.
@@ -118,15 +80,15 @@ def build_system(
         from servegym.envs.workloads.activations import load_model
 
         model = load_model(model)
-    layer_s, experts_s = GPU_PROFILES[choose("gpu", gpu, GPU_PROFILES)]
+    card = GPU_PROFILES[choose("gpu", gpu, GPU_PROFILES)]
     price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
-    default_main, default_remote = _SPECS_MB.get(model.name, _DEFAULT_SPECS_MB)
+    default_main, default_remote, grid_source = memory_grids(model.name)
     main = _specs("main_specs_mb", main_specs_mb, default_main)
     remote = _specs("remote_specs_mb", remote_specs_mb, default_remote)
     experts = np.zeros(model.layers, dtype=np.int64)
     experts[list(model.moe_layers)] = model.experts
     count = len(model.moe_layers)
-    scale = model.expert_bytes / model.bytes_per_value / _REFERENCE_EXPERT_PARAMETERS
+    scale = model.expert_bytes / model.bytes_per_value / SERVING.expert_parameters
     token_mb = model.token_bytes / MB
     expert_mb = model.expert_bytes / MB
     system = SystemModel(
@@ -149,18 +111,23 @@ def build_system(
         container_start_remote_s=float(container_start_s),
         z_max=whole("z_max", z_max, 1, 64),
         payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
-        expert_theta1_s=6.86e-3 * scale,
-        expert_theta2_per_gb=_THETA2_PER_GB.get(model.name, 2.4363),
-        expert_theta3_s=0.20e-3 * scale,
-        expert_token_s=0.148e-3 * scale,
-        max_vcpus=16.0,
-        gpu_layer_base_s=layer_s,
-        gpu_layer_token_s=1e-6,
-        gpu_experts_base_s=experts_s,
-        gpu_experts_token_s=1e-6,
-        swap_base_s=20e-6,
-        swap_mb_s=16.0 * 1024.0,
-        provenance=dict(PROVENANCE),
+        expert_theta1_s=SERVING.expert_theta1_s * scale,
+        expert_theta2_per_gb=SERVING.theta2_per_gb(model.name),
+        expert_theta3_s=SERVING.expert_theta3_s * scale,
+        expert_token_s=SERVING.expert_token_s * scale,
+        max_vcpus=SERVING.max_vcpus,
+        gpu_layer_base_s=card.layer_base_s,
+        gpu_layer_token_s=card.layer_token_s,
+        gpu_experts_base_s=card.experts_base_s,
+        gpu_experts_token_s=card.experts_token_s,
+        swap_base_s=SERVING.swap_base_s,
+        swap_mb_s=SERVING.swap_mb_s,
+        provenance={
+            **SERVING.provenance(),
+            "gpu": f"{card.kind}: {card.source}",
+            "main_specs_mb": grid_source,
+            "remote_specs_mb": grid_source,
+        },
     )
     need = system.all_experts_mb + token_mb * whole("max_output_tokens", max_output_tokens, 1)
     if main[-1] < need:
@@ -182,16 +149,6 @@ def build_system(
 GRANULARITIES = ("global", "per_layer")
 PREDICTORS = ("task_mean", "global_mean", "nearest")
 NEIGHBOURS = 15
-# Quantiles 0, 5, ..., 100 % of the 19,366 prompt and output lengths of Azure's conversation trace
-# of 2023 (AzureLLMInferenceTrace_conv, CC-BY 4.0), capped at 1,024 and 400 tokens. Fitted; between
-# the knots the law is linear. The two lengths are drawn independently: their logarithms correlate
-# by 0.09 in the trace.
-AZURE_PROMPT_TOKENS = (2, 181, 207, 372, 387, 396, 403, 414, 703, 984, 1020, *(1024,) * 10)
-AZURE_OUTPUT_TOKENS = (
-    *(7, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 177, 217, 384, 395),
-    *(400,) * 5,
-)
-_LAWS = {"prompt_tokens": AZURE_PROMPT_TOKENS, "output_tokens": AZURE_OUTPUT_TOKENS}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -368,8 +325,7 @@ def predict(activations: Any, predictor: Any = "task_mean") -> np.ndarray:
 
 def _length(argument: str, given: Any, cap: int) -> np.ndarray:
     if isinstance(given, str):
-        choose(argument, given, ("azure",))
-        return np.minimum(np.asarray(_LAWS[argument], dtype=np.float64), cap)
+        return length_quantiles(choose(argument, given, ("azure",)), argument, cap)
     return np.array([float(whole(argument, given, 1, 100_000))])
 
 
@@ -550,13 +506,13 @@ def build_problem(
     trem_s: Sequence[float] | None = None,
     trem_switch: float | None = None,
     trem_sigma: float | None = None,
-    price_ratio: float = 3.0,
-    price_cpu_usd_mb_s: float = 1.6276e-8,
-    bandwidth_mb_s: float = 1250.0,
-    load_mb_s: float = 2600.0,
-    container_start_s: float = 1.0,
-    z_max: int = 8,
-    payload_mb: float = 6.0,
+    price_ratio: float = SERVING.price_ratio,
+    price_cpu_usd_mb_s: float = SERVING.price_cpu_usd_mb_s,
+    bandwidth_mb_s: float = SERVING.bandwidth_mb_s,
+    load_mb_s: float = SERVING.load_mb_s,
+    container_start_s: float = SERVING.container_start_s,
+    z_max: int = SERVING.z_max,
+    payload_mb: float = SERVING.payload_mb,
     main_specs_mb: Sequence[float] | None = None,
     remote_specs_mb: Sequence[float] | None = None,
 ) -> Problem:
@@ -586,10 +542,6 @@ def build_problem(
     )
     longest = [int(law[-1]) for law in lengths]
     book = _load(model, activations)
-    default_main, default_remote = main_specs_mb, remote_specs_mb
-    if book.model.name == "toy":
-        default_main = (100.0, 2000.0, 100.0) if main_specs_mb is None else main_specs_mb
-        default_remote = (20.0, 1000.0, 20.0) if remote_specs_mb is None else remote_specs_mb
     system = build_system(
         book.model,
         gpu,
@@ -600,8 +552,8 @@ def build_problem(
         container_start_s=container_start_s,
         z_max=z_max,
         payload_mb=payload_mb,
-        main_specs_mb=default_main,
-        remote_specs_mb=default_remote,
+        main_specs_mb=main_specs_mb,
+        remote_specs_mb=remote_specs_mb,
         max_output_tokens=longest[1],
     )
     layers, experts = system.moe_layers, system.num_experts

@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
+from servegym.envs.workloads.lengths import sample_lengths
 
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
 STEP_VALUES = ("cost_usd", "mix_cost_usd", "ttft_s", "tpot_s", "cold_start_s")
@@ -151,8 +152,7 @@ class ServerlessBatch:
         r["prompt"] = prompts
         r["offset"] = random.integers(0, start[prompts + 1] - start[prompts])
         for name, law in zip(("n_in", "n_out"), p.lengths, strict=True):
-            grid = np.linspace(0.0, 1.0, len(law))
-            r[name] = law[0] if len(law) == 1 else np.rint(np.interp(random.random(n), grid, law))
+            r[name] = law[0] if len(law) == 1 else sample_lengths(law, random.random(n))
         error = random.standard_normal(n) * p.output_error
         r["n_out_predicted"] = np.clip(r["n_out"] * np.exp(error), 1.0, p.max_output_tokens)
         limits = p.slo[random.integers(0, len(p.slo), n)]

@@ -7,8 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from servegym.hardware_profiles import serverless
-from servegym.hardware_profiles.serverless import load_constants
+from servegym.hardware_profiles import serverless, serverless_fit
+from servegym.hardware_profiles.serverless import (
+    GPU_PROFILES,
+    ORIGINS,
+    SERVING,
+    ServingConstants,
+    load_constants,
+    memory_grids,
+)
 
 
 def write(path, header, rows):
@@ -106,7 +113,7 @@ def test_start_law_draws_its_own_median():
 
 def test_fits_recover_the_truth(data, tmp_path):
     out = tmp_path / "constants.json"
-    assert serverless.main([str(data), "--out", str(out)]) == 0
+    assert serverless_fit.main([str(data), "--out", str(out)]) == 0
     constants = load_constants(out)
     expert = constants.expert("made-up")
     assert expert.seconds(1) == pytest.approx(1e-3, rel=1e-4)
@@ -140,14 +147,14 @@ def test_fits_recover_the_truth(data, tmp_path):
 def test_bad_expert_tables_are_refused(data, rows, words):
     path = write(data / "local_cpu_expert/expert_ffn_ms.csv", EXPERT, rows)
     with pytest.raises(ValueError, match=words) as caught:
-        serverless.fit_experts(path)
+        serverless_fit.fit_experts(path)
     assert "expert_ffn_ms.csv" in str(caught.value)
 
 
 def test_a_missing_column_is_named(data):
     path = write(data / "x.csv", EXPERT[:-1], [row[:-1] for row in expert_rows()])
     with pytest.raises(ValueError, match=r"x\.csv:1: field 'ms_min'"):
-        serverless.fit_experts(path)
+        serverless_fit.fit_experts(path)
 
 
 def test_other_bad_tables_are_refused(data, capsys):
@@ -159,21 +166,21 @@ def test_other_bad_tables_are_refused(data, capsys):
         [(n, 1, 100 * rng.lognormal(0, 1)) for n in range(1, 12)],
     )
     with pytest.raises(ValueError, match="R2"):
-        serverless.fit_threads(threads)
+        serverless_fit.fit_threads(threads)
     starts = data / "lambda_perf/lambda_cold_starts.csv"
     text = starts.read_text()
     starts.write_text(text.replace("python3.12", "cobol"))
     with pytest.raises(ValueError, match="Python"):
-        serverless.fit_starts(starts)
+        serverless_fit.fit_starts(starts)
     loads = data / "serverlessllm/load_times.csv"
     loads.write_text(loads.read_text().replace("1.0", "1060.0"))
     with pytest.raises(ValueError, match="loading_time_s.*seconds"):
-        serverless.fit_loads(loads)
+        serverless_fit.fit_loads(loads)
     prices = data / "serverless_pricing/prices.csv"
     prices.write_text(prices.read_text().replace("CU price", "CU"))
     with pytest.raises(ValueError, match="CU price"):
-        serverless.read_prices(prices)
-    assert serverless.main([str(data), "--out", str(data / "no.json")]) == 2
+        serverless_fit.read_prices(prices)
+    assert serverless_fit.main([str(data), "--out", str(data / "no.json")]) == 2
     assert "error: " in capsys.readouterr().err
     assert not (data / "no.json").exists()
 
@@ -216,3 +223,36 @@ def test_bad_arguments_are_refused():
         constants.expert("gpt2-moe").seconds(-1)
     with pytest.raises(ValueError, match="vcpus"):
         constants.expert("gpt2-moe").seconds(1, 0.0)
+
+
+def test_every_constant_of_the_environments_says_where_it_is_from():
+    for name, said in SERVING.provenance().items():
+        kind, _, source = said.partition(": ")
+        assert kind in ORIGINS and len(source) > 5, name
+    for profile in GPU_PROFILES.values():
+        assert profile.kind in ORIGINS and profile.source
+    assert memory_grids("deepseek-v2-lite")[:2] == (
+        (1000.0, 40000.0, 100.0),
+        (1000.0, 5000.0, 100.0),
+    )
+    assert memory_grids("gpt-oss-20b")[:2] == memory_grids("deepseek-v2-lite")[:2]
+    assert memory_grids("gpt-oss-20b")[2].startswith("chosen")
+
+
+def test_what_was_measured_is_read_from_the_file_and_has_no_second_copy(monkeypatch):
+    measured = load_constants()
+    assert pytest.approx(measured.load_mb_per_s["a5000-safetensors"], rel=0.02) == SERVING.load_mb_s
+    assert SERVING.price_cpu_usd_mb_s == pytest.approx(1.6276e-8, rel=1e-12)
+    assert SERVING.theta2_per_gb("gpt2-moe") == 11.8665
+    assert SERVING.theta2_per_gb("deepseek-v2-lite") == SERVING.theta2_per_gb("other") == 2.4363
+    one = SERVING.expert_theta1_s * math.exp(-2.4363) + SERVING.expert_theta3_s
+    assert one == pytest.approx(0.80e-3, rel=1e-3)
+    raw = json.loads(json.dumps(measured.raw))
+    raw["prices"]["values"]["aws_cpu_usd_per_mb_s"] = 3e-8
+    raw["model_load"]["rates"]["a5000-safetensors"]["mb_per_s"] = 5234.0
+    raw["thread_scaling"]["paper_theta2_per_gb"]["gpt2-moe"] = 7.0
+    other = serverless.parse(raw, "other")
+    monkeypatch.setattr(serverless, "load_constants", lambda: other)
+    changed = ServingConstants()
+    assert (changed.price_cpu_usd_mb_s, changed.load_mb_s) == (3e-8, 5200.0)
+    assert changed.theta2_per_gb("gpt2-moe") == 7.0

@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from servegym.envs.serverless_moe import env as single
 from servegym.envs.workloads.activations import make_toy_activations
+from servegym.hardware_profiles.serverless import SERVING
 
 IDS = ("servegym/ServerlessMoE-v0", "servegym/ServerlessMoEFlat-v0")
 SHORT = {"model": "toy", "episode_requests": 15, "max_prompt_tokens": 90, "max_output_tokens": 25}
@@ -344,6 +345,19 @@ def test_bad_actions_change_nothing(env_id):
     for actions in (np.full((3, 5), 99), np.zeros((2, 5), int), np.zeros((3, 5))):
         with pytest.raises(ValueError):
             envs.step(actions)
+
+
+def test_the_documented_constants_are_those_of_the_profile():
+    rows = {}
+    for line in single.ServerlessMoEEnv.__doc__.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 3:  # names, defaults, meaning
+            names = cells[0].replace("`", "").split(", ")
+            rows.update(zip(names, cells[1].split(", "), strict=False))
+    for name in (
+        "price_ratio price_cpu_usd_mb_s bandwidth_mb_s load_mb_s container_start_s z_max payload_mb"
+    ).split():
+        assert float(rows[name]) == getattr(SERVING, name), name
 
 
 def test_predictors():

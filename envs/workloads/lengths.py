@@ -1,0 +1,57 @@
+"""Laws of prompt and output lengths that were fitted to a trace: quantiles, linear in between."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.workloads._util import DATA_DIR, unknown_name
+from servegym.envs.workloads.errors import MalformedFileError
+
+KINDS = ("prompt_tokens", "output_tokens")
+
+
+@lru_cache(maxsize=1)
+def fitted_lengths() -> dict[str, Any]:
+    """Contents of ``data/lengths.json``, made by ``servegym.envs.workloads.fit_lengths``."""
+    path = DATA_DIR / "lengths.json"
+    remedy = "run `python -m servegym.envs.workloads.fit_lengths`"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+
+
+def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
+    """Quantiles of a trace's lengths at equal steps from 0 to 100 %.
+
+    Args:
+        trace: ``azure``.
+        kind: ``prompt_tokens`` or ``output_tokens``.
+        cap: longer ones are cut to this many tokens.
+
+    Returns:
+        float64 (n,), rising; ``sample_lengths`` draws from it.
+
+    Raises:
+        ValueError: If there is no such trace or kind.
+    """
+    laws = fitted_lengths()["traces"]
+    if trace not in laws:
+        raise unknown_name("trace", trace, laws)
+    if kind not in KINDS:
+        raise unknown_name("kind", kind, KINDS)
+    return np.minimum(np.asarray(laws[trace][kind]["quantiles"], dtype=np.float64), cap)
+
+
+def sample_lengths(quantiles: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Lengths of uniform draws in [0, 1): float64, whole, in the shape of ``uniform``.
+
+    Args:
+        quantiles: (n,) of :func:`length_quantiles`, or one length.
+        uniform: the draws.
+    """
+    return np.rint(np.interp(uniform, np.linspace(0.0, 1.0, len(quantiles)), quantiles))
