@@ -194,7 +194,8 @@ def grid_optimum(
 ) -> GridOptimum:
     """The cheapest feasible plan over b, W, Y and z.
 
-    Candidates (b, W) are taken by rising lower bound, so most need no integer program.
+    Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
+    price alone is above the cost of a plan already had is no candidate.
 
     Args:
         system: The system.
@@ -215,18 +216,34 @@ def grid_optimum(
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
     fixed_prefill, fixed_decode = fixed_s(system, load)
-    candidates = []
+    fixed, candidates, had = fixed_prefill + fixed_decode, [], np.inf
+    limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
+    layers = np.arange(system.moe_layers)
     for b in tried.tolist():
         remote = remote_set(order, b)
         options = layer_options(system, load, remote, decode_invocation)
-        for w in specs[specs >= eq.main_memory_mb(system, remote, load.n_out)].tolist():
+        own = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
+        if not own.size:
+            continue
+        # No W takes less time than the largest, so the price of W for that time is a lower bound.
+        prefill, decode, _ = _priced(system, load, options, own[-1], np.zeros((1, 1, 1)))
+        shortest = fixed + float((prefill + decode).min(axis=1).sum())
+        for w in own.tolist():
+            if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > had:
+                break
             base, start, price = _start(
-                system, load, options, w, fixed_prefill + fixed_decode, cold_start, bill_cold_start
+                system, load, options, w, fixed, cold_start, bill_cold_start
             )
-            cost = _priced(system, load, options, w, price)[2]
-            bound = base + cost.min(axis=1).sum()
+            prefill, decode, cost = _priced(system, load, options, w, price)
+            at = cost.argmin(axis=1)
+            bound = float(base + cost[layers, at].sum())
             if np.isfinite(bound):
-                candidates.append((float(bound), b, w, options, start, base, price))
+                candidates.append((bound, b, w, options, start, base, price))
+                if (
+                    prefill[layers, at].sum() <= limits[0] - start
+                    and decode[layers, at].sum() <= limits[1]
+                ):
+                    had = min(had, bound)
     candidates.sort(key=lambda c: c[0])
     best, lowest = GridOptimum(None, 0.0, np.inf, np.inf, None), np.inf
     for bound, b, w, options, start, base, price in candidates:
@@ -238,8 +255,8 @@ def grid_optimum(
             cost,
             prefill,
             decode,
-            ttft_limit_s - start - fixed_prefill,
-            tpot_limit_s * load.n_out - fixed_decode,
+            limits[0] - start,
+            limits[1],
             gap=gap,
         )
         lowest = min(lowest, base + found.bound)
