@@ -198,7 +198,7 @@ class SimilarPromptsSearch(_Neighbours):
 
 
 class VarPAM(SimilarPromptsSearch):
-    """VarPAM: SPS with BUILD and SWAP of Partitioning Around Medoids, by the package kmedoids."""
+    """VarPAM: SPS with a tree of Partitioning Around Medoids (BUILD and SWAP)."""
 
     name = "varpam"
 

@@ -164,18 +164,9 @@ class EuclideanMedoids(_Roulette):
 
 
 class PartitioningAroundMedoids:
-    """BUILD and SWAP of Kaufman and Rousseeuw on 1 - SCS: the clustering of VarPAM.
-
-    Raises:
-        ImportError: If the package ``kmedoids`` is not installed.
-    """
+    """BUILD and SWAP of Kaufman and Rousseeuw on 1 - SCS: the clustering of VarPAM."""
 
     def __init__(self, units: Floats):
-        try:
-            from kmedoids import pam  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise ImportError("VarPAM clusters with the package kmedoids; install it.") from None
-        self._pam = pam
         self._units = units
 
     def split(
@@ -187,9 +178,9 @@ class PartitioningAroundMedoids:
         distance[distance < _SAME] = 0.0
         if not distance.any():
             return members[:1], np.zeros(len(members), np.int64)
-        found = self._pam(distance, min(fork, len(members)), init="build")
-        kept, part = np.unique(np.asarray(found.labels), return_inverse=True)
-        return members[np.asarray(found.medoids, np.int64)[kept]], part.astype(np.int64)
+        medoids, labels, _ = kernel.pam(distance, min(fork, len(members)))
+        kept, part = np.unique(labels, return_inverse=True)
+        return members[medoids[kept]], part.astype(np.int64)
 
 
 class MedoidTree:

@@ -24,7 +24,6 @@ def toy():
 
 
 def test_divergences_order_the_predictors_and_compare_them_in_pairs(toy):
-    pytest.importorskip("kmedoids")
     rows = serverless_prediction.divergences(toy, "token", repetitions=200, seeds=2)
     by_name = {row["predictor"] + row["settings"]: row for row in rows}
     assert len(by_name) == len(rows) == len(serverless_prediction.CASES)
@@ -44,7 +43,6 @@ def test_without_embeddings_only_blind_predictors_are_judged(toy):
 
 def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    pytest.importorskip("kmedoids")
     monkeypatch.setattr(serverless_prediction, "load_activations", lambda name: toy)
     monkeypatch.setattr(serverless_prediction, "MODELS", (toy.name,))
     monkeypatch.setattr(serverless_prediction, "QUERIES", 20)
