@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import PRESETS
 from servegym.envs.workloads.activations import Activations
+from servegym.experiments import figure_run
 from servegym.experiments.figure_run import (
     FigureOptions,
     command_line,
@@ -21,17 +23,28 @@ from servegym.experiments.stats import mean, stratified_bootstrap
 
 __all__ = [
     "MODELS",
+    "N_IN",
+    "N_OUT",
     "OUT",
+    "TPOT_S",
+    "TREM_S",
+    "TTFT_S",
     "Options",
     "held_out",
     "recorded_request",
     "run_figures",
+    "save",
+    "verdict",
     "with_interval",
 ]
 
 OUT = Path("experiments/results/serverless")
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
 """Models with recorded routing."""
+N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
+"""Tokens of the paper's requests: 500 characters in, 200 tokens out (V-C)."""
+(TREM_S,) = PRESETS["seed"]["trem_s"]
+((TTFT_S, TPOT_S),) = PRESETS["seed"]["slo"]
 
 Options = FigureOptions
 """The command line; ``episodes`` is the number of held-out prompts of a model, at most."""
@@ -90,3 +103,28 @@ def with_interval(key: str, values: ArrayLike, repetitions: int = 2_000) -> dict
     """Mean over prompts as ``key``, its 95 % bootstrap interval as ``key_low``, ``key_high``."""
     found = stratified_bootstrap(values, mean, repetitions)
     return {key: found.value, f"{key}_low": found.low, f"{key}_high": found.high}
+
+
+def verdict(claim: str, holds: bool, found: str) -> str:
+    """A sentence on a claim of the paper.
+
+    Args:
+        claim: What the paper says, as in "the divergence falls with the similarity".
+        holds: Whether it holds here.
+        found: The numbers that say so.
+    """
+    return f"{'agrees' if holds else 'disagrees'} with the paper ({claim}): {found}"
+
+
+def save(
+    options: Options,
+    stem: str,
+    rows: Sequence[Mapping[str, Any]],
+    figure: Any,
+    *notes: str,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the notes and save; see `figure_run.save`."""
+    for note in notes:
+        print(f"{stem}: {note}")
+    figure_run.save(options, stem, rows, figure, *notes, about=about)
