@@ -78,7 +78,11 @@ _PAPER: dict[str, Any] = {
     "output_tokens": 5,
     "mean_interarrival_s": 10.0,
     "task_mix": "by_server",
+    # Recorded stand-ins by length: abstract narrative, arithmetic, ASCII words of BIG-bench.
+    "tasks": {"deepseek-v2-lite": ("law", "intent", "translation")},
 }
+# The same for MMLU-Pro, WikiText and code problems, whose prompts are longer.
+_MULTI_TASKS = {"deepseek-v2-lite": ("translation", "law", "summary")}
 _EDGE: dict[str, Any] = {
     "gpus": (1, 1, 2),
     "nic_bps": (500 * _MBPS, 500 * _MBPS, 100 * _MBPS),
@@ -93,7 +97,8 @@ _SCENARIOS: dict[str, dict[str, Any]] = {
     "edge_hetero": _EDGE,
     "edge_decode": _EDGE | {"nic_bps": 500 * _MBPS, "latency_s": 0.002},
     "paper_testbed": _PAPER,
-    "paper_testbed_multi": _PAPER | {"output_tokens": 20, "mean_interarrival_s": 20.0},
+    "paper_testbed_multi": _PAPER
+    | {"output_tokens": 20, "mean_interarrival_s": 20.0, "tasks": _MULTI_TASKS},
     "drift": _EDGE | {"rotate_s": 900.0, "migration_source": "network"},
 }
 SCALES = (4, 8, 16, 32, 64, 128, 256)
@@ -388,6 +393,7 @@ LOAD_ARGUMENTS = (
     "output_tokens",
     "mean_interarrival_s",
     "task_mix",
+    "tasks",
     "rotate_s",
     "migration_source",
 )

@@ -50,6 +50,7 @@ class Problem:
         cluster: servers, links and times.
         activations: recorded or synthetic routing of the prompts.
         prompts: the same as the simulator reads it.
+        tasks: names of the tasks; server n has the n-th, in a ring.
         rows: prompts that episodes draw from, for each task.
         history_rows: prompts of the first counts, for each task; none of ``rows``.
         interarrival_s: ``(N,)`` mean seconds between the requests of each server.
@@ -66,6 +67,7 @@ class Problem:
     cluster: Cluster
     activations: Activations
     prompts: Prompts
+    tasks: tuple[str, ...]
     rows: tuple[np.ndarray, ...]
     history_rows: tuple[np.ndarray, ...]
     interarrival_s: np.ndarray
@@ -101,10 +103,20 @@ def _load(model: str, skew: str, seed: int) -> tuple[Activations, Prompts]:
     return found, prompts
 
 
-def _rows(activations: Activations, split: str) -> tuple[np.ndarray, ...]:
+def _tasks(given: Any, activations: Activations) -> tuple[str, ...]:
+    """Names of the tasks that requests have, in the order of the servers."""
+    if given is None:
+        return activations.tasks
+    if isinstance(given, str) or not len(given):
+        raise ValueError(f"tasks={given!r} must list at least one of {list(activations.tasks)}.")
+    return tuple(choose(f"tasks[{i}]", name, activations.tasks) for i, name in enumerate(given))
+
+
+def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple[np.ndarray, ...]:
     rows = np.asarray(activations.rows(split))
-    found = tuple(rows[activations.task[rows] == t] for t in range(len(activations.tasks)))
-    for name, of_task in zip(activations.tasks, found, strict=True):
+    numbers = [activations.tasks.index(name) for name in tasks]
+    found = tuple(rows[activations.task[rows] == t] for t in numbers)
+    for name, of_task in zip(tasks, found, strict=True):
         if not len(of_task):
             raise ValueError(f"split {split!r} of {activations.name!r} has no prompt of {name!r}.")
     return found
@@ -123,6 +135,7 @@ def build_problem(
     mean_interarrival_s: float | Sequence[float] | None = None,
     output_tokens: int | Sequence[int] | None = None,
     task_mix: str | None = None,
+    tasks: Sequence[str] | None = None,
     rotate_s: float | None = None,
     history_requests: int = 100,
     free_start: bool = True,
@@ -153,6 +166,8 @@ def build_problem(
         raise ValueError(f"cluster_kwargs={cluster_kwargs!r}: {error}") from None
     activations, prompts = _load(model, skew, whole("activations_seed", activations_seed, 0))
     servers = cluster.num_servers
+    of_model = load.get("tasks", {}).get(model)
+    names = _tasks(of_model if tasks is None else tasks, activations)
 
     def pick(value: Any, name: str, default: Any) -> Any:
         return load.get(name, default) if value is None else value
@@ -180,8 +195,9 @@ def build_problem(
         cluster=cluster,
         activations=activations,
         prompts=prompts,
-        rows=_rows(activations, split),
-        history_rows=_rows(activations, SPLITS[split]),
+        tasks=names,
+        rows=_rows(activations, split, names),
+        history_rows=_rows(activations, SPLITS[split], names),
         interarrival_s=np.array(gaps),
         output_tokens=(low, high),
         epochs=whole("epochs", epochs, 1, 100_000),

@@ -118,6 +118,7 @@ class ExpertPlacementEnv(gym.Env):
     | `mean_interarrival_s` | the scenario's | mean seconds between requests, one number or one a server |
     | `output_tokens` | the scenario's | tokens of an answer, or a range |
     | `task_mix`, `rotate_s` | the scenario's | `by_server` (server n has task n, moving on every `rotate_s` seconds) or `mixed` |
+    | `tasks` | the scenario's | names of the tasks in the order of the servers, in a ring; all of the model's unless the scenario has its own |
     | `history_requests` | 100 | requests of each server behind the first counts |
     | `free_start` | True | whether the first change is free |
     | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | or `nearest`, `random`; copies looked at |

@@ -14,6 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from servegym.envs.expert_placement.cluster import build_cluster, scenario_cluster
+from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.decode import (
     decode_budget,
     decode_scores,
@@ -258,6 +259,20 @@ def test_tasks_rotate():
     late = log[(log["arrival_s"] >= 30.0)]
     assert (early["task"] == early["server"] % 2).all()
     assert (late["task"] == (late["server"] + 1) % 2).all()
+
+
+def test_servers_have_the_tasks_that_are_named():
+    env = make(tasks=["task1", "task0", "task1"], history_requests=0)
+    env.reset(seed=0)
+    for move in actions(env, 3):
+        env.step(move)
+    log = env.request_log()
+    assert (log["task"] == np.array([1, 0, 1])[log["server"]]).all()
+    assert len(np.unique(log["server"])) == 3
+    assert build_problem(scenario_name="paper_testbed").tasks == ("law", "intent", "translation")
+    for bad in ([], "task0", ["task7"]):
+        with pytest.raises(ValueError, match="tasks"):
+            make(tasks=bad)
 
 
 def test_a_better_placement_is_faster():
