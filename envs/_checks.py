@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -84,3 +85,29 @@ def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> 
             except ValueError as error:
                 raise ValueError(f"{argument}: {error}") from None
     return found
+
+
+def keywords(
+    function: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()
+) -> None:
+    """Check that ``function`` has all parameters that ``given`` names, none of them ``hidden``.
+
+    Raises:
+        ValueError: naming the argument, the nearest parameter and all of them.
+    """
+    known = [name for name in inspect.signature(function).parameters if name not in hidden]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{name!r} is not an argument of this environment.{hint} It takes {known}."
+            )
+
+
+def check_render_mode(given: str | None, allowed: Iterable[str]) -> str | None:
+    """Return ``given`` if it is None or one of ``allowed``, else raise ValueError."""
+    modes = list(allowed)
+    if given is not None and given not in modes:
+        raise ValueError(f"render_mode={given!r} is unknown; choose one of {modes} or None.")
+    return given

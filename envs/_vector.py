@@ -7,87 +7,56 @@ to `SyncVectorEnv` over the single environment.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from servegym.envs._checks import choose, whole
-
-
-class Batch(Protocol):
-    """B systems of one problem, advanced together.
-
-    Attributes:
-        observation: Buffers with a leading axis of B, an array or a dict of arrays.
-        action_mask: int8 ``(B, A)``.
-        out: float64 ``(B, T + 1)``: the T parts of the last reward, then whether the episode ended.
-        terms: Names of the reward's parts, of the first ones if there are fewer names than parts.
-    """
-
-    observation: Any
-    action_mask: np.ndarray
-    out: np.ndarray
-    terms: Any
-
-    def draw(self, row: int, random: np.random.Generator) -> None:
-        """Draw the next episode of a row."""
-
-    def begin(self, which: np.ndarray) -> None:
-        """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
-
-    def step(self, actions: Any, which: np.ndarray) -> int:
-        """Advance the rows with ``which`` set; returns how many episodes ended."""
-        ...
-
-    def kpis(self, row: int) -> dict[str, float]:
-        """Key figures of the episode so far."""
-        ...
-
-    def request_log(self, row: int) -> np.ndarray:
-        """One record per request of the current episode."""
-        ...
-
-    def clone(self, row: int) -> Any:
-        """Copy one system; the copy has ``random`` and ``finished``."""
-
-    def restore(self, row: int, state: Any) -> None:
-        """Put a copied system back."""
-
-    def fresh_observation(self) -> Any:
-        """A copy of the observation."""
+from servegym.envs._batch import BatchEnv
+from servegym.envs._checks import check_render_mode, choose, whole
 
 
 class BatchVectorEnv(VectorEnv):
-    """A vector environment over a `Batch`; a family adds the spaces and checks the actions."""
+    """B systems of a `BatchEnv` stepped together.
+
+    Attributes:
+        SINGLE: The single environment, whose parts and arguments these systems have.
+    """
+
+    SINGLE: ClassVar[type[BatchEnv]]
+    batch: Any
+    problem: Any
 
     def __init__(
         self,
-        batch: Batch,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
+        num_envs: int = 1,
         *,
-        autoreset_mode: AutoresetMode,
-        copy: bool,
-        max_episode_steps: int | None,
-        validate: bool,
+        autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
+        copy: bool = True,
+        max_episode_steps: int | None = None,
+        render_mode: str | None = None,
+        validate: bool = False,
+        **kwargs: Any,
     ) -> None:
-        self.num_envs = batch.action_mask.shape[0]
-        self.autoreset_mode = autoreset_mode
+        single = self.SINGLE
+        self.num_envs = whole("num_envs", num_envs, 1)
+        self.autoreset_mode = autoreset(autoreset_mode)
+        self.metadata = {**single.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode = check_render_mode(render_mode, single.metadata["render_modes"])
         if max_episode_steps is not None:
             max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)
         self.max_episode_steps = max_episode_steps
         self.copy = copy
         self.validate = validate
-        self.batch = batch
-        self.single_observation_space = observation_space
-        self.single_action_space = action_space
-        self.observation_space = batch_space(observation_space, self.num_envs)
-        self.action_space = batch_space(action_space, self.num_envs)
+        self.problem = single.make_problem(kwargs)
+        self.batch = single.BATCH(self.problem, self.num_envs)
+        self.single_observation_space = single.OBSERVATION(self.problem)
+        self.single_action_space = single.ACTION(self.problem)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._generators: list[np.random.Generator | None] = [None] * self.num_envs
         self._seeds: list[int] = [-1] * self.num_envs
         self._steps = np.zeros(self.num_envs, dtype=np.int64)
@@ -99,13 +68,23 @@ class BatchVectorEnv(VectorEnv):
         self._all.flags.writeable = False
         self._which = np.ones(self.num_envs, dtype=np.int8)
 
-    def _check_actions(self, actions: Any) -> Any:
+    def _check_actions(self, actions: Any) -> np.ndarray:
         """The actions as `Batch.step` takes them; ValueError for a wrong shape or type."""
-        raise NotImplementedError
+        actions = np.asarray(actions)
+        shape = self.action_space.shape
+        if actions.shape != shape or actions.dtype.kind not in "iu":
+            raise ValueError(
+                f"actions must be whole numbers of shape {shape}, got shape {actions.shape} and "
+                f"dtype {actions.dtype}."
+            )
+        return np.ascontiguousarray(actions, dtype=np.int64)
 
-    def _steps_of(self, state: Any) -> int:
-        """Decisions made in the episode of a cloned state."""
-        raise NotImplementedError
+    def render(self) -> tuple[Any, ...] | None:
+        """One frame for each system, as the single environment renders it."""
+        if self.render_mode is None:
+            return None
+        rows = range(self.num_envs)
+        return tuple(self.SINGLE.frame(self.batch, row, self.render_mode) for row in rows)
 
     @property
     def np_random(self) -> tuple[np.random.Generator, ...]:
@@ -306,7 +285,7 @@ class BatchVectorEnv(VectorEnv):
             self._generator(index).bit_generator.state = state.random
         self._done[index] = state.finished
         self._any_done = bool(self._done.any())
-        self._steps[index] = self._steps_of(state)
+        self._steps[index] = int(state.env["index"][0])
         self._begun = True
 
     def observe(self) -> tuple[Any, np.ndarray]:

@@ -223,10 +223,9 @@ class RoutingSystem:
         Raises:
             ValueError: As the environment does for an unknown or bad argument.
         """
-        from servegym.envs.llm_routing import kernel
-        from servegym.envs.llm_routing.env import make_problem
+        from servegym.envs.llm_routing.env import LLMRoutingEnv
 
-        return cls.from_problem(make_problem(kernel.GRAPH, kwargs))
+        return cls.from_problem(LLMRoutingEnv.make_problem(kwargs))
 
     @classmethod
     def from_problem(cls, problem: Problem) -> RoutingSystem:

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from typing import Any, ClassVar
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
 
+from servegym.envs._batch import BatchEnv
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, build_problem
-from servegym.envs.llm_routing.core import RoutingBatch, RoutingState, observation_space
-
-RENDER_MODES = ("ansi", "rgb_array")
+from servegym.envs.llm_routing.core import RoutingBatch, observation_space
 
 
-def make_problem(view: int, kwargs: dict[str, Any]) -> Problem:
-    """Check the names of ``kwargs`` and build the problem.
-
-    Raises:
-        ValueError: an argument is unknown or has a bad value.
-    """
-    known = [name for name in inspect.signature(build_problem).parameters if name != "view"]
-    for name in kwargs:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"{name!r} is not an argument of this environment.{hint} It takes {known}."
-            )
-    return build_problem(view=view, **kwargs)
+def action_space(problem: Problem) -> spaces.Discrete:
+    """Drop, or one of the experts."""
+    return spaces.Discrete(problem.num_experts + 1)
 
 
-def check_render_mode(render_mode: str | None) -> str | None:
-    """Return ``render_mode`` if it is supported, else raise ValueError."""
-    if render_mode is not None and render_mode not in RENDER_MODES:
-        raise ValueError(
-            f"render_mode={render_mode!r} is unknown; choose one of {list(RENDER_MODES)} or None."
-        )
-    return render_mode
-
-
-class LLMRoutingEnv(gym.Env):
+class LLMRoutingEnv(BatchEnv):
     """Route each LLM request to one of N heterogeneous experts, or drop it.
 
     ## Description
@@ -174,44 +148,16 @@ class LLMRoutingEnv(gym.Env):
     - v0: initial version
     """
 
-    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 8}
-    VIEW: ClassVar[int] = kernel.GRAPH
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
+    VIEW = kernel.GRAPH
+    BUILD = staticmethod(build_problem)
+    BATCH = RoutingBatch
+    OBSERVATION = staticmethod(observation_space)
+    ACTION = staticmethod(action_space)
+    problem: Problem
+    batch: RoutingBatch
 
-    def __init__(
-        self, *, render_mode: str | None = None, validate: bool = False, **kwargs: Any
-    ) -> None:
-        self.render_mode = check_render_mode(render_mode)
-        self.validate = validate
-        self.problem = make_problem(self.VIEW, kwargs)
-        self.batch = RoutingBatch(self.problem, 1)
-        self.observation_space = observation_space(self.problem)
-        self.action_space = spaces.Discrete(self.problem.num_experts + 1)
-        self._which = np.ones(1, dtype=np.int8)
-        self._action = np.zeros(1, dtype=np.int64)
-        self._out = self.batch.out[0]
-        self._mask = self.batch.action_mask[0]
-        self._views = _first_row(self.batch.observation)
-        self._finished = True
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Draw an episode and return its first observation."""
-        super().reset(seed=seed)
-        self.batch.draw(0, self.np_random)
-        self.batch.begin(self._which)
-        self._finished = False
-        return self._observation(), {"action_mask": self._mask.copy()}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Route the request at the router and go on to the next arrival.
-
-        Raises:
-            ResetNeeded: the episode has ended, or none was begun.
-            ValueError: the action is no whole number from 0 to N.
-        """
-        if self._finished:
-            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+    def _put_action(self, action: Any) -> None:
         if not isinstance(action, (int, np.integer)):
             action = _whole_action(action)
         try:
@@ -221,77 +167,13 @@ class LLMRoutingEnv(gym.Env):
                 f"action={action!r} is out of range: 0 drops the request, 1 to "
                 f"{self.problem.num_experts} name an expert."
             ) from None
-        self.batch.step(self._action, self._which)
-        gain, loss, ended = self._out.tolist()
-        terms = self.batch.terms
-        info = {
-            "action_mask": self._mask.copy(),
-            "reward_terms": {terms[0]: gain}
-            if len(terms) == 1
-            else {terms[0]: gain, terms[1]: loss},
-        }
-        terminated = ended != 0.0
-        if terminated:
-            self._finished = True
-            info["episode_kpis"] = self.batch.kpis(0)
-        return self._observation(), gain + loss, terminated, False, info
 
-    def _observation(self) -> Any:
-        views = self._views
-        if isinstance(views, dict):
-            observation: Any = {name: part.copy() for name, part in views.items()}
-        else:
-            observation = views.copy()
-        if self.validate and not self.observation_space.contains(observation):
-            raise AssertionError(f"observation outside its space: {observation}")
-        return observation
-
-    def action_masks(self) -> np.ndarray:
-        """Boolean ``(N + 1,)`` mask of the current request, as sb3-contrib asks for it."""
-        return self._mask.astype(bool)
-
-    def request_log(self) -> np.ndarray:
-        """One row per decided request of the current episode, see ``core.REQUEST_LOG``."""
-        return self.batch.request_log(0)
-
-    def episode_kpis(self) -> dict[str, float]:
-        """Key figures of the current episode so far."""
-        return self.batch.kpis(0)
-
-    def clone_state(self) -> RoutingState:
-        """An exact copy of the whole state, the random generator's included."""
-        state = self.batch.clone(0)
-        state.random = self.np_random.bit_generator.state
-        state.finished = self._finished
-        return state
-
-    def restore_state(self, state: RoutingState) -> tuple[Any, dict[str, Any]]:
-        """Go back to a cloned state; returns its observation and info like ``reset``."""
-        self.batch.restore(0, state)
-        if state.random is not None:
-            self.np_random.bit_generator.state = state.random
-        self._finished = state.finished
-        return self._observation(), {"action_mask": self._mask.copy()}
-
-    def render(self) -> Any:
-        """Queues, memory and latency of each expert: text (ansi) or uint8 (H, W, 3) pixels."""
-        if self.render_mode is None:
-            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
-            return None
+    @staticmethod
+    def frame(batch: RoutingBatch, row: int, mode: str) -> Any:
+        """Queues, memory and latency of each expert, as text or pixels."""
         from servegym.envs.llm_routing.render import render
 
-        return render(self.batch, 0, self.render_mode)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Views of the batch's buffers are made anew: pickled, they would become copies.
-        names = ("_out", "_mask", "_views")
-        return {name: value for name, value in self.__dict__.items() if name not in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._out = self.batch.out[0]
-        self._mask = self.batch.action_mask[0]
-        self._views = _first_row(self.batch.observation)
+        return render(batch, row, mode)
 
 
 class LLMRoutingFlatEnv(LLMRoutingEnv):
@@ -324,12 +206,6 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     """
 
     VIEW = kernel.EXPERTS
-
-
-def _first_row(observation: Any) -> Any:
-    if isinstance(observation, dict):
-        return {name: part[0] for name, part in observation.items()}
-    return observation[0]
 
 
 def _whole_action(action: Any) -> int:

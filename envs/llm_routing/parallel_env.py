@@ -10,10 +10,11 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
-from servegym.envs._checks import choose, whole
+from servegym.envs._checks import check_render_mode, choose, keywords, whole
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, draw_from, observation_space
-from servegym.envs.llm_routing.env import RENDER_MODES, check_render_mode, make_problem
+from servegym.envs.llm_routing.env import LLMRoutingEnv
 
 VIEWS = {"graph": kernel.GRAPH, "flat": kernel.FLAT, "experts": kernel.EXPERTS}
 
@@ -76,8 +77,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
 
     metadata: dict[str, Any] = {
         "name": "llm_routing_v0",
-        "render_modes": list(RENDER_MODES),
-        "render_fps": 8,
+        **LLMRoutingEnv.metadata,
         "is_parallelizable": True,
     }
 
@@ -93,11 +93,12 @@ class LLMRoutingParallelEnv(ParallelEnv):
         count = whole("num_access_points", num_access_points, 1, 4096)
         if not isinstance(shared_reward, (bool, np.bool_)):
             raise ValueError(f"shared_reward={shared_reward!r} must be True or False.")
-        self.render_mode = check_render_mode(render_mode)
+        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         self.shared_reward = bool(shared_reward)
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
-        self.problem = make_problem(layout, {**kwargs, "episode_requests": count * each})
+        keywords(build_problem, kwargs, hidden=("view",))
+        self.problem = build_problem(view=layout, **{**kwargs, "episode_requests": count * each})
         self.batch = RoutingBatch(self.problem, 1)
         self.possible_agents = [f"access_point_{k}" for k in range(count)]
         self.agents: list[str] = []

@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from typing import Any, ClassVar
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
 
+from servegym.envs._batch import BatchEnv
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem, build_problem
 from servegym.envs.serverless_moe.core import (
     STEP_VALUES,
     VIOLATIONS,
     ServerlessBatch,
-    ServerlessState,
     observation_space,
 )
-
-RENDER_MODES = ("ansi", "rgb_array")
-
-
-def make_problem(view: int, kwargs: dict[str, Any]) -> Problem:
-    """Check the names of ``kwargs`` and build the problem.
-
-    Raises:
-        ValueError: an argument is unknown or has a bad value.
-    """
-    known = [name for name in inspect.signature(build_problem).parameters if name != "view"]
-    for name in kwargs:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"{name!r} is not an argument of this environment.{hint} It takes {known}."
-            )
-    return build_problem(view=view, **kwargs)
-
-
-def check_render_mode(render_mode: str | None) -> str | None:
-    """Return ``render_mode`` if it is supported, else raise ValueError."""
-    if render_mode is not None and render_mode not in RENDER_MODES:
-        raise ValueError(
-            f"render_mode={render_mode!r} is unknown; choose one of {list(RENDER_MODES)} or None."
-        )
-    return render_mode
 
 
 def action_space(problem: Problem) -> spaces.MultiDiscrete:
@@ -55,7 +23,7 @@ def action_space(problem: Problem) -> spaces.MultiDiscrete:
     return spaces.MultiDiscrete(problem.nvec)
 
 
-class ServerlessMoEEnv(gym.Env):
+class ServerlessMoEEnv(BatchEnv):
     """Choose, request by request, which experts of a MoE model run as remote functions.
 
     ## Description
@@ -195,105 +163,34 @@ class ServerlessMoEEnv(gym.Env):
     - v0: initial version
     """
 
-    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 4}
-    VIEW: ClassVar[int] = kernel.DICT
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}
+    VIEW = kernel.DICT
+    BUILD = staticmethod(build_problem)
+    BATCH = ServerlessBatch
+    OBSERVATION = staticmethod(observation_space)
+    ACTION = staticmethod(action_space)
+    problem: Problem
+    batch: ServerlessBatch
 
-    def __init__(
-        self, *, render_mode: str | None = None, validate: bool = False, **kwargs: Any
-    ) -> None:
-        self.render_mode = check_render_mode(render_mode)
-        self.validate = validate
-        self.problem = make_problem(self.VIEW, kwargs)
-        self.batch = ServerlessBatch(self.problem, 1)
-        self.observation_space = observation_space(self.problem)
-        self.action_space = action_space(self.problem)
-        self._which = np.ones(1, dtype=np.int8)
-        self._finished = True
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Draw an episode and return its first observation."""
-        super().reset(seed=seed)
-        self.batch.draw(0, self.np_random)
-        self.batch.begin(self._which)
-        self._finished = False
-        return self._observation(), {"action_mask": self.batch.action_mask[0].copy()}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Serve the current request and go on to the next.
-
-        Raises:
-            ResetNeeded: the episode has ended, or none was begun.
-            ValueError: the action has a wrong shape, type or range.
-        """
-        if self._finished:
-            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+    def _put_action(self, action: Any) -> None:
         actions = np.asarray(action)
         if actions.shape != self.problem.nvec.shape or actions.dtype.kind not in "iu":
             raise ValueError(
                 f"action={action!r} must be whole numbers of shape {self.problem.nvec.shape}."
             )
-        self.batch.step(np.ascontiguousarray(actions[None], dtype=np.int64), self._which)
-        cost, ttft, tpot, ended = self.batch.out[0].tolist()
+        self._action[0] = actions
+
+    def _add_info(self, info: dict[str, Any]) -> None:
         values, flags = self.batch.values()
-        info: dict[str, Any] = {
-            "action_mask": self.batch.action_mask[0].copy(),
-            "reward_terms": {"cost": cost, "ttft_penalty": ttft, "tpot_penalty": tpot},
-        }
         info.update({name: float(values[name][0]) for name in STEP_VALUES})
         info["violations"] = {name: bool(flags[name][0]) for name in VIOLATIONS}
-        terminated = ended != 0.0
-        if terminated:
-            self._finished = True
-            info["episode_kpis"] = self.batch.kpis(0)
-        return self._observation(), cost + ttft + tpot, terminated, False, info
 
-    def _observation(self) -> Any:
-        views = self.batch.observation
-        if isinstance(views, dict):
-            observation: Any = {name: part[0].copy() for name, part in views.items()}
-        else:
-            observation = views[0].copy()
-        if self.validate and not self.observation_space.contains(observation):
-            raise AssertionError(f"observation outside its space: {observation}")
-        return observation
-
-    def action_masks(self) -> np.ndarray:
-        """Boolean mask ``(sum of nvec,)`` of the current request, as sb3-contrib asks for it."""
-        return self.batch.action_mask[0].astype(bool)
-
-    def request_log(self) -> np.ndarray:
-        """One row per served request of the current episode, see ``core.REQUEST_LOG``."""
-        return self.batch.request_log(0)
-
-    def episode_kpis(self) -> dict[str, float]:
-        """Key figures of the current episode so far."""
-        return self.batch.kpis(0)
-
-    def clone_state(self) -> ServerlessState:
-        """An exact copy of the whole state, the random generator's included."""
-        state = self.batch.clone(0)
-        state.random = self.np_random.bit_generator.state
-        state.finished = self._finished
-        return state
-
-    def restore_state(self, state: ServerlessState) -> tuple[Any, dict[str, Any]]:
-        """Go back to a cloned state; returns its observation and info like ``reset``."""
-        self.batch.restore(0, state)
-        if state.random is not None:
-            self.np_random.bit_generator.state = state.random
-        self._finished = state.finished
-        return self._observation(), {"action_mask": self.batch.action_mask[0].copy()}
-
-    def render(self) -> Any:
-        """Memory and cost of the last requests: text (ansi) or uint8 (H, W, 3) pixels."""
-        if self.render_mode is None:
-            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
-            return None
+    @staticmethod
+    def frame(batch: ServerlessBatch, row: int, mode: str) -> Any:
+        """Memory and cost of the last requests, as text or pixels."""
         from servegym.envs.serverless_moe.render import render
 
-        return render(self.batch, 0, self.render_mode)
+        return render(batch, row, mode)
 
 
 class ServerlessMoEFlatEnv(ServerlessMoEEnv):

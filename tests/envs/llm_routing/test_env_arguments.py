@@ -113,8 +113,7 @@ def test_nothing_runs_before_the_arguments_are_checked(monkeypatch):
     def no(*_args, **_kwargs):
         raise RuntimeError("something ran")
 
-    monkeypatch.setattr("servegym.envs.llm_routing.env.RoutingBatch", no)
-    monkeypatch.setattr("servegym.envs.llm_routing.vector_env.RoutingBatch", no)
+    monkeypatch.setattr(LLMRoutingEnv, "BATCH", no)
     for build in (LLMRoutingEnv, LLMRoutingVectorEnv):
         for kwargs, _ in BAD:
             with pytest.raises(ValueError):

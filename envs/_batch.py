@@ -1,0 +1,210 @@
+"""The part of a single environment that no family over a batch of systems needs to write again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+
+from servegym.envs._checks import check_render_mode, keywords
+
+
+class Batch(Protocol):
+    """B systems of one problem, advanced together.
+
+    Attributes:
+        observation: Buffers with a leading axis of B, an array or a dict of arrays.
+        action_mask: int8 ``(B, A)``.
+        out: float64 ``(B, T + 1)``: the T parts of the last reward, then whether the episode ended.
+        terms: Names of the reward's parts, of the first ones if there are fewer names than parts.
+    """
+
+    observation: Any
+    action_mask: np.ndarray
+    out: np.ndarray
+    terms: Any
+
+    def draw(self, row: int, random: np.random.Generator) -> None:
+        """Draw the next episode of a row."""
+
+    def begin(self, which: np.ndarray) -> None:
+        """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
+
+    def step(self, actions: Any, which: np.ndarray) -> int:
+        """Advance the rows with ``which`` set; returns how many episodes ended."""
+        ...
+
+    def kpis(self, row: int) -> dict[str, float]:
+        """Key figures of the episode so far."""
+        ...
+
+    def request_log(self, row: int) -> np.ndarray:
+        """One record per request of the current episode."""
+        ...
+
+    def clone(self, row: int) -> Any:
+        """Copy one system; the copy has ``random`` and ``finished``."""
+
+    def restore(self, row: int, state: Any) -> None:
+        """Put a copied system back."""
+
+    def fresh_observation(self) -> Any:
+        """A copy of the observation."""
+
+
+class BatchEnv(gym.Env):
+    """A Gymnasium environment over a `Batch` of one system.
+
+    A family names its parts in class attributes and checks the actions; what a step tells beside
+    the reward's terms it adds in `_add_info`. `BatchVectorEnv` takes the same parts.
+
+    Attributes:
+        VIEW: What the kernel writes as observation.
+        BUILD: Keyword arguments -> problem; takes ``view`` too.
+        BATCH: Problem, number of systems -> `Batch`.
+        OBSERVATION: Problem -> observation space of one system.
+        ACTION: Problem -> action space of one system.
+    """
+
+    VIEW: ClassVar[int]
+    BUILD: ClassVar[Callable[..., Any]]
+    BATCH: ClassVar[Callable[[Any, int], Any]]
+    OBSERVATION: ClassVar[Callable[[Any], spaces.Space]]
+    ACTION: ClassVar[Callable[[Any], spaces.Space]]
+    problem: Any
+    batch: Any
+
+    def __init__(
+        self, *, render_mode: str | None = None, validate: bool = False, **kwargs: Any
+    ) -> None:
+        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
+        self.validate = validate
+        self.problem = self.make_problem(kwargs)
+        self.batch = self.BATCH(self.problem, 1)
+        self.observation_space = self.OBSERVATION(self.problem)
+        self.action_space = self.ACTION(self.problem)
+        self._which = np.ones(1, dtype=np.int8)
+        self._action = np.zeros((1, *(self.action_space.shape or ())), dtype=np.int64)
+        self._finished = True
+        self._make_views()
+
+    @classmethod
+    def make_problem(cls, kwargs: Mapping[str, Any]) -> Any:
+        """The checked arguments and what they describe.
+
+        Raises:
+            ValueError: an argument is unknown or has a bad value.
+        """
+        keywords(cls.BUILD, kwargs, hidden=("view",))
+        return cls.BUILD(view=cls.VIEW, **kwargs)
+
+    @staticmethod
+    def frame(batch: Any, row: int, mode: str) -> Any:
+        """A system as text or pixels."""
+        raise NotImplementedError
+
+    def _put_action(self, action: Any) -> None:
+        """Write the action into ``_action``; ValueError for a wrong shape, type or range."""
+        raise NotImplementedError
+
+    def _add_info(self, info: dict[str, Any]) -> None:
+        """Add what a family tells of the last step."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Draw an episode and return its first observation."""
+        super().reset(seed=seed)
+        self.batch.draw(0, self.np_random)
+        self.batch.begin(self._which)
+        self._finished = False
+        return self._observation(), {"action_mask": self._mask.copy()}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Apply the action and go on to the next decision.
+
+        Raises:
+            ResetNeeded: the episode has ended, or none was begun.
+            ValueError: the action has a wrong shape, type or range.
+        """
+        if self._finished:
+            raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        self._put_action(action)
+        self.batch.step(self._action, self._which)
+        parts = self._out.tolist()
+        terminated = parts.pop() != 0.0
+        info: dict[str, Any] = {
+            "action_mask": self._mask.copy(),
+            "reward_terms": dict(zip(self.batch.terms, parts, strict=False)),
+        }
+        self._add_info(info)
+        if terminated:
+            self._finished = True
+            info["episode_kpis"] = self.batch.kpis(0)
+        return self._observation(), sum(parts), terminated, False, info
+
+    def _observation(self) -> Any:
+        views = self._views
+        if isinstance(views, dict):
+            observation: Any = {name: part.copy() for name, part in views.items()}
+        else:
+            observation = views.copy()
+        if self.validate and not self.observation_space.contains(observation):
+            raise AssertionError(f"observation outside its space: {observation}")
+        return observation
+
+    def action_masks(self) -> np.ndarray:
+        """Boolean ``(A,)`` mask of the present choice, as sb3-contrib asks for it."""
+        return self._mask.astype(bool)
+
+    def request_log(self) -> np.ndarray:
+        """One row per request of the current episode, see ``REQUEST_LOG`` of the family's core."""
+        return self.batch.request_log(0)
+
+    def episode_kpis(self) -> dict[str, float]:
+        """Key figures of the current episode so far."""
+        return self.batch.kpis(0)
+
+    def clone_state(self) -> Any:
+        """An exact copy of the whole state, the random generator's included."""
+        state = self.batch.clone(0)
+        state.random = self.np_random.bit_generator.state
+        state.finished = self._finished
+        return state
+
+    def restore_state(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        """Go back to a cloned state; returns its observation and info like ``reset``."""
+        self.batch.restore(0, state)
+        if state.random is not None:
+            self.np_random.bit_generator.state = state.random
+        self._finished = state.finished
+        return self._observation(), {"action_mask": self._mask.copy()}
+
+    def render(self) -> Any:
+        """The system now: text (ansi) or uint8 (H, W, 3) pixels (rgb_array)."""
+        if self.render_mode is None:
+            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
+            return None
+        return self.frame(self.batch, 0, self.render_mode)
+
+    def _make_views(self) -> None:
+        self._out = self.batch.out[0]
+        self._mask = self.batch.action_mask[0]
+        buffers = self.batch.observation
+        if isinstance(buffers, dict):
+            self._views: Any = {name: part[0] for name, part in buffers.items()}
+        else:
+            self._views = buffers[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views of the batch's buffers are made anew: pickled, they would become copies.
+        names = ("_out", "_mask", "_views")
+        return {name: value for name, value in self.__dict__.items() if name not in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_views()
