@@ -1,0 +1,464 @@
+"""Proximal policy optimisation for expert placement: one scoring network for all experts.
+
+For every server and layer the network gives two numbers, a height and a slope; the score of an
+expert is the height plus the slope times the logarithm of its share of the server's tokens, and
+each server takes its best-scored experts (``action_mode="expert_score"``). Small slopes take whole
+layers, large ones take the most frequent experts of any layer. The network sees servers and layers
+only through their features, so that servers may be exchanged and their number may change.
+
+The score starts from a base (``--base``): ``whole_layer`` adds the layers that the baseline of this
+name would give to a server. With all outputs zero the agent is that base, see `zero_action`.
+
+A migration costs far more than what a plan can gain in an epoch, so a head decides whether to move;
+the first placement of an episode, which is free, is always carried out. All members of a group of
+episodes have the same requests (common random numbers), so that the group's mean takes the noise
+of arrivals out of the advantage. ``python agents/ppo_placement.py --help`` lists the options.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from servegym.agents.common import env_kwargs, parse_settings, snapshot, write_checkpoint
+from servegym.baselines.placement.simple import whole_layer
+
+Floats = NDArray[np.float64]
+BASES = ("whole_layer", "none")
+MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
+"""Cumulative mass of the most frequent experts, at these shares of a layer."""
+WAVES = 8
+"""Frequencies that encode the position of a layer."""
+BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.15, 0.1, 0.5
+"""A held layer of the base, one unit of the height, the slope at zero and its growth."""
+
+
+@dataclass
+class Args:
+    """Command line of the agent."""
+
+    seed: int = 1
+    """seed of the networks, the exploration and the training episodes"""
+    env_id: str = "servegym/ExpertPlacement-v0"
+    """the environment"""
+    set: tuple[str, ...] = ("scenario=edge_hetero",)
+    """environment arguments, key=value with a JSON value, as in scenario=drift"""
+    base: str = "whole_layer"
+    """where the scores start: whole_layer or none"""
+    width: int = 64
+    """hidden units of every layer"""
+    total_timesteps: int = 40_000
+    """decisions over all environments"""
+    groups: int = 4
+    """different episodes per update"""
+    members: int = 8
+    """copies of each episode, with the same requests"""
+    epochs: int = 2
+    """decisions of a training episode; evaluations have the environment's"""
+    learning_rate: float = 1e-3
+    """learning rate at first; it falls linearly to zero"""
+    gamma: float = 1.0
+    """discount per epoch"""
+    gae_lambda: float = 0.95
+    """lambda of the generalised advantage estimate"""
+    num_minibatches: int = 2
+    """minibatches per pass"""
+    update_epochs: int = 4
+    """passes over the collected steps"""
+    clip_coef: float = 0.2
+    """clipping of the probability ratio"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    move_bias: float = -4.0
+    """logit of a migration after the first, at first"""
+    eval_every: int = 2_000
+    """decisions between evaluations on the validation split; the best policy is kept"""
+    eval_episodes: int = 4
+    """episodes per evaluation"""
+    torch_threads: int = 1
+    """threads of torch"""
+    track: bool = False
+    """log to wandb as well"""
+    wandb_project_name: str = "servegym"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team"""
+    save_model: bool = True
+    """write best.safetensors, last.safetensors and what a stopped run needs to go on"""
+    resume: bool = False
+    """go on with the run of this name where it was stopped"""
+    out_dir: str = "runs"
+    """folder of the runs"""
+    run_name: str = ""
+    """folder of this run (default: ppo_placement_seed)"""
+
+
+class Features:
+    """What the network reads of an observation, by server and layer.
+
+    Args:
+        cluster: The servers, links and sizes.
+        base: One of `BASES`.
+    """
+
+    columns = len(MASS_AT) + 1 + 4 + 1 + 2 * WAVES + 8
+
+    def __init__(self, cluster: Any, base: str) -> None:
+        if base not in BASES:
+            raise ValueError(f"base is {base!r}; allowed are {', '.join(BASES)}")
+        servers, layers, experts = cluster.num_servers, cluster.layers, cluster.experts
+        self.shape = (servers, layers, experts)
+        self.gpu_server = cluster.gpu_server
+        self.base = np.zeros((servers, layers))
+        if base == "whole_layer":
+            held = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
+            self.base[cluster.server_view(held).all(axis=2)] = 1.0
+        byte_s = 1.0 / cluster.link_bytes_s
+        trip = cluster.latency_s + cluster.latency_s.T + 2 * cluster.message_cost_s
+        trip = trip + cluster.activation_bytes * (byte_s + byte_s.T)
+        away = ~np.eye(servers, dtype=bool)
+        scale = trip[away].mean() if servers > 1 else 1.0
+        trip = np.where(away, trip / scale, 0.0)
+        # The nearest other server that holds a layer in the base, and how many do.
+        there = np.where(self.base[None] * away[:, :, None] > 0, trip[:, :, None], np.inf)
+        farthest = trip.max(axis=1, keepdims=True)
+        nearest = np.minimum(there.min(axis=1), farthest)
+        others = (self.base.sum(axis=0) - self.base) / max(servers - 1, 1)
+        position = np.arange(layers) / layers
+        waves = [position]
+        for k in range(1, WAVES + 1):
+            waves += [np.sin(2 * np.pi * k * position), np.cos(2 * np.pi * k * position)]
+        cap = cluster.cap / (layers * experts)
+        sent = np.log(cluster.nic_bps / cluster.nic_bps.mean())
+        self.static = np.concatenate(
+            [
+                np.stack([self.base, nearest, others], axis=-1),
+                np.broadcast_to(np.stack(waves, axis=-1), (servers, layers, len(waves))),
+                np.broadcast_to(
+                    np.stack([cap, trip.mean(axis=1), sent], axis=-1)[:, None],
+                    (servers, layers, 3),
+                ),
+            ],
+            axis=-1,
+        )
+
+    def __call__(self, observation: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Features (B, N, L, columns) and log-shares (B, N, L, E) of observations."""
+        counts = np.asarray(observation["counts"], dtype=np.float64)
+        if counts.shape[1:] != self.shape:
+            raise ValueError(f"counts have shape {counts.shape[1:]}, expected {self.shape}")
+        batch, (servers, layers, experts) = len(counts), self.shape
+        total = counts.sum(axis=3, keepdims=True)
+        share = np.where(total > 0, counts / np.maximum(total, 1.0), 1.0 / experts)
+        mass = np.cumsum(-np.sort(-share, axis=3), axis=3)
+        at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
+        entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=3) / np.log(max(experts, 2))
+        held = np.zeros((batch, *self.shape), dtype=bool)
+        for g, n in enumerate(self.gpu_server):
+            held[:, n] |= np.asarray(observation["placement"])[:, g] > 0
+        demand = counts.sum(axis=(2, 3))
+        demand = np.log((demand + 1.0) / (demand.mean(axis=1, keepdims=True) + 1.0))
+
+        def by_server(name: str) -> Floats:
+            return np.log1p(np.asarray(observation[name], dtype=np.float64))
+
+        progress = np.asarray(observation["progress"], dtype=np.float64)
+        scalars = [
+            demand,
+            by_server("in_system"),
+            by_server("arrivals"),
+            by_server("link_backlog_s"),
+            np.broadcast_to(progress, (batch, servers)),
+        ]
+        rest = np.broadcast_to(
+            np.stack(scalars, axis=-1)[:, :, None], (batch, servers, layers, len(scalars))
+        )
+        parts = [
+            mass[..., at],
+            entropy[..., None],
+            held.mean(axis=3)[..., None],
+            np.broadcast_to(self.static, (batch, *self.static.shape)),
+            rest,
+        ]
+        x = np.concatenate(parts, axis=-1).astype(np.float32)
+        log_share = 0.5 * np.log(np.clip(share * experts, 1e-2, None)).astype(np.float32)
+        return torch.from_numpy(x), torch.from_numpy(log_share)
+
+    def plan(self, z: Tensor, log_share: Tensor) -> NDArray[np.float32]:
+        """Scores (B, N, L, E) in [0, 1] of heights and slopes z (B, N, L, 2).
+
+        Only the order within a server matters for what it takes first, so scores are ranks.
+        """
+        height = BASE_HEIGHT * torch.as_tensor(self.base, dtype=torch.float32) + HEIGHT * z[..., 0]
+        slope = SLOPE * torch.exp(SLOPE_POWER * z[..., 1].clamp(-8.0, 8.0))
+        score = (height[..., None] + slope[..., None] * log_share).flatten(2)
+        rank = score.argsort(dim=-1, stable=True).argsort(-1)
+        return (rank.float() / max(score.shape[-1] - 1, 1)).view(log_share.shape).numpy()
+
+
+def zero_action(features: Features, observation: Mapping[str, Any]) -> NDArray[np.float32]:
+    """The plan of the base alone, every output of the network zero."""
+    _, log_share = features(observation)
+    return features.plan(torch.zeros(*log_share.shape[:3], 2), log_share)
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias at first."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Agent(nn.Module):
+    """Heights and slopes of servers and layers, the chance to move, and the value.
+
+    Every server and layer is encoded alone, then again beside the means over its server, over its
+    layer and over all; servers change places with their outputs.
+    """
+
+    def __init__(self, columns: int, width: int, move_bias: float = -4.0) -> None:
+        super().__init__()
+        self.columns, self.width = columns, width
+        self.encode = nn.Sequential(
+            layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh()
+        )
+        self.mix = nn.Sequential(layer(4 * width, width), nn.Tanh())
+        self.mean = layer(width, 2, 0.01)
+        self.move = layer(width, 1, 0.01)
+        nn.init.constant_(self.move.bias, move_bias)
+        self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
+        self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
+        self.log_std = nn.Parameter(torch.full((2,), -0.5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Means (B, N, L, 2), logits of a move (B,) and values (B,) of features (B, N, L, F)."""
+        h = self.encode(x)
+        server, level = h.mean(2, keepdim=True), h.mean(1, keepdim=True)
+        whole = server.mean(1, keepdim=True)
+        h = self.mix(torch.cat([h, *(part.expand_as(h) for part in (server, level, whole))], -1))
+        move = self.move(h.mean((1, 2))).squeeze(-1)
+        value = self.critic(self.critic_encode(x).mean((1, 2))).squeeze(-1)
+        return self.mean(h), move, value
+
+    def log_prob(
+        self, mean: Tensor, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
+    ) -> Tensor:
+        """Log-probability (B,): of the choice to move unless it is free, and of the plan if moved.
+
+        A plan that is not carried out has no effect, so it has no part in the gradient.
+        """
+        plan = torch.distributions.Normal(mean, self.log_std.exp()).log_prob(z).sum((1, 2, 3))
+        choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
+        return torch.where(free > 0, 0.0, choice) + moved * plan
+
+    def entropy(self) -> Tensor:
+        """Entropy of one height and slope."""
+        return (0.5 + 0.5 * np.log(2 * np.pi) + self.log_std).sum()
+
+
+def make_envs(args: Args, num_envs: int, **overrides: Any) -> gym.vector.VectorEnv:
+    """The native vector environment in the mode of scores; whole episodes are run."""
+    kwargs = env_kwargs(args) | {"action_mode": "expert_score"} | overrides
+    return gym.make_vec(
+        args.env_id,
+        num_envs=num_envs,
+        vectorization_mode="vector_entry_point",
+        autoreset_mode=gym.vector.AutoresetMode.DISABLED,
+        **kwargs,
+    )
+
+
+def is_first(observation: Mapping[str, Any]) -> NDArray[np.bool_]:
+    """Whether an observation is the first of its episode, (B,)."""
+    return np.asarray(observation["progress"])[:, 0] <= 0.0
+
+
+def greedy(
+    agent: Agent, features: Features, observation: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """The likeliest action of every row."""
+    x, log_share = features(observation)
+    with torch.no_grad():
+        mean, move, _ = agent(x)
+    migrate = is_first(observation) | (move.numpy() > 0)
+    return {"migrate": migrate.astype(np.int64), "plan": features.plan(mean, log_share)}
+
+
+def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float]:
+    """Mean latency in seconds and migrations of the greedy policy on validation episodes."""
+    envs = make_envs(args, args.eval_episodes, split="val")
+    obs, _ = envs.reset(seed=10_000)
+    ended = np.zeros(1, bool)
+    info: dict[str, Any] = {}
+    while not ended.any():
+        obs, _, ended, _, info = envs.step(greedy(agent, features, obs))
+    envs.close()
+    kpis = info["episode_kpis"]
+    return float(np.mean(kpis["mean_latency_s"])), float(np.mean(kpis["migrations"]))
+
+
+def save_policy(agent: Agent, args: Args, path: Path) -> None:
+    """Weights, arguments and shape in one safetensors file."""
+    meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
+    write_checkpoint(agent, meta | {"agent": "ppo_placement"}, path)
+
+
+def group_advantage(advantage: Tensor, members: int) -> Tensor:
+    """Advantages (T, groups * members) less the mean of their group, over a robust spread.
+
+    An expert moved at the wrong time can cost a hundred times what plans differ by; without the
+    limit such an episode alone would decide the update.
+    """
+    steps = len(advantage)
+    grouped = advantage.view(steps, -1, members)
+    centred = (grouped - grouped.median(-1, keepdim=True).values).reshape(steps, -1)
+    spread = centred.abs().median().clamp_min(1e-8) * 1.5
+    limited = (centred / spread).clamp(-3.0, 3.0).view(steps, -1, members)
+    return (limited - limited.mean(-1, keepdim=True)).reshape(steps, -1)
+
+
+def train(args: Args) -> Path:
+    """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    torch.set_num_threads(args.torch_threads)
+    torch.manual_seed(args.seed)
+    for name in ("groups", "members", "epochs", "eval_episodes"):
+        low = 2 if name == "members" else 1
+        if getattr(args, name) < low:
+            raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
+    n, steps = args.groups * args.members, args.epochs
+    if "free_start" in parse_settings(args.set):
+        raise ValueError("set: free_start must stay True, the first placement is always made")
+    envs = make_envs(args, n, epochs=steps)
+    features = Features(envs.unwrapped.problem.cluster, args.base)
+    agent = Agent(features.columns, args.width, args.move_bias)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    run = Path(args.out_dir) / (args.run_name or f"ppo_placement_{args.seed}")
+    run.mkdir(parents=True, exist_ok=True)
+    size = steps * n
+    updates = max(args.total_timesteps // size, 1)
+    best, first, kept = np.inf, 0, b""
+    if args.resume and (run / "state.pt").exists():
+        state = torch.load(run / "state.pt", weights_only=False)
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        best, first = state["best"], state["iteration"]
+        kept = (run / "metrics.jsonl").read_bytes()[: state["log_bytes"]]
+    log = open(run / "metrics.jsonl", "wb")  # noqa: SIM115
+    log.write(kept)
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                   name=run.name, dir=str(run))  # fmt: skip
+
+    servers, layers, _ = features.shape
+    b_x = torch.zeros(steps, n, servers, layers, features.columns)
+    b_z = torch.zeros(steps, n, servers, layers, 2)
+    b_moved, b_free, b_logp, b_reward, b_value = (torch.zeros(steps, n) for _ in range(5))
+    begin = time.perf_counter()
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    task = bar.add_task("ppo_placement", total=updates, completed=first)
+    bar.start()
+    for iteration in range(first, updates):
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
+        # The seeds of an update follow from its number alone: a stopped run needs no environment.
+        draw = np.random.default_rng([args.seed, iteration]).integers(1 << 30, size=args.groups)
+        obs, info = envs.reset(seed=np.repeat(draw, args.members).tolist())
+        with torch.no_grad():
+            for t in range(steps):
+                b_x[t], log_share = features(obs)
+                mean, move, b_value[t] = agent(b_x[t])
+                b_z[t] = mean + agent.log_std.exp() * torch.randn_like(mean)
+                b_free[t] = torch.as_tensor(is_first(obs), dtype=torch.float32)
+                b_moved[t] = torch.maximum(b_free[t], torch.bernoulli(move.sigmoid()))
+                b_logp[t] = agent.log_prob(mean, move, b_z[t], b_moved[t], b_free[t])
+                action = {
+                    "migrate": b_moved[t].long().numpy(),
+                    "plan": features.plan(b_z[t], log_share),
+                }
+                obs, reward, _, _, info = envs.step(action)
+                b_reward[t] = torch.as_tensor(reward)
+            advantage, running = torch.zeros(steps, n), torch.zeros(n)
+            following = torch.zeros(n)  # nothing follows the last decision
+            for t in reversed(range(steps)):
+                delta = b_reward[t] + args.gamma * following - b_value[t]
+                running = delta + args.gamma * args.gae_lambda * running
+                advantage[t], following = running, b_value[t]
+            goals = advantage + b_value
+            advantage = group_advantage(advantage, args.members)
+        flat = [x.reshape(size, *x.shape[2:]) for x in
+                (b_x, b_z, b_moved, b_free, b_logp, advantage, goals)]  # fmt: skip
+        for _ in range(args.update_epochs):
+            for index in torch.randperm(size).chunk(args.num_minibatches):
+                x, z, moved, free, old, adv, goal = (f[index] for f in flat)
+                mean, move, value = agent(x)
+                log_ratio = agent.log_prob(mean, move, z, moved, free) - old
+                ratio = log_ratio.exp()
+                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
+                value_loss = nn.functional.smooth_l1_loss(value, goal)
+                entropy = agent.entropy()
+                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+        step = (iteration + 1) * size
+        kpis = info["episode_kpis"]
+        metrics = {
+            "global_step": step,
+            "charts/SPS": (step - first * size) / (time.perf_counter() - begin),
+            "charts/episodic_return": b_reward.sum(0).mean().item(),
+            "charts/mean_latency_s": float(np.mean(kpis["mean_latency_s"])),
+            "charts/migrations": float(np.mean(kpis["migrations"])),
+            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.item(),
+            "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
+        }  # fmt: skip
+        last = iteration + 1 == updates
+        if iteration == 0 or last or step // args.eval_every > (step - size) // args.eval_every:
+            latency, migrations = evaluate(agent, features, args)
+            metrics |= {"eval/mean_latency_s": latency, "eval/migrations": migrations}
+            bar.console.print(f"step {step}: validation latency {latency:.3f} s")
+            if args.save_model:
+                save_policy(agent, args, run / "last.safetensors")
+                if latency < best:
+                    save_policy(agent, args, run / "best.safetensors")
+            best = min(best, latency)
+        log.write((json.dumps(metrics) + "\n").encode())
+        log.flush()
+        if args.save_model:
+            snapshot(run / "state.pt", agent=agent.state_dict(), optimizer=optimizer.state_dict(),
+                     random=torch.get_rng_state(), best=best, iteration=iteration + 1,
+                     log_bytes=log.tell())  # fmt: skip
+        if args.track:
+            wandb.log(metrics, step=step)
+        bar.update(task, advance=1, description=f"ppo_placement {metrics['charts/SPS']:.1f} SPS")
+    bar.stop()
+    log.close()
+    envs.close()
+    if args.track:
+        wandb.finish()
+    return run
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
