@@ -41,6 +41,7 @@ MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 """Cumulative mass of the most frequent experts, at these shares of a layer."""
 WAVES = 8
 """Frequencies that encode the position of a layer."""
+SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
 BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.15, 0.1, 0.5
 """A held layer of the base, one unit of the height, the slope at zero and its growth."""
 
@@ -124,7 +125,7 @@ class Features:
             raise ValueError(f"base is {base!r}; allowed are {', '.join(BASES)}")
         servers, layers, experts = cluster.num_servers, cluster.layers, cluster.experts
         self.shape = (servers, layers, experts)
-        self.gpu_server = cluster.gpu_server
+        self.gpu_server, self.top_k = cluster.gpu_server, cluster.top_k
         self.base = np.zeros((servers, layers))
         if base == "whole_layer":
             held = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
@@ -160,7 +161,24 @@ class Features:
 
     def __call__(self, observation: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Features (B, N, L, columns) and log-shares (B, N, L, E) of observations."""
-        counts = np.asarray(observation["counts"], dtype=np.float64)
+        placement = np.asarray(observation["placement"]) > 0
+        held = np.zeros((len(placement), *self.shape), dtype=bool)
+        for g, n in enumerate(self.gpu_server):
+            held[:, n] |= placement[:, g]
+        return self.by_server(observation["counts"], held, observation)
+
+    def by_server(
+        self, counts: Any, held: Any, scalars: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The same from what servers know of themselves, none of another.
+
+        Args:
+            counts: (B, N, L, E) assignments.
+            held: (B, N, L, E) which experts a server has.
+            scalars: ``in_system``, ``arrivals``, ``link_backlog_s`` (B, N), ``window_s`` and
+                ``progress`` (B, 1) or (B, N).
+        """
+        counts = np.asarray(counts, dtype=np.float64)
         if counts.shape[1:] != self.shape:
             raise ValueError(f"counts have shape {counts.shape[1:]}, expected {self.shape}")
         batch, (servers, layers, experts) = len(counts), self.shape
@@ -169,32 +187,19 @@ class Features:
         mass = np.cumsum(-np.sort(-share, axis=3), axis=3)
         at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
         entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=3) / np.log(max(experts, 2))
-        held = np.zeros((batch, *self.shape), dtype=bool)
-        for g, n in enumerate(self.gpu_server):
-            held[:, n] |= np.asarray(observation["placement"])[:, g] > 0
-        demand = counts.sum(axis=(2, 3))
-        demand = np.log((demand + 1.0) / (demand.mean(axis=1, keepdims=True) + 1.0))
-
-        def by_server(name: str) -> Floats:
-            return np.log1p(np.asarray(observation[name], dtype=np.float64))
-
-        progress = np.asarray(observation["progress"], dtype=np.float64)
-        scalars = [
-            demand,
-            by_server("in_system"),
-            by_server("arrivals"),
-            by_server("link_backlog_s"),
-            np.broadcast_to(progress, (batch, servers)),
-        ]
-        rest = np.broadcast_to(
-            np.stack(scalars, axis=-1)[:, :, None], (batch, servers, layers, len(scalars))
-        )
+        several = {name: np.asarray(scalars[name], dtype=np.float64) for name in SCALARS}
+        # Tokens a second, since the last change.
+        demand = counts.sum(axis=(2, 3)) / (layers * self.top_k) / (several["window_s"] + 1.0)
+        columns = [np.log(demand + 1e-3) / 3 - 1]
+        columns += [np.log1p(several[name]) for name in ("in_system", "arrivals", "link_backlog_s")]
+        columns.append(several["progress"])
+        rest = np.stack([np.broadcast_to(part, (batch, servers)) for part in columns], axis=-1)
         parts = [
             mass[..., at],
             entropy[..., None],
-            held.mean(axis=3)[..., None],
+            np.asarray(held).mean(axis=3)[..., None],
             np.broadcast_to(self.static, (batch, *self.static.shape)),
-            rest,
+            np.broadcast_to(rest[:, :, None], (batch, servers, layers, len(columns))),
         ]
         x = np.concatenate(parts, axis=-1).astype(np.float32)
         log_share = 0.5 * np.log(np.clip(share * experts, 1e-2, None)).astype(np.float32)
