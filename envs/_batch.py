@@ -84,9 +84,10 @@ class BatchEnv(gym.Env):
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         self.validate = validate
         self.problem = self.make_problem(kwargs)
-        self.batch = self.BATCH(self.problem, 1)
-        self.observation_space = self.OBSERVATION(self.problem)
-        self.action_space = self.ACTION(self.problem)
+        parts = type(self)
+        self.batch = parts.BATCH(self.problem, 1)
+        self.observation_space = parts.OBSERVATION(self.problem)
+        self.action_space = parts.ACTION(self.problem)
         self._which = np.ones(1, dtype=np.int8)
         self._action = np.zeros((1, *(self.action_space.shape or ())), dtype=np.int64)
         self._finished = True
