@@ -6,6 +6,7 @@ from servegym.baselines.placement.policies import (
     EplbGlobal,
     Keep,
     LatencyDp,
+    LatencyLocalSearch,
     LocalSearch,
     Prism,
     PrismPrinted,
@@ -35,6 +36,7 @@ _POLICIES = (
     (LocalSearch, "the placement in use improved by few loads, by estimated latency"),
     (Annealing, "latency_dp refined by simulated annealing of the estimated latency"),
     (ProxyOptimum, "fewest remote assignments for the counts seen (exact Eq. 2)"),
+    (LatencyLocalSearch, "the best of these improved step by step, measured by the simulator"),
     (RandomPlacement, "control: another random placement every epoch; must lose"),
 )
 for _policy, _text in _POLICIES:

@@ -24,6 +24,7 @@ from servegym.baselines.placement.placement import (
     server_view,
 )
 from servegym.baselines.placement.prism import prism, prism_printed
+from servegym.baselines.placement.rehearsal import latency_local_search
 from servegym.baselines.placement.search import annealing, latency_dp, local_search
 from servegym.baselines.placement.simple import redundance, smartmoe, uniform, whole_layer
 from servegym.baselines.placement.system import PlacementSystem
@@ -305,3 +306,96 @@ class LocalSearch(_Estimated):
             current = latency_dp(model, counts, slots, home)
         share = 1.0 if first else self.max_moved_share
         return local_search(model, counts, slots, home, current, max_moved_share=share)
+
+
+class LatencyLocalSearch(PlacementPolicy):
+    """The placement in use or the best of other methods, improved step by step by the simulator.
+
+    It rehearses the tasks that the last epoch's counts tell of, see `rehearsal.Rehearsal`, and
+    searches again when these change. A change is made if an epoch with it, its loads carried out,
+    is faster in the engine than one without.
+
+    Args:
+        system: The cluster and what is known of its load.
+        steps: Exchanges tried by a search.
+        budget_calls: Expert calls that end a search; no bound by default.
+        requests: Requests of a rehearsal, at least two a server.
+        shift: Largest change of a server's task shares that starts no new search.
+
+    Attributes:
+        calls: Expert calls simulated since the policy was made.
+    """
+
+    name = "latency_local_search"
+
+    def __init__(
+        self,
+        system: PlacementSystem,
+        *,
+        steps: int = 500,
+        budget_calls: int | None = None,
+        requests: int = 40,
+        shift: float = 0.25,
+    ) -> None:
+        super().__init__(system)
+        limits = (("steps", steps, 0), ("budget_calls", budget_calls, 0), ("requests", requests, 1))
+        for name, value, low in limits:
+            if value is not None and value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value!r}")
+        self.steps, self.budget_calls = int(steps), budget_calls
+        self.requests = max(int(requests), 2 * system.cluster.num_servers)
+        self.shift = float(shift)
+        self.calls = 0
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        super().reset(num_envs, seed)
+        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
+        self._rows = [np.random.default_rng(stream) for stream in streams]
+        self._seen: list[Floats | None] = [None] * num_envs
+        self._tasks: list[Floats | None] = [None] * num_envs
+
+    def act(self, observation: Observation, action_mask: Any = None) -> Any:
+        """See `PlacementPolicy.act`."""
+        begins = np.asarray(observation["progress"])[:, 0] <= 0.0
+        for b in np.flatnonzero(begins):
+            self._seen[b] = self._tasks[b] = None
+        action = super().act(observation, action_mask)
+        for b, moved in enumerate(action["migrate"]):
+            # The counts start anew with a change, not otherwise.
+            counts = np.asarray(observation["counts"][b], dtype=np.float64)
+            self._seen[b] = None if moved else counts
+        return action
+
+    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
+        system, seen = self.system, self._seen[row]
+        new = counts if seen is None else np.maximum(counts - seen, 0.0)
+        self._latest = counts if new.sum() <= 0 else new
+        shares, searched = system.task_shares(self._latest), self._tasks[row]
+        if searched is not None and np.abs(shares - searched).max() <= self.shift:
+            return None
+        self._tasks[row] = shares
+        self._seed = int(self._rows[row].integers(1 << 31))
+        slots, home = system.slots, system.gpu_server
+        model = system.latency_model(self._latest)
+        starts = [
+            current,
+            *(place(self._latest, slots, home) for place in (whole_layer, prism, proxy_optimum)),
+            latency_dp(model, self._latest, slots, home),
+        ]
+        rehearsal = system.rehearsal(self._latest, self.requests, seed=self._seed)
+        found = latency_local_search(
+            rehearsal, self._latest, slots, home, starts,
+            steps=self.steps, budget_calls=self.budget_calls, seed=self._seed,
+        )  # fmt: skip
+        self.calls += rehearsal.calls
+        return None if (found == current).all() else found
+
+    def pays(self, counts: Floats, current: Bools, plan: Bools, view: _View) -> bool:
+        """Whether an epoch in the engine that begins with the change is faster than one without."""
+        arrivals = float((self.system.epoch_s / self.system.interarrival_s).sum())
+        epoch = self.system.rehearsal(self._latest, max(round(arrivals), 1), seed=self._seed + 1)
+        better = epoch.latency_s(current, then=plan) < epoch.latency_s(current)
+        self.calls += epoch.calls
+        return better

@@ -11,10 +11,12 @@ from scipy.optimize import nnls
 
 from servegym.baselines.placement.latency_model import LatencyModel, mask_experts
 from servegym.baselines.placement.placement import Floats, Ints
+from servegym.baselines.placement.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
     from servegym.envs.expert_placement.config import Problem
+    from servegym.envs.expert_placement.simulator import Prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,11 @@ class PlacementSystem:
         epoch_s: Seconds between decisions, the horizon of Eq. 4.
         free_start: Whether the first placement of an episode costs nothing.
         migration_source: ``"host"`` or ``"network"``.
+        output_range: Least and most tokens of an answer.
+        prompts: The recorded prompts.
+        task_prompts: For each task, the prompts that no episode draws.
+        replica_choice: How the engine chooses among remote copies.
+        replica_candidates: Remote copies it looks at.
         task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
         task_counts: (K, L, E) mean assignments of one request of each task.
         task_prompt_tokens: (K,) mean tokens of a prompt.
@@ -41,6 +48,11 @@ class PlacementSystem:
     epoch_s: float
     free_start: bool
     migration_source: str
+    output_range: tuple[int, int]
+    prompts: Prompts
+    task_prompts: tuple[Ints, ...]
+    replica_choice: str
+    replica_candidates: int
     task_rows: tuple[NDArray[np.uint64], ...]
     task_counts: Floats
     task_prompt_tokens: Floats
@@ -66,6 +78,11 @@ class PlacementSystem:
             epoch_s=float(problem.epoch_s),
             free_start=bool(problem.free_start),
             migration_source=problem.migration_source,
+            output_range=problem.output_tokens,
+            prompts=prompts,
+            task_prompts=problem.history_rows,
+            replica_choice=problem.replica_choice,
+            replica_candidates=problem.replica_candidates,
             task_rows=tuple(rows),
             task_counts=np.stack(counts),
             task_prompt_tokens=np.array(tokens),
@@ -110,6 +127,17 @@ class PlacementSystem:
             if found.sum() > 0:
                 shares[n] = found / found.sum()
         return shares
+
+    def rehearsal(self, counts: Floats, number: int, *, seed: int = 0) -> Rehearsal:
+        """Requests of the tasks that these counts tell of, to compare placements on.
+
+        Args:
+            counts: (N, L, E).
+            number: Requests of all servers.
+            seed: Of the draw.
+        """
+        shares = self.task_shares(np.asarray(counts, dtype=np.float64))
+        return Rehearsal(self, shares, number, seed=seed)
 
     def latency_model(self, counts: Floats, *, rows: int = 512, seed: int = 0) -> LatencyModel:
         """The latency estimate for servers that see these counts.
