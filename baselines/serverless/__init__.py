@@ -1,12 +1,11 @@
 """Policies for the serverless MoE environments; importing this registers them."""
 
 from servegym.baselines.registry import register_policy
+from servegym.baselines.serverless.clairvoyant import GridOptimum, Lookahead
 from servegym.baselines.serverless.policies import (
     BestConstant,
     GreedyWarm,
-    GridOptimum,
     KeepAlive,
-    Lookahead,
     Mix,
     Random,
     Remoe,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.baselines.serverless import kernel
 from servegym.envs._checks import choose
 from servegym.envs.serverless_moe import equations as eq
 
@@ -146,6 +147,26 @@ def job_times(system: eq.SystemModel, load: Load, mb: Floats) -> Floats:
     return first[..., None] * load.active[:, None] + (more + wire)[..., None] * load.tokens[:, None]
 
 
+def call_seconds(
+    call_s: Floats, trem_s: Floats, top_k: int, decode_invocation: str = "per_call"
+) -> Floats:
+    """Remote seconds of a decode token with r = 0..top_k remote experts (Eq. 5).
+
+    Args:
+        call_s: (...) seconds of one call with its transfer.
+        trem_s: Overhead, broadcast against ``call_s``.
+        top_k: Experts a token goes to.
+        decode_invocation: As `evaluate_plan`.
+
+    Returns:
+        (..., top_k + 1).
+    """
+    r = np.arange(top_k + 1)
+    if choose("decode_invocation", decode_invocation, eq.DECODE_INVOCATIONS) == "per_call":
+        return (call_s + trem_s)[..., None] * r
+    return call_s[..., None] * r + np.asarray(trem_s)[..., None] * (r > 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Spread:
     """Jobs on 1..Z replicas by LPT; the last axis is z - 1.
@@ -169,28 +190,12 @@ def spread(jobs_s: Floats, body_mb: Floats, z_max: int) -> Spread:
         body_mb: (..., K), broadcast against the jobs.
         z_max: Most replicas.
     """
-    shape = jobs_s.shape[:-1]
-    jobs = jobs_s.reshape(-1, jobs_s.shape[-1])
-    body = np.broadcast_to(body_mb, jobs_s.shape).reshape(jobs.shape)
-    rows = jobs.shape[0]
-    order = np.argsort(-jobs, axis=1, kind="stable")
-    jobs = np.take_along_axis(jobs, order, axis=1)
-    body = np.take_along_axis(body, order, axis=1)
-    closed = np.arange(z_max) >= np.arange(1, z_max + 1)[:, None]  # (Z, replica)
-    # Rows last: the least replica is found by z_max comparisons of whole rows.
-    load = np.where(closed[:, :, None], np.inf, np.zeros(rows)).reshape(z_max, z_max, rows)
-    payload = np.zeros_like(load)
-    zs, at = np.arange(z_max)[:, None], np.arange(rows)
-    for k in range(int((jobs > 0).sum(axis=1).max(initial=0))):
-        least = load.argmin(axis=1)
-        load[zs, least, at] += jobs[:, k]
-        payload[zs, least, at] += body[:, k]
-    load = np.where(closed[:, :, None], 0.0, load)
-
-    def back(x: NDArray) -> NDArray:
-        return np.moveaxis(x, 0, -1).reshape(*shape, z_max)
-
-    return Spread(back(load.max(axis=1)), back((load > 0).sum(axis=1)), back(payload.max(axis=1)))
+    width = jobs_s.shape[-1]
+    jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
+    body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
+    shape = (*jobs_s.shape[:-1], z_max)
+    found = kernel.spread(jobs, body.reshape(-1, width), z_max)
+    return Spread(*(x.reshape(shape) for x in found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +230,6 @@ def layer_options(
     decode_invocation: str = "per_call",
 ) -> Options:
     """Tabulate the choices of each layer."""
-    choose("decode_invocation", decode_invocation, eq.DECODE_INVOCATIONS)
     specs = system.remote_specs_mb
     jobs = np.where(remote[:, None], job_times(system, load, specs[None]), 0.0)
     spread_z = spread(jobs, (load.tokens * system.token_mb)[:, None], system.z_max)
@@ -233,12 +237,8 @@ def layer_options(
     trem = load.trem_s[:, None, None]
     slowest = np.where(spread_z.invoked > 0, spread_z.slowest_s + trem, 0.0)
     billed = jobs.sum(axis=2)[..., None] + spread_z.invoked * trem
-    r = np.arange(system.top_k + 1)
     call = system.expert_cpu_s(specs, 1) + 2.0 * system.token_mb / system.bandwidth_mb_s
-    if decode_invocation == "per_call":
-        calls = (call + load.trem_s[:, None])[..., None] * r
-    else:
-        calls = call[:, None] * r + trem * (r > 0)
+    calls = call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
     need = eq.remote_memory_mb(system, load.tokens, remote)
     allowed = (need[:, None] <= specs)[..., None] & (spread_z.payload_mb <= system.payload_mb)
     return Options(
@@ -306,7 +306,6 @@ def predict(
 
     Args: as `servegym.envs.serverless_moe.equations.evaluate_plan`.
     """
-    choose("decode_invocation", decode_invocation, eq.DECODE_INVOCATIONS)
     remote, used = plan.remote, plan.remote.any(axis=1)
     safe_mb = np.where(used, plan.remote_mb, 1024.0)
     jobs = np.where(remote, job_times(system, load, safe_mb), 0.0)
@@ -325,10 +324,7 @@ def predict(
 
     r = np.arange(system.top_k + 1)
     call = system.expert_cpu_s(safe_mb, 1) + 2.0 * system.token_mb / system.bandwidth_mb_s
-    if decode_invocation == "per_call":
-        calls = (call + load.trem_s)[:, None] * r
-    else:
-        calls = call[:, None] * r + load.trem_s[:, None] * (r > 0)
+    calls = call_seconds(call, load.trem_s, system.top_k, decode_invocation)
     own = (system.top_k - r) * system.expert_cpu_s(plan.main_mb, 1)
     histogram = load.histogram(remote, system.top_k)
     steps = np.maximum(own, calls) + 2.0 * system.swap_s(system.top_k)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.baselines.serverless import kernel
+
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
@@ -44,18 +46,12 @@ def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
     Returns:
         int (K,).
     """
-    jobs = np.asarray(jobs_s, dtype=np.float64)
+    jobs = np.ascontiguousarray(jobs_s, dtype=np.float64)
     if replicas < 1:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     if jobs.ndim != 1 or (jobs < 0).any():
         raise ValueError("jobs_s must be a row of times that are not negative")
-    replica = np.zeros(jobs.size, dtype=np.int64)
-    load = [0.0] * replicas
-    for job in np.argsort(-jobs, kind="stable").tolist():
-        least = load.index(min(load))
-        replica[job] = least
-        load[least] += float(jobs[job])
-    return replica
+    return kernel.lpt(jobs, replicas)
 
 
 def least_replicas(payload_mb: ArrayLike, limit_mb: float) -> int:

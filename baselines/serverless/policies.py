@@ -1,7 +1,8 @@
 """Policies of the serverless MoE environments: Remoe's readings, rivals and clairvoyant bounds.
 
-All choose among the global actions (b, order, W, Y, z); with an action a layer, every layer gets
-the same step. A row's decision depends on its own observation alone.
+With an action a layer, Remoe's readings choose Y and z layer by layer; the others choose among the
+global actions (b, order, W, Y, z) and give every layer the same step. A row's decision depends on
+its own observation alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.baselines.serverless.actions import ActionTable, Warm
+from servegym.baselines.serverless.action_values import Warm
+from servegym.baselines.serverless.actions import ActionTable
 from servegym.baselines.serverless.loads import Load
 from servegym.baselines.serverless.remoe import remoe
 from servegym.baselines.serverless.system import ServerlessSystem
@@ -101,18 +103,23 @@ class ServerlessPolicy(BasePolicy):
         )
 
     def rewards(self, seen: Seen, load: Load | None = None, **kwargs: Any) -> NDArray[np.float64]:
-        """Expected reward of every action given what is warm, (levels, 2, W, Y, Z)."""
-        kwargs = {"spread": TIME_SPREAD, "warm": seen.warm, **kwargs}
-        return self.table.values(
-            load or self.expected(seen),
-            seen.frequency,
-            ttft_limit_s=seen.ttft_limit_s,
-            tpot_limit_s=seen.tpot_limit_s,
-            **kwargs,
-        ).reward
+        """Expected reward of every global action given what is warm, (levels, 2, W, Y, Z)."""
+        load = load or self.expected(seen)
+        return self.table.values(load, seen.frequency, **self._given(seen, kwargs)).reward
+
+    def reward(self, seen: Seen, action: Actions) -> float:
+        """Expected reward of one action given what is warm."""
+        return self.table.reward(
+            self.expected(seen), seen.frequency, action, **self._given(seen, {})
+        )
+
+    @staticmethod
+    def _given(seen: Seen, kwargs: dict[str, Any]) -> dict[str, Any]:
+        limits = {"ttft_limit_s": seen.ttft_limit_s, "tpot_limit_s": seen.tpot_limit_s}
+        return {"spread": TIME_SPREAD, "warm": seen.warm, **limits, **kwargs}
 
     def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
-        """Action (5,) of a row with a request.
+        """Action (5,) of a row with a request, or (len(nvec),) with an action a layer.
 
         Args:
             row: The row.
@@ -124,13 +131,13 @@ class ServerlessPolicy(BasePolicy):
     def act(self, observation: Observation, action_mask: Mask) -> Actions:
         """See `Policy.act`; int64 (B, len(nvec))."""
         mask = np.asarray(action_mask)
-        actions = np.zeros((mask.shape[0], 5), dtype=np.int64)
+        actions = np.zeros((mask.shape[0], len(self.system.nvec)), dtype=np.int64)
         for row in range(mask.shape[0]):
             seen = see(self.system, observation, row)
             if seen.live:
                 legal = mask[row, : len(self.system.levels)] > 0
-                actions[row] = self.decide(row, seen, legal)
-        return self.system.full_action(actions)
+                actions[row] = self.system.full_action(self.decide(row, seen, legal))
+        return actions
 
 
 def best(values: NDArray[np.float64], legal: NDArray[np.bool_]) -> Actions:
@@ -229,6 +236,8 @@ class Remoe(ServerlessPolicy):
 
     name = "remoe"
     reading = "remoe"
+    order = 0
+    """Experts are ordered by the prompt's prediction (0) or by the shared mean (1)."""
 
     def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
@@ -245,30 +254,32 @@ class Remoe(ServerlessPolicy):
             load_shared=system.load_shared,
             members=system.levels[legal].tolist(),
             candidates=9,
+            score=system.shared if self.order else None,
         )
         return self.on_grid(seen, decision.plan)
 
     def on_grid(self, seen: Seen, plan: eq.Plan) -> Actions:
-        """The action whose plan is nearest to this one, in the prompt's own order.
+        """The action whose plan is nearest to this one.
 
-        Falling short counts double: less memory or fewer replicas can make a plan infeasible.
+        Falling short counts double: less memory or fewer replicas can make a plan infeasible. With
+        an action a layer every layer takes its own nearest steps, else all the same ones.
         """
-
-        def distance(have: NDArray[Any], want: NDArray[Any]) -> int:
-            return int((np.abs(have - want) + np.maximum(want - have, 0)).sum(axis=0).argmin())
-
         table, used = self.table, plan.remote.any(axis=1)
         level = int(np.argmin(np.abs(self.system.levels - plan.remote[0].sum())))
-        s = 2 * level
+        s = 2 * level + self.order
         w = int(np.argmin(np.abs(table.main_mb[s] - plan.main_mb)))
-        y = z = 0
-        if used.any():
-            sets = table.sets(seen.frequency)
-            memory = table.memory_mb(sets, seen.n_in)[s][used]
-            y = distance(memory, plan.remote_mb[used, None])
-            count = table.replicas(sets, seen.n_in)[s][used]
-            z = distance(count, plan.replicas[used, None])
-        return np.array([level, 0, w, y, z], dtype=np.int64)
+        sets = table.sets(seen.frequency)
+        steps = []
+        for have, want in (
+            (table.memory_mb(sets, seen.n_in)[s], plan.remote_mb[:, None]),
+            (table.replicas(sets, seen.n_in)[s], plan.replicas[:, None]),
+        ):
+            distance = np.abs(have - want) + np.maximum(want - have, 0)
+            distance[~used] = 0.0
+            if not self.system.per_layer:
+                distance = distance.sum(axis=0, keepdims=True)
+            steps.append(distance.argmin(axis=1))
+        return np.concatenate([[level, self.order, w], *steps]).astype(np.int64)
 
 
 class RemoeCost(Remoe):
@@ -285,10 +296,11 @@ class RemoeSticky(RemoeCost):
     """
 
     name = "remoe_sticky"
+    order = 1
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
-        self._last = np.zeros((num_envs, 5), dtype=np.int64)
+        self._last = np.zeros((num_envs, len(self.system.nvec)), dtype=np.int64)
         self._known = np.zeros(num_envs, dtype=np.bool_)
         super().reset(num_envs, seed)
 
@@ -299,11 +311,9 @@ class RemoeSticky(RemoeCost):
     def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
         action = super().decide(row, seen, legal)
-        action[1] = 1
         last = self._last[row]
         if self._known[row] and seen.warm is not None and legal[last[0]]:
-            rewards = self.rewards(seen)
-            if rewards[tuple(last)] >= rewards[tuple(action)]:
+            if self.reward(seen, last) >= self.reward(seen, action):
                 action = last.copy()
         self._last[row], self._known[row] = action, True
         return action
@@ -412,149 +422,3 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
             action = trials[int(np.argmax([score(trial) for trial in trials]))].copy()
         if score(action) <= before:
             return action
-
-
-class Clairvoyant(ServerlessPolicy):
-    """A policy that reads the true requests of the bound environment."""
-
-    clairvoyant = True
-    needs_env = True
-
-    def bind(self, env: Any) -> None:
-        """Take the vector environment, for the true routing, lengths and overheads."""
-        inner = getattr(env, "unwrapped", env)
-        if not hasattr(getattr(inner, "batch", None), "arrays"):
-            raise ValueError(
-                f"{self.name} needs the native serverless environment, got {type(env).__name__}"
-            )
-        self._batch = inner.batch
-        self._problem = inner.problem
-
-    def position(self, row: int) -> int:
-        """Index of the row's current request."""
-        return int(self._batch.env["index"][row])
-
-    def true_load(self, row: int, index: int) -> tuple[Load, Seen]:
-        """A request of the row's episode as it is, and what is seen of it (nothing warm)."""
-        problem, arrays = self._problem, self._batch.arrays
-        asked = arrays.requests[row, index]
-        prompt, n_in, n_out = (int(asked[k]) for k in ("prompt", "n_in", "n_out"))
-        start, end = problem.activations.bank_start[prompt : prompt + 2]
-        places = (int(asked["offset"]) + np.arange(n_in + n_out)) % int(end - start)
-        bank = problem.activations.bank[start:end]
-        members = eq.set_bits(bank, self.system.model.num_experts)
-        times = np.bincount(places[:n_in], minlength=len(bank))
-        counts = np.tensordot(times, members, axes=(0, 0))
-        request = eq.Request(
-            counts.astype(np.int64), bank[places[n_in:]], arrays.trem[row, index + 1].copy(), n_in
-        )
-        seen = Seen(
-            problem.predicted[prompt],
-            n_in,
-            n_out,
-            float(asked["ttft_limit"]),
-            float(asked["tpot_limit"]),
-            0.0,
-            None,
-        )
-        return Load.known(request), seen
-
-
-class GridOptimum(Clairvoyant):
-    """The best action for the current request as it really is, given what is warm."""
-
-    name = "grid_optimum"
-
-    def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
-        """See `ServerlessPolicy.decide`."""
-        load, _ = self.true_load(row, self.position(row))
-        return best(self.rewards(seen, load, spread=0.0), legal)
-
-
-class Lookahead(Clairvoyant):
-    """Plans a whole episode as it really is by dynamic programming over kept configurations.
-
-    The state is the configuration that is warm. At each request it either keeps one of the
-    ``configurations`` most wanted shared ones (warm if the same was used last and the gap is short)
-    or takes the best action for a cold start. Reuse between different actions is not counted, so
-    the plan is one that can be had, not a bound; `reward_bound` is one.
-    """
-
-    name = "lookahead"
-
-    def __init__(self, system: ServerlessSystem, *, configurations: int = 32) -> None:
-        super().__init__(system)
-        if configurations < 1:
-            raise ValueError(f"configurations must be at least 1, got {configurations}")
-        self.configurations = configurations
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        self._plan: dict[int, Actions] = {}
-        self._bound: dict[int, float] = {}
-        super().reset(num_envs, seed)
-
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """Plan anew at the next action."""
-        for row in np.flatnonzero(mask).tolist():
-            self._plan.pop(row, None)
-            self._bound.pop(row, None)
-
-    def reward_bound(self, row: int) -> float:
-        """Sum of rewards that no policy exceeds in the row's planned episode: nothing is cold."""
-        return self._bound[row]
-
-    def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
-        """See `ServerlessPolicy.decide`."""
-        if row not in self._plan:
-            self._plan[row], self._bound[row] = self._search(row)
-        action = self._plan[row][self.position(row)].copy()
-        if not legal[action[0]]:
-            action = np.zeros(5, dtype=np.int64)
-        return action
-
-    def _search(self, row: int) -> tuple[Actions, float]:
-        requests = self._batch.arrays.requests[row]
-        count, keep = len(requests), self.system.keep_alive_s
-        cold, warm, free, free_at = [], [], np.empty(count), np.empty(count, dtype=np.int64)
-        bound = 0.0
-        for i in range(count):
-            load, seen = self.true_load(row, i)
-            started = self.rewards(seen, load, spread=0.0)
-            kept = self.rewards(seen, load, spread=0.0, starts=False) if keep > 0 else started
-            free_at[i] = started.argmax()
-            free[i] = started.flat[free_at[i]]
-            cold.append(started[:, 1].ravel().astype(np.float32))
-            warm.append(kept[:, 1].ravel().astype(np.float32))
-            bound += float(kept.max())
-        shape = started.shape
-        wanted = np.bincount([int(w.argmax()) for w in warm], minlength=warm[0].size)
-        mean = np.mean(warm, axis=0)
-        # The most wanted ones, and the best on average among equals.
-        some = np.lexsort((-mean, -wanted))[: self.configurations - 1]
-        some = np.unique(np.append(some, int(mean.argmax())))
-        cold_some = np.array(cold)[:, some].astype(np.float64)
-        warm_some = np.array(warm)[:, some].astype(np.float64)
-        states = some.size + 1  # the last: nothing of use is warm
-        value = np.zeros(states)
-        choice = np.empty((count, states), dtype=np.int64)
-        for i in range(count - 1, -1, -1):
-            reach = keep > 0.0 and i > 0 and float(requests["gap"][i]) <= keep
-            options = np.empty((states, states))
-            options[:, :-1] = cold_some[i] + value[:-1]
-            if reach:
-                same = np.arange(states - 1)
-                options[same, same] = warm_some[i] + value[:-1]
-            options[:, -1] = free[i] + value[-1]
-            choice[i] = options.argmax(axis=1)
-            value = options.max(axis=1)
-        plan, state = np.zeros((count, 5), dtype=np.int64), states - 1
-        inner = (shape[0], *shape[2:])
-        for i in range(count):
-            state = int(choice[i, state])
-            if state == states - 1:
-                plan[i] = np.unravel_index(int(free_at[i]), shape)
-            else:
-                level, w, y, z = np.unravel_index(int(some[state]), inner)
-                plan[i] = level, 1, w, y, z
-        return plan, bound

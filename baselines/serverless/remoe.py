@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from servegym.baselines.serverless import mmp as algorithm2
 from servegym.baselines.serverless.bounds import ConformalBound, corollary1
@@ -169,6 +169,7 @@ def remoe(
     load_shared: bool = False,
     candidates: int = 17,
     members: Sequence[int] | None = None,
+    score: ArrayLike | None = None,
 ) -> Decision:
     """Decide b, W, Y and z for a request (Fig. 2 of the paper, from MMP to the replicas).
 
@@ -190,6 +191,7 @@ def remoe(
         load_shared: As `evaluate_plan`.
         candidates: ``remoe_cost`` tries this many b, evenly spread.
         members: Remote experts of a layer that are on offer; default all of 0..K.
+        score: (L, K) utility by which remote sets are formed; default the load's frequencies.
     """
     choose("reading", reading, READINGS)
     cases = algorithm2.worst_cases(
@@ -204,6 +206,7 @@ def remoe(
     )
     if members is not None:
         cases = cases.only(members)
+    order = load.frequency if score is None else np.asarray(score, np.float64)
     if reading == "remoe":
         tried = np.array([cases.chosen()])
     else:
@@ -213,7 +216,7 @@ def remoe(
         tried = good[np.unique(np.round(pick).astype(np.int64))]
     best: Decision | None = None
     for at in tried:
-        remote = remote_set(load.frequency, float(cases.ratio[at]))
+        remote = remote_set(order, float(cases.ratio[at]))
         main_mb = float(cases.main_mb[at])
         plan, solution = plan_for(
             system,

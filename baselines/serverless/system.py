@@ -154,8 +154,8 @@ class ServerlessSystem:
         return mean, median * float(np.exp(1.645 * self.trem_sigma))
 
     def full_action(self, action: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Actions (..., 5) as the environment wants them, (..., len(nvec))."""
-        if not self.per_layer:
+        """Actions (..., 5) as the environment wants them, (..., len(nvec)); those stay."""
+        if action.shape[-1] == len(self.nvec):
             return action
         layers = self.model.moe_layers
         return np.concatenate(

@@ -106,14 +106,14 @@ def test_predicted_load_is_the_mean_of_known_ones(system):
 def test_spread_is_lpt():
     rng = np.random.default_rng(1)
     jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
-    body = rng.random((3, 5, 9)) * (jobs > 0)
+    body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
     table = loads.spread(jobs, body, 4)
     for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
         replica = lpt(jobs[i, j], z)
         seconds = np.bincount(replica, jobs[i, j], z)
         assert table.slowest_s[i, j, z - 1] == pytest.approx(seconds.max())
         assert table.invoked[i, j, z - 1] == (seconds > 0).sum()
-        bodies = np.bincount(replica, body[i, j], z)
+        bodies = np.bincount(replica, body[i, j] * (jobs[i, j] > 0), z)
         assert table.payload_mb[i, j, z - 1] == pytest.approx(bodies.max())
 
 

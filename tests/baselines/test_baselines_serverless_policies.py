@@ -1,15 +1,19 @@
 """Serverless policies: the table of actions, every registered policy, the clairvoyant ones."""
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.baselines.serverless.actions import ActionTable, Warm, lpt_rows
+from servegym.baselines.serverless.action_values import Warm
+from servegym.baselines.serverless.actions import ActionTable
+from servegym.baselines.serverless.kernel import lpt_rows
 from servegym.baselines.serverless.loads import Load
 from servegym.baselines.serverless.lpt import lpt
 from servegym.baselines.serverless.policies import search_constant, see
+from servegym.baselines.serverless.remoe import remoe
 from servegym.baselines.serverless.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
@@ -145,6 +149,95 @@ def test_per_layer_actions(name):
     env = make_env(2, episode_requests=5, granularity="per_layer")
     _, actions, _ = run(name, env)
     assert actions.shape == (5, 2, 3 + 2 * 4)
+
+
+@pytest.mark.parametrize("name", ["remoe", "remoe_sticky"])
+def test_remoe_meets_a_plan_layer_by_layer(name):
+    """A plan that actions of single layers can make is found again, on any layer's own steps."""
+    env = make_env(1, episode_requests=30, granularity="per_layer", payload_mb=0.4)
+    problem, system = env.problem, ServerlessSystem.from_env(env)
+    policy = make_policy(name, system, family=FAMILY)
+    observation, _ = env.reset(seed=0)
+    seen, rng, kinds = see(system, observation, 0), np.random.default_rng(0), 0
+    prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
+    for _ in range(40):
+        action = (rng.random(len(problem.nvec)) * problem.nvec).astype(np.int64)
+        action[1] = policy.order
+        plan = problem.plan(prompt, seen.n_in, action)
+        again = problem.plan(prompt, seen.n_in, policy.on_grid(seen, plan))
+        assert (again.remote == plan.remote).all() and again.main_mb == plan.main_mb
+        assert (again.remote_mb == plan.remote_mb).all()
+        assert (again.replicas == plan.replicas).all()
+        kinds += len(set(plan.remote_mb)) > 1 and len(set(plan.replicas)) > 1
+    assert kinds > 10, "the plans hardly differ between layers"
+
+
+@pytest.mark.parametrize("name", ["remoe", "remoe_cost", "remoe_sticky"])
+def test_remoe_uses_what_an_action_a_layer_offers(name):
+    """Layers differ, and what is deployed is no further from Remoe's plan than with equal steps."""
+    kwargs = {"model": "deepseek-v2-lite", "episode_requests": 10, "granularity": "per_layer"}
+    env = make_env(1, **kwargs)
+    _, actions, policy = run(name, env)
+    layers = policy.system.model.moe_layers
+    assert actions.shape == (10, 1, 3 + 2 * layers)
+    steps = actions[:, 0, 3 : 3 + layers]
+    assert (steps != steps[:, :1]).any() or (actions[:, 0, -layers:] != actions[:, 0, -1:]).any()
+    even = make_policy(
+        name,
+        ServerlessSystem.from_env(
+            make_env(
+                1,
+                **kwargs,
+            )
+        ),
+        family=FAMILY,
+    )
+    even.system = dataclasses.replace(even.system, per_layer=False)
+    observation, info = env.reset(seed=0)
+    seen = see(policy.system, observation, 0)
+    legal = info["action_mask"][0, : len(policy.system.levels)] > 0
+    for other in (policy, even):
+        other.reset(1, seed=0)
+    decided = remoe(
+        policy.system.model,
+        policy.expected(seen),
+        ttft_limit_s=seen.ttft_limit_s,
+        tpot_limit_s=seen.tpot_limit_s,
+        reading=policy.reading,
+        max_tokens=400,
+        bill_cold_start=True,
+        members=policy.system.levels[legal].tolist(),
+        candidates=9,
+        score=policy.system.shared if policy.order else None,
+    ).plan
+    prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
+    own, same = (
+        env.problem.plan(prompt, seen.n_in, policy.system.full_action(x.on_grid(seen, decided)))
+        for x in (policy, even)
+    )
+    off = [np.abs(p.remote_mb - decided.remote_mb).sum() for p in (own, same)]
+    assert off[0] <= off[1]
+
+
+def test_the_reward_of_one_action_is_that_of_the_table():
+    env = make_env(1, model="toy")
+    system = ServerlessSystem.from_env(env)
+    layered = ServerlessSystem.from_env(make_env(1, model="toy", granularity="per_layer"))
+    policy, other = (make_policy("remoe_sticky", x, family=FAMILY) for x in (system, layered))
+    observation, _ = env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        seen = see(system, observation, 0)
+        rewards = policy.rewards(seen)
+        for _ in range(5):
+            action = np.array([rng.integers(n) for n in rewards.shape])
+            assert policy.reward(seen, action) == pytest.approx(rewards[tuple(action)], rel=1e-12)
+            spread_out = layered.full_action(action)
+            assert len(spread_out) > 5
+            assert other.reward(seen, spread_out) == pytest.approx(
+                rewards[tuple(action)], rel=1e-12
+            )
+        observation, *_ = env.step(action[None])
 
 
 def test_rows_do_not_influence_one_another():
