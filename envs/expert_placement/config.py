@@ -17,8 +17,8 @@ from servegym.envs.expert_placement.cluster import (
     Cluster,
     ModelTimes,
     build_cluster,
-    scenario,
 )
+from servegym.envs.expert_placement.cluster import scenario as scenario_arguments
 from servegym.envs.expert_placement.simulator import (
     MIGRATION_SOURCES,
     REPLICA_CHOICES,
@@ -124,7 +124,7 @@ def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple
 
 def build_problem(
     *,
-    scenario_name: str = "edge_hetero",
+    scenario: str = "edge_hetero",
     model: str = "deepseek-v2-lite",
     action_mode: str = "layer_budget",
     epochs: int = 12,
@@ -146,16 +146,14 @@ def build_problem(
 ) -> Problem:
     """Check every argument of a placement environment and build its problem.
 
-    The arguments are those of :class:`~servegym.envs.expert_placement.env.ExpertPlacementEnv`,
-    where ``scenario_name`` is called ``scenario``.
+    The arguments are those of :class:`~servegym.envs.expert_placement.env.ExpertPlacementEnv`.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
     arguments = dict(locals())
-    arguments["scenario"] = arguments.pop("scenario_name")
     choose("model", model, [*MODELS, "toy"])
-    given = scenario(scenario_name)
+    given = scenario_arguments(scenario)
     load = {name: given.pop(name) for name in LOAD_ARGUMENTS if name in given}
     given.update(mapping("cluster_kwargs", cluster_kwargs))
     if model == "toy":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from servegym.envs._checks import choose
+from servegym.envs._checks import check_render_mode, keywords
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import (
     PlacementState,
@@ -27,15 +26,8 @@ def make_problem(kwargs: dict[str, Any]) -> Problem:
     Raises:
         ValueError: an argument is unknown or has a bad value.
     """
-    known = ["scenario" if n == "scenario_name" else n for n in _ARGUMENTS]
-    for name in kwargs:
-        choose("keyword", name, known)
-    return build_problem(
-        **{"scenario_name" if name == "scenario" else name: x for name, x in kwargs.items()}
-    )
-
-
-_ARGUMENTS = list(inspect.signature(build_problem).parameters)
+    keywords(build_problem, kwargs)
+    return build_problem(**kwargs)
 
 
 class ExpertPlacementEnv(gym.Env):
@@ -161,11 +153,9 @@ class ExpertPlacementEnv(gym.Env):
         problem: Problem | None = None,
         **kwargs: Any,
     ) -> None:
-        if render_mode is not None:
-            choose("render_mode", render_mode, RENDER_MODES)
         if problem is not None and kwargs:
             raise ValueError(f"give either problem or arguments, not both: {sorted(kwargs)}.")
-        self.render_mode = render_mode
+        self.render_mode = check_render_mode(render_mode, RENDER_MODES)
         self.validate = validate
         self.problem = make_problem(kwargs) if problem is None else problem
         self.system = PlacementSystem(self.problem)

@@ -8,7 +8,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from servegym.envs._checks import choose, whole
+from servegym.envs._checks import whole
+from servegym.envs._vector import autoreset
 from servegym.envs.expert_placement.core import PlacementState
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem
 
@@ -39,11 +40,7 @@ class ExpertPlacementVectorEnv(SyncVectorEnv):
         validate: bool = False,
         **kwargs: Any,
     ) -> None:
-        num_envs = whole("num_envs", num_envs, 1)
-        if not isinstance(autoreset_mode, AutoresetMode):
-            modes = {mode.value: mode for mode in AutoresetMode}
-            modes.update({mode.name: mode for mode in AutoresetMode})
-            autoreset_mode = modes[choose("autoreset_mode", autoreset_mode, modes)]
+        num_envs, autoreset_mode = whole("num_envs", num_envs, 1), autoreset(autoreset_mode)
         problem = make_problem(kwargs)
         if max_episode_steps is not None:
             max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)

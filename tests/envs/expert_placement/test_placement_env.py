@@ -269,7 +269,7 @@ def test_servers_have_the_tasks_that_are_named():
     log = env.request_log()
     assert (log["task"] == np.array([1, 0, 1])[log["server"]]).all()
     assert len(np.unique(log["server"])) == 3
-    assert build_problem(scenario_name="paper_testbed").tasks == ("law", "intent", "translation")
+    assert build_problem(scenario="paper_testbed").tasks == ("law", "intent", "translation")
     for bad in ([], "task0", ["task7"]):
         with pytest.raises(ValueError, match="tasks"):
             make(tasks=bad)
