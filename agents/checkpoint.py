@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
 
-AGENTS = ("sac_han", "ppo", "ppo_serverless")
+AGENTS = ("sac_han", "ppo", "ppo_serverless", "ppo_placement", "mappo_placement")
 SHIPPED = Path(__file__).resolve().parent / "checkpoints"
 
 
@@ -84,6 +84,21 @@ class PlanPolicy(CheckpointPolicy):
         return torch.stack([head.argmax(-1) for head in heads], 1).numpy().astype(np.int64)
 
 
+class PlacementPolicy(CheckpointPolicy):
+    """A checkpoint of ``ppo_placement`` or ``mappo_placement``: the likeliest plan and move."""
+
+    features: Any = None
+    cluster: Any = None
+
+    def act(self, observation: Observation, action_mask: Any = None) -> Any:
+        """``{"migrate": (B,), "plan": (B, ...)}``; the first placement is always carried out."""
+        from servegym.agents import mappo_placement, ppo_placement
+
+        if self.agent == "mappo_placement":
+            return mappo_placement.greedy(self.net, self.features, self.cluster, observation)
+        return ppo_placement.greedy(self.net, self.features, observation)
+
+
 class GraphPolicy(CheckpointPolicy):
     """A checkpoint of ``sac_han``; with a graph encoder it takes other capacities and fleets."""
 
@@ -129,7 +144,8 @@ def load_policy(
     Args:
         path: The safetensors file, or a run's folder (its ``best.safetensors`` is taken).
         system: A `RoutingSystem`; its estimators replace those of the training fleet, so that the
-            policy can serve other experts. Default: the training fleet.
+            policy can serve other experts. Or a `PlacementSystem`: the cluster to place on.
+            Default: that of the training.
         torch_threads: Threads of torch from now on (None: leave them).
 
     Returns:
@@ -162,6 +178,8 @@ def load_policy(
         )
     if kind == "ppo_serverless":
         return _load_ppo_serverless(file, meta, weights)
+    if kind in ("ppo_placement", "mappo_placement"):
+        return _load_placement(file, meta, weights, system)
     return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
 
 
@@ -215,3 +233,23 @@ def _load_ppo_serverless(file: Path, meta: dict[str, str], weights: dict[str, An
     net.load_state_dict(weights)
     args = _arguments(ppo_serverless.Args, meta["args"])
     return PlanPolicy("ppo_serverless", "flat", file, "ppo_serverless", args, net.eval())
+
+
+def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
+    from servegym.agents import mappo_placement, ppo_placement
+    from servegym.agents.common import parse_settings
+    from servegym.envs.expert_placement.env import make_problem
+
+    kind = meta["agent"]
+    module: Any = mappo_placement if kind == "mappo_placement" else ppo_placement
+    args = _arguments(module.Args, meta["args"])
+    if system is None:
+        system = make_problem(parse_settings(args.set))
+    features = ppo_placement.Features(system.cluster, args.base)
+    net = module.Agent(features.columns, **json.loads(meta["shape"]))
+    net.load_state_dict(weights)
+    policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
+    policy.features, policy.cluster = features, system.cluster
+    mode = "placement" if kind == "mappo_placement" else "expert_score"
+    policy.env_kwargs = {"action_mode": mode}
+    return policy
