@@ -1,0 +1,358 @@
+"""Multi-agent PPO for expert placement: every server plans its own experts, the critic sees all.
+
+The servers of the PettingZoo environment share one actor, which reads what the server knows itself
+(its counts, what it holds, its links) and gives heights and slopes as in ``ppo_placement``. The
+critic reads ``state()`` and serves only in training (Yu et al., NeurIPS 2022, "The surprising
+effectiveness of PPO in cooperative multi-agent games"). All servers get the sum of the rewards.
+Groups of episodes with the same requests, the base and the free first placement are as in
+``ppo_placement``. ``python agents/mappo_placement.py --help`` lists the options.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from servegym.agents.common import parse_settings, snapshot, write_checkpoint
+from servegym.agents.ppo_placement import SCALARS, Features, group_advantage, is_first, layer
+from servegym.envs.expert_placement.core import observation_space
+from servegym.envs.expert_placement.decode import decode_scores, repair_placement
+from servegym.envs.expert_placement.parallel_env import ExpertPlacementParallelEnv
+
+
+@dataclass
+class Args:
+    """Command line of the agent."""
+
+    seed: int = 1
+    """seed of the networks, the exploration and the training episodes"""
+    set: tuple[str, ...] = ("scenario=edge_hetero",)
+    """environment arguments, key=value with a JSON value, as in scenario=drift"""
+    base: str = "whole_layer"
+    """where the scores start: whole_layer or none"""
+    width: int = 64
+    """hidden units of every layer"""
+    total_timesteps: int = 20_000
+    """decisions over all environments, those of all servers counted once"""
+    groups: int = 4
+    """different episodes per update"""
+    members: int = 8
+    """copies of each episode, with the same requests"""
+    epochs: int = 2
+    """decisions of a training episode; evaluations have the environment's"""
+    learning_rate: float = 1e-3
+    """learning rate at first; it falls linearly to zero"""
+    gamma: float = 1.0
+    """discount per epoch"""
+    gae_lambda: float = 0.95
+    """lambda of the generalised advantage estimate"""
+    num_minibatches: int = 2
+    """minibatches per pass"""
+    update_epochs: int = 4
+    """passes over the collected steps"""
+    clip_coef: float = 0.2
+    """clipping of the probability ratio of each server"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """gradients are clipped to this norm"""
+    move_bias: float = -4.0
+    """logit of a server's migration after the first, at first"""
+    eval_every: int = 2_000
+    """decisions between evaluations on the validation split; the best policy is kept"""
+    eval_episodes: int = 4
+    """episodes per evaluation"""
+    torch_threads: int = 1
+    """threads of torch"""
+    track: bool = False
+    """log to wandb as well"""
+    wandb_project_name: str = "servegym"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team"""
+    save_model: bool = True
+    """write best.safetensors, last.safetensors and what a stopped run needs to go on"""
+    resume: bool = False
+    """go on with the run of this name where it was stopped"""
+    out_dir: str = "runs"
+    """folder of the runs"""
+    run_name: str = ""
+    """folder of this run (default: mappo_placement_seed)"""
+
+
+class Agent(nn.Module):
+    """One actor for every server, and a critic of the whole system."""
+
+    def __init__(self, columns: int, width: int, move_bias: float = -4.0) -> None:
+        super().__init__()
+        self.columns, self.width = columns, width
+        self.encode = nn.Sequential(
+            layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh()
+        )
+        self.mix = nn.Sequential(layer(2 * width, width), nn.Tanh())
+        self.mean = layer(width, 2, 0.01)
+        self.move = layer(width, 1, 0.01)
+        nn.init.constant_(self.move.bias, move_bias)
+        self.log_std = nn.Parameter(torch.full((2,), -0.5))
+        self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
+        self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Means (..., L, 2) and logits of a move (...,) of features (..., L, columns).
+
+        Each leading index is a server on its own.
+        """
+        h = self.encode(x)
+        h = self.mix(torch.cat([h, h.mean(-2, keepdim=True).expand_as(h)], -1))
+        return self.mean(h), self.move(h.mean(-2)).squeeze(-1)
+
+    def value(self, x: Tensor) -> Tensor:
+        """Values (B,) of features (B, N, L, columns)."""
+        return self.critic(self.critic_encode(x).mean((1, 2))).squeeze(-1)
+
+    def log_prob(
+        self, mean: Tensor, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
+    ) -> Tensor:
+        """Log-probability (B, N) of each server's action; free (B, 1) as in ``ppo_placement``."""
+        plan = torch.distributions.Normal(mean, self.log_std.exp()).log_prob(z).sum((2, 3))
+        choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
+        return torch.where(free > 0, 0.0, choice) + moved * plan
+
+    def entropy(self) -> Tensor:
+        """Entropy of one height and slope."""
+        return (0.5 + 0.5 * np.log(2 * np.pi) + self.log_std).sum()
+
+
+def make_env(args: Args, **overrides: Any) -> ExpertPlacementParallelEnv:
+    """The multi-agent environment in the mode of scores."""
+    kwargs = parse_settings(args.set) | {"action_mode": "expert_score", "shared_reward": True}
+    return ExpertPlacementParallelEnv(**(kwargs | overrides))
+
+
+def local_features(
+    features: Features, observations: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Features (B, N, L, columns) and log-shares of what the servers see; whether free (B, 1)."""
+
+    def stack(name: str) -> NDArray[Any]:
+        return np.stack([np.stack([own[name] for own in seen.values()]) for seen in observations])
+
+    scalars = {name: stack(name)[..., 0] for name in SCALARS}
+    x, log_share = features.by_server(stack("counts"), stack("held")[:, :, 0] > 0, scalars)
+    free = torch.as_tensor(scalars["progress"][:, :1] <= 0.0, dtype=torch.float32)
+    return x, log_share, free
+
+
+def state_features(features: Features, envs: Sequence[ExpertPlacementParallelEnv]) -> Tensor:
+    """Features (B, N, L, columns) of the environments' ``state()``."""
+    space = observation_space(envs[0].problem)
+    found = [gym.spaces.unflatten(space, env.state()) for env in envs]
+    return features({name: np.stack([one[name] for one in found]) for name in space})[0]
+
+
+def step_all(
+    envs: Sequence[ExpertPlacementParallelEnv], migrate: NDArray[Any], plan: NDArray[Any]
+) -> tuple[list[Any], Tensor, list[Any]]:
+    """Step every environment: observations, shared rewards (B,), infos of the first servers."""
+    seen, rewards, infos = [], [], []
+    for env, moves, plans in zip(envs, migrate, plan, strict=True):
+        actions = {
+            agent: {"migrate": int(moves[n]), "plan": plans[n]}
+            for n, agent in enumerate(env.agents)
+        }
+        observation, reward, _, _, info = env.step(actions)
+        seen.append(observation)
+        rewards.append(next(iter(reward.values())))
+        infos.append(next(iter(info.values())))
+    return seen, torch.tensor(rewards, dtype=torch.float32), infos
+
+
+def greedy(
+    agent: Agent, features: Features, cluster: Any, observation: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """The likeliest joint action for the single environment with ``action_mode="placement"``.
+
+    The servers' plans are put together as the multi-agent environment does.
+    """
+    x, log_share = features(observation)
+    with torch.no_grad():
+        mean, move = agent(x)
+    migrate = is_first(observation)[:, None] | (move.numpy() > 0)
+    plan = features.plan(mean, log_share)
+    found = np.array(observation["placement"], dtype=np.int8)
+    for b in np.flatnonzero(migrate.any(axis=1)):
+        counts = np.asarray(observation["counts"][b], dtype=np.float64)
+        wanted = decode_scores(cluster, plan[b], counts, found[b])
+        keeps = ~migrate[b][cluster.gpu_server]
+        wanted[keeps] = found[b][keeps]
+        found[b] = repair_placement(cluster, wanted, counts)
+    return {"migrate": migrate.any(axis=1).astype(np.int64), "plan": found}
+
+
+def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float]:
+    """Mean latency in seconds and migrations of the greedy servers on validation episodes."""
+    envs = [make_env(args, split="val") for _ in range(args.eval_episodes)]
+    seen = [env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)]
+    infos: list[Any] = []
+    while envs[0].agents:
+        x, log_share, free = local_features(features, seen)
+        with torch.no_grad():
+            mean, move = agent(x)
+        migrate = ((free > 0) | (move > 0)).long().numpy()
+        seen, _, infos = step_all(envs, migrate, features.plan(mean, log_share))
+    kpis = [info["episode_kpis"] for info in infos]
+    latency, migrations = (
+        float(np.mean([k[name] for k in kpis])) for name in ("mean_latency_s", "migrations")
+    )
+    return latency, migrations
+
+
+def save_policy(agent: Agent, args: Args, path: Path) -> None:
+    """Weights, arguments and shape in one safetensors file."""
+    meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
+    write_checkpoint(agent, meta | {"agent": "mappo_placement"}, path)
+
+
+def train(args: Args) -> Path:
+    """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    torch.set_num_threads(args.torch_threads)
+    torch.manual_seed(args.seed)
+    for name in ("groups", "members", "epochs", "eval_episodes"):
+        low = 2 if name == "members" else 1
+        if getattr(args, name) < low:
+            raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
+    n, steps = args.groups * args.members, args.epochs
+    if "free_start" in parse_settings(args.set):
+        raise ValueError("set: free_start must stay True, the first placement is always made")
+    envs = [make_env(args, epochs=steps) for _ in range(n)]
+    features = Features(envs[0].problem.cluster, args.base)
+    agent = Agent(features.columns, args.width, args.move_bias)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    run = Path(args.out_dir) / (args.run_name or f"mappo_placement_{args.seed}")
+    run.mkdir(parents=True, exist_ok=True)
+    size = steps * n
+    updates = max(args.total_timesteps // size, 1)
+    best, first, kept = np.inf, 0, b""
+    if args.resume and (run / "state.pt").exists():
+        state = torch.load(run / "state.pt", weights_only=False)
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        best, first = state["best"], state["iteration"]
+        kept = (run / "metrics.jsonl").read_bytes()[: state["log_bytes"]]
+    log = open(run / "metrics.jsonl", "wb")  # noqa: SIM115
+    log.write(kept)
+    if args.track:
+        import wandb
+
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
+                   name=run.name, dir=str(run))  # fmt: skip
+
+    servers, layers, _ = features.shape
+    local = (steps, n, servers, layers, features.columns)
+    b_x, b_state = torch.zeros(local), torch.zeros(local)
+    b_z = torch.zeros(steps, n, servers, layers, 2)
+    b_moved, b_logp = torch.zeros(steps, n, servers), torch.zeros(steps, n, servers)
+    b_free = torch.zeros(steps, n, 1)
+    b_reward, b_value = torch.zeros(steps, n), torch.zeros(steps, n)
+    begin = time.perf_counter()
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    task = bar.add_task("mappo_placement", total=updates, completed=first)
+    bar.start()
+    for iteration in range(first, updates):
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
+        # The seeds of an update follow from its number alone: a stopped run needs no environment.
+        draw = np.random.default_rng([args.seed, iteration]).integers(1 << 30, size=args.groups)
+        seeds = np.repeat(draw, args.members).tolist()
+        seen = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+        infos: list[Any] = []
+        with torch.no_grad():
+            for t in range(steps):
+                b_x[t], log_share, b_free[t] = local_features(features, seen)
+                b_state[t] = state_features(features, envs)
+                mean, move = agent(b_x[t])
+                b_value[t] = agent.value(b_state[t])
+                b_z[t] = mean + agent.log_std.exp() * torch.randn_like(mean)
+                b_moved[t] = torch.maximum(b_free[t], torch.bernoulli(move.sigmoid()))
+                b_logp[t] = agent.log_prob(mean, move, b_z[t], b_moved[t], b_free[t])
+                plan = features.plan(b_z[t], log_share)
+                seen, b_reward[t], infos = step_all(envs, b_moved[t].long().numpy(), plan)
+            advantage, running = torch.zeros(steps, n), torch.zeros(n)
+            following = torch.zeros(n)  # nothing follows the last decision
+            for t in reversed(range(steps)):
+                delta = b_reward[t] + args.gamma * following - b_value[t]
+                running = delta + args.gamma * args.gae_lambda * running
+                advantage[t], following = running, b_value[t]
+            goals = advantage + b_value
+            advantage = group_advantage(advantage, args.members)
+        flat = [x.reshape(size, *x.shape[2:]) for x in
+                (b_x, b_state, b_z, b_moved, b_free, b_logp, advantage, goals)]  # fmt: skip
+        for _ in range(args.update_epochs):
+            for index in torch.randperm(size).chunk(args.num_minibatches):
+                x, whole, z, moved, free, old, adv, goal = (f[index] for f in flat)
+                mean, move = agent(x)
+                log_ratio = agent.log_prob(mean, move, z, moved, free) - old
+                ratio, adv = log_ratio.exp(), adv[:, None]
+                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
+                value_loss = nn.functional.smooth_l1_loss(agent.value(whole), goal)
+                entropy = agent.entropy()
+                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+        step = (iteration + 1) * size
+        kpis = [info["episode_kpis"] for info in infos]
+        metrics = {
+            "global_step": step,
+            "charts/SPS": (step - first * size) / (time.perf_counter() - begin),
+            "charts/episodic_return": b_reward.sum(0).mean().item(),
+            "charts/mean_latency_s": float(np.mean([k["mean_latency_s"] for k in kpis])),
+            "charts/migrations": float(np.mean([k["migrations"] for k in kpis])),
+            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.item(),
+            "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
+        }  # fmt: skip
+        last = iteration + 1 == updates
+        if iteration == 0 or last or step // args.eval_every > (step - size) // args.eval_every:
+            latency, migrations = evaluate(agent, features, args)
+            metrics |= {"eval/mean_latency_s": latency, "eval/migrations": migrations}
+            bar.console.print(f"step {step}: validation latency {latency:.3f} s")
+            if args.save_model:
+                save_policy(agent, args, run / "last.safetensors")
+                if latency < best:
+                    save_policy(agent, args, run / "best.safetensors")
+            best = min(best, latency)
+        log.write((json.dumps(metrics) + "\n").encode())
+        log.flush()
+        if args.save_model:
+            snapshot(run / "state.pt", agent=agent.state_dict(), optimizer=optimizer.state_dict(),
+                     random=torch.get_rng_state(), best=best, iteration=iteration + 1,
+                     log_bytes=log.tell())  # fmt: skip
+        if args.track:
+            wandb.log(metrics, step=step)
+        bar.update(task, advance=1, description=f"mappo_placement {metrics['charts/SPS']:.1f} SPS")
+    bar.stop()
+    log.close()
+    if args.track:
+        wandb.finish()
+    return run
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))
