@@ -177,7 +177,7 @@ FIGURES = {"trem": trem, "prices": prices, "slo": slo, "bandwidth": bandwidth}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; ``--figure`` names figures, all by default. Returns 0."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, 12)
+    return run_figures(FIGURES, argv, __doc__, MODULE, 16)
 
 
 if __name__ == "__main__":
