@@ -85,6 +85,10 @@ class ActionTable:
             self._cache.popitem(last=False)
         return found
 
+    def forget(self) -> None:
+        """Drop what is cached of predictions, so that the next decision takes its full time."""
+        self._cache.clear()
+
     def memory_mb(self, sets: Sets, n_in: float) -> Floats:
         """Y of each layer and headroom, (S, L, Y); of no meaning where nothing is remote."""
         model, specs = self.system.model, self.system.model.remote_specs_mb
