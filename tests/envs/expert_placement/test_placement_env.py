@@ -228,6 +228,27 @@ def test_keeping_costs_and_moves_nothing():
     assert not env.step({"migrate": 1, "plan": start})[4]["adopted"], "the plan is what is there"
 
 
+@pytest.mark.parametrize("redirect", [False, True])
+def test_with_caches_plans_change_nothing(redirect):
+    env = make("placement", serving="offload", redirect=redirect, validate=True)
+    results = []
+    for migrate in (0, 1):
+        observation, _ = env.reset(seed=0)
+        plan = np.roll(observation["placement"], 1, axis=2)
+        total = 0.0
+        for _ in range(3):
+            _, reward, _, _, info = env.step({"migrate": migrate, "plan": plan})
+            assert not info["adopted"]
+            total += reward
+        results.append(info["episode_kpis"])
+        log = env.request_log()
+        latency = log["finish_s"] - log["arrival_s"]
+        assert total == pytest.approx(-latency.sum() / env.problem.expected_arrivals)
+    same(*results)
+    assert results[0]["expert_loads"] > 0
+    assert (results[0]["network_bytes"] > 0) == redirect
+
+
 def test_counts_start_anew_after_a_change():
     env = make("placement", free_start=False)
     observation, _ = env.reset(seed=0)
@@ -326,6 +347,10 @@ def test_steps_need_an_episode_and_good_actions():
         ({"free_start": 1}, "free_start"),
         ({"migration_source": "disk"}, "network"),
         ({"replica_choice": "best"}, "least_finish"),
+        ({"serving": "alone"}, "offload"),
+        ({"cache": "fifo"}, "activation_aware"),
+        ({"redirect": True}, "serving='offload'"),
+        ({"redirect": 1}, "redirect"),
         ({"cluster_kwargs": {"nic": 3}}, "cluster_kwargs"),
         ({"cluster_kwargs": {"slots": [1, 1, 1, 1]}}, "bytes are missing"),
         ({"task_mix": "none"}, "by_server"),

@@ -1,0 +1,212 @@
+"""What the figures of the expert placement family share: policies, episodes, intervals, looks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import servegym.baselines.placement  # noqa: F401  registers the policies
+from servegym.baselines.placement.system import PlacementSystem as Description
+from servegym.baselines.registry import make_policy
+from servegym.envs.expert_placement.config import Problem, build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.simulator import Requests
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.figure_run import FigureOptions, command_line, figure_parser, run_chosen
+from servegym.experiments.stats import mean, stratified_bootstrap
+
+__all__ = [
+    "COLOURS",
+    "ENV_ID",
+    "OUT",
+    "POLICIES",
+    "band",
+    "drive",
+    "few",
+    "interval",
+    "measure",
+    "run_figures",
+    "setting",
+    "versus",
+]
+
+ENV_ID = "servegym/ExpertPlacement-v0"
+OUT = Path("experiments/results/placement")
+POLICIES = (
+    "uniform", "redundance", "smartmoe", "eplb", "eplb_global", "prism", "prism_printed",
+    "proxy_optimum", "whole_layer", "latency_dp",
+)  # fmt: skip
+COLOURS = dict(
+    zip(
+        POLICIES,
+        ("0.6", "0.35", "tab:olive", "tab:cyan", "tab:blue", "tab:red", "tab:pink", "tab:green",
+         "tab:orange", "tab:purple"),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def run_figures(
+    figures: Mapping[str, Callable[[FigureOptions], object]],
+    argv: Sequence[str] | None,
+    description: str | None,
+    module: str,
+    episodes: int,
+) -> int:
+    """Parse a figure script's command line and make its figures; returns 0."""
+    parser = figure_parser(tuple(figures), description, module, episodes, OUT)
+    return run_chosen(figures, command_line(parser, argv, FigureOptions()))
+
+
+def few(options: FigureOptions, values: Sequence[Any]) -> Sequence[Any]:
+    """First and last of ``values`` in a smoke run, all of them else."""
+    return values[:: max(len(values) - 1, 1)] if options.quick else values
+
+
+def setting(problem: Problem) -> str:
+    """Link model, cost of a message and what else decides the size of latencies, in words."""
+    c = problem.cluster
+    rates = sorted({float(b) / 1e6 for b in c.nic_bps})
+    return (
+        f"{c.model}, {c.num_gpus} GPUs on {c.num_servers} servers, link model {c.link_model}, "
+        f"messages {c.messages}, h = {1e3 * c.message_cost_s:g} ms, NIC "
+        f"{' / '.join(f'{r:g}' for r in rates)} Mbps, replica choice {problem.replica_choice}, "
+        f"weights from {problem.migration_source}, {problem.activations.kind} activations "
+        f"({problem.arguments['skew']} skew), tasks {', '.join(problem.tasks)}"
+    )
+
+
+def interval(values: Any, name: str, scale: float = 1.0) -> dict[str, float]:
+    """Mean of episodes and its 95 % bootstrap interval as ``name``, ``name_low``, ``name_high``."""
+    found = stratified_bootstrap(scale * np.asarray(values, dtype=np.float64), mean)
+    return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+KEYS = (
+    "mean_latency_s", "p99_latency_s", "mean_ttft_s", "local_token_ratio", "local_call_ratio",
+    "remote_layer_ratio", "migrations", "requests",
+)  # fmt: skip
+
+
+def measure(
+    policies: Sequence[str], episodes: int, point: Mapping[str, Any], **kwargs: Any
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Run policies on the same evaluation episodes.
+
+    Args:
+        policies: Registered names.
+        episodes: Episodes of each.
+        point: Columns put before the others.
+        **kwargs: Arguments of the environment.
+
+    Returns:
+        One row a policy with the mean over episodes and its interval of every figure, the mean
+        latency of each server (up to 16) and their mean included; and the mean latency of each
+        episode ``(episodes,)`` by policy.
+    """
+    rows, latency = [], {}
+    for policy in policies:
+        runs = evaluate(ENV_ID, [policy], episodes, env_kwargs=kwargs)
+        row = dict(point) | {"policy": policy, "episodes": episodes}
+        for key in KEYS:
+            row |= interval([run[key] for run in runs], key)
+        servers = [key for key in runs[0] if key.startswith("mean_latency_s_server_")]
+        for key in servers:
+            row |= interval([run[key] for run in runs], key)
+        if servers:
+            of_servers = [np.mean([run[key] for key in servers]) for run in runs]
+            row |= interval(of_servers, "mean_of_servers_s")
+        rows.append(row)
+        latency[policy] = np.array([run["mean_latency_s"] for run in runs])
+        print(f"{dict(point)} {policy}: {row['mean_latency_s']:.2f} s")
+    return rows, latency
+
+
+def versus(one: np.ndarray, other: np.ndarray) -> str:
+    """How much less ``one`` is than ``other`` on the same episodes, in % with its interval.
+
+    The ratio of means is resampled over episodes, both on the same ones.
+    """
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(len(one), size=(2000, len(one)))
+    less = 100 * (1 - one[drawn].mean(axis=1) / other[drawn].mean(axis=1))
+    low, high = np.percentile(less, [2.5, 97.5])
+    value = 100 * (1 - one.mean() / other.mean())
+    return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def drive(
+    kwargs: Mapping[str, Any],
+    policy: str,
+    seed: int,
+    slices: int = 5,
+    requests: Callable[[Problem, np.random.Generator], Requests] | None = None,
+    pooled_start: bool = False,
+    static: bool = False,
+) -> tuple[PlacementSystem, list[dict[str, float]]]:
+    """Run one episode and look at it several times between decisions.
+
+    Without the last three arguments it is the episode that `evaluate` runs with this seed.
+
+    Args:
+        kwargs: Arguments of the environment.
+        policy: A registered name.
+        seed: Of the episode.
+        slices: Looks an epoch.
+        requests: Makes other requests than the environment draws.
+        pooled_start: Whether the counts before the start are those of all servers together, as
+            from a data set that does not tell whose requests they are.
+        static: Whether only the first decision counts.
+
+    Returns:
+        The system at its end, and per look ``start_s``, ``end_s``, tokens and calls served here and
+        elsewhere since the look before, and ``adopted``, whether a change was adopted at its start.
+    """
+    problem = build_problem(**{"split": "eval", **kwargs, "action_mode": "placement"})
+    agent: Any = make_policy(policy, Description.from_problem(problem), family="expert_placement")
+    agent.reset(1, seed=seed)
+    # More and shorter epochs than the policy decides in.
+    fine = dataclasses.replace(
+        problem, epochs=problem.epochs * slices, epoch_s=problem.epoch_s / slices
+    )
+    system = PlacementSystem(fine)
+    rng = np.random.default_rng(seed)
+    system.begin(rng)
+    if requests is not None:
+        system.requests = requests(problem, rng)
+        system.simulator.begin(system.requests, system.simulator.target())
+    if pooled_start and system.history is not None:
+        system.history = np.broadcast_to(system.history.sum(axis=0), system.history.shape).copy()
+    names = [f"all_{place}_{unit}" for place in ("local", "remote") for unit in ("tokens", "calls")]
+    looks, before = [], dict.fromkeys(names, 0)
+    for part in range(fine.epochs):
+        plan = None
+        if part % slices == 0 and not (static and part):
+            observation = {key: value[None] for key, value in system.observation().items()}
+            action = agent.act(observation)
+            if action["migrate"][0]:
+                plan = np.asarray(action["plan"][0], dtype=np.uint8)
+        _, adopted, _ = system.advance(plan)
+        now = {name: int(system.simulator.state.server[name].sum()) for name in names}
+        look = {"start_s": part * fine.epoch_s, "end_s": (part + 1) * fine.epoch_s}
+        looks.append(look | {n: now[n] - before[n] for n in names} | {"adopted": float(adopted)})
+        before = now
+    return system, looks
+
+
+def band(axis: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, **look: Any) -> None:
+    """A line of ``y`` over ``x`` with its interval as a band."""
+    at = [row[x] for row in rows]
+    (line,) = axis.plot(at, [row[y] for row in rows], **look)
+    axis.fill_between(
+        at, [row[f"{y}_low"] for row in rows], [row[f"{y}_high"] for row in rows],
+        color=line.get_color(), alpha=0.15, linewidth=0,
+    )  # fmt: skip
+
+
+SEED = DEFAULT_SEED
+"""Seed of the first evaluation episode."""

@@ -1,0 +1,232 @@
+"""Prism from 4 to 256 GPUs and from 100 to 1000 Mbps (Fig. 8), and what the settings decide.
+
+``fig8a`` repeats the testbed's 1, 1, 2 pattern of GPUs at a fixed rate per server, ``fig8b``
+changes the bandwidth, ``sensitivity`` the link model, the messages and their cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.expert_placement.config import build_problem
+from servegym.experiments.figure_run import FigureOptions, errors, legend, pyplot, save, tidy
+from servegym.experiments.output import print_table
+from servegym.experiments.placement_common import (
+    COLOURS,
+    band,
+    few,
+    measure,
+    run_figures,
+    setting,
+    versus,
+)
+from servegym.hardware_profiles.script import run
+
+__all__ = ["main"]
+
+MODULE = "servegym.experiments.placement_scale"
+GPUS = (4, 8, 16, 32, 64, 128, 256)
+GAPS_S = (8.0, 15.0)
+MBPS = (100, 200, 300, 500, 750, 1000)
+LINKS = ("nic", "pairwise")
+
+
+def _episodes(options: FigureOptions, gpus: int) -> int:
+    """Fewer episodes of large clusters, which hold more requests each."""
+    return max(min(options.episodes, 3), options.episodes // (1 + gpus // 64))
+
+
+def _change(one: np.ndarray, other: np.ndarray) -> str:
+    """Change from ``other`` to ``one`` in % of ``other``, of independent episodes."""
+    rng = np.random.default_rng(0)
+    means = [x[rng.integers(len(x), size=(2000, len(x)))].mean(axis=1) for x in (one, other)]
+    low, high = np.percentile(100 * (means[0] / means[1] - 1), [2.5, 97.5])
+    return f"{100 * (one.mean() / other.mean() - 1):+.0f} % [{low:+.0f}, {high:+.0f}]"
+
+
+# --------------------------------------------------------------------------------------- Fig. 8a
+
+
+def fig8a(options: FigureOptions) -> None:
+    """Latency against the number of GPUs at a fixed rate per server."""
+    rows: list[dict[str, Any]] = []
+    latency: dict[tuple[Any, ...], np.ndarray] = {}
+    for link in LINKS:
+        chosen = ("redundance", "eplb", "prism") if link == "nic" else ("eplb", "prism")
+        for gap in GAPS_S:
+            for gpus in few(options, GPUS[:3] if options.quick else GPUS):
+                kwargs: dict[str, Any] = {
+                    "scenario": f"scale_{gpus}", "mean_interarrival_s": gap,
+                    "epochs": 1 if options.quick else 2, "cluster_kwargs": {"link_model": link},
+                }  # fmt: skip
+                point = {"link_model": link, "gap_s": gap, "gpus": gpus}
+                found, own = measure(chosen, _episodes(options, gpus), point, **kwargs)
+                rows += found
+                latency |= {(link, gap, gpus, policy): x for policy, x in own.items()}
+    sizes = sorted({row["gpus"] for row in rows})
+    first, last = sizes[0], sizes[-1]
+    notes = []
+    for link in LINKS:
+        told = []
+        for gap, paper in zip(GAPS_S, ("-19 %", "-9 %"), strict=True):
+            change = _change(latency[link, gap, last, "prism"], latency[link, gap, first, "prism"])
+            told.append(f"{change} at {gap:g} s between requests (paper {paper})")
+        notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(told)}")
+    for link in LINKS:
+        wins = [
+            f"{gpus} GPUs at {gap:g} s {versus(latency[link, gap, gpus, 'prism'], other)}"
+            for gap in GAPS_S
+            for gpus in (first, last)
+            for other in [latency[link, gap, gpus, "eplb"]]
+        ]
+        notes.append(f"{link}: prism takes less than eplb by: {'; '.join(wins)}")
+    notes.append(
+        "the change with size depends on the link model: with pairwise links a server's bandwidth "
+        "grows with the number of servers, with nic it does not"
+    )
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    panels = [(link, gap) for link in LINKS for gap in GAPS_S]
+    for axis, (link, gap) in zip(axes, panels, strict=True):
+        for policy in ("redundance", "eplb", "prism"):
+            part = [r for r in rows if (r["link_model"], r["gap_s"], r["policy"])
+                    == (link, gap, policy)]  # fmt: skip
+            if part:
+                band(axis, part, "gpus", "mean_latency_s", color=COLOURS[policy], marker="o", ms=3,
+                     label=policy)  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set_ylim(0)
+        axis.set_xlabel("GPUs")
+        axis.set_ylabel("mean latency, s")
+        axis.set_title(f"link model {link}, {gap:g} s between requests", fontsize=10)
+        tidy(axis)
+    figure.suptitle("DeepSeek-V2-Lite, per-expert messages, h = 1.5 ms, 500 Mbps", fontsize=10)
+    legend(figure, axes[0])
+    about = {"setting": setting(build_problem(scenario=f"scale_{last}", split="eval"))}
+    save(options, "fig8a_gpus", rows, figure, *notes, about=about)
+    print("\n".join(notes))
+
+
+# --------------------------------------------------------------------------------------- Fig. 8b
+
+
+def fig8b(options: FigureOptions) -> None:
+    """Latency of Prism against the bandwidth of the servers."""
+    rows: list[dict[str, Any]] = []
+    latency: dict[tuple[Any, ...], np.ndarray] = {}
+    sizes = (4, 16) if options.quick else (4, 64, 256)
+    for h in (0.2, 1.5):
+        for gpus in sizes:
+            for mbps in few(options, MBPS):
+                kwargs: dict[str, Any] = {
+                    "scenario": f"scale_{gpus}", "mean_interarrival_s": 15.0,
+                    "epochs": 1 if options.quick else 2,
+                    "cluster_kwargs": {"nic_bps": mbps * 1e6, "message_cost_s": h * 1e-3},
+                }  # fmt: skip
+                point = {"link_model": "nic", "h_ms": h, "gpus": gpus, "mbps": mbps}
+                found, own = measure(("prism",), _episodes(options, gpus), point, **kwargs)
+                rows += found
+                latency[h, gpus, mbps] = own["prism"]
+    notes = []
+    for h in (0.2, 1.5):
+        told = [
+            f"{gpus} GPUs {_change(latency[h, gpus, MBPS[-1]], latency[h, gpus, MBPS[0]])}"
+            for gpus in sizes
+        ]
+        notes.append(
+            f"from {MBPS[0]} to {MBPS[-1]} Mbps with h = {h:g} ms: {', '.join(told)}; the paper: "
+            "-55 % with 4 GPUs, -35 % with 256"
+        )
+    notes.append("link model nic, 15 s between the requests of a server")
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for axis, h in zip(axes, (0.2, 1.5), strict=True):
+        for k, gpus in enumerate(sizes):
+            part = [row for row in rows if (row["h_ms"], row["gpus"]) == (h, gpus)]
+            band(axis, part, "mbps", "mean_latency_s", color=f"C{k}", marker="o", ms=3,
+                 label=f"{gpus} GPUs")  # fmt: skip
+        axis.set_yscale("log")
+        axis.set_xlabel("bandwidth of a server, Mbps")
+        axis.set_ylabel("mean latency, s")
+        axis.set_title(f"Prism, link model nic, h = {h:g} ms", fontsize=10)
+        tidy(axis)
+    legend(figure, axes[0])
+    about = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
+    save(options, "fig8b_bandwidth", rows, figure, *notes, about=about)
+    print("\n".join(notes))
+
+
+# ----------------------------------------------------------------------------------- sensitivity
+
+
+def sensitivity(options: FigureOptions) -> None:
+    """Which placement is fastest by link model, kind and cost of messages and link speed."""
+    chosen = ("redundance", "eplb", "eplb_global", "prism", "proxy_optimum", "whole_layer")
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for scenario in few(options, ("paper_testbed", "edge_decode", "edge_hetero"))[:3]:
+        for link in LINKS:
+            for messages in ("per_expert", "per_server"):
+                for h in (0.2, 1.5):
+                    kwargs: dict[str, Any] = {
+                        "scenario": scenario, "epochs": 1 if options.quick else 4,
+                        "cluster_kwargs": {
+                            "link_model": link, "messages": messages, "message_cost_s": h * 1e-3,
+                        },
+                    }  # fmt: skip
+                    place = f"{scenario}, {link}, {messages}, h = {h:g} ms"
+                    point = {"point": place, "scenario": scenario, "link_model": link}
+                    point |= {"messages": messages, "h_ms": h}
+                    found, own = measure(chosen, options.episodes, point, **kwargs)
+                    rows += found
+                    order = sorted(own, key=lambda name: float(own[name].mean()))
+                    gain = versus(own["prism"], own["eplb_global"])
+                    notes.append(
+                        f"{place}: {' < '.join(order)}; prism takes {gain} less than eplb_global"
+                    )
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    cell = {(row["point"], row["policy"]): row for row in rows}
+    print_table(
+        "Mean latency, s",
+        ["", *chosen],
+        [[p, *(f"{cell[p, name]['mean_latency_s']:.2f}" for name in chosen)] for p in points],
+    )
+    first = {p: min(chosen, key=lambda n, p=p: cell[p, n]["mean_latency_s"]) for p in points}
+    told = [f"{name} in {list(first.values()).count(name)}" for name in chosen]
+    notes.insert(0, f"fastest of these six in {len(points)} settings: {', '.join(told)}")
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, len(points) // 8, figsize=(5.2 * (len(points) // 8), 5.2), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for axis, scenario in zip(axes[0], dict.fromkeys(r["scenario"] for r in rows), strict=True):
+        own = [p for p in points if cell[p, chosen[0]]["scenario"] == scenario]
+        for k, name in enumerate(chosen):
+            values, bars = errors([cell[p, name] for p in own], "mean_latency_s")
+            axis.bar(np.arange(len(own)) + 0.14 * k, values, 0.14, yerr=bars, color=COLOURS[name],
+                     label=name, error_kw={"lw": 0.7})  # fmt: skip
+        labels = [p.partition(", ")[2] for p in own]
+        axis.set_xticks(np.arange(len(own)) + 0.35, labels, rotation=60, ha="right", fontsize=8)
+        axis.set_yscale("log")
+        axis.set_ylabel("mean latency, s")
+        axis.set_title(f"{scenario}, DeepSeek-V2-Lite", fontsize=10)
+        tidy(axis)
+    legend(figure, axes[0, 0])
+    save(options, "sensitivity_links", rows, figure, *notes)
+    print("\n".join(notes))
+
+
+FIGURES = {"fig8a": fig8a, "fig8b": fig8b, "sensitivity": sensitivity}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and save; see ``--help``."""
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=5)
+
+
+if __name__ == "__main__":
+    run(main)
