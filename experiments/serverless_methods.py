@@ -244,6 +244,7 @@ def plot_lines(
 ) -> Any:  # fmt: skip
     """A panel for each of ``panels`` (values of columns), a line for each method."""
     plt = pyplot()
+    columns = min(columns, len(panels))
     height = -(-len(panels) // columns)
     figure, axes = plt.subplots(
         height, columns, figsize=(3.6 * columns, 2.9 * height + 0.5), squeeze=False,

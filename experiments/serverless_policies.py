@@ -57,27 +57,30 @@ class Options(CommonOptions):
     requests: int
 
 
-def measure(name: str, model: str, preset: str, episodes: int, requests: int) -> list[dict]:
-    """One row an episode of one policy.
+def measure(
+    names: Sequence[str], model: str, preset: str, episodes: int, requests: int
+) -> list[dict[str, Any]]:
+    """One row a policy and episode.
 
     Args:
-        name: The policy.
+        names: The policies.
         model: The model.
         preset: The preset.
-        episodes: Episodes.
+        episodes: Episodes of each.
         requests: Requests of an episode.
     """
     kwargs = {"model": model, "preset": preset, "episode_requests": requests}
     system = ServerlessSystem.from_kwargs(split="eval", **kwargs)
-    policy = make_policy(name, system, family="serverless_moe")
+    policies = {name: make_policy(name, system, family="serverless_moe") for name in names}
     logs: dict[str, list[Any]] = {}
     found = []
-    # One block, so that what the policy found out about each row is there afterwards.
+    # One block, so that what a policy found out about each row is there afterwards.
     for row in evaluate(
-        ENV_ID, [policy], episodes, env_kwargs=kwargs, num_envs=episodes, logs=logs
+        ENV_ID, list(policies.values()), episodes, env_kwargs=kwargs, num_envs=episodes, logs=logs
     ):
-        log = logs[row["policy"]][row["episode"]]
-        bound = getattr(policy, "reward_bound", None)
+        name = row["policy"]
+        log = logs[name][row["episode"]]
+        bound = getattr(policies[name], "reward_bound", None)
         late = log["ttft_violated"] + log["tpot_violated"]
         broken = log["main_memory"] + log["remote_memory"] + log["payload"] > 0
         row = row | {
@@ -142,16 +145,22 @@ def policies(options: Options) -> None:
     episodes = _kept(options)
     for model in MODELS:
         for preset in PRESETS:
-            for name in names:
-                number = options.slow_episodes if name in SLOW else options.episodes
-                of = {"model": model, "preset": preset, "policy": name}
-                done = [e for e in episodes if all(e[key] == of[key] for key in of)]
-                if len(done) == number and done[0]["requests"] == options.requests:
+            for group, number in (
+                ([name for name in names if name not in SLOW], options.episodes),
+                (list(SLOW), options.slow_episodes),
+            ):
+                done = [
+                    e
+                    for e in episodes
+                    if e["policy"] in group and (e["model"], e["preset"]) == (model, preset)
+                ]
+                size = len(group) * number
+                if len(done) == size and {e["requests"] for e in done} == {options.requests}:
                     continue
                 episodes = [e for e in episodes if e not in done]
-                episodes += measure(name, model, preset, number, options.requests)
+                episodes += measure(group, model, preset, number, options.requests)
                 write_csv(options.out / "policies_episodes.csv", episodes)
-                print(f"{model}, {preset}: {name} done", flush=True)
+                print(f"{model}, {preset}: {', '.join(group)} done", flush=True)
     order = {name: k for k, name in enumerate(names)}
     episodes.sort(key=lambda e: (e["model"], e["preset"], order[e["policy"]], e["seed"]))
     write_csv(options.out / "policies_episodes.csv", episodes)
@@ -241,8 +250,10 @@ def _running(row: dict[str, Any]) -> float:
 def _draw(rows: Sequence[dict[str, Any]]) -> Any:
     """A panel a model and preset: minus the reward, split into cost and penalties."""
     plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.2), layout="constrained")
-    points = [(model, preset) for preset in PRESETS for model in MODELS]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    size = (5.5 * len(models), 7.2)
+    figure, axes = plt.subplots(2, len(models), figsize=size, squeeze=False, layout="constrained")
+    points = [(model, preset) for preset in PRESETS for model in models]
     for axis, (model, preset) in zip(axes.flat, points, strict=True):
         own = [row for row in rows if (row["model"], row["preset"]) == (model, preset)]
         own.sort(key=lambda row: row["mean_reward"])
