@@ -21,7 +21,7 @@ SHELL := /bin/bash
 ROOT := $(CURDIR)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := agents,plots,test,dev,track
+EXTRAS := agents,plots,sweep,test,dev,track
 
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1

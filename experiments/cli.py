@@ -49,7 +49,8 @@ def _clear_errors(command: Command) -> Command:
                 "pandas": "plots",
                 "PIL": "plots",
                 "wandb": "track",
-                "kmedoids": "predict",
+                "optuna": "sweep",
+                "yaml": "sweep",
                 "transformers": "predict",
                 "tokenizers": "predict",
             }.get(name, "agents")
@@ -363,6 +364,47 @@ def figures(
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
     raise typer.Exit(int(run_figures(family, only or (), context.args, typer.echo) > 0))
+
+
+@app.command()
+@_clear_errors
+def sweep(
+    file: Annotated[
+        str | None,
+        typer.Argument(help="A sweep file in wandb's format, or a shipped one by name."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Finished runs in the end.")] = 20,
+    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of parameters.")] = 0,
+    fixed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="The agent's argument, before the file's; repeatable.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the sweep (sweeps/NAME).", metavar="FOLDER")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Name the shipped sweeps, stop.")] = False,
+) -> None:
+    """Search an agent's hyper-parameters on this machine; stopped, it goes on where it was."""
+    from servegym.experiments.sweep_file import list_sweeps, read_sweep
+
+    if list_:
+        for name in list_sweeps():
+            sweep = read_sweep(name)
+            searched = ", ".join(sweep.searched)
+            typer.echo(f"{name}: {sweep.method} over {searched} of {sweep.program}")
+        return
+    if file is None:
+        raise ValueError(f"name a sweep file or one of {list_sweeps()}")
+    chosen = read_sweep(file)
+
+    from servegym.experiments.sweep import run_sweep
+
+    run_sweep(chosen, trials, workers, out, seed, parse_settings(fixed or []), typer.echo)
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
