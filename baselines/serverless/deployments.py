@@ -42,9 +42,10 @@ def deployment_cost(
         tpot_limit_s: Limit of 10c.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is unknown or a limit is not above 0.
     """
     choose("deployment", name, DEPLOYMENTS)
+    eq.check_limits(ttft_limit_s, tpot_limit_s)
     if name == "mix":
         plan = eq.mix_plan(system, request.n_out)
         none = np.zeros(system.moe_layers, dtype=np.int64)

@@ -210,7 +210,11 @@ def grid_optimum(
         cold_start: Whether everything starts cold.
         bill_cold_start: As `evaluate_plan`.
         gap: Relative gap of the integer programs.
+
+    Raises:
+        ValueError: If a limit is not above 0.
     """
+    eq.check_limits(ttft_limit_s, tpot_limit_s)
     order = load.frequency if score is None else np.asarray(score, np.float64)
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)

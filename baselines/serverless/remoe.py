@@ -20,7 +20,7 @@ from servegym.baselines.serverless.memory import (
 )
 from servegym.baselines.serverless.replicas import choose_replicas
 from servegym.baselines.serverless.selection import remote_set
-from servegym.envs._checks import choose
+from servegym.envs._checks import choose, real, whole
 from servegym.envs.serverless_moe import equations as eq
 
 READINGS = ("remoe", "remoe_cost")
@@ -192,8 +192,14 @@ def remoe(
         candidates: ``remoe_cost`` tries this many b, evenly spread.
         members: Remote experts of a layer that are on offer; default all of 0..K.
         score: (L, K) utility by which remote sets are formed; default the load's frequencies.
+
+    Raises:
+        ValueError: If the reading is unknown or a number is out of range.
     """
     choose("reading", reading, READINGS)
+    eq.check_limits(ttft_limit_s, tpot_limit_s)
+    whole("candidates", candidates, 1)
+    real("payload_margin", payload_margin, 0.0, open_low=True)
     cases = algorithm2.worst_cases(
         system,
         load,

@@ -13,7 +13,7 @@ block has no expert term.
 
 What a caller needs::
 
-    system = build_system("deepseek-v2-lite", gpu="eager")  # in servegym.envs.serverless_moe.config
+    system = build_system("deepseek-v2-lite", gpu="eager")  # in servegym.envs.serverless_moe.system
     request = Request(prefill_counts, decode_sets, trem_s, n_in)  # what is served
     plan = make_plan(system, remote, expected_counts, n_out)  # how: a Plan
     outcome = evaluate_plan(system, request, plan)  # times, cost, violations
@@ -24,239 +24,54 @@ Serverless Computing".
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
 
+from servegym.envs._checks import choose
+from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Outcome, Plan, Request
+from servegym.envs.serverless_moe.system import SystemModel
+
+__all__ = [
+    "CONSTRAINTS",
+    "DECODE_INVOCATIONS",
+    "Cold",
+    "Outcome",
+    "Plan",
+    "Request",
+    "SystemModel",
+    "bit_sets",
+    "check_limits",
+    "cold_cost_usd",
+    "cold_starts_s",
+    "decode_expert_s",
+    "decode_histogram",
+    "decode_remote_s",
+    "decode_s",
+    "evaluate_plan",
+    "gpu_memory_mb",
+    "least_used",
+    "lpt",
+    "main_cost_usd",
+    "main_memory_mb",
+    "main_rate_usd_s",
+    "make_plan",
+    "mix_plan",
+    "payload_mb",
+    "prefill_expert_s",
+    "prefill_local_s",
+    "prefill_non_expert_s",
+    "prefill_s",
+    "remote_count",
+    "remote_decode_cost_usd",
+    "remote_memory_mb",
+    "remote_prefill_cost_usd",
+    "replica_jobs_s",
+    "replica_s",
+    "set_bits",
+    "smallest_spec",
+    "violated",
+]
+
 DECODE_INVOCATIONS = ("per_call", "per_layer")
-CONSTRAINTS = (
-    "main_memory",
-    "remote_memory",
-    "payload",
-    "replicas",
-    "specification",
-)
-"""10f, 10e, 10g, 10i and 10d; ``violations`` has them and ``ttft`` (10b), ``tpot`` (10c)."""
-
-
-@dataclass(frozen=True, eq=False)
-class SystemModel:
-    """A model, the functions it is served from, and their prices.
-
-    Make one with :func:`servegym.envs.serverless_moe.config.build_system`, which checks everything.
-
-    Attributes:
-        name: the model's name.
-        gpu: name of the GPU profile.
-        layers: transformer blocks, dense ones included.
-        experts: int64 ``(layers,)`` K_l, 0 for a dense block.
-        top_k: routed experts per token.
-        main_specs_mb: float64 ``(V,)`` increasing memory specifications of the main function.
-        remote_specs_mb: float64 ``(Ve,)`` of the remote functions.
-        expert_mb: float64 ``(L,)`` one expert of each MoE layer.
-        non_expert_mb: float64 ``(layers,)`` non-expert module, shared experts included.
-        kv_mb_per_token: float64 ``(layers,)`` KV cache of one token.
-        token_mb: D, one token vector.
-        bandwidth_mb_s: B, network rate.
-        price_cpu: c_c, USD per MB s.
-        price_gpu: c_g, USD per MB s.
-        load_mb_s: rate at which a starting function reads its weights.
-        container_start_main_s: start of the main function's container.
-        container_start_remote_s: start of a remote function's container.
-        z_max: most replicas of a remote function.
-        payload_mb: largest body of one invocation.
-        expert_theta1_s: theta1 of the one-token expert time.
-        expert_theta2_per_gb: theta2.
-        expert_theta3_s: theta3, the time that no memory takes away.
-        expert_token_s: one further token in the same call, on one vCPU.
-        max_vcpus: vCPUs beyond which a further token gets no faster.
-        gpu_layer_base_s: non-expert module of one block on the GPU, one token.
-        gpu_layer_token_s: each further token.
-        gpu_experts_base_s: routed experts of one MoE layer on the GPU (GPU deployments), one token.
-        gpu_experts_token_s: each further token.
-        swap_base_s: GPU-CPU move of token vectors, one way: latency.
-        swap_mb_s: its rate.
-        mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
-        runtime_gpu_mb: GPU memory of the runtime; 0 in the paper.
-        runtime_cpu_mb: CPU memory of the main function's runtime; 0 in the paper.
-        provenance: for every constant whether it is measured, derived or chosen.
-    """
-
-    name: str
-    gpu: str
-    layers: int
-    experts: np.ndarray
-    top_k: int
-    main_specs_mb: np.ndarray
-    remote_specs_mb: np.ndarray
-    expert_mb: np.ndarray
-    non_expert_mb: np.ndarray
-    kv_mb_per_token: np.ndarray
-    token_mb: float
-    bandwidth_mb_s: float
-    price_cpu: float
-    price_gpu: float
-    load_mb_s: float
-    container_start_main_s: float
-    container_start_remote_s: float
-    z_max: int
-    payload_mb: float
-    expert_theta1_s: float
-    expert_theta2_per_gb: float
-    expert_theta3_s: float
-    expert_token_s: float
-    max_vcpus: float
-    gpu_layer_base_s: float
-    gpu_layer_token_s: float
-    gpu_experts_base_s: float
-    gpu_experts_token_s: float
-    swap_base_s: float
-    swap_mb_s: float
-    mem_pre_post_mb: float = 0.0
-    runtime_gpu_mb: float = 0.0
-    runtime_cpu_mb: float = 0.0
-    provenance: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def moe_layers(self) -> int:
-        """L, blocks with routed experts."""
-        return len(self.expert_mb)
-
-    @property
-    def num_experts(self) -> int:
-        """K, routed experts of a MoE layer (all MoE layers have as many)."""
-        return int(self.experts.max())
-
-    @property
-    def all_non_expert_mb(self) -> float:
-        """sum_l mu(f_l)."""
-        return float(self.non_expert_mb.sum())
-
-    @property
-    def all_experts_mb(self) -> float:
-        """sum_{l,k} mu(e_{l,k})."""
-        return float(self.expert_mb.sum() * self.num_experts)
-
-    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
-        """tau^c: one expert call on CPU, in seconds; none for no token.
-
-        One token takes ``theta1 exp(-theta2 y) + theta3`` with y the memory in GB; each further
-        one ``expert_token_s / min(vCPUs, max_vcpus)``.
-
-        Args:
-            mb: memory of the function in MB, an array or a number.
-            tokens: tokens routed to the expert, broadcast against ``mb``.
-        """
-        gb = np.asarray(mb, dtype=np.float64) / 1024.0
-        n = np.asarray(tokens, dtype=np.float64)
-        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
-        more = self.expert_token_s / np.minimum(gb, self.max_vcpus)
-        return np.where(n > 0, one + more * (n - 1.0), 0.0)
-
-    def gpu_layer_s(self, tokens: int) -> float:
-        """tau^f: non-expert module of one block on the GPU for ``tokens`` tokens, in seconds."""
-        return self.gpu_layer_base_s + self.gpu_layer_token_s * (tokens - 1)
-
-    def gpu_experts_s(self, tokens: int) -> float:
-        """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
-        return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
-
-    def swap_s(self, tokens: int) -> float:
-        """tau^sw: GPU-CPU move of ``tokens`` token vectors one way, in seconds."""
-        return self.swap_base_s + tokens * self.token_mb / self.swap_mb_s
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What one request does to the model.
-
-    Attributes:
-        prefill_counts: int ``(L, K)`` prompt tokens of each expert; each layer sums to
-            ``n_in * top_k``.
-        decode_sets: uint64 ``(N_out, L)`` expert set of each generated token as a bit mask.
-        trem_s: float64 ``(L,)`` invocation overhead of each layer's remote function, warm.
-        n_in: prompt tokens.
-    """
-
-    prefill_counts: np.ndarray
-    decode_sets: np.ndarray
-    trem_s: np.ndarray
-    n_in: int
-
-    @property
-    def n_out(self) -> int:
-        """Generated tokens after the first one."""
-        return len(self.decode_sets)
-
-
-@dataclass(eq=False)
-class Plan:
-    """How one request is served.
-
-    Attributes:
-        remote: bool ``(L, K)`` x, whether an expert is remote.
-        main_mb: W, memory of the main function.
-        remote_mb: float64 ``(L,)`` Y_l; 0 where a layer has no remote expert.
-        replicas: int64 ``(L,)`` z_l; 0 where a layer has no remote expert.
-        assignment: int64 ``(L, K)`` replica of each remote expert, -1 for local ones.
-    """
-
-    remote: np.ndarray
-    main_mb: float
-    remote_mb: np.ndarray
-    replicas: np.ndarray
-    assignment: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Cold:
-    """Which functions start cold.
-
-    Attributes:
-        main: whether the main function does.
-        replicas: int64 ``(L,)`` how many replicas of each remote function do.
-    """
-
-    main: bool
-    replicas: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What serving a request took. Seconds and USD.
-
-    Attributes:
-        prefill_s: PT, Eq. 1.
-        decode_s: GT, Eq. 4.
-        cold_s: cold start before the prefill.
-        ttft_s: ``prefill_s + cold_s``.
-        tpot_s: ``decode_s / n_out``.
-        cost_main_usd: Eq. 6.
-        cost_prefill_usd: Eq. 8.
-        cost_decode_usd: Eq. 9.
-        cost_cold_usd: billed cold starts, 0 unless ``bill_cold_start``.
-        cost_usd: sum of the four.
-        violations: whether ``ttft``, ``tpot`` and each of :data:`CONSTRAINTS` is violated.
-    """
-
-    prefill_s: float
-    decode_s: float
-    cold_s: float
-    ttft_s: float
-    tpot_s: float
-    cost_main_usd: float
-    cost_prefill_usd: float
-    cost_decode_usd: float
-    cost_cold_usd: float
-    cost_usd: float
-    violations: dict[str, bool]
-
-    @property
-    def feasible(self) -> bool:
-        """Whether 10d-10g and 10i hold (the SLOs apart)."""
-        return not any(self.violations[name] for name in CONSTRAINTS)
-
 
 # ----------------------------------------------------------------------------------- expert sets
 
@@ -586,6 +401,31 @@ def mix_plan(system: SystemModel, n_out: float) -> Plan:
 # ---------------------------------------------------------------------------------------- together
 
 
+def check_limits(ttft_limit_s: float, tpot_limit_s: float) -> None:
+    """Raise ValueError unless both limits are above 0; infinity means no limit."""
+    for name, limit in (("ttft_limit_s", ttft_limit_s), ("tpot_limit_s", tpot_limit_s)):
+        if not limit > 0.0:
+            raise ValueError(f"{name}={limit!r} must be above 0 seconds (inf for no limit).")
+
+
+def _check_routing(system: SystemModel, request: Request) -> None:
+    """Every token goes to ``top_k`` of the experts, in prefill and in decoding."""
+    counts, want = request.prefill_counts, request.n_in * system.top_k
+    if (counts < 0).any() or (counts.sum(axis=1) != want).any():
+        layer = int(np.argmax((counts.sum(axis=1) != want) | (counts < 0).any(axis=1)))
+        raise ValueError(
+            f"request.prefill_counts of layer {layer} sums to {counts[layer].sum()} (smallest "
+            f"{counts[layer].min()}); it must be n_in * top_k = {want} of counts from 0 on."
+        )
+    taken = np.bitwise_count(request.decode_sets)
+    if (taken != system.top_k).any():
+        token, layer = np.argwhere(taken != system.top_k)[0]
+        raise ValueError(
+            f"request.decode_sets[{token}, {layer}] has {taken[token, layer]} experts; it must "
+            f"have top_k = {system.top_k}."
+        )
+
+
 def evaluate_plan(
     system: SystemModel,
     request: Request,
@@ -612,13 +452,11 @@ def evaluate_plan(
         tpot_limit_s: 10c.
 
     Raises:
-        ValueError: an unknown ``decode_invocation`` or arrays of wrong shapes.
+        ValueError: an unknown ``decode_invocation``, limits not above 0, arrays of wrong shapes, or
+            a routing that does not take ``top_k`` experts a token.
     """
-    if decode_invocation not in DECODE_INVOCATIONS:
-        raise ValueError(
-            f"decode_invocation={decode_invocation!r} is unknown; choose one of "
-            f"{list(DECODE_INVOCATIONS)}."
-        )
+    choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS)
+    check_limits(ttft_limit_s, tpot_limit_s)
     shape = (system.moe_layers, system.num_experts)
     for name, array, expected in (
         ("request.prefill_counts", request.prefill_counts, shape),
@@ -631,6 +469,7 @@ def evaluate_plan(
     ):
         if array.shape != expected:
             raise ValueError(f"{name} has shape {array.shape}; it must be {expected}.")
+    _check_routing(system, request)
     if cold is None:
         cold = Cold(True, np.where(plan.remote.any(axis=1), plan.replicas, 0))
     prefill = prefill_s(system, request, plan)

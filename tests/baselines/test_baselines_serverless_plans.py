@@ -297,3 +297,32 @@ def test_grid_optimum_against_enumeration(system, limits, bill):
     found = go.grid_optimum(toy, load, score=frequency, gap=0.0, **kwargs)
     assert found.cost_usd == pytest.approx(best, rel=1e-9)
     assert found.bound_usd == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ttft_limit_s": -1.0}, "ttft_limit_s=-1.0"),
+        ({"tpot_limit_s": float("nan")}, "tpot_limit_s=nan"),
+        ({"reading": "remo"}, "remoe"),
+        ({"candidates": 0}, "candidates"),
+        ({"payload_margin": 0.0}, "payload_margin"),
+        ({"members": [99]}, "members"),
+        ({"surrogate": "eq6"}, "surrogate"),
+    ],
+)
+def test_remoe_refuses_bad_numbers(system, change, said):
+    load = Load.predicted(tiny(system), np.full((2, 4), 0.25), 10, 5, 1e-4)
+    with pytest.raises(ValueError, match=said):
+        remoe(tiny(system), load, **change)
+
+
+def test_limits_are_checked_everywhere(system):
+    request, _ = make_request(system)
+    for serve in (
+        lambda: deployment_cost("mix", system, request, ttft_limit_s=0.0),
+        lambda: go.grid_optimum(system, Load.known(request), ttft_limit_s=0.0),
+        lambda: deployment_cost("gpuu", system, request),
+    ):
+        with pytest.raises(ValueError, match=r"ttft_limit_s=0.0|gpu"):
+            serve()

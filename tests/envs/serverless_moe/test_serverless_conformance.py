@@ -13,6 +13,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from servegym.envs.serverless_moe import config
 from servegym.envs.serverless_moe import env as single
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.hardware_profiles.serverless import SERVING
@@ -225,10 +226,10 @@ def score(envs, policy, steps=120):
 
 
 def test_what_always_fails_scores_below_mix_and_random():
-    """A payload that no remote expert can ever meet makes every plan but b = 0 infeasible."""
+    """A payload of one token makes every plan but b = 0 infeasible."""
     envs = gym.make_vec(IDS[0], num_envs=4, episode_requests=120)
     rng, nvec = np.random.default_rng(0), envs.unwrapped.problem.nvec
-    tight = gym.make_vec(IDS[0], num_envs=4, episode_requests=120, payload_mb=1e-3)
+    tight = gym.make_vec(IDS[0], num_envs=4, episode_requests=120, payload_mb=0.004)
     failing = score(tight, lambda o, m: np.tile([8, 0, 0, 0, 0], (4, 1)))
     assert failing == -2.0
     mix = score(envs, lambda o, m: np.zeros((4, 5), int))
@@ -299,7 +300,10 @@ def test_warm_functions_save_the_start():
         ({"price_ratio": -3.0}, "price_ratio"),
         ({"main_specs_mb": (10.0, 100.0, 10.0)}, "cannot hold all experts"),
         ({"remote_specs_mb": (10.0, 20.0, 10.0)}, "cannot hold all"),
-        ({"slo": [[0.01, 0.1]], "keep_alive_s": 0.0}, "TTFT of 0.01 s; the best achievable is"),
+        (
+            {"slo": [[0.01, 0.1]], "keep_alive_s": 0.0},
+            "TTFT of 0.01 s; the best achievable is at least",
+        ),
         ({"slo": [[9.0, 0.1], [9.0, 1e-4]]}, r"slo\[1\].*TPOT of 0.0001 s; the best achievable"),
         ({"slo": [9.0, 0.1]}, "list of pairs"),
         ({"idle_s": [[0.5, 1.0]]}, "sum to 1"),
@@ -316,9 +320,16 @@ def test_warm_functions_save_the_start():
         ({"predictor": np.ones((40, 4, 8))}, "no frequencies"),
         ({"keep_alive_s": -1.0}, "keep_alive_s"),
         ({"penalty": float("inf")}, "penalty"),
+        ({"model": "mixtral-8x7b"}, r"mixtral.*TPOT of 0.06 s; the best .* 0.14.*Give slo="),
+        ({"model": "gpt-oss-20b", "activations": make_toy_activations()}, "does not go with"),
+        ({"payload_mb": 1e-4}, "cannot carry one token"),
+        ({"trem_sigma": -0.1}, "trem_sigma"),
+        ({"output_error": float("nan")}, "output_error"),
     ],
 )
-def test_bad_arguments_are_named(kwargs, message):
+def test_bad_arguments_are_named(kwargs, message, monkeypatch):
+    """Before any recording is read: nothing here may load one."""
+    monkeypatch.setattr(config, "load_activations", None)
     with pytest.raises(ValueError, match=message):
         single.ServerlessMoEEnv(**(SHORT | kwargs))
 

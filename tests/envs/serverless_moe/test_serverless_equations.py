@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from servegym.envs.serverless_moe import equations as eq
-from servegym.envs.serverless_moe.config import GPU_PROFILES, build_system
+from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s, build_system
 from servegym.envs.workloads.activations import load_model, make_toy_activations, sample_tokens
+from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 _spec = importlib.util.spec_from_file_location(
     "serverless_reference", Path(__file__).with_name("reference.py")
@@ -210,11 +211,58 @@ def test_lpt_by_hand():
         ({"main_specs_mb": (1000.0, 500.0, 100.0)}, "below the lowest"),
         ({"main_specs_mb": 5}, "three numbers"),
         ({"container_start_s": -0.1}, "container_start_s"),
+        ({"payload_mb": 0.001}, "payload_mb=0.001 cannot carry one token vector.*10g"),
+        ({"model": "mixtral-8x7b", "main_specs_mb": (1000.0, 5000.0, 100.0)}, "mixtral.*10f"),
+        ({"main_specs_mb": (-5.0, 40000.0, 100.0)}, "main_specs_mb=-5"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_system(**arguments)
+
+
+def test_routing_that_does_not_sum_to_top_k_is_refused():
+    rng, system = np.random.default_rng(5), toy_system()
+    request, plan = toy_request(rng), random_plan(system, rng)
+    eq.evaluate_plan(system, request, plan)
+    more = request.prefill_counts.copy()
+    more[1, 0] += 1
+    moved = request.prefill_counts.copy()
+    moved[2, 0] -= 100
+    moved[2, 1] += 100
+    sets = request.decode_sets.copy()
+    sets[0, 2] |= np.uint64(0xFF)
+    for change, said in (
+        ({"prefill_counts": more}, r"layer 1 sums to .*n_in \* top_k"),
+        ({"prefill_counts": moved}, "layer 2 .*smallest -"),
+        ({"decode_sets": sets}, r"decode_sets\[0, 2\] has 8 experts.*top_k = 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            eq.evaluate_plan(system, dataclasses.replace(request, **change), plan)
+    for name in ("ttft_limit_s", "tpot_limit_s"):
+        with pytest.raises(ValueError, match=name):
+            eq.evaluate_plan(system, request, plan, **{name: -1.0})
+
+
+@pytest.mark.parametrize("gpu", GPU_PROFILES)
+def test_no_plan_beats_the_best_achievable_and_a_good_one_comes_near(gpu):
+    system, rng = toy_system(gpu=gpu), np.random.default_rng(6)
+    nearest = {"ttft": np.inf, "tpot": np.inf}
+    for _ in range(150):
+        request, plan = toy_request(rng), random_plan(system, rng)
+        plan.remote_mb = np.where(plan.remote_mb > 0, system.remote_specs_mb[-1], 0.0)
+        plan.main_mb = float(system.main_specs_mb[-1])
+        for cold in (True, False):
+            starts = eq.Cold(cold, np.where(cold, plan.replicas, 0))
+            got = eq.evaluate_plan(system, request, plan, cold=starts)
+            best = best_ttft_s(system, request.n_in, cold)
+            assert got.ttft_s >= best * (1 - 1e-12)
+            if cold:
+                nearest["ttft"] = min(nearest["ttft"], got.ttft_s / best)
+        best = best_tpot_s(system, float(request.trem_s.min()))
+        assert got.tpot_s >= best * (1 - 1e-12)
+        nearest["tpot"] = min(nearest["tpot"], got.tpot_s / best)
+    assert nearest["ttft"] < 1.1 and nearest["tpot"] < 1.5, nearest
 
 
 def test_every_model_has_a_system():

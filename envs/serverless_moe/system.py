@@ -1,0 +1,334 @@
+"""A model, the functions it is served from and their prices; what no plan can do better than."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, real, whole
+from servegym.hardware_profiles.serverless import GPU_PROFILES, MB, SERVING, Grid, memory_grids
+
+
+@dataclass(frozen=True, eq=False)
+class SystemModel:
+    """A model, the functions it is served from, and their prices.
+
+    Make one with :func:`servegym.envs.serverless_moe.config.build_system`, which checks everything.
+
+    Attributes:
+        name: the model's name.
+        gpu: name of the GPU profile.
+        layers: transformer blocks, dense ones included.
+        experts: int64 ``(layers,)`` K_l, 0 for a dense block.
+        top_k: routed experts per token.
+        main_specs_mb: float64 ``(V,)`` increasing memory specifications of the main function.
+        remote_specs_mb: float64 ``(Ve,)`` of the remote functions.
+        expert_mb: float64 ``(L,)`` one expert of each MoE layer.
+        non_expert_mb: float64 ``(layers,)`` non-expert module, shared experts included.
+        kv_mb_per_token: float64 ``(layers,)`` KV cache of one token.
+        token_mb: D, one token vector.
+        bandwidth_mb_s: B, network rate.
+        price_cpu: c_c, USD per MB s.
+        price_gpu: c_g, USD per MB s.
+        load_mb_s: rate at which a starting function reads its weights.
+        container_start_main_s: start of the main function's container.
+        container_start_remote_s: start of a remote function's container.
+        z_max: most replicas of a remote function.
+        payload_mb: largest body of one invocation.
+        expert_theta1_s: theta1 of the one-token expert time.
+        expert_theta2_per_gb: theta2.
+        expert_theta3_s: theta3, the time that no memory takes away.
+        expert_token_s: one further token in the same call, on one vCPU.
+        max_vcpus: vCPUs beyond which a further token gets no faster.
+        gpu_layer_base_s: non-expert module of one block on the GPU, one token.
+        gpu_layer_token_s: each further token.
+        gpu_experts_base_s: routed experts of one MoE layer on the GPU (GPU deployments), one token.
+        gpu_experts_token_s: each further token.
+        swap_base_s: GPU-CPU move of token vectors, one way: latency.
+        swap_mb_s: its rate.
+        mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
+        runtime_gpu_mb: GPU memory of the runtime; 0 in the paper.
+        runtime_cpu_mb: CPU memory of the main function's runtime; 0 in the paper.
+        provenance: for every constant whether it is measured, derived or chosen.
+    """
+
+    name: str
+    gpu: str
+    layers: int
+    experts: np.ndarray
+    top_k: int
+    main_specs_mb: np.ndarray
+    remote_specs_mb: np.ndarray
+    expert_mb: np.ndarray
+    non_expert_mb: np.ndarray
+    kv_mb_per_token: np.ndarray
+    token_mb: float
+    bandwidth_mb_s: float
+    price_cpu: float
+    price_gpu: float
+    load_mb_s: float
+    container_start_main_s: float
+    container_start_remote_s: float
+    z_max: int
+    payload_mb: float
+    expert_theta1_s: float
+    expert_theta2_per_gb: float
+    expert_theta3_s: float
+    expert_token_s: float
+    max_vcpus: float
+    gpu_layer_base_s: float
+    gpu_layer_token_s: float
+    gpu_experts_base_s: float
+    gpu_experts_token_s: float
+    swap_base_s: float
+    swap_mb_s: float
+    mem_pre_post_mb: float = 0.0
+    runtime_gpu_mb: float = 0.0
+    runtime_cpu_mb: float = 0.0
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def moe_layers(self) -> int:
+        """L, blocks with routed experts."""
+        return len(self.expert_mb)
+
+    @property
+    def num_experts(self) -> int:
+        """K, routed experts of a MoE layer (all MoE layers have as many)."""
+        return int(self.experts.max())
+
+    @property
+    def all_non_expert_mb(self) -> float:
+        """sum_l mu(f_l)."""
+        return float(self.non_expert_mb.sum())
+
+    @property
+    def all_experts_mb(self) -> float:
+        """sum_{l,k} mu(e_{l,k})."""
+        return float(self.expert_mb.sum() * self.num_experts)
+
+    def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
+        """tau^c: one expert call on CPU, in seconds; none for no token.
+
+        One token takes ``theta1 exp(-theta2 y) + theta3`` with y the memory in GB; each further
+        one ``expert_token_s / min(vCPUs, max_vcpus)``.
+
+        Args:
+            mb: memory of the function in MB, an array or a number.
+            tokens: tokens routed to the expert, broadcast against ``mb``.
+        """
+        gb = np.asarray(mb, dtype=np.float64) / 1024.0
+        n = np.asarray(tokens, dtype=np.float64)
+        one = self.expert_theta1_s * np.exp(-self.expert_theta2_per_gb * gb) + self.expert_theta3_s
+        more = self.expert_token_s / np.minimum(gb, self.max_vcpus)
+        return np.where(n > 0, one + more * (n - 1.0), 0.0)
+
+    def gpu_layer_s(self, tokens: int) -> float:
+        """tau^f: non-expert module of one block on the GPU for ``tokens`` tokens, in seconds."""
+        return self.gpu_layer_base_s + self.gpu_layer_token_s * (tokens - 1)
+
+    def gpu_experts_s(self, tokens: int) -> float:
+        """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
+        return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
+
+    def swap_s(self, tokens: int) -> float:
+        """tau^sw: GPU-CPU move of ``tokens`` token vectors one way, in seconds."""
+        return self.swap_base_s + tokens * self.token_mb / self.swap_mb_s
+
+
+def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
+    """A grid of memory specifications: ``(low, high, step)`` as an increasing array."""
+    if given is None:
+        given = default
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        raise ValueError(f"{argument}={given!r} must be three numbers (low, high, step) in MB.")
+    low, high, step = (real(argument, x, 0.0, 1e7, open_low=True) for x in given)
+    if high < low:
+        raise ValueError(f"{argument}={given!r}: the highest specification is below the lowest.")
+    grid = low + step * np.arange(math.floor((high - low) / step + 1e-9) + 1)
+    if len(grid) > 100_000:
+        raise ValueError(f"{argument}={given!r} has {len(grid)} steps; at most 100000 are allowed.")
+    return grid
+
+
+def build_system(
+    model: Any = "deepseek-v2-lite",
+    gpu: str = "eager",
+    *,
+    price_ratio: float = SERVING.price_ratio,
+    price_cpu_usd_mb_s: float = SERVING.price_cpu_usd_mb_s,
+    bandwidth_mb_s: float = SERVING.bandwidth_mb_s,
+    load_mb_s: float = SERVING.load_mb_s,
+    container_start_s: float = SERVING.container_start_s,
+    z_max: int = SERVING.z_max,
+    payload_mb: float = SERVING.payload_mb,
+    main_specs_mb: Sequence[float] | None = None,
+    remote_specs_mb: Sequence[float] | None = None,
+    max_output_tokens: int = 400,
+) -> SystemModel:
+    """Build the system of one model from the constants of ``hardware_profiles.serverless``.
+
+    Args:
+        model: a model's name, or a :class:`servegym.envs.workloads.activations.MoeModel`.
+        gpu: ``eager`` (a framework that launches its kernels one by one) or ``fused``.
+        price_ratio: c_g / c_c.
+        price_cpu_usd_mb_s: c_c in USD per MB s.
+        bandwidth_mb_s: B in MB/s.
+        load_mb_s: MB/s at which a starting function reads its weights.
+        container_start_s: seconds to start a container, main or remote.
+        z_max: most replicas of a remote function.
+        payload_mb: largest body of one invocation.
+        main_specs_mb: (low, high, step) of the main function's memory; the model's own if None.
+        remote_specs_mb: likewise of the remote functions.
+        max_output_tokens: most generated tokens that the memory grids must hold.
+
+    Raises:
+        ValueError: a bad argument, or memory grids that cannot hold the model.
+    """
+    if isinstance(model, str):
+        from servegym.envs.workloads.activations import load_model
+
+        model = load_model(model)
+    card = GPU_PROFILES[choose("gpu", gpu, GPU_PROFILES)]
+    price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
+    default_main, default_remote, grid_source = memory_grids(model.name)
+    main = _specs("main_specs_mb", main_specs_mb, default_main)
+    remote = _specs("remote_specs_mb", remote_specs_mb, default_remote)
+    experts = np.zeros(model.layers, dtype=np.int64)
+    experts[list(model.moe_layers)] = model.experts
+    count = len(model.moe_layers)
+    scale = model.expert_bytes / model.bytes_per_value / SERVING.expert_parameters
+    token_mb = model.token_bytes / MB
+    expert_mb = model.expert_bytes / MB
+    system = SystemModel(
+        name=model.name,
+        gpu=gpu,
+        layers=model.layers,
+        experts=experts,
+        top_k=model.top_k,
+        main_specs_mb=main,
+        remote_specs_mb=remote,
+        expert_mb=np.full(count, expert_mb),
+        non_expert_mb=np.asarray(model.non_expert_mb, dtype=np.float64),
+        kv_mb_per_token=np.full(model.layers, model.kv_bytes_per_token_layer / MB),
+        token_mb=token_mb,
+        bandwidth_mb_s=real("bandwidth_mb_s", bandwidth_mb_s, 0.0, open_low=True),
+        price_cpu=price_cpu,
+        price_gpu=price_cpu * real("price_ratio", price_ratio, 0.0, open_low=True),
+        load_mb_s=real("load_mb_s", load_mb_s, 0.0, open_low=True),
+        container_start_main_s=real("container_start_s", container_start_s, 0.0),
+        container_start_remote_s=float(container_start_s),
+        z_max=whole("z_max", z_max, 1, 64),
+        payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
+        expert_theta1_s=SERVING.expert_theta1_s * scale,
+        expert_theta2_per_gb=SERVING.theta2_per_gb(model.name),
+        expert_theta3_s=SERVING.expert_theta3_s * scale,
+        expert_token_s=SERVING.expert_token_s * scale,
+        max_vcpus=SERVING.max_vcpus,
+        gpu_layer_base_s=card.layer_base_s,
+        gpu_layer_token_s=card.layer_token_s,
+        gpu_experts_base_s=card.experts_base_s,
+        gpu_experts_token_s=card.experts_token_s,
+        swap_base_s=SERVING.swap_base_s,
+        swap_mb_s=SERVING.swap_mb_s,
+        provenance={
+            **SERVING.provenance(),
+            "gpu": f"{card.kind}: {card.source}",
+            "main_specs_mb": grid_source,
+            "remote_specs_mb": grid_source,
+        },
+    )
+    need = system.all_experts_mb + token_mb * whole("max_output_tokens", max_output_tokens, 1)
+    if main[-1] < need:
+        raise ValueError(
+            f"main_specs_mb: the largest specification, {main[-1]:g} MB, cannot hold all experts "
+            f"of {model.name!r}: {need:.0f} MB are needed (10f)."
+        )
+    if system.payload_mb < token_mb:
+        raise ValueError(
+            f"payload_mb={payload_mb!r} cannot carry one token vector of {model.name!r}, "
+            f"{token_mb:.4g} MB (10g)."
+        )
+    largest = float((system.expert_mb * system.num_experts).max())
+    if remote[-1] < largest:
+        raise ValueError(
+            f"remote_specs_mb: the largest specification, {remote[-1]:g} MB, cannot hold all "
+            f"experts of a layer of {model.name!r}: {largest:.0f} MB are needed (10e)."
+        )
+    return system
+
+
+# ------------------------------------------------------------------- what no plan can do better
+
+
+def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
+    """Bound on the TTFT of every plan, in seconds.
+
+    Prefill with the experts' tokens shared out at will over the largest functions and ``z_max``
+    replicas, without the base time of a call; if cold, the start of the functions for the best b.
+    """
+    swaps = 2.0 * system.moe_layers * system.swap_s(n_in)
+    prefill = system.layers * system.gpu_layer_s(n_in) + swaps
+    main, remote = (
+        system.expert_token_s / min(float(specs[-1]) / 1024.0, system.max_vcpus)
+        for specs in (system.main_specs_mb, system.remote_specs_mb)
+    )
+    remote += 2.0 * system.token_mb / system.bandwidth_mb_s
+    more = (n_in - 1) * system.top_k
+    prefill += system.moe_layers * more / (1.0 / main + system.z_max / remote)
+    if not cold:
+        return prefill
+    m = np.arange(system.num_experts + 1)
+    local = system.all_non_expert_mb + (system.num_experts - m) * float(system.expert_mb.sum())
+    main_start = system.container_start_main_s + local / system.load_mb_s
+    far = m * float(system.expert_mb.max()) / system.load_mb_s
+    remote_start = np.where(m > 0, system.container_start_remote_s + far, 0.0)
+    return prefill + float(np.maximum(main_start, remote_start).min())
+
+
+def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
+    """Bound on the TPOT of every plan, in seconds.
+
+    The largest functions and, in every layer, the number of remote experts that suits best.
+
+    Args:
+        system: the system.
+        trem_s: least invocation overhead.
+    """
+    one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
+    far = float(system.expert_cpu_s(system.remote_specs_mb[-1], 1))
+    far += 2.0 * system.token_mb / system.bandwidth_mb_s
+    k = system.top_k
+    layer = min(max((k - r) * one, r * far + (trem_s if r else 0.0)) for r in range(k + 1))
+    swaps = 2.0 * system.swap_s(k)
+    return system.layers * system.gpu_layer_s(1) + system.moe_layers * (layer + swaps)
+
+
+def check_slo(
+    system: SystemModel, slo: np.ndarray, n_in: int, cold: bool, trem_s: float = 0.0
+) -> None:
+    """Refuse limits that no plan can meet, even for the shortest prompt.
+
+    Args:
+        system: the system.
+        slo: (C, 2) TTFT and TPOT limits in seconds.
+        n_in: tokens of the shortest prompt.
+        cold: whether every request starts cold.
+        trem_s: least invocation overhead.
+
+    Raises:
+        ValueError: naming the limit and the best achievable.
+    """
+    bounds = {"TTFT": best_ttft_s(system, n_in, cold), "TPOT": best_tpot_s(system, trem_s)}
+    for i, limits in enumerate(slo):
+        for (name, best), limit in zip(bounds.items(), limits, strict=True):
+            if limit < best:
+                raise ValueError(
+                    f"slo[{i}]: no plan for {system.name!r} on the {system.gpu!r} GPU can meet a "
+                    f"{name} of {limit:g} s; the best achievable is at least {best:.4g} s. Give "
+                    "slo=[[TTFT s, TPOT s], ...] above it."
+                )
