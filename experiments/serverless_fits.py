@@ -103,15 +103,18 @@ def measure_expert(name: str, tokens: Sequence[int], seconds: float) -> list[flo
     return least
 
 
-def measure_on_one_processor(name: str, tokens: Sequence[int], seconds: float) -> Array:
-    """`measure_expert` in a process whose linear algebra has one thread; (N,) s."""
+def measure_on_one_processor(
+    names: Sequence[str], tokens: Sequence[int], seconds: float
+) -> list[Array]:
+    """`measure_expert` of some shapes in a process whose linear algebra has one thread."""
     # The library reads these when it is loaded, hence the process of its own.
     alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     before = {key: os.environ.get(key) for key in alone}
     os.environ.update(alone)
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return np.array(pool.submit(measure_expert, name, tokens, seconds).result())
+            jobs = [pool.submit(measure_expert, name, tokens, seconds) for name in names]
+            return [np.array(job.result()) for job in jobs]
     finally:
         for key, value in before.items():
             os.environ.pop(key, None)
@@ -224,10 +227,10 @@ def fig6(options: Options) -> None:
                      "unit": unit})  # fmt: skip
 
     tokens = TOKENS[::4] if options.quick else TOKENS
-    for m, name in enumerate(FITTED):
+    shapes, seconds = (("tiny",) * 3, 0.05) if options.quick else (FITTED, 1.5)
+    measured = measure_on_one_processor(shapes, tokens, seconds)
+    for m, (name, taken) in enumerate(zip(FITTED, measured, strict=True)):
         system = build_system(name)
-        shape, seconds = ("tiny", 0.05) if options.quick else (name, 1.5)
-        taken = measure_on_one_processor(shape, tokens, seconds)
         fitted = np.array([constants.expert(name).seconds(n) for n in tokens])
         served = system.expert_cpu_s(1024.0, np.array(tokens))
         for series, values in (

@@ -120,6 +120,8 @@ def stratified_bootstrap(
     samples = array[rng.integers(runs, size=(repetitions, runs, tasks)), np.arange(tasks)]
     if statistic is iqm:
         replicates = _iqm_batch(samples)
+    elif statistic is mean:
+        replicates = samples.mean(axis=(1, 2))
     else:
         replicates = np.array([statistic(sample) for sample in samples])
     return Interval(value, *_percentiles(replicates, confidence))
