@@ -245,7 +245,7 @@ PLACEMENT = Family(
     extras=lambda result, problem: {},
     request_interval=lambda logs, arguments: None,
     describe=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
-    neutral=("action_mode",),
+    neutral=("action_mode", "serving", "cache", "redirect"),
 )
 
 FAMILIES: tuple[Family, ...] = (ROUTING, SERVERLESS, PLACEMENT)

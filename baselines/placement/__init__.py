@@ -8,6 +8,8 @@ from servegym.baselines.placement.policies import (
     LatencyDp,
     LatencyLocalSearch,
     LocalSearch,
+    MoeInfinity,
+    MoeInfinityLb,
     Prism,
     PrismPrinted,
     ProxyOptimum,
@@ -37,6 +39,8 @@ _POLICIES = (
     (Annealing, "latency_dp refined by simulated annealing of the estimated latency"),
     (ProxyOptimum, "fewest remote assignments for the counts seen (exact Eq. 2)"),
     (LatencyLocalSearch, "the best of these improved step by step, measured by the simulator"),
+    (MoeInfinity, "no placement: each server caches experts on its GPUs and fetches the others"),
+    (MoeInfinityLb, "moe_infinity with requests redirected to the server that serves fewest"),
     (RandomPlacement, "control: another random placement every epoch; must lose"),
 )
 for _policy, _text in _POLICIES:

@@ -29,6 +29,8 @@ from servegym.baselines.placement.search import annealing, latency_dp, local_sea
 from servegym.baselines.placement.simple import redundance, smartmoe, uniform, whole_layer
 from servegym.baselines.placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.envs._checks import choose
+from servegym.envs.expert_placement.simulator import CACHES
 
 
 class PlacementPolicy(BasePolicy):
@@ -119,6 +121,40 @@ class Keep(PlacementPolicy):
         """See `PlacementPolicy.act`."""
         plan = np.array(observation["placement"], dtype=np.int8)
         return {"migrate": np.zeros(len(plan), dtype=np.int64), "plan": plan}
+
+
+class MoeInfinity(Keep):
+    """MoE-Infinity: every server has all experts in host memory and caches some on its GPUs.
+
+    A miss fetches the expert over PCIe at the fixed cost of a message; no server helps another. It
+    is a way of serving, not a placement: the policy asks the environment for it and plans nothing.
+
+    Args:
+        system: Not used.
+        cache: ``activation_aware``, ``lru`` or ``lfu``, see `simulator.make_plant`.
+    """
+
+    name = "moe_infinity"
+    redirect = False
+
+    def __init__(self, system: PlacementSystem, *, cache: str = "activation_aware") -> None:
+        super().__init__(system)
+        choose("cache", cache, CACHES)
+        self.env_kwargs = MappingProxyType(
+            {
+                "action_mode": "placement",
+                "serving": "offload",
+                "cache": cache,
+                "redirect": self.redirect,
+            }
+        )
+
+
+class MoeInfinityLb(MoeInfinity):
+    """`MoeInfinity` with requests redirected, as a whole, to the server that serves fewest."""
+
+    name = "moe_infinity_lb"
+    redirect = True
 
 
 class _Drawn(PlacementPolicy):

@@ -218,8 +218,15 @@ class Cluster:
         np.logical_or.at(view, self.gpu_server, np.asarray(placement, dtype=bool))
         return view
 
-    def check_placement(self, placement: Any, argument: str = "placement") -> np.ndarray:
+    def check_placement(
+        self, placement: Any, argument: str = "placement", covered: bool = True
+    ) -> np.ndarray:
         """Return ``placement`` as uint8 ``(G, L, E)`` if it is feasible.
+
+        Args:
+            placement: the placement.
+            argument: what the message calls it.
+            covered: whether every expert must be on some GPU.
 
         Raises:
             ValueError: wrong shape or entries, an expert on no GPU, or a GPU beyond its slots.
@@ -241,7 +248,7 @@ class Cluster:
                 f"{argument}: GPU {g} would hold {used[g]} experts, it has {self.slots[g]} slots."
             )
         missing = np.argwhere(~z.any(axis=0))
-        if len(missing):
+        if covered and len(missing):
             layer, expert = missing[0].tolist()
             raise ValueError(
                 f"{argument}: {len(missing)} experts are on no GPU, the first is expert {expert} "

@@ -20,8 +20,10 @@ from servegym.envs.expert_placement.cluster import (
 )
 from servegym.envs.expert_placement.cluster import scenario as scenario_arguments
 from servegym.envs.expert_placement.simulator import (
+    CACHES,
     MIGRATION_SOURCES,
     REPLICA_CHOICES,
+    SERVINGS,
     Prompts,
     make_prompts,
 )
@@ -61,6 +63,7 @@ class Problem:
         free_start: whether the first placement costs nothing.
         action_mode: ``layer_budget``, ``expert_score`` or ``placement``.
         replica_choice, replica_candidates, migration_source: options of the simulator.
+        serving, cache, redirect: whether servers share experts or each caches its own.
         arguments: the arguments as given.
     """
 
@@ -82,6 +85,9 @@ class Problem:
     replica_choice: str
     replica_candidates: int
     migration_source: str
+    serving: str
+    cache: str
+    redirect: bool
     arguments: dict[str, Any]
 
     @property
@@ -142,6 +148,9 @@ def build_problem(
     replica_choice: str = "least_finish",
     replica_candidates: int = 8,
     migration_source: str | None = None,
+    serving: str = "collaborative",
+    cache: str = "activation_aware",
+    redirect: bool = False,
     cluster_kwargs: Mapping[str, Any] | None = None,
 ) -> Problem:
     """Check every argument of a placement environment and build its problem.
@@ -187,8 +196,11 @@ def build_problem(
     mix = choose("task_mix", pick(task_mix, "task_mix", "by_server"), TASK_MIXES)
     source = pick(migration_source, "migration_source", "host")
     choose("split", split, SPLITS)
-    if not isinstance(free_start, (bool, np.bool_)):
-        raise ValueError(f"free_start={free_start!r} must be True or False.")
+    for name, value in (("free_start", free_start), ("redirect", redirect)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{name}={value!r} must be True or False.")
+    if redirect and serving != "offload":
+        raise ValueError("redirect=True needs serving='offload': else servers help with experts.")
     return Problem(
         cluster=cluster,
         activations=activations,
@@ -208,6 +220,9 @@ def build_problem(
         replica_choice=choose("replica_choice", replica_choice, REPLICA_CHOICES),
         replica_candidates=whole("replica_candidates", replica_candidates, 1),
         migration_source=choose("migration_source", source, MIGRATION_SOURCES),
+        serving=choose("serving", serving, SERVINGS),
+        cache=choose("cache", cache, CACHES),
+        redirect=bool(redirect),
         arguments=arguments,
     )
 

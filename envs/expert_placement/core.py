@@ -114,6 +114,9 @@ class PlacementSystem:
             problem.replica_choice,
             problem.replica_candidates,
             problem.migration_source,
+            serving=problem.serving,
+            cache=problem.cache,
+            redirect=problem.redirect,
         )
         self._start = uniform_placement(problem.cluster)
 
@@ -199,6 +202,8 @@ class PlacementSystem:
             change was adopted, and whether the episode has ended.
         """
         problem, sim = self.problem, self.simulator
+        if problem.serving == "offload":
+            placement = None  # caches fill themselves
         adopted = placement is not None and not np.array_equal(placement, sim.target())
         if placement is not None and adopted:
             sim.adopt(placement, at_once=problem.free_start and self.epoch == 0)

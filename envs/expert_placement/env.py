@@ -115,6 +115,8 @@ class ExpertPlacementEnv(gym.Env):
     | `free_start` | True | whether the first change is free |
     | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | or `nearest`, `random`; copies looked at |
     | `migration_source` | the scenario's | weights come from the `host` or over the `network` |
+    | `serving` | `"collaborative"` | or `offload`: every server has all experts in host memory, its GPUs cache some, a call that misses fetches (as [2]); plans then change nothing, "local" means found in the cache, `expert_loads` are fetches |
+    | `cache`, `redirect` | `"activation_aware"`, False | with `offload`: or `lru`, `lfu`; whether a request goes as a whole to the server that serves fewest |
     | `cluster_kwargs` | none | arguments of `cluster.build_cluster` |
     | `validate` | False | check every observation against the space (slow) |
 
@@ -135,8 +137,12 @@ class ExpertPlacementEnv(gym.Env):
 
     ## References
 
-    [1] Prism: expert placement and migration for mixture-of-experts inference on edge servers;
+    [1] T. Wu, L. Wang, Z. Wen, X. Zhang, J. Duan, X. Zhang, J. Zuo: Accelerating Edge Inference for
+    Distributed MoE Models with Latency-Optimized Expert Placement (Prism). arXiv:2508.12851, 2025;
     Eq. 1 to 4.
+
+    [2] L. Xue, Y. Fu, Z. Lu, L. Mai, M. Marina: MoE-Infinity: Activation-aware expert offloading
+    for efficient MoE serving. arXiv:2401.14361, 2024.
 
     ## Version History
 

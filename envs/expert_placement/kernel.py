@@ -15,6 +15,10 @@ Placement changes are carried out on the same resources: each GPU loads its new 
 another, over PCIe or in chunks over the links; an expert on no other GPU is given up only when a
 new copy serves, with one staging slot a GPU on top of its slots.
 
+With ``serving = OFFLOAD`` servers do not help each other: every server has all experts in host
+memory and its GPUs cache some. A call whose expert is not there fetches it over PCIe, one fetch
+after another on each GPU, and runs on that GPU; a request may be redirected as a whole.
+
 Units are seconds, bytes and tokens.
 """
 
@@ -29,10 +33,12 @@ NIC, PAIRWISE = 0, 1
 PER_EXPERT, PER_SERVER = 0, 1
 LEAST_FINISH, NEAREST, RANDOM = 0, 1, 2
 HOST, NETWORK = 0, 1
+COLLABORATIVE, OFFLOAD = 0, 1
+LRU, LFU, ACTIVATION = 0, 1, 2
 DONE, POOL_FULL = 0, 1
 
 # Kinds of events.
-_LAYER_END, _DISPATCH, _ARRIVE, _RETURN, _CHUNK, _LOADED = 0, 1, 2, 3, 4, 5
+_LAYER_END, _DISPATCH, _ARRIVE, _RETURN, _CHUNK, _LOADED, _FETCHED, _TRAVEL = 0, 1, 2, 3, 4, 5, 6, 7
 _KIND_BITS = 3
 _INDEX_BITS = 22
 MAX_INDEX = (1 << _INDEX_BITS) - 1
@@ -41,6 +47,8 @@ _WORD = 0xFFFFFFFF
 CHUNK_BYTES = float(1 << 20)
 # Tokens of a prompt whose expert sets tell how many distinct tokens go to a server.
 SAMPLED_TOKENS = 16
+# A redirected request and its answer travel as token numbers.
+TOKEN_BYTES = 4.0
 
 
 def _record(fields: list[tuple[str, str]]) -> np.dtype:
@@ -53,7 +61,7 @@ CONFIG = _record(
         (name, "i8")
         for name in (
             "num_servers num_gpus layers experts top_k link_model messages choice candidates "
-            "migration_source"
+            "migration_source serving cache redirect"
         ).split()
     ]
     + [
@@ -78,7 +86,7 @@ REQUEST = _record(
 )
 MESSAGE = _record(
     [("sent", "f8")]
-    + [(name, "i4") for name in "request server tokens calls assigned unused".split()]
+    + [(name, "i4") for name in "request server tokens calls assigned expert".split()]
 )
 SERVER = _record(
     [("area", "f8"), ("since", "f8"), ("latency", "f8"), ("ttft", "f8")]
@@ -88,7 +96,7 @@ SERVER = _record(
     + [
         (name, "i8")
         for name in (
-            "in_system arrived done all_local_tokens all_remote_tokens all_local_calls "
+            "in_system serving arrived done all_local_tokens all_remote_tokens all_local_calls "
             "all_remote_calls layer_steps remote_layer_steps"
         ).split()
     ]
@@ -159,6 +167,12 @@ class State(NamedTuple):
     peak: np.ndarray  # (G,) most slots in use so far
     server: np.ndarray
     counts: np.ndarray  # int64 (N, C) assignments since the last adopted change
+    # Of caches, empty arrays with other servings:
+    channel_free: np.ndarray  # (G,)
+    ready: np.ndarray  # (G, C) time at which a fetch under way ends, 0 if none
+    stamp: np.ndarray  # int64 (G, C) number of the last call that used an expert
+    uses: np.ndarray  # int64 (G, C) calls
+    volume: np.ndarray  # int64 (G, C) tokens
 
 
 _jit = njit(cache=True, nogil=True, error_model="numpy")
@@ -417,6 +431,247 @@ def _dispatch(c, plant, load, st, size, r, now):
     return size
 
 
+# ------------------------------------------------------------------------------ caches of experts
+
+
+@_inline
+def _worth(c, st, g, expert):
+    """What the cache keeps an expert for; the least one goes first."""
+    if c.cache == LRU:
+        return st.stamp[g, expert]
+    if c.cache == LFU:
+        return st.uses[g, expert]
+    # Early layers count more: there is less time to fetch them before they are needed.
+    return (st.volume[g, expert] + 1) * (c.layers - expert // c.experts)
+
+
+@_jit
+def _least_worth(c, st, g):
+    """The cached expert that goes first, -1 if none is there."""
+    found = -1
+    least = np.int64(0)
+    for i in range(c.layers * c.experts):
+        if st.resident[g, i]:
+            worth = _worth(c, st, g, i)
+            if found < 0 or worth < least:
+                found = i
+                least = worth
+    return found
+
+
+@_jit
+def _fetch(c, plant, st, g, expert, now):
+    """Queue a fetch over the host channel of a GPU; returns when it ends.
+
+    It claims its slot at once. If all slots wait for fetches, the expert serves this call only.
+    """
+    m = st.meta[0]
+    there = max(now, st.channel_free[g]) + (c.message_cost + c.load)
+    st.channel_free[g] = there
+    m.loads += 1
+    m.weight_bytes += c.expert_bytes
+    if st.used[g] >= plant.slots[g]:
+        goes = _least_worth(c, st, g)
+        if goes >= 0:
+            st.resident[g, goes] = 0
+            st.used[g] -= 1
+            m.drops += 1
+    if st.used[g] < plant.slots[g]:
+        st.used[g] += 1
+        st.peak[g] = max(st.peak[g], st.used[g])
+        st.ready[g, expert] = there
+    return there
+
+
+@_inline
+def _await(st, size, r, g, expert, x, there, now):
+    """A call (or with r = -1 nothing) waits for the end of a fetch."""
+    m = st.meta[0]
+    m.free -= 1
+    slot = st.free[m.free]
+    msg = st.message[slot]
+    msg.request = r
+    msg.expert = expert
+    msg.assigned = x
+    msg.sent = now
+    st.call_gpu[slot, 0] = g
+    m.sequence += 1
+    _push(st.heap_t, st.heap_k, size, there, _key(m.sequence, _FETCHED, slot))
+
+
+@_jit
+def _dispatch_cached(c, plant, load, st, size, r, now):
+    """Run or await the calls of a layer on the server itself; returns the size of the heap."""
+    m = st.meta[0]
+    q = st.request[r]
+    n = q.home
+    v = st.server[n]
+    layer = q.layer
+    prompt = load.prompt[r]
+    first_gpu = plant.first_gpu[n]
+    gpus = plant.first_gpu[n + 1] - first_gpu
+    prefill = q.step == 0
+    row = 0
+    places = c.experts
+    if not prefill:
+        start = load.bank_start[prompt]
+        row = start + (load.offset[r] + q.step - 1) % (load.bank_start[prompt + 1] - start)
+        places = c.top_k
+    q.dispatched = now
+    q.end = now
+    q.pending = 0
+    for i in range(places):
+        if prefill:
+            e = i
+            x = int(load.counts[prompt, layer, e])
+            if x == 0:
+                continue
+        else:
+            e = int(load.chosen[row, layer, i])
+            x = 1
+        expert = layer * c.experts + e
+        g = first_gpu + e % gpus
+        st.counts[load.home[r], expert] += x
+        m.calls += 1
+        st.stamp[g, expert] = m.calls
+        st.uses[g, expert] += 1
+        st.volume[g, expert] += x
+        if st.resident[g, expert]:
+            done = max(now, st.gpu_free[g]) + (plant.base[g] + plant.token[g] * x)
+            st.gpu_free[g] = done
+            q.end = max(q.end, done)
+            v.local_s += done - now
+            v.local_tokens += x
+            v.all_local_tokens += x
+            v.all_local_calls += 1
+            continue
+        there = st.ready[g, expert]
+        if there == 0.0:
+            there = _fetch(c, plant, st, g, expert, now)
+        _await(st, size, r, g, expert, x, there, now)
+        size += 1
+        q.pending += 1
+        v.all_remote_tokens += x
+        v.all_remote_calls += 1
+    v.layer_steps += 1
+    if q.pending:
+        v.remote_layer_steps += 1
+    else:
+        m.sequence += 1
+        _push(st.heap_t, st.heap_k, size, q.end, _key(m.sequence, _LAYER_END, r))
+        size += 1
+    if c.cache == ACTIVATION and layer + 1 < c.layers:
+        for g in range(first_gpu, first_gpu + gpus):
+            if st.channel_free[g] <= now and m.free > 0:
+                size = _prefetch(c, plant, load, st, size, r, g, now)
+    return size
+
+
+@_jit
+def _prefetch(c, plant, load, st, size, r, g, now):
+    """Fetch ahead the missing expert that the next layer is most likely to need.
+
+    By what the request's own prompt used there, once that is known, else by what the server's
+    requests used; if the cache would keep it rather than what has to go.
+    """
+    q = st.request[r]
+    n = q.home
+    gpus = plant.first_gpu[n + 1] - plant.first_gpu[n]
+    most = np.int64(0)
+    best = -1
+    for e in range(g - plant.first_gpu[n], c.experts, gpus):
+        i = (q.layer + 1) * c.experts + e
+        if st.resident[g, i] or st.ready[g, i] > 0.0:
+            continue
+        likely = (
+            st.volume[g, i]
+            if q.step == 0
+            else np.int64(load.counts[load.prompt[r], q.layer + 1, e])
+        )
+        if likely > most:
+            most = likely
+            best = i
+    if best < 0:
+        return size
+    if st.used[g] >= plant.slots[g]:
+        goes = _least_worth(c, st, g)
+        if goes < 0 or _worth(c, st, g, goes) >= _worth(c, st, g, best):
+            return size
+    there = _fetch(c, plant, st, g, best, now)
+    _await(st, size, -1, g, best, 0, there, now)
+    return size + 1
+
+
+@_inline
+def _fetched(c, plant, st, size, slot, now):
+    """A fetch ends: the expert serves, and a call that waited for it runs."""
+    m = st.meta[0]
+    msg = st.message[slot]
+    g = st.call_gpu[slot, 0]
+    if st.ready[g, msg.expert] == now:
+        st.ready[g, msg.expert] = 0.0
+        st.resident[g, msg.expert] = 1
+    st.free[m.free] = slot
+    m.free += 1
+    if msg.request < 0:
+        return size
+    q = st.request[msg.request]
+    done = max(now, st.gpu_free[g]) + (plant.base[g] + plant.token[g] * msg.assigned)
+    st.gpu_free[g] = done
+    v = st.server[q.home]
+    v.remote_s += done - msg.sent
+    v.remote_tokens += msg.assigned
+    q.end = max(q.end, done)
+    q.pending -= 1
+    if q.pending == 0:
+        m.sequence += 1
+        _push(st.heap_t, st.heap_k, size, q.end, _key(m.sequence, _LAYER_END, msg.request))
+        size += 1
+    return size
+
+
+@_inline
+def _least_busy(c, plant, st, home):
+    """The server that serves fewest requests; the own one unless another serves fewer."""
+    best = home
+    for n in range(c.num_servers):
+        if n == best:
+            continue
+        less = st.server[n].serving - st.server[best].serving
+        nearer = best != home and plant.latency[home, n] < plant.latency[home, best]
+        if less < 0 or (less == 0 and nearer):
+            best = n
+    return best
+
+
+@_inline
+def _travel(c, plant, st, r, n, to, tokens, now):
+    """Send a request or its answer as token numbers."""
+    m = st.meta[0]
+    lane = _link(c, n, to)
+    sent = max(now, st.link_free[lane]) + (
+        tokens * TOKEN_BYTES * plant.byte_s[n, to] + c.message_cost
+    )
+    st.link_free[lane] = sent
+    m.network_bytes += tokens * TOKEN_BYTES
+    m.messages += 1
+    m.sequence += 1
+    _push(st.heap_t, st.heap_k, m.heap, sent + plant.latency[n, to], _key(m.sequence, _TRAVEL, r))
+    m.heap += 1
+
+
+@_inline
+def _finish(load, st, r, now):
+    """The last token of a request is where it arrived."""
+    st.request[r].finish = now
+    v = st.server[load.home[r]]
+    v.area += v.in_system * (now - v.since)
+    v.since = now
+    v.in_system -= 1
+    v.done += 1
+    v.latency += now - load.arrival[r]
+
+
 # -------------------------------------------------------------------------------------- migration
 
 
@@ -599,6 +854,13 @@ def clear(plant, st):
         st.source[g] = -1
         st.bytes_left[g] = 0.0
         st.peak[g] = 0
+    for g in range(st.ready.shape[0]):
+        st.channel_free[g] = 0.0
+        for i in range(st.ready.shape[1]):
+            st.ready[g, i] = 0.0
+            st.stamp[g, i] = 0
+            st.uses[g, i] = 0
+            st.volume[g, i] = 0
     for i in range(st.link_free.shape[0]):
         st.link_free[i] = 0.0
         st.returning[i] = 0.0
@@ -622,6 +884,7 @@ def clear(plant, st):
         v.latency = 0.0
         v.ttft = 0.0
         v.in_system = 0
+        v.serving = 0
         v.arrived = 0
         v.done = 0
         v.all_local_tokens = 0
@@ -667,6 +930,12 @@ def run(plant, load, st, until):
             v.since = now
             v.in_system += 1
             v.arrived += 1
+            if c.redirect:
+                q.home = _least_busy(c, plant, st, n)
+            st.server[q.home].serving += 1
+            if q.home != n:
+                _travel(c, plant, st, begin, n, q.home, load.tokens[load.prompt[begin]], now)
+                begin = -1
         else:
             if m.heap == 0 or st.heap_t[0] > until:
                 break
@@ -677,7 +946,9 @@ def run(plant, load, st, until):
             m.events += 1
             kind = key & ((1 << _KIND_BITS) - 1)
             index = (key >> _KIND_BITS) & MAX_INDEX
-            if kind == _DISPATCH:
+            if kind == _DISPATCH and c.serving == OFFLOAD:
+                m.heap = _dispatch_cached(c, plant, load, st, m.heap, index, now)
+            elif kind == _DISPATCH:
                 m.heap = _dispatch(c, plant, load, st, m.heap, index, now)
             elif kind == _ARRIVE:
                 msg = st.message[index]
@@ -727,18 +998,24 @@ def run(plant, load, st, until):
                 if q.layer == c.layers:
                     q.layer = 0
                     q.step += 1
-                    v = st.server[q.home]
+                    n = load.home[index]
                     if q.step == 1:
-                        q.first = now
-                        v.ttft += now - load.arrival[index]
+                        q.first = now if q.home == n else now + plant.latency[q.home, n]
+                        st.server[n].ttft += q.first - load.arrival[index]
                     if q.step == load.outputs[index]:
-                        q.finish = now
-                        v.area += v.in_system * (now - v.since)
-                        v.since = now
-                        v.in_system -= 1
-                        v.done += 1
-                        v.latency += now - load.arrival[index]
                         begin = -1
+                        st.server[q.home].serving -= 1
+                        if q.home == n:
+                            _finish(load, st, index, now)
+                        else:
+                            _travel(c, plant, st, index, q.home, n, load.outputs[index], now)
+            elif kind == _FETCHED:
+                m.heap = _fetched(c, plant, st, m.heap, index, now)
+            elif kind == _TRAVEL:
+                if st.request[index].step < load.outputs[index]:
+                    begin = index
+                else:
+                    _finish(load, st, index, now)
             elif kind == _CHUNK:
                 _chunk(plant, st, index, now)
             else:

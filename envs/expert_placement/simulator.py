@@ -17,6 +17,8 @@ REPLICA_CHOICES = {
     "random": kernel.RANDOM,
 }
 MIGRATION_SOURCES = {"host": kernel.HOST, "network": kernel.NETWORK}
+SERVINGS = {"collaborative": kernel.COLLABORATIVE, "offload": kernel.OFFLOAD}
+CACHES = {"lru": kernel.LRU, "lfu": kernel.LFU, "activation_aware": kernel.ACTIVATION}
 
 
 def make_plant(
@@ -24,8 +26,23 @@ def make_plant(
     replica_choice: str = "least_finish",
     replica_candidates: int = 8,
     migration_source: str = "host",
+    serving: str = "collaborative",
+    cache: str = "activation_aware",
+    redirect: bool = False,
 ) -> kernel.Plant:
     """The arrays of a cluster that the kernel reads.
+
+    Args:
+        cluster: the cluster.
+        replica_choice: ``least_finish``, ``nearest`` or ``random``.
+        replica_candidates: copies looked at.
+        migration_source: weights of a new placement come from the ``host`` or over the ``network``.
+        serving: ``collaborative`` (experts are called where they are) or ``offload`` (every server
+            has all experts in host memory and fetches what its GPUs do not cache).
+        cache: what a cache gives up first with ``offload``: the least recently used (``lru``), the
+            least often used (``lfu``), or the one with fewest tokens, late layers first, with
+            fetches ahead (``activation_aware``).
+        redirect: with ``offload``, whether a request goes to the server that serves fewest.
 
     Raises:
         ValueError: an option is unknown.
@@ -40,6 +57,13 @@ def make_plant(
     c["candidates"] = whole("replica_candidates", replica_candidates, 1)
     source = choose("migration_source", migration_source, MIGRATION_SOURCES)
     c["migration_source"] = MIGRATION_SOURCES[source]
+    c["serving"] = SERVINGS[choose("serving", serving, SERVINGS)]
+    c["cache"] = CACHES[choose("cache", cache, CACHES)]
+    if not isinstance(redirect, (bool, np.bool_)):
+        raise ValueError(f"redirect={redirect!r} must be True or False.")
+    if redirect and serving != "offload":
+        raise ValueError("redirect=True needs serving='offload': else servers help with experts.")
+    c["redirect"] = redirect
     c["message_cost"] = cluster.message_cost_s
     c["activation_bytes"] = cluster.activation_bytes
     c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
@@ -161,6 +185,7 @@ class Simulator:
         replica_candidates: int = 8,
         migration_source: str = "host",
         places: int = 0,
+        **serving: Any,
     ) -> None:
         if prompts.counts.shape[1:] != (cluster.layers, cluster.experts):
             raise ValueError(
@@ -174,11 +199,19 @@ class Simulator:
             )
         self.cluster = cluster
         self.prompts = prompts
-        self.plant = make_plant(cluster, replica_choice, replica_candidates, migration_source)
+        self.plant = make_plant(
+            cluster, replica_choice, replica_candidates, migration_source, **serving
+        )
+        self._caches = serving.get("serving") == "offload"
+        if self._caches and cluster.slots.min() < 1:
+            raise ValueError("serving='offload' needs a slot on every GPU for the expert in use.")
         self._places = max(places, 4 * cluster.experts)
 
     def begin(self, requests: Requests, placement: np.ndarray) -> None:
-        """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place."""
+        """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place.
+
+        Caches may start with any experts within the slots; what no GPU holds is in host memory.
+        """
         p = self.prompts
         self.load = kernel.Load(
             home=np.ascontiguousarray(requests.home, dtype=np.int64),
@@ -195,9 +228,8 @@ class Simulator:
         if len(requests.arrival) > kernel.MAX_INDEX:
             raise ValueError(f"an episode may have {kernel.MAX_INDEX} requests at most.")
         self.state = self._new_state(len(requests.arrival))
-        self.state.target[:] = self.cluster.check_placement(placement).reshape(
-            self.cluster.num_gpus, -1
-        )
+        z = self.cluster.check_placement(placement, covered=not self._caches)
+        self.state.target[:] = z.reshape(self.cluster.num_gpus, -1)
         kernel.clear(self.plant, self.state)
 
     def _new_state(self, requests: int) -> kernel.State:
@@ -235,7 +267,16 @@ class Simulator:
             peak=np.zeros(gpus, np.int64),
             server=np.zeros(n, kernel.SERVER),
             counts=np.zeros((n, total), np.int64),
+            channel_free=np.zeros(gpus),
+            **self._new_caches(gpus if self._caches else 0, total),
         )
+
+    @staticmethod
+    def _new_caches(gpus: int, total: int) -> dict[str, np.ndarray]:
+        names = ("stamp", "uses", "volume")
+        return {"ready": np.zeros((gpus, total))} | {
+            name: np.zeros((gpus, total), np.int64) for name in names
+        }
 
     def run(self, until: float = np.inf) -> None:
         """Advance to the time ``until``; by default until every request is served."""
@@ -262,7 +303,12 @@ class Simulator:
         """Begin to move to a feasible ``placement`` (uint8 ``(G, L, E)``).
 
         ``at_once`` puts it in place without time, before anything has happened.
+
+        Raises:
+            ValueError: it is not feasible, it is too late for ``at_once``, or GPUs are caches.
         """
+        if self._caches:
+            raise ValueError("serving='offload': caches fill themselves, no placement is adopted.")
         if at_once and self.state.meta["sequence"][0] > 0:
             raise ValueError("at_once=True needs a system in which nothing has happened yet.")
         z = self.cluster.check_placement(placement)

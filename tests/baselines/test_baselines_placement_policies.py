@@ -11,9 +11,11 @@ env_module = pytest.importorskip("servegym.envs.expert_placement.env")
 NAMES = [info.name for info in list_policies("expert_placement")]
 
 
+ARGUMENTS = {"model": "toy", "epochs": 3, "action_mode": "placement"}
+
+
 def make_env(**kwargs):
-    arguments = {"model": "toy", "epochs": 3, "action_mode": "placement"}
-    return env_module.ExpertPlacementEnv(**(arguments | kwargs))
+    return env_module.ExpertPlacementEnv(**(ARGUMENTS | kwargs))
 
 
 def make(name, env, **kwargs):
@@ -27,6 +29,8 @@ def batch(observation):
 
 def play(name, env, seed=0):
     policy = make(name, env)
+    if policy.env_kwargs.get("serving"):
+        env = env_module.ExpertPlacementEnv(**ARGUMENTS | dict(policy.env_kwargs))
     policy.reset(1, seed)
     observation, _ = env.reset(seed=seed)
     total, done, plans, info = 0.0, False, [], {}
@@ -55,6 +59,29 @@ def test_every_policy_plays_an_episode(name):
     assert first[0] == again[0]
     if name in ("keep", "uniform", "redundance", "whole_layer"):
         assert first[2]["migrations"] <= 1
+
+
+def test_caches_are_a_way_of_serving_not_a_placement():
+    from servegym.experiments.evaluate import evaluate
+
+    kwargs = {"model": "toy", "epochs": 2, "epoch_s": 60.0}
+    system = PlacementSystem.from_problem(make_env().problem)
+    names = [
+        make_policy("moe_infinity", system, family="expert_placement", cache=cache)
+        for cache in ("lru", "lfu", "activation_aware")
+    ]
+    rows = evaluate("servegym/ExpertPlacement-v0", [*names, "moe_infinity_lb"], 2, 0, kwargs)
+    assert [row["policy"] for row in rows[::2]] == [
+        "moe_infinity", "moe_infinity #2", "moe_infinity #3", "moe_infinity_lb",
+    ]  # fmt: skip
+    for row in rows:
+        assert row["migrations"] == 0 and row["expert_loads"] > 0
+        assert 0.0 < row["local_call_ratio"] < 1.0
+        assert np.isfinite(row["return"]), "the reward is the same"
+        assert (row["messages"] > 0) == (row["policy"] == "moe_infinity_lb")
+    assert len({row["expert_loads"] for row in rows}) > 4, "the caches differ"
+    with pytest.raises(ValueError, match="lru"):
+        make_policy("moe_infinity", system, family="expert_placement", cache="mru")
 
 
 def test_rows_do_not_influence_each_other():

@@ -1,0 +1,170 @@
+"""A slow, literal simulator of servers that cache experts, to compare the jitted engine with."""
+
+import math
+
+from .reference import Reference
+
+
+class Cache:
+    """The experts on one GPU: what is there, what is coming, and what it has seen."""
+
+    def __init__(self, gpu, rule, layers, experts):
+        self.gpu, self.rule, self.layers, self.experts = gpu, rule, layers, experts
+        self.coming = {}  # expert -> time
+        self.channel = 0.0
+        self.last, self.uses, self.tokens = {}, {}, {}
+
+    def used(self, i, x, number):
+        self.last[i] = number
+        self.uses[i] = self.uses.get(i, 0) + 1
+        self.tokens[i] = self.tokens.get(i, 0) + x
+
+    def worth(self, i):
+        if self.rule == "lru":
+            return self.last.get(i, 0)
+        if self.rule == "lfu":
+            return self.uses.get(i, 0)
+        return (self.tokens.get(i, 0) + 1) * (self.layers - i // self.experts)
+
+    @property
+    def full(self):
+        return len(self.gpu.holds) + len(self.coming) >= self.gpu.slots
+
+    def victim(self):
+        return min(self.gpu.holds, key=lambda i: (self.worth(i), i), default=None)
+
+    def fetch(self, i, now, seconds):
+        self.channel = max(now, self.channel) + seconds
+        if self.full and self.gpu.holds:
+            self.gpu.holds.remove(self.victim())
+        if not self.full:
+            self.coming[i] = self.channel
+        return self.channel
+
+
+class Offload(Reference):
+    def __init__(self, cluster, prompts, requests, placement, *, cache, redirect):
+        super().__init__(
+            cluster, prompts, requests, placement,
+            choice="nearest", candidates=1, source="host",
+        )  # fmt: skip
+        self.caches = [Cache(g, cache, cluster.layers, cluster.experts) for g in self.gpus]
+        self.ahead, self.redirect = cache == "activation_aware", redirect
+        self.origin = [r.home for r in self.requests]
+        self.serving = [[] for _ in range(cluster.num_servers)]
+        self.started = set()
+        self.answered_first = set()
+        self.number = 0
+
+    def check(self):
+        for g, cache in zip(self.gpus, self.caches, strict=True):
+            assert len(g.holds) + len(cache.coming) <= g.slots
+
+    def seconds(self):
+        return self.cluster.message_cost_s + self.cluster.expert_bytes / self.cluster.pcie_bytes_s
+
+    def dense(self, request):
+        if request.number in self.started:
+            return super().dense(request)
+        self.started.add(request.number)
+        n = request.home
+        if self.redirect:
+            latency = self.cluster.latency_s
+            request.home = min(
+                range(self.cluster.num_servers),
+                key=lambda m: (len(self.serving[m]), m != n, latency[n, m], m),
+            )
+        self.serving[request.home].append(request)
+        if request.home == n:
+            return super().dense(request)
+        tokens = int(self.prompts.tokens[request.prompt])
+        self.travel(n, request.home, tokens, super().dense, request)
+
+    def travel(self, n, m, tokens, action, request):
+        seconds = tokens * 4.0 / self.cluster.link_bytes_s[n, m] + self.cluster.message_cost_s
+        sent = self.link(n, m).serve(self.now, seconds)
+        self.bytes += 4.0 * tokens
+        self.later(sent + self.cluster.latency_s[n, m], action, request)
+
+    def calls(self, request):
+        self.trace.append((self.now, "calls", request.number))
+        n, origin = request.home, self.origin[request.number]
+        mine = [cache for cache in self.caches if cache.gpu.server == n]
+        request.end, request.open_calls = self.now, 0
+        for e, x in self.layer_tokens(request):
+            i = request.layer * self.experts + e
+            self.counts[origin, i] = self.counts.get((origin, i), 0) + x
+            cache = mine[e % len(mine)]
+            self.number += 1
+            cache.used(i, x, self.number)
+            if i in cache.gpu.holds:
+                done = cache.gpu.queue.serve(self.now, cache.gpu.work(x))
+                request.end = max(request.end, done)
+                self.local[n][0] += done - self.now
+                self.local[n][1] += x
+                continue
+            there = cache.coming.get(i)
+            if there is None:
+                there = cache.fetch(i, self.now, self.seconds())
+                self.loads += 1
+            request.open_calls += 1
+            self.later(there, self.fetched, request, cache, i, x, self.now)
+        if request.open_calls == 0:
+            self.later(request.end, self.layer_end, request)
+        if self.ahead and request.layer + 1 < self.cluster.layers:
+            for cache in mine:
+                self.look_ahead(request, cache, mine.index(cache), len(mine))
+
+    def look_ahead(self, request, cache, place, gpus):
+        if cache.channel > self.now:
+            return
+        layer = request.layer + 1
+        likely = {}
+        for e in range(place, self.experts, gpus):
+            i = layer * self.experts + e
+            if i not in cache.gpu.holds and i not in cache.coming:
+                prompt = int(self.prompts.counts[request.prompt, layer, e])
+                likely[i] = prompt if request.step else cache.tokens.get(i, 0)
+        if not likely or max(likely.values()) == 0:
+            return
+        best = max(likely, key=lambda i: (likely[i], -i))
+        if cache.full:
+            goes = cache.victim()
+            if goes is None or cache.worth(goes) >= cache.worth(best):
+                return
+        there = cache.fetch(best, self.now, self.seconds())
+        self.loads += 1
+        self.later(there, self.fetched, None, cache, best, 0, self.now)
+
+    def fetched(self, request, cache, i, x, asked):
+        if cache.coming.get(i) == self.now:
+            del cache.coming[i]
+            cache.gpu.holds.add(i)
+        if request is None:
+            return
+        done = cache.gpu.queue.serve(self.now, cache.gpu.work(x))
+        self.remote[request.home][0] += done - asked
+        self.remote[request.home][1] += x
+        request.end = max(request.end, done)
+        request.open_calls -= 1
+        if request.open_calls == 0:
+            self.later(request.end, self.layer_end, request)
+
+    def layer_end(self, request):
+        n, origin = request.home, self.origin[request.number]
+        super().layer_end(request)
+        if request.step == 1 and request.number not in self.answered_first:
+            self.answered_first.add(request.number)
+            if n != origin:
+                request.first = self.now + self.cluster.latency_s[n, origin]
+        if not math.isnan(request.finish):
+            self.serving[n].remove(request)
+            if n != origin:
+                self.area[n] -= request.finish - request.arrival
+                request.finish = math.nan
+                self.travel(n, origin, request.outputs, self.answered, request)
+            return
+
+    def answered(self, request):
+        request.finish = self.now
+        self.area[self.origin[request.number]] += self.now - request.arrival
