@@ -64,8 +64,10 @@ class Args:
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio of each server"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus"""
+    target_kl: float = 0.1
+    """the passes of an update end when the policy has moved so far"""
+    std: tuple[float, float] = (0.6, 0.3)
+    """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -107,7 +109,6 @@ class Agent(nn.Module):
         self.mean = layer(width, 2, 0.01)
         self.move = layer(width, 1, 0.01)
         nn.init.constant_(self.move.bias, move_bias)
-        self.log_std = nn.Parameter(torch.full((2,), -0.5))
         self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
         self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
 
@@ -125,16 +126,12 @@ class Agent(nn.Module):
         return self.critic(self.critic_encode(x).mean((1, 2))).squeeze(-1)
 
     def log_prob(
-        self, mean: Tensor, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
+        self, mean: Tensor, std: float, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
     ) -> Tensor:
         """Log-probability (B, N) of each server's action; free (B, 1) as in ``ppo_placement``."""
-        plan = torch.distributions.Normal(mean, self.log_std.exp()).log_prob(z).sum((2, 3))
+        plan = torch.distributions.Normal(mean, std).log_prob(z).sum((2, 3))
         choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
         return torch.where(free > 0, 0.0, choice) + moved * plan
-
-    def entropy(self) -> Tensor:
-        """Entropy of one height and slope."""
-        return (0.5 + 0.5 * np.log(2 * np.pi) + self.log_std).sum()
 
 
 def make_env(args: Args, **overrides: Any) -> ExpertPlacementParallelEnv:
@@ -235,6 +232,8 @@ def train(args: Args) -> Path:
         low = 2 if name == "members" else 1
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
+    if min(args.std) <= 0:
+        raise ValueError(f"std is {args.std}; both must be above 0")
     n, steps = args.groups * args.members, args.epochs
     if "free_start" in parse_settings(args.set):
         raise ValueError("set: free_start must stay True, the first placement is always made")
@@ -274,7 +273,9 @@ def train(args: Args) -> Path:
     task = bar.add_task("mappo_placement", total=updates, completed=first)
     bar.start()
     for iteration in range(first, updates):
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
+        gone = iteration / updates
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - gone)
+        std = args.std[0] + gone * (args.std[1] - args.std[0])
         # The seeds of an update follow from its number alone: a stopped run needs no environment.
         draw = np.random.default_rng([args.seed, iteration]).integers(1 << 30, size=args.groups)
         seeds = np.repeat(draw, args.members).tolist()
@@ -286,9 +287,9 @@ def train(args: Args) -> Path:
                 b_state[t] = state_features(features, envs)
                 mean, move = agent(b_x[t])
                 b_value[t] = agent.value(b_state[t])
-                b_z[t] = mean + agent.log_std.exp() * torch.randn_like(mean)
+                b_z[t] = mean + std * torch.randn_like(mean)
                 b_moved[t] = torch.maximum(b_free[t], torch.bernoulli(move.sigmoid()))
-                b_logp[t] = agent.log_prob(mean, move, b_z[t], b_moved[t], b_free[t])
+                b_logp[t] = agent.log_prob(mean, std, move, b_z[t], b_moved[t], b_free[t])
                 plan = features.plan(b_z[t], log_share)
                 seen, b_reward[t], infos = step_all(envs, b_moved[t].long().numpy(), plan)
             advantage, running = torch.zeros(steps, n), torch.zeros(n)
@@ -305,17 +306,21 @@ def train(args: Args) -> Path:
             for index in torch.randperm(size).chunk(args.num_minibatches):
                 x, whole, z, moved, free, old, adv, goal = (f[index] for f in flat)
                 mean, move = agent(x)
-                log_ratio = agent.log_prob(mean, move, z, moved, free) - old
+                log_ratio = agent.log_prob(mean, std, move, z, moved, free) - old
                 ratio, adv = log_ratio.exp(), adv[:, None]
+                kl = (ratio - 1 - log_ratio).sum(-1).mean().item()
+                if kl > args.target_kl:
+                    break
                 clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
                 value_loss = nn.functional.smooth_l1_loss(agent.value(whole), goal)
-                entropy = agent.entropy()
-                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+                loss = policy_loss + args.vf_coef * value_loss
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
+            if kl > args.target_kl:
+                break
         step = (iteration + 1) * size
         kpis = [info["episode_kpis"] for info in infos]
         metrics = {
@@ -325,8 +330,8 @@ def train(args: Args) -> Path:
             "charts/mean_latency_s": float(np.mean([k["mean_latency_s"] for k in kpis])),
             "charts/migrations": float(np.mean([k["migrations"] for k in kpis])),
             "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
-            "losses/entropy": entropy.item(),
-            "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
+            "charts/std": std, "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
+            "losses/approx_kl": kl,
         }  # fmt: skip
         last = iteration + 1 == updates
         if iteration == 0 or last or step // args.eval_every > (step - size) // args.eval_every:

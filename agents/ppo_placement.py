@@ -42,7 +42,7 @@ MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 WAVES = 8
 """Frequencies that encode the position of a layer."""
 SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
-BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.15, 0.1, 0.5
+BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.25, 0.1, 0.5
 """A held layer of the base, one unit of the height, the slope at zero and its growth."""
 
 
@@ -80,8 +80,10 @@ class Args:
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus"""
+    target_kl: float = 0.1
+    """the passes of an update end when the policy has moved so far"""
+    std: tuple[float, float] = (0.6, 0.3)
+    """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
@@ -250,7 +252,6 @@ class Agent(nn.Module):
         nn.init.constant_(self.move.bias, move_bias)
         self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
         self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
-        self.log_std = nn.Parameter(torch.full((2,), -0.5))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Means (B, N, L, 2), logits of a move (B,) and values (B,) of features (B, N, L, F)."""
@@ -263,19 +264,15 @@ class Agent(nn.Module):
         return self.mean(h), move, value
 
     def log_prob(
-        self, mean: Tensor, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
+        self, mean: Tensor, std: float, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
     ) -> Tensor:
         """Log-probability (B,): of the choice to move unless it is free, and of the plan if moved.
 
         A plan that is not carried out has no effect, so it has no part in the gradient.
         """
-        plan = torch.distributions.Normal(mean, self.log_std.exp()).log_prob(z).sum((1, 2, 3))
+        plan = torch.distributions.Normal(mean, std).log_prob(z).sum((1, 2, 3))
         choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
         return torch.where(free > 0, 0.0, choice) + moved * plan
-
-    def entropy(self) -> Tensor:
-        """Entropy of one height and slope."""
-        return (0.5 + 0.5 * np.log(2 * np.pi) + self.log_std).sum()
 
 
 def make_envs(args: Args, num_envs: int, **overrides: Any) -> gym.vector.VectorEnv:
@@ -347,6 +344,8 @@ def train(args: Args) -> Path:
         low = 2 if name == "members" else 1
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
+    if min(args.std) <= 0:
+        raise ValueError(f"std is {args.std}; both must be above 0")
     n, steps = args.groups * args.members, args.epochs
     if "free_start" in parse_settings(args.set):
         raise ValueError("set: free_start must stay True, the first placement is always made")
@@ -383,7 +382,9 @@ def train(args: Args) -> Path:
     task = bar.add_task("ppo_placement", total=updates, completed=first)
     bar.start()
     for iteration in range(first, updates):
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
+        gone = iteration / updates
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - gone)
+        std = args.std[0] + gone * (args.std[1] - args.std[0])
         # The seeds of an update follow from its number alone: a stopped run needs no environment.
         draw = np.random.default_rng([args.seed, iteration]).integers(1 << 30, size=args.groups)
         obs, info = envs.reset(seed=np.repeat(draw, args.members).tolist())
@@ -391,10 +392,10 @@ def train(args: Args) -> Path:
             for t in range(steps):
                 b_x[t], log_share = features(obs)
                 mean, move, b_value[t] = agent(b_x[t])
-                b_z[t] = mean + agent.log_std.exp() * torch.randn_like(mean)
+                b_z[t] = mean + std * torch.randn_like(mean)
                 b_free[t] = torch.as_tensor(is_first(obs), dtype=torch.float32)
                 b_moved[t] = torch.maximum(b_free[t], torch.bernoulli(move.sigmoid()))
-                b_logp[t] = agent.log_prob(mean, move, b_z[t], b_moved[t], b_free[t])
+                b_logp[t] = agent.log_prob(mean, std, move, b_z[t], b_moved[t], b_free[t])
                 action = {
                     "migrate": b_moved[t].long().numpy(),
                     "plan": features.plan(b_z[t], log_share),
@@ -415,17 +416,21 @@ def train(args: Args) -> Path:
             for index in torch.randperm(size).chunk(args.num_minibatches):
                 x, z, moved, free, old, adv, goal = (f[index] for f in flat)
                 mean, move, value = agent(x)
-                log_ratio = agent.log_prob(mean, move, z, moved, free) - old
+                log_ratio = agent.log_prob(mean, std, move, z, moved, free) - old
                 ratio = log_ratio.exp()
+                kl = (ratio - 1 - log_ratio).mean().item()
+                if kl > args.target_kl:
+                    break
                 clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
                 value_loss = nn.functional.smooth_l1_loss(value, goal)
-                entropy = agent.entropy()
-                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+                loss = policy_loss + args.vf_coef * value_loss
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
+            if kl > args.target_kl:
+                break
         step = (iteration + 1) * size
         kpis = info["episode_kpis"]
         metrics = {
@@ -435,8 +440,8 @@ def train(args: Args) -> Path:
             "charts/mean_latency_s": float(np.mean(kpis["mean_latency_s"])),
             "charts/migrations": float(np.mean(kpis["migrations"])),
             "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
-            "losses/entropy": entropy.item(),
-            "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
+            "charts/std": std, "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
+            "losses/approx_kl": kl,
         }  # fmt: skip
         last = iteration + 1 == updates
         if iteration == 0 or last or step // args.eval_every > (step - size) // args.eval_every:
