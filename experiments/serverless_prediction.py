@@ -1,13 +1,9 @@
 """Prediction of expert activations (Fig. 8): divergence of nine predictors, times of tree search.
 
-Run it with::
-
-    python -m servegym.experiments.serverless_prediction --out experiments/results/serverless
-
-It writes ``prediction_js.csv`` (mean Jensen-Shannon divergence between predicted and recorded
-activations of held-out prompts, bits, with 95 % bootstrap intervals over prompts),
-``prediction_time.csv`` (tree build and search, beside a brute force on the same pooled vectors in
-the same run) and ``prediction.png``.
+``OMP_NUM_THREADS=1 python -m servegym.experiments.serverless_prediction`` writes
+``fig08_prediction`` (mean Jensen-Shannon divergence between predicted and recorded activations of
+held-out prompts, bits, with 95 % bootstrap intervals over prompts) and ``fig08_search`` (tree build
+and search, beside a brute force on the same pooled vectors in the same run).
 
 Predictors are fitted on the recorded train split and judged on the eval split. GPT-OSS-20B has two
 embeddings of each prompt: ``token`` is the sum of normalised token embeddings, whose cosine is
@@ -20,13 +16,8 @@ says nothing about divergences.
 
 from __future__ import annotations
 
-import argparse
-import io
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,12 +27,15 @@ from servegym.baselines.serverless.prediction import LARGE_DATA, js_divergence, 
 from servegym.baselines.serverless.prediction_search import BruteForce, SimilarPromptsSearch
 from servegym.baselines.serverless.prediction_tree import unit_rows
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments.figure_run import pyplot, tidy
+from servegym.experiments.output import print_table
+from servegym.experiments.serverless_common import Options, run_figures, save, verdict
 from servegym.experiments.stats import mean, paired_difference, stratified_bootstrap
 from servegym.hardware_profiles.script import run
 
 __all__ = ["divergences", "main", "times"]
 
+MODULE = "servegym.experiments.serverless_prediction"
 MODELS = ("gpt-oss-20b", "deepseek-v2-lite")
 # (predictor, settings, does chance enter)
 CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
@@ -52,7 +46,9 @@ CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("sps", {"alpha": 15, "beta": 30}, True),
     ("sps", dict(LARGE_DATA), True),
     ("varpam", {"alpha": 5, "beta": 60}, False),
+    ("varpam", dict(LARGE_DATA), False),
     ("vared", {"alpha": 5, "beta": 60}, True),
+    ("vared", dict(LARGE_DATA), True),
     ("dop", {}, False),
     ("fate", {}, False),
     ("ef", {}, False),
@@ -62,6 +58,8 @@ CASES: tuple[tuple[str, dict[str, Any], bool], ...] = (
 BLIND = ("dop", "ef", "category")
 SEEDS = 10
 PROMPTS, QUERIES, NOISE = 5_000, 500, 0.02
+PAPER = " ".join(f"{key}={value}" for key, value in LARGE_DATA.items())
+"""Settings of the paper's searches."""
 
 
 def divergences(
@@ -76,15 +74,15 @@ def divergences(
         seeds: Trees whose divergences are averaged prompt by prompt.
 
     Returns:
-        One row a case: ``js_bits`` with ``low`` and ``high``, and the paired difference to brute
-        force with the same embedding.
+        One row a case: ``js_bits`` with ``low`` and ``high``, and with an embedding the paired
+        differences to brute force and to SPS in the paper's settings.
     """
     train, held = activations.rows("train"), activations.rows("eval")
     shares, task = activations.frequencies(), activations.task
     blind = embedding == "none"
     vectors = np.zeros((len(task), 1)) if blind else activations.embeddings[embedding]
-    reference: NDArray[np.float64] | None = None
-    rows = []
+    found_scores: list[NDArray[np.float64]] = []
+    rows: list[dict[str, Any]] = []
     for name, settings, chance in CASES:
         if blind and name not in BLIND:
             continue
@@ -112,12 +110,17 @@ def divergences(
             if len(scores) > 1
             else float("nan"),
         }
-        if reference is None and name == "bf":
-            reference = score
-        if reference is not None:
-            apart = paired_difference(score, reference, mean, repetitions)
-            row |= {"minus_bf": apart.value, "minus_bf_low": apart.low, "minus_bf_high": apart.high}
         rows.append(row)
+        found_scores.append(score)
+    for key, settings in (("bf", "alpha=5"), ("sps", PAPER)):
+        names = [(row["predictor"], row["settings"]) for row in rows]
+        if (key, settings) not in names:
+            continue
+        reference = found_scores[names.index((key, settings))]
+        for row, score in zip(rows, found_scores, strict=True):
+            apart = paired_difference(score, reference, mean, repetitions)
+            row |= {f"minus_{key}": apart.value, f"minus_{key}_low": apart.low,
+                    f"minus_{key}_high": apart.high}  # fmt: skip
     return rows
 
 
@@ -204,88 +207,134 @@ def times(
             row["varpam_build_s"] = _least_s(
                 lambda variant=variant: variant.fit(history, nothing), 1
             )
-        row["machine"] = _machine()
         rows.append(row)
     return rows
 
 
-def _machine() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    threads = os.environ.get("OMP_NUM_THREADS", "all")
-    return f"{model}; OMP_NUM_THREADS={threads}"
-
-
-def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> bytes:
-    """The bars of Fig. 8 and the times of the searches, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    judged = [row for row in rows if row["model"] == MODELS[0]]
-    kinds = list(dict.fromkeys(row["embedding"] for row in judged))
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.5), gridspec_kw={"width_ratios": [3, 1]}
+def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> Any:
+    """The bars of Fig. 8 and the times of the searches, as a matplotlib figure."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    width = [3.2] + [0.8] * (len(models) - 1) + [0.8]
+    figure, axes = pyplot().subplots(
+        1, len(width), figsize=(14, 4.8), width_ratios=width, layout="constrained"
     )
-    for i, kind in enumerate(kinds):
-        mine = [row for row in judged if row["embedding"] == kind]
-        value = np.array([row["js_bits"] for row in mine])
-        reach = np.array([[r["js_bits"] - r["low"], r["high"] - r["js_bits"]] for r in mine]).T
-        at = np.arange(len(mine)) + (i - (len(kinds) - 1) / 2) * 0.4
-        left.bar(at, value, 0.38, yerr=reach, capsize=2, label=f"{kind} embeddings")
-    labels = [f"{r['predictor']} {r['settings']}".strip() for r in mine]
-    left.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
-    left.set_ylabel("JS divergence (bit)")
-    left.set_title(f"{MODELS[0]}: {judged[0]['eval_prompts']} held-out prompts, 95 % intervals")
-    left.legend()
+    for axis, model in zip(axes, models, strict=False):
+        judged = [row for row in rows if row["model"] == model]
+        kinds = list(dict.fromkeys(row["embedding"] for row in judged))
+        for i, kind in enumerate(kinds):
+            mine = [row for row in judged if row["embedding"] == kind]
+            value = np.array([row["js_bits"] for row in mine])
+            reach = np.array([[r["js_bits"] - r["low"], r["high"] - r["js_bits"]] for r in mine])
+            at = np.arange(len(mine)) + (i - (len(kinds) - 1) / 2) * 0.4
+            label = "no embeddings" if kind == "none" else f"{kind} embeddings"
+            axis.bar(at, value, 0.38, yerr=reach.T, capsize=2, label=label)
+            names = [f"{r['predictor']} {r['settings']}".strip() for r in mine]
+            axis.set_xticks(range(len(mine)), names, rotation=40, ha="right", fontsize=8)
+        axis.set_ylabel("JS divergence, bit")
+        axis.set_title(f"{model}, {judged[0]['eval_prompts']} held-out prompts", fontsize=10)
+        axis.legend(fontsize=8)
     row = timed[-1]
-    bars = {
-        "BF\none": row["bf_one_us"],
-        "BF\nbatch": row["bf_batch_us"],
-        "SPS\none": row["sps_one_us"],
-        "SPS\nbatch": row["sps_batch_us"],
-    }
-    right.bar(list(bars), list(bars.values()), color=["C7", "C7", "C2", "C2"])
-    right.set_yscale("log")
-    right.set_ylabel("search time per query (us)")
-    right.set_title(f"{row['prompts']} prompts\nalpha={row['alpha']}, beta={row['beta']}")
-    figure.tight_layout()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    plt.close(figure)
-    return buffer.getvalue()
+    bars = {f"{name.upper()}\n{how}": row[f"{name}_{how}_us"] for name in ("bf", "sps")
+            for how in ("one", "batch")}  # fmt: skip
+    axes[-1].bar(list(bars), list(bars.values()), color=["C7", "C7", "C2", "C2"])
+    axes[-1].set(yscale="log", ylabel="search, us a query")
+    axes[-1].set_title(f"{row['prompts']} prompts, alpha={row['alpha']}, beta={row['beta']}",
+                       fontsize=9)  # fmt: skip
+    for axis in axes:
+        tidy(axis)
+    return figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: judge the predictors, time the searches, write tables and picture.
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The order of the predictors in words, for each model and embedding."""
+    lines = []
+    for model, kind in dict.fromkeys((row["model"], row["embedding"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["embedding"]) == (model, kind)]
+        paper = ("", PAPER, f"alpha={LARGE_DATA['alpha']}")
+        by = {row["predictor"]: row for row in mine if row["settings"] in paper}
+        if "sps" not in by:
+            told = ", ".join(f"{name} {_told(row)}" for name, row in by.items())
+            lines.append(f"{model}, recorded without texts, so without searches: {told} bit")
+            continue
+        rivals = ("vared", "dop", "fate", "ef")
+        better = [name for name in rivals if by[name]["minus_sps_high"] < 0]
+        equal = [name for name in rivals
+                 if by[name]["minus_sps_low"] <= 0 <= by[name]["minus_sps_high"]]  # fmt: skip
+        differences = ", ".join(
+            f"{name} {by[name]['minus_sps']:+.3f} [{by[name]['minus_sps_low']:+.3f}, "
+            f"{by[name]['minus_sps_high']:+.3f}]"
+            for name in ("bf", "varpam", *rivals, "category", "ridge")
+        )
+        lines.append(
+            verdict(
+                "after VarPAM and BF, SPS has the least divergence",
+                not better and not equal,
+                f"{model}, {kind} embeddings, {PAPER} as in the paper: SPS {_told(by['sps'])} bit; "
+                f"minus SPS: {differences}; better than SPS: {', '.join(better) or 'none'}; not "
+                f"distinguished: {', '.join(equal) or 'none'}. The paper lacks category (mean of "
+                "the prompt's task) and ridge (regression on the embedding)",
+            )
+        )
+    return lines
 
-    Args:
-        argv: The command line; ``sys.argv`` by default.
 
-    Returns:
-        0.
-    """
-    parser = argparse.ArgumentParser(description="Divergence and search time of the predictors.")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("experiments", "results", "serverless"),
-        help="folder for tables and picture (default: experiments/results/serverless)",
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
-    options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
+def _told(row: dict[str, Any]) -> str:
+    return f"{row['js_bits']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
+
+def search_verdicts(timed: Sequence[dict[str, Any]]) -> list[str]:
+    """The times in words, for the paper's settings."""
+    row = timed[-1]
+    lines = [
+        verdict(
+            "the tree takes at most 0.5 s",
+            row["build_s"] <= 0.5,
+            f"{row['build_s']:.2f} s for {row['prompts']} prompts",
+        ),
+        verdict(
+            "the search is more than 10 times as fast as brute force",
+            min(row["speedup_one"], row["speedup_batch"]) > 10,
+            f"{row['speedup_one']:.0f} times query by query, {row['speedup_batch']:.0f} times in "
+            f"batches, against a brute force on the same pooled vectors; it finds "
+            f"{100 * row['recall']:.0f} % of brute force's prompts",
+        ),
+    ]
+    if np.isfinite(row["varpam_build_s"]):
+        lines.append(
+            verdict(
+                "VarPAM takes hours to build its tree",
+                row["varpam_build_s"] > 3_600,
+                f"{row['varpam_build_s']:.1f} s here, on pooled vectors",
+            )
+        )
+    return lines
+
+
+def fig8(options: Options) -> None:
+    """Judge the predictors, time the searches."""
     rows: list[dict[str, Any]] = []
     seeds, repetitions = (2, 200) if options.quick else (SEEDS, 2_000)
     recorded = {name: load_activations(name) for name in MODELS}
     for activations in recorded.values():
         for embedding in sorted(activations.embeddings) or ["none"]:
             rows += divergences(activations, embedding, repetitions, seeds)
+    size = 1_000 if options.quick else PROMPTS
+    vectors = recorded[MODELS[0]].embeddings["token"]
+    repeats = 2 if options.quick else 9
+    timed = times(vectors, size, repeats=repeats, pam=not options.quick)
+    _print(rows, timed)
+    save(options, "fig08_prediction", rows, picture(rows, timed), *verdicts(rows))
+    save(
+        options,
+        "fig08_search",
+        timed,
+        None,
+        *search_verdicts(timed),
+        "processor time of one thread; embeddings resampled from the recorded prompts, with noise",
+    )
+
+
+def _print(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> None:
     print_table(
         "Jensen-Shannon divergence to the recorded activations of held-out prompts, bits",
         ["model, embedding, predictor", "JS", "95 %", "minus BF (alpha=5)"],
@@ -301,48 +350,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             for r in rows
         ],
     )
-    size = 1_000 if options.quick else PROMPTS
-    timed = times(
-        recorded[MODELS[0]].embeddings["token"],
-        size,
-        repeats=2 if options.quick else 9,
-        pam=not options.quick,
-    )
+    columns = {
+        "build s": ("build_s", 3),
+        "VarPAM s": ("varpam_build_s", 1),
+        "SPS us": ("sps_one_us", 1),
+        "BF us": ("bf_one_us", 1),
+        "x": ("speedup_one", 1),
+        "batch: SPS": ("sps_batch_us", 1),
+        "BF": ("bf_batch_us", 1),
+        "batch x": ("speedup_batch", 1),
+        "recall": ("recall", 2),
+    }
     print_table(
-        f"Times at {size} prompts (resampled embeddings, {timed[0]['machine']})",
+        f"Times at {timed[0]['prompts']} prompts (resampled embeddings)",
+        ["setting", *columns],
         [
-            "setting",
-            "build s",
-            "VarPAM s",
-            "SPS us",
-            "BF us",
-            "x",
-            "batch: SPS",
-            "BF",
-            "x",
-            "recall",
-        ],
-        [
-            [
-                f"alpha={r['alpha']} beta={r['beta']}",
-                f"{r['build_s']:.3f}",
-                f"{r['varpam_build_s']:.1f}",
-                f"{r['sps_one_us']:.1f}",
-                f"{r['bf_one_us']:.1f}",
-                f"{r['speedup_one']:.1f}",
-                f"{r['sps_batch_us']:.1f}",
-                f"{r['bf_batch_us']:.1f}",
-                f"{r['speedup_batch']:.1f}",
-                f"{r['recall']:.2f}",
-            ]
+            [f"alpha={r['alpha']} beta={r['beta']}"]
+            + [f"{r[key]:.{digits}f}" for key, digits in columns.values()]
             for r in timed
         ],
         ["recall: share of brute force's prompts that the tree finds."],
     )
-    write_csv(options.out / "prediction_js.csv", rows)
-    write_csv(options.out / "prediction_time.csv", timed)
-    write_text(options.out / "prediction.png", picture(rows, timed))
-    return 0
+
+
+FIGURES = {"fig8": fig8}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
+    return run_figures(FIGURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

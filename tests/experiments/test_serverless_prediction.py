@@ -26,11 +26,13 @@ def toy():
 def test_divergences_order_the_predictors_and_compare_them_in_pairs(toy):
     rows = serverless_prediction.divergences(toy, "token", repetitions=200, seeds=2)
     by_name = {row["predictor"] + row["settings"]: row for row in rows}
+    paper = f"sps{serverless_prediction.PAPER}"
     assert len(by_name) == len(rows) == len(serverless_prediction.CASES)
     for row in rows:
         assert 0 < row["low"] <= row["js_bits"] <= row["high"] < 1
         assert row["train_prompts"] + row["eval_prompts"] < 120
         assert row["minus_bf"] == pytest.approx(row["js_bits"] - by_name["bfalpha=5"]["js_bits"])
+        assert row["minus_sps"] == pytest.approx(row["js_bits"] - by_name[paper]["js_bits"])
     assert by_name["bfalpha=5"]["js_bits"] < by_name["dop"]["js_bits"] < by_name["ef"]["js_bits"]
     assert by_name["spsalpha=5 beta=60"]["trees"] == 2 and by_name["dop"]["trees"] == 1
 
@@ -48,7 +50,7 @@ def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(serverless_prediction, "QUERIES", 20)
     assert serverless_prediction.main(["--quick", "--out", str(tmp_path / "new")]) == 0
     assert "recall" in capsys.readouterr().out
-    with (tmp_path / "new" / "prediction_time.csv").open() as stream:
+    with (tmp_path / "new" / "fig08_search.csv").open() as stream:
         timed = list(csv.DictReader(stream))
     assert [row["alpha"] for row in timed] == ["5", "15"]
     for row in timed:
@@ -56,6 +58,26 @@ def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsy
             float(row["bf_one_us"]) / float(row["sps_one_us"])
         )
         assert 0 <= float(row["recall"]) <= 1 and math.isnan(float(row["varpam_build_s"]))
-    with (tmp_path / "new" / "prediction_js.csv").open() as stream:
+    with (tmp_path / "new" / "fig08_prediction.csv").open() as stream:
         assert len(list(csv.DictReader(stream))) == 2 * len(serverless_prediction.CASES)
-    assert (tmp_path / "new" / "prediction.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new" / "fig08_prediction.png").read_bytes().startswith(b"\x89PNG")
+    assert "minus SPS: bf" in (tmp_path / "new" / "fig08_prediction.txt").read_text()
+
+
+def test_the_order_is_told_as_it_is(toy):
+    rows = serverless_prediction.divergences(toy, "token", repetitions=200, seeds=2)
+    rivals = ("vared", "dop", "fate", "ef")
+    for row in rows:  # a made-up order: everything is worse than SPS by 0.1, dop by nothing
+        worse = 0.0 if row["predictor"] in ("sps", "dop") else 0.1
+        row |= {"minus_sps": worse, "minus_sps_low": worse - 0.01, "minus_sps_high": worse + 0.01}
+    (told,) = serverless_prediction.verdicts(rows)
+    assert told.startswith("disagrees") and "not distinguished: dop." in told
+    for row in rows:
+        if row["predictor"] in rivals:
+            row |= {"minus_sps": 0.1, "minus_sps_low": 0.05, "minus_sps_high": 0.2}
+    assert serverless_prediction.verdicts(rows)[0].startswith("agrees")
+    timed = [{"build_s": 0.4, "prompts": 9, "speedup_one": 11.0, "speedup_batch": 9.0,
+              "recall": 0.5, "varpam_build_s": 7.0}]  # fmt: skip
+    tree, search, varpam = serverless_prediction.search_verdicts(timed)
+    assert tree.startswith("agrees") and search.startswith("disagrees")
+    assert varpam.startswith("disagrees")
