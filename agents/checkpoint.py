@@ -64,7 +64,14 @@ class CheckpointPolicy(BasePolicy):
 
 
 class PlanPolicy(CheckpointPolicy):
-    """A checkpoint of ``ppo_serverless``: the likeliest choice of every part of the plan."""
+    """A checkpoint of ``ppo_serverless``: repeat the last plan while it is warm, or a new one."""
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Forget the last plans of the rows."""
+        last = getattr(self, "_last", None)
+        if last is None or len(last) != len(mask):
+            last = np.zeros((len(mask), len(self.net.choices)), np.int64)
+        self._last = np.where(mask[:, None], 0, last)
 
     def act(
         self, observation: Observation, action_mask: NDArray[np.integer[Any]]
@@ -79,9 +86,12 @@ class PlanPolicy(CheckpointPolicy):
                 f"{self.path}: trained on {net.columns} columns and choices {net.choices}, got "
                 f"{rows.shape[-1]} columns and {legal.shape[-1]} choices in all"
             )
+        if len(getattr(self, "_last", ())) != len(rows):  # no reset told how many rows there are
+            self.reset(len(rows))
         with torch.inference_mode():
-            heads, _ = net(rows, torch.as_tensor(legal))
-        return torch.stack([head.argmax(-1) for head in heads], 1).numpy().astype(np.int64)
+            plan = net.act(rows, torch.as_tensor(self._last), torch.as_tensor(legal), greedy=True)
+        self._last = plan.numpy().astype(np.int64)
+        return self._last.copy()
 
 
 class PlacementPolicy(CheckpointPolicy):

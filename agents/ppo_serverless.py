@@ -1,14 +1,25 @@
 """Proximal policy optimisation for the serverless ids: one categorical head per part of the plan.
 
 A decision is a plan for one request (remote ratio, order, memory of the main function and of the
-remote ones, replicas), so the action is MultiDiscrete and its log-probability the sum over the
-heads. A plan matters for the next requests only through what it leaves warm; the discount is
-therefore short. ``python agents/ppo_serverless.py --help`` lists the options.
+remote ones, replicas), so the action is MultiDiscrete. Three things matter here:
+
+* Keeping what is warm needs every part of the plan to be as before. A policy that explores each
+  part on its own breaks it at almost every request, so it never learns what keeping is worth. Here
+  the policy is a mixture: with a learnt probability it repeats the plan that is warm, else it
+  draws the parts one after another, each told of those before it.
+* All chance is drawn at reset, whatever the agent does. ``replicas`` rows therefore live through
+  the same episodes, and what they have in common is taken out of the advantages: an
+  input-dependent baseline (Mao et al., ICLR 2019) without a second network.
+* Columns of the observation differ in scale by two orders of magnitude; they are standardised.
+
+A plan matters for the next requests only through what it leaves warm, so the discount is short.
+``python agents/ppo_serverless.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +34,7 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import make_envs, write_checkpoint
+from servegym.agents.common import make_envs, snapshot, write_checkpoint
 
 
 @dataclass
@@ -38,11 +49,15 @@ class Args:
     """environment arguments, key=value with a JSON value, as in model=gpt-oss-20b"""
     width: int = 128
     """hidden units of every layer"""
-    total_timesteps: int = 2_000_000
+    warm_column: int = 6
+    """column of the observation that is above 0 while the last plan is warm (-1: there is none)"""
+    total_timesteps: int = 3_000_000
     """environment steps (requests) over all environments"""
-    num_envs: int = 64
+    num_envs: int = 512
     """parallel environments"""
-    num_steps: int = 64
+    replicas: int = 8
+    """environments that share their episodes; they differ by the actions alone (1: none do)"""
+    num_steps: int = 32
     """steps of each environment between updates"""
     learning_rate: float = 1e-3
     """learning rate at first"""
@@ -54,17 +69,17 @@ class Args:
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 8
     """minibatches per epoch"""
-    update_epochs: int = 4
+    update_epochs: int = 3
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.03
     """weight of the entropy bonus at first; it falls linearly to zero"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    eval_every: int = 200_000
+    eval_every: int = 250_000
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 32
     """episodes per evaluation"""
@@ -82,6 +97,10 @@ class Args:
     """write best.safetensors and last.safetensors"""
     out_dir: str = "runs"
     """folder of the runs"""
+    checkpoint_every: int = 0
+    """steps between snapshots to resume from (0: none)"""
+    resume: bool = False
+    """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
     run_name: str = ""
     """folder of this run (default: ppo_serverless_seed)"""
 
@@ -95,32 +114,101 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
 
 
 class Agent(nn.Module):
-    """Actor and critic over flat observations (B, columns) with one head per part of the action."""
+    """Actor and critic over flat observations (B, columns) and the previous plan (B, parts).
 
-    def __init__(self, columns: int, choices: Sequence[int], width: int) -> None:
+    The policy is ``keep * [plan = previous] + (1 - keep) * p(part 1) p(part 2 | part 1) ...``.
+    ``keep`` is 0 while nothing is warm or the mask forbids the previous first part, else within
+    1.8 and 98.2 %: changing a plan pays off late, and is not to be given up before it is tried.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(
+        self, columns: int, choices: Sequence[int], width: int, warm_column: int = -1
+    ) -> None:
         super().__init__()
         self.columns, self.choices, self.width = columns, list(choices), width
-        self.actor, self.critic = (
-            nn.Sequential(layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh(),
-                          layer(width, out, std)) for out, std in ((sum(choices), 0.01), (1, 1.0))
-        )  # fmt: skip
+        self.warm_column = warm_column
+        inputs = columns + (sum(choices) if warm_column >= 0 else 0)
+        self.actor = nn.Sequential(layer(inputs, width), nn.Tanh(), layer(width, width))
+        self.keep = layer(width, 1, 0.01)
+        self.heads = nn.ModuleList(layer(width, k, 0.01) for k in choices)
+        self.told = nn.ModuleList(nn.Embedding(k, width) for k in choices[:-1])
+        for embedding in self.told:
+            nn.init.zeros_(embedding.weight)
+        self.critic = nn.Sequential(
+            layer(inputs, width), nn.Tanh(), layer(width, width), nn.Tanh(), layer(width, 1, 1.0)
+        )
+        self.register_buffer("mean", torch.zeros(columns))
+        self.register_buffer("variance", torch.ones(columns))
+        self.register_buffer("count", torch.zeros(()))
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Log-probabilities of every head, each (B, choices), and values (B,)."""
-        logits = self.actor(x).masked_fill(mask == 0, -1e8)
-        parts = [part.log_softmax(-1) for part in logits.split(self.choices, -1)]
-        return parts, self.critic(x).squeeze(-1)
+    def observe(self, x: Tensor) -> None:
+        """Take observations (N, columns) into the running mean and variance."""
+        total, shift = self.count + len(x), x.mean(0) - self.mean
+        weight = len(x) / total
+        self.variance += weight * (x.var(0, unbiased=False) - self.variance)
+        self.variance += weight * (1 - weight) * shift.square()
+        self.mean += weight * shift
+        self.count.copy_(total)
 
+    def encode(self, x: Tensor, previous: Tensor) -> Tensor:
+        """Inputs of the networks: standardised columns, and the previous plan if it is warm."""
+        parts = [((x - self.mean) / (self.variance + 1e-8).sqrt()).clamp(-5, 5)]
+        if self.warm_column >= 0:
+            warm = (x[:, self.warm_column] > 0).float()[:, None]
+            ones = [nn.functional.one_hot(previous[:, i], k) for i, k in enumerate(self.choices)]
+            parts += [warm * one for one in ones]
+        return torch.cat(parts, 1)
 
-def log_prob(heads: Sequence[Tensor], action: Tensor) -> Tensor:
-    """Log-probability (B,) of actions (B, parts)."""
-    chosen = [head.gather(1, action[:, k : k + 1]) for k, head in enumerate(heads)]
-    return torch.cat(chosen, 1).sum(1)
+    def gate(self, hidden: Tensor, x: Tensor, previous: Tensor, mask: Tensor) -> Tensor:
+        """Log-odds (B,) of repeating the previous plan."""
+        if self.warm_column < 0:
+            return torch.full_like(x[:, 0], -30.0)
+        allowed = mask.gather(1, previous[:, :1]).squeeze(1) > 0
+        possible = (x[:, self.warm_column] > 0) & allowed
+        score = 4 * (self.keep(hidden.tanh()).squeeze(1) / 4).tanh()
+        return score.masked_fill(~possible, -30.0)
 
+    def act(self, x: Tensor, previous: Tensor, mask: Tensor, greedy: bool = False) -> Tensor:
+        """Plans (B, parts): drawn, or if ``greedy`` the likelier branch, its likeliest parts."""
+        hidden = self.actor(self.encode(x, previous))
+        gate = self.gate(hidden, x, previous, mask)
+        keep = gate > 0 if greedy else torch.rand_like(gate) < gate.sigmoid()
+        plan = []
+        for k, legal in enumerate(mask.split(self.choices, 1)):
+            score = self.heads[k](hidden.tanh()).masked_fill(legal == 0, -1e8)
+            if not greedy:  # Gumbel noise: a draw from the softmax
+                score = score - torch.empty_like(score).exponential_().log()
+            plan.append(score.argmax(1))
+            if k < len(self.told):
+                hidden = hidden + self.told[k](plan[k])
+        return torch.where(keep[:, None], previous, torch.stack(plan, 1))
 
-def entropies(heads: Sequence[Tensor]) -> Tensor:
-    """Entropy (B, parts) of every head."""
-    return torch.stack([-(head.exp() * head).sum(-1) for head in heads], 1)
+    def forward(
+        self, x: Tensor, previous: Tensor, mask: Tensor, action: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities (B,) of plans (B, parts), entropies (B, 1 + parts), values (B,).
+
+        The entropies are those of the gate and of each part given the parts before it, the latter
+        weighted with the probability that the plan is drawn.
+        """
+        inputs = self.encode(x, previous)
+        hidden = self.actor(inputs)
+        gate = self.gate(hidden, x, previous, mask)
+        log_keep, log_draw = nn.functional.logsigmoid(gate), nn.functional.logsigmoid(-gate)
+        log_prob, entropy = log_draw, [-(gate.sigmoid() * log_keep + log_draw.exp() * log_draw)]
+        for k, legal in enumerate(mask.split(self.choices, 1)):
+            head = self.heads[k](hidden.tanh()).masked_fill(legal == 0, -1e8).log_softmax(1)
+            log_prob = log_prob + head.gather(1, action[:, k : k + 1]).squeeze(1)
+            entropy.append(-log_draw.exp() * (head.exp() * head).sum(1))
+            if k < len(self.told):
+                hidden = hidden + self.told[k](action[:, k])
+        same = (action == previous).all(1)
+        log_prob = torch.where(same, torch.logaddexp(log_prob, log_keep), log_prob)
+        return log_prob, torch.stack(entropy, 1), self.critic(inputs).squeeze(1)
 
 
 def masks(info: dict[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]:
@@ -128,42 +216,52 @@ def masks(info: dict[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]
     return info.get("action_mask", np.ones((num_envs, actions), np.int8))
 
 
-def evaluate(agent: Agent, args: Args) -> tuple[float, list[float]]:
-    """Mean reward per request of the greedy policy on fixed validation episodes.
+def evaluate(agent: Agent, args: Args) -> dict[str, float]:
+    """The greedy policy on fixed validation episodes.
 
     Returns:
-        The mean and, for each part of the action, the share of its commonest choice: near 1 the
-        policy has collapsed onto a constant.
+        The mean reward per request (``score``), the share of requests at which the previous plan
+        was repeated, and for each part of the plan the share of its commonest choice and the
+        entropy of its choices over requests (nats): a constant policy has share 1 and entropy 0.
     """
     n = args.eval_episodes
     envs = make_envs(args, n, split="val")
     obs, info = envs.reset(seed=10_000)
-    total, steps, alive = 0.0, 0, np.ones(n, bool)
+    total, kept, steps, alive = 0.0, 0, 0, np.ones(n, bool)
     counts = [np.zeros(k) for k in agent.choices]
     device = next(agent.parameters()).device
+    previous = torch.zeros((n, len(counts)), dtype=torch.long, device=device)
     while alive.any():
         mask = torch.as_tensor(masks(info, n, sum(agent.choices)), device=device)
         with torch.no_grad():
-            heads, _ = agent(torch.as_tensor(obs, device=device), mask)
-        action = torch.stack([head.argmax(-1) for head in heads], 1).cpu().numpy()
+            plan = agent.act(torch.as_tensor(obs, device=device), previous, mask, greedy=True)
+        action, repeated = plan.cpu().numpy(), (plan == previous).all(1).cpu().numpy()
         for k, count in enumerate(counts):
             count += np.bincount(action[alive, k], minlength=len(count))
         obs, reward, terminated, truncated, info = envs.step(action)
         total, steps = total + float(reward[alive].sum()), steps + int(alive.sum())
+        kept, previous = kept + int(repeated[alive].sum()), plan
         alive &= ~(terminated | truncated)
     envs.close()
-    return total / steps, [float(count.max() / count.sum()) for count in counts]
+    found = {"score": total / steps, "repeated_share": kept / steps}
+    for k, count in enumerate(counts):
+        share = count / count.sum()
+        found[f"commonest_share_{k}"] = float(share.max())
+        found[f"choice_entropy_{k}"] = float(-(share * np.log(np.maximum(share, 1e-12))).sum())
+    return found
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and shape in one safetensors file."""
-    shape = {"columns": agent.columns, "choices": agent.choices, "width": agent.width}
+    shape = {k: getattr(agent, k) for k in ("columns", "choices", "width", "warm_column")}
     meta = {"args": json.dumps(asdict(args)), "shape": json.dumps(shape)}
     write_checkpoint(agent, meta | {"agent": "ppo_serverless"}, path)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    if args.replicas < 1 or args.num_envs % args.replicas:
+        raise ValueError(f"replicas={args.replicas} must divide num_envs={args.num_envs}")
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -172,108 +270,141 @@ def train(args: Args) -> Path:
     if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
     (columns,), choices = box.shape, [int(k) for k in multi.nvec]
+    if args.warm_column >= columns:
+        raise ValueError(f"warm_column={args.warm_column} must be below {columns} columns")
     actions, parts = sum(choices), len(choices)
-    agent = Agent(columns, choices, args.width).to(device)
+    agent = Agent(columns, choices, args.width, args.warm_column).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     run = Path(args.out_dir) / (args.run_name or f"ppo_serverless_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
-    log = open(run / "metrics.jsonl", "w")  # noqa: SIM115
+
+    # Equal seeds give equal episodes, now and after every reset.
+    obs, info = envs.reset(seed=[1_000_003 * args.seed + i // args.replicas for i in range(n)])
+    agent.observe(torch.as_tensor(obs, device=device))
+    s: dict[str, Any] = {  # everything else that a resumed run needs
+        "iteration": 0, "best": -np.inf, "evaluated": 0, "log_size": 0, "obs": obs,
+        "mask": masks(info, n, actions), "returns": np.zeros(n), "center": 0.0,
+        "previous": torch.zeros((n, parts), dtype=torch.long, device=device),
+    }  # fmt: skip
+    if args.resume and (run / "snapshot.pt").exists():
+        saved = torch.load(run / "snapshot.pt", weights_only=False)
+        agent.load_state_dict(saved["agent"])
+        optimizer.load_state_dict(saved["optimizer"])
+        s, envs = saved["state"], pickle.loads(saved["envs"])
+        torch.set_rng_state(saved["rng"])
+    log = open(run / "metrics.jsonl", "ab" if s["iteration"] else "wb")  # noqa: SIM115
+    log.truncate(s["log_size"])
     if args.track:
         import wandb
 
         wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
                    name=run.name, dir=str(run))  # fmt: skip
 
-    shape = (args.num_steps, n)
+    shape, size = (args.num_steps, n), args.num_steps * n
     b_obs = torch.zeros((*shape, columns), device=device)
     b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
-    b_action = torch.zeros((*shape, parts), dtype=torch.long, device=device)
-    b_logp, b_reward, b_value, b_next = (torch.zeros(shape, device=device) for _ in range(4))
-    b_done = torch.zeros(shape, device=device)
-
-    obs, info = envs.reset(seed=args.seed)
-    mask = masks(info, n, actions)
-    returns, finished, step, best, evaluated = np.zeros(n), [], 0, -np.inf, 0
-    size = args.num_steps * n
-    updates = args.total_timesteps // size
-    begin = time.perf_counter()
+    b_action, b_previous = torch.zeros((2, *shape, parts), dtype=torch.long, device=device)
+    b_logp, b_reward, b_value, b_next, b_done = torch.zeros((5, *shape), device=device)
+    updates, finished = args.total_timesteps // size, []
+    begin, first = time.perf_counter(), s["iteration"]
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = bar.add_task("ppo_serverless", total=updates)
+    task = bar.add_task("ppo_serverless", total=updates, completed=first)
     bar.start()
-    for iteration in range(updates):
-        left = 1 - iteration / updates
+    while s["iteration"] < updates:
+        left = 1 - s["iteration"] / updates
         optimizer.param_groups[0]["lr"] = args.learning_rate * (left if args.anneal_lr else 1.0)
+        obs, mask, previous = s["obs"], s["mask"], s["previous"]
         with torch.no_grad():
             for t in range(args.num_steps):
                 b_obs[t], b_mask[t] = torch.as_tensor(obs), torch.as_tensor(mask)
-                heads, b_value[t] = agent(b_obs[t], b_mask[t])
+                b_previous[t], b_action[t] = previous, agent.act(b_obs[t], previous, b_mask[t])
+                here = (b_obs[t], previous, b_mask[t], b_action[t])
+                b_logp[t], _, b_value[t] = agent(*here)
                 if t:
                     b_next[t - 1] = torch.where(b_done[t - 1] > 0, b_next[t - 1], b_value[t])
-                drawn = [torch.multinomial(head.exp(), 1) for head in heads]
-                b_action[t] = torch.cat(drawn, 1)
-                b_logp[t] = log_prob(heads, b_action[t])
                 obs, reward, terminated, truncated, info = envs.step(b_action[t].cpu().numpy())
                 mask, done = masks(info, n, actions), terminated | truncated
+                previous = b_action[t].clone()
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
                 b_next[t] = 0.0  # what follows the step: nothing after a termination
                 for i in np.flatnonzero(truncated & ~terminated):
-                    final = torch.as_tensor(info["final_obs"][i], device=device)[None]
-                    ones = torch.ones((1, actions), device=device)
-                    b_next[t, i] = agent(final.float(), ones)[1][0]
-                returns += reward
-                finished += returns[done].tolist()
-                returns[done] = 0
-            here = (torch.as_tensor(obs, device=device), torch.as_tensor(mask, device=device))
-            b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], agent(*here)[1])
+                    final = torch.as_tensor(info["final_obs"][i], device=device)[None].float()
+                    there = agent.encode(final, previous[i : i + 1])
+                    b_next[t, i] = agent.critic(there)[0, 0]
+                s["returns"] += reward
+                finished += s["returns"][done].tolist()
+                s["returns"][done] = 0
+            s["obs"], s["mask"], s["previous"] = obs, mask, previous
+            after = agent.encode(torch.as_tensor(obs, device=device), previous)
+            b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], agent.critic(after).squeeze(1))
+            # Values are relative to the mean reward: small, and 0 at an episode's end is right.
+            s["center"] += (b_reward.mean().item() - s["center"]) * max(
+                0.02, 1 / (s["iteration"] + 1)
+            )
             advantage, running = torch.zeros(shape, device=device), torch.zeros(n, device=device)
             for t in reversed(range(args.num_steps)):
-                delta = b_reward[t] + args.gamma * b_next[t] - b_value[t]
+                delta = b_reward[t] - s["center"] + args.gamma * b_next[t] - b_value[t]
                 running = delta + args.gamma * args.gae_lambda * (1 - b_done[t]) * running
                 advantage[t] = running
-        step += size
+            goals, alone = advantage + b_value, advantage.std().item()
+            if args.replicas > 1:  # less the mean of the others
+                group = advantage.view(args.num_steps, -1, args.replicas)
+                others = (group.sum(2, keepdim=True) - group) / (args.replicas - 1)
+                advantage = (group - others).view(shape)
+        s["iteration"] += 1
+        step = s["iteration"] * size
         flat = [x.reshape(size, *x.shape[2:]) for x in
-                (b_obs, b_mask, b_action, b_logp, advantage, advantage + b_value)]  # fmt: skip
+                (b_obs, b_previous, b_mask, b_action, b_logp, advantage, goals)]  # fmt: skip
         for _ in range(args.update_epochs):
-            for index in torch.randperm(size, device=device).chunk(args.num_minibatches):
-                x, legal, action, old, adv, goal = (f[index] for f in flat)
-                heads, value = agent(x, legal)
-                log_ratio = log_prob(heads, action) - old
+            for index in torch.randperm(size).chunk(args.num_minibatches):
+                x, before, legal, action, old, adv, goal = (f[index] for f in flat)
+                new, entropy, value = agent(x, before, legal, action)
+                log_ratio = new - old
                 ratio = log_ratio.exp()
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
                 clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
                 value_loss = 0.5 * (value - goal).square().mean()
-                entropy = entropies(heads).mean(0)
+                entropy = entropy.mean(0)
                 bonus = args.ent_coef * left * entropy.sum()
                 loss = policy_loss + args.vf_coef * value_loss - bonus
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
-        sps = step / (time.perf_counter() - begin)
+        agent.observe(flat[0])
+        sps = (s["iteration"] - first) * size / (time.perf_counter() - begin)
         metrics = {
-            "global_step": step, "charts/SPS": sps, "losses/policy_loss": policy_loss.item(),
-            "losses/value_loss": value_loss.item(), "losses/entropy": entropy.sum().item(),
+            "global_step": step, "charts/SPS": sps, "charts/reward": b_reward.mean().item(),
+            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.sum().item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
+            "losses/advantage_std": alone, "charts/entropy_keep": entropy[0].item(),
+            "losses/advantage_std_less_others": advantage.std().item(),
         }  # fmt: skip
-        metrics |= {f"charts/entropy_{k}": e for k, e in enumerate(entropy.tolist())}
+        metrics |= {f"charts/entropy_{k}": e for k, e in enumerate(entropy[1:].tolist())}
         if finished:
             metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
-        if step // args.eval_every > evaluated or iteration + 1 == updates:
-            evaluated = step // args.eval_every
-            result, shares = evaluate(agent, args)
-            metrics |= {"eval/score": result}
-            metrics |= {f"eval/commonest_share_{k}": share for k, share in enumerate(shares)}
-            bar.console.print(f"step {step}: mean reward {result:.4f}")
+        if step // args.eval_every > s["evaluated"] or s["iteration"] == updates:
+            s["evaluated"] = step // args.eval_every
+            result = evaluate(agent, args)
+            metrics |= {f"eval/{key}": value for key, value in result.items()}
+            bar.console.print(f"step {step}: mean reward {result['score']:.4f}")
             if args.save_model:
                 save_policy(agent, args, run / "last.safetensors")
-                if result > best:
+                if result["score"] > s["best"]:
                     save_policy(agent, args, run / "best.safetensors")
-            best = max(best, result)
-        log.write(json.dumps(metrics) + "\n")
+            s["best"] = max(s["best"], result["score"])
+        log.write((json.dumps(metrics) + "\n").encode())
         log.flush()
         if args.track:
             wandb.log(metrics, step=step)
+        every = args.checkpoint_every
+        if every and step // every > (step - size) // every:
+            s["log_size"] = log.tell()
+            snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
+                     optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),
+                     rng=torch.get_rng_state())  # fmt: skip
         bar.update(task, advance=1, description=f"ppo_serverless {sps:.0f} SPS")
     bar.stop()
     log.close()
