@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
 
-AGENTS = ("sac_han", "ppo", "ppo_serverless", "ppo_placement", "mappo_placement")
+AGENTS = ("sac_han", "ppo_han", "ppo", "ppo_serverless", "ppo_placement", "mappo_placement")
 SHIPPED = Path(__file__).resolve().parent / "checkpoints"
 
 
@@ -110,7 +110,10 @@ class PlacementPolicy(CheckpointPolicy):
 
 
 class GraphPolicy(CheckpointPolicy):
-    """A checkpoint of ``sac_han``; with a graph encoder it takes other capacities and fleets."""
+    """A checkpoint of ``sac_han`` or ``ppo_han``.
+
+    With a graph encoder it takes other capacities and fleets.
+    """
 
     experts: int = 0
     single: Any = None
@@ -143,6 +146,8 @@ class GraphPolicy(CheckpointPolicy):
         return self.net.rows(observation)
 
     def _log_policy(self, rows: Any, mask: Any) -> Any:
+        if self.agent == "ppo_han":
+            return self.net(rows, mask)[0]
         return self.net.log_policy(self.net.encode(rows), mask)
 
 
@@ -160,7 +165,7 @@ def load_policy(
 
     Returns:
         A greedy policy; its name follows from what was trained (``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, ``ppo``, ``ppo_serverless``).
+        ``baseline_rl_dsa``, ``ppo_han``, ``ppo``, ``ppo_serverless``).
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.
@@ -190,6 +195,8 @@ def load_policy(
         return _load_ppo_serverless(file, meta, weights)
     if kind in ("ppo_placement", "mappo_placement"):
         return _load_placement(file, meta, weights, system)
+    if kind == "ppo_han":
+        return _load_ppo_han(file, meta, weights, system)
     return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
 
 
@@ -221,7 +228,27 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
         name = "baseline_rl_dsa"
     policy = GraphPolicy(name, "graph", file, "sac_han", args, net.eval())
     policy.experts = system.num_experts
-    if net.graph:
+    if net.graph and args.encoder == "han":
+        policy.single = SingleDecision(net)
+    return policy
+
+
+def _load_ppo_han(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
+    from servegym.agents import han, ppo_han
+    from servegym.agents.common import env_kwargs
+    from servegym.agents.single import SingleDecision
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    args = _arguments(ppo_han.Args, meta["args"])
+    if system is None:
+        system = RoutingSystem.from_kwargs(**env_kwargs(args))
+    net = ppo_han.Agent(han.Layout(**json.loads(meta["layout"])), args, system)
+    weights.pop("law", None)  # that of the system at hand
+    net.load_state_dict(weights, strict=net.law is None)
+    name = f"ppo_{args.encoder}"
+    policy = GraphPolicy(name, "graph", file, "ppo_han", args, net.eval())
+    policy.experts = system.num_experts
+    if args.encoder == "han":
         policy.single = SingleDecision(net)
     return policy
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.latency import LatencyModel
 
 HEADS, WIDTH = 4, 64
@@ -43,7 +44,7 @@ def impact(
         tanh(3 (l / L - 1)), negative in time.
     """
     limit = obs["latency_requirement"][:, :, None]
-    found = model.estimate(obs)
+    found = model.estimate(with_mean_scores(obs, model.system))
     slots = np.stack([found.without, found.with_new], -1)
     distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
     kept = found.with_new <= limit
@@ -72,6 +73,10 @@ class Layout:
         n, r, w = self.experts, self.running, self.waiting
         expert, request = self.widths
         return (2, expert * n, request * n * r, request * n * w, n * r, n * w)
+
+    def expert(self, rows: Tensor) -> Tensor:
+        """The experts' features (B, N, widths[0]) in a batch of rows."""
+        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
 
     def rows(
         self, obs: Mapping[str, NDArray[Any]], model: LatencyModel | None = None
@@ -107,6 +112,22 @@ class Layout:
         parts += [requests("waiting", slice(self.running, None))]
         parts += [obs[f"{k}_mask"].reshape(batch, -1) for k in ("running", "waiting")]
         return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+
+
+def prior(expert: Any, running: int) -> Any:
+    """What `PricedGreedy` thinks of sending the request to each expert, in scores; (B, N).
+
+    The new request's score if it is kept within L, less the scores it pushes over L and the price
+    of the time it takes, which rises with the fourth power of the load; a drop is worth 0.
+
+    Args:
+        expert: Expert features (B, N, 10) with `impact`, a tensor or an array.
+        running: Running slots of an expert.
+    """
+    load = 3 * (expert[..., 1] + expert[..., 2]) / running
+    load = (load + load.mean(-1)[..., None]) / 2
+    kept, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
+    return kept - lost - load**4 * work
 
 
 def held_score(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
@@ -228,24 +249,59 @@ class HAN(nn.Module):
         return x["arrived"], x["expert"].view(len(rows), -1, WIDTH)
 
 
-class Head(nn.Module):
-    """One value per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n]."""
+class Sets(nn.Module):
+    """In the HAN's place: one small network over every expert and the sums of its queue.
 
-    def __init__(self, actions: int, per_expert: bool) -> None:
+    An expert's input is its features, the arrived request's, and mean and maximum of those of the
+    requests it holds; the request's embedding is that of the mean over the experts.
+    """
+
+    def __init__(self, layout: Layout, law: int) -> None:
+        super().__init__()
+        self.layout = layout
+        expert, request = layout.widths
+        self.each = nn.Sequential(
+            nn.Linear(2 + expert + law + 2 * request, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+        )  # fmt: skip
+        self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+    def forward(self, rows: Tensor, law: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Embed a batch of flat rows."""
+        batch, n = len(rows), self.layout.experts
+        arrived, expert, running, waiting, mr, mw = rows.split(self.layout.sizes, -1)
+        wide = self.layout.widths[1]
+        held = torch.cat([x.view(batch, n, -1, wide) for x in (running, waiting)], 2)
+        mask = torch.cat([x.view(batch, n, -1) for x in (mr, mw)], 2)
+        mean = held.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
+        top = held.masked_fill(mask[..., None] == 0, -2.0).amax(2)
+        parts = [arrived[:, None].expand(batch, n, 2), expert.view(batch, n, -1), mean, top]
+        if law is not None:
+            parts.append(law.expand(batch, *law.shape))
+        experts = self.each(torch.cat(parts, -1))
+        return self.all(experts.mean(1)), experts
+
+
+class Head(nn.Module):
+    """One value per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n].
+
+    A critic's head may know `extra` inputs besides, which it reads with the request.
+    """
+
+    def __init__(self, actions: int, per_expert: bool, extra: int = 0) -> None:
         super().__init__()
         self.per_expert = per_expert
-        outputs = 2 if per_expert else actions
-        self.request = nn.Sequential(
-            nn.Linear(WIDTH * (1 + per_expert), WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs)
-        )
+        outputs, inputs = 2 if per_expert else actions, WIDTH * (1 + per_expert) + extra
+        self.request = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs))
         if per_expert:
             self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.out = nn.Linear(WIDTH, 1)
 
-    def forward(self, request: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, request: Tensor, experts: Tensor, *extra: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
         if not self.per_expert:
-            return self.request(request)
-        drop, common = self.request(torch.cat([request, experts.mean(1)], -1)).split(1, -1)
+            return self.request(torch.cat([request, *extra], -1))
+        known = torch.cat([request, experts.mean(1), *extra], -1)
+        drop, common = self.request(known).split(1, -1)
         hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
         return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common

@@ -5,8 +5,8 @@ the requests they hold (Eq. 6-12); each graph is encoded by two layers of PyG's 
 computed per graph and without padding; actor and twin critics read the embeddings.
 ``python agents/sac_han.py --help`` lists the options; ``--state expert --reward completed_qos`` is
 the paper's Baseline RL, ``--state han --reward completed_qos`` its Baseline RL + DSA. By default
-a heuristic helps to fill the buffer and the actor imitates it at first; ``--warmup-greedy 0
---kickstart 0`` trains without it.
+actor and critics start at the heuristic `priced_greedy` and learn what to add to it (residual
+policy learning, Silver et al. 2018); ``--prior 0`` trains from nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import make_envs, snapshot, write_checkpoint
-from servegym.agents.han import HAN, WIDTH, Head, Layout, held_score, scale_laws
-from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
+from servegym.agents.common import Foresight, make_envs, snapshot, write_checkpoint
+from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 
@@ -49,7 +48,7 @@ class Args:
     """fleet of the experts"""
     latency_requirement_s: float = 0.030
     """latency requirement L, seconds per token"""
-    rate_low: float = 6.0
+    rate_low: float = 4.0
     """lowest mean arrival rate, requests/s; each training episode draws its own"""
     rate_high: float = 11.0
     """highest mean arrival rate, requests/s"""
@@ -65,23 +64,23 @@ class Args:
     """put each expert's profiled estimator (Eq. 13/14) on its node: tells idle experts apart"""
     impact: bool = True
     """add what the action impact estimator predicts to the experts' and requests' features"""
+    prior: float = 0.02
+    """temperature, in scores, of the heuristic that the networks start from; 0: no such start"""
+    encoder: Literal["han", "sets"] = "han"
+    """of the graph: the HAN, or a small network over every expert and its queue's sums"""
+    foresight: bool = True
+    """let the critics, in training, see the arrivals to come: see `Foresight`"""
     total_timesteps: int = 300_000
     """environment steps (decisions) over all environments"""
-    num_envs: int = 96
+    num_envs: int = 128
     """parallel environments"""
     buffer_size: int = 200_000
     """transitions kept for replay"""
-    learning_starts: int = 32_000
+    learning_starts: int = 8_000
     """steps taken by the warm-up policy before the first update"""
     warmup_random: float = 0.2
     """share of uniform legal actions in the warm-up"""
-    warmup_greedy: float = 0.5
-    """share of environments warmed up by priced_greedy; the others fill experts up to some load"""
-    kickstart: float = 0.5
-    """weight of imitating priced_greedy in the actor's loss at first; 0 trains without a teacher"""
-    kickstart_share: float = 0.3
-    """share of the training over which that weight falls to a tenth, where it stays"""
-    updates_per_step: int = 4
+    updates_per_step: int = 1
     """gradient updates after each step of all environments"""
     batch_size: int = 128
     """transitions per update"""
@@ -89,19 +88,23 @@ class Args:
     """discount per decision"""
     holding_cost: bool = True
     """paid_forward only: charge (1 - gamma) x predicted score in flight, see `held_score`"""
-    n_step: int = 16
+    n_step: int = 8
     """rewards summed before bootstrapping"""
     tau: float = 0.02
     """step of the target network towards the online one, per update"""
-    average: float = 0.005
+    average: float = 0.01
     """step of the averaged network, which is evaluated and saved, after each round of updates"""
     lr: float = 1e-3
-    """learning rate of the encoder, the critics and the actor"""
+    """learning rate of the encoder and the critics"""
+    actor_lr: float = 3e-4
+    """learning rate of the actor"""
+    critic_warmup: float = 0.15
+    """share of the training, from its start, in which the critics alone learn"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to a tenth"""
-    autotune: bool = True
+    autotune: bool = False
     """learn the temperature"""
-    alpha: float = 0.01
+    alpha: float = 0.02
     """the temperature, or its first value with autotune"""
     target_entropy_scale: float = 0.25
     """entropy target of a state as a share of log(number of legal actions)"""
@@ -113,7 +116,7 @@ class Args:
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 8
     """episodes per rate and evaluation"""
-    eval_rates: tuple[float, ...] = (8.0, 10.0)
+    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
     eval_requests: int = 500
     """requests per evaluation episode"""
@@ -149,43 +152,69 @@ class Agent(nn.Module):
             laws = torch.as_tensor(scale_laws(system.estimator))
         self.register_buffer("law", laws)
         self.model = LatencyModel(system) if layout.impact and system is not None else None
+        kind = Sets if args.encoder == "sets" else HAN
+        self.temperature = args.prior if layout.impact and args.head == "expert" else 0.0
         self.encoder: nn.Module = (
-            HAN(layout, 0 if laws is None else laws.shape[1])
+            kind(layout, 0 if laws is None else laws.shape[1])
             if self.graph
             else nn.Sequential(nn.Linear(3 * layout.experts, WIDTH), nn.ReLU(),
                                nn.Linear(WIDTH, WIDTH), nn.ReLU())
         )  # fmt: skip
-        heads = [Head(layout.experts + 1, self.graph and args.head == "expert") for _ in range(3)]
+        extra = Foresight.WIDTH * args.foresight
+        heads = [
+            Head(layout.experts + 1, self.graph and args.head == "expert", width)
+            for width in (0, extra, extra)
+        ]
         self.actor, self.q1, self.q2 = heads
+        if self.temperature:
+            with torch.no_grad():
+                for head in heads:
+                    for last in (head.out, head.request[2]):
+                        last.weight.mul_(0.1)
+                        last.bias.zero_()
 
     def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
         """Flat rows of a batch of observations."""
         return self.layout.rows(obs, self.model)
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings of the arrived request (B, 64) and of the experts (B, N, 64)."""
+    def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Embeddings of the request (B, 64) and the experts (B, N, 64); what to start from."""
         if self.graph:
-            return self.encoder(rows, self.law)
+            h = self.encoder(rows, self.law)
+            if self.temperature:  # a drop is worth 0
+                start = prior(self.layout.expert(rows), self.layout.running)
+                h = (*h, F.pad(start, (1, 0)))
+            return h
         experts = rows[:, 2 : 2 + 6 * self.layout.experts].reshape(len(rows), -1, 6)[..., :3]
         h = self.encoder(experts.flatten(1))
         return h, h[:, None]
 
-    def log_policy(self, h: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+    def log_policy(self, h: tuple[Tensor, ...], mask: Tensor) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
-        return self.actor(*h).masked_fill(mask == 0, -1e8).log_softmax(-1)
+        logits = self.actor(*h[:2])
+        if self.temperature:
+            logits = logits + h[2] / self.temperature
+        return logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
+
+    def values(self, h: tuple[Tensor, ...], inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Both critics' values of every action (B, N+1); inputs (B, Foresight.WIDTH or 0)."""
+        start = h[2] if self.temperature else 0.0
+        return self.q1(*h[:2], inputs) + start, self.q2(*h[:2], inputs) + start
 
 
 class ReplayBuffer:
     """Time-major ring of transitions; rows of scaled features in float16, both action masks."""
 
-    def __init__(self, size: int, num_envs: int, columns: int, actions: int) -> None:
+    def __init__(
+        self, size: int, num_envs: int, columns: int, actions: int, inputs: int = 0
+    ) -> None:
         self.length, self.envs, self.count = max(size // num_envs, 2), num_envs, 0
-        row, legal = (columns, np.float16), (actions, np.int8)
+        row, legal, extra = (columns, np.float16), (actions, np.int8), (inputs, np.float16)
         kinds = {"obs": row, "next_obs": row, "mask": legal, "next_mask": legal}
+        kinds |= {"inputs": extra, "next_inputs": extra}
         shape = (self.length, num_envs)
         self.data = {k: np.zeros((*shape, width), kind) for k, (width, kind) in kinds.items()}
-        flat = {"action": np.int64, "advice": np.int64}
-        flat |= {"reward": np.float32, "terminated": bool, "done": bool}
+        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "done": bool}
         self.data |= {k: np.zeros(shape, kind) for k, kind in flat.items()}
 
     def add(self, **step: NDArray[Any]) -> None:
@@ -214,8 +243,10 @@ class ReplayBuffer:
             discount = np.where(alive, discount * gamma, discount).astype(np.float32)
             alive &= np.logical_not(d["done"][at, env])
         first, last = start % self.length, last % self.length
-        batch = {k: d[k][first, env] for k in ("obs", "mask", "action", "advice")}
-        batch |= {k: d[k][last, env] for k in ("next_obs", "next_mask", "terminated")}
+        batch = {k: d[k][first, env] for k in ("obs", "mask", "inputs", "action")}
+        batch |= {
+            k: d[k][last, env] for k in ("next_obs", "next_mask", "next_inputs", "terminated")
+        }
         return batch | {"return": total, "discount": discount}
 
 
@@ -239,30 +270,31 @@ def follow(copy: Agent, agent: Agent, tau: float) -> None:
 
 def update(
     agent: Agent, target: Agent, log_alpha: Tensor, optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Tensor], args: Args, kickstart: float = 0.0,
+    batch: Mapping[str, Tensor], args: Args, act: bool = True,
 ) -> dict[str, Tensor]:  # fmt: skip
     """One gradient step on critics, encoder, actor and temperature; the target follows by tau."""
     alpha = log_alpha.exp().item()
     with torch.no_grad():
         h = target.encode(batch["next_obs"])
         log_pi = target.log_policy(h, batch["next_mask"])
-        goal = critic_target(batch, log_pi, target.q1(*h), target.q2(*h), alpha, args)
+        goal = critic_target(batch, log_pi, *target.values(h, batch["next_inputs"]), alpha, args)
     h = agent.encode(batch["obs"])
-    q1, q2 = agent.q1(*h), agent.q2(*h)
+    q1, q2 = agent.values(h, batch["inputs"])
     chosen = batch["action"][:, None]
     q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), goal) for q in (q1, q2))
 
-    log_pi = agent.log_policy((h[0].detach(), h[1].detach()), batch["mask"])
+    log_pi = agent.log_policy(tuple(x.detach() for x in h), batch["mask"])
     q = ((q1 + q2) / 2 if args.average_q else torch.minimum(q1, q2)).detach()
     actor_loss = (log_pi.exp() * (alpha * log_pi - q)).sum(-1).mean()
-    if kickstart:  # without it some runs overload the experts at once and never get out
-        actor_loss = actor_loss - kickstart * log_pi.gather(1, batch["advice"][:, None]).mean()
     entropy = -(log_pi.exp() * log_pi).sum(-1).detach()
     wanted = args.target_entropy_scale * batch["mask"].sum(-1).float().log()
     alpha_loss = (log_alpha.exp() * (entropy - wanted)).mean() if args.autotune else 0.0
 
     optimizer.zero_grad()
-    (q1_loss + q2_loss + actor_loss + alpha_loss).backward()
+    loss = q1_loss + q2_loss
+    if act:
+        loss = loss + actor_loss + alpha_loss
+    loss.backward()
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
     follow(target, agent, args.tau)
@@ -323,14 +355,18 @@ def train(args: Args) -> Path:
     experts, running = space["running_mask"].sample().shape
     waiting = space["waiting_mask"].sample().shape[1]
     layout = Layout(experts, running, waiting, impact=args.impact and args.state == "han")
-    teacher = PricedGreedy(system)
     agent = Agent(layout, args, system).to(device)
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
     log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
-    groups = [{"params": list(agent.parameters()), "lr": args.lr},
+    slow = list(agent.actor.parameters())
+    fast = [p for part in (agent.encoder, agent.q1, agent.q2) for p in part.parameters()]
+    groups = [{"params": fast, "lr": args.lr}, {"params": slow, "lr": args.actor_lr},
               {"params": [log_alpha], "lr": 1e-3}]  # fmt: skip
     optimizer = torch.optim.Adam(groups, fused=True)
-    buffer = ReplayBuffer(args.buffer_size, args.num_envs, sum(layout.sizes), layout.experts + 1)
+    extra = Foresight.WIDTH * args.foresight
+    buffer = ReplayBuffer(
+        args.buffer_size, args.num_envs, sum(layout.sizes), layout.experts + 1, extra
+    )
 
     obs, info = envs.reset(seed=args.seed)
     s: dict[str, Any] = {  # everything else that a resumed run needs
@@ -363,6 +399,8 @@ def train(args: Args) -> Path:
         if args.track:
             wandb.log(metrics, step=s["step"])
 
+    foresight = Foresight(envs) if args.foresight else None
+    inputs = foresight() if foresight else np.zeros((args.num_envs, 0), np.float32)
     begin, first = time.perf_counter(), s["step"]
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     task = bar.add_task("sac_han", total=args.total_timesteps, completed=first)
@@ -371,27 +409,21 @@ def train(args: Args) -> Path:
     while s["step"] < args.total_timesteps:
         obs, mask = s["obs"], s["mask"]
         rows = agent.rows(obs)
-        left = 1 - s["step"] / max(args.kickstart_share * args.total_timesteps, 1)
-        kick = args.kickstart * max(left, 0.1)
         warm_up = s["step"] < args.learning_starts
-        advice = np.zeros(args.num_envs, np.int64)
-        if kick or warm_up:
-            advice = teacher.act(obs, mask)
+        score = rng.random(mask.shape)
         if warm_up:
-            # A heuristic, or the least loaded expert below a cap that differs between environments.
+            # The least loaded expert below a cap that differs between environments.
             held = obs["experts"][..., 1:].sum(-1)
             cap = 1 + np.arange(args.num_envs)[:, None] % (layout.running + layout.waiting)
             calm = rng.random((args.num_envs, 1)) >= args.warmup_random
-            score = rng.random(mask.shape)
             score -= calm * np.concatenate([cap - 0.5, held], -1)
-            taught = np.arange(args.num_envs) < args.warmup_greedy * args.num_envs
-            told = advice[:, None] == np.arange(mask.shape[1])
-            score += 100 * calm * taught[:, None] * told
-        else:
+        if not warm_up or agent.temperature:  # in half the environments where it starts well
             with torch.no_grad():
                 h = agent.encode(torch.as_tensor(rows, device=device).float())
-                score = agent.log_policy(h, torch.as_tensor(mask, device=device)).cpu().numpy()
-            score = score + rng.gumbel(size=score.shape)
+                own = agent.log_policy(h, torch.as_tensor(mask, device=device)).cpu().numpy()
+            own = own + rng.gumbel(size=own.shape)
+            own_turn = np.arange(args.num_envs) >= args.num_envs // 2 * warm_up
+            score = np.where(own_turn[:, None], own, score)
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
         done, after, next_mask = terminated | truncated, obs, info["action_mask"]
@@ -403,12 +435,15 @@ def train(args: Args) -> Path:
                 next_mask[i] = info["final_info"]["action_mask"][i]
             if terminated.any():
                 s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
-        earned = reward
+        before, earned = inputs, reward
+        if foresight is not None:
+            inputs = foresight()
         if args.reward == "paid_forward" and args.holding_cost:
             earned = reward - (1 - args.gamma) * held_score(after)
         buffer.add(
             obs=rows, mask=mask, action=action, reward=earned, terminated=terminated, done=done,
-            next_obs=agent.rows(after), next_mask=next_mask, advice=advice,
+            next_obs=agent.rows(after), next_mask=next_mask,
+            inputs=before, next_inputs=inputs,
         )  # fmt: skip
         s["obs"], s["mask"] = obs, info["action_mask"]
         s["step"] += args.num_envs
@@ -420,12 +455,14 @@ def train(args: Args) -> Path:
 
         if s["step"] >= args.learning_starts and buffer.count >= args.n_step:
             left = 1 - 0.9 * s["step"] / args.total_timesteps
-            optimizer.param_groups[0]["lr"] = args.lr * (left if args.anneal_lr else 1.0)
+            act = s["step"] >= args.critic_warmup * args.total_timesteps
+            for group, lr in zip(optimizer.param_groups, (args.lr, args.actor_lr), strict=False):
+                group["lr"] = lr * (left if args.anneal_lr else 1.0)
             for _ in range(args.updates_per_step):
                 sample = buffer.sample(args.batch_size, args.n_step, args.gamma, s["center"], rng)
                 batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
-                batch["obs"], batch["next_obs"] = batch["obs"].float(), batch["next_obs"].float()
-                losses = update(agent, target, log_alpha, optimizer, batch, args, kick)
+                batch |= {k: batch[k].float() for k in ("obs", "next_obs", "inputs", "next_inputs")}
+                losses = update(agent, target, log_alpha, optimizer, batch, args, act)
             follow(averaged, agent, args.average)
 
         def crossed(every: int) -> bool:

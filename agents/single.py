@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents.han import HEADS, WIDTH, Layout
+from servegym.agents.han import HEADS, WIDTH, Layout, prior
 
 Floats = NDArray[np.float32]
 
@@ -103,15 +103,16 @@ def _sigmoid(x: Any) -> Any:
 
 
 class SingleDecision:
-    """The logits of one observation, from the weights of a ``sac_han`` agent with a graph."""
+    """The logits of one observation, from the weights of an agent over the graph."""
 
     def __init__(self, net: Any) -> None:
         """Copy the weights.
 
         Args:
-            net: The `servegym.agents.sac_han.Agent`; its state is the graph.
+            net: An agent of ``sac_han`` or ``ppo_han``; its state is the graph.
         """
         encoder, actor = net.encoder, net.actor
+        self.temperature: float = net.temperature
         self.first, self.second = _Layer(encoder.first), _Layer(encoder.second)
         self.law = None if net.law is None else _array(net.law)
         self.hidden, self.out = _Linear(actor.request[0]), _Linear(actor.request[2])
@@ -150,4 +151,7 @@ class SingleDecision:
         both = np.concatenate([h, experts.mean(0, keepdims=True)], -1)
         drop, common = self.out(np.maximum(self.hidden(both), 0))[0]
         hidden = np.maximum(self.by_request(h) + self.by_expert(experts), 0)
-        return np.concatenate([[drop], self.value(hidden)[:, 0]]).astype(np.float32) + common
+        logits = np.concatenate([[drop], self.value(hidden)[:, 0]]).astype(np.float32) + common
+        if self.temperature:
+            logits[1:] += prior(expert[None, :, :wide], layout.running)[0] / self.temperature
+        return logits

@@ -140,13 +140,13 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
             print(f"{run.name} is not finished and left out")
             continue
         policy = load_policy(path)
-        if policy.agent != "sac_han":
+        if policy.agent not in ("sac_han", "ppo_han"):
             continue
         args = policy.args
         group, variant = told.get("group", "other"), told.get("variant", policy.name)
         label = {
             "paper": variant,
-            "general": "sac_han (general)",
+            "general": f"{'sac_han' if variant == 'residual' else variant} (general)",
             "other": f"{policy.name} ({run.name})",
         }.get(group, f"{group}: {variant}")
         rates = (float(args.rate_low), float(args.rate_high))
@@ -160,7 +160,7 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
                 rates,
                 int(args.seed),
                 int(getattr(policy, "experts", 0)),
-                args.state == "han" and args.head == "expert",
+                policy.agent == "ppo_han" or (args.state == "han" and args.head == "expert"),
             )
         )
     return found

@@ -43,7 +43,10 @@ def _print_claims(rows: Sequence[dict[str, Any]], paper: str) -> list[str]:
     lines = []
     for point in dict.fromkeys(row["point"] for row in rows):
         own = [row for row in rows if row["point"] == point]
-        lines += [f"{point}: {line}" for line in claim(own, "sac_han", "baseline_rl", paper)]
+        for kind in ("", " (general)"):
+            names = f"sac_han{kind}", f"baseline_rl{kind}"
+            if not kind or {row["policy"] for row in own} >= set(names):
+                lines += [f"{point}: {line}" for line in claim(own, *names, paper)]
     print("\n".join(lines))
     return lines
 

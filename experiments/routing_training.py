@@ -7,9 +7,10 @@ after being killed too. A finished run leaves ``result.json`` there and one row 
 
 The paper's three learners are trained from their own reward alone: SAC-HAN (``sac_han``) with the
 QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
-Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them has a
-teacher (``--kickstart 0 --warmup-greedy 0``). ``general`` is this package's default: paid_forward,
-a range of rates, and a heuristic to imitate at first.
+Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts
+at a heuristic or lets its critics see what is to come (``--prior 0 --foresight False``). The group
+``general`` has one policy for all rates: ``residual`` is this package's default, ``baseline_rl``
+the paper's baseline on the same budget.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ POINTS: dict[str, dict[str, Any]] = {
 }
 """Fleet and arrival rates of training and of the evaluations on the validation split."""
 
-NO_TEACHER = {"kickstart": 0.0, "warmup_greedy": 0.0}
+FROM_NOTHING = {"prior": 0.0, "foresight": False}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "general": {"reward": "paid_forward"},
-    "sac_han": {"state": "han", "reward": "qos_aware", **NO_TEACHER},
-    "baseline_rl": {"state": "expert", "reward": "completed_qos", **NO_TEACHER},
-    "baseline_rl_dsa": {"state": "han", "reward": "completed_qos", **NO_TEACHER},
+    "sac_han": {"state": "han", "reward": "qos_aware", **FROM_NOTHING},
+    "baseline_rl": {"state": "expert", "reward": "completed_qos", **FROM_NOTHING},
+    "baseline_rl_dsa": {"state": "han", "reward": "completed_qos", **FROM_NOTHING},
 }
 """Arguments of the agent by variant."""
 
@@ -92,7 +93,8 @@ PREDICTORS = {
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "full": {},
-    "no_teacher": NO_TEACHER,
+    "no_prior": {"prior": 0.0},
+    "no_foresight": {"foresight": False},
     "no_impact": {"impact": False},
     "no_law": {"law": False},
     "arrived_head": {"head": "arrived"},
@@ -160,7 +162,8 @@ def _paper(point: str, seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
-        yield _run("general", "sac_han", "general", "het4-11", seed)
+        yield _run("general", "residual", "general", "het4-11", seed, steps=SHORT_STEPS)
+        yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed, steps=SHORT_STEPS)
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
@@ -180,9 +183,9 @@ def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 
 RUNS: tuple[TrainingRun, ...] = (
-    *_general((1, 2)),
+    *_general((1, 2, 3)),
     *_paper("het8", (1, 2, 3)),
-    *_general((3, 4, 5)),
+    *_general((4, 5)),
     *_paper("linear5", (1, 2, 3)),
     *_short((1,)),
     *_paper("het8", (4, 5)),
@@ -277,7 +280,7 @@ def summary(run: TrainingRun, folder: Path) -> dict[str, Any]:
         "rate_high": settings["rate_high"],
         "state": settings.get("state", "han"),
         "reward": settings["reward"],
-        "teacher": settings.get("kickstart") != 0.0,
+        "prior": settings.get("prior") != 0.0,
         "val_qos": round(best["eval/avg_qos"], 5),
         "val_qos_step": best["global_step"],
         "val_qos_last": round(evaluations[-1]["eval/avg_qos"], 5),
@@ -440,16 +443,16 @@ def print_runs(selected: Sequence[TrainingRun], runs: Path) -> None:
         if state == "finished":
             qos = f"{json.loads((runs / run.name / RESULT).read_text())['val_qos']:.4f}"
         settings = run.settings
-        teacher = "no" if settings.get("kickstart") == 0.0 else "yes"
+        start = "nothing" if settings.get("prior") == 0.0 else "priced_greedy"
         extra = " ".join(settings.get("set", ()))
         body.append([f"{number:2d} {run.name}", f"{run.steps:,}", settings["profiles"],
-                     settings.get("state", "han"), settings["reward"], teacher, extra, state,
+                     settings.get("state", "han"), settings["reward"], start, extra, state,
                      qos])  # fmt: skip
     print_table(
         f"{len(body)} trainings in {runs}",
-        ["run", "steps", "fleet", "state", "reward", "teacher", "environment", "", "val QoS"],
+        ["run", "steps", "fleet", "state", "reward", "starts at", "environment", "", "val QoS"],
         body,
-        ["teacher: imitates priced_greedy at first; the paper's learners do not."],
+        ["the paper's learners start at nothing, the others at a heuristic and learn what to add."],
     )
 
 

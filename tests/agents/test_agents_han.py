@@ -8,6 +8,7 @@ tyro = pytest.importorskip("tyro")
 
 from servegym.agents import han as networks  # noqa: E402
 from servegym.agents import sac_han  # noqa: E402
+from servegym.agents.common import Foresight  # noqa: E402
 from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
@@ -120,8 +121,9 @@ def test_permuting_experts_permutes_logits_and_values(impact, random_obs):
         h = agent.encode(torch.from_numpy(agent.rows(obs)).float())
         g = other.encode(torch.from_numpy(other.rows(permuted(obs, order))).float())
         one, two = agent.log_policy(h, mask), other.log_policy(g, moved)
+        inputs = torch.rand(3, Foresight.WIDTH)
         assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
-        for a, b in ((one, two), (agent.q1(*h), other.q1(*g))):
+        for a, b in ((one, two), (agent.values(h, inputs)[0], other.values(g, inputs)[0])):
             torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(a[:, 0], b[:, 0], atol=1e-5, rtol=1e-5)
 

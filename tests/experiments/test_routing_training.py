@@ -36,8 +36,8 @@ TINY = {
     "batch_size": 8,
     "buffer_size": 400,
     "updates_per_step": 1,
-    "kickstart": 0.0,
-    "warmup_greedy": 0.0,
+    "prior": 0.0,
+    "foresight": False,
     "set": ("num_experts=3", "episode_requests=30"),
 }
 
@@ -49,22 +49,23 @@ def tiny(steps=800, seed=1):
 def test_the_list_has_what_the_tables_need_the_most_useful_first():
     names = [run.name for run in queue.RUNS]
     assert len(set(names)) == len(names)
-    assert [run.group for run in queue.RUNS[:2]] == ["general", "general"]
+    assert [run.variant for run in queue.RUNS[:2]] == ["residual", "baseline_rl"]
     count = Counter((run.group, run.variant, run.point) for run in queue.RUNS)
     for point in ("het8", "linear5"):
         for variant in ("sac_han", "baseline_rl", "baseline_rl_dsa"):
             assert count["paper", variant, point] == 5
-    assert count["general", "sac_han", "het4-11"] == 5
+    for variant in ("residual", "baseline_rl"):
+        assert count["general", variant, "het4-11"] == 5
     first = [run for run in queue.RUNS if run.group == "paper" and run.point == "het8"]
     assert [run.seed for run in first[:9]] == [1] * 3 + [2] * 3 + [3] * 3
 
 
-def test_the_papers_learners_have_no_teacher_and_its_rewards():
+def test_the_papers_learners_start_at_nothing_and_have_its_rewards():
     rewards = {"sac_han": "qos_aware", "baseline_rl": "completed_qos"}
     rewards["baseline_rl_dsa"] = "completed_qos"
     for run in queue.RUNS:
         if run.group == "paper":
-            assert run.settings["kickstart"] == run.settings["warmup_greedy"] == 0
+            assert run.settings["prior"] == run.settings["foresight"] == 0
             assert run.settings["reward"] == rewards[run.variant]
             assert run.settings["state"] == ("expert" if run.variant == "baseline_rl" else "han")
             assert run.steps == 1_000_000
@@ -83,7 +84,7 @@ def test_every_command_is_one_that_the_agent_takes(tmp_path):
 
 
 def test_select():
-    assert [run.seed for run in queue.select(["general"])] == [1, 2, 3, 4, 5]
+    assert [run.seed for run in queue.select(["general_residual"])] == [1, 2, 3, 4, 5]
     assert len(queue.select([])) == len(queue.RUNS)
     with pytest.raises(ValueError, match="only is 'genral'.*did you mean"):
         queue.select(["genral"])
@@ -97,7 +98,7 @@ def test_trains_writes_its_row_and_does_nothing_twice(tmp_path, monkeypatch):
     rows = {row["run"]: row for row in csv.DictReader(table.open())}
     assert set(rows) == {"elsewhere", tiny().name}  # rows of other machines stay
     row = rows[tiny().name]
-    assert row["steps"] == "800" and row["teacher"] == "False"
+    assert row["steps"] == "800" and row["prior"] == "False"
     log = [json.loads(line) for line in (runs / tiny().name / "metrics.jsonl").open()]
     best = max(line["eval/avg_qos"] for line in log if "eval/avg_qos" in line)
     assert float(row["val_qos"]) == pytest.approx(best, abs=1e-5)
@@ -187,5 +188,5 @@ def test_bad_arguments(tmp_path):
 def test_the_list_is_printed(tmp_path, capsys):
     assert queue.main(["--list", "--only", "general", "--runs", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "general_sac_han_het4-11_s5" in printed and "paid_forward" in printed
+    assert "general_residual_het4-11_s5" in printed and "paid_forward" in printed
     assert os.listdir(tmp_path) == []
