@@ -7,9 +7,11 @@ prompts, each request cold and no cold start billed. The optimum knows the token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +25,24 @@ from servegym.baselines.serverless.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.figure_run import errors, legend, pyplot, tidy
+from servegym.experiments.figure_run import (
+    FigureOptions,
+    command_line,
+    errors,
+    figure_parser,
+    legend,
+    pyplot,
+    run_chosen,
+    tidy,
+)
 from servegym.experiments.output import print_table
 from servegym.experiments.serverless_common import (
     N_IN,
     N_OUT,
+    OUT,
     TPOT_S,
     TREM_S,
     TTFT_S,
-    Options,
     recorded_request,
     with_interval,
 )
@@ -40,13 +51,16 @@ __all__ = [
     "AT_B",
     "COLOURS",
     "GPUS",
+    "Options",
     "Setting",
     "few",
     "gap_lines",
+    "main_of",
     "measure",
     "pick",
     "plot_lines",
     "predictions",
+    "read_rows",
     "rows_of",
     "show",
     "sweep",
@@ -207,8 +221,50 @@ def rows_of(
     return rows
 
 
-def sweep(options: Options, settings: Iterable[Setting], **given: Any) -> list[dict[str, Any]]:
-    """Rows of all points."""
+class Options(FigureOptions):
+    """The command line; ``episodes`` is the number of held-out prompts of a point.
+
+    Attributes:
+        redraw: Whether to take the numbers from the CSV files of an earlier run.
+    """
+
+    redraw: bool
+
+
+def main_of(
+    figures: Mapping[str, Callable[[Options], object]],
+    argv: Sequence[str] | None,
+    description: str | None,
+    module: str,
+    prompts: int,
+) -> int:
+    """Command line of a script with `Options`; see `serverless_common.run_figures`. Returns 0."""
+    parser = figure_parser(tuple(figures), description, module, prompts, OUT)
+    parser.add_argument("--redraw", action="store_true", help="take the numbers from the CSV files")
+    return run_chosen(figures, command_line(parser, argv, Options()))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a CSV file, numbers as numbers."""
+
+    def value(text: str) -> Any:
+        for kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                pass
+        return text
+
+    with path.open(newline="", encoding="utf-8") as stream:
+        return [{key: value(text) for key, text in row.items()} for row in csv.DictReader(stream)]
+
+
+def sweep(
+    options: Options, stem: str, settings: Iterable[Setting], **given: Any
+) -> list[dict[str, Any]]:
+    """Rows of all points, measured by `measure` or read from ``stem.csv``."""
+    if options.redraw:
+        return read_rows(options.out / f"{stem}.csv")
     rows = []
     for setting in settings:
         rows += rows_of(setting, measure(setting, options.episodes, **given))

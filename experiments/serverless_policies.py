@@ -10,7 +10,6 @@ every request run fewer episodes, ``--slow-episodes``. ``policies_episodes.csv``
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +18,17 @@ import numpy as np
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless.system import ServerlessSystem
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figure_run import command_line, figure_parser, pyplot, run_chosen, tidy
+from servegym.experiments.figure_run import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    pyplot,
+    run_chosen,
+    tidy,
+)
 from servegym.experiments.output import print_table, write_csv
 from servegym.experiments.serverless_common import MODELS, OUT, save, with_interval
-from servegym.experiments.serverless_common import Options as CommonOptions
+from servegym.experiments.serverless_methods import read_rows
 from servegym.experiments.stats import mean, paired_difference
 from servegym.hardware_profiles.script import run
 
@@ -43,7 +49,7 @@ KEYS = (
 ``bound``: reward that no policy exceeds, known of `lookahead` alone."""
 
 
-class Options(CommonOptions):
+class Options(FigureOptions):
     """The command line.
 
     Attributes:
@@ -124,25 +130,12 @@ def summarise(episodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _kept(options: Options) -> list[dict[str, Any]]:
-    path = options.out / "policies_episodes.csv"
-    if not options.resume or not path.exists():
-        return []
-    with path.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
-    text = ("model", "preset", "policy")
-    whole = ("seed", "requests")
-    return [
-        {k: v if k in text else int(v) if k in whole else float(v) for k, v in row.items()}
-        for row in rows
-    ]
-
-
 def policies(options: Options) -> None:
     """The table and its figure."""
     names = [info.name for info in list_policies("serverless_moe")]
     names = [name for name in names if name != "random"] + ["random"]
-    episodes = _kept(options)
+    path = options.out / "policies_episodes.csv"
+    episodes = read_rows(path) if options.resume and path.exists() else []
     for model in MODELS:
         for preset in PRESETS:
             for group, number in (
@@ -159,11 +152,11 @@ def policies(options: Options) -> None:
                     continue
                 episodes = [e for e in episodes if e not in done]
                 episodes += measure(group, model, preset, number, options.requests)
-                write_csv(options.out / "policies_episodes.csv", episodes)
+                write_csv(path, episodes)
                 print(f"{model}, {preset}: {', '.join(group)} done", flush=True)
     order = {name: k for k, name in enumerate(names)}
     episodes.sort(key=lambda e: (e["model"], e["preset"], order[e["policy"]], e["seed"]))
-    write_csv(options.out / "policies_episodes.csv", episodes)
+    write_csv(path, episodes)
     rows = summarise(episodes)
     lines = []
     for model in MODELS:

@@ -18,13 +18,15 @@ import numpy as np
 
 from servegym.baselines.serverless.remoe import READINGS
 from servegym.envs.serverless_moe.equations import DECODE_INVOCATIONS
-from servegym.experiments.serverless_common import MODELS, Options, run_figures, save
+from servegym.experiments.serverless_common import MODELS, save
 from servegym.experiments.serverless_methods import (
     COLOURS,
     GPUS,
+    Options,
     Setting,
     few,
     gap_lines,
+    main_of,
     pick,
     plot_lines,
     show,
@@ -62,6 +64,7 @@ def trem(options: Options) -> None:
     overheads = few(options, OVERHEADS_MS)
     rows = sweep(
         options,
+        "cost_trem",
         [
             Setting(model, gpu, trem_ms=ms, invocation=how)
             for model in MODELS
@@ -98,6 +101,7 @@ def prices(options: Options) -> None:
     """Cost over MIX against the price of GPU memory."""
     rows = sweep(
         options,
+        "cost_prices",
         [
             Setting(model, gpu, price_ratio=ratio)
             for model in MODELS
@@ -116,6 +120,7 @@ def slo(options: Options) -> None:
     limits = few(options, TPOT_LIMITS_MS)
     rows = sweep(
         options,
+        "cost_slo",
         [
             Setting(model, gpu, ttft_limit_s=8.0, tpot_limit_s=1e-3 * limit)
             for model in MODELS
@@ -145,6 +150,7 @@ def bandwidth(options: Options) -> None:
     """Cost over MIX against the network rate."""
     rows = sweep(
         options,
+        "cost_bandwidth",
         [
             Setting(model, gpu, bandwidth_mb_s=rate)
             for model in MODELS
@@ -177,7 +183,7 @@ FIGURES = {"trem": trem, "prices": prices, "slo": slo, "bandwidth": bandwidth}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; ``--figure`` names figures, all by default. Returns 0."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, 16)
+    return main_of(FIGURES, argv, __doc__, MODULE, 16)
 
 
 if __name__ == "__main__":
