@@ -66,7 +66,7 @@ def starts(
         replicas: (L,) of each remote function; matters only if the link is shared.
         shared: All weights go over one link.
     """
-    used = remote.any(axis=1)
+    used = np.asarray(remote.any(axis=1))
     plan = eq.Plan(remote, 0.0, np.zeros(len(used)), replicas, np.where(remote, 0, -1))
     cold = eq.Cold(True, np.where(used, replicas, 0))
     main, others = eq.cold_starts_s(system, plan, cold, shared)
@@ -246,12 +246,13 @@ def bill(options: Options) -> None:
         queries = held_out(activations, options.episodes)
         asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
         for c, billed in enumerate((False, True)):
-            how = {"bill_cold_start": billed}
-            mix = [deployment_cost("mix", system, r, **how).cost_usd for r in asked]
+            mix = [deployment_cost("mix", system, r, bill_cold_start=billed).cost_usd
+                   for r in asked]  # fmt: skip
             mine = []
             for b in ratios:
-                plans = [ratio_plan(system, _load(system, predicted[q]), b, **how) for q in queries]
-                found = [eq.evaluate_plan(system, r, p, **how)
+                plans = [ratio_plan(system, _load(system, predicted[q]), b, bill_cold_start=billed)
+                         for q in queries]  # fmt: skip
+                found = [eq.evaluate_plan(system, r, p, bill_cold_start=billed)
                          for r, p in zip(asked, plans, strict=True)]  # fmt: skip
                 cost = np.array([outcome.cost_usd for outcome in found])
                 start = np.array([outcome.cost_cold_usd for outcome in found])

@@ -108,9 +108,9 @@ def measure_on_one_processor(
 ) -> list[Array]:
     """`measure_expert` of some shapes in a process whose linear algebra has one thread."""
     # The library reads these when it is loaded, hence the process of its own.
-    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    before = {key: os.environ.get(key) for key in alone}
-    os.environ.update(alone)
+    variables = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"]
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update({key: "1" for key in variables})
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             jobs = [pool.submit(measure_expert, name, tokens, seconds) for name in names]

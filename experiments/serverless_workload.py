@@ -56,7 +56,7 @@ Array = NDArray[np.float64]
 
 def _fixed_plan(remote: NDArray[np.bool_], mb: float) -> eq.Plan:
     """Every function with the same memory, one replica a layer."""
-    used = remote.any(axis=1)
+    used = np.asarray(remote.any(axis=1))
     return eq.Plan(
         remote, mb, np.where(used, mb, 0.0), used.astype(np.int64), np.where(remote, 0, -1)
     )
