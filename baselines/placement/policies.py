@@ -368,7 +368,7 @@ class LatencyLocalSearch(PlacementPolicy):
         self,
         system: PlacementSystem,
         *,
-        steps: int = 500,
+        steps: int = 200,
         budget_calls: int | None = None,
         requests: int = 40,
         shift: float = 0.25,

@@ -173,7 +173,7 @@ def latency_local_search(
     gpu_server: ArrayLike,
     starts: Sequence[ArrayLike],
     *,
-    steps: int = 500,
+    steps: int = 200,
     budget_calls: int | None = None,
     seed: int = 0,
 ) -> Bools:

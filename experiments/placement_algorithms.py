@@ -1,0 +1,310 @@
+"""Every placement algorithm in every scenario: latency, gap to Eq. 2's optimum, moves, time.
+
+::
+
+    python -m servegym.experiments.placement_algorithms --figure edge_hetero summary
+
+A figure is a scenario; ``summary`` puts the scenarios whose results lie in the folder into one
+picture and one table. For each policy a row has
+
+* the mean latency of the evaluation episodes and what else `placement_common.measure` gives;
+* ``proxy_gap``: how far Eq. 2 of its plan is above the exact optimum, for the counts seen at the
+  start of the first episodes;
+* ``moved_share``: loads over all slots when every count is multiplied by a factor drawn from
+  1 +- 5 % (normal) and the policy plans again from its own plan, Eq. 4 left out;
+* ``plan_cpu_s``: CPU time of one plan, on one core.
+
+Policies that cache experts instead of placing them have no gap, moves or planning time.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.baselines.placement.optimum import proxy_optimum
+from servegym.baselines.placement.placement import proxy, server_view
+from servegym.baselines.placement.system import PlacementSystem as Description
+from servegym.baselines.registry import list_policies, make_policy
+from servegym.envs.expert_placement.config import Problem, build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.experiments.figure_run import FigureOptions, pyplot, save, tidy
+from servegym.experiments.output import print_table
+from servegym.experiments.placement_common import SEED, interval, measure, run_figures, setting
+
+__all__ = ["PROBE", "SCENARIOS", "main", "planning"]
+
+MODULE = "servegym.experiments.placement_algorithms"
+SCENARIOS = (
+    "edge_hetero", "edge_decode", "paper_testbed", "paper_testbed_multi", "drift", "scale_64",
+)  # fmt: skip
+EPISODES = 5
+# Decisions an episode: tasks rotate every three; 64 GPUs have 16 times the requests.
+EPOCHS = {"drift": 6, "scale_64": 2}
+LARGE_EPISODES, PLANNED_EPISODES = 3, 3
+NOISE = 0.05
+
+PROBE: dict[str, dict[str, float]] = {
+    "edge_hetero": {
+        "prism": 12.98, "proxy_optimum": 12.34, "whole_layer": 10.28, "latency_dp": 8.20,
+        "latency_local_search": 6.53,
+    },
+    "paper_testbed": {
+        "uniform": 23.0, "redundance": 11.9, "smartmoe": 22.1, "eplb_global": 9.3, "prism": 5.85,
+        "proxy_optimum": 5.42,
+    },
+    "scale_64": {"eplb_global": 7.96, "prism": 11.30, "proxy_optimum": 5.12},
+}  # fmt: skip
+"""Mean seconds of an earlier exploration with one seed, whose links were shaped at both ends."""
+
+
+def _names() -> list[str]:
+    return [info.name for info in list_policies("expert_placement")]
+
+
+def planning(problem: Problem, policy: str, episodes: int) -> dict[str, float]:
+    """Gap to Eq. 2's optimum, moves under noise and CPU time of a policy's plans.
+
+    Args:
+        problem: The scenario, with ``action_mode="placement"``.
+        policy: A registered name.
+        episodes: Episodes whose first observation is planned for, the evaluation's first ones.
+
+    Returns:
+        ``proxy_gap``, ``moved_share`` and ``plan_cpu_s`` with intervals over episodes; NaN for a
+        policy that plans nothing.
+    """
+    described = Description.from_problem(problem)
+    slots, home = described.slots, described.gpu_server
+    agent: Any = make_policy(policy, described, family="expert_placement")
+    gaps, moves, seconds = [], [], []
+    for seed in range(SEED, SEED + episodes):
+        system = PlacementSystem(problem)
+        system.begin(np.random.default_rng(seed))
+        counts = system.counts().astype(np.float64)
+        current = system.simulator.target() > 0
+        least = proxy(counts, server_view(proxy_optimum(counts, slots, home), home))
+        agent.reset(1, seed=seed)
+        first, spent = _plan(agent, counts, current, True)
+        rng = np.random.default_rng(seed)
+        noisy = counts * np.maximum(rng.normal(1.0, NOISE, counts.shape), 0.0)
+        again, more = (first, spent) if agent.static else _plan(agent, noisy, first, False)
+        gaps.append(proxy(counts, server_view(first, home)) / least - 1.0 if least else 0.0)
+        moves.append((again & ~first).sum() / slots.sum())
+        seconds.append((spent + more) / 2)
+    if math.isnan(seconds[0]) and dict(agent.env_kwargs).get("serving"):
+        gaps, moves = [math.nan] * episodes, [math.nan] * episodes
+    row = interval(gaps, "proxy_gap") | interval(moves, "moved_share")
+    return row | interval(seconds, "plan_cpu_s")
+
+
+def _plan(agent: Any, counts: Any, current: Any, first: bool) -> tuple[Any, float]:
+    """The plan (the present placement if there is none) and its CPU seconds."""
+    begin = time.process_time()
+    try:
+        found = agent.plan(0, counts, current, first)
+    except NotImplementedError:
+        return current, math.nan
+    spent = time.process_time() - begin
+    return (current if found is None else np.asarray(found) > 0), spent
+
+
+def scenario_rows(name: str, options: FigureOptions) -> tuple[list[dict[str, Any]], Problem]:
+    """One row a policy."""
+    kwargs: dict[str, Any] = {"scenario": name, "epochs": EPOCHS.get(name, 4)}
+    episodes = options.episodes
+    if name.startswith("scale_"):
+        episodes = min(episodes, LARGE_EPISODES)
+    if options.quick:
+        kwargs |= {"epochs": 2, "epoch_s": 60.0}
+    problem = build_problem(**kwargs, split="eval", action_mode="placement")
+    rows = []
+    for policy in _names():
+        found, _ = measure([policy], episodes, {"scenario": name}, **kwargs)
+        rows.append(found[0] | planning(problem, policy, min(episodes, PLANNED_EPISODES)))
+    return rows, problem
+
+
+def _scenario(name: str, options: FigureOptions) -> None:
+    rows, problem = scenario_rows(name, options)
+    save(
+        options, f"algorithms_{name}", rows, None, *_verdict(name, rows),
+        about={"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s},
+    )  # fmt: skip
+    _print(name, rows)
+
+
+def _cell(row: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -> str:
+    value = float(row[key])
+    return "-" if math.isnan(value) else format(scale * value, form)
+
+
+def _print(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    print_table(
+        f"Placement algorithms, {name}",
+        ["policy", "latency s", "95 %", "P99 s", "local calls %", "remote layer steps %",
+         "Eq. 2 gap %", "moved %", "plan ms"],
+        [
+            [
+                row["policy"],
+                _cell(row, "mean_latency_s", ".2f"),
+                f"{row['mean_latency_s_low']:.2f}-{row['mean_latency_s_high']:.2f}",
+                _cell(row, "p99_latency_s", ".1f"),
+                _cell(row, "local_call_ratio", ".1f", 100),
+                _cell(row, "remote_layer_ratio", ".1f", 100),
+                _cell(row, "proxy_gap", ".1f", 100),
+                _cell(row, "moved_share", ".1f", 100),
+                _cell(row, "plan_cpu_s", ".1f", 1e3),
+            ]
+            for row in sorted(rows, key=lambda row: row["mean_latency_s"])
+        ],
+        ["moved: slots that change when the counts change by 5 % (normal)"],
+    )  # fmt: skip
+
+
+def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the rows say of one scenario, in words."""
+    by = {row["policy"]: row for row in rows}
+    mean = {policy: float(row["mean_latency_s"]) for policy, row in by.items()}
+    placing = {p: x for p, x in mean.items() if not math.isnan(float(by[p]["proxy_gap"]))}
+    best = min(placing, key=lambda p: placing[p])
+    notes = [
+        f"{name}: of the placements {best} is fastest with {mean[best]:.2f} s "
+        f"[{by[best]['mean_latency_s_low']:.2f}, {by[best]['mean_latency_s_high']:.2f}], "
+        f"{100 * (1 - mean[best] / mean['prism']):.1f} % below prism ({mean['prism']:.2f} s); "
+        f"Eq. 2's optimum has {mean['proxy_optimum']:.2f} s, whole layers "
+        f"{mean['whole_layer']:.2f} s.",
+        f"{name}: caches without a network (moe_infinity) have {mean['moe_infinity']:.2f} s, with "
+        f"redirection {mean['moe_infinity_lb']:.2f} s.",
+    ]
+    earlier = PROBE.get(name)
+    if earlier:
+        told = ", ".join(f"{p} {mean[p]:.2f} ({x:.2f})" for p, x in earlier.items())
+        notes.append(f"{name}: seconds here and (in the exploration with one seed): {told}.")
+        pairs = [(a, b) for i, a in enumerate(earlier) for b in list(earlier)[i + 1 :]]
+        turned = [
+            f"{a} / {b}" for a, b in pairs if (earlier[a] < earlier[b]) != (mean[a] < mean[b])
+        ]
+        notes.append(
+            f"{name}: {len(pairs) - len(turned)} of {len(pairs)} of its orders are confirmed"
+            + (f"; turned round: {', '.join(turned)}." if turned else ".")
+        )
+    return notes
+
+
+def _read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Rows of every scenario whose results lie in the folder."""
+    found = {}
+    for name in SCENARIOS:
+        path = folder / f"algorithms_{name}.csv"
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as stream:
+                found[name] = [
+                    {k: v if k in ("scenario", "policy") else float(v or "nan")
+                     for k, v in row.items()}
+                    for row in csv.DictReader(stream)
+                ]  # fmt: skip
+    return found
+
+
+def _summary(options: FigureOptions) -> None:
+    results = _read(options.out)
+    if not results:
+        raise ValueError(f"out is {str(options.out)!r}; no scenario's results lie there yet")
+    plt = pyplot()
+    figure, axes = plt.subplots(2, 3, figsize=(13, 9.5), layout="constrained")
+    for axis in axes.flat[len(results) :]:
+        axis.axis("off")
+    table = []
+    for axis, (name, rows) in zip(axes.flat, results.items(), strict=False):
+        ordered = sorted(rows, key=lambda row: -row["mean_latency_s"])
+        value = np.array([row["mean_latency_s"] for row in ordered])
+        low = np.array([row["mean_latency_s_low"] for row in ordered])
+        high = np.array([row["mean_latency_s_high"] for row in ordered])
+        colours = [_colour(row) for row in ordered]
+        axis.barh(np.arange(len(ordered)), value, color=colours, height=0.7)
+        axis.errorbar(
+            value, np.arange(len(ordered)), xerr=np.maximum([value - low, high - value], 0.0),
+            fmt="none", ecolor="0.2", elinewidth=1, capsize=2,
+        )  # fmt: skip
+        for y, x in enumerate(high):
+            axis.text(1.04 * x, y, f"{value[y]:.1f}", va="center", fontsize=7, color="0.25")
+        axis.set_xscale("log")
+        axis.set_xlim(0.7 * low.min(), 1.7 * high.max())
+        axis.set_yticks(np.arange(len(ordered)), [row["policy"] for row in ordered], fontsize=8)
+        axis.set_xlabel("mean latency, s (log)")
+        axis.set_title(name, fontsize=10)
+        tidy(axis)
+        axis.grid(axis="y", visible=False)
+        table += rows
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in _KINDS.values()]
+    figure.legend(
+        handles, list(_KINDS), loc="outside lower center", ncols=len(_KINDS), frameon=False
+    )
+    notes = [note for name, rows in results.items() for note in _verdict(name, rows)]
+    save(options, "algorithms", table, figure, *notes, *_overall(results))
+    for name, rows in results.items():
+        _print(name, rows)
+
+
+_KINDS = {
+    "blind to activations": "0.6",
+    "balance loads": "tab:cyan",
+    "by Eq. 2": "tab:red",
+    "by estimated latency": "tab:purple",
+    "measured by the simulator": "tab:blue",
+    "caches, no placement": "tab:olive",
+}
+_KIND_OF = {
+    "smartmoe": "balance loads", "eplb": "balance loads", "eplb_global": "balance loads",
+    "prism": "by Eq. 2", "prism_printed": "by Eq. 2", "proxy_optimum": "by Eq. 2",
+    "latency_dp": "by estimated latency", "local_search": "by estimated latency",
+    "annealing": "by estimated latency", "latency_local_search": "measured by the simulator",
+    "moe_infinity": "caches, no placement", "moe_infinity_lb": "caches, no placement",
+}  # fmt: skip
+
+
+def _colour(row: Mapping[str, Any]) -> str:
+    return _KINDS[_KIND_OF.get(row["policy"], "blind to activations")]
+
+
+def _overall(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Notes over all scenarios: gaps, moves and times."""
+    rows = [row for of_scenario in results.values() for row in of_scenario]
+
+    def span(policy: str, key: str, scale: float, form: str) -> str:
+        values = [scale * row[key] for row in rows if row["policy"] == policy]
+        return f"{format(min(values), form)} to {format(max(values), form)}"
+
+    gaps = ", ".join(f"{p} {span(p, 'proxy_gap', 100, '.1f')} %" for p in
+                     ("prism", "prism_printed", "eplb_global", "whole_layer"))  # fmt: skip
+    moves = ", ".join(f"{p} {span(p, 'moved_share', 100, '.1f')} %" for p in
+                      ("smartmoe", "eplb_global", "prism", "proxy_optimum", "latency_dp",
+                       "local_search"))  # fmt: skip
+    cpu = ", ".join(f"{p} {span(p, 'plan_cpu_s', 1, '.3f')} s" for p in
+                    ("prism", "proxy_optimum", "latency_dp", "annealing",
+                     "latency_local_search"))  # fmt: skip
+    return [
+        f"Eq. 2 above its optimum, over the scenarios: {gaps}.",
+        f"slots moved under 5 % noise: {moves}.",
+        f"CPU time of a plan: {cpu}.",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the results that the command line names, see the module."""
+    figures: dict[str, Any] = {
+        name: lambda options, name=name: _scenario(name, options) for name in SCENARIOS
+    }
+    return run_figures(figures | {"summary": _summary}, argv, __doc__, MODULE, EPISODES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
