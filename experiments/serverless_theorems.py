@@ -4,7 +4,7 @@ Run it with::
 
     python -m servegym.experiments.serverless_theorems --out experiments/results/serverless
 
-It prints and writes ``theorems.csv``: the share of cases in which a bound of Sec. IV-C holds, with
+It prints and writes ``theorems``: the share of cases in which a bound of Sec. IV-C holds, with
 95 % bootstrap intervals over trials or prompts. A bound that is claimed with probability 95 %
 should be met in 0.95 of them.
 
@@ -20,9 +20,7 @@ the mean of all training prompts. The conformal bound is calibrated on the val s
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,13 +36,17 @@ from servegym.baselines.serverless.bounds import (
 from servegym.baselines.serverless.prediction import make_predictor
 from servegym.baselines.serverless.selection import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
-from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.figure_run import errors, pyplot, tidy
+from servegym.experiments.output import print_table
+from servegym.experiments.serverless_common import Options, run_figures, save, verdict
 from servegym.experiments.stats import mean, stratified_bootstrap
 from servegym.hardware_profiles.script import run
 
 __all__ = ["main", "recorded_conformal", "recorded_corollary", "recorded_theorem", "uniform"]
 
+MODULE = "servegym.experiments.serverless_theorems"
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
+CLAIMED = 0.95
 TOKENS = (16, 64, 200)
 RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0)
 TRIALS = 400
@@ -234,26 +236,85 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line: check the bounds, print the table and write it.
+def _told(row: dict[str, Any]) -> str:
+    return f"{row['holds']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
-    Args:
-        argv: The command line; ``sys.argv`` by default.
 
-    Returns:
-        0.
-    """
-    parser = argparse.ArgumentParser(description="How often the bounds on expert load hold.")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("experiments", "results", "serverless"),
-        help="folder for the table (default: experiments/results/serverless)",
-    )
-    parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
-    options = parser.parse_args(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the table says of both statements on recorded routing, all tokens of a prompt."""
+    lines = []
+    recorded = [row for row in rows if row["source"] == "recorded" and row["n"] == "all"]
+    for model in dict.fromkeys(row["model"] for row in recorded):
+        mine = [row for row in recorded if row["model"] == model]
+        forms = {r["form"]: r for r in mine if r["statement"] == "theorem 1"}
+        lines.append(
+            verdict(
+                "Theorem 1 holds with probability 95 %",
+                forms["printed"]["holds"] >= CLAIMED,
+                f"{model}: as printed for {_told(forms['printed'])} of (prompt, layer, expert), "
+                f"with the constant and the mean corrected for {_told(forms['corrected'])}: "
+                "experts are not used alike, which no constant mends",
+            )
+        )
+        sets = [r for r in mine if r["statement"] == "corollary 1" and r["ranking"] != "own counts"]
+        least = {form: min((r for r in sets if r["form"] == form), key=lambda r: r["holds"])
+                 for form in ("printed", "corrected")}  # fmt: skip
+        lines.append(
+            verdict(
+                "Corollary 1 holds with probability 95 %",
+                least["printed"]["holds"] >= CLAIMED,
+                f"{model}: least over b and the ways of predicting the ranking, for the least used "
+                f"experts: as printed {_told(least['printed'])} of (prompt, layer), corrected "
+                f"{_told(least['corrected'])}",
+            )
+        )
+        lines += [
+            f"{model}: conformal bound, {r['form']}, {r['ranking']}: {_told(r)} of experts, in "
+            f"{r['holds_for_all_experts']:.3f} of layers all experts at once"
+            for r in mine
+            if r["statement"] == "conformal"
+        ]
+    return lines
 
+
+def picture(rows: Sequence[dict[str, Any]]) -> Any:
+    """Shares against tokens (Theorem 1) and against b (Corollary 1), as a matplotlib figure."""
+    sets = [r for r in rows if r["statement"] == "corollary 1" and r["source"] == "recorded"]
+    models = list(dict.fromkeys(r["model"] for r in sets))
+    wide = 1 + len(models)
+    figure, axes = pyplot().subplots(1, wide, figsize=(4.4 * wide, 4), layout="constrained")
+    styles = {"printed": ":", "corrected": "-"}
+
+    def draw(axis: Any, part: list[dict[str, Any]], x: str, colour: str, label: str) -> None:
+        for form, linestyle in styles.items():
+            mine = [r for r in part if r["form"] == form]
+            value, bars = errors(
+                [r | {"holds_low": r["low"], "holds_high": r["high"]} for r in mine], "holds"
+            )
+            axis.errorbar([r[x] for r in mine], value, bars, marker="o", ms=3, color=colour,
+                          linestyle=linestyle, label=f"{label}, {form}")  # fmt: skip
+
+    drawn = [r for r in rows if r["statement"] == "theorem 1" and r["n"] != "all"]
+    for c, key in enumerate(dict.fromkeys((r["source"], r["model"]) for r in drawn)):
+        part = [r for r in drawn if (r["source"], r["model"]) == key]
+        draw(axes[0], part, "n", f"C{c}", " ".join(key))
+    axes[0].set(xlabel="tokens", ylabel="share of experts within the bound", ylim=(0, 1.02))
+    axes[0].set_title("Theorem 1", fontsize=10)
+    for axis, model in zip(axes[1:], models, strict=True):
+        mine = [r for r in sets if r["model"] == model]
+        for c, ranking in enumerate(dict.fromkeys(r["ranking"] for r in mine)):
+            draw(axis, [r for r in mine if r["ranking"] == ranking], "b", f"C{c}", ranking)
+        axis.set(xlabel="remote ratio b", ylabel="share of layers within the bound", ylim=(0, 1.02))
+        axis.set_title(f"Corollary 1, recorded {model}", fontsize=10)
+    for axis in axes:
+        axis.axhline(CLAIMED, color="grey", linewidth=1)
+        axis.legend(fontsize=7)
+        tidy(axis)
+    return figure
+
+
+def theorems(options: Options) -> None:
+    """Check the bounds, print the table and save it."""
     rows: list[dict[str, Any]] = []
     for name in MODELS:
         model = load_model(name)
@@ -285,8 +346,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ],
         ["all experts: share of layers whose every expert stays within the bound."],
     )
-    write_csv(options.out / "theorems.csv", rows)
-    return 0
+    save(options, "theorems", rows, picture(rows), *verdicts(rows))
+
+
+FIGURES = {"theorems": theorems}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
+    return run_figures(FIGURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

@@ -40,3 +40,21 @@ def test_the_command_writes_every_statement(tmp_path, monkeypatch, capsys):
         assert 0 <= float(row["low"]) <= float(row["holds"]) <= float(row["high"]) <= 1
     whole = [row for row in of(rows, "corollary 1", "corrected") if row["b"] == "1.0"]
     assert whole and all(float(row["largest_ratio"]) == pytest.approx(1.0) for row in whole)
+    told = (tmp_path / "theorems.txt").read_text()
+    assert "Theorem 1 holds with probability 95 %" in told and "not to quote" in told
+    assert (tmp_path / "theorems.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_verdict_follows_the_table(monkeypatch):
+    monkeypatch.setattr(serverless_theorems, "TOKENS", (4,))
+    toy = make_toy_activations(prompts=60)
+    rows = [
+        *serverless_theorems.recorded_theorem(toy),
+        *serverless_theorems.recorded_corollary(toy),
+    ]
+    for row in rows:
+        row |= {"holds": 0.96, "low": 0.9, "high": 1.0}
+    assert all(line.startswith("agrees") for line in serverless_theorems.verdicts(rows))
+    for row in rows:
+        row["holds"] = 0.94 if row["form"] == "printed" else 0.96
+    assert all(line.startswith("disagrees") for line in serverless_theorems.verdicts(rows))
