@@ -179,14 +179,15 @@ def fig11(options: Options) -> None:
         axis.set_xticks(at, [r["method"] for r in bars], rotation=45, ha="right", fontsize=8)
         axis.set_ylabel("start, s")
         axis.set_title(name, fontsize=10)
-        for link, linestyle, word in (("own", "-", "a link each"), ("shared", ":", "one link")):
+        for link, linestyle in (("own", "-"), ("shared", ":")):
             line = [r for r in mine if (r["setting"], r["link"]) == ("default", link)
                     and r["method"].startswith("b =")]  # fmt: skip
             axes[3].plot([r["b"] for r in line], [100 * (r["over_mix"] - 1) for r in line],
-                         color=f"C{m}", linestyle=linestyle, label=f"{name}, {word}")  # fmt: skip
+                         color=f"C{m}", linestyle=linestyle,
+                         label=name if link == "own" else None)  # fmt: skip
     axes[3].axhspan(-PAPER[1], -PAPER[0], color="grey", alpha=0.3, label="paper: -47 to -57 %")
-    axes[3].set(xlabel="remote ratio b", ylabel="cold start against MIX, %", ylim=(-150, 8))
-    axes[3].set_title("one replica a layer", fontsize=10)
+    axes[3].set(xlabel="remote ratio b", ylabel="cold start against MIX, %", ylim=(-100, 8))
+    axes[3].set_title("a link each (solid), one link (dotted)", fontsize=10)
     axes[3].legend(fontsize=7, loc="lower left")
     for axis in axes:
         tidy(axis)
@@ -204,7 +205,7 @@ def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
     def words(setting: str, link: str) -> str:
         methods = (*READINGS, *(f"b = {b:g}" for b in EXPECTED))
-        return ", ".join(f"{m} {-off(setting, link, m):+.0f} %" for m in methods)
+        return ", ".join(f"{m} {-round(off(setting, link, m)):+d} %" for m in methods)
 
     best = max(off("default", "own", reading) for reading in READINGS)
     notes = [
