@@ -80,7 +80,7 @@ class Args:
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
-    target_kl: float = 0.1
+    target_kl: float = 0.5
     """the passes of an update end when the policy has moved so far"""
     std: tuple[float, float] = (0.6, 0.3)
     """standard deviation of heights and slopes at first and at last, linear in between"""
