@@ -106,15 +106,17 @@ class BasePolicy:
 
 
 class CallablePolicy(BasePolicy):
-    """A policy around ``fn(observation, action_mask) -> actions (B,)``."""
+    """A policy around ``fn(observation, action_mask) -> actions``; see `registry.from_callable`."""
 
     def __init__(
         self,
-        fn: Callable[[Observation, NDArray[Any]], Any],
+        fn: Callable[[Observation, Any], Any],
         name: str,
         *,
+        batched: bool = True,
         clairvoyant: bool = False,
         env_view: str = "graph",
+        env_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn must be callable as fn(observation, action_mask), got {fn!r}")
@@ -122,23 +124,46 @@ class CallablePolicy(BasePolicy):
             raise ValueError(f"env_view must be 'graph', 'flat' or 'experts', got {env_view!r}")
         self._fn = fn
         self.name = name
+        self.batched = batched
         self.clairvoyant = clairvoyant
         self.env_view = env_view
+        self.env_kwargs = dict(env_kwargs)
 
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
-        """Call the function and check the shape and range of what it returns."""
+    def act(self, observation: Observation, action_mask: Any) -> Any:
+        """Call the function; whole numbers, one a row, are checked against the mask's width."""
+        if self.batched:
+            chosen = self._fn(observation, action_mask)
+        else:
+            chosen = _stacked([self._fn(*_row(observation, action_mask, row))
+                               for row in range(self.num_envs)])  # fmt: skip
+        if isinstance(chosen, Mapping) or action_mask is None:
+            return chosen
+        chosen = np.asarray(chosen)
         batch, actions = action_mask.shape
-        chosen = np.asarray(self._fn(observation, action_mask))
-        if chosen.shape != (batch,) or not np.issubdtype(chosen.dtype, np.integer):
+        if chosen.shape[:1] != (batch,) or not np.issubdtype(chosen.dtype, np.integer):
             raise ValueError(
                 f"policy {self.name!r} must return integers of shape ({batch},), "
                 f"got {chosen.dtype} of shape {chosen.shape}"
             )
-        if ((chosen < 0) | (chosen >= actions)).any():
+        if chosen.ndim == 1 and ((chosen < 0) | (chosen >= actions)).any():
             raise ValueError(
                 f"policy {self.name!r} must return actions in 0..{actions - 1}, "
                 f"got {chosen.min()}..{chosen.max()}"
             )
         return chosen.astype(np.int64)
+
+
+def _row(observation: Any, action_mask: Any, row: int) -> tuple[Any, Any]:
+    """One row of a batch of observations and masks."""
+    if isinstance(observation, Mapping):
+        observation = {key: part[row] for key, part in observation.items()}
+    else:
+        observation = observation[row]
+    return observation, None if action_mask is None else action_mask[row]
+
+
+def _stacked(actions: list[Any]) -> Any:
+    """Actions of single rows as a batch, part by part where they are dicts."""
+    if isinstance(actions[0], Mapping):
+        return {key: np.stack([np.asarray(a[key]) for a in actions]) for key in actions[0]}
+    return np.stack([np.asarray(action) for action in actions])

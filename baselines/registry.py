@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable
+import os
+import runpy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from servegym.baselines.protocol import CallablePolicy, Observation, Policy
+from servegym.baselines.protocol import BasePolicy, CallablePolicy, Observation, Policy
 
 FAMILIES = {
     "llm_routing": "servegym.baselines.llm_routing",
@@ -126,12 +129,58 @@ def from_callable(
     fn: Callable[[Observation, Any], Any],
     name: str = "callable",
     *,
+    batched: bool = True,
     clairvoyant: bool = False,
     env_view: str = "graph",
+    env_kwargs: Mapping[str, Any] | None = None,
 ) -> Policy:
-    """Wrap ``fn(observation, action_mask) -> actions (B,)`` as a stateless policy.
+    """Wrap ``fn(observation, action_mask) -> actions`` as a stateless policy.
+
+    Args:
+        fn: Gets arrays with a leading axis of B and returns B actions; without ``batched`` it gets
+            one decision's arrays and returns one action.
+        name: Name in tables.
+        batched: Whether ``fn`` takes a batch.
+        clairvoyant: Whether it uses what a controller cannot know.
+        env_view: Observation that it reads: ``"graph"`` (the Dict id), ``"flat"`` or ``"experts"``.
+        env_kwargs: Environment arguments that it asks for, as in ``{"action_mode": "placement"}``.
 
     Raises:
         ValueError: If ``fn`` is not callable or ``env_view`` is unknown.
     """
-    return CallablePolicy(fn, name, clairvoyant=clairvoyant, env_view=env_view)
+    return CallablePolicy(
+        fn,
+        name,
+        batched=batched,
+        clairvoyant=clairvoyant,
+        env_view=env_view,
+        env_kwargs=env_kwargs or {},
+    )
+
+
+def policy_from_file(path: str | os.PathLike[str], system: Any) -> Policy:
+    """The policy that a Python file defines.
+
+    The file has ``Policy``, a class that is made from the system's description (see `BasePolicy`),
+    or ``act(observation, action_mask)``, which gets one decision and returns one action. The file
+    is run: load only files that you trust.
+
+    Args:
+        path: A ``.py`` file.
+        system: Description of the system, as for `make_policy`.
+
+    Raises:
+        ValueError: If the file has neither.
+    """
+    file = Path(path)
+    found = runpy.run_path(str(file))
+    if "Policy" in found:
+        policy = found["Policy"](system)
+        if policy.name == BasePolicy.name:
+            policy.name = file.stem
+        return policy
+    if "act" in found:
+        return from_callable(found["act"], file.stem, batched=False)
+    raise ValueError(
+        f"{str(file)!r} defines neither act(observation, action_mask) nor a class Policy"
+    )

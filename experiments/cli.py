@@ -409,6 +409,15 @@ def sweep(
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
 @_clear_errors
+def leaderboard(context: typer.Context) -> None:
+    """Print the standard evaluation of all policies, complete it, or put yours beside them."""
+    from servegym.experiments import leaderboard as board
+
+    raise typer.Exit(board.main(context.args))
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+@_clear_errors
 def bench(context: typer.Context) -> None:
     """Measure speed and memory against yardsticks of the same run."""
     from servegym.experiments import bench_routing

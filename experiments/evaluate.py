@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.checkpoint import shipped
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import list_policies, make_policy
+from servegym.baselines.registry import list_policies, make_policy, policy_from_file
 from servegym.experiments.families import Family, family_of
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
@@ -100,6 +100,9 @@ def resolve(
     trained = shipped(family)
     file = trained.get(name, Path(name))
     if file.exists():
+        if file.suffix == ".py":
+            loaded = policy_from_file(file, system)
+            return Resolved(loaded.name, loaded)
         from servegym.agents import load_policy
 
         loaded = load_policy(file, system)
@@ -108,7 +111,7 @@ def resolve(
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(
-        f"policy is {name!r}, which is neither a checkpoint's path nor one of "
+        f"policy is {name!r}, which is neither the path of a checkpoint or .py file nor one of "
         f"{', '.join(names)}{hint}"
     )
 

@@ -1,0 +1,179 @@
+"""The standard evaluation, policies from files, and the presubmit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.baselines.registry import from_callable, list_policies, policy_from_file
+from servegym.experiments import leaderboard
+from servegym.experiments.evaluate import evaluate
+from servegym.experiments.leaderboard import POINTS, Point, main, read_board, standing
+
+SMALL = Point("small", "servegym/LLMRouting-v0", {"rate": 8.0, "episode_requests": 40}, 3, {})
+
+ROUTER = """
+import numpy as np
+
+def act(observation, action_mask):
+    load = observation["experts"][:, 1:].sum(axis=1)
+    return 1 + int(np.argmin(load))
+"""
+
+STATEFUL = """
+import numpy as np
+from servegym.baselines.protocol import BasePolicy
+
+class Policy(BasePolicy):
+    name = "turns"
+
+    def __init__(self, system):
+        self.experts = system.num_experts
+
+    def episode_start(self, mask):
+        self.turn = np.zeros(len(mask), int) if not hasattr(self, "turn") else self.turn
+        if len(self.turn) != len(mask):
+            self.turn = np.zeros(len(mask), int)
+        self.turn[mask] = 0
+
+    def act(self, observation, action_mask):
+        self.turn = self.turn % self.experts + 1
+        return self.turn.copy()
+"""
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(leaderboard, "POINTS", (SMALL,))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ROUTER)
+    return tmp_path
+
+
+def test_every_point_is_a_family_with_policies() -> None:
+    for point in POINTS:
+        names = leaderboard.policies_for(point)
+        assert "random" in names and len(names) == len(set(names))
+        assert set(leaderboard.policies_for(point, quick=True)) == set(names) - set(
+            leaderboard.SLOW
+        )
+    assert {p.env_id for p in POINTS} == {
+        "servegym/LLMRouting-v0",
+        "servegym/ServerlessMoE-v0",
+        "servegym/ExpertPlacement-v0",
+    }
+    known = {i.name for f in ("llm_routing", "serverless_moe", "expert_placement")
+             for i in list_policies(f)}  # fmt: skip
+    assert set(leaderboard.SLOW) <= known
+
+
+def test_a_row_is_what_the_evaluator_says(small: Path) -> None:
+    row = leaderboard.measure(SMALL, "greedy_qos")
+    rows = evaluate(SMALL.env_id, ["greedy_qos"], 3, env_kwargs=SMALL.env_kwargs)
+    scores = sorted(r["avg_qos"] for r in rows)
+    assert row["value"] == pytest.approx(np.mean(scores), abs=1e-6)  # IQM of three keeps all
+    assert row["low"] <= row["value"] <= row["high"]
+    assert row["kind"] == "baseline" and row["episodes"] == 3
+    assert leaderboard.measure(SMALL, "rollout", quick=False)["kind"] == "clairvoyant"
+
+
+def test_rows_are_kept_completed_and_renewed(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    measured = []
+    real = leaderboard.measure
+    monkeypatch.setattr(leaderboard, "measure", lambda *a: measured.append(str(a[1])) or real(*a))
+    out = ["--out", "board.csv"]
+    assert main(["--policy", "random", "greedy_qos", *out]) == 0
+    assert main(["--policy", "random", "mine.py", *out]) == 0
+    assert measured == ["random", "greedy_qos", "mine.py"]
+    rows = read_board(small / "board.csv")
+    assert [row["policy"] for row in rows] == ["random", "greedy_qos", "mine"]
+    assert [row["kind"] for row in rows] == ["baseline", "baseline", "guest"]
+    main(["--policy", "random", "--again", *out])
+    assert measured[3:] == ["random"]
+    again = {row["policy"]: row["value"] for row in read_board(small / "board.csv")}
+    assert again == {row["policy"]: row["value"] for row in rows}
+    capsys.readouterr()
+    assert main(out) == 0 and "guest" in capsys.readouterr().out
+
+
+def test_the_best_comes_first_and_undefined_last() -> None:
+    rows = [{"point": "small", "policy": str(v), "value": v} for v in (0.2, float("nan"), 0.7)]
+    assert [r["policy"] for r in standing(rows, SMALL)] == ["0.7", "0.2", "nan"]
+    late = SMALL._replace(env_id="servegym/ExpertPlacement-v0")
+    assert [r["policy"] for r in standing(rows, late)] == ["0.2", "0.7", "nan"]
+
+
+def test_the_page_has_the_same_numbers(small: Path) -> None:
+    (small / "docs").mkdir()
+    assert main(["--policy", "random"]) == 0
+    (row,) = read_board(small / "experiments" / "results" / "leaderboard.csv")
+    page = (small / "docs" / "leaderboard.md").read_text()
+    assert f"| random | baseline | {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" in page
+
+
+def test_a_presubmit_tells_a_good_router_from_a_bad_one(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
+    quick = ["--quick", "--at-least", "least_outstanding", "--policy"]
+    assert main([*quick, "mine.py"]) == 0
+    (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
+    assert main([*quick, "bad.py"]) == 1
+    assert "is below least_outstanding" in capsys.readouterr().out
+    assert not (small / "experiments").exists()
+
+
+def test_names_are_checked_before_anything_runs(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaderboard, "evaluate", lambda *a, **k: pytest.fail("something ran"))
+    with pytest.raises(ValueError, match="Did you mean 'small'"):
+        main(["--point", "smal", "--run"])
+    with pytest.raises(ValueError, match="did you mean 'random'"):
+        main(["--policy", "random", "rando"])
+    with pytest.raises(ValueError, match="at-least needs --policy"):
+        main(["--at-least", "random", "--quick"])
+    monkeypatch.setattr(leaderboard, "KEPT", small / "nowhere.csv")
+    with pytest.raises(ValueError, match="there are no results"):
+        main(["--out", "none.csv"])
+
+
+def test_policies_from_files(small: Path) -> None:
+    (small / "turns.py").write_text(STATEFUL)
+    ours = evaluate(SMALL.env_id, [str(small / "turns.py")], 3, env_kwargs=SMALL.env_kwargs)
+    theirs = evaluate(SMALL.env_id, ["round_robin"], 3, env_kwargs=SMALL.env_kwargs)
+    assert [r["avg_qos"] for r in ours] == [r["avg_qos"] for r in theirs]
+    assert ours[0]["policy"] == "turns"
+    (small / "empty.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="neither act"):
+        policy_from_file(small / "empty.py", None)
+
+
+def test_a_function_of_one_decision_serves_every_family() -> None:
+    def plan(observation, mask):  # the whole layer_budget evenly, never migrating
+        assert observation["counts"].ndim == 3 and mask is None
+        return {"migrate": 0, "plan": np.ones(observation["counts"].shape[:2], np.float32)}
+
+    policy = from_callable(plan, "still", batched=False)
+    rows = evaluate(
+        "servegym/ExpertPlacement-v0", [policy], 2, env_kwargs={"model": "toy", "epochs": 1}
+    )
+    assert all(row["migrations"] == 0 for row in rows)
+
+    def serve(observation, mask):
+        assert observation["activations"].ndim == 2 and mask.ndim == 1
+        return np.zeros(5, int)
+
+    rows = evaluate(
+        "servegym/ServerlessMoE-v0",
+        [from_callable(serve, "mix", batched=False)],
+        2,
+        env_kwargs={"model": "toy", "episode_requests": 10},
+    )
+    mix = evaluate(
+        "servegym/ServerlessMoE-v0", ["mix"], 2,
+        env_kwargs={"model": "toy", "episode_requests": 10},
+    )  # fmt: skip
+    assert [r["mean_reward"] for r in rows] == [r["mean_reward"] for r in mix]
