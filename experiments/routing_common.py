@@ -119,13 +119,13 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
     ``best.safetensors``.
 
     Args:
-        folder: Folder of the runs; None finds none.
+        folder: Folder of the runs; None: the checkpoints that come with the package.
 
     Raises:
         ValueError: If the folder does not exist.
     """
     if folder is None:
-        return []
+        return shipped_runs()
     if not folder.is_dir():
         raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
     from servegym.agents import load_policy
@@ -142,28 +142,33 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
         policy = load_policy(path)
         if policy.agent not in ("sac_han", "ppo_han"):
             continue
-        args = policy.args
         group, variant = told.get("group", "other"), told.get("variant", policy.name)
         label = {
             "paper": variant,
             "general": f"{'sac_han' if variant == 'residual' else variant} (general)",
             "other": f"{policy.name} ({run.name})",
         }.get(group, f"{group}: {variant}")
-        rates = (float(args.rate_low), float(args.rate_high))
-        found.append(
-            TrainedRun(
-                label,
-                path,
-                group,
-                variant,
-                args.profiles,
-                rates,
-                int(args.seed),
-                int(getattr(policy, "experts", 0)),
-                policy.agent == "ppo_han" or (args.state == "han" and args.head == "expert"),
-            )
-        )
+        found.append(_trained(label, path, group, variant, policy))
     return found
+
+
+def shipped_runs() -> list[TrainedRun]:
+    """The checkpoints that come with the package; they serve every fleet that they can."""
+    from servegym.agents import load_policy
+    from servegym.agents.checkpoint import shipped
+
+    return [
+        _trained(f"{name} (shipped)", path, "shipped", name, load_policy(path))
+        for name, path in shipped("llm_routing").items()
+    ]
+
+
+def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> TrainedRun:
+    args = policy.args
+    rates = (float(args.rate_low), float(args.rate_high))
+    any_experts = policy.agent == "ppo_han" or (args.state == "han" and args.head == "expert")
+    return TrainedRun(label, path, group, variant, args.profiles, rates, int(args.seed),
+                      int(getattr(policy, "experts", 0)), any_experts)  # fmt: skip
 
 
 def measure(
@@ -234,8 +239,13 @@ def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, A
 def chosen(
     options: Options, fleet: str, groups: Sequence[str] = ("paper", "general", "other")
 ) -> list[TrainedRun]:
-    """The trainings of some groups on a fleet."""
-    return [run for run in options.trained if run.profiles == fleet and run.group in groups]
+    """The trainings of some groups on a fleet, and what is shipped and can serve that fleet."""
+    return [
+        run
+        for run in options.trained
+        if (run.group == "shipped" and (run.any_experts or run.profiles == fleet))
+        or (run.group in groups and run.profiles == fleet)
+    ]
 
 
 def style(policy: str, order: Sequence[str]) -> dict[str, Any]:
@@ -407,12 +417,14 @@ def run_figures(
         ValueError: If an argument is not valid.
     """
     parser = figure_parser(tuple(figures), description, module, episodes, OUT)
-    parser.add_argument("--checkpoints", type=Path, help="folder of trainings; default: none")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder of trainings; default: the shipped ones"
+    )
     parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
                         help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
     options = command_line(parser, argv, Options())
     options.trained = tuple(find_runs(options.checkpoints))
     options.requests = 100 if options.quick else 1000
     if not options.trained:
-        print("no trained routers (--checkpoints FOLDER): baselines only")
+        print("no trained routers: baselines only")
     return run_chosen(figures, options)

@@ -118,7 +118,7 @@ def fig16(options: Options) -> None:
 
 def fig17(options: Options) -> None:
     """Ablation: state abstraction and reward (the paper's), and our own parts."""
-    if not options.trained:
+    if all(run.group == "shipped" for run in options.trained):
         print("fig17: no trained routers, left out")
         return
     rows = []
@@ -154,10 +154,9 @@ def fig18(options: Options) -> None:
             trained = [
                 one._replace(label="sac_han (trained so)")
                 for one in chosen(options, fleet, ("predictors",))
-                if one.variant == variant
+                if one.group == "predictors" and one.variant == variant
             ]
-            if name == "PS+PL":
-                trained += chosen(options, fleet, ("general",))
+            trained += chosen(options, fleet, ("general",) if name == "PS+PL" else ())
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)
     print_rows("fig18: predictors", rows, ["point", "predictors"])

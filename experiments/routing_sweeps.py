@@ -102,7 +102,7 @@ def fig11(options: Options) -> None:
             made = [
                 run._replace(label=f"{run.variant.partition('_n')[0]} (trained at N)")
                 for run in chosen(options, fleet, ("experts",))
-                if run.experts == count
+                if run.group == "experts" and run.experts == count
             ]
             rows += measure(options, kwargs, point, [*chosen(options, fleet), *made])
     print_rows("fig11: number of experts", rows, ["point"])

@@ -203,7 +203,8 @@ def test_learning_figures(tmp_path, trained, capsys):
     assert float(short["p50_ms"]) < float(full["p50_ms"])
 
 
-def test_without_trainings_it_says_so(tmp_path, capsys):
+def test_without_trainings_it_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("servegym.agents.checkpoint.SHIPPED", tmp_path / "nothing")
     argv = ["--quick", "--out", str(tmp_path), "--figure", "fig16", "fig17"]
     assert routing_learning.main(argv) == 0
     printed = capsys.readouterr().out
