@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from servegym.baselines.serverless import kernel
-from servegym.baselines.serverless.loads import Load, call_seconds, expert_line, fixed_s
+from servegym.baselines.serverless.loads import Load, expert_line, fixed_s
 from servegym.baselines.serverless.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 
@@ -144,7 +144,7 @@ def value(
     used = c.members > 0
     n_in, n_out, top_k, layers = load.n_in, load.n_out, model.top_k, model.moe_layers
     first, more = expert_line(model, c.memory_mb)
-    wire = 2.0 * model.token_mb / model.bandwidth_mb_s
+    wire = model.transfer_s
 
     # Sums over the remote experts by a product of matrices: fast and exact enough.
     tokens = np.einsum("slk,lk->sl", c.remote, load.tokens)
@@ -178,7 +178,9 @@ def value(
     prefill += fixed_prefill + layers * 2.0 * model.swap_s(n_in)
 
     r = np.arange(top_k + 1)
-    far = call_seconds(first + more + wire, load.trem_s[:, None], top_k, system.decode_invocation)
+    far = eq.call_seconds(
+        first + more + wire, load.trem_s[:, None], top_k, system.decode_invocation
+    )
     histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
     own = model.expert_cpu_s(c.main_mb, 1)[..., None] * (top_k - r)
     slower = np.maximum(own[:, None, :, None], far[:, :, None])

@@ -53,11 +53,8 @@ class ActionTable:
         most = system.max_output_tokens
         local = (model.num_experts - self.members) * float(model.expert_mb.sum())
         specs = model.main_specs_mb
-        least = specs[
-            np.minimum(np.searchsorted(specs, local + model.token_mb * most), len(specs) - 1)
-        ]
-        wanted = np.searchsorted(specs, least[:, None] + system.w_headroom_mb)
-        self.main_mb = specs[np.minimum(wanted, specs.size - 1)]  # (S, W)
+        least = eq.smallest_specs(specs, local + model.token_mb * most)
+        self.main_mb = eq.smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
         self.local_mb = local + model.all_non_expert_mb
 
     def sets(self, frequency: NDArray) -> Sets:
@@ -95,9 +92,8 @@ class ActionTable:
         need = model.expert_mb * self.members[:, None] + model.token_mb * model.top_k * n_in * (
             sets.share
         )
-        least = specs[np.minimum(np.searchsorted(specs, need), specs.size - 1)]
-        wanted = np.searchsorted(specs, least[..., None] + self.system.y_headroom_mb)
-        return specs[np.minimum(wanted, specs.size - 1)]
+        least = eq.smallest_specs(specs, need)
+        return eq.smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
 
     def replicas(self, sets: Sets, n_in: float) -> NDArray[np.int64]:
         """Replicas of each layer and headroom, (S, L, Z)."""

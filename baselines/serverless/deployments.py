@@ -60,23 +60,20 @@ def deployment_cost(
         )
     serve = {"cpu": _cpu, "gpu": _gpu, "fetch": _fetch, "per_expert": _per_expert}[name]
     prefill, decode, rate, prefill_usd, decode_usd, start, start_usd = serve(system, request)
-    start, start_usd = (start, start_usd) if cold else (0.0, 0.0)
-    start_usd = start_usd if bill_cold_start else 0.0
-    ttft = prefill + start
-    tpot = decode / request.n_out if request.n_out else 0.0
-    main = (prefill + decode) * rate
-    return eq.Outcome(
+    return eq.Outcome.of(
+        n_out=request.n_out,
         prefill_s=prefill,
         decode_s=decode,
-        cold_s=start,
-        ttft_s=ttft,
-        tpot_s=tpot,
-        cost_main_usd=main,
-        cost_prefill_usd=prefill_usd,
-        cost_decode_usd=decode_usd,
-        cost_cold_usd=start_usd,
-        cost_usd=main + prefill_usd + decode_usd + start_usd,
-        violations={"ttft": bool(ttft > ttft_limit_s), "tpot": bool(tpot > tpot_limit_s)},
+        cold_s=start if cold else 0.0,
+        usd=(
+            (prefill + decode) * rate,
+            prefill_usd,
+            decode_usd,
+            start_usd if cold and bill_cold_start else 0.0,
+        ),
+        broken={},
+        ttft_limit_s=ttft_limit_s,
+        tpot_limit_s=tpot_limit_s,
     )
 
 
@@ -135,9 +132,8 @@ def _fetch(system: eq.SystemModel, request: eq.Request) -> Served:
 def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
     n = request.prefill_counts
     need = system.expert_mb[:, None] + system.token_mb * n
-    specs = system.remote_specs_mb
-    memory = specs[np.minimum(np.searchsorted(specs, need), specs.size - 1)]
-    wire = 2.0 * system.token_mb / system.bandwidth_mb_s
+    memory = eq.smallest_specs(system.remote_specs_mb, need)
+    wire = system.transfer_s
     # Bodies above the payload limit take several invocations, each with its overhead.
     calls = np.maximum(np.ceil(n * system.token_mb / system.payload_mb), 1.0)
     jobs = system.expert_cpu_s(memory, n) + n * wire + calls * request.trem_s[:, None]

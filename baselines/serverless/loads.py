@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.baselines.serverless import kernel
-from servegym.envs._checks import choose
 from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
@@ -141,30 +140,10 @@ def job_times(system: eq.SystemModel, load: Load, mb: Floats) -> Floats:
         (L, K), or (L, V, K).
     """
     first, more = expert_line(system, mb)
-    wire = 2.0 * system.token_mb / system.bandwidth_mb_s
+    wire = system.transfer_s
     if first.ndim == 1:
         return first[:, None] * load.active + (more + wire)[:, None] * load.tokens
     return first[..., None] * load.active[:, None] + (more + wire)[..., None] * load.tokens[:, None]
-
-
-def call_seconds(
-    call_s: Floats, trem_s: Floats, top_k: int, decode_invocation: str = "per_call"
-) -> Floats:
-    """Remote seconds of a decode token with r = 0..top_k remote experts (Eq. 5).
-
-    Args:
-        call_s: (...) seconds of one call with its transfer.
-        trem_s: Overhead, broadcast against ``call_s``.
-        top_k: Experts a token goes to.
-        decode_invocation: As `evaluate_plan`.
-
-    Returns:
-        (..., top_k + 1).
-    """
-    r = np.arange(top_k + 1)
-    if choose("decode_invocation", decode_invocation, eq.DECODE_INVOCATIONS) == "per_call":
-        return (call_s + trem_s)[..., None] * r
-    return call_s[..., None] * r + np.asarray(trem_s)[..., None] * (r > 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,8 +216,8 @@ def layer_options(
     trem = load.trem_s[:, None, None]
     slowest = np.where(spread_z.invoked > 0, spread_z.slowest_s + trem, 0.0)
     billed = jobs.sum(axis=2)[..., None] + spread_z.invoked * trem
-    call = system.expert_cpu_s(specs, 1) + 2.0 * system.token_mb / system.bandwidth_mb_s
-    calls = call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
+    call = system.expert_cpu_s(specs, 1) + system.transfer_s
+    calls = eq.call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
     need = eq.remote_memory_mb(system, load.tokens, remote)
     allowed = (need[:, None] <= specs)[..., None] & (spread_z.payload_mb <= system.payload_mb)
     return Options(
@@ -309,22 +288,17 @@ def predict(
     remote, used = plan.remote, plan.remote.any(axis=1)
     safe_mb = np.where(used, plan.remote_mb, 1024.0)
     jobs = np.where(remote, job_times(system, load, safe_mb), 0.0)
-    z = max(int(plan.replicas.max(initial=0)), 1)
-    layers = np.arange(remote.shape[0])
-    cell = (layers[:, None] * z + np.where(remote, plan.assignment, 0)).ravel()
-    seconds = np.bincount(cell, jobs.ravel(), layers.size * z).reshape(-1, z)
-    tokens = np.where(remote, load.tokens, 0.0)
-    body = np.bincount(cell, tokens.ravel(), layers.size * z).reshape(-1, z) * system.token_mb
+    seconds = eq.replica_sums(plan, jobs)
     seconds = np.where(seconds > 0, seconds + load.trem_s[:, None], 0.0)
     local = local_prefill_s(system, load, remote, plan.main_mb)
     expert = np.maximum(local, seconds.max(axis=1)).sum()
-    expert += layers.size * 2.0 * system.swap_s(load.n_in)
+    expert += len(used) * 2.0 * system.swap_s(load.n_in)
     fixed_prefill, fixed_decode = fixed_s(system, load)
     prefill = fixed_prefill + float(expert)
 
     r = np.arange(system.top_k + 1)
-    call = system.expert_cpu_s(safe_mb, 1) + 2.0 * system.token_mb / system.bandwidth_mb_s
-    calls = call_seconds(call, load.trem_s, system.top_k, decode_invocation)
+    call = system.expert_cpu_s(safe_mb, 1) + system.transfer_s
+    calls = eq.call_seconds(call, load.trem_s, system.top_k, decode_invocation)
     own = (system.top_k - r) * system.expert_cpu_s(plan.main_mb, 1)
     histogram = load.histogram(remote, system.top_k)
     steps = np.maximum(own, calls) + 2.0 * system.swap_s(system.top_k)
@@ -333,44 +307,23 @@ def predict(
     if cold is None:
         cold = eq.Cold(True, np.where(used, plan.replicas, 0))
     main_start, starts = eq.cold_starts_s(system, plan, cold, load_shared)
-    start = max(main_start, float(starts.max(initial=0.0)))
     rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, plan.main_mb)
-    price = system.price_cpu
-    main_usd = (prefill + decode) * rate
-    prefill_usd = price * float((plan.remote_mb * seconds.sum(axis=1)).sum())
-    decode_usd = price * float((plan.remote_mb * (histogram * calls).sum(axis=1)).sum())
-    cold_usd = 0.0
+    price, cold_usd = system.price_cpu, 0.0
     if bill_cold_start:
         cold_usd = main_start * rate
         cold_usd += price * float((cold.replicas * plan.remote_mb * starts).sum())
-    need = eq.remote_memory_mb(system, load.tokens, remote)
-    count = plan.replicas[used]
-    known = plan.main_mb in system.main_specs_mb
-    known = known and bool(np.isin(plan.remote_mb[used], system.remote_specs_mb).all())
-    placed = plan.assignment[remote]
-    limit = np.broadcast_to(plan.replicas[:, None], remote.shape)[remote]
-    ttft, tpot = prefill + start, decode / load.n_out if load.n_out else 0.0
-    return eq.Outcome(
+    return eq.Outcome.of(
+        n_out=load.n_out,
         prefill_s=prefill,
         decode_s=decode,
-        cold_s=start,
-        ttft_s=ttft,
-        tpot_s=tpot,
-        cost_main_usd=main_usd,
-        cost_prefill_usd=prefill_usd,
-        cost_decode_usd=decode_usd,
-        cost_cold_usd=cold_usd,
-        cost_usd=main_usd + prefill_usd + decode_usd + cold_usd,
-        violations={
-            "main_memory": eq.main_memory_mb(system, remote, load.n_out) > plan.main_mb,
-            "remote_memory": bool((need > plan.remote_mb)[used].any()),
-            "payload": bool((body > system.payload_mb).any()),
-            "replicas": bool(
-                ((count < 1) | (count > system.z_max)).any()
-                or ((placed < 0) | (placed >= limit)).any()
-            ),
-            "specification": not known,
-            "ttft": bool(ttft > ttft_limit_s),
-            "tpot": bool(tpot > tpot_limit_s),
-        },
+        cold_s=max(main_start, float(starts.max(initial=0.0))),
+        usd=(
+            (prefill + decode) * rate,
+            price * float((plan.remote_mb * seconds.sum(axis=1)).sum()),
+            price * float((plan.remote_mb * (histogram * calls).sum(axis=1)).sum()),
+            cold_usd,
+        ),
+        broken=eq.violated(system, load.tokens, load.n_out, plan),
+        ttft_limit_s=ttft_limit_s,
+        tpot_limit_s=tpot_limit_s,
     )

@@ -107,12 +107,11 @@ def worst_cases(
     need = system.token_mb * tokens + (experts - m) * float(system.expert_mb.sum())
     # Line 8: no less than the largest remote memory, so that local experts are not the slower.
     need = np.maximum(need, float(system.remote_specs_mb[-1]))
-    specs = system.main_specs_mb
-    main_mb = specs[np.minimum(np.searchsorted(specs, need - 1e-9), specs.size - 1)]
+    main_mb = eq.smallest_specs(system.main_specs_mb, need - 1e-9)
 
     big = float(system.remote_specs_mb[-1])
     first, more = (float(x) for x in expert_line(system, big))
-    wire = 2.0 * system.token_mb / system.bandwidth_mb_s
+    wire = system.transfer_s
     trem = load.trem_worst_s
 
     calls = corollary1(load.n_in, m, experts, top_k)

@@ -80,7 +80,7 @@ def memory_problem(
             load.trem_s[layers],
             s,
             system.top_k,
-            2.0 * system.token_mb / system.bandwidth_mb_s,
+            system.transfer_s,
         ),
         holding_usd_s=eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb),
         price_usd_gb_s=system.price_cpu * 1024.0,
@@ -112,11 +112,9 @@ def plan_for(
     problem, layers = memory_problem(
         system, load, remote, main_mb, tpot_limit_s=tpot_limit_s, surrogate=surrogate, eta=eta
     )
-    remote_mb = np.where(used, system.remote_specs_mb[0], 0.0)
     # Layers whose remote experts are never called still have to hold them.
-    held = np.searchsorted(system.remote_specs_mb, system.expert_mb * remote.sum(axis=1))
-    least = system.remote_specs_mb[np.minimum(held, system.remote_specs_mb.size - 1)]
-    remote_mb = np.where(used, np.maximum(remote_mb, least), 0.0)
+    held = system.expert_mb * remote.sum(axis=1)
+    remote_mb = np.where(used, eq.smallest_specs(system.remote_specs_mb, held), 0.0)
     solution = None
     if layers.size:
         solution = solve_memory(problem)

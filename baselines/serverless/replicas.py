@@ -97,7 +97,7 @@ def choose_replicas(
     cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
 
     first, more = expert_line(system, safe)
-    wire = 2.0 * system.token_mb / system.bandwidth_mb_s
+    wire = system.transfer_s
     law = bound or ConformalBound(HOEFFDING_Q, system.top_k)
     upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)
     largest = np.where(upper > 0, first + (more + wire) * upper, 0.0)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym.envs.serverless_moe.sets import least_used_first, remote_count
+
+__all__ = ["least_used_first", "remote_count", "remote_set", "utility"]
+
 
 def utility(frequency: ArrayLike, n_in: float, n_out: float, top_k: int) -> NDArray[np.float64]:
     """Expected calls of each expert in prefill and decoding, ``(N_in + N_out) top_k S``.
@@ -18,34 +22,6 @@ def utility(frequency: ArrayLike, n_in: float, n_out: float, top_k: int) -> NDAr
         top_k: Experts a token goes to.
     """
     return (float(n_in) + float(n_out)) * top_k * np.asarray(frequency, dtype=np.float64)
-
-
-def least_used_first(score: ArrayLike) -> NDArray[np.int64]:
-    """Experts by rising score, ties to the lower index.
-
-    Args:
-        score: (..., K).
-
-    Returns:
-        (..., K) expert indexes.
-    """
-    return np.argsort(np.asarray(score, dtype=np.float64), axis=-1, kind="stable")
-
-
-def remote_count(ratio: float, experts: ArrayLike) -> NDArray[np.int64]:
-    """``ceil(b K_l)`` experts of each layer.
-
-    Args:
-        ratio: b in [0, 1].
-        experts: (L,) routed experts of each layer, 0 for a dense one.
-
-    Raises:
-        ValueError: If b is outside [0, 1].
-    """
-    if not 0.0 <= ratio <= 1.0:
-        raise ValueError(f"ratio must be in [0, 1], got {ratio}")
-    # A ratio like 3/64 must give 3 and not 4 for a rounding error.
-    return np.ceil(ratio * np.asarray(experts, dtype=np.float64) - 1e-9).astype(np.int64)
 
 
 def remote_set(

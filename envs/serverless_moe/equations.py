@@ -28,6 +28,7 @@ import numpy as np
 
 from servegym.envs._checks import choose
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Outcome, Plan, Request
+from servegym.envs.serverless_moe.sets import bit_sets, least_used, remote_count, set_bits
 from servegym.envs.serverless_moe.system import SystemModel
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "SystemModel",
     "bit_sets",
+    "call_seconds",
     "check_limits",
     "cold_cost_usd",
     "cold_starts_s",
@@ -66,47 +68,16 @@ __all__ = [
     "remote_prefill_cost_usd",
     "replica_jobs_s",
     "replica_s",
+    "replica_sums",
     "set_bits",
     "smallest_spec",
+    "smallest_specs",
     "violated",
 ]
 
 DECODE_INVOCATIONS = ("per_call", "per_layer")
 
-# ----------------------------------------------------------------------------------- expert sets
-
-
-def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
-    """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""
-    shifts = np.arange(experts, dtype=np.uint64)
-    return ((sets[..., None] >> shifts) & np.uint64(1)).astype(bool)
-
-
-def bit_sets(members: np.ndarray) -> np.ndarray:
-    """Booleans ``(..., K)`` with K <= 64 as bit masks uint64 ``(...,)``."""
-    weights = np.uint64(1) << np.arange(members.shape[-1], dtype=np.uint64)
-    return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
-
-
-def remote_count(ratio: float, experts: int) -> int:
-    """|R_l| = ceil(b K_l), guarded against the float error of b."""
-    return int(np.ceil(ratio * experts - 1e-9))
-
-
-def least_used(activations: np.ndarray, count: int) -> np.ndarray:
-    """R_l of every layer: the ``count`` experts of least activation, ties to the lower index.
-
-    Args:
-        activations: ``(L, K)`` frequencies, by which utility is ordered.
-        count: remote experts of each layer.
-
-    Returns:
-        bool ``(L, K)``.
-    """
-    order = np.argsort(activations, axis=-1, kind="stable")
-    remote = np.zeros(activations.shape, dtype=bool)
-    np.put_along_axis(remote, order[..., :count], True, axis=-1)
-    return remote
+# --------------------------------------------------------------------------------------- latency
 
 
 def decode_histogram(request: Request, remote: np.ndarray, top_k: int) -> np.ndarray:
@@ -114,9 +85,6 @@ def decode_histogram(request: Request, remote: np.ndarray, top_k: int) -> np.nda
     masks = bit_sets(remote)
     r = np.bitwise_count(request.decode_sets & masks).astype(np.int64)
     return np.stack([np.bincount(column, minlength=top_k + 1) for column in r.T])
-
-
-# --------------------------------------------------------------------------------------- latency
 
 
 def prefill_non_expert_s(system: SystemModel, n_in: int) -> float:
@@ -130,22 +98,24 @@ def prefill_local_s(system: SystemModel, request: Request, plan: Plan) -> np.nda
     return np.where(plan.remote, 0.0, times).sum(axis=1)
 
 
+def replica_sums(plan: Plan, weights: np.ndarray) -> np.ndarray:
+    """Sums of the remote experts' weights ``(L, K)`` on each replica: ``(L, z_max')``."""
+    layers, width = len(plan.replicas), max(int(plan.replicas.max(initial=0)), 1)
+    placed = plan.remote & (plan.assignment >= 0) & (plan.assignment < plan.replicas[:, None])
+    cell = np.arange(layers)[:, None] * width + np.where(placed, plan.assignment, 0)
+    held = np.where(placed, weights, 0.0)
+    return np.bincount(cell.ravel(), held.ravel(), layers * width).reshape(layers, width)
+
+
 def replica_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
     """ZT of Eq. 3: seconds ``(L, z_max')`` of each replica in prefill, z_max' the most used.
 
     A replica that gets no token is not invoked: it takes no time and costs nothing.
     """
-    width = max(int(plan.replicas.max(initial=0)), 1)
-    times = np.zeros((system.moe_layers, width))
-    for layer in np.flatnonzero(plan.remote.any(axis=1)):
-        n = request.prefill_counts[layer]
-        calls = system.expert_cpu_s(plan.remote_mb[layer], n)
-        calls = calls + 2.0 * n * system.token_mb / system.bandwidth_mb_s
-        for j in range(int(plan.replicas[layer])):
-            mine = plan.assignment[layer] == j
-            if n[mine].any():
-                times[layer, j] = calls[mine].sum() + request.trem_s[layer]
-    return times
+    n = request.prefill_counts
+    remote_mb = np.where(plan.remote_mb > 0, plan.remote_mb, 1.0)[:, None]
+    calls = replica_sums(plan, system.expert_cpu_s(remote_mb, n) + n * system.transfer_s)
+    return np.where(replica_sums(plan, n) > 0, calls + request.trem_s[:, None], 0.0)
 
 
 def prefill_expert_s(system: SystemModel, request: Request, plan: Plan) -> np.ndarray:
@@ -161,20 +131,33 @@ def prefill_s(system: SystemModel, request: Request, plan: Plan) -> float:
     return prefill_non_expert_s(system, request.n_in) + float(experts)
 
 
+def call_seconds(
+    call_s: np.ndarray, trem_s: np.ndarray, top_k: int, decode_invocation: str = "per_call"
+) -> np.ndarray:
+    """Remote seconds of a decode token by number of remote experts: ``(..., top_k + 1)``.
+
+    ``per_call`` (Eq. 5 as printed): every call pays the overhead. ``per_layer``: one invocation
+    carries all remote calls of the token.
+
+    Args:
+        call_s: (...) seconds of one call with its transfer.
+        trem_s: overhead, broadcast against ``call_s``.
+        top_k: experts a token goes to.
+        decode_invocation: one of :data:`DECODE_INVOCATIONS`.
+    """
+    r = np.arange(top_k + 1)
+    if choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS) == "per_call":
+        return (call_s + trem_s)[..., None] * r
+    return call_s[..., None] * r + np.asarray(trem_s)[..., None] * (r > 0)
+
+
 def decode_remote_s(
     system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
 ) -> np.ndarray:
-    """Second argument of the max of Eq. 5 by number r of remote experts: ``(L, top_k + 1)`` s.
-
-    ``per_call`` (as printed): every call pays the overhead. ``per_layer``: one invocation carries
-    all remote calls of the token.
-    """
-    r = np.arange(system.top_k + 1)
+    """Second argument of the max of Eq. 5 by number r of remote experts: ``(L, top_k + 1)`` s."""
     remote_mb = np.where(plan.remote_mb > 0, plan.remote_mb, 1.0)
-    call = system.expert_cpu_s(remote_mb, 1) + 2.0 * system.token_mb / system.bandwidth_mb_s
-    if decode_invocation == "per_call":
-        return (call + request.trem_s)[:, None] * r
-    return call[:, None] * r + request.trem_s[:, None] * (r > 0)
+    call = system.expert_cpu_s(remote_mb, 1) + system.transfer_s
+    return call_seconds(call, request.trem_s, system.top_k, decode_invocation)
 
 
 def decode_expert_s(
@@ -282,25 +265,27 @@ def main_memory_mb(system: SystemModel, remote: np.ndarray, n_out: float) -> flo
 
 def payload_mb(system: SystemModel, counts: np.ndarray, plan: Plan) -> np.ndarray:
     """Left side of 10g: MB ``(L,)`` of the largest one-way body of a replica."""
-    largest = np.zeros(system.moe_layers)
-    for layer in np.flatnonzero(plan.remote.any(axis=1)):
-        for j in range(int(plan.replicas[layer])):
-            tokens = counts[layer, plan.assignment[layer] == j].sum()
-            largest[layer] = max(largest[layer], tokens * system.token_mb)
-    return largest
+    return replica_sums(plan, counts).max(axis=1) * system.token_mb
 
 
-def violated(system: SystemModel, request: Request, plan: Plan) -> dict[str, bool]:
-    """Which of 10d-10g and 10i the plan violates with the true routing, by name."""
+def violated(system: SystemModel, counts: np.ndarray, n_out: float, plan: Plan) -> dict[str, bool]:
+    """Which of 10d-10g and 10i the plan violates, by name.
+
+    Args:
+        system: the system.
+        counts: (L, K) prompt tokens of each expert, true or expected.
+        n_out: generated tokens.
+        plan: the plan.
+    """
     used = plan.remote.any(axis=1)
-    need = remote_memory_mb(system, request.prefill_counts, plan.remote)
-    body = payload_mb(system, request.prefill_counts, plan)
+    need = remote_memory_mb(system, counts, plan.remote)
+    body = payload_mb(system, counts, plan)
     z, y = plan.replicas[used], plan.remote_mb[used]
     placed = plan.assignment[plan.remote]
     limit = np.broadcast_to(plan.replicas[:, None], plan.remote.shape)[plan.remote]
     known = plan.main_mb in system.main_specs_mb and bool(np.isin(y, system.remote_specs_mb).all())
     return {
-        "main_memory": main_memory_mb(system, plan.remote, request.n_out) > plan.main_mb,
+        "main_memory": main_memory_mb(system, plan.remote, n_out) > plan.main_mb,
         "remote_memory": bool((need[used] > y).any()),
         "payload": bool((body > system.payload_mb).any()),
         "replicas": bool(
@@ -313,9 +298,14 @@ def violated(system: SystemModel, request: Request, plan: Plan) -> dict[str, boo
 # ---------------------------------------------------------------------------------------- planning
 
 
+def smallest_specs(specs: np.ndarray, need_mb: np.ndarray) -> np.ndarray:
+    """Smallest specification that holds each of ``need_mb``; the largest one if none does."""
+    return specs[np.minimum(np.searchsorted(specs, need_mb), len(specs) - 1)]
+
+
 def smallest_spec(specs: np.ndarray, need_mb: float) -> float:
-    """Smallest specification that holds ``need_mb``; the largest one if none does."""
-    return float(specs[min(int(np.searchsorted(specs, need_mb)), len(specs) - 1)])
+    """:func:`smallest_specs` of one number."""
+    return float(smallest_specs(specs, np.asarray(need_mb)))
 
 
 def lpt(jobs: np.ndarray, replicas: int) -> np.ndarray:
@@ -338,7 +328,7 @@ def replica_jobs_s(system: SystemModel, remote_mb: float, counts: np.ndarray) ->
     ``counts`` may be expectations; less than one token counts as one in the expert's time.
     """
     calls = system.expert_cpu_s(remote_mb, np.where(counts > 0.0, np.maximum(counts, 1.0), 0.0))
-    return calls + 2.0 * counts * system.token_mb / system.bandwidth_mb_s
+    return calls + counts * system.transfer_s
 
 
 def make_plan(
@@ -475,25 +465,19 @@ def evaluate_plan(
     prefill = prefill_s(system, request, plan)
     decode = decode_s(system, request, plan, decode_invocation)
     main_start, remote_starts = cold_starts_s(system, plan, cold, load_shared)
-    start = max(main_start, float(remote_starts.max(initial=0.0)))
-    ttft, tpot = prefill + start, decode / request.n_out if request.n_out else 0.0
-    main = main_cost_usd(system, request, plan, prefill, decode)
-    in_prefill = remote_prefill_cost_usd(system, request, plan)
-    in_decode = remote_decode_cost_usd(system, request, plan, decode_invocation)
-    starting = cold_cost_usd(system, request, plan, cold, load_shared) if bill_cold_start else 0.0
-    violations = violated(system, request, plan)
-    violations["ttft"] = bool(ttft > ttft_limit_s)
-    violations["tpot"] = bool(tpot > tpot_limit_s)
-    return Outcome(
+    usd = (
+        main_cost_usd(system, request, plan, prefill, decode),
+        remote_prefill_cost_usd(system, request, plan),
+        remote_decode_cost_usd(system, request, plan, decode_invocation),
+        cold_cost_usd(system, request, plan, cold, load_shared) if bill_cold_start else 0.0,
+    )
+    return Outcome.of(
+        n_out=request.n_out,
         prefill_s=prefill,
         decode_s=decode,
-        cold_s=start,
-        ttft_s=ttft,
-        tpot_s=tpot,
-        cost_main_usd=main,
-        cost_prefill_usd=in_prefill,
-        cost_decode_usd=in_decode,
-        cost_cold_usd=starting,
-        cost_usd=main + in_prefill + in_decode + starting,
-        violations=violations,
+        cold_s=max(main_start, float(remote_starts.max(initial=0.0))),
+        usd=usd,
+        broken=violated(system, request.prefill_counts, request.n_out, plan),
+        ttft_limit_s=ttft_limit_s,
+        tpot_limit_s=tpot_limit_s,
     )

@@ -105,3 +105,32 @@ class Outcome:
     def feasible(self) -> bool:
         """Whether 10d-10g and 10i hold (the SLOs apart)."""
         return not any(self.violations[name] for name in CONSTRAINTS)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        n_out: int,
+        prefill_s: float,
+        decode_s: float,
+        cold_s: float,
+        usd: tuple[float, float, float, float],
+        broken: dict[str, bool],
+        ttft_limit_s: float,
+        tpot_limit_s: float,
+    ) -> Outcome:
+        """The outcome of these times and costs.
+
+        Args:
+            n_out: generated tokens after the first.
+            prefill_s: PT.
+            decode_s: GT.
+            cold_s: cold start before the prefill.
+            usd: cost of the main function, of remote prefill, remote decoding and cold starts.
+            broken: violations of :data:`CONSTRAINTS`.
+            ttft_limit_s: 10b.
+            tpot_limit_s: 10c.
+        """
+        ttft, tpot = prefill_s + cold_s, decode_s / n_out if n_out else 0.0
+        late = {"ttft": bool(ttft > ttft_limit_s), "tpot": bool(tpot > tpot_limit_s)}
+        return cls(prefill_s, decode_s, cold_s, ttft, tpot, *usd, sum(usd), broken | late)

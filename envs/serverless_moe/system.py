@@ -111,6 +111,11 @@ class SystemModel:
         """sum_{l,k} mu(e_{l,k})."""
         return float(self.expert_mb.sum() * self.num_experts)
 
+    @property
+    def transfer_s(self) -> float:
+        """2 D / B: one token vector to a remote function and back, in seconds."""
+        return 2.0 * self.token_mb / self.bandwidth_mb_s
+
     def expert_cpu_s(self, mb: Any, tokens: Any) -> Any:
         """tau^c: one expert call on CPU, in seconds; none for no token.
 
@@ -277,7 +282,7 @@ def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
         system.expert_token_s / min(float(specs[-1]) / 1024.0, system.max_vcpus)
         for specs in (system.main_specs_mb, system.remote_specs_mb)
     )
-    remote += 2.0 * system.token_mb / system.bandwidth_mb_s
+    remote += system.transfer_s
     more = (n_in - 1) * system.top_k
     prefill += system.moe_layers * more / (1.0 / main + system.z_max / remote)
     if not cold:
@@ -301,7 +306,7 @@ def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
     """
     one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
     far = float(system.expert_cpu_s(system.remote_specs_mb[-1], 1))
-    far += 2.0 * system.token_mb / system.bandwidth_mb_s
+    far += system.transfer_s
     k = system.top_k
     layer = min(max((k - r) * one, r * far + (trem_s if r else 0.0)) for r in range(k + 1))
     swaps = 2.0 * system.swap_s(k)

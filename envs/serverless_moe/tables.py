@@ -7,14 +7,10 @@ from typing import Any
 import numpy as np
 
 from servegym.envs.serverless_moe import kernel
-from servegym.envs.serverless_moe.equations import (
-    bit_sets,
-    least_used,
-    main_memory_mb,
-    set_bits,
-    smallest_spec,
-)
+from servegym.envs.serverless_moe.equations import main_memory_mb, smallest_spec
+from servegym.envs.serverless_moe.sets import bit_sets, least_used, set_bits
 from servegym.envs.serverless_moe.system import SystemModel
+from servegym.envs.workloads._expert_sets import masks_to_ids
 
 
 def make_config(system: SystemModel, **chosen: float) -> np.ndarray:
@@ -103,7 +99,6 @@ def make_tables(
             choice[level, w] = np.searchsorted(system.main_specs_mb, chosen)
     bank = np.array(activations.bank)
     bits = set_bits(bank, experts)
-    ids = np.nonzero(bits)[2].reshape(len(bank), layers, system.top_k).astype(np.uint8)
     sums, starts = [], [0]
     for p in range(prompts):
         mine = bits[activations.bank_start[p] : activations.bank_start[p + 1]]
@@ -129,7 +124,7 @@ def make_tables(
         worst=worst,
         prediction=np.ascontiguousarray(prediction.reshape(-1).astype(np.int64)),
         bank=bank,
-        ids=ids,
+        ids=masks_to_ids(bank, system.top_k),
         bank_start=np.array(activations.bank_start, dtype=np.int64),
         sums=np.concatenate(sums),
         sums_start=np.asarray(starts, dtype=np.int64),

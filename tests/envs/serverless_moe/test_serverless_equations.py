@@ -97,12 +97,12 @@ def test_made_plans_are_the_smallest_feasible_ones():
         assert eq.evaluate_plan(system, request, plan).feasible
         if plan.main_mb > system.main_specs_mb[0]:
             less = dataclasses.replace(plan, main_mb=plan.main_mb - 100.0)
-            assert eq.violated(system, request, less)["main_memory"]
+            assert eq.violated(system, request.prefill_counts, request.n_out, less)["main_memory"]
         for layer in np.flatnonzero(plan.remote_mb > system.remote_specs_mb[0]):
             mb = plan.remote_mb.copy()
             mb[layer] -= 10.0
             less = dataclasses.replace(plan, remote_mb=mb)
-            assert eq.violated(system, request, less)["remote_memory"]
+            assert eq.violated(system, request.prefill_counts, request.n_out, less)["remote_memory"]
     big = eq.make_plan(
         system,
         remote,

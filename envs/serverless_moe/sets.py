@@ -1,0 +1,57 @@
+"""Sets of experts: bit masks, and the remote set as the least used experts."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+def set_bits(sets: np.ndarray, experts: int) -> np.ndarray:
+    """Bit masks uint64 ``(...,)`` as booleans ``(..., experts)``."""
+    shifts = np.arange(experts, dtype=np.uint64)
+    return ((sets[..., None] >> shifts) & np.uint64(1)).astype(bool)
+
+
+def bit_sets(members: np.ndarray) -> np.ndarray:
+    """Booleans ``(..., K)`` with K <= 64 as bit masks uint64 ``(...,)``."""
+    weights = np.uint64(1) << np.arange(members.shape[-1], dtype=np.uint64)
+    return np.where(members, weights, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
+
+
+def remote_count(ratio: float, experts: ArrayLike) -> NDArray[np.int64]:
+    """|R_l| = ceil(b K_l), guarded against the float error of b.
+
+    Args:
+        ratio: b in [0, 1].
+        experts: K_l, a number or (L,), 0 for a dense layer.
+
+    Returns:
+        int64 in the shape of ``experts``.
+
+    Raises:
+        ValueError: If b is outside [0, 1].
+    """
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"ratio={ratio!r} must be in [0, 1].")
+    # A ratio like 3/64 must give 3 and not 4 for a rounding error.
+    return np.ceil(ratio * np.asarray(experts, dtype=np.float64) - 1e-9).astype(np.int64)
+
+
+def least_used_first(score: ArrayLike) -> NDArray[np.int64]:
+    """Experts by rising score, ties to the lower index: (..., K) -> (..., K) indexes."""
+    return np.argsort(np.asarray(score, dtype=np.float64), axis=-1, kind="stable")
+
+
+def least_used(activations: np.ndarray, count: int) -> np.ndarray:
+    """R_l of every layer: the ``count`` experts of least activation, ties to the lower index.
+
+    Args:
+        activations: ``(L, K)`` frequencies, by which utility is ordered.
+        count: remote experts of each layer.
+
+    Returns:
+        bool ``(L, K)``.
+    """
+    remote = np.zeros(activations.shape, dtype=bool)
+    np.put_along_axis(remote, least_used_first(activations)[..., :count], True, axis=-1)
+    return remote
