@@ -80,7 +80,7 @@ class Args:
     """steps taken by the warm-up policy before the first update"""
     warmup_random: float = 0.2
     """share of uniform legal actions in the warm-up"""
-    updates_per_step: int = 1
+    updates_per_step: int = 2
     """gradient updates after each step of all environments"""
     batch_size: int = 128
     """transitions per update"""
@@ -98,7 +98,7 @@ class Args:
     """learning rate of the encoder and the critics"""
     actor_lr: float = 3e-4
     """learning rate of the actor"""
-    critic_warmup: float = 0.15
+    critic_warmup: float = 0.25
     """share of the training, from its start, in which the critics alone learn"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to a tenth"""

@@ -46,6 +46,7 @@ __all__ = ["POINTS", "RUNS", "TrainingRun", "main", "select", "train_all"]
 MODULE = "servegym.agents.sac_han"
 STEPS = 1_000_000
 SHORT_STEPS = 300_000
+GENERAL_STEPS = 240_000
 SNAPSHOT_STEPS = 50_000
 POLL_S = 1.0
 TABLE = Path("experiments/results/routing/training.csv")
@@ -162,8 +163,8 @@ def _paper(point: str, seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
-        yield _run("general", "residual", "general", "het4-11", seed, steps=SHORT_STEPS)
-        yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed, steps=SHORT_STEPS)
+        yield _run("general", "residual", "general", "het4-11", seed, steps=GENERAL_STEPS)
+        yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed, steps=GENERAL_STEPS)
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
