@@ -102,7 +102,7 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
 def fig9(options: Options) -> None:
     """Cost of all deployments on held-out prompts, and who is late."""
     settings = [Setting(model, gpu) for model in few(options, (*MODELS, SYNTHETIC)) for gpu in GPUS]
-    rows = sweep(options, "fig09_cost", settings, every_ratio=not options.quick)
+    rows = sweep(options, "fig09_cost", settings, exact=True)
     show("Fig. 9: cost / MIX", rows, "n_in")
     plt = pyplot()
     models = list(dict.fromkeys(row["model"] for row in rows))

@@ -128,14 +128,15 @@ def predictions(activations: Activations) -> NDArray[np.float64]:
 
 
 def measure(
-    setting: Setting, prompts: int, *, every_ratio: bool = False
+    setting: Setting, prompts: int, *, exact: bool = False
 ) -> dict[str, dict[str, NDArray[np.float64]]]:
     """Serve held-out prompts by every method.
 
     Args:
         setting: The point.
         prompts: Prompts, spread evenly over the held-out ones.
-        every_ratio: Whether the optimum tries every ``m / K`` or 17 of them.
+        exact: Whether the optimum tries every ``m / K``, and ``optimum, own order`` and the
+            plans of `AT_B` are made too; else it tries 17 ratios.
 
     Returns:
         Method -> name of a number -> array ``(prompts,)``: ``cost`` (USD), ``ttft_s``, ``tpot_ms``,
@@ -153,11 +154,13 @@ def measure(
     limits = {"ttft_limit_s": setting.ttft_limit_s, "tpot_limit_s": setting.tpot_limit_s}
     how: dict[str, Any] = {"decode_invocation": setting.invocation, **limits}
     experts = system.num_experts
-    steps = experts if every_ratio else min(experts, 16)
+    steps = experts if exact else min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
     held = activations.rows("eval")
     held = held[np.unique(np.linspace(0, len(held) - 1, min(prompts, len(held))).astype(int))]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in (*COLOURS, *AT_B.values())}
+    optima = {"optimum, own order": True, "optimum": False} if exact else {"optimum": False}
+    names = [*DEPLOYMENTS, *READINGS, *optima, *(AT_B.values() if exact else ())]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     trem = setting.trem_ms * 1e-3
     for prompt in held.tolist():
         request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
@@ -170,9 +173,11 @@ def measure(
             decision = remoe(system, expected, reading=name, **how)
             outcome = eq.evaluate_plan(system, request, decision.plan, **how)
             found[name].append(_numbers(outcome, decision.ratio, decision.plan))
-            best = grid_optimum(system, known, score=share, ratios=[decision.ratio], **how)
-            found[AT_B[name]].append(_numbers(best.outcome, best.ratio, best.plan))
-        for name, score in (("optimum, own order", share), ("optimum", None)):
+            if exact:
+                best = grid_optimum(system, known, score=share, ratios=[decision.ratio], **how)
+                found[AT_B[name]].append(_numbers(best.outcome, best.ratio, best.plan))
+        for name, predicted in optima.items():
+            score = share if predicted else None
             best = grid_optimum(system, known, score=score, ratios=ratios.tolist(), **how)
             found[name].append(_numbers(best.outcome, best.ratio, best.plan))
     return {
@@ -290,8 +295,9 @@ def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
     for point in points:
         own = pick(rows, **dict(zip(("model", "gpu", "invocation", key), point, strict=True)))
         cells = {row["method"]: f"{row['over_mix']:.3f}" for row in own}
-        body.append([*map(str, point), *(cells[name] for name in COLOURS)])
-    print_table(title, ["model", "GPU", "invocation", key, *COLOURS], body)
+        shown = [name for name in COLOURS if name in cells]
+        body.append([*map(str, point), *(cells[name] for name in shown)])
+    print_table(title, ["model", "GPU", "invocation", key, *shown], body)
 
 
 def plot_lines(
@@ -309,6 +315,8 @@ def plot_lines(
     for axis, panel in zip(axes.flat, panels, strict=True):
         for name, colour in COLOURS.items():
             own = pick(rows, method=name, **panel)
+            if not own:
+                continue
             x = [row[key] for row in own]
             values, bars = errors(own, value)
             dashed = name in DEPLOYMENTS

@@ -148,7 +148,7 @@ def policies(options: Options) -> None:
                     if e["policy"] in group and (e["model"], e["preset"]) == (model, preset)
                 ]
                 size = len(group) * number
-                if len(done) == size and {e["requests"] for e in done} == {options.requests}:
+                if len(done) >= size and {e["requests"] for e in done} == {options.requests}:
                     continue
                 episodes = [e for e in episodes if e not in done]
                 episodes += measure(group, model, preset, number, options.requests)
@@ -166,7 +166,7 @@ def policies(options: Options) -> None:
             lines += _verdicts(f"{model}, {preset}", own)
     about = {
         "environment": f"{ENV_ID}, split eval, {options.requests} requests an episode",
-        "episodes": f"{options.episodes}, of {', '.join(SLOW)} {options.slow_episodes}",
+        "episodes": f"{options.episodes}, of {', '.join(SLOW)} at least {options.slow_episodes}",
     }
     save(options, "policies", rows, _draw(rows), *lines, about=about)
 

@@ -20,7 +20,6 @@ from servegym.baselines.serverless.remoe import READINGS
 from servegym.envs.serverless_moe.equations import DECODE_INVOCATIONS
 from servegym.experiments.serverless_common import MODELS, save
 from servegym.experiments.serverless_methods import (
-    COLOURS,
     GPUS,
     Options,
     Setting,
@@ -136,7 +135,7 @@ def slo(options: Options) -> None:
     lines = _points(rows, "tpot_limit_ms")
     for panel in panels:
         parts = []
-        for method in COLOURS:
+        for method in dict.fromkeys(row["method"] for row in rows):
             own = pick(rows, method=method, **panel)
             if any(row["late"] for row in own):
                 parts.append(f"{method} " + "/".join(f"{100 * row['late']:.0f}" for row in own))
@@ -170,7 +169,7 @@ def _points(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
     lines = []
     for model, gpu in dict.fromkeys((row["model"], row["gpu"]) for row in rows):
         parts = []
-        for method in COLOURS:
+        for method in dict.fromkeys(row["method"] for row in rows):
             own = pick(rows, model=model, gpu=gpu, method=method)
             parts.append(f"{method} " + "/".join(f"{row['over_mix']:.2f}" for row in own))
         at = "/".join(f"{row[key]:g}" for row in own)
@@ -183,7 +182,7 @@ FIGURES = {"trem": trem, "prices": prices, "slo": slo, "bandwidth": bandwidth}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; ``--figure`` names figures, all by default. Returns 0."""
-    return main_of(FIGURES, argv, __doc__, MODULE, 16)
+    return main_of(FIGURES, argv, __doc__, MODULE, 8)
 
 
 if __name__ == "__main__":
