@@ -45,6 +45,7 @@ class PlacementState:
         changed_s: time of the last one.
         history: ``(N, L, E)`` counts from before the start, None after the first change.
         arrived: ``(N,)`` requests that had arrived before the last epoch.
+        local_ratio: ``(epochs, N)`` share of each epoch's tokens served where they arrived.
         random: state of the generator that draws the next episodes.
         finished: whether the episode has ended.
     """
@@ -56,6 +57,7 @@ class PlacementState:
     changed_s: float
     history: np.ndarray | None
     arrived: np.ndarray
+    local_ratio: np.ndarray
     random: Any = None
     finished: bool = False
 
@@ -132,6 +134,7 @@ class PlacementSystem:
         self.adopted = 0
         self.changed_s = -problem.history_requests * float(problem.interarrival_s.mean())
         self.arrived = np.zeros(problem.cluster.num_servers, dtype=np.int64)
+        self.local_ratio = np.full((problem.epochs, problem.cluster.num_servers), np.nan)
 
     def _draw_requests(self, random: np.random.Generator) -> Requests:
         problem = self.problem
@@ -212,12 +215,18 @@ class PlacementSystem:
             self.adopted += 1
         server = sim.state.server
         before = server["area"].copy()
+        names = ("all_local_tokens", "all_remote_tokens")
+        local, remote = (server[name].copy() for name in names)
         self.arrived = server["arrived"].copy()
         self.epoch += 1
         sim.run(self.epoch * problem.epoch_s)
         ended = self.epoch == problem.epochs
         if ended:
             sim.run()
+        server = sim.state.server
+        local, remote = server[names[0]] - local, server[names[1]] - remote
+        served = local + remote
+        np.divide(local, served, out=self.local_ratio[self.epoch - 1], where=served > 0)
         return sim.state.server["area"] - before, adopted, ended
 
     # ---------------------------------------------------------------------------- looking at it
@@ -341,6 +350,7 @@ class PlacementSystem:
             changed_s=self.changed_s,
             history=None if self.history is None else self.history.copy(),
             arrived=self.arrived.copy(),
+            local_ratio=self.local_ratio.copy(),
         )
 
     def restore(self, state: PlacementState) -> None:
@@ -364,3 +374,4 @@ class PlacementSystem:
         self.changed_s = state.changed_s
         self.history = None if state.history is None else state.history.copy()
         self.arrived = state.arrived.copy()
+        self.local_ratio = state.local_ratio.copy()

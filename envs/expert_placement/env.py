@@ -17,8 +17,6 @@ from servegym.envs.expert_placement.core import (
     observation_space,
 )
 
-RENDER_MODES: tuple[str, ...] = ()
-
 
 def make_problem(kwargs: dict[str, Any]) -> Problem:
     """Check the names of ``kwargs`` and build the problem.
@@ -118,6 +116,7 @@ class ExpertPlacementEnv(gym.Env):
     | `serving` | `"collaborative"` | or `offload`: every server has all experts in host memory, its GPUs cache some, a call that misses fetches (as [2]); plans then change nothing, "local" means found in the cache, `expert_loads` are fetches |
     | `cache`, `redirect` | `"activation_aware"`, False | with `offload`: or `lru`, `lfu`; whether a request goes as a whole to the server that serves fewest |
     | `cluster_kwargs` | none | arguments of `cluster.build_cluster` |
+    | `render_mode` | None | `ansi` or `rgb_array`: the map of servers and experts, local ratio over time |
     | `validate` | False | check every observation against the space (slow) |
 
     >>> import numpy
@@ -149,7 +148,7 @@ class ExpertPlacementEnv(gym.Env):
     - v0: initial version
     """
 
-    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 1}
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 2}
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class ExpertPlacementEnv(gym.Env):
     ) -> None:
         if problem is not None and kwargs:
             raise ValueError(f"give either problem or arguments, not both: {sorted(kwargs)}.")
-        self.render_mode = check_render_mode(render_mode, RENDER_MODES)
+        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         self.validate = validate
         self.problem = make_problem(kwargs) if problem is None else problem
         self.system = PlacementSystem(self.problem)
@@ -203,6 +202,15 @@ class ExpertPlacementEnv(gym.Env):
         if self.validate and not self.observation_space.contains(observation):
             raise AssertionError("an observation is outside its space")
         return observation
+
+    def render(self) -> Any:
+        """The system as text or pixels; None without a ``render_mode``."""
+        if self.render_mode is None:
+            gym.logger.warn("render() needs render_mode='ansi' or 'rgb_array' given to make().")
+            return None
+        from servegym.envs.expert_placement.render import render
+
+        return render(self.system, self.render_mode)
 
     def request_log(self) -> np.ndarray:
         """One row per request that has arrived, see ``core.REQUEST_LOG``."""

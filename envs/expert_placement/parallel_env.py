@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pettingzoo
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
+from servegym.envs._checks import check_render_mode
 from servegym.envs.expert_placement.core import PlacementSystem, action_space, observation_space
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import check_action, make_problem
+
+
+NAME = "servegym/expert_placement-v0"
 
 
 class ExpertPlacementParallelEnv(ParallelEnv):
@@ -60,11 +65,14 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     >>> observations, infos = env.reset(seed=0)
     >>> env.agents, observations["server_2"]["counts"].shape
     (['server_0', 'server_1', 'server_2'], (4, 8))
+
+    Where PettingZoo has a registry, importing this module also makes it
+    `pettingzoo.make("parallel", "servegym/expert_placement-v0", ...)`.
     """
 
     metadata: dict[str, Any] = {
-        "name": "servegym/expert_placement-v0",
-        "render_modes": [],
+        "name": NAME,
+        "render_modes": ["ansi", "rgb_array"],
         "is_parallelizable": True,
     }
 
@@ -73,14 +81,12 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     ) -> None:
         if not isinstance(shared_reward, (bool, np.bool_)):
             raise ValueError(f"shared_reward={shared_reward!r} must be True or False.")
-        if render_mode is not None:
-            raise ValueError(f"render_mode={render_mode!r} must be None.")
+        self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         if kwargs.get("action_mode") == "placement":
             raise ValueError(
                 "action_mode='placement' is for the single environment; "
                 "choose 'layer_budget' or 'expert_score'."
             )
-        self.render_mode = None
         self.shared_reward = bool(shared_reward)
         self.problem = make_problem(kwargs)
         self.system = PlacementSystem(self.problem)
@@ -218,8 +224,13 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         """One row per request that has arrived, see ``core.REQUEST_LOG``."""
         return self.system.request_log()
 
-    def render(self) -> None:
-        """Nothing is drawn."""
+    def render(self) -> Any:
+        """The whole system, as `ExpertPlacementEnv.render`."""
+        if self.render_mode is None:
+            return None
+        from servegym.envs.expert_placement.render import render
+
+        return render(self.system, self.render_mode)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -228,3 +239,8 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:
     """The environment, see `ExpertPlacementParallelEnv` for the arguments."""
     return ExpertPlacementParallelEnv(**kwargs)
+
+
+# Older versions of PettingZoo have no registry. `import servegym` does not load PettingZoo.
+if hasattr(pettingzoo, "register") and NAME not in pettingzoo.parallel_registry:
+    pettingzoo.register("parallel", NAME, f"{__name__}:parallel_env")

@@ -113,6 +113,18 @@ def test_one_server_can_change_alone():
     assert (before[:2] & ~after[:2]).sum() <= (after[:2] & ~before[:2]).sum()
 
 
+def test_pettingzoo_makes_it_by_name():
+    import pettingzoo
+
+    name = "servegym/expert_placement-v0"
+    assert parallel_env(**SHORT).metadata["name"] == name
+    if not hasattr(pettingzoo, "make"):
+        pytest.skip("this PettingZoo has no registry")
+    env = pettingzoo.make("parallel", name, **SHORT)
+    twin = parallel_env(**SHORT)
+    assert same(env.reset(seed=2), twin.reset(seed=2))
+
+
 def test_bad_calls_are_named():
     env = parallel_env(**SHORT)
     with pytest.raises(ResetNeeded):

@@ -1,0 +1,215 @@
+"""A placement as text or pixels: who holds which experts, and how much is served where it arrives.
+
+Up to four servers have a map each, a row a layer and a column an expert; more of them share one map
+of servers and layers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from gymnasium.error import DependencyNotInstalled
+
+from servegym.envs.expert_placement.core import PlacementSystem
+
+WIDTH, HEIGHT = 960, 540
+MAPPED_SERVERS = 4
+
+_INK, _SOFT, _PAPER = "#1f2933", "#66788a", "#f5f7fa"
+_HELD = np.array([[216, 239, 236], [18, 104, 94]]) / 255.0  # little used, much used
+_MISSING = np.array([[255, 255, 255], [214, 69, 69]]) / 255.0
+_LOADING = np.array([233, 162, 59]) / 255.0
+_LINES = ("#2a6fbb", "#c8553d", "#5a8f3c", "#8a5bb0")
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def render(system: PlacementSystem, mode: str) -> str | np.ndarray:
+    """Show one system.
+
+    Args:
+        system: the system, an episode begun.
+        mode: ``"ansi"`` or ``"rgb_array"``.
+
+    Returns:
+        Text, or uint8 pixels ``(540, 960, 3)``.
+
+    Raises:
+        ValueError: ``mode`` is unknown.
+        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
+    """
+    if mode == "ansi":
+        return _text(system)
+    if mode == "rgb_array":
+        return _pixels(system)
+    raise ValueError(f"mode={mode!r} is unknown; choose 'ansi' or 'rgb_array'.")
+
+
+def _words(system: PlacementSystem) -> list[str]:
+    problem, kpis = system.problem, system.kpis()
+    arguments = problem.arguments
+
+    def number(key: str, form: str, scale: float = 1.0) -> str:
+        return "–" if math.isnan(kpis[key]) else format(scale * kpis[key], form)
+
+    return [
+        f"{arguments['scenario']}, {arguments['model']}",
+        f"t = {system.simulator.now:.0f} s, decision {system.epoch} of {problem.epochs}",
+        f"mean latency {number('mean_latency_s', '.2f')} s",
+        f"local tokens {number('local_token_ratio', '.1f', 100)} %",
+        f"{system.adopted} changes, {number('expert_loads', '.0f')} loads",
+    ]
+
+
+def _blocks(values: np.ndarray) -> str:
+    """One character for each value in [0, 1], a space for none."""
+    return "".join(
+        "·" if math.isnan(x) else _BLOCKS[min(math.ceil(8 * x - 1e-9), 8)] for x in values.tolist()
+    )
+
+
+def _text(system: PlacementSystem) -> str:
+    cluster, sim = system.problem.cluster, system.simulator
+    held = cluster.server_view(sim.placement())
+    used = np.bincount(cluster.gpu_server, sim.state.used, cluster.num_servers)
+    past = system.local_ratio[: system.epoch]
+    lines = [
+        "   ".join(_words(system)),
+        f"server  gpus  slots used  in system  {'experts of each layer':<{cluster.layers}}  "
+        "local tokens, by epoch",
+    ]
+    for n in range(cluster.num_servers):
+        lines.append(
+            f"{n:6d}  {cluster.gpus[n]:4d}  {int(used[n]):4d}/{int(cluster.cap[n]):<5d}  "
+            f"{int(sim.state.server['in_system'][n]):9d}  {_blocks(held[n].mean(axis=1))}  "
+            f"{_blocks(past[:, n])}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+# ----------------------------------------------------------------------------------------- pixels
+
+
+def _blend(ends: np.ndarray, share: np.ndarray) -> np.ndarray:
+    return ends[0] + share[..., None] * (ends[1] - ends[0])
+
+
+def expert_colours(held: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Colours ``(L, E, 3)`` in [0, 1] of a server's map.
+
+    Green is held, red is missing, both deeper the more the server's requests use the expert;
+    yellow is being loaded.
+
+    Args:
+        held: bool ``(L, E)``.
+        coming: bool ``(L, E)``.
+        counts: ``(L, E)`` assignments of the server's requests.
+    """
+    share = np.sqrt(counts / max(float(counts.max()), 1.0))
+    colours = np.where(held[..., None], _blend(_HELD, share), _blend(_MISSING, share))
+    colours[coming & ~held] = _LOADING
+    return colours
+
+
+def _pixels(system: PlacementSystem) -> np.ndarray:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DependencyNotInstalled(
+            'render_mode="rgb_array" needs matplotlib: pip install "serve-gym[plots]".'
+        ) from error
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
+    canvas = FigureCanvasAgg(figure)
+    place = (0.02, 0.27, 0.475, 0.66, 0.82)
+    for x, words in zip(place, _words(system), strict=True):
+        weight = "bold" if x == place[0] else "normal"
+        figure.text(x, 0.955, words, color=_INK, fontsize=8.5, weight=weight, va="center")
+    if system.problem.cluster.num_servers <= MAPPED_SERVERS:
+        _maps(figure, system)
+    else:
+        _crowd(figure, system)
+    _history(figure, system)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
+
+
+def _maps(figure, system: PlacementSystem) -> None:
+    cluster, sim = system.problem.cluster, system.simulator
+    held, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
+    counts = system.counts()
+    servers = cluster.num_servers
+    used = np.bincount(cluster.gpu_server, sim.state.used, servers)
+    width = 0.95 / servers
+    for n in range(servers):
+        axis = figure.add_axes((0.045 + n * width, 0.395, width - 0.035, 0.47))
+        colours = expert_colours(held[n], aims[n] & ~held[n], counts[n])
+        axis.imshow(colours, aspect="auto", interpolation="nearest")
+        axis.set_title(
+            f"server {n}: {cluster.gpus[n]} GPU{'s' * (cluster.gpus[n] > 1)}, "
+            f"{int(used[n])}/{int(cluster.cap[n])} slots, "
+            f"{int(sim.state.server['in_system'][n])} in system",
+            fontsize=8.5, color=_LINES[n], loc="left", pad=4,
+        )  # fmt: skip
+        axis.tick_params(labelsize=7, colors=_SOFT, length=2)
+        axis.set_xlabel("expert", fontsize=7.5, color=_SOFT, labelpad=1)
+        if n == 0:
+            axis.set_ylabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
+    _legend(
+        figure,
+        [("held, little used", _HELD[0]), ("held, much used", _HELD[1]),
+         ("missing and used", _MISSING[1]), ("being loaded", _LOADING)],
+    )  # fmt: skip
+
+
+def _legend(figure, entries: list[tuple[str, np.ndarray]]) -> None:
+    from matplotlib.patches import Rectangle
+
+    for i, (words, colour) in enumerate(entries):
+        x = 0.98 - 0.13 * (len(entries) - i)
+        figure.add_artist(Rectangle((x, 0.318), 0.010, 0.016, color=tuple(colour)))
+        figure.text(x + 0.014, 0.326, words, fontsize=7, color=_SOFT, va="center")
+
+
+def _crowd(figure, system: PlacementSystem) -> None:
+    cluster = system.problem.cluster
+    share = cluster.server_view(system.simulator.placement()).mean(axis=2)
+    axis = figure.add_axes((0.045, 0.395, 0.935, 0.47))
+    axis.imshow(
+        np.where(share[..., None] > 0, _blend(_HELD, share), 1.0), aspect="auto",
+        interpolation="nearest",
+    )  # fmt: skip
+    axis.set_title(
+        f"{cluster.num_servers} servers with {cluster.num_gpus} GPUs, "
+        f"{int(system.simulator.state.server['in_system'].sum())} requests in system",
+        fontsize=8.5, color=_INK, loc="left", pad=4,
+    )  # fmt: skip
+    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
+    axis.set_xlabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
+    axis.set_ylabel("server", fontsize=7.5, color=_SOFT, labelpad=1)
+    _legend(figure, [("no expert of the layer", np.ones(3)), ("all of them", _HELD[1])])
+
+
+def _history(figure, system: PlacementSystem) -> None:
+    problem = system.problem
+    axis = figure.add_axes((0.045, 0.085, 0.935, 0.19))
+    past = 100 * system.local_ratio[: system.epoch]
+    at = np.arange(1, system.epoch + 1)
+    if past.shape[1] <= MAPPED_SERVERS:
+        for n in range(past.shape[1]):
+            axis.plot(at, past[:, n], "o-", color=_LINES[n], markersize=3, linewidth=1.4)
+    elif len(past):
+        low, middle, high = np.nanpercentile(past, [10, 50, 90], axis=1)
+        axis.plot(at, middle, "o-", color=_LINES[0], markersize=3, linewidth=1.4)
+        axis.fill_between(at, low, high, color=_LINES[0], alpha=0.2, linewidth=0)
+    axis.set_xlim(0.5, problem.epochs + 0.5)
+    axis.set_ylim(0, 100)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
+    axis.set_xlabel("epoch", fontsize=7.5, color=_SOFT, labelpad=1)
+    many = "median and 10–90 % of the servers" if past.shape[1] > MAPPED_SERVERS else "by server"
+    axis.set_title(
+        f"tokens served where they arrive, % of each epoch, {many}", fontsize=8, color=_SOFT,
+        loc="left", pad=3,
+    )  # fmt: skip
