@@ -151,8 +151,11 @@ def measure(
         bandwidth_mb_s=setting.bandwidth_mb_s,
         max_output_tokens=setting.n_out,
     )
-    limits = {"ttft_limit_s": setting.ttft_limit_s, "tpot_limit_s": setting.tpot_limit_s}
-    how: dict[str, Any] = {"decode_invocation": setting.invocation, **limits}
+    limits: dict[str, Any] = {
+        "ttft_limit_s": setting.ttft_limit_s,
+        "tpot_limit_s": setting.tpot_limit_s,
+    }
+    how = {"decode_invocation": setting.invocation, **limits}
     experts = system.num_experts
     steps = experts if exact else min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
@@ -190,8 +193,9 @@ def _numbers(
     outcome: eq.Outcome | None, ratio: float = np.nan, plan: eq.Plan | None = None
 ) -> dict[str, float]:
     if outcome is None:  # no plan meets the limits
-        undefined = dict.fromkeys(("cost", "ttft_s", "tpot_ms", "remote", "main_mb"), np.nan)
-        return undefined | dict.fromkeys(("late_ttft", "late_tpot", "late", "infeasible"), 1.0)
+        lost = ("late_ttft", "late_tpot", "late", "infeasible")
+        undefined = ("cost", "ttft_s", "tpot_ms", "remote", "main_mb")
+        return {**dict.fromkeys(lost, 1.0), **dict.fromkeys(undefined, np.nan)}
     broken = dict(outcome.violations)
     ttft, tpot = broken.pop("ttft"), broken.pop("tpot")
     return {

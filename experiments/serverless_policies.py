@@ -164,6 +164,11 @@ def policies(options: Options) -> None:
             own = [row for row in rows if (row["model"], row["preset"]) == (model, preset)]
             _print(f"{model}, preset {preset}", own)
             lines += _verdicts(f"{model}, {preset}", own)
+    lines.append(
+        "remoe and remoe_cost rank experts anew for every prompt, so that functions seldom match "
+        "what is warm; remoe_sticky plans for the shared order; grid_optimum takes the best action "
+        "of the request at hand, lookahead plans the whole episode"
+    )
     about = {
         "environment": f"{ENV_ID}, split eval, {options.requests} requests an episode",
         "episodes": f"{options.episodes}, of {', '.join(SLOW)} at least {options.slow_episodes}",
