@@ -16,7 +16,6 @@ from servegym.envs.expert_placement.core import PlacementSystem, action_space, o
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import check_action, make_problem
 
-
 NAME = "servegym/expert_placement-v0"
 
 

@@ -112,7 +112,8 @@ def make_prompts(
     """Check the arrays of prompts and list the experts of each token.
 
     Raises:
-        ValueError: shapes do not fit, a prompt has no rows, or a set has not k experts.
+        ValueError: shapes do not fit, a prompt's counts are not k a token, it has no rows, or a set
+            has not k experts.
     """
     tokens = np.ascontiguousarray(tokens, dtype=np.int64)
     counts = np.ascontiguousarray(counts, dtype=np.int32)
@@ -124,6 +125,15 @@ def make_prompts(
         raise ValueError(
             f"counts has shape {counts.shape}, {len(tokens)} prompts of {experts} experts need "
             f"({len(tokens)}, layers, {experts})."
+        )
+    if tokens.ndim != 1 or (tokens < 1).any():
+        raise ValueError(f"tokens has shape {tokens.shape}; it must be (P,) numbers of at least 1.")
+    wrong = np.argwhere((counts.sum(axis=2) != top_k * tokens[:, None]) | (counts < 0).any(axis=2))
+    if len(wrong):
+        p, layer = wrong[0].tolist()
+        raise ValueError(
+            f"counts[{p}, {layer}] must be at least 0 and sum to {top_k} x {tokens[p]} tokens, got "
+            f"{counts[p, layer].sum()}."
         )
     if bank.ndim != 2 or bank.shape[1] != counts.shape[1] or start.shape != (len(tokens) + 1,):
         raise ValueError(f"bank {bank.shape} and bank_start {start.shape} do not fit the counts.")

@@ -57,6 +57,11 @@ def test_a_message_goes_at_the_rate_of_its_sender():
         ({"nic_bps": (1e6, 0.0, 1e6)}, r"nic_bps\[1\]"),
         ({"bandwidth_bps": np.eye(3)}, r"bandwidth_bps\[0, 1\]=0"),
         ({"bandwidth_bps": np.ones((2, 3))}, "bandwidth_bps has shape"),
+        ({"nic_bps": None}, "nic_bps=None"),
+        ({"nic_bps": (1e6, np.nan, 1e6)}, r"nic_bps\[1\]=nan"),
+        ({"bandwidth_bps": np.full((3, 3), np.nan)}, r"bandwidth_bps\[0, 1\]=nan"),
+        ({"bandwidth_bps": [[1e6, 1e6], [1e6]]}, "bandwidth_bps"),
+        ({"pcie_bytes_s": 0}, "pcie_bytes_s"),
         ({"latency_s": -1.0}, "latency_s"),
         ({"latency_s": "soon"}, "latency_s"),
         ({"link_model": "nics"}, "'nic'"),
@@ -74,6 +79,32 @@ def test_missing_bytes_are_counted():
     with pytest.raises(ValueError, match=f"{64 * 17_301_504} bytes are missing"):
         build_cluster(gpus=(1, 1), slots=(1000, 600))
     build_cluster(gpus=(1, 1), slots=(1000, 664))
+
+
+@pytest.mark.parametrize(
+    "model, fraction",
+    [("deepseek-v2-lite", 0.2), ("mixtral-8x7b", 0.6), ("gpt-oss-20b", 0.12)],
+)
+def test_a_model_that_fits_no_split_names_the_missing_bytes(model, fraction):
+    """As much as is named, added to any one GPU, is enough; a byte less is not."""
+    gpu = np.full(4, 40e9)
+    with pytest.raises(ValueError, match="bytes are missing") as error:
+        build_cluster(model, gpus=(1, 1, 2), gpu_bytes=gpu, memory_fraction=fraction)
+    words = str(error.value).split()
+    missing = int(words[words.index("bytes") - 1])
+    assert f"'{model}'" in str(error.value) and missing % MODELS[model].expert_bytes == 0
+    # What every GPU leaves over of a slot is not lost: fill it up first.
+    times = MODELS[model]
+    reserved = np.array([1, 1, 1, 0]) * times.reserved_bytes
+    slots = np.floor((gpu * fraction - reserved) / times.expert_bytes)
+    full = (slots * times.expert_bytes + reserved + 0.5) / fraction
+    for more, enough in ((missing, True), (missing - times.expert_bytes, False)):
+        grown = full + np.array([0, 0, 0, more / fraction])
+        if enough:
+            build_cluster(model, gpus=(1, 1, 2), gpu_bytes=grown, memory_fraction=fraction)
+        else:
+            with pytest.raises(ValueError, match=f"{times.expert_bytes} bytes are missing"):
+                build_cluster(model, gpus=(1, 1, 2), gpu_bytes=grown, memory_fraction=fraction)
 
 
 def test_placements_are_checked():

@@ -132,6 +132,10 @@ def test_bad_calls_are_named():
     env.reset(seed=0)
     with pytest.raises(ValueError, match="server_0"):
         env.step({})
+    good = {agent: env.action_space(agent).sample() for agent in env.agents}
+    for plan in (np.ones(3), np.ones((4, 8)), np.full(4, np.nan)):
+        with pytest.raises(ValueError, match="plan"):
+            env.step(good | {"server_1": {"migrate": 1, "plan": plan}})
     with pytest.raises(ValueError, match="placement"):
         parallel_env(action_mode="placement")
     with pytest.raises(ValueError, match="shared_reward"):

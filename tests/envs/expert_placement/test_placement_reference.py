@@ -368,6 +368,18 @@ def test_ties_do_not_go_to_the_lowest_index():
 def test_bad_prompts_are_refused():
     cluster = build_cluster(sizes=small_model(layers=1, experts=3), gpus=(1,), slots=(3,))
     prompts = one_prompt(cluster, 1, [(0, 1)])
+    for tokens, counts, word in (
+        ([1], np.ones((1, 1, 4)), r"shape \(1, 1, 4\)"),
+        ([1], np.ones((2, 1, 3)), r"shape \(2, 1, 3\)"),
+        ([1], np.ones((1, 3)), r"shape \(1, 3\)"),
+        ([0], 0 * prompts.counts, "at least 1"),
+        ([2], prompts.counts, r"counts\[0, 0\].*2 x 2 tokens, got 2"),
+        ([1], np.array([[[3, -1, 0]]]), r"counts\[0, 0\] must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            make_prompts(tokens, counts, prompts.bank, [0, 1], 3, 2)
+    with pytest.raises(ValueError, match="bank"):
+        make_prompts([1], prompts.counts, np.ones((1, 2), np.uint64), [0, 1], 3, 2)
     with pytest.raises(ValueError, match="top_k=2"):
         make_prompts([1], prompts.counts, np.array([[1]], np.uint64), [0, 1], 3, 2)
     with pytest.raises(ValueError, match="more than top_k"):
