@@ -1,0 +1,373 @@
+"""Learnt placement against the best of the others: does it pay, and is it more than its decoder?
+
+::
+
+    python -m servegym.experiments.placement_learning --figure edge_hetero summary
+
+A figure is a scenario; ``summary`` puts the scenarios whose results lie in the folder into one
+picture and table. Every policy plays the same evaluation episodes:
+
+* the baselines ``prism``, ``proxy_optimum``, ``whole_layer`` and ``latency_dp``;
+* ``latency_local_search``, which searches with the simulator anew in every episode
+  (``--search-calls`` expert calls a search, on ``--search-episodes`` of the episodes), and
+  ``search_once``: one search with as many simulated expert calls as the agent's whole training,
+  whose placement is then used in all episodes (``--search-once``);
+* the shipped agents, or those of ``--checkpoints``;
+* controls through the agents' own decoder: ``base`` (every output of the network zero), ``random``
+  (heights and slopes drawn anew for each episode) and ``constant`` (all scores alike).
+
+Episodes that are done are not played again when the command is repeated.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.agents.checkpoint import load_policy, shipped
+from servegym.baselines.placement.system import PlacementSystem as Description
+from servegym.baselines.protocol import BasePolicy
+from servegym.baselines.registry import make_policy
+from servegym.envs.expert_placement.config import Problem, build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.figure_run import (
+    FigureOptions,
+    command_line,
+    errors,
+    figure_parser,
+    pyplot,
+    run_chosen,
+    save,
+    tidy,
+)
+from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.placement_common import ENV_ID, OUT, interval, setting, versus
+
+__all__ = ["SCENARIOS", "Control", "main", "training_calls"]
+
+MODULE = "servegym.experiments.placement_learning"
+SCENARIOS = ("edge_hetero", "drift", "paper_testbed")
+EPISODES = 16
+BASELINES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
+SEARCHES = ("latency_local_search", "search_once")
+CONTROLS = ("base", "random", "constant")
+AGENTS = ("ppo_placement", "mappo_placement")
+KEPT = (
+    "mean_latency_s", "p99_latency_s", "mean_latency_s_server_0", "mean_latency_s_server_1",
+    "mean_latency_s_server_2", "remote_layer_ratio", "migrations", "requests",
+)  # fmt: skip
+
+
+class Options(FigureOptions):
+    """The command line.
+
+    Attributes:
+        checkpoints: Folder of ``NAME.safetensors``; None takes the shipped ones.
+        search_calls: Expert calls of one search of ``latency_local_search``.
+        search_episodes: Episodes it plays.
+        search_once: Whether to search once with the agent's budget.
+    """
+
+    checkpoints: Path | None
+    search_calls: float
+    search_episodes: int
+    search_once: bool
+
+
+class Control(BasePolicy):
+    """The agents' decoder without an agent: the first placement from a fixed or random output."""
+
+    env_kwargs = {"action_mode": "expert_score"}
+
+    def __init__(self, name: str, cluster: Any) -> None:
+        from servegym.agents.ppo_placement import Features
+
+        self.name = name
+        self.features = Features(cluster, "whole_layer" if name == "base" else "none")
+
+    def act(self, observation: Any, action_mask: Any = None) -> Any:
+        """Scores of every row; only the first placement is carried out."""
+        import torch
+
+        from servegym.agents.ppo_placement import is_first
+
+        _, log_share = self.features(observation)
+        z = torch.zeros(*log_share.shape[:3], 2)
+        if self.name == "random":
+            z = torch.as_tensor(self.rng.normal(size=z.shape), dtype=torch.float32)
+        plan = self.features.plan(z, log_share)
+        if self.name == "constant":
+            plan = np.full_like(plan, 0.5)
+        return {"migrate": is_first(observation).astype(np.int64), "plan": plan}
+
+
+class Fixed(BasePolicy):
+    """One placement for all episodes."""
+
+    env_kwargs = {"action_mode": "placement"}
+
+    def __init__(self, name: str, placement: Any) -> None:
+        self.name, self.placement = name, np.asarray(placement, dtype=np.int8)
+
+    def act(self, observation: Any, action_mask: Any = None) -> Any:
+        """The placement, at first."""
+        first = np.asarray(observation["progress"])[:, 0] <= 0.0
+        plan = np.broadcast_to(self.placement, (len(first), *self.placement.shape))
+        return {"migrate": first.astype(np.int64), "plan": plan.copy()}
+
+
+def calls_a_request(problem: Problem) -> float:
+    """Expert calls of a mean request: those of its prompt and of each further token."""
+    prompts = problem.prompts
+    of_prompt = (prompts.counts > 0).sum(axis=(1, 2))
+    rows = np.concatenate(problem.rows) if problem.arguments["task_mix"] == "mixed" else None
+    servers = problem.cluster.num_servers
+    tasks = [of_prompt[problem.rows[n % len(problem.rows)]].mean() for n in range(servers)]
+    mean = float(of_prompt[rows].mean()) if rows is not None else float(np.mean(tasks))
+    decodes = sum(problem.output_tokens) / 2 - 1
+    return mean + decodes * problem.cluster.layers * problem.cluster.top_k
+
+
+def training_calls(args: Any) -> float:
+    """Expert calls that a training run of these arguments simulates, evaluations left out."""
+    from servegym.agents.common import parse_settings
+    from servegym.envs.expert_placement.env import make_problem
+
+    problem = make_problem(parse_settings(args.set))
+    return args.total_timesteps * problem.expected_arrivals * calls_a_request(problem)
+
+
+def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
+    """Policies of the checkpoints: ``NAME_SCENARIO`` if there is one, else ``NAME``."""
+    files = shipped("placement")
+    if options.checkpoints is not None:
+        files = {path.stem: path for path in sorted(options.checkpoints.glob("*.safetensors"))}
+    found = {}
+    for name in AGENTS:
+        for stem in (name, f"{name}_{scenario}"):
+            if stem in files:
+                found[name] = load_policy(files[stem], described)
+    seeds = [stem for stem in files if stem.startswith(f"ppo_placement_{scenario}_seed")]
+    return found | {stem.replace(f"_{scenario}", ""): load_policy(files[stem], described)
+                    for stem in seeds}  # fmt: skip
+
+
+def _search_once(problem: Problem, described: Any, calls: float) -> Fixed:
+    """One long search on the counts of an episode that is not evaluated."""
+    system = PlacementSystem(problem)
+    system.begin(np.random.default_rng(0))
+    policy: Any = make_policy(
+        "latency_local_search", described, family="expert_placement", budget_calls=int(calls),
+        requests=round(problem.expected_arrivals),
+    )  # fmt: skip
+    policy.reset(1, seed=0)
+    current = system.simulator.target() > 0
+    found = policy.plan(0, system.counts().astype(np.float64), current, True)
+    return Fixed("search_once", current if found is None else found)
+
+
+def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Problem]:
+    """One row a policy and episode, of this run and of those before."""
+    kwargs: dict[str, Any] = {"scenario": scenario}
+    if options.quick:
+        kwargs |= {"epochs": 2, "epoch_s": 60.0}
+    problem = build_problem(
+        scenario_name=scenario, split="eval", action_mode="placement",
+        **{k: v for k, v in kwargs.items() if k != "scenario"},
+    )  # fmt: skip
+    described = Description.from_problem(problem)
+    agents = _agents(options, scenario, described)
+    path = options.out / f"learning_episodes_{scenario}.csv"
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with open(path, encoding="utf-8", newline="") as stream:
+            rows = [
+                {k: v if k == "policy" else float(v) for k, v in row.items()}
+                for row in csv.DictReader(stream)
+            ]
+    names = [*BASELINES, *CONTROLS, *agents, "latency_local_search"]
+    names += ["search_once"] if options.search_once else []
+    for name in names:
+        episodes = options.episodes
+        if name == "latency_local_search":
+            episodes = min(episodes, options.search_episodes)
+        done = sum(row["policy"] == name for row in rows)
+        policy: Any = None
+        while done < episodes:
+            if policy is None:
+                policy = _policy(name, options, problem, described, agents)
+            # A few at a time: a stopped run loses little. Episode i has its own seed.
+            number = 1 if name == "latency_local_search" else min(4, episodes - done)
+            runs = evaluate(ENV_ID, [policy], number, DEFAULT_SEED + done, kwargs, num_envs=number)
+            for run in runs:
+                row = {"policy": name, "episode": float(done)} | {key: run[key] for key in KEPT}
+                rows.append(row | {"calls": float(getattr(policy, "calls", 0))})
+                done += 1
+            write_csv(path, rows)
+            print(f"{scenario} {name}: {done}/{episodes} {runs[-1]['mean_latency_s']:.2f} s")
+    return rows, problem
+
+
+def _policy(
+    name: str, options: Options, problem: Problem, described: Any, agents: Mapping[str, Any]
+) -> Any:
+    if name in agents:
+        return agents[name]
+    if name in CONTROLS:
+        return Control(name, problem.cluster)
+    if name == "search_once":
+        return _search_once(problem, described, training_calls(agents["ppo_placement"].args))
+    more = {"budget_calls": int(options.search_calls)} if name in SEARCHES else {}
+    return make_policy(name, described, family="expert_placement", **more)
+
+
+def _scenario(scenario: str, options: Options) -> None:
+    episodes, problem = _play(options, scenario)
+    names = list(dict.fromkeys(row["policy"] for row in episodes))
+    rows = []
+    for name in names:
+        own = [row for row in episodes if row["policy"] == name]
+        row: dict[str, Any] = {"scenario": scenario, "policy": name, "episodes": len(own)}
+        for key in KEPT:
+            row |= interval([r[key] for r in own], key)
+        rows.append(row)
+    calls = {name: policy for name, policy in _agents(options, scenario, None).items()}
+    about = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
+    for name, policy in calls.items():
+        if name.startswith("ppo_placement"):
+            about[f"training of {name}"] = (
+                f"{' '.join(policy.args.set)}, {policy.args.total_timesteps} decisions, "
+                f"{training_calls(policy.args):.2g} expert calls simulated"
+            )
+    about["search_calls"] = f"{options.search_calls:.2g}"
+    save(options, f"learning_{scenario}", rows, None, *_verdict(rows, episodes), about=about)
+
+
+def _latencies(episodes: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    return np.array([row["mean_latency_s"] for row in episodes if row["policy"] == name])
+
+
+def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the rows say of each agent."""
+    mean = {row["policy"]: row["mean_latency_s"] for row in rows}
+    notes = []
+    for agent in (name for name in mean if name.startswith(AGENTS)):
+        own = _latencies(episodes, agent)
+        for group, others in (("baselines", BASELINES), ("searches", SEARCHES)):
+            known = [name for name in others if name in mean]
+            if not known:
+                continue
+            best = min(known, key=lambda name: mean[name])
+            other = _latencies(episodes, best)
+            number = min(len(own), len(other))
+            apart = _bounds(rows, agent)[1] < _bounds(rows, best)[0]
+            notes.append(
+                f"{agent} against the best of the {group}, {best}: latency lower by "
+                f"{versus(own[:number], other[:number])} on {number} same episodes; the intervals "
+                f"{'do not overlap' if apart else 'overlap or it is not lower'}"
+            )
+        if "base" in mean:
+            notes.append(
+                f"{agent} against its base without learning: lower by "
+                f"{versus(own, _latencies(episodes, 'base'))}"
+            )
+    if "random" in mean:
+        notes.append(
+            f"the decoder alone: random {mean['random']:.2f} s, constant {mean['constant']:.2f} s, "
+            f"base {mean['base']:.2f} s"
+        )
+    return notes
+
+
+def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]:
+    row = next(row for row in rows if row["policy"] == name)
+    return row["mean_latency_s_low"], row["mean_latency_s_high"]
+
+
+def summary(options: Options) -> None:
+    """One panel a scenario: mean latency of every policy with its interval."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for scenario in SCENARIOS:
+        path = options.out / f"learning_{scenario}.csv"
+        if path.exists():
+            with open(path, encoding="utf-8", newline="") as stream:
+                tables[scenario] = [
+                    {k: v if k in ("scenario", "policy") else float(v) for k, v in row.items()}
+                    for row in csv.DictReader(stream)
+                ]
+    if not tables:
+        print("summary: no results of scenarios in the folder, left out")
+        return
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, len(tables), figsize=(4.6 * len(tables), 4.2), squeeze=False, layout="constrained"
+    )
+    notes = []
+    for axis, (scenario, rows) in zip(axes[0], tables.items(), strict=True):
+        rows = sorted(rows, key=lambda row: -row["mean_latency_s"])
+        values, bars = errors(rows, "mean_latency_s")
+        colours = ["tab:red" if row["policy"].startswith(AGENTS) else
+                   "0.75" if row["policy"] in CONTROLS else "tab:blue" for row in rows]  # fmt: skip
+        at = np.arange(len(rows))
+        axis.barh(at, values, xerr=bars, color=colours, height=0.7, error_kw={"lw": 1})
+        axis.set_yticks(at, [row["policy"] for row in rows], fontsize=8)
+        # Overloaded controls are hundreds of seconds; they would hide all else.
+        good = [row["mean_latency_s"] for row in rows if row["policy"] not in CONTROLS]
+        limit = 1.6 * float(np.median(good))
+        axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
+        for y, value in zip(at, values, strict=True):
+            inside = value > 0.85 * limit
+            axis.text(min(value, 0.99 * limit) if inside else value + 0.03 * limit, y,
+                      f"{value:.2f}" + (" →" if value > limit else ""), va="center", fontsize=8,
+                      ha="right" if inside else "left",
+                      color="white" if inside else "black")  # fmt: skip
+        tidy(axis)
+        notes += [f"{scenario}: {line}" for line in _notes(options, scenario)]
+    every = [row for rows in tables.values() for row in rows]
+    save(options, "learning", every, figure, *notes,
+         "red: learnt, blue: baselines and searches, grey: the decoder without learning; bars: "
+         "95 % bootstrap intervals of the mean over episodes")  # fmt: skip
+    print_table(
+        "Mean latency, s", ["scenario", "policy", "mean", "low", "high", "P99"],
+        [[r["scenario"], r["policy"], *(f"{r[k]:.2f}" for k in
+          ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high", "p99_latency_s"))]
+         for r in every],
+    )  # fmt: skip
+
+
+def _notes(options: Options, scenario: str) -> list[str]:
+    """The verdict of a scenario's text."""
+    path = options.out / f"learning_{scenario}.txt"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+
+
+FIGURES = {name: lambda options, name=name: _scenario(name, options) for name in SCENARIOS}
+FIGURES["summary"] = summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the figures that the command line names."""
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES, OUT)
+    parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints (those shipped)")
+    parser.add_argument("--search-calls", type=float, default=1e8, dest="search_calls",
+                        help="expert calls of one local search (1e8)")  # fmt: skip
+    parser.add_argument("--search-episodes", type=int, default=4, dest="search_episodes",
+                        help="episodes that latency_local_search plays (4)")  # fmt: skip
+    parser.add_argument("--search-once", action="store_true", dest="search_once",
+                        help="search once with the training's budget, too")  # fmt: skip
+    options = command_line(parser, argv, Options())
+    if options.search_calls < 1 or not math.isfinite(options.search_calls):
+        raise ValueError(f"search_calls is {options.search_calls}; allowed is 1 or more")
+    return run_chosen(FIGURES, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
