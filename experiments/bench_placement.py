@@ -1,7 +1,8 @@
-"""Speed of the expert placement simulator: expert calls a second by size of the cluster.
+"""Speed of the placement simulator by size of the cluster, and time of the planning algorithms.
 
 Every server gets the same load; experts have as many copies as fit, so that the share of remote
-calls is about the same at every size.
+calls is about the same at every size. Plans are made for the counts at the start of an episode of
+`edge_hetero`, 3 servers with 1,664 experts.
 
     python -m servegym.experiments.bench_placement --gpus 4 64 256
 """
@@ -13,7 +14,14 @@ import time
 
 import numpy as np
 
+from servegym.baselines.placement.eplb import eplb_global
+from servegym.baselines.placement.optimum import proxy_optimum
+from servegym.baselines.placement.prism import prism
+from servegym.baselines.placement.search import latency_dp
+from servegym.baselines.placement.system import PlacementSystem as Description
 from servegym.envs.expert_placement.cluster import SCALES, scenario_cluster
+from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.envs.expert_placement.simulator import (
     Requests,
     Simulator,
@@ -65,8 +73,37 @@ def measure(name: str, messages: str, requests: int, seconds: float, seed: int =
     return int(meta["calls"]) / best, int(meta["events"]) / best, count / best, remote
 
 
+def planning_ms(episodes: int = 3, scenario: str = "edge_hetero") -> dict[str, list[float]]:
+    """Milliseconds of CPU time that planning takes, for the first counts of some episodes.
+
+    ``proxy_optimum`` is the exact linear program of Eq. 2.
+    """
+    problem = build_problem(scenario=scenario, action_mode="placement")
+    described = Description.from_problem(problem)
+    slots, home = described.slots, described.gpu_server
+    methods = {
+        "prism": lambda counts: prism(counts, slots, home),
+        "eplb_global": lambda counts: eplb_global(counts, slots, home),
+        "proxy_optimum": lambda counts: proxy_optimum(counts, slots, home),
+        "latency_dp": lambda counts: latency_dp(
+            described.latency_model(counts), counts, slots, home
+        ),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in methods}
+    for seed in range(-1, episodes):  # the first one compiles
+        system = PlacementSystem(problem)
+        system.begin(np.random.default_rng(max(seed, 0)))
+        counts = system.counts().astype(np.float64)
+        for name, method in methods.items():
+            start = time.process_time()
+            method(counts)
+            if seed >= 0:
+                spent[name].append(1e3 * (time.process_time() - start))
+    return spent
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
     parser.add_argument("--requests", type=int, default=60, help="of each server")
@@ -84,6 +121,12 @@ def main() -> None:
             )  # fmt: skip
     header = ["messages", "GPUs", "M calls/s", "M events/s", "requests/s", "remote calls"]
     print_table("Expert placement simulator, one core", header, rows)
+    print_table(
+        "Planning for 3 servers and 1,664 experts, one core",
+        ["method", "median ms", "most ms"],
+        [[name, f"{np.median(ms):.1f}", f"{max(ms):.1f}"] for name, ms in planning_ms().items()],
+        ["proxy_optimum: the exact linear program of Eq. 2"],
+    )
 
 
 if __name__ == "__main__":
