@@ -178,10 +178,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     kwargs: dict[str, Any] = {"scenario": scenario}
     if options.quick:
         kwargs |= {"epochs": 2, "epoch_s": 60.0}
-    problem = build_problem(
-        scenario_name=scenario, split="eval", action_mode="placement",
-        **{k: v for k, v in kwargs.items() if k != "scenario"},
-    )  # fmt: skip
+    problem = build_problem(**kwargs, split="eval", action_mode="placement")
     described = Description.from_problem(problem)
     agents = _agents(options, scenario, described)
     path = options.out / f"learning_episodes_{scenario}.csv"
