@@ -250,7 +250,10 @@ def main_of(
     """Command line of a script with `Options`; see `serverless_common.run_figures`. Returns 0."""
     parser = figure_parser(tuple(figures), description, module, prompts, OUT)
     parser.add_argument("--redraw", action="store_true", help="take the numbers from the CSV files")
-    return run_chosen(figures, command_line(parser, argv, Options()))
+    options = command_line(parser, argv, Options())
+    if options.redraw:
+        options.command += " (from the CSV files of the run without --redraw)"
+    return run_chosen(figures, options)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
