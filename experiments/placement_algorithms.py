@@ -2,10 +2,11 @@
 
 ::
 
-    python -m servegym.experiments.placement_algorithms --figure edge_hetero summary
+    python -m servegym.experiments.placement_algorithms --resume --figure edge_hetero summary
 
-A figure is a scenario; ``summary`` puts the scenarios whose results lie in the folder into one
-picture and one table. For each policy a row has
+A figure is a scenario, whose table is written after every policy; ``--resume`` keeps the policies
+that it has already. ``summary`` puts the scenarios whose results lie in the folder into one picture
+and one table. For each policy a row has
 
 * the mean latency of the evaluation episodes and what else `placement_common.measure` gives;
 * ``proxy_gap``: how far Eq. 2 of its plan is above the exact optimum, for the counts seen at the
@@ -35,9 +36,17 @@ from servegym.baselines.placement.system import PlacementSystem as Description
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
-from servegym.experiments.figure_run import FigureOptions, pyplot, save, tidy
+from servegym.experiments.figure_run import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    pyplot,
+    run_chosen,
+    save,
+    tidy,
+)
 from servegym.experiments.output import print_table
-from servegym.experiments.placement_common import SEED, interval, measure, run_figures, setting
+from servegym.experiments.placement_common import OUT, SEED, interval, measure, setting
 
 __all__ = ["PROBE", "SCENARIOS", "main", "planning"]
 
@@ -65,8 +74,16 @@ PROBE: dict[str, dict[str, float]] = {
 """Mean seconds of an earlier exploration with one seed, whose links were shaped at both ends."""
 
 
-def _names() -> list[str]:
-    return [info.name for info in list_policies("expert_placement")]
+class Options(FigureOptions):
+    """The command line.
+
+    Attributes:
+        policies: Registered names.
+        resume: Whether rows that the folder has already are kept.
+    """
+
+    policies: Sequence[str]
+    resume: bool
 
 
 def planning(problem: Problem, policy: str, episodes: int) -> dict[str, float]:
@@ -116,8 +133,8 @@ def _plan(agent: Any, counts: Any, current: Any, first: bool) -> tuple[Any, floa
     return (current if found is None else np.asarray(found) > 0), spent
 
 
-def scenario_rows(name: str, options: FigureOptions) -> tuple[list[dict[str, Any]], Problem]:
-    """One row a policy."""
+def _scenario(name: str, options: Options) -> None:
+    """Measure the policies of one scenario and write its table after each of them."""
     kwargs: dict[str, Any] = {"scenario": name, "epochs": EPOCHS.get(name, 4)}
     episodes = options.episodes
     if name.startswith("scale_"):
@@ -125,19 +142,14 @@ def scenario_rows(name: str, options: FigureOptions) -> tuple[list[dict[str, Any
     if options.quick:
         kwargs |= {"epochs": 2, "epoch_s": 60.0}
     problem = build_problem(**kwargs, split="eval", action_mode="placement")
-    rows = []
-    for policy in _names():
+    about = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
+    rows = _read(options.out, name) if options.resume else []
+    for policy in options.policies:
+        if policy in [row["policy"] for row in rows]:
+            continue
         found, _ = measure([policy], episodes, {"scenario": name}, **kwargs)
         rows.append(found[0] | planning(problem, policy, min(episodes, PLANNED_EPISODES)))
-    return rows, problem
-
-
-def _scenario(name: str, options: FigureOptions) -> None:
-    rows, problem = scenario_rows(name, options)
-    save(
-        options, f"algorithms_{name}", rows, None, *_verdict(name, rows),
-        about={"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s},
-    )  # fmt: skip
+        save(options, f"algorithms_{name}", rows, None, *_verdict(name, rows), about=about)
     _print(name, rows)
 
 
@@ -174,18 +186,31 @@ def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     by = {row["policy"]: row for row in rows}
     mean = {policy: float(row["mean_latency_s"]) for policy, row in by.items()}
     placing = {p: x for p, x in mean.items() if not math.isnan(float(by[p]["proxy_gap"]))}
-    best = min(placing, key=lambda p: placing[p])
-    notes = [
-        f"{name}: of the placements {best} is fastest with {mean[best]:.2f} s "
-        f"[{by[best]['mean_latency_s_low']:.2f}, {by[best]['mean_latency_s_high']:.2f}], "
-        f"{100 * (1 - mean[best] / mean['prism']):.1f} % below prism ({mean['prism']:.2f} s); "
-        f"Eq. 2's optimum has {mean['proxy_optimum']:.2f} s, whole layers "
-        f"{mean['whole_layer']:.2f} s.",
-        f"{name}: caches without a network (moe_infinity) have {mean['moe_infinity']:.2f} s, with "
-        f"redirection {mean['moe_infinity_lb']:.2f} s.",
-    ]
-    earlier = PROBE.get(name)
-    if earlier:
+    notes = []
+    missing = [p.name for p in list_policies("expert_placement") if p.name not in by]
+    if missing:
+        notes.append(f"{name}: not measured: {', '.join(missing)}.")
+    if placing:
+        best = min(placing, key=lambda p: placing[p])
+        low, high = (by[best][f"mean_latency_s_{end}"] for end in ("low", "high"))
+        others = ", ".join(
+            f"{p} {mean[p]:.2f} s" for p in ("prism", "proxy_optimum", "whole_layer", "latency_dp")
+            if p in mean and p != best
+        )  # fmt: skip
+        notes.append(
+            f"{name}: of the placements {best} is fastest with {mean[best]:.2f} s [{low:.2f}, "
+            f"{high:.2f}]; {others}."
+        )
+        if "prism" in mean:
+            notes.append(f"{name}: that is {100 * (1 - mean[best] / mean['prism']):.1f} % below "
+                         "prism.")  # fmt: skip
+    if "moe_infinity" in mean and "moe_infinity_lb" in mean:
+        notes.append(
+            f"{name}: caches without a network (moe_infinity) have {mean['moe_infinity']:.2f} s, "
+            f"with redirection {mean['moe_infinity_lb']:.2f} s."
+        )
+    earlier = {p: x for p, x in PROBE.get(name, {}).items() if p in mean}
+    if len(earlier) > 1:
         told = ", ".join(f"{p} {mean[p]:.2f} ({x:.2f})" for p, x in earlier.items())
         notes.append(f"{name}: seconds here and (in the exploration with one seed): {told}.")
         pairs = [(a, b) for i, a in enumerate(earlier) for b in list(earlier)[i + 1 :]]
@@ -199,23 +224,21 @@ def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _read(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Rows of every scenario whose results lie in the folder."""
-    found = {}
-    for name in SCENARIOS:
-        path = folder / f"algorithms_{name}.csv"
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as stream:
-                found[name] = [
-                    {k: v if k in ("scenario", "policy") else float(v or "nan")
-                     for k, v in row.items()}
-                    for row in csv.DictReader(stream)
-                ]  # fmt: skip
-    return found
+def _read(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Rows of a scenario whose results lie in the folder, none if there are none."""
+    path = folder / f"algorithms_{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as stream:
+        return [
+            {k: v if k in ("scenario", "policy") else float(v or "nan") for k, v in row.items()}
+            for row in csv.DictReader(stream)
+        ]
 
 
-def _summary(options: FigureOptions) -> None:
-    results = _read(options.out)
+def _summary(options: Options) -> None:
+    found = {name: _read(options.out, name) for name in SCENARIOS}
+    results = {name: rows for name, rows in found.items() if rows}
     if not results:
         raise ValueError(f"out is {str(options.out)!r}; no scenario's results lie there yet")
     plt = pyplot()
@@ -280,7 +303,7 @@ def _overall(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     rows = [row for of_scenario in results.values() for row in of_scenario]
 
     def span(policy: str, key: str, scale: float, form: str) -> str:
-        values = [scale * row[key] for row in rows if row["policy"] == policy]
+        values = [scale * row[key] for row in rows if row["policy"] == policy] or [math.nan]
         return f"{format(min(values), form)} to {format(max(values), form)}"
 
     gaps = ", ".join(f"{p} {span(p, 'proxy_gap', 100, '.1f')} %" for p in
@@ -303,7 +326,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: dict[str, Any] = {
         name: lambda options, name=name: _scenario(name, options) for name in SCENARIOS
     }
-    return run_figures(figures | {"summary": _summary}, argv, __doc__, MODULE, EPISODES)
+    figures["summary"] = _summary
+    names = [info.name for info in list_policies("expert_placement")]
+    parser = figure_parser(tuple(figures), __doc__, MODULE, EPISODES, OUT)
+    parser.add_argument("--policies", nargs="+", choices=names, default=names, help="which (all)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
+    return run_chosen(figures, command_line(parser, argv, Options()))
 
 
 if __name__ == "__main__":
