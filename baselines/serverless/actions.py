@@ -55,7 +55,7 @@ class ActionTable:
         specs = model.main_specs_mb
         least = eq.smallest_specs(specs, local + model.token_mb * most)
         self.main_mb = eq.smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
-        self.local_mb = local + model.all_non_expert_mb
+        self.local_mb = np.asarray(local + model.all_non_expert_mb, np.float64)
 
     def sets(self, frequency: NDArray) -> Sets:
         """Remote sets and replicas of a predicted activation matrix (L, K), cached."""

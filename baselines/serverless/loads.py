@@ -173,8 +173,8 @@ def spread(jobs_s: Floats, body_mb: Floats, z_max: int) -> Spread:
     jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
     body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
     shape = (*jobs_s.shape[:-1], z_max)
-    found = kernel.spread(jobs, body.reshape(-1, width), z_max)
-    return Spread(*(x.reshape(shape) for x in found))
+    slowest, invoked, payload = kernel.spread(jobs, body.reshape(-1, width), z_max)
+    return Spread(slowest.reshape(shape), invoked.reshape(shape), payload.reshape(shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +292,7 @@ def predict(
     seconds = np.where(seconds > 0, seconds + load.trem_s[:, None], 0.0)
     local = local_prefill_s(system, load, remote, plan.main_mb)
     expert = np.maximum(local, seconds.max(axis=1)).sum()
-    expert += len(used) * 2.0 * system.swap_s(load.n_in)
+    expert += len(remote) * 2.0 * system.swap_s(load.n_in)
     fixed_prefill, fixed_decode = fixed_s(system, load)
     prefill = fixed_prefill + float(expert)
 

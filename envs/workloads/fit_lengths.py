@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     trace = load_trace(path, "azure")
     assert trace.prompt_tokens is not None and trace.output_tokens is not None
     lengths = {"prompt_tokens": trace.prompt_tokens, "output_tokens": trace.output_tokens}
-    logs = [np.log(x) for x in lengths.values()]
+    correlation = np.corrcoef(np.log(trace.prompt_tokens), np.log(trace.output_tokens))[0, 1]
     content = {
         "kind": "fitted",
         "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded to tokens",
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
                 "commit": "b469a113cedc",
                 "licence": "CC-BY-4.0",
                 "requests": len(trace.prompt_tokens),
-                "correlation_of_logarithms": float(f"{np.corrcoef(*logs)[0, 1]:.3g}"),
+                "correlation_of_logarithms": float(f"{correlation:.3g}"),
                 **{name: fit(values, CAPS[name]) for name, values in lengths.items()},
             }
         },
