@@ -242,6 +242,9 @@ def layer_quotas(slots: ArrayLike, layers: int, experts: int) -> Ints:
 def eplb_global(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     """Global EPLB over GPUs of different memory; it does not see the servers.
 
+    Invariants: never two copies of an expert on one GPU; sees only the sum of the counts over
+    servers.
+
     Args:
         counts: (N, L, E); only their sum over servers matters.
         slots: (G,), split evenly over the layers.
@@ -265,6 +268,9 @@ def eplb(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     loads in proportion to their GPUs (heaviest expert first). Replicas are made and packed inside
     the server; slots that a server cannot use so (it never has two replicas on one GPU) take the
     experts with the heaviest replicas of all servers.
+
+    Invariants: never two copies of an expert on one GPU; sees only the sum of the counts over
+    servers.
 
     Args:
         counts: (N, L, E); only their sum over servers matters.

@@ -29,6 +29,9 @@ def proxy_optimum(
     server. Every variable is in one row of each kind, so the matrix is totally unimodular and the
     vertex that the simplex method returns is a placement.
 
+    Invariants: no feasible placement has a smaller Eq. 2; every server's slots used up, one copy of
+    an expert a server.
+
     Args:
         counts: (N, L, E).
         slots: (G,).

@@ -135,6 +135,10 @@ def assign_experts(c: Ints, counts: Floats) -> Bools:
 def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     """Prism's placement, Algorithms 1 and 2 corrected.
 
+    Invariants: every expert somewhere; every GPU within its slots; every server's slots used up,
+    one copy of an expert a server. Apart from the GPUs of a server, nothing changes if all counts
+    are multiplied by one number.
+
     Args:
         counts: (N, L, E).
         slots: (G,).
@@ -152,6 +156,8 @@ def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
 
 def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     """Prism without spending the slots that rounding down leaves over.
+
+    Invariants: those of `prism` but for unused slots, at most L of each server.
 
     Args:
         counts: (N, L, E).

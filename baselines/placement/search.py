@@ -39,6 +39,9 @@ def latency_dp(
     The estimate is not convex in a layer's budget (the last experts of a layer gain most), so a
     greedy choice would be wrong.
 
+    Invariants: every server's slots used up, one copy of an expert a server; a server's budgets are
+    optimal for the estimate before coverage is seen to.
+
     Args:
         model: Estimated latency.
         counts: (N, L, E); a server's most frequent experts of a layer come first.
@@ -147,6 +150,9 @@ def annealing(
 ) -> Bools:
     """Simulated annealing of the estimated latency, from `latency_dp` or a given placement.
 
+    Invariants: never worse by the estimate than its start; the number of experts of each server
+    does not change; one copy of an expert a server.
+
     Args:
         model: Estimated latency.
         counts: (N, L, E).
@@ -193,6 +199,9 @@ def local_search(
     max_moved_share: float = 0.1,
 ) -> Bools:
     """Improve a placement by its best single loads, at most a share of all slots.
+
+    Invariants: never worse by the estimate than its start; at most the given share of slots is
+    loaded, each expert of a server that stays keeps its GPU.
 
     Args:
         model: Estimated latency.

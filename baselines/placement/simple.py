@@ -45,6 +45,9 @@ def uniform(
 ) -> Bools:
     """Every expert once, the same number of random experts of a layer on each GPU.
 
+    Invariants: blind to the counts; of a layer, two GPUs that are not full have the same number or
+    one more.
+
     Args:
         counts: (N, L, E); only its shape is used.
         slots: (G,).
@@ -75,6 +78,9 @@ def redundance(
 ) -> Bools:
     """`uniform`, then every GPU's free slots take random experts it does not hold.
 
+    Invariants: blind to the counts; a superset of `uniform` with the same seed; every GPU full, or
+    with all experts.
+
     Args:
         counts: (N, L, E); only its shape is used.
         slots: (G,).
@@ -103,6 +109,8 @@ def smartmoe(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bool
 
     Layer by layer, experts by falling total count go to the GPU with the least load in that layer
     among those whose quota is not used up (ties: the lowest GPU).
+
+    Invariants: every expert once; sees only the sum of the counts over servers.
 
     Args:
         counts: (N, L, E).
@@ -136,6 +144,9 @@ def whole_layer(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> B
     Layers are dealt in order and then again in order, to the largest server first, as many as fit
     whole. What is left of the slots first takes experts that are nowhere (each where it is most
     frequent), then each server's most frequent experts.
+
+    Invariants: every server's slots used up, one copy of an expert a server; which layers are whole
+    does not depend on the counts.
 
     Args:
         counts: (N, L, E).

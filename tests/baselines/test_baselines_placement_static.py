@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from servegym.baselines.placement.eplb import eplb, eplb_global
 from servegym.baselines.placement.optimum import proxy_optimum
 from servegym.baselines.placement.placement import (
     adopts,
@@ -38,7 +39,9 @@ from servegym.baselines.placement.simple import (
 )
 
 ONE_TWO = np.array([0, 1, 2, 2])
-ALGORITHMS = [uniform, redundance, smartmoe, prism, whole_layer, proxy_optimum]
+ALGORITHMS = [
+    uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer, proxy_optimum,
+]  # fmt: skip
 
 
 def skewed(rng, servers, layers, experts, tokens=20_000, sharpness=0.3):
@@ -88,6 +91,61 @@ def test_servers_hold_no_expert_twice_and_waste_no_slot(algorithm):
         assert z.sum() == held.sum()
         cap = np.bincount(home, slots).astype(int)
         assert (held.sum((1, 2)) == np.minimum(cap, held[0].size)).all()
+
+
+BLIND = (uniform, redundance)
+POOLED = (smartmoe, eplb, eplb_global)
+OWN = (prism, whole_layer, proxy_optimum)
+
+
+def test_what_each_algorithm_sees_of_the_counts():
+    """Nothing, the sum over servers, or each server's own counts up to their unit."""
+    reacted = dict.fromkeys((*POOLED, *OWN), 0)
+    for seed in range(40):
+        counts, slots, home = instance(seed)
+        rng = np.random.default_rng(seed)
+        other = rng.permutation(counts.ravel()).reshape(counts.shape)
+        for algorithm in BLIND:
+            z = algorithm(counts, slots, home)
+            assert (z == algorithm(other, slots, home)).all()
+        for algorithm in POOLED:
+            z = algorithm(counts, slots, home)
+            assert (z == algorithm(counts[::-1], slots, home)).all()
+            reacted[algorithm] += (z != algorithm(other, slots, home)).any()
+        for algorithm in OWN:
+            held = server_view(algorithm(counts, slots, home), home)
+            scaled = server_view(algorithm(8 * counts, slots, home), home)
+            assert (held == scaled).all()
+            reacted[algorithm] += (held != server_view(algorithm(other, slots, home), home)).any()
+    assert min(reacted.values()) > 5, "the test must be able to fail"
+
+
+def test_experts_are_never_twice_on_a_gpu_and_once_where_promised():
+    for seed in range(40):
+        counts, slots, home = instance(seed)
+        even, filled = (f(counts, slots, home, seed=seed) for f in BLIND)
+        assert (even.sum(axis=0) == 1).all() and (smartmoe(counts, slots, home).sum(0) == 1).all()
+        assert filled[even].all(), "redundance only adds"
+        assert (filled.sum(axis=(1, 2)) == np.minimum(slots, counts[0].size)).all()
+        for algorithm in POOLED[1:]:
+            z = check_placement(algorithm(counts, slots, home), slots)
+            assert z.dtype == np.bool_
+        cap = np.bincount(home, slots).astype(int)
+        try:
+            printed = server_view(prism_printed(counts, slots, home), home).sum(axis=(1, 2))
+        except ValueError:
+            continue
+        lost = np.minimum(cap, counts[0].size) - printed
+        assert (lost >= 0).all()
+
+
+def test_the_layers_that_are_whole_do_not_depend_on_the_counts():
+    for seed in range(40):
+        counts, slots, home = instance(seed)
+        cap, experts = np.bincount(home, slots).astype(int), counts.shape[2]
+        held = server_view(whole_layer(counts, slots, home), home)
+        whole = np.minimum(cap // experts, counts.shape[1])
+        assert (held.all(axis=2).sum(axis=1) >= whole).all()
 
 
 def test_optimum_bounds_every_placement_and_enumeration_agrees():
