@@ -275,9 +275,9 @@ class Agent(nn.Module):
         return torch.where(free > 0, 0.0, choice) + moved * plan
 
 
-def make_envs(args: Args, num_envs: int, **overrides: Any) -> gym.vector.VectorEnv:
+def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:
     """The native vector environment in the mode of scores; whole episodes are run."""
-    kwargs = env_kwargs(args) | {"action_mode": "expert_score"} | overrides
+    kwargs: dict[str, Any] = env_kwargs(args) | {"action_mode": "expert_score"} | overrides
     return gym.make_vec(
         args.env_id,
         num_envs=num_envs,

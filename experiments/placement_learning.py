@@ -22,9 +22,11 @@ Episodes that are done are not played again when the command is repeated.
 from __future__ import annotations
 
 import csv
+import hashlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     if path.exists():
         with open(path, encoding="utf-8", newline="") as stream:
             rows = [
-                {k: v if k == "policy" else float(v) for k, v in row.items()}
+                {k: v if k in ("policy", "stamp") else float(v) for k, v in row.items()}
                 for row in csv.DictReader(stream)
             ]
     names = [*BASELINES, *CONTROLS, *agents, "latency_local_search"]
@@ -195,6 +197,8 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
         episodes = options.episodes
         if name == "latency_local_search":
             episodes = min(episodes, options.search_episodes)
+        stamp = _stamp(name, options, agents)
+        rows = [row for row in rows if row["policy"] != name or row["stamp"] == stamp]
         done = sum(row["policy"] == name for row in rows)
         policy: Any = None
         while done < episodes:
@@ -204,12 +208,23 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
             number = 1 if name == "latency_local_search" else min(4, episodes - done)
             runs = evaluate(ENV_ID, [policy], number, DEFAULT_SEED + done, kwargs, num_envs=number)
             for run in runs:
-                row = {"policy": name, "episode": float(done)} | {key: run[key] for key in KEPT}
+                row = {"policy": name, "stamp": stamp, "episode": float(done)}
+                row |= {key: run[key] for key in KEPT}
                 rows.append(row | {"calls": float(getattr(policy, "calls", 0))})
                 done += 1
             write_csv(path, rows)
             print(f"{scenario} {name}: {done}/{episodes} {runs[-1]['mean_latency_s']:.2f} s")
     return rows, problem
+
+
+def _stamp(name: str, options: Options, agents: Mapping[str, Any]) -> str:
+    """What makes earlier episodes of a policy worthless when it changes."""
+    if name in agents:
+        return hashlib.sha256(agents[name].path.read_bytes()).hexdigest()[:8]
+    if name == "search_once":
+        agent = agents["ppo_placement"]
+        return f"{training_calls(agent.args):.3g}"
+    return f"{options.search_calls:.3g}" if name in SEARCHES else "-"
 
 
 def _policy(
@@ -319,9 +334,9 @@ def summary(options: Options) -> None:
         good = [row["mean_latency_s"] for row in rows if row["policy"] not in CONTROLS]
         limit = 1.6 * float(np.median(good))
         axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
-        for y, value in zip(at, values, strict=True):
-            inside = value > 0.85 * limit
-            axis.text(min(value, 0.99 * limit) if inside else value + 0.03 * limit, y,
+        for y, value, end in zip(at, values, values + bars[1], strict=True):
+            inside = end > 0.85 * limit
+            axis.text(min(value, 0.99 * limit) if inside else end + 0.02 * limit, y,
                       f"{value:.2f}" + (" →" if value > limit else ""), va="center", fontsize=8,
                       ha="right" if inside else "left",
                       color="white" if inside else "black")  # fmt: skip
@@ -346,7 +361,7 @@ def _notes(options: Options, scenario: str) -> list[str]:
     return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
 
 
-FIGURES = {name: lambda options, name=name: _scenario(name, options) for name in SCENARIOS}
+FIGURES: dict[str, Any] = {name: partial(_scenario, name) for name in SCENARIOS}
 FIGURES["summary"] = summary
 
 
