@@ -64,9 +64,9 @@ class Args:
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio of each server"""
-    target_kl: float = 0.5
+    target_kl: float = 1.0
     """the passes of an update end when the policy has moved so far"""
-    std: tuple[float, float] = (0.6, 0.3)
+    std: tuple[float, float] = (0.6, 0.4)
     """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""

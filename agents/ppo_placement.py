@@ -42,7 +42,7 @@ MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 WAVES = 8
 """Frequencies that encode the position of a layer."""
 SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
-BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.25, 0.1, 0.5
+BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.15, 0.1, 0.5
 """A held layer of the base, one unit of the height, the slope at zero and its growth."""
 
 
@@ -80,9 +80,9 @@ class Args:
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
-    target_kl: float = 0.5
+    target_kl: float = 1.0
     """the passes of an update end when the policy has moved so far"""
-    std: tuple[float, float] = (0.6, 0.3)
+    std: tuple[float, float] = (0.6, 0.4)
     """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""
