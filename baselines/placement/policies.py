@@ -311,7 +311,7 @@ class Annealing(_Estimated):
 
     name = "annealing"
 
-    def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 60_000) -> None:
+    def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 600_000) -> None:
         super().__init__(system, rows=rows)
         self.steps = int(steps)
 

@@ -143,7 +143,7 @@ def annealing(
     gpu_server: ArrayLike,
     *,
     start: ArrayLike | None = None,
-    steps: int = 60_000,
+    steps: int = 600_000,
     hot: float = 1e-3,
     cold: float = 1e-6,
     seed: int = 0,
