@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from servegym.envs.workloads.errors import MalformedFileError
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
 
@@ -75,6 +78,51 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     """Write ``content`` as indented JSON, atomically."""
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     write_atomic(path, lambda stream: stream.write(text.encode()))
+
+
+def read_fitted(name: str, script: str) -> Any:
+    """Contents of a fitted file of the package.
+
+    Args:
+        name: The file in ``data``.
+        script: Module of this package that makes it.
+
+    Raises:
+        MalformedFileError: If it cannot be read; says what to run.
+    """
+    path = DATA_DIR / name
+    remedy = f"run `python -m servegym.envs.workloads.{script}`"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+
+
+def fit_arguments(
+    doc: str | None, name: str, traces: Sequence[str], argv: list[str] | None
+) -> tuple[list[Path], Path]:
+    """Command line of a script that fits traces.
+
+    Args:
+        doc: The script's docstring.
+        name: The file in ``data`` that it writes by default.
+        traces: The traces, below the folder that ``--data`` or ``$SERVEGYM_DATA`` names.
+        argv: Arguments; those of the process if None.
+
+    Returns:
+        The traces' paths and the file to write; the process ends where a trace is missing.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, default=data_file(), help="folder of the traces")
+    parser.add_argument("--out", type=Path, default=DATA_DIR / name)
+    args = parser.parse_args(argv)
+    if args.data is None:
+        parser.error("give --data FOLDER, or set SERVEGYM_DATA to it")
+    paths = [args.data / trace for trace in traces]
+    for path in paths:
+        if not path.is_file():
+            parser.error(f"{path} is missing")
+    return paths, args.out
 
 
 def data_file(*parts: str) -> Path | None:

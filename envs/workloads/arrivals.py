@@ -9,7 +9,6 @@ presets go further: each sample's own mean rate is the one asked for.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,12 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from servegym.envs.workloads._util import (
-    DATA_DIR,
     positive,
+    read_fitted,
     reject_unknown_kwargs,
     unknown_name,
 )
-from servegym.envs.workloads.errors import MalformedFileError
 
 FITS = ("burstgpt", "azure")
 
@@ -272,12 +270,7 @@ def _gaps_before(times: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1)
 def fitted_parameters() -> dict[str, Any]:
     """Contents of ``data/arrivals.json``, made by ``servegym.envs.workloads.fit_arrivals``."""
-    path = DATA_DIR / "arrivals.json"
-    remedy = "run `python -m servegym.envs.workloads.fit_arrivals`"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+    return read_fitted("arrivals.json", "fit_arrivals")
 
 
 def _fit(name: str, model: str) -> dict[str, float]:

@@ -25,7 +25,6 @@ The model's side is the median over simulated traces of the same length with the
 
 from __future__ import annotations
 
-import argparse
 import csv
 import datetime
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, data_file, write_json
+from servegym.envs.workloads._util import fit_arguments, write_json
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
@@ -44,6 +43,11 @@ from servegym.envs.workloads.arrivals import (
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.traces import load_trace
 
+TRACES = (
+    "burstgpt/burstgpt_1_first500_reconstructed.csv",
+    "burstgpt/burstgpt_1_hourly_requests.csv",
+    "azure_llm_2023/AzureLLMInferenceTrace_conv.csv",
+)
 BURSTGPT_WINDOWS = (1, 2, 5, 10, 20, 50)
 AZURE_WINDOWS = (1, 5, 10, 50, 150, 300, 600)
 AZURE_BLOCK_S = 5.0
@@ -273,18 +277,7 @@ def _entry(
 
 def main(argv: list[str] | None = None) -> None:
     """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, default=data_file(), help="folder of the traces")
-    parser.add_argument("--out", type=Path, default=DATA_DIR / "arrivals.json")
-    args = parser.parse_args(argv)
-    if args.data is None:
-        parser.error("give --data FOLDER, or set SERVEGYM_DATA to it")
-    rows = args.data / "burstgpt" / "burstgpt_1_first500_reconstructed.csv"
-    hours = args.data / "burstgpt" / "burstgpt_1_hourly_requests.csv"
-    conversations = args.data / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
-    for path in (rows, hours, conversations):
-        if not path.is_file():
-            parser.error(f"{path} is missing")
+    (rows, hours, conversations), out = fit_arguments(__doc__, "arrivals.json", TRACES, argv)
     # The first row is 5 s after the hour; load_trace counts from the first row.
     burst = load_trace(rows).timestamps_s + 5.0
     hourly = read_hourly(hours)
@@ -324,8 +317,8 @@ def main(argv: list[str] | None = None) -> None:
         "command": "python -m servegym.envs.workloads.fit_arrivals --data FOLDER",
         "date": datetime.date.today().isoformat(),
     }
-    write_json(args.out, content)
-    print(args.out)
+    write_json(out, content)
+    print(out)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ lengths and the relative error of its mean, as a whole and cut at the environmen
 
 from __future__ import annotations
 
-import argparse
 import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, data_file, write_json
+from servegym.envs.workloads._util import fit_arguments, write_json
 from servegym.envs.workloads.lengths import sample_lengths
 from servegym.envs.workloads.traces import load_trace
 
+TRACE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv"
 STEPS = 20
 CAPS = {"prompt_tokens": 1024, "output_tokens": 400}
 _GRID = (np.arange(100_000) + 0.5) / 100_000
@@ -65,15 +64,7 @@ def fit(lengths: np.ndarray, cap: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line entry; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, default=data_file(), help="folder of the traces")
-    parser.add_argument("--out", type=Path, default=DATA_DIR / "lengths.json")
-    args = parser.parse_args(argv)
-    if args.data is None:
-        parser.error("give --data FOLDER, or set SERVEGYM_DATA to it")
-    path = args.data / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
-    if not path.is_file():
-        parser.error(f"{path} is missing")
+    (path,), out = fit_arguments(__doc__, "lengths.json", [TRACE], argv)
     trace = load_trace(path, "azure")
     assert trace.prompt_tokens is not None and trace.output_tokens is not None
     lengths = {"prompt_tokens": trace.prompt_tokens, "output_tokens": trace.output_tokens}
@@ -94,8 +85,8 @@ def main(argv: list[str] | None = None) -> None:
         "command": "python -m servegym.envs.workloads.fit_lengths --data FOLDER",
         "date": datetime.date.today().isoformat(),
     }
-    write_json(args.out, content)
-    print(args.out)
+    write_json(out, content)
+    print(out)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, unknown_name
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads._util import read_fitted, unknown_name
 
 KINDS = ("prompt_tokens", "output_tokens")
 
@@ -17,12 +15,7 @@ KINDS = ("prompt_tokens", "output_tokens")
 @lru_cache(maxsize=1)
 def fitted_lengths() -> dict[str, Any]:
     """Contents of ``data/lengths.json``, made by ``servegym.envs.workloads.fit_lengths``."""
-    path = DATA_DIR / "lengths.json"
-    remedy = "run `python -m servegym.envs.workloads.fit_lengths`"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+    return read_fitted("lengths.json", "fit_lengths")
 
 
 def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, whole, write_json
+from servegym.envs.workloads._util import DATA_DIR, read_fitted, whole, write_json
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, Catalog, load_catalog, make_split
-from servegym.envs.workloads.errors import MalformedFileError
 
 QUANTILES = 101
 # Parameter -> the moment that it steers.
@@ -127,12 +125,7 @@ def _generate(
 @lru_cache(maxsize=1)
 def fitted() -> dict[str, Any]:
     """Contents of ``data/synthetic.json``."""
-    path = DATA_DIR / "synthetic.json"
-    remedy = "run `python -m servegym.envs.workloads.synthetic`"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+    return read_fitted("synthetic.json", "synthetic")
 
 
 def synthetic_catalog(
