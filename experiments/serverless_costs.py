@@ -76,7 +76,10 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             equal = [name for name, row in rivals.items()
                      if name not in below and row["over_mix_low"] <= high]  # fmt: skip
             claim = f"Remoe is cheaper than CPU, GPU, Fetch and MIX; {method}, {model}, {gpu} GPU"
-            found = f"cheaper than it: {', '.join(below) or 'none'}"
+            own_usd = by[method]["usd_per_1000"]
+            saved = [100.0 * (1.0 - own_usd / row["usd_per_1000"]) for row in rivals.values()]
+            found = f"it saves {min(saved):.0f} to {max(saved):.0f} % (paper: up to 57.14 %)"
+            found += f"; cheaper than it: {', '.join(below) or 'none'}"
             if equal:
                 found += f"; not told apart by the intervals: {', '.join(equal)}"
             lines.append(verdict(claim, not below + equal, found))

@@ -128,6 +128,12 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys):
         if row["method"] == "mix":
             assert float(row["over_mix"]) == 1.0
         assert float(row["over_mix_low"]) <= float(row["over_mix"]) <= float(row["over_mix_high"])
+    if name == "trem":  # the same figure from the table
+        before = (tmp_path / f"{stem}.csv").read_text()
+        (tmp_path / f"{stem}.png").unlink()
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--redraw"]) == 0
+        assert (tmp_path / f"{stem}.csv").read_text() == before
+        assert (tmp_path / f"{stem}.png").exists()
     text = (tmp_path / f"{stem}.txt").read_text()
     assert "optimum" in text and "smoke run" in text and f"--figure {name}" in text
 
