@@ -24,12 +24,14 @@ __all__ = [
     "ENV_ID",
     "OUT",
     "POLICIES",
+    "SEED",
     "band",
     "drive",
     "few",
     "interval",
     "measure",
     "run_figures",
+    "seconds_axis",
     "setting",
     "versus",
 ]
@@ -206,6 +208,16 @@ def band(axis: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, **look: A
         at, [row[f"{y}_low"] for row in rows], [row[f"{y}_high"] for row in rows],
         color=line.get_color(), alpha=0.15, linewidth=0,
     )  # fmt: skip
+
+
+def seconds_axis(axis: Any) -> None:
+    """A logarithmic axis of seconds with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 SEED = DEFAULT_SEED

@@ -28,6 +28,7 @@ from servegym.experiments.placement_common import (
     interval,
     measure,
     run_figures,
+    seconds_axis,
     setting,
     versus,
 )
@@ -170,7 +171,7 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Any:
                 seconds = PAPER[workload, model][policy][3]
                 axis.plot([i - 0.2, i + 0.6], [seconds] * 2, color="black", lw=2, label=label)
         axis.set_xticks(at + 0.2, POLICIES, rotation=60, ha="right", fontsize=8)
-        axis.set_yscale("log")
+        seconds_axis(axis)
         axis.set_title(f"{workload}, {model}", fontsize=10)
         axis.set_ylabel("mean latency of requests, s")
         tidy(axis)
@@ -204,6 +205,14 @@ def fit(options: FigureOptions) -> None:
         "by h: " + ", ".join(f"{h:g} ms {error:.3f}" for h, error in errors_by_h.items()),
         "one number is fitted to five; prompts of the train split",
     ]
+    about = {"setting": setting(build_problem(scenario="paper_testbed", split="train"))}
+    figure = _plot_fit(rows, best)
+    save(options, "table2_message_cost", rows, figure, *notes, about=about)
+    print("\n".join(notes))
+
+
+def _plot_fit(rows: Sequence[dict[str, Any]], best: float) -> Any:
+    printed = PAPER["BigBench", "DeepSeek-V2-Lite"]
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6, 4.2), layout="constrained")
     for name in printed:
@@ -212,15 +221,13 @@ def fit(options: FigureOptions) -> None:
              label=name)  # fmt: skip
         axis.axhline(printed[name][3], color=COLOURS[name], ls=":", lw=1)
     axis.axvline(best, color="0.8", lw=4, zorder=0)
-    axis.set_yscale("log")
+    seconds_axis(axis)
     axis.set_xlabel("cost of a message h, ms")
     axis.set_ylabel("mean latency, s")
     axis.set_title("BigBench, DeepSeek-V2-Lite, link model nic; dotted: paper", fontsize=10)
     tidy(axis)
     legend(figure, axis)
-    about = {"setting": setting(build_problem(scenario="paper_testbed", split="train"))}
-    save(options, "table2_message_cost", rows, figure, *notes, about=about)
-    print("\n".join(notes))
+    return figure
 
 
 # --------------------------------------------------------------------------------------- Fig. 5

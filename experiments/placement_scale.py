@@ -20,6 +20,7 @@ from servegym.experiments.placement_common import (
     few,
     measure,
     run_figures,
+    seconds_axis,
     setting,
     versus,
 )
@@ -149,7 +150,7 @@ def fig8b(options: FigureOptions) -> None:
             part = [row for row in rows if (row["h_ms"], row["gpus"]) == (h, gpus)]
             band(axis, part, "mbps", "mean_latency_s", color=f"C{k}", marker="o", ms=3,
                  label=f"{gpus} GPUs")  # fmt: skip
-        axis.set_yscale("log")
+        seconds_axis(axis)
         axis.set_xlabel("bandwidth of a server, Mbps")
         axis.set_ylabel("mean latency, s")
         axis.set_title(f"Prism, link model nic, h = {h:g} ms", fontsize=10)
@@ -211,7 +212,7 @@ def sensitivity(options: FigureOptions) -> None:
                      label=name, error_kw={"lw": 0.7})  # fmt: skip
         labels = [p.partition(", ")[2] for p in own]
         axis.set_xticks(np.arange(len(own)) + 0.35, labels, rotation=60, ha="right", fontsize=8)
-        axis.set_yscale("log")
+        seconds_axis(axis)
         axis.set_ylabel("mean latency, s")
         axis.set_title(f"{scenario}, DeepSeek-V2-Lite", fontsize=10)
         tidy(axis)

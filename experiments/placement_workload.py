@@ -146,7 +146,8 @@ def _plot_skew(rows: Sequence[dict[str, Any]]) -> Any:
         axis.set_xlabel("expert")
     for axis in axes[:, :2].ravel():
         axis.set_ylabel("share of choices")
-        axis.legend(fontsize=8, frameon=False)
+        axis.margins(y=0.25)
+        axis.legend(fontsize=8, frameon=False, ncols=3)
         tidy(axis)
     for axis, key in zip(axes[:, 2], ("top_share", "entropy"), strict=True):
         for k, model in enumerate(dict.fromkeys(r["model"] for r in rows)):
