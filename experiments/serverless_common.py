@@ -70,6 +70,7 @@ def run_figures(
         0.
     """
     parser = figure_parser(tuple(figures), description, module, prompts, OUT)
+    parser.epilog = "episodes: held-out prompts of a model, at most"
     return run_chosen(figures, command_line(parser, argv, Options()))
 
 
