@@ -43,7 +43,7 @@ BANDWIDTHS_MB_S = (75.0, 150.0, 300.0, 600.0, 1250.0)
 
 
 def break_even(overheads: Sequence[float], over_mix: Sequence[float]) -> float:
-    """The overhead at which a rising cost over MIX passes 1, linear between points.
+    """The first overhead at which the cost over MIX passes 1, linear between points.
 
     Returns:
         0 if it is above 1 from the first point on, infinity if it stays below.
@@ -86,11 +86,13 @@ def trem(options: Options) -> None:
         for method in (*READINGS, "per_expert", "optimum"):
             costs = [row["over_mix"] for row in pick(rows, method=method, **panel)]
             even = break_even(overheads, costs)
-            where = f"{even:.2f} ms" if 0.0 < even < np.inf else "none"
+            where = f"{even:.2f} ms" if np.isfinite(even) else f"none up to {overheads[-1]:g} ms"
             if even == 0.0:
                 where = f"below {overheads[0]:g} ms"
             listed = "/".join(f"{cost:.2f}" for cost in costs)
             parts.append(f"{method} {listed} of MIX, break-even {where}")
+            if min(np.diff(costs)) < -0.01:
+                parts[-1] += " (falls where the TPOT limit forbids the largest b)"
         lines.append(f"{', '.join(panel.values())}: {'; '.join(parts)}")
     told = "at t_rem = " + "/".join(f"{ms:g}" for ms in overheads) + " ms"
     save(options, "cost_trem", rows, figure, told, *lines, *gap_lines(rows))
