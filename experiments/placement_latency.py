@@ -1,6 +1,7 @@
-"""Latency of placements on the paper's testbed: Table II, Fig. 5 and Fig. 6 of Prism.
+"""Latency of placements on the paper's testbed: Tables I and II, Fig. 5 and Fig. 6 of Prism.
 
-``table2`` runs every policy on both models and both workloads; ``fit`` looks for the cost of a
+``table1`` compares servers that fetch experts on their own with servers that share them; ``table2``
+runs every policy on both models and both workloads; ``fit`` looks for the cost of a
 message at which the published column of one of them comes out best; ``fig5`` sends single requests
 through layers of which a given share of experts is remote; ``fig6`` follows the share of work that
 is served where it arrives.
@@ -72,6 +73,59 @@ CLAIMS = {
     ("MultiData", "DeepSeek-V2-Lite"): "10.9 %",
     ("MultiData", "Mixtral-8x7B"): "2.0 %",
 }
+
+
+# -------------------------------------------------------------------------------------- Table I
+
+
+TABLE1 = {
+    "moe_infinity": (9.14, 4.77, 3.18, 5.19),
+    "moe_infinity_lb": (8.60, 4.77, 3.10, 5.03),
+    "uniform": (4.96, 4.34, 3.40, 4.11),
+}
+"""Table I as printed, Mixtral-8x7B; "naive collaboration" is ``uniform``."""
+
+
+def table1(options: FigureOptions) -> None:
+    """Servers that fetch experts from their own memory against servers that share experts."""
+    rows, notes = [], []
+    for skew in few(options, ("measured", "paper"))[: 1 if options.quick else 2]:
+        kwargs: dict[str, Any] = {"scenario": "paper_testbed", "model": "mixtral-8x7b"}
+        kwargs |= {"skew": skew, "epochs": 1 if options.quick else 7}
+        point = {"model": "mixtral-8x7b", "skew": skew}
+        found, own = measure((*TABLE1, "redundance", "prism"), options.episodes, point, **kwargs)
+        for row in found:
+            cells = TABLE1.get(row["policy"], (float("nan"),) * 4)
+            rows.append(row | {"paper_mean_s": cells[3]})
+        told = [f"{row['policy']} {row['mean_latency_s']:.2f}" for row in found]
+        notes += [
+            f"{skew} skew: mean latency, s: {', '.join(told)}; the paper: 5.19, 5.03, 4.11",
+            f"{skew} skew: uniform takes {versus(own['uniform'], own['moe_infinity'])} less than "
+            "moe_infinity (paper 20.8 %), redirection "
+            f"{versus(own['moe_infinity_lb'], own['moe_infinity'])} less (paper 3.1 %)",
+        ]
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(12, 3.8), layout="constrained", sharey=True)
+    keys = (*(f"mean_latency_s_server_{n}" for n in range(3)), "mean_latency_s")
+    for k, (axis, key) in enumerate(zip(axes, keys, strict=True)):
+        for j, skew in enumerate(dict.fromkeys(row["skew"] for row in rows)):
+            part = [row for row in rows if row["skew"] == skew]
+            values, bars = errors(part, key)
+            axis.bar(np.arange(len(part)) + 0.4 * j, values, 0.38, yerr=bars, capsize=2,
+                     label=f"ours, {skew} skew")  # fmt: skip
+        for i, cells in enumerate(TABLE1.values()):
+            axis.plot([i - 0.2, i + 0.6], [cells[k]] * 2, color="black", lw=2,
+                      label="paper" if i == 0 else None)  # fmt: skip
+        names = (*TABLE1, "redundance", "prism")
+        axis.set_xticks(np.arange(len(names)) + 0.2, names, rotation=60, ha="right", fontsize=8)
+        axis.set_title("all requests" if k == 3 else f"server {k + 1}", fontsize=10)
+        tidy(axis)
+    axes[0].set_ylabel("mean latency, s")
+    figure.suptitle("Mixtral-8x7B, link model nic, per-expert messages, h = 1.5 ms", fontsize=10)
+    legend(figure, axes[0])
+    problem = build_problem(scenario="paper_testbed", model="mixtral-8x7b", split="eval")
+    save(options, "table1_offloading", rows, figure, *notes, about={"setting": setting(problem)})
+    print("\n".join(notes))
 
 
 # ------------------------------------------------------------------------------------- Table II
@@ -395,7 +449,7 @@ def _leads(rows: Sequence[dict[str, Any]], workload: str, model: str) -> bool:
     return max(means, key=means.__getitem__) == "prism"
 
 
-FIGURES = {"table2": table2, "fit": fit, "fig5": fig5, "fig6": fig6}
+FIGURES = {"table1": table1, "table2": table2, "fit": fit, "fig5": fig5, "fig6": fig6}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
