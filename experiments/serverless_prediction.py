@@ -214,7 +214,7 @@ def times(
 def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> Any:
     """The bars of Fig. 8 and the times of the searches, as a matplotlib figure."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    width = [3.2] + [0.8] * (len(models) - 1) + [0.8]
+    width = [3.2] + [1.0] * (len(models) - 1) + [0.9]
     figure, axes = pyplot().subplots(
         1, len(width), figsize=(14, 4.8), width_ratios=width, layout="constrained"
     )
@@ -231,15 +231,17 @@ def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> 
             names = [f"{r['predictor']} {r['settings']}".strip() for r in mine]
             axis.set_xticks(range(len(mine)), names, rotation=40, ha="right", fontsize=8)
         axis.set_ylabel("JS divergence, bit")
-        axis.set_title(f"{model}, {judged[0]['eval_prompts']} held-out prompts", fontsize=10)
-        axis.legend(fontsize=8)
+        title = f"{model}, {judged[0]['eval_prompts']} held-out prompts"
+        axis.set_title(title if axis is axes[0] else title.replace(", ", "\n"), fontsize=10)
+        axis.legend(fontsize=8, loc="upper left")
+        axis.set_ylim(top=1.15 * axis.get_ylim()[1])
     row = timed[-1]
     bars = {f"{name.upper()}\n{how}": row[f"{name}_{how}_us"] for name in ("bf", "sps")
             for how in ("one", "batch")}  # fmt: skip
     axes[-1].bar(list(bars), list(bars.values()), color=["C7", "C7", "C2", "C2"])
     axes[-1].set(yscale="log", ylabel="search, us a query")
-    axes[-1].set_title(f"{row['prompts']} prompts, alpha={row['alpha']}, beta={row['beta']}",
-                       fontsize=9)  # fmt: skip
+    title = f"{row['prompts']} prompts\nalpha={row['alpha']}, beta={row['beta']}"
+    axes[-1].set_title(title, fontsize=10)
     for axis in axes:
         tidy(axis)
     return figure
