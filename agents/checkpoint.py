@@ -99,6 +99,8 @@ class PlacementPolicy(CheckpointPolicy):
 
     features: Any = None
     cluster: Any = None
+    step: int = 0
+    """Decisions that it was trained on."""
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """``{"migrate": (B,), "plan": (B, ...)}``; the first placement is always carried out."""
@@ -287,6 +289,7 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
     policy.features, policy.cluster = features, system.cluster
+    policy.step = int(meta.get("step", args.total_timesteps))
     mode = "placement" if kind == "mappo_placement" else "expert_score"
     policy.env_kwargs = {"action_mode": mode}
     return policy

@@ -316,10 +316,10 @@ def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float
     return float(np.mean(kpis["mean_latency_s"])), float(np.mean(kpis["migrations"]))
 
 
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights, arguments and shape in one safetensors file."""
+def save_policy(agent: Agent, args: Args, path: Path, step: int) -> None:
+    """Weights, arguments, shape and the decisions trained so far in one safetensors file."""
     meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
-    write_checkpoint(agent, meta | {"agent": "ppo_placement"}, path)
+    write_checkpoint(agent, meta | {"agent": "ppo_placement", "step": str(step)}, path)
 
 
 def group_advantage(advantage: Tensor, members: int) -> Tensor:
@@ -449,9 +449,9 @@ def train(args: Args) -> Path:
             metrics |= {"eval/mean_latency_s": latency, "eval/migrations": migrations}
             bar.console.print(f"step {step}: validation latency {latency:.3f} s")
             if args.save_model:
-                save_policy(agent, args, run / "last.safetensors")
+                save_policy(agent, args, run / "last.safetensors", step)
                 if latency < best:
-                    save_policy(agent, args, run / "best.safetensors")
+                    save_policy(agent, args, run / "best.safetensors", step)
             best = min(best, latency)
         log.write((json.dumps(metrics) + "\n").encode())
         log.flush()

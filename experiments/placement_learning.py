@@ -10,8 +10,8 @@ picture and table. Every policy plays the same evaluation episodes:
 * the baselines ``prism``, ``proxy_optimum``, ``whole_layer`` and ``latency_dp``;
 * ``latency_local_search``, which searches with the simulator anew in every episode
   (``--search-calls`` expert calls a search, on ``--search-episodes`` of the episodes), and
-  ``search_once``: one search with as many simulated expert calls as the agent's whole training,
-  whose placement is then used in all episodes (``--search-once``);
+  ``search_once``: one search with as many simulated expert calls as the agent's training, or so
+  many as given, whose placement is then used in all episodes (``--search-once [CALLS]``);
 * the shipped agents, or those of ``--checkpoints``;
 * controls through the agents' own decoder: ``base`` (every output of the network zero), ``random``
   (heights and slopes drawn anew for each episode) and ``constant`` (all scores alike).
@@ -74,13 +74,14 @@ class Options(FigureOptions):
         checkpoints: Folder of ``NAME.safetensors``; None takes the shipped ones.
         search_calls: Expert calls of one search of ``latency_local_search``.
         search_episodes: Episodes it plays.
-        search_once: Whether to search once with the agent's budget.
+        search_once: Expert calls of one search for all episodes, 0 for those of the agent's
+            training; None leaves it out.
     """
 
     checkpoints: Path | None
     search_calls: float
     search_episodes: int
-    search_once: bool
+    search_once: float | None
 
 
 class Control(BasePolicy):
@@ -137,13 +138,13 @@ def calls_a_request(problem: Problem) -> float:
     return mean + decodes * problem.cluster.layers * problem.cluster.top_k
 
 
-def training_calls(args: Any) -> float:
-    """Expert calls that a training run of these arguments simulates, evaluations left out."""
+def training_calls(args: Any, decisions: int) -> float:
+    """Expert calls that so many decisions of a training run simulate, evaluations left out."""
     from servegym.agents.common import parse_settings
     from servegym.envs.expert_placement.env import make_problem
 
     problem = make_problem(parse_settings(args.set))
-    return args.total_timesteps * problem.expected_arrivals * calls_a_request(problem)
+    return decisions * problem.expected_arrivals * calls_a_request(problem)
 
 
 def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
                 for row in csv.DictReader(stream)
             ]
     names = [*BASELINES, *CONTROLS, *agents, "latency_local_search"]
-    names += ["search_once"] if options.search_once else []
+    names += ["search_once"] if options.search_once is not None else []
     for name in names:
         episodes = options.episodes
         if name == "latency_local_search":
@@ -222,9 +223,16 @@ def _stamp(name: str, options: Options, agents: Mapping[str, Any]) -> str:
     if name in agents:
         return hashlib.sha256(agents[name].path.read_bytes()).hexdigest()[:8]
     if name == "search_once":
-        agent = agents["ppo_placement"]
-        return f"{training_calls(agent.args):.3g}"
+        return f"{_once_calls(options, agents):.3g}"
     return f"{options.search_calls:.3g}" if name in SEARCHES else "-"
+
+
+def _once_calls(options: Options, agents: Mapping[str, Any]) -> float:
+    """Budget of ``search_once``: as given, or that of the agent's training."""
+    if options.search_once > 0:
+        return options.search_once
+    agent = agents["ppo_placement"]
+    return training_calls(agent.args, agent.step)
 
 
 def _policy(
@@ -235,7 +243,7 @@ def _policy(
     if name in CONTROLS:
         return Control(name, problem.cluster)
     if name == "search_once":
-        return _search_once(problem, described, training_calls(agents["ppo_placement"].args))
+        return _search_once(problem, described, _once_calls(options, agents))
     more = {"budget_calls": int(options.search_calls)} if name in SEARCHES else {}
     return make_policy(name, described, family="expert_placement", **more)
 
@@ -255,10 +263,12 @@ def _scenario(scenario: str, options: Options) -> None:
     for name, policy in calls.items():
         if name.startswith("ppo_placement"):
             about[f"training of {name}"] = (
-                f"{' '.join(policy.args.set)}, {policy.args.total_timesteps} decisions, "
-                f"{training_calls(policy.args):.2g} expert calls simulated"
+                f"{' '.join(policy.args.set)}, {policy.step} decisions, "
+                f"{training_calls(policy.args, policy.step):.2g} expert calls simulated"
             )
-    about["search_calls"] = f"{options.search_calls:.2g}"
+    about["calls of latency_local_search"] = f"{options.search_calls:.2g} a search"
+    if options.search_once is not None and "ppo_placement" in calls:
+        about["calls of search_once"] = f"{_once_calls(options, calls):.2g}"
     save(options, f"learning_{scenario}", rows, None, *_verdict(rows, episodes), about=about)
 
 
@@ -373,8 +383,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="expert calls of one local search (1e8)")  # fmt: skip
     parser.add_argument("--search-episodes", type=int, default=4, dest="search_episodes",
                         help="episodes that latency_local_search plays (4)")  # fmt: skip
-    parser.add_argument("--search-once", action="store_true", dest="search_once",
-                        help="search once with the training's budget, too")  # fmt: skip
+    parser.add_argument("--search-once", type=float, dest="search_once", nargs="?", const=0.0,
+                        help="search once with so many calls (training's)")  # fmt: skip
     options = command_line(parser, argv, Options())
     if options.search_calls < 1 or not math.isfinite(options.search_calls):
         raise ValueError(f"search_calls is {options.search_calls}; allowed is 1 or more")

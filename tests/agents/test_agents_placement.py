@@ -346,6 +346,7 @@ def test_checkpoints_are_policies(module, tmp_path):
     assert [r["mean_latency_s"] for r in rows] == [r["mean_latency_s"] for r in again]
     assert rows[0]["policy"] == module.__name__.rpartition(".")[2]
     assert np.isfinite(rows[0]["return"])
+    assert load_policy(run).step in (8, 16, 32)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,10 @@ def test_calls_of_a_request_are_those_simulated(mix):
     simulated = int(env.system.simulator.state.meta["calls"][0])
     requests = env.episode_kpis()["requests"]
     assert calls_a_request(env.problem) == pytest.approx(simulated / requests, rel=0.01)
-    args = SimpleNamespace(set=("model=toy", "epoch_s=50"), total_timesteps=10)
-    assert training_calls(args) == pytest.approx(10 * 15 * calls_a_request(env.problem), rel=0.05)
+    args = SimpleNamespace(set=("model=toy", "epoch_s=50"))
+    assert training_calls(args, 10) == pytest.approx(
+        10 * 15 * calls_a_request(env.problem), rel=0.05
+    )
 
 
 def test_controls_place_once_by_the_decoder_alone():
