@@ -2,6 +2,7 @@
 # make test    run the test suite on the installed package
 # make lint    ruff and pyright
 # make bench   speed of the environments against their yardsticks
+# make docs    the documentation as a web site, in site/
 #
 # PYTHON=python3.12     interpreter of a new virtual environment (3.11 to 3.13)
 # VENV=.venv            where that environment lives
@@ -21,12 +22,12 @@ SHELL := /bin/bash
 ROOT := $(CURDIR)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-EXTRAS := agents,plots,sweep,test,dev,track
+EXTRAS := agents,plots,sweep,docs,test,dev,track
 
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint ruff pyright bench install constraints clean
+.PHONY: help train test lint ruff pyright bench docs install constraints clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -67,6 +68,10 @@ pyright: install
 bench: install
 	$(BIN)/python -m servegym.experiments.bench_routing $(ARGS)
 
+# Strict: a warning or a dead link fails. The two variables silence advertisements of the tools.
+docs: install
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet $(ARGS)
+
 constraints:
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
 	$(PYTHON) -m venv $$fresh && \
@@ -77,4 +82,4 @@ constraints:
 	mv constraints.txt.tmp constraints.txt
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,295 @@
+"""Writes the pages that come from the code; mkdocs runs it (`mkdocs build`).
+
+Environments: the docstring and a rendered frame. Agents: the module's docstring, the options and
+the model cards. Baselines: the registry. Results: what the figure scripts left in
+``experiments/results``. The home page is the README, and so on: nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+from pathlib import Path
+
+import gymnasium
+import matplotlib
+import mkdocs_gen_files
+import numpy as np
+
+import servegym
+from servegym.agents.checkpoint import AGENTS, shipped
+from servegym.baselines.registry import FAMILIES, list_policies, make_policy
+from servegym.experiments.evaluate import known_family
+from servegym.experiments.leaderboard import read_board, write_page
+
+matplotlib.use("Agg")
+import matplotlib.image  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments" / "results"
+FAMILY_TITLES = {
+    "llm_routing": "LLM routing",
+    "serverless_moe": "Serverless MoE partitioning",
+    "expert_placement": "Expert placement",
+}
+RESULT_TITLES = {
+    "routing": "LLM routing",
+    "serverless": "Serverless MoE partitioning",
+    "placement": "Expert placement",
+}
+SHOWN = {
+    "llm_routing": ("greedy_qos", 60),
+    "serverless_moe": ("greedy_warm", 40),
+    "expert_placement": ("prism", 6),
+}
+"""Family -> policy and decisions of the picture."""
+
+
+def write(path: str, text: str) -> None:
+    """One page."""
+    with mkdocs_gen_files.open(path, "w") as stream:
+        stream.write(text.rstrip() + "\n")
+
+
+def fenced(text: str) -> str:
+    """Doctest examples as code blocks, so that Markdown does not take them for quotations."""
+    out, block = [], []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith((">>>", "...")) or (block and line.strip()):
+            block.append(line)
+            continue
+        if block:
+            out += ["```pycon", *block, "```"]
+            block = []
+        out.append(line)
+    return "\n".join(out)
+
+
+def picture(env_id: str) -> bytes | None:
+    """A frame of an episode as PNG, or None if the environment draws none."""
+    family = known_family(env_id).name
+    policy_name, steps = SHOWN[family]
+    probe = gymnasium.make(env_id)
+    modes = probe.unwrapped.metadata["render_modes"]
+    if "rgb_array" not in modes:
+        return None
+    system = known_family(env_id).system(probe.unwrapped.problem)
+    policy = make_policy(policy_name, system, family=family)
+    env = gymnasium.make(known_graph(env_id), render_mode="rgb_array", **policy.env_kwargs)
+    policy.reset(1, seed=0)
+    observation, info = env.reset(seed=0)
+    for _ in range(steps):
+        batch = {key: np.asarray(part)[None] for key, part in observation.items()}
+        mask = info.get("action_mask")
+        action = policy.act(batch, None if mask is None else mask[None])
+        one = {k: v[0] for k, v in action.items()} if isinstance(action, dict) else action[0]
+        observation, _, terminated, _, info = env.step(one)
+        if terminated:
+            break
+    stream = io.BytesIO()
+    matplotlib.image.imsave(stream, env.render(), format="png")
+    return stream.getvalue()
+
+
+def known_graph(env_id: str) -> str:
+    """The id of the family's Dict environment."""
+    return f"servegym/{known_family(env_id).views['graph']}-{env_id.rpartition('-')[2]}"
+
+
+def environments() -> list[str]:
+    """A page an id in Gymnasium's form."""
+    nav = []
+    drawn: dict[str, str] = {}
+    for env_id in servegym.ENV_IDS:
+        name = env_id.partition("/")[2]
+        cls = gymnasium.make(env_id).unwrapped.__class__
+        family = known_family(env_id).name
+        if family not in drawn and (png := picture(env_id)) is not None:
+            drawn[family] = f"{family}.png"
+            with mkdocs_gen_files.open(f"environments/{family}.png", "wb") as stream:
+                stream.write(png)
+        lines = [f"# {env_id}", ""]
+        if family in drawn:
+            lines += [f"![A rendered frame of {env_id}]({drawn[family]})", ""]
+        lines += [fenced(inspect.cleandoc(cls.__doc__ or ""))]
+        write(f"environments/{name}.md", "\n".join(lines))
+        nav.append(f"    * [{name}](environments/{name}.md)")
+    from servegym.envs.expert_placement import parallel_env as placement
+    from servegym.envs.llm_routing import parallel_env as routing
+
+    for module, title in ((routing, "llm_routing"), (placement, "expert_placement")):
+        (cls,) = (
+            c
+            for n, c in vars(module).items()
+            if inspect.isclass(c) and n.endswith("ParallelEnv") and c.__module__ == module.__name__
+        )
+        text = f"# {title} (PettingZoo)\n\n`{module.__name__}.parallel_env`\n\n"
+        text += fenced(inspect.cleandoc(cls.__doc__ or ""))
+        write(f"environments/{title}_parallel.md", text)
+        nav.append(f"    * [{title} (PettingZoo)](environments/{title}_parallel.md)")
+    return nav
+
+
+def options(path: Path) -> list[str]:
+    """The table of an agent's `Args`: option, default, meaning."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (args,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for field, text in zip(args.body, args.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            meaning = str(ast.literal_eval(text.value)).replace("|", "\\|").replace("\n", " ")
+            default = ast.unparse(field.value) if field.value else ""
+            lines.append(f"| `--{ast.unparse(field.target)}` | `{default}` | {meaning} |")
+    return lines
+
+
+def agents() -> list[str]:
+    """A page an agent in CleanRL's form."""
+    nav = []
+    for name in AGENTS:
+        path = ROOT / "agents" / f"{name}.py"
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        lines = [f"# {name}", "", fenced(ast.get_docstring(tree) or ""), "", "## Usage", ""]
+        lines += ["```sh", f"python agents/{name}.py --help", f"python agents/{name}.py --seed 1"]
+        lines += ["```", "", "What it logs is explained in [Metrics](../metrics.md).", ""]
+        lines += ["## Implementation", ""]
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name != "Args":
+                first = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+                lines.append(f"- `{node.name}`: {first}")
+        lines += ["", "## Options", "", *options(path), ""]
+        for family in FAMILIES:
+            for checkpoint, file in shipped(family).items():
+                if checkpoint.startswith(name):
+                    card = file.with_suffix(".md").read_text(encoding="utf-8")
+                    lines += [f"## Checkpoint `{checkpoint}`", "", demoted(card), ""]
+        write(f"agents/{name}.md", "\n".join(lines))
+        nav.append(f"    * [{name}](agents/{name}.md)")
+    return nav
+
+
+def demoted(markdown: str) -> str:
+    """A page's headings two levels down and without its title."""
+    lines = markdown.splitlines()
+    lines = lines[1:] if lines and lines[0].startswith("# ") else lines
+    return "\n".join(f"#{line}" if re.match(r"#+ ", line) else line for line in lines)
+
+
+def baselines() -> list[str]:
+    """A page a family of baselines."""
+    nav = []
+    for family, title in FAMILY_TITLES.items():
+        lines = [f"# Baselines: {title}", "", "| name | what it does | clairvoyant |"]
+        lines += ["| --- | --- | --- |"]
+        for info in list_policies(family):
+            text = info.description.replace("|", "\\|")
+            lines.append(f"| `{info.name}` | {text} | {'yes' if info.clairvoyant else ''} |")
+        package = FAMILIES[family].rpartition(".")[2]
+        lines += ["", "## Modules", ""]
+        for path in sorted((ROOT / "baselines" / package).glob("*.py")):
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            if path.stem != "__init__":
+                lines += [f"### baselines/{package}/{path.name}", "", fenced(doc), ""]
+        write(f"baselines/{family}.md", "\n".join(lines))
+        nav.append(f"    * [{title}](baselines/{family}.md)")
+    return nav
+
+
+def results() -> list[str]:
+    """A page a family of results: picture, what it says, the command."""
+    nav = []
+    for family, title in RESULT_TITLES.items():
+        found = sorted((RESULTS / family).glob("*.txt")) if (RESULTS / family).is_dir() else []
+        lines = [f"# Results: {title}", "", "Each is one command; the rows are in the CSV of the "
+                 f"same name in `experiments/results/{family}`.", ""]  # fmt: skip
+        for path in found:
+            told = dict(
+                line.split(": ", 1)
+                for line in path.read_text(encoding="utf-8").splitlines()
+                if ": " in line and not line.startswith("note: ")
+            )
+            notes = [line[6:] for line in path.read_text(encoding="utf-8").splitlines()
+                     if line.startswith("note: ")]  # fmt: skip
+            lines += [f"## {path.stem}", ""]
+            image = path.with_suffix(".png")
+            if image.exists():
+                with mkdocs_gen_files.open(f"results/{family}/{image.name}", "wb") as stream:
+                    stream.write(image.read_bytes())
+                lines += [f"![{path.stem}]({family}/{image.name})", ""]
+            lines += [f"- {note}" for note in notes]
+            if "command" in told:
+                lines += ["", "```sh", told["command"], "```"]
+            where = ", ".join(told[key] for key in ("machine", "date") if key in told)
+            lines += ["", where, ""]
+        write(f"results/{family}.md", "\n".join(lines))
+        nav.append(f"    * [{title}](results/{family}.md)")
+    return nav
+
+
+def tutorials() -> list[str]:
+    """A page a script of ``docs/tutorials``: its docstring, then the code."""
+    nav = []
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        doc = ast.get_docstring(ast.parse(source)) or ""
+        title, _, text = doc.partition("\n")
+        code = source.split('"""', 2)[2].strip()
+        page = f"# {title.rstrip('.')}\n{text}\n\n```python\n{code}\n```\n"
+        page += f"\nRun it with `python docs/tutorials/{path.name}`.\n"
+        write(f"tutorials/{path.stem}.md", page)
+        nav.append(f"    * [{title.rstrip('.')}](tutorials/{path.stem}.md)")
+    return nav
+
+
+def fidelity() -> None:
+    """The comparison with a measured run."""
+    folder = RESULTS / "fidelity"
+    with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
+        stream.write((folder / "fidelity.png").read_bytes())
+    report = (folder / "report.txt").read_text(encoding="utf-8")
+    write("fidelity.md", "# Fidelity\n\nA measured run of vLLM replayed by the engine; "
+          "[Hardware](hardware.md) has the profiles and their errors.\n\n"
+          f"![Measured against replayed](fidelity.png)\n\n```text\n{report}\n```\n")  # fmt: skip
+
+
+def home() -> None:
+    """README, CONTRIBUTING and CHANGELOG with their links turned into this site's."""
+    for source, page in (("README.md", "index.md"), ("CONTRIBUTING.md", "contributing.md"),
+                         ("CHANGELOG.md", "changelog.md")):  # fmt: skip
+        text = (ROOT / source).read_text(encoding="utf-8")
+        text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
+        text = text.replace("](CHANGELOG.md)", "](changelog.md)")
+        text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|LICENSE)\)", r"`\1`", text)
+        write(page, text)
+
+
+def hardware() -> None:
+    """The page of this folder, with its pictures where the site has them."""
+    text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    write("hardware.md", text.replace("../experiments/results/fidelity/", ""))
+
+
+def leaderboard() -> bool:
+    """The committed standard evaluation; False if there is none yet."""
+    rows = read_board(RESULTS / "leaderboard.csv")
+    if rows:
+        with mkdocs_gen_files.open("leaderboard.md", "w") as stream:
+            target = Path(stream.name)
+        write_page(rows, target)
+    return bool(rows)
+
+
+home()
+fidelity()
+hardware()
+nav = ["* [servegym](index.md)", "* Tutorials", *tutorials()]
+nav += ["* Environments", *environments(), "* Agents", *agents(), "    * [Metrics](metrics.md)"]
+nav += ["* Baselines", *baselines(), "* Results", *results()]
+if leaderboard():
+    nav.append("    * [Leaderboard](leaderboard.md)")
+nav += ["    * [Fidelity](fidelity.md)", "* Data", "    * [Hardware](hardware.md)",
+        "    * [Activations](activations.md)", "* Project", "    * [Contributing](contributing.md)",
+        "    * [Changelog](changelog.md)"]  # fmt: skip
+write("SUMMARY.md", "\n".join(nav))

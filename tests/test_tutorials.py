@@ -1,0 +1,23 @@
+"""The tutorials run as they are printed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "tutorials"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.py")))
+def test_a_tutorial_runs(name: str, tmp_path: Path) -> None:
+    if "sb3" in name:
+        pytest.importorskip("sb3_contrib")
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / name)], cwd=tmp_path, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip()
+    assert not list(tmp_path.iterdir())  # leaves nothing behind
