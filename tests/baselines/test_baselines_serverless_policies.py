@@ -303,9 +303,10 @@ def test_order_of_the_policies():
 
 
 def test_best_constant_beats_where_it_starts():
-    system = ServerlessSystem.from_kwargs(model="toy", episode_requests=30)
-    action = search_constant(system, 2, 30, 0)
-    env = make_env(2, split="train", episode_requests=30)
+    count = 30 if hasattr(kernel.step, "signatures") else 6  # compiled or not
+    system = ServerlessSystem.from_kwargs(model="toy", episode_requests=count)
+    action = search_constant(system, 2, count, 0)
+    env = make_env(2, split="train", episode_requests=count)
     for row in range(2):
         env.reset(seed=0)
         env.batch.draw(row, np.random.default_rng((0, row)))
@@ -315,7 +316,7 @@ def test_best_constant_beats_where_it_starts():
         env.batch.draw(0, np.random.default_rng((0, 0)))
         env.batch.draw(1, np.random.default_rng((0, 1)))
         env.batch.begin(which)
-        for _ in range(30):
+        for _ in range(count):
             env.batch.step(np.repeat(np.asarray(a)[None], 2, axis=0), which)
         return env.batch.env["total_reward"].sum()
 
