@@ -87,21 +87,29 @@ def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> 
     return found
 
 
+class UnexpectedArgumentError(TypeError, ValueError):
+    """A keyword that a function does not take.
+
+    It is a `TypeError`, as Python's own, so that libraries that try keywords out (TorchRL does) see
+    what they look for, and a `ValueError`, as all bad input is here.
+    """
+
+
 def keywords(
     function: Callable[..., Any], given: Iterable[str], hidden: Iterable[str] = ()
 ) -> None:
     """Check that ``function`` has all parameters that ``given`` names, none of them ``hidden``.
 
     Raises:
-        ValueError: naming the argument, the nearest parameter and all of them.
+        UnexpectedArgumentError: naming the argument, the nearest parameter and all of them.
     """
     known = [name for name in inspect.signature(function).parameters if name not in hidden]
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
-                f"{name!r} is not an argument of this environment.{hint} It takes {known}."
+            raise UnexpectedArgumentError(
+                f"unexpected keyword argument {name!r}.{hint} Known are {known}."
             )
 
 
