@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from servegym.agents import load_policy
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figure_run import (
     FigureOptions,
     command_line,
@@ -40,10 +40,9 @@ __all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
 
 MODULE = "servegym.experiments.serverless_learning"
 ENV_ID = "servegym/ServerlessMoE-v0"
-BASELINES = (
-    "random", "mix", "keep_alive", "best_constant", "greedy_warm", "remoe", "remoe_cost",
-    "remoe_sticky", "lookahead",
-)  # fmt: skip
+BASELINES = ("mix", "keep_alive", "best_constant", "greedy_warm", "remoe_sticky", "lookahead")
+BLOCK = 10
+"""Episodes that run side by side; finished blocks are kept."""
 RIVALS = ("best_constant", "remoe_sticky", "greedy_warm")
 PARTS = ("b", "order", "w", "y", "z")
 KEYS = (
@@ -156,9 +155,11 @@ def curves(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(policies: Sequence[Any], episodes: int, **kwargs: Any) -> list[dict[str, Any]]:
-    """One row of numbers a policy and episode of the eval split."""
-    rows = evaluate(ENV_ID, policies, episodes, env_kwargs=kwargs, num_envs=episodes)
+def measure(policy: Any, first: int, episodes: int, **kwargs: Any) -> list[dict[str, Any]]:
+    """One row of numbers an episode of the eval split, from episode ``first`` on."""
+    rows = evaluate(
+        ENV_ID, [policy], episodes, DEFAULT_SEED + first, env_kwargs=kwargs, num_envs=episodes
+    )
     return [
         {"policy": row["policy"], "seed": row["seed"]} | {key: float(row[key]) for key in KEYS}
         for row in rows
@@ -166,17 +167,15 @@ def measure(policies: Sequence[Any], episodes: int, **kwargs: Any) -> list[dict[
 
 
 def baselines(options: Options) -> list[dict[str, Any]]:
-    """Episodes of the policies that PPO is compared with, kept policy by policy."""
+    """Episodes of the policies that PPO is compared with, kept block by block."""
     path = options.out / "learning_baselines.csv"
     rows = read_rows(path) if path.exists() else []
     for name in BASELINES:
-        if len([row for row in rows if row["policy"] == name]) == options.episodes:
-            continue
-        rows = [row for row in rows if row["policy"] != name]
-        rows += measure([name], options.episodes)
-        write_csv(path, rows)
-        print(f"baselines: {name} done", flush=True)
-    return rows
+        while (have := sum(row["policy"] == name for row in rows)) < options.episodes:
+            rows += measure(name, have, min(BLOCK, options.episodes - have))
+            write_csv(path, rows)
+            print(f"baselines: {name}, {have + BLOCK} episodes", flush=True)
+    return [row for row in rows if row["seed"] < DEFAULT_SEED + options.episodes]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
@@ -199,7 +198,7 @@ def learning(options: Options) -> None:
     learnt, variety = [], {}
     for path in runs:
         policy = Recorder(load_policy(path), f"ppo_serverless {path.name}")
-        learnt += measure([policy], options.episodes)
+        learnt += measure(policy, 0, options.episodes)
         variety[policy.name] = shares(policy.actions)
     rewards = {
         name: np.array([row["mean_reward"] for row in told if row["policy"] == name])
@@ -294,8 +293,7 @@ def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
     left.set(xlabel="requests (million)", ylabel="mean reward a request",
              title="Training, one line a seed", ylim=(-1.0, -0.4))  # fmt: skip
     left.legend(frameon=False, loc="lower right")
-    shown = [row for row in rows if row["policy"] != "random"]
-    shown.sort(key=lambda row: row["mean_reward"])
+    shown = sorted(rows, key=lambda row: row["mean_reward"])
     values = np.array([row["mean_reward"] for row in shown])
     ends = np.array([[row["mean_reward_low"], row["mean_reward_high"]] for row in shown]).T
     names = [row["policy"] + (" (clairvoyant)" if row["policy"] == "lookahead" else "")
@@ -314,13 +312,16 @@ def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 def seed_preset(options: Options) -> None:
     """The paper's preset: how far one constant action is from the optimum."""
     names = ("mix", "best_constant", "greedy_warm", "grid_optimum")
-    episodes = measure(names, min(options.episodes, 8), preset="seed", episode_requests=50)
-    rows = [_summary([e for e in episodes if e["policy"] == name], name) for name in names]
+    count = min(options.episodes, 8)
+    rows = [
+        _summary(measure(name, 0, count, preset="seed", episode_requests=50), name)
+        for name in names
+    ]
     constant, best = -rows[1]["mean_reward"], -rows[3]["mean_reward"]
     note = (
-        f"preset seed: cost and penalties of best_constant are {constant:.4f} of MIX, those of the "
-        f"clairvoyant optimum of every single request {best:.4f}: {100 * (constant / best - 1):.2f} "
-        "% are left, so that nothing learnt there would prove anything"
+        f"preset seed: cost and penalties of best_constant are {constant:.4f} of MIX, those of "
+        f"the clairvoyant optimum of every request {best:.4f}: {100 * (constant / best - 1):.2f} % "
+        "are left, so that nothing learnt there would prove anything"
     )
     save(options, "learning_seed_preset", rows, None, note)
 
