@@ -76,14 +76,18 @@ META = _record(
     + [
         (name, "i8")
         for name in (
-            "sequence heap next_request free loads drops fewest_copies messages calls events"
+            "sequence heap next_request free loads drops fewest_copies messages calls events "
+            "settled"
         ).split()
     ]
 )
 REQUEST = _record(
     [("dispatched", "f8"), ("end", "f8"), ("first", "f8"), ("finish", "f8")]
-    + [(name, "i4") for name in "step layer pending home".split()]
+    # Layers dispatched so far, and those of them that ``counts`` has.
+    + [(name, "i4") for name in "step layer pending home sent counted".split()]
 )
+# A pair of servers: sending time of a token there and back, and the delays.
+HOP = _record([(name, "f8") for name in "out back there home".split()])
 MESSAGE = _record(
     [("sent", "f8")]
     + [(name, "i4") for name in "request server tokens calls assigned expert".split()]
@@ -113,6 +117,8 @@ class Plant(NamedTuple):
     token_s: np.ndarray  # sending time of one token's activations
     byte_s: np.ndarray  # sending time of one byte
     latency: np.ndarray
+    hop: np.ndarray  # the unlike pairs of servers; most clusters have few
+    route: np.ndarray  # int32 (N, N), which of them a pair is
     base: np.ndarray
     token: np.ndarray
     dense_base: np.ndarray
@@ -196,25 +202,29 @@ def _push(heap_t, heap_k, size, t, key):
 
 @_inline
 def _pop(heap_t, heap_k, size):
-    """Remove the first event; ``size`` is the number of those that stay."""
+    """Remove the first event; ``size`` is the number of those that stay.
+
+    The hole goes down to a leaf, then the last event rises from there, as it seldom rises far. The
+    child is chosen without a branch, which no processor could foresee.
+    """
     t = heap_t[size]
     key = heap_k[size]
     i = 0
     child = 1
-    while child < size:
-        if child + 1 < size and (
-            heap_t[child + 1] < heap_t[child]
-            or (heap_t[child + 1] == heap_t[child] and heap_k[child + 1] < heap_k[child])
-        ):
-            child += 1
-        if t < heap_t[child] or (t == heap_t[child] and key < heap_k[child]):
-            break
+    while child + 1 < size:
+        one = heap_t[child]
+        two = heap_t[child + 1]
+        tie = (two == one) & (heap_k[child + 1] < heap_k[child])
+        child += np.int64((two < one) | tie)
         heap_t[i] = heap_t[child]
         heap_k[i] = heap_k[child]
         i = child
         child = 2 * i + 1
-    heap_t[i] = t
-    heap_k[i] = key
+    if child < size:
+        heap_t[i] = heap_t[child]
+        heap_k[i] = heap_k[child]
+        i = child
+    _push(heap_t, heap_k, i, t, key)
 
 
 @_inline
@@ -241,7 +251,7 @@ def _link(c, n, m):
 def _pick(c, plant, st, request, n, expert, x, now, open_total):
     """The GPU that serves a remote call of x tokens of server n."""
     copies = st.copies[expert]
-    first = scramble(request, expert) % copies
+    first = np.int64(np.uint32(scramble(request, expert)) % np.uint32(copies))
     best = st.holders[expert, first]
     if c.choice == RANDOM or copies == 1:
         return best
@@ -254,10 +264,11 @@ def _pick(c, plant, st, request, n, expert, x, now, open_total):
         if at == copies:
             at = 0
         m = plant.gpu_server[g]
-        out = x * plant.token_s[n, m]
-        back = x * plant.token_s[m, n]
+        hop = plant.hop[plant.route[n, m]]
+        out = x * hop.out
+        back = x * hop.back
         if c.choice == NEAREST:
-            value = out + back + plant.latency[n, m] + plant.latency[m, n]
+            value = out + back + hop.there + hop.home
         else:
             ahead = 0.0
             if c.messages == PER_EXPERT or st.open_message[m] < 0:
@@ -266,11 +277,11 @@ def _pick(c, plant, st, request, n, expert, x, now, open_total):
             if c.messages == PER_SERVER:
                 ahead = st.open_s[m] if c.link_model == PAIRWISE else open_total
             sent = max(now, st.link_free[_link(c, n, m)]) + ahead + out
-            start = max(sent + plant.latency[n, m] + stage, st.gpu_free[g] + st.promised[g])
+            start = max(sent + hop.there + stage, st.gpu_free[g] + st.promised[g])
             done = start + plant.base[g] + plant.token[g] * x + stage
             lane = _link(c, m, n)
             leave = max(done, st.link_free[lane] + st.returning[lane])
-            value = leave + back + plant.latency[m, n]
+            value = leave + back + hop.home
         if value < least:
             least = value
             best = g
@@ -298,16 +309,17 @@ def _send(c, plant, st, size, slot, now):
     n = st.request[msg.request].home
     to = msg.server
     lane = _link(c, n, to)
-    cost = msg.tokens * plant.token_s[n, to] + c.message_cost
+    hop = plant.hop[plant.route[n, to]]
+    cost = msg.tokens * hop.out + c.message_cost
     sent = max(now, st.link_free[lane]) + cost
     st.link_free[lane] = sent
     back = _link(c, to, n)
-    st.returning[back] += msg.tokens * plant.token_s[to, n] + c.message_cost
+    st.returning[back] += msg.tokens * hop.back + c.message_cost
     st.returning_messages[back] += 1
     msg.sent = now
     m.network_bytes += msg.tokens * c.activation_bytes
     m.messages += 1
-    there = sent + plant.latency[n, to] + (msg.tokens * c.stage_token + c.stage_base)
+    there = sent + hop.there + (msg.tokens * c.stage_token + c.stage_base)
     m.sequence += 1
     _push(st.heap_t, st.heap_k, size, there, _key(m.sequence, _ARRIVE, slot))
 
@@ -349,7 +361,6 @@ def _dispatch(c, plant, load, st, size, r, now):
             e = int(load.chosen[row, layer, i])
             x = 1
         expert = layer * c.experts + e
-        st.counts[n, expert] += x
         here = -1
         for g in range(first_gpu, last_gpu):
             if st.resident[g, expert] and (here < 0 or st.gpu_free[g] < st.gpu_free[here]):
@@ -393,8 +404,9 @@ def _dispatch(c, plant, load, st, size, r, now):
         msg.assigned += x
         msg.tokens = max(msg.tokens, x)
         if c.messages == PER_SERVER:
-            st.open_s[to] += x * plant.token_s[n, to]
-            open_total += x * plant.token_s[n, to]
+            out = x * plant.hop[plant.route[n, to]].out
+            st.open_s[to] += out
+            open_total += out
             st.open_mask[to] |= np.uint64(1) << np.uint64(e)
         else:
             _send(c, plant, st, size, slot, now)
@@ -414,6 +426,7 @@ def _dispatch(c, plant, load, st, size, r, now):
     q.dispatched = now
     q.end = end
     q.pending = pending
+    q.sent += 1
     v.local_s += local_s
     v.local_tokens += local_tokens
     v.all_local_tokens += local_tokens
@@ -842,6 +855,7 @@ def clear(plant, st):
     m.messages = 0
     m.calls = 0
     m.events = 0
+    m.settled = 0
     m.free = st.free.shape[0]
     for i in range(st.free.shape[0]):
         st.free[i] = st.free.shape[0] - 1 - i
@@ -875,6 +889,8 @@ def clear(plant, st):
         q.layer = 0
         q.pending = 0
         q.home = -1
+        q.sent = 0
+        q.counted = 0
     for n in range(c.num_servers):
         st.open_message[n] = -1
         st.open_s[n] = 0.0
@@ -897,6 +913,35 @@ def clear(plant, st):
 
 
 # ------------------------------------------------------------------------------------- simulation
+
+
+@_jit
+def _settle(c, load, st):
+    """Bring ``counts`` up to date.
+
+    Request by request instead of call by call, which would touch another server's counts each time.
+    """
+    m = st.meta[0]
+    for r in range(m.settled, m.next_request):
+        q = st.request[r]
+        counts = st.counts[q.home]
+        prompt = load.prompt[r]
+        start = load.bank_start[prompt]
+        rows = load.bank_start[prompt + 1] - start
+        for done in range(q.counted, q.sent):
+            step = done // c.layers
+            layer = done - step * c.layers
+            first = layer * c.experts
+            if step == 0:
+                for e in range(c.experts):
+                    counts[first + e] += load.counts[prompt, layer, e]
+            else:
+                row = start + (load.offset[r] + step - 1) % rows
+                for i in range(c.top_k):
+                    counts[first + load.chosen[row, layer, i]] += 1
+        q.counted = q.sent
+    while m.settled < m.next_request and not np.isnan(st.request[m.settled].finish):
+        m.settled += 1
 
 
 @_jit
@@ -971,13 +1016,14 @@ def run(plant, load, st, until):
                 q = st.request[msg.request]
                 n = q.home
                 lane = _link(c, msg.server, n)
-                cost = msg.tokens * plant.token_s[msg.server, n] + c.message_cost
+                hop = plant.hop[plant.route[n, msg.server]]
+                cost = msg.tokens * hop.back + c.message_cost
                 sent = max(now, st.link_free[lane]) + cost
                 st.link_free[lane] = sent
                 st.returning_messages[lane] -= 1
                 left = st.returning_messages[lane]
                 st.returning[lane] = st.returning[lane] - cost if left else 0.0
-                home = sent + plant.latency[msg.server, n]
+                home = sent + hop.home
                 v = st.server[n]
                 v.remote_s += msg.calls * (home - msg.sent)
                 v.remote_tokens += msg.assigned
@@ -1032,6 +1078,7 @@ def run(plant, load, st, until):
             m.sequence += 1
             _push(st.heap_t, st.heap_k, m.heap, done, _key(m.sequence, _DISPATCH, begin))
             m.heap += 1
+    _settle(c, load, st)
     if until < np.inf:
         m.now = until
     for n in range(c.num_servers):

@@ -71,14 +71,23 @@ def make_plant(
     c["expert_bytes"] = cluster.expert_bytes
     c["load"] = cluster.expert_bytes / cluster.pcie_bytes_s
     byte_s = 1.0 / cluster.link_bytes_s
+    token_s = byte_s * cluster.activation_bytes
+    n = cluster.num_servers
+    pairs = np.stack([token_s, token_s.T, cluster.latency_s, cluster.latency_s.T], axis=2)
+    unlike, route = np.unique(pairs.reshape(-1, 4), axis=0, return_inverse=True)
+    hop = np.zeros(len(unlike), dtype=kernel.HOP)
+    for k, name in enumerate(("out", "back", "there", "home")):
+        hop[name] = unlike[:, k]
     return kernel.Plant(
         cfg=cfg,
         gpu_server=cluster.gpu_server,
         first_gpu=np.concatenate([[0], np.cumsum(cluster.gpus)]).astype(np.int64),
         slots=cluster.slots,
-        token_s=byte_s * cluster.activation_bytes,
+        token_s=token_s,
         byte_s=byte_s,
         latency=cluster.latency_s,
+        hop=hop,
+        route=np.ascontiguousarray(route.reshape(n, n), dtype=np.int32),
         base=cluster.expert_base_s,
         token=cluster.expert_token_s,
         dense_base=cluster.dense_base_s,
