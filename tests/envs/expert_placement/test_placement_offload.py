@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from servegym.envs.expert_placement.cluster import build_cluster
 from servegym.envs.expert_placement.simulator import Requests, Simulator, make_prompts
 
+from .reference import COMPILED
 from .reference_offload import Offload
 from .test_placement_reference import (
     one_prompt,
@@ -51,7 +52,7 @@ def compare(sim, ref):
     assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60 if COMPILED else 6, deadline=None, derandomize=True)
 @given(
     st.integers(0, 10**6),
     st.sampled_from(["nic", "pairwise"]),
