@@ -216,6 +216,8 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     from servegym.baselines.llm_routing.system import RoutingSystem
 
     args = _arguments(sac_han.Args, meta["args"])
+    if "prior" not in json.loads(meta["args"]):  # trained before there was one, without foresight
+        args.prior, args.foresight = 0.0, False
     layout = han.Layout(**json.loads(meta["layout"]))
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))

@@ -75,6 +75,9 @@ class Args:
     """discount per decision"""
     gae_lambda: float = 0.9
     """lambda of the generalised advantage estimate"""
+    balance: bool = True
+    """divide the advantages of an environment by their own size there, or rates at which little
+    can be gained have no say against those at which much can be lost"""
     holding_cost: bool = True
     """paid_forward only: charge (1 - gamma) x predicted score in flight, see `held_score`"""
     num_minibatches: int = 4
@@ -240,6 +243,7 @@ def train(args: Args) -> Path:
     obs, info = envs.reset(seed=args.seed)
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "obs": obs, "qos": [],
+        "size": None,
         "mask": info["action_mask"], "shares": np.zeros(actions),
     }  # fmt: skip
     if args.resume and (run / "snapshot.pt").exists():
@@ -309,11 +313,14 @@ def train(args: Args) -> Path:
             s["center"] = float(b_reward.mean())
         adv = advantages(b_reward - s["center"], b_done, b_value, b_next,
                          args.gamma, args.gae_lambda)  # fmt: skip
+        size_now = adv.square().mean(0).sqrt()
+        s["size"] = size_now if s["size"] is None else torch.lerp(s["size"], size_now, 0.1)
         s["center"] += 0.1 * (float(b_reward.mean()) - s["center"])
         s["step"] += size
         goals = adv + b_value
+        weighed = adv / (s["size"] + 1e-3) if args.balance else adv
         flat = [x.reshape(size, *x.shape[2:])
-                for x in (b_rows, b_mask, b_inputs, b_action, b_logp, adv, goals)]  # fmt: skip
+                for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighed, goals)]  # fmt: skip
         act, spread = done_share >= args.critic_warmup, float(goals.var())
         for _ in range(args.update_epochs):
             for index in torch.randperm(size).chunk(args.num_minibatches):
