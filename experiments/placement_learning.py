@@ -61,6 +61,8 @@ BASELINES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCHES = ("latency_local_search", "search_once")
 CONTROLS = ("base", "random", "constant")
 AGENTS = ("ppo_placement", "mappo_placement")
+UNBOUNDED = 10**9
+"""Steps of a search that only its calls end."""
 KEPT = (
     "mean_latency_s", "p99_latency_s", "mean_latency_s_server_0", "mean_latency_s_server_1",
     "mean_latency_s_server_2", "remote_layer_ratio", "migrations", "requests",
@@ -168,7 +170,7 @@ def _search_once(problem: Problem, described: Any, calls: float) -> Fixed:
     system.begin(np.random.default_rng(0))
     policy: Any = make_policy(
         "latency_local_search", described, family="expert_placement", budget_calls=int(calls),
-        requests=round(problem.expected_arrivals),
+        steps=UNBOUNDED, requests=round(problem.expected_arrivals),
     )  # fmt: skip
     policy.reset(1, seed=0)
     current = system.simulator.target() > 0
@@ -244,7 +246,9 @@ def _policy(
         return Control(name, problem.cluster)
     if name == "search_once":
         return _search_once(problem, described, _once_calls(options, agents))
-    more = {"budget_calls": int(options.search_calls)} if name in SEARCHES else {}
+    more: dict[str, Any] = {}
+    if name in SEARCHES:
+        more = {"budget_calls": int(options.search_calls), "steps": UNBOUNDED}
     return make_policy(name, described, family="expert_placement", **more)
 
 
