@@ -354,9 +354,13 @@ def gap_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         for method in READINGS:
             own = pick(rows, model=model, gpu=gpu, invocation=how, method=method)
             gaps = [100 * (row["over_optimum"] - 1) for row in own]
+            met = [gap for gap in gaps if np.isfinite(gap)]
             late = [100 * max(row["late"], row["infeasible"]) for row in own]
-            lines.append(
-                f"{model}, {gpu}, {how}: {method} costs {min(gaps):.1f} to {max(gaps):.1f} % more "
-                f"than the optimum; late or infeasible in at most {max(late):.0f} % of requests"
-            )
+            line = f"{model}, {gpu}, {how}: {method}"
+            if met:
+                line += f" costs {min(met):.1f} to {max(met):.1f} % more than the optimum"
+            if len(met) < len(gaps):
+                line += f" ({len(gaps) - len(met)} of {len(gaps)} points have requests that no plan"
+                line += " serves within the limits, and no optimum)"
+            lines.append(f"{line}; late or infeasible in at most {max(late):.0f} % of requests")
     return lines

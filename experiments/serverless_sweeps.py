@@ -143,7 +143,7 @@ def slo(options: Options) -> None:
                 parts.append(f"{method} " + "/".join(f"{100 * row['late']:.0f}" for row in own))
         at = "/".join(f"{limit:g}" for limit in limits)
         found = "; ".join(parts) or "none of any method"
-        lines.append(f"{', '.join(panel.values())}, % late at {at} ms: {found}")
+        lines.append(f"{', '.join(panel.values())}, % late (or no plan) at {at} ms: {found}")
     save(options, "cost_slo", rows, figure, *lines, *gap_lines(rows))
 
 
