@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from servegym.baselines.placement.prism import prism
 from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.experiments.figure_run import FigureOptions, errors, legend, pyplot, save, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.placement_common import (
     COLOURS,
+    SEED,
     band,
     few,
     measure,
@@ -33,6 +36,8 @@ GPUS = (4, 8, 16, 32, 64, 128, 256)
 GAPS_S = (8.0, 15.0)
 MBPS = (100, 200, 300, 500, 750, 1000)
 LINKS = ("nic", "pairwise")
+CASES = (("nic", 0.2), ("nic", 1.5), ("pairwise", 1.5))
+"""Link model and cost of a message, ms, of Fig. 8b."""
 
 
 def _episodes(options: FigureOptions, gpus: int) -> int:
@@ -49,6 +54,24 @@ def _change(one: np.ndarray, other: np.ndarray) -> str:
 
 
 # --------------------------------------------------------------------------------------- Fig. 8a
+
+
+def holders(gpus: int) -> str:
+    """How many servers hold an expert with Prism's first placement, and what the rarest serve."""
+    problem = build_problem(scenario=f"scale_{gpus}", split="eval")
+    system = PlacementSystem(problem)
+    system.begin(np.random.default_rng(SEED))
+    counts, cluster = system.counts(), problem.cluster
+    view = cluster.server_view(prism(counts, cluster.slots, cluster.gpu_server))
+    copies = view.sum(axis=0)
+    away = (counts * ~view).sum(axis=0)
+    # Remote calls go to the holders of an expert alike.
+    busy = (view * (away / copies)).sum(axis=(1, 2))
+    return (
+        f"{gpus} GPUs: Prism leaves {100 * (copies == 1).mean():.0f} % of the experts on one of "
+        f"{cluster.num_servers} servers (median {np.median(copies):.0f}); the busiest server gets "
+        f"{busy.max() / busy.mean():.1f} x the remote tokens of the mean one"
+    )
 
 
 def fig8a(options: FigureOptions) -> None:
@@ -88,6 +111,7 @@ def fig8a(options: FigureOptions) -> None:
         "the change with size depends on the link model: with pairwise links a server's bandwidth "
         "grows with the number of servers, with nic it does not"
     )
+    notes += [holders(gpus) for gpus in (first, last)]
     plt = pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
     panels = [(link, gap) for link in LINKS for gap in GAPS_S]
@@ -120,40 +144,42 @@ def fig8b(options: FigureOptions) -> None:
     rows: list[dict[str, Any]] = []
     latency: dict[tuple[Any, ...], np.ndarray] = {}
     sizes = (4, 16) if options.quick else (4, 64, 256)
-    for h in (0.2, 1.5):
+    for link, h in CASES:
         for gpus in sizes:
             for mbps in few(options, MBPS):
                 kwargs: dict[str, Any] = {
-                    "scenario": f"scale_{gpus}", "mean_interarrival_s": 15.0,
-                    "epochs": 1,
-                    "cluster_kwargs": {"nic_bps": mbps * 1e6, "message_cost_s": h * 1e-3},
+                    "scenario": f"scale_{gpus}", "mean_interarrival_s": 15.0, "epochs": 1,
+                    "cluster_kwargs": {
+                        "nic_bps": mbps * 1e6, "message_cost_s": h * 1e-3, "link_model": link,
+                    },
                 }  # fmt: skip
-                point = {"link_model": "nic", "h_ms": h, "gpus": gpus, "mbps": mbps}
+                point = {"link_model": link, "h_ms": h, "gpus": gpus, "mbps": mbps}
                 found, own = measure(("prism",), _episodes(options, gpus), point, **kwargs)
                 rows += found
-                latency[h, gpus, mbps] = own["prism"]
+                latency[link, h, gpus, mbps] = own["prism"]
     notes = []
-    for h in (0.2, 1.5):
-        told = [
-            f"{gpus} GPUs {_change(latency[h, gpus, MBPS[-1]], latency[h, gpus, MBPS[0]])}"
-            for gpus in sizes
-        ]
+    for link, h in CASES:
+        told = []
+        for gpus in sizes:
+            ends = [latency[link, h, gpus, mbps] for mbps in (MBPS[-1], MBPS[0])]
+            told.append(f"{gpus} GPUs {_change(*ends)}")
         notes.append(
-            f"from {MBPS[0]} to {MBPS[-1]} Mbps with h = {h:g} ms: {', '.join(told)}; the paper: "
-            "-55 % with 4 GPUs, -35 % with 256"
+            f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(told)}; the "
+            "paper: -55 % with 4 GPUs, -35 % with 256"
         )
-    notes.append("link model nic, 15 s between the requests of a server, arrivals of 5 minutes")
+    notes.append("15 s between the requests of a server, arrivals of 5 minutes")
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for axis, h in zip(axes, (0.2, 1.5), strict=True):
+    figure, axes = plt.subplots(1, len(CASES), figsize=(12, 4), layout="constrained")
+    for axis, (link, h) in zip(axes, CASES, strict=True):
         for k, gpus in enumerate(sizes):
-            part = [row for row in rows if (row["h_ms"], row["gpus"]) == (h, gpus)]
+            part = [row for row in rows if (row["link_model"], row["h_ms"], row["gpus"])
+                    == (link, h, gpus)]  # fmt: skip
             band(axis, part, "mbps", "mean_latency_s", color=f"C{k}", marker="o", ms=3,
                  label=f"{gpus} GPUs")  # fmt: skip
         seconds_axis(axis)
         axis.set_xlabel("bandwidth of a server, Mbps")
         axis.set_ylabel("mean latency, s")
-        axis.set_title(f"Prism, link model nic, h = {h:g} ms", fontsize=10)
+        axis.set_title(f"Prism, link model {link}, h = {h:g} ms", fontsize=10)
         tidy(axis)
     legend(figure, axes[0])
     about = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
