@@ -13,8 +13,9 @@ picture and table. Every policy plays the same evaluation episodes:
   ``search_once``: one search with as many simulated expert calls as the agent's training, or so
   many as given, whose placement is then used in all episodes (``--search-once [CALLS]``);
 * the shipped agents, or those of ``--checkpoints``;
-* controls through the agents' own decoder: ``base`` (every output of the network zero), ``random``
-  (heights and slopes drawn anew for each episode) and ``constant`` (all scores alike).
+* controls through the agents' own decoder: ``base`` (every output of the network zero),
+  ``frequency`` (the same without a base: the most frequent experts), ``random`` (heights and slopes
+  drawn anew for each episode) and ``constant`` (all scores alike).
 
 Episodes that are done are not played again when the command is repeated.
 """
@@ -59,7 +60,7 @@ SCENARIOS = ("edge_hetero", "drift", "paper_testbed")
 EPISODES = 16
 BASELINES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCHES = ("latency_local_search", "search_once")
-CONTROLS = ("base", "random", "constant")
+CONTROLS = ("base", "frequency", "random", "constant")
 AGENTS = ("ppo_placement", "mappo_placement")
 UNBOUNDED = 10**9
 """Steps of a search that only its calls end."""
@@ -151,7 +152,7 @@ def training_calls(args: Any, decisions: int) -> float:
 
 def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
     """Policies of the checkpoints: ``NAME_SCENARIO`` if there is one, else ``NAME``."""
-    files = shipped("placement")
+    files = shipped("expert_placement")
     if options.checkpoints is not None:
         files = {path.stem: path for path in sorted(options.checkpoints.glob("*.safetensors"))}
     found = {}
@@ -306,8 +307,8 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
             )
     if "random" in mean:
         notes.append(
-            f"the decoder alone: random {mean['random']:.2f} s, constant {mean['constant']:.2f} s, "
-            f"base {mean['base']:.2f} s"
+            "the decoder alone: "
+            + ", ".join(f"{name} {mean[name]:.2f} s" for name in CONTROLS if name in mean)
         )
     return notes
 
