@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import numpy as np
 
-from servegym.baselines.placement.eplb import eplb_global
+from servegym.baselines.placement.eplb import eplb, eplb_global
 from servegym.baselines.placement.optimum import proxy_optimum
 from servegym.baselines.placement.prism import prism
 from servegym.baselines.placement.search import latency_dp
@@ -29,7 +30,8 @@ from servegym.envs.expert_placement.simulator import (
     uniform_placement,
 )
 from servegym.envs.workloads.activations import make_toy_activations
-from servegym.experiments.output import print_table
+from servegym.experiments.figure_run import machine, versions
+from servegym.experiments.output import print_table, write_csv, write_text
 
 
 def filled_placement(cluster, seed=0):
@@ -102,31 +104,90 @@ def planning_ms(episodes: int = 3, scenario: str = "edge_hetero") -> dict[str, l
     return spent
 
 
+def largest_case() -> tuple[int, float, float]:
+    """An episode of 256 GPUs and about 7,200 requests with EPLB's placement.
+
+    Returns:
+        Requests, CPU seconds of planning and of simulating.
+    """
+    problem = build_problem(scenario="scale_256", epochs=1, split="eval")
+    system = PlacementSystem(problem)
+    spent = []
+    for _ in range(2):  # the first one compiles
+        system.begin(np.random.default_rng(0))
+        start = time.process_time()
+        z = eplb(system.counts(), problem.cluster.slots, problem.cluster.gpu_server)
+        planned = time.process_time()
+        system.advance(z.astype(np.uint8))
+        spent = [planned - start, time.process_time() - planned]
+    return int(system.kpis()["requests"]), spent[0], spent[1]
+
+
 def main() -> None:
-    """Print the tables."""
+    """Print the tables, and save them if told to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
-    parser.add_argument("--requests", type=int, default=60, help="of each server")
+    parser.add_argument("--requests", type=int, default=60, help="of each server, or more")
     parser.add_argument("--seconds", type=float, default=10.0, help="mean between arrivals")
+    parser.add_argument("--out", type=Path, help="folder to save the tables in")
     arguments = parser.parse_args()
     rows = []
     for messages in ("per_server", "per_expert"):
         for gpus in arguments.gpus:
-            calls, events, served, remote = measure(
-                f"scale_{gpus}", messages, arguments.requests, arguments.seconds
-            )
+            name = f"scale_{gpus}"
+            servers = scenario_cluster(name).num_servers
+            each = max(arguments.requests, 600 // servers)
+            calls, events, served, remote = measure(name, messages, each, arguments.seconds)
             rows.append(
-                [messages, str(gpus), f"{calls / 1e6:.1f}", f"{events / 1e6:.1f}", f"{served:.0f}",
-                 f"{remote:.2f}"]
+                {
+                    "messages": messages, "gpus": gpus, "requests": each * servers,
+                    "calls_per_s": calls, "events_per_s": events, "requests_per_s": served,
+                    "remote_calls": remote, "ns_per_call": 1e9 / calls,
+                    "ns_per_event": 1e9 / events,
+                }
             )  # fmt: skip
-    header = ["messages", "GPUs", "M calls/s", "M events/s", "requests/s", "remote calls"]
-    print_table("Expert placement simulator, one core", header, rows)
+    notes = []
+    for messages in ("per_server", "per_expert"):
+        own = [row for row in rows if row["messages"] == messages]
+        first, last = own[0], own[-1]
+        ratios = [last[key] / first[key] for key in ("ns_per_call", "ns_per_event")]
+        notes.append(
+            f"{messages}, {first['gpus']} to {last['gpus']} GPUs: a call costs {ratios[0]:.1f} x, "
+            f"an event {ratios[1]:.1f} x"
+        )
+    requests, planning, simulating = largest_case()
+    notes.append(
+        f"Fig. 8a's largest case, 256 GPUs and {requests} requests: {planning:.1f} s to plan "
+        f"(eplb), {simulating:.1f} s to simulate"
+    )
+    header = ["messages", "GPUs", "M calls/s", "M events/s", "requests/s", "remote calls",
+              "ns/call", "ns/event"]  # fmt: skip
+    cells = [
+        [row["messages"], str(row["gpus"]), f"{row['calls_per_s'] / 1e6:.1f}",
+         f"{row['events_per_s'] / 1e6:.1f}", f"{row['requests_per_s']:.0f}",
+         f"{row['remote_calls']:.2f}", f"{row['ns_per_call']:.0f}", f"{row['ns_per_event']:.0f}"]
+        for row in rows
+    ]  # fmt: skip
+    print_table("Expert placement simulator, one core", header, cells, notes)
+    plans = planning_ms()
     print_table(
         "Planning for 3 servers and 1,664 experts, one core",
         ["method", "median ms", "most ms"],
-        [[name, f"{np.median(ms):.1f}", f"{max(ms):.1f}"] for name, ms in planning_ms().items()],
+        [[name, f"{np.median(ms):.1f}", f"{max(ms):.1f}"] for name, ms in plans.items()],
         ["proxy_optimum: the exact linear program of Eq. 2"],
     )
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        write_csv(arguments.out / "bench_placement.csv", rows)
+        command = f"python -m servegym.experiments.bench_placement --requests {arguments.requests}"
+        told = {"command": command, **machine(), **versions()}
+        lines = [f"{key}: {value}" for key, value in told.items()]
+        lines += [
+            f"planning, {name}: median {np.median(ms):.1f} ms, most {max(ms):.1f} ms"
+            for name, ms in plans.items()
+        ]
+        lines += [f"note: {note}" for note in notes]
+        write_text(arguments.out / "bench_placement.txt", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
