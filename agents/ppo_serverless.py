@@ -51,9 +51,9 @@ class Args:
     """hidden units of every layer"""
     warm_column: int = 6
     """column of the observation that is above 0 while the last plan is warm (-1: there is none)"""
-    total_timesteps: int = 3_000_000
+    total_timesteps: int = 655_360
     """environment steps (requests) over all environments"""
-    num_envs: int = 512
+    num_envs: int = 256
     """parallel environments"""
     replicas: int = 8
     """environments that share their episodes; they differ by the actions alone (1: none do)"""
@@ -79,7 +79,7 @@ class Args:
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    eval_every: int = 250_000
+    eval_every: int = 81_920
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 32
     """episodes per evaluation"""
@@ -136,8 +136,8 @@ class Agent(nn.Module):
         self.keep = layer(width, 1, 0.01)
         self.heads = nn.ModuleList(layer(width, k, 0.01) for k in choices)
         self.told = nn.ModuleList(nn.Embedding(k, width) for k in choices[:-1])
-        for embedding in self.told:
-            nn.init.zeros_(embedding.weight)
+        for weight in self.told.parameters():
+            nn.init.zeros_(weight)
         self.critic = nn.Sequential(
             layer(inputs, width), nn.Tanh(), layer(width, width), nn.Tanh(), layer(width, 1, 1.0)
         )
@@ -279,7 +279,8 @@ def train(args: Args) -> Path:
     run.mkdir(parents=True, exist_ok=True)
 
     # Equal seeds give equal episodes, now and after every reset.
-    obs, info = envs.reset(seed=[1_000_003 * args.seed + i // args.replicas for i in range(n)])
+    seeds: Any = [1_000_003 * args.seed + i // args.replicas for i in range(n)]
+    obs, info = envs.reset(seed=seeds)
     agent.observe(torch.as_tensor(obs, device=device))
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "iteration": 0, "best": -np.inf, "evaluated": 0, "log_size": 0, "obs": obs,

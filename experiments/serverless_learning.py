@@ -127,7 +127,8 @@ def closed(
     )
     gained, gap = (policy - rival)[at].mean(1), (bound - rival)[at].mean(1)
     ratio = gained / gap
-    return (float(ratio[0]), *(float(x) for x in np.percentile(ratio[1:], [2.5, 97.5])))
+    low, high = np.percentile(ratio[1:], [2.5, 97.5])
+    return float(ratio[0]), float(low), float(high)
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:

@@ -196,6 +196,22 @@ def test_checkpoint_round_trip_by_name(tmp_path):
     np.testing.assert_allclose(returns, np.sum(rewards, 0), rtol=1e-6)
 
 
+def test_the_shipped_policy_beats_a_constant_on_prompts_never_trained_on():
+    from servegym.agents.checkpoint import shipped
+    from servegym.experiments.evaluate import evaluate
+
+    path = shipped("serverless_moe")["ppo_serverless"]
+    card = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert "python -m servegym" in card and "95 %" in card and "greedy_warm" in card
+    assert path.stat().st_size < 1_000_000
+    rows = evaluate("servegym/ServerlessMoE-v0", ["keep_alive", "ppo_serverless"], 4)
+    means = {
+        name: np.array([row["mean_reward"] for row in rows if row["policy"] == name])
+        for name in ("keep_alive", "ppo_serverless")
+    }
+    assert (means["ppo_serverless"] > means["keep_alive"] + 0.02).all()
+
+
 def test_true_routing_is_not_seen(tmp_path):
     """Other true routing behind the same predictions changes no plan of a whole episode."""
     run = train(Args(**QUICK, out_dir=str(tmp_path), run_name="run"))
