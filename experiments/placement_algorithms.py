@@ -242,6 +242,8 @@ def _summary(options: Options) -> None:
     if not results:
         raise ValueError(f"out is {str(options.out)!r}; no scenario's results lie there yet")
     plt = pyplot()
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = plt.subplots(2, 3, figsize=(13, 9.5), layout="constrained")
     for axis in axes.flat[len(results) :]:
         axis.axis("off")
@@ -260,6 +262,9 @@ def _summary(options: Options) -> None:
         for y, x in enumerate(high):
             axis.text(1.04 * x, y, f"{value[y]:.1f}", va="center", fontsize=7, color="0.25")
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlim(0.7 * low.min(), 1.7 * high.max())
         axis.set_yticks(np.arange(len(ordered)), [row["policy"] for row in ordered], fontsize=8)
         axis.set_xlabel("mean latency, s (log)")
@@ -302,18 +307,26 @@ def _overall(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Notes over all scenarios: gaps, moves and times."""
     rows = [row for of_scenario in results.values() for row in of_scenario]
 
-    def span(policy: str, key: str, scale: float, form: str) -> str:
-        values = [scale * row[key] for row in rows if row["policy"] == policy] or [math.nan]
-        return f"{format(min(values), form)} to {format(max(values), form)}"
+    def spans(key: str, scale: float, form: str, unit: str, *policies: str) -> str:
+        found = []
+        for policy in policies:
+            values = [scale * row[key] for row in rows if row["policy"] == policy]
+            if values:
+                low, high = format(min(values), form), format(max(values), form)
+                found.append(f"{policy} {low} to {high} {unit}")
+        return ", ".join(found)
 
-    gaps = ", ".join(f"{p} {span(p, 'proxy_gap', 100, '.1f')} %" for p in
-                     ("prism", "prism_printed", "eplb_global", "whole_layer"))  # fmt: skip
-    moves = ", ".join(f"{p} {span(p, 'moved_share', 100, '.1f')} %" for p in
-                      ("smartmoe", "eplb_global", "prism", "proxy_optimum", "latency_dp",
-                       "local_search"))  # fmt: skip
-    cpu = ", ".join(f"{p} {span(p, 'plan_cpu_s', 1, '.3f')} s" for p in
-                    ("prism", "proxy_optimum", "latency_dp", "annealing",
-                     "latency_local_search"))  # fmt: skip
+    gaps = spans(
+        "proxy_gap", 100, ".1f", "%", "prism", "prism_printed", "eplb_global", "whole_layer",
+    )  # fmt: skip
+    moves = spans(
+        "moved_share", 100, ".1f", "%", "smartmoe", "eplb_global", "prism", "proxy_optimum",
+        "latency_dp", "local_search",
+    )  # fmt: skip
+    cpu = spans(
+        "plan_cpu_s", 1, ".3f", "s", "prism", "proxy_optimum", "latency_dp", "annealing",
+        "latency_local_search",
+    )  # fmt: skip
     return [
         f"Eq. 2 above its optimum, over the scenarios: {gaps}.",
         f"slots moved under 5 % noise: {moves}.",
