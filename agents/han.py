@@ -297,6 +297,13 @@ class Head(nn.Module):
             self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.out = nn.Linear(WIDTH, 1)
 
+    @torch.no_grad()
+    def start_small(self) -> None:
+        """Shrink the last layers, so that little is added at first to what the head corrects."""
+        last = [*self.request[2].parameters(), *(self.out.parameters() if self.per_expert else ())]
+        for weight in last:
+            weight.mul_(0.1 if weight.ndim > 1 else 0.0)  # no bias
+
     def forward(self, request: Tensor, experts: Tensor, *extra: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
         if not self.per_expert:

@@ -139,10 +139,7 @@ class Agent(nn.Module):
         width = 0 if law is None else law.shape[1]
         self.encoder: nn.Module = (HAN if args.encoder == "han" else Sets)(layout, width)
         self.actor = Head(layout.experts + 1, per_expert=True)
-        with torch.no_grad():
-            for last in (self.actor.out, self.actor.request[2]):
-                last.weight.mul_(0.1)
-                last.bias.zero_()
+        self.actor.start_small()
         self.critic = nn.Sequential(
             nn.Linear(2 * WIDTH + Foresight.WIDTH * args.foresight, WIDTH),
             nn.ReLU(),

@@ -167,11 +167,8 @@ class Agent(nn.Module):
         ]
         self.actor, self.q1, self.q2 = heads
         if self.temperature:
-            with torch.no_grad():
-                for head in heads:
-                    for last in (head.out, head.request[2]):
-                        last.weight.mul_(0.1)
-                        last.bias.zero_()
+            for head in heads:
+                head.start_small()
 
     def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
         """Flat rows of a batch of observations."""

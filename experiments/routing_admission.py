@@ -62,7 +62,7 @@ def _routers(options: Options) -> list[Policy]:
 def pareto(costs: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Which rows (K, C) no other row beats: at most as high everywhere and lower somewhere."""
     below = (costs[None] <= costs[:, None]).all(-1) & (costs[None] < costs[:, None]).any(-1)
-    return ~below.any(1)
+    return np.logical_not(below.any(-1))
 
 
 def admission(options: Options) -> None:

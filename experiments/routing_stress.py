@@ -97,9 +97,8 @@ def shuffle(options: Options) -> None:
             for scores, part in parts.items():
                 head = {"policy": policy.name, "rate": rate, "scores": scores, "trainings": 0}
                 rows.append(head | summarise_parts([part]))
-            loss = paired_difference(
-                *([row["avg_qos"] for row in parts[name]] for name in ("shuffled", "predicted"))
-            )
+            qos = {name: [row["avg_qos"] for row in part] for name, part in parts.items()}
+            loss = paired_difference(qos["shuffled"], qos["predicted"])
             notes.append(
                 f"{rate:g}/s: {policy.name} with shuffled scores: QoS {loss.value:+.4f} "
                 f"[{loss.low:+.4f}, {loss.high:+.4f}]"
