@@ -301,9 +301,11 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
                 f"{'do not overlap' if apart else 'overlap or it is not lower'}"
             )
         if "base" in mean:
+            base = _latencies(episodes, "base")
+            number = min(len(own), len(base))
             notes.append(
                 f"{agent} against its base without learning: lower by "
-                f"{versus(own, _latencies(episodes, 'base'))}"
+                f"{versus(own[:number], base[:number])}"
             )
     if "random" in mean:
         notes.append(
