@@ -29,6 +29,8 @@ from servegym.baselines.serverless.selection import remote_set
 from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
+TOLERANCE = 1e-6
+"""Relative distance from a limit within which the solver calls it met."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,23 +117,29 @@ def solve_knapsack(
             rows.append(sparse.csr_array((t[layer, option] / b)[None]))
             low.append(np.array([-np.inf]))
             high.append(np.array([1.0]))
-    # SciPy's annotations know numbers only as limits, its documentation arrays too.
-    limit: tuple[Any, Any] = (np.concatenate(low), np.concatenate(high))
-    result = optimize.milp(
-        price[layer, option] / scale,
-        constraints=optimize.LinearConstraint(sparse.vstack(rows), *limit),
-        integrality=np.ones(layer.size),
-        bounds=optimize.Bounds(0.0, 1.0),
-        options={"mip_rel_gap": gap, "time_limit": time_limit_s},
-    )
     proven = bound
-    if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
-        proven = max(bound, float(result.mip_dual_bound) * scale)
-    if result.x is None:
-        return Knapsack(none.chosen, np.inf, np.inf if result.status == 2 else proven)
-    taken = np.flatnonzero(result.x > 0.5)
-    found = np.full(layers, -1, dtype=np.int64)
-    found[layer[taken]] = option[taken]
+    # The solver may pass a limit by its tolerance; then once more with limits that much lower.
+    for room in (0.0, TOLERANCE):
+        # SciPy's annotations know numbers only as limits, its documentation arrays too.
+        most = np.concatenate([high[0], *(h - room for h in high[1:])])
+        limit: tuple[Any, Any] = (np.concatenate(low), most)
+        result = optimize.milp(
+            price[layer, option] / scale,
+            constraints=optimize.LinearConstraint(sparse.vstack(rows), *limit),
+            integrality=np.ones(layer.size),
+            bounds=optimize.Bounds(0.0, 1.0),
+            options={"mip_rel_gap": gap, "time_limit": time_limit_s},
+        )
+        dual = result.mip_dual_bound
+        if room == 0.0 and dual is not None and np.isfinite(dual):
+            proven = max(bound, float(dual) * scale)
+        if result.x is None:
+            return Knapsack(none.chosen, np.inf, np.inf if result.status == 2 else proven)
+        taken = np.flatnonzero(result.x > 0.5)
+        found = np.full(layers, -1, dtype=np.int64)
+        found[layer[taken]] = option[taken]
+        if all(t[at, found].sum() <= b for t, b in zip(times, limits, strict=True)):
+            break
     total = float(price[at, found].sum())
     return Knapsack(found, total, min(proven, total))
 

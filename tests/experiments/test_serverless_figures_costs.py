@@ -163,3 +163,9 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "policies_episodes.csv").read_text() == before
     with pytest.raises(ValueError, match="requests is 0"):
         serverless_policies.main(["--requests", "0", "--out", str(tmp_path)])
+
+
+def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
+    setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
+    found = measure(setting, 6)["optimum"]
+    assert (found["tpot_ms"] <= 60.0).all() and not found["late"].any()
