@@ -85,6 +85,8 @@ REQUEST = _record(
     [("dispatched", "f8"), ("end", "f8"), ("first", "f8"), ("finish", "f8")]
     # Layers dispatched so far, and those of them that ``counts`` has.
     + [(name, "i4") for name in "step layer pending home sent counted".split()]
+    # What the hot loop reads of the load, beside the rest: prompt, its tokens and first row.
+    + [(name, "i4") for name in "prompt tokens start rows shift unused".split()]
 )
 # A pair of servers: sending time of a token there and back, and the delays.
 HOP = _record([(name, "f8") for name in "out back there home".split()])
@@ -163,7 +165,7 @@ class State(NamedTuple):
     open_list: np.ndarray
     resident: np.ndarray  # uint8 (G, C)
     target: np.ndarray  # uint8 (G, C)
-    holders: np.ndarray  # int32 (C, G) GPUs that hold an expert, the first `copies`
+    holders: np.ndarray  # int16 (C, G) GPUs that hold an expert, the first `copies`
     copies: np.ndarray  # (C,)
     used: np.ndarray  # (G,) slots in use, loads in flight included
     loading: np.ndarray  # (G,) expert being loaded, -1 if none
@@ -332,15 +334,14 @@ def _dispatch(c, plant, load, st, size, r, now):
     n = q.home
     v = st.server[n]
     layer = q.layer
-    prompt = load.prompt[r]
+    prompt = q.prompt
     first_gpu = plant.first_gpu[n]
     last_gpu = plant.first_gpu[n + 1]
     prefill = q.step == 0
     row = 0
     places = c.experts
     if not prefill:
-        start = load.bank_start[prompt]
-        row = start + (load.offset[r] + q.step - 1) % (load.bank_start[prompt + 1] - start)
+        row = q.start + np.int64(np.uint32(q.shift + q.step - 1) % np.uint32(q.rows))
         places = c.top_k
     end = now
     opened = 0
@@ -970,6 +971,12 @@ def run(plant, load, st, until):
             n = load.home[begin]
             q = st.request[begin]
             q.home = n
+            prompt = load.prompt[begin]
+            q.prompt = prompt
+            q.tokens = load.tokens[prompt]
+            q.start = load.bank_start[prompt]
+            q.rows = load.bank_start[prompt + 1] - load.bank_start[prompt]
+            q.shift = load.offset[begin] % q.rows
             v = st.server[n]
             v.area += v.in_system * (now - v.since)
             v.since = now
@@ -1071,7 +1078,7 @@ def run(plant, load, st, until):
             # The rest of the layer on the first GPU of the home server.
             q = st.request[begin]
             g = plant.first_gpu[q.home]
-            x = load.tokens[load.prompt[begin]] if q.step == 0 else 1
+            x = q.tokens if q.step == 0 else 1
             work = plant.dense_base[q.home] + plant.dense_token[q.home] * x
             done = max(now, st.gpu_free[g]) + work
             st.gpu_free[g] = done

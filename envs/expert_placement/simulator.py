@@ -216,6 +216,8 @@ class Simulator:
                 f"prompts of {prompts.chosen.shape[2]} experts a token do not fit the model's "
                 f"top_k={cluster.top_k}."
             )
+        if cluster.num_gpus > np.iinfo(np.int16).max:
+            raise ValueError(f"{cluster.num_gpus} GPUs: the simulator numbers up to 32767.")
         self.cluster = cluster
         self.prompts = prompts
         self.plant = make_plant(
@@ -276,7 +278,7 @@ class Simulator:
             open_list=np.zeros(n, np.int64),
             resident=np.zeros((gpus, total), np.uint8),
             target=np.zeros((gpus, total), np.uint8),
-            holders=np.zeros((total, gpus), np.int32),
+            holders=np.zeros((total, gpus), np.int16),
             copies=np.zeros(total, np.int64),
             used=np.zeros(gpus, np.int64),
             loading=np.zeros(gpus, np.int64),
