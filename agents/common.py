@@ -60,6 +60,13 @@ def make_envs(args: Any, num_envs: int, **overrides: Any) -> gym.vector.VectorEn
     )
 
 
+@torch.no_grad()
+def follow(copy: nn.Module, net: nn.Module, tau: float) -> None:
+    """Move the copy's weights towards the network's."""
+    for mine, theirs in zip(copy.parameters(), net.parameters(), strict=True):
+        mine.lerp_(theirs, tau)
+
+
 def write_checkpoint(net: nn.Module, meta: Mapping[str, str], path: Path) -> None:
     """Weights and text in one safetensors file, written atomically."""
     temporary = path.with_suffix(".tmp")

@@ -14,6 +14,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import Foresight, make_envs, snapshot, write_checkpoint
+from servegym.agents.common import Foresight, follow, make_envs, snapshot, write_checkpoint
 from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -84,6 +85,8 @@ class Args:
     """minibatches per epoch"""
     update_epochs: int = 4
     """passes over the collected steps"""
+    average: float = 0.05
+    """step of the averaged network, which is evaluated and saved, after each round of updates"""
     critic_warmup: float = 0.03
     """share of the training in which the critic alone learns"""
     clip_coef: float = 0.2
@@ -235,6 +238,7 @@ def train(args: Args) -> Path:
     experts, running = space["running_mask"].sample().shape
     layout = Layout(experts, running, space["waiting_mask"].sample().shape[1], impact=True)
     agent, actions = Agent(layout, args, system).to(device), experts + 1
+    averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
     obs, info = envs.reset(seed=args.seed)
@@ -246,6 +250,7 @@ def train(args: Args) -> Path:
     if args.resume and (run / "snapshot.pt").exists():
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
+        averaged.load_state_dict(saved["averaged"])
         optimizer.load_state_dict(saved["optimizer"])
         s, envs = saved["state"], pickle.loads(saved["envs"])
         torch.set_rng_state(saved["rng"])
@@ -337,6 +342,7 @@ def train(args: Args) -> Path:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
+        follow(averaged, agent, args.average)
         metrics = {
             "global_step": s["step"],
             "charts/SPS": (s["step"] - first) / (time.perf_counter() - begin),
@@ -355,14 +361,14 @@ def train(args: Args) -> Path:
             return every > 0 and s["step"] // every > (s["step"] - size) // every
 
         if crossed(args.eval_every) or last:
-            result = evaluate(agent, args)
+            result = evaluate(averaged, args)
             metrics |= result
             bar.console.print(f"step {s['step']}: " + ", ".join(
                 f"{k[5:]} {v:.4f}" for k, v in result.items() if "qos" in k))  # fmt: skip
             if args.save_model:
-                save_policy(agent, args, run / "last.safetensors")
+                save_policy(averaged, args, run / "last.safetensors")
                 if result["eval/avg_qos"] > s["best"]:
-                    save_policy(agent, args, run / "best.safetensors")
+                    save_policy(averaged, args, run / "best.safetensors")
             s["best"] = max(s["best"], result["eval/avg_qos"])
         log.write((json.dumps(metrics) + "\n").encode())
         log.flush()
@@ -374,6 +380,7 @@ def train(args: Args) -> Path:
         if crossed(args.checkpoint_every):
             s["log_size"] = log.tell()
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
+                     averaged=averaged.state_dict(),
                      optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),
                      rng=torch.get_rng_state())  # fmt: skip
     bar.stop()

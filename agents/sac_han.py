@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import Foresight, make_envs, snapshot, write_checkpoint
+from servegym.agents.common import Foresight, follow, make_envs, snapshot, write_checkpoint
 from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -256,13 +256,6 @@ def critic_target(
         q = q - alpha * log_pi
     value = (log_pi.exp() * q).sum(-1)
     return batch["return"] + batch["discount"] * (1 - batch["terminated"].float()) * value
-
-
-@torch.no_grad()
-def follow(copy: Agent, agent: Agent, tau: float) -> None:
-    """Move the copy's weights towards the agent's."""
-    for mine, theirs in zip(copy.parameters(), agent.parameters(), strict=True):
-        mine.lerp_(theirs, tau)
 
 
 def update(
