@@ -346,17 +346,21 @@ def summary(options: Options) -> None:
                    "0.75" if row["policy"] in CONTROLS else "tab:blue" for row in rows]  # fmt: skip
         at = np.arange(len(rows))
         axis.barh(at, values, xerr=bars, color=colours, height=0.7, error_kw={"lw": 1})
-        axis.set_yticks(at, [row["policy"] for row in rows], fontsize=8)
+        most = max(row["episodes"] for row in rows)
+        names = [row["policy"] + (f" ({row['episodes']:.0f} episodes)" if row["episodes"] < most
+                                  else "") for row in rows]  # fmt: skip
+        axis.set_yticks(at, names, fontsize=8)
         # Overloaded controls are hundreds of seconds; they would hide all else.
         good = [row["mean_latency_s"] for row in rows if row["policy"] not in CONTROLS]
-        limit = 1.6 * float(np.median(good))
+        limit = 2.0 * float(np.median(good))
         axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
         for y, value, end in zip(at, values, values + bars[1], strict=True):
-            inside = end > 0.85 * limit
-            axis.text(min(value, 0.99 * limit) if inside else end + 0.02 * limit, y,
+            beyond = value > 0.85 * limit
+            axis.text(0.98 * limit if beyond else end + 0.02 * limit, y,
                       f"{value:.2f}" + (" →" if value > limit else ""), va="center", fontsize=8,
-                      ha="right" if inside else "left",
-                      color="white" if inside else "black")  # fmt: skip
+                      ha="right" if beyond else "left", zorder=3,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})  # fmt: skip
+        axis.set_axisbelow(True)
         tidy(axis)
         notes += [f"{scenario}: {line}" for line in _notes(options, scenario)]
     every = [row for rows in tables.values() for row in rows]
