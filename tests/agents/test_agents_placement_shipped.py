@@ -33,6 +33,7 @@ def test_it_beats_whole_layers_on_prompts_never_trained_on(name):
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_it_places_other_models_on_other_clusters(name):
-    kwargs = {"model": "toy", "cluster_kwargs": {"gpus": [1, 2, 1, 1]}, "epochs": 1}
+    kwargs = {"scenario": "paper_testbed", "model": "toy", "epochs": 1}
+    kwargs["cluster_kwargs"] = {"gpus": [1, 2, 1, 1]}
     (row,) = evaluate("servegym/ExpertPlacement-v0", [SHIPPED[name]], 1, env_kwargs=kwargs)
     assert row["mean_latency_s"] > 0 and row["migrations"] == 1
