@@ -232,7 +232,7 @@ def _stamp(name: str, options: Options, agents: Mapping[str, Any]) -> str:
 
 def _once_calls(options: Options, agents: Mapping[str, Any]) -> float:
     """Budget of ``search_once``: as given, or that of the agent's training."""
-    if options.search_once > 0:
+    if options.search_once:
         return options.search_once
     agent = agents["ppo_placement"]
     return training_calls(agent.args, agent.step)
