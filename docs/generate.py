@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import ast
 import inspect
-import io
 import re
+import tempfile
 from pathlib import Path
 
 import gymnasium
-import matplotlib
 import mkdocs_gen_files
-import numpy as np
 
 import servegym
 from servegym.agents.checkpoint import AGENTS, shipped
-from servegym.baselines.registry import FAMILIES, list_policies, make_policy
+from servegym.baselines.registry import FAMILIES, list_policies
 from servegym.experiments.evaluate import known_family
 from servegym.experiments.leaderboard import read_board, write_page
-
-matplotlib.use("Agg")
-import matplotlib.image  # noqa: E402
+from servegym.experiments.render_episode import render_episode
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -39,12 +35,8 @@ RESULT_TITLES = {
     "serverless": "Serverless MoE partitioning",
     "placement": "Expert placement",
 }
-SHOWN = {
-    "llm_routing": ("greedy_qos", 60),
-    "serverless_moe": ("greedy_warm", 40),
-    "expert_placement": ("prism", 6),
-}
-"""Family -> policy and decisions of the picture."""
+STEPS = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6}
+"""Family -> decisions before the picture."""
 
 
 def write(path: str, text: str) -> None:
@@ -67,35 +59,13 @@ def fenced(text: str) -> str:
     return "\n".join(out)
 
 
-def picture(env_id: str) -> bytes | None:
-    """A frame of an episode as PNG, or None if the environment draws none."""
-    family = known_family(env_id).name
-    policy_name, steps = SHOWN[family]
-    probe = gymnasium.make(env_id)
-    modes = probe.unwrapped.metadata["render_modes"]
-    if "rgb_array" not in modes:
-        return None
-    system = known_family(env_id).system(probe.unwrapped.problem)
-    policy = make_policy(policy_name, system, family=family)
-    env = gymnasium.make(known_graph(env_id), render_mode="rgb_array", **policy.env_kwargs)
-    policy.reset(1, seed=0)
-    observation, info = env.reset(seed=0)
-    for _ in range(steps):
-        batch = {key: np.asarray(part)[None] for key, part in observation.items()}
-        mask = info.get("action_mask")
-        action = policy.act(batch, None if mask is None else mask[None])
-        one = {k: v[0] for k, v in action.items()} if isinstance(action, dict) else action[0]
-        observation, _, terminated, _, info = env.step(one)
-        if terminated:
-            break
-    stream = io.BytesIO()
-    matplotlib.image.imsave(stream, env.render(), format="png")
-    return stream.getvalue()
-
-
-def known_graph(env_id: str) -> str:
-    """The id of the family's Dict environment."""
-    return f"servegym/{known_family(env_id).views['graph']}-{env_id.rpartition('-')[2]}"
+def picture(env_id: str) -> bytes:
+    """A frame of an episode as PNG."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "frame.png"
+        steps = STEPS[known_family(env_id).name]
+        render_episode(env_id, None, steps, {}, out=file, echo=lambda _: None)
+        return file.read_bytes()
 
 
 def environments() -> list[str]:
@@ -106,13 +76,11 @@ def environments() -> list[str]:
         name = env_id.partition("/")[2]
         cls = gymnasium.make(env_id).unwrapped.__class__
         family = known_family(env_id).name
-        if family not in drawn and (png := picture(env_id)) is not None:
+        if family not in drawn:
             drawn[family] = f"{family}.png"
             with mkdocs_gen_files.open(f"environments/{family}.png", "wb") as stream:
-                stream.write(png)
-        lines = [f"# {env_id}", ""]
-        if family in drawn:
-            lines += [f"![A rendered frame of {env_id}]({drawn[family]})", ""]
+                stream.write(picture(env_id))
+        lines = [f"# {env_id}", "", f"![A rendered frame of {env_id}]({drawn[family]})", ""]
         lines += [fenced(inspect.cleandoc(cls.__doc__ or ""))]
         write(f"environments/{name}.md", "\n".join(lines))
         nav.append(f"    * [{name}](environments/{name}.md)")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ from servegym.envs.expert_placement.simulator import (
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.figure_run import machine, versions
 from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.hardware_profiles.script import run
 
 
 def filled_placement(cluster, seed=0):
@@ -123,14 +125,21 @@ def largest_case() -> tuple[int, float, float]:
     return int(system.kpis()["requests"]), spent[0], spent[1]
 
 
-def main() -> None:
-    """Print the tables, and save them if told to."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables, and save them if told to.
+
+    Args:
+        argv: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
     parser.add_argument("--requests", type=int, default=60, help="of each server, or more")
     parser.add_argument("--seconds", type=float, default=10.0, help="mean between arrivals")
     parser.add_argument("--out", type=Path, help="folder to save the tables in")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     rows = []
     for messages in ("per_server", "per_expert"):
         for gpus in arguments.gpus:
@@ -188,7 +197,8 @@ def main() -> None:
         ]
         lines += [f"note: {note}" for note in notes]
         write_text(arguments.out / "bench_placement.txt", "\n".join(lines) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -286,9 +286,9 @@ def replay(
 @_clear_errors
 def render(
     env_id: EnvId,
-    policy: Annotated[str, typer.Option(help="Policy by name, or a checkpoint's path.")] = (
-        "least_outstanding"
-    ),
+    policy: Annotated[
+        str | None, typer.Option(help="Policy by name, or a checkpoint's path (one that fits).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the episode.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Decisions to show.")] = 100,
     fps: Annotated[int, typer.Option(min=1, help="Frames a second of a GIF.")] = 10,
@@ -419,7 +419,12 @@ def leaderboard(context: typer.Context) -> None:
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
 @_clear_errors
 def bench(context: typer.Context) -> None:
-    """Measure speed and memory against yardsticks of the same run."""
-    from servegym.experiments import bench_routing
+    """Measure speed and its yardsticks: routing (default), serverless or placement."""
+    import importlib
 
-    bench_routing.main(context.args)
+    words = list(context.args)
+    family = words.pop(0) if words and words[0] in _BENCHES else _BENCHES[0]
+    importlib.import_module(f"servegym.experiments.bench_{family}").main(words)
+
+
+_BENCHES = ("routing", "serverless", "placement")

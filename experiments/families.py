@@ -53,6 +53,7 @@ class Family:
         extras: (result, problem) -> numbers of a row beside the KPIs.
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
         describe: The first action of a batch in words.
+        example: The policy that is shown where none is named.
         neutral: Arguments that a policy may ask for without changing the reward.
     """
 
@@ -68,6 +69,7 @@ class Family:
     extras: Callable[[Mapping[str, Any], Any], dict[str, float]]
     request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None]
     describe: Callable[[Any], str]
+    example: str
     neutral: tuple[str, ...] = ()
 
 
@@ -170,6 +172,7 @@ ROUTING = Family(
     extras=_routing_extras,
     request_interval=_routing_interval,
     describe=_routing_choice,
+    example="greedy_qos",
 )
 
 # ------------------------------------------------------------------------------- serverless MoE
@@ -208,6 +211,7 @@ SERVERLESS = Family(
     extras=lambda result, problem: {},
     request_interval=lambda logs, arguments: None,
     describe=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
+    example="greedy_warm",
 )
 
 # ----------------------------------------------------------------------------- expert placement
@@ -245,6 +249,7 @@ PLACEMENT = Family(
     extras=lambda result, problem: {},
     request_interval=lambda logs, arguments: None,
     describe=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
+    example="prism",
     neutral=("action_mode", "serving", "cache", "redirect"),
 )
 

@@ -23,7 +23,7 @@ __all__ = ["render_episode"]
 
 def render_episode(
     env_id: str,
-    policy: str,
+    policy: str | None,
     steps: int,
     env_kwargs: Mapping[str, Any],
     *,
@@ -36,7 +36,7 @@ def render_episode(
 
     Args:
         env_id: An id of one of the families.
-        policy: Registered name or checkpoint path.
+        policy: Registered name or checkpoint path; the family's example by default.
         steps: Decisions to show.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
         seed: Seed of the episode, by default the first one of an evaluation.
@@ -51,7 +51,8 @@ def render_episode(
     mode = "ansi" if out is None else "rgb_array"
     envs = make_envs(env_id_for(env_id), 1, kwargs)
     family = known_family(env_id)
-    chosen = resolve(policy, family.system(envs.unwrapped.problem), family.name).policy
+    system = family.system(envs.unwrapped.problem)
+    chosen = resolve(policy or family.example, system, family.name).policy
     envs.close()
     view_id = env_id_for(env_id, chosen.env_view)
     envs = make_envs(view_id, 1, {**kwargs, **chosen.env_kwargs}, mode)
