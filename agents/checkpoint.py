@@ -279,6 +279,7 @@ def _load_ppo_serverless(file: Path, meta: dict[str, str], weights: dict[str, An
 def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import mappo_placement, ppo_placement
     from servegym.agents.common import parse_settings
+    from servegym.agents.placement_features import Features
     from servegym.envs.expert_placement.env import make_problem
 
     kind = meta["agent"]
@@ -286,7 +287,7 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = make_problem(parse_settings(args.set))
-    features = ppo_placement.Features(system.cluster, args.base)
+    features = Features(system.cluster, args.base)
     net = module.Agent(features.columns, **json.loads(meta["shape"]))
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())

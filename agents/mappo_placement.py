@@ -26,7 +26,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from servegym.agents.common import parse_settings, snapshot, write_checkpoint
-from servegym.agents.ppo_placement import SCALARS, Features, group_advantage, is_first, layer
+from servegym.agents.placement_features import (
+    SCALARS,
+    Features,
+    group_advantage,
+    is_first,
+    layer,
+)
 from servegym.envs.expert_placement.core import observation_space
 from servegym.envs.expert_placement.decode import decode_scores, repair_placement
 from servegym.envs.expert_placement.parallel_env import ExpertPlacementParallelEnv

@@ -93,7 +93,7 @@ class Control(BasePolicy):
     env_kwargs = {"action_mode": "expert_score"}
 
     def __init__(self, name: str, cluster: Any) -> None:
-        from servegym.agents.ppo_placement import Features
+        from servegym.agents.placement_features import Features
 
         self.name = name
         self.features = Features(cluster, "whole_layer" if name == "base" else "none")
@@ -102,7 +102,7 @@ class Control(BasePolicy):
         """Scores of every row; only the first placement is carried out."""
         import torch
 
-        from servegym.agents.ppo_placement import is_first
+        from servegym.agents.placement_features import is_first
 
         _, log_share = self.features(observation)
         z = torch.zeros(*log_share.shape[:3], 2)

@@ -8,16 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from servegym.agents import load_policy, mappo_placement, ppo_placement  # noqa: E402
-from servegym.agents.ppo_placement import (  # noqa: E402
-    Agent,
-    Args,
+from servegym.agents.placement_features import (  # noqa: E402
     Features,
-    greedy,
     group_advantage,
-    make_envs,
-    train,
     zero_action,
 )
+from servegym.agents.ppo_placement import Agent, Args, greedy, make_envs, train  # noqa: E402
 from servegym.baselines.placement.simple import whole_layer  # noqa: E402
 from servegym.envs.expert_placement.decode import decode_scores  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem  # noqa: E402
