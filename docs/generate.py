@@ -253,6 +253,7 @@ home()
 fidelity()
 hardware()
 nav = ["* [servegym](index.md)", "* Tutorials", *tutorials()]
+nav += ["    * [Other libraries](interop.md)"]
 nav += ["* Environments", *environments(), "* Agents", *agents(), "    * [Metrics](metrics.md)"]
 nav += ["* Baselines", *baselines(), "* Results", *results()]
 if leaderboard():

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import textwrap
 
 import gymnasium as gym
 import numpy as np
@@ -181,39 +180,6 @@ def test_gymnasium_vector_wrappers(env_id):
             np.testing.assert_array_equal(one[4]["action_mask"], two[4]["action_mask"])
     finally:
         others.close()
-
-
-def test_a_script_that_knows_gymnasium_alone():
-    """The id carries its module: nothing but gymnasium is imported."""
-    script = textwrap.dedent(
-        """
-        import gymnasium, numpy
-        env = gymnasium.make("servegym:servegym/LLMRouting-v0", num_experts=3, episode_requests=50)
-        observation, info = env.reset(seed=0)
-        ended = False
-        while not ended:
-            action = env.action_space.sample(info["action_mask"])
-            observation, reward, terminated, truncated, info = env.step(action)
-            ended = terminated or truncated
-        assert info["episode_kpis"]["requests"] == 50
-        envs = gymnasium.make_vec("servegym:servegym/LLMRouting-v0", num_envs=4, num_experts=3)
-        observation, info = envs.reset(seed=0)
-        for _ in range(10):
-            observation, rewards, *_ = envs.step(envs.action_space.sample())
-        assert rewards.shape == (4,) and observation["request"].shape == (4, 3, 3)
-        assert type(envs.unwrapped).__name__ == "LLMRoutingVectorEnv"
-        print("fine")
-        """
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "fine"
 
 
 def test_importing_the_package_loads_no_engine():

@@ -1,0 +1,37 @@
+"""Small systems that the tests of this folder share."""
+
+import gymnasium as gym
+from gymnasium import spaces
+
+import servegym
+
+ROUTING = {"num_experts": 3, "episode_requests": 30, "rate": 8.0}
+SERVERLESS = {"model": "toy", "episode_requests": 12}
+PLACEMENT = {"model": "toy", "epochs": 6, "epoch_s": 5.0}
+
+SMALL = {
+    env_id: ROUTING if "Routing" in env_id else SERVERLESS if "Serverless" in env_id else PLACEMENT
+    for env_id in servegym.ENV_IDS
+}
+"""Arguments of every id with which an episode takes milliseconds."""
+
+STEPS = {
+    env_id: kwargs.get("episode_requests") or kwargs["epochs"] for env_id, kwargs in SMALL.items()
+}
+"""Decisions of an episode of `SMALL`."""
+
+FLAT_IDS = [env_id for env_id in servegym.ENV_IDS if "Flat" in env_id]
+
+
+def make(env_id, **more):
+    """A small environment, its actions seeded."""
+    env = gym.make(env_id, **SMALL[env_id], **more)
+    env.action_space.seed(0)
+    return env
+
+
+def as_box(env):
+    """The environment with one vector as observation, by Gymnasium's own wrapper."""
+    if isinstance(env.observation_space, spaces.Dict):
+        return gym.wrappers.FlattenObservation(env)
+    return env
