@@ -13,6 +13,7 @@ from servegym.baselines.serverless.policies import (
     RemoeSticky,
 )
 from servegym.baselines.serverless.system import ServerlessSystem
+from servegym.baselines.serverless.warm_planner import WarmPlanner
 
 __all__ = ["ServerlessSystem"]
 
@@ -49,7 +50,13 @@ register_policy(
 register_policy(
     "greedy_warm",
     GreedyWarm,
-    "greatest expected reward now, given what is warm: the strongest heuristic",
+    "one-step: greatest expected reward now, given what is warm, and what that saves if kept",
+    family=_FAMILY,
+)
+register_policy(
+    "warm_planner",
+    WarmPlanner,
+    "value iteration over what is left warm, on statistics of the train split",
     family=_FAMILY,
 )
 register_policy(

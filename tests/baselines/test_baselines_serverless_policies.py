@@ -22,6 +22,8 @@ from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 
 FAMILY = "serverless_moe"
 NAMES = [info.name for info in list_policies(FAMILY)]
+SMALL = {"best_constant": {"rows": 2, "requests": 10}, "warm_planner": {"requests": 20}}
+"""Arguments of policies that rehearse or plan at length before the first request."""
 
 
 def make_env(rows=3, **kwargs):
@@ -136,7 +138,7 @@ def test_table_knows_what_is_warm():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_runs_and_is_deterministic(name):
-    kwargs = {"rows": 2, "requests": 20} if name == "best_constant" else {}
+    kwargs = SMALL.get(name, {})
     env = make_env(2, episode_requests=12)
     rewards, actions, _ = run(name, env, **kwargs)
     again = run(name, make_env(2, episode_requests=12), **kwargs)[1]
@@ -144,10 +146,12 @@ def test_policy_runs_and_is_deterministic(name):
     assert (actions < env.problem.nvec).all() and np.isfinite(rewards).all()
 
 
-@pytest.mark.parametrize("name", ["greedy_warm", "remoe", "remoe_sticky", "random", "mix"])
+@pytest.mark.parametrize(
+    "name", ["greedy_warm", "warm_planner", "remoe", "remoe_sticky", "random", "mix"]
+)
 def test_per_layer_actions(name):
     env = make_env(2, episode_requests=5, granularity="per_layer")
-    _, actions, _ = run(name, env)
+    _, actions, _ = run(name, env, **SMALL.get(name, {}))
     assert actions.shape == (5, 2, 3 + 2 * 4)
 
 
@@ -249,10 +253,7 @@ def test_rows_do_not_influence_one_another():
 @pytest.mark.parametrize("name", [i.name for i in list_policies(FAMILY) if not i.clairvoyant])
 def test_the_true_routing_is_not_seen(name):
     """Another true routing behind the same predictions changes no action."""
-    if name == "best_constant":
-        kwargs = {"rows": 2, "requests": 10}
-    else:
-        kwargs = {}
+    kwargs = SMALL.get(name, {})
     chosen = []
     for turn in (0, 1):
         env = make_env(2, episode_requests=6)
