@@ -292,7 +292,7 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
     policy.features, policy.cluster = features, system.cluster
-    policy.step = int(meta.get("step", args.total_timesteps))
+    policy.step = int(meta.get("step") or args.total_timesteps)
     mode = "placement" if kind == "mappo_placement" else "expert_score"
     policy.env_kwargs = {"action_mode": mode}
     return policy

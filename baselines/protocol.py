@@ -127,7 +127,7 @@ class CallablePolicy(BasePolicy):
         self.batched = batched
         self.clairvoyant = clairvoyant
         self.env_view = env_view
-        self.env_kwargs = dict(env_kwargs)
+        self.env_kwargs: Mapping[str, Any] = dict(env_kwargs)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """Call the function; whole numbers, one a row, are checked against the mask's width."""

@@ -42,7 +42,7 @@ POLICIES = (
     "uniform", "redundance", "smartmoe", "eplb", "eplb_global", "prism", "prism_printed",
     "proxy_optimum", "whole_layer", "latency_dp",
 )  # fmt: skip
-COLOURS = dict(
+COLOURS: dict[str, str] = dict(
     zip(
         POLICIES,
         ("0.6", "0.35", "tab:olive", "tab:cyan", "tab:blue", "tab:red", "tab:pink", "tab:green",

@@ -210,7 +210,7 @@ def sensitivity(options: FigureOptions) -> None:
                     point |= {"messages": messages, "h_ms": h}
                     found, own = measure(chosen, options.episodes, point, **kwargs)
                     rows += found
-                    order = sorted(own, key=lambda name: float(own[name].mean()))
+                    order = sorted(own, key={k: x.mean() for k, x in own.items()}.__getitem__)
                     gain = versus(own["prism"], own["eplb_global"])
                     notes.append(
                         f"{place}: {' < '.join(order)}; prism takes {gain} less than eplb_global"

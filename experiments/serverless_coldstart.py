@@ -82,7 +82,7 @@ def ratio_plan(system: eq.SystemModel, load: Load, b: float, **options: Any) -> 
         b: Remote ratio.
         **options: As `remoe`.
     """
-    count = eq.remote_count(b, system.num_experts)
+    count = int(eq.remote_count(b, system.num_experts))
     limits = {"ttft_limit_s": TTFT_S, "tpot_limit_s": TPOT_S}
     return remoe(system, load, reading="remoe_cost", members=[count], **limits, **options).plan
 
@@ -147,7 +147,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
                 b = float(np.mean([p.remote.mean() for p in made]))
                 rows.append(_start_row(system, about | {"method": reading, "b": b}, parts, mix))
             for b in sorted({*ratios, *EXPECTED}):
-                count = eq.remote_count(b, system.num_experts)
+                count = int(eq.remote_count(b, system.num_experts))
                 remote = eq.least_used(predicted[queries[0]], count)
                 once = np.ones(system.moe_layers, dtype=np.int64)
                 part = starts(system, remote, once, link == "shared")

@@ -142,7 +142,7 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
     rows = []
     for order, score in scores.items():
         for b in ratios:
-            count = eq.remote_count(b, system.num_experts)
+            count = int(eq.remote_count(b, system.num_experts))
             remote = [eq.least_used(x, count) for x in score]
             for trem in OVERHEADS_S:
                 overhead = np.full(system.moe_layers, trem)
@@ -227,7 +227,7 @@ def stage_times(
     if deployment == "mix":
         plan = eq.mix_plan(system, request.n_out)
     elif deployment == "half":
-        remote = eq.least_used(frequency, eq.remote_count(0.5, system.num_experts))
+        remote = eq.least_used(frequency, int(eq.remote_count(0.5, system.num_experts)))
         plan = eq.make_plan(system, remote, request.n_in * system.top_k * frequency, request.n_out)
     else:
         load = Load.predicted(system, frequency, request.n_in, request.n_out, request.trem_s)
