@@ -189,4 +189,4 @@ class WarmPlanner(ServerlessPolicy):
         """See `ServerlessPolicy.decide`."""
         next_regime = self._switching[self.system.regime(seen.last_trem_s)]
         now = np.array([self.rewards(seen, load) for load in self._loads(seen)])
-        return best(np.tensordot(next_regime, now + self.worth, axes=1), legal)
+        return best(np.einsum("r,r...->...", next_regime, now + self.worth), legal)

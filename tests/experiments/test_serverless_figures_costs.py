@@ -144,7 +144,7 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
     assert serverless_policies.main([*command, "--slow-episodes", "1"]) == 0
     rows = rows_in(tmp_path / "policies.csv")
     by = {(row["preset"], row["policy"]): row for row in rows}
-    assert len(by) == 2 * 10
+    assert len(by) == 2 * 11
     for preset in serverless_policies.PRESETS:
         mix, best = by[preset, "mix"], by[preset, "lookahead"]
         assert (mix["episodes"], best["episodes"]) == ("2", "1")
