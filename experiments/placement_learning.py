@@ -1,4 +1,4 @@
-"""Learnt placement against the best of the others: does it pay, and is it more than its decoder?
+"""Learnt placement against the best of the others, and against its decoder without learning.
 
 ::
 

@@ -199,7 +199,10 @@ def test_constraints_pin_everything_exactly(root):
             pins[name.lower().replace("_", "-")] = version
     assert pins["torch"] == "2.13.0"
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    extras = project["optional-dependencies"]
+    # The libraries of others are installed by hand: some hold Gymnasium and numpy back.
+    checked = [name for name in extras if name != "interop"]
+    wanted = [*project["dependencies"], *sum((extras[name] for name in checked), [])]
     for requirement in wanted:
         name = re.match(r"[\w-]+", requirement).group().lower().replace("_", "-")
         assert name in pins, requirement

@@ -13,6 +13,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import sac_han  # noqa: E402
+from servegym.agents.checkpoint import shipped  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments import (  # noqa: E402
     routing_common,
@@ -72,7 +73,9 @@ def test_finds_finished_runs_only(trained, capsys):
     ]  # fmt: skip
     assert {run.label: run.any_experts for run in found} == {"baseline_rl": False, "sac_han": True}
     assert "general_sac_han_het4-11_s1 is not finished" in capsys.readouterr().out
-    assert find_runs(None) == []
+    assert {run.label for run in find_runs(None)} == {
+        f"{name} (shipped)" for name in shipped("llm_routing")
+    }
     with pytest.raises(ValueError, match="checkpoints"):
         find_runs(trained / "nowhere")
 
