@@ -45,6 +45,7 @@ class Policy(BasePolicy):
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(leaderboard, "POINTS", (SMALL,))
+    monkeypatch.setattr(leaderboard, "KEPT", tmp_path / "kept.csv")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(ROUTER)
     return tmp_path
@@ -135,7 +136,6 @@ def test_names_are_checked_before_anything_runs(
         main(["--policy", "random", "rando"])
     with pytest.raises(ValueError, match="at-least needs --policy"):
         main(["--at-least", "random", "--quick"])
-    monkeypatch.setattr(leaderboard, "KEPT", small / "nowhere.csv")
     with pytest.raises(ValueError, match="there are no results"):
         main(["--out", "none.csv"])
 
