@@ -10,7 +10,6 @@ for presubmits: fewer and shorter episodes, cheap baselines only, nothing kept, 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import json
 import math
@@ -24,7 +23,7 @@ from servegym.baselines.registry import list_policies
 from servegym.envs._checks import choose
 from servegym.experiments.evaluate import evaluate, known_family, resolve, summarise
 from servegym.experiments.figure_run import machine, versions
-from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments.output import print_table, read_rows, write_csv, write_text
 from servegym.hardware_profiles.script import run as run_script
 
 __all__ = ["POINTS", "Point", "main", "measure", "read_board", "standing", "write_page"]
@@ -128,21 +127,7 @@ def read_board(path: Path) -> list[dict[str, Any]]:
     """The kept rows, numbers as numbers; empty if there is no file."""
     if not path.is_file():
         return []
-    with open(path, newline="", encoding="utf-8") as stream:
-        return [{key: _number(value) for key, value in row.items()
-                 if value != ""} for row in csv.DictReader(stream)]  # fmt: skip
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text) if "." in text or "e" in text or text == "nan" else int(text)
-    except ValueError:
-        return text
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    write_csv(path, [{key: row.get(key, "") for key in keys} for row in rows])
+    return [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
 
 
 def standing(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str, Any]]:
@@ -257,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{point.name} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
             if not args.quick:
                 board.parent.mkdir(parents=True, exist_ok=True)
-                _write(board, rows)
+                write_csv(board, rows)
     if not args.quick and args.out is None and PAGE.parent.is_dir():
         write_page(rows, PAGE)
     _print(rows, points)

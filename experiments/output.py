@@ -8,7 +8,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +16,15 @@ import numpy as np
 
 from servegym.envs.workloads._util import write_atomic
 
-__all__ = ["check_writable", "print_table", "write_csv", "write_json", "write_rows", "write_text"]
+__all__ = [
+    "check_writable",
+    "print_table",
+    "read_rows",
+    "write_csv",
+    "write_json",
+    "write_rows",
+    "write_text",
+]
 
 
 def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -> Path:
@@ -89,6 +97,33 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, stream.getvalue())
+
+
+def read_rows(
+    path: str | os.PathLike[str], text: Collection[str] = (), empty: Any = ""
+) -> list[dict[str, Any]]:
+    """Rows of a file of `write_csv`, numbers as numbers.
+
+    Args:
+        path: The file.
+        text: Columns that stay text even where they look like numbers.
+        empty: What a missing value becomes.
+    """
+
+    def value(key: str, cell: str) -> Any:
+        if key in text:
+            return cell
+        if cell == "":
+            return empty
+        for kind in (int, float):
+            try:
+                return kind(cell)
+            except ValueError:
+                pass
+        return cell
+
+    with open(path, newline="", encoding="utf-8") as stream:
+        return [{k: value(k, cell) for k, cell in row.items()} for row in csv.DictReader(stream)]
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,6 @@ Policies that cache experts instead of placing them have no gap, moves or planni
 
 from __future__ import annotations
 
-import csv
 import math
 import sys
 import time
@@ -45,7 +44,7 @@ from servegym.experiments.figure_run import (
     save,
     tidy,
 )
-from servegym.experiments.output import print_table
+from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.placement_common import OUT, SEED, interval, measure, setting
 
 __all__ = ["PROBE", "SCENARIOS", "main", "planning"]
@@ -229,11 +228,7 @@ def _read(folder: Path, name: str) -> list[dict[str, Any]]:
     path = folder / f"algorithms_{name}.csv"
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as stream:
-        return [
-            {k: v if k in ("scenario", "policy") else float(v or "nan") for k, v in row.items()}
-            for row in csv.DictReader(stream)
-        ]
+    return read_rows(path, text=("scenario", "policy"), empty=math.nan)
 
 
 def _summary(options: Options) -> None:

@@ -22,7 +22,6 @@ Episodes that are done are not played again when the command is repeated.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 import sys
@@ -50,7 +49,7 @@ from servegym.experiments.figure_run import (
     save,
     tidy,
 )
-from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.output import print_table, read_rows, write_csv
 from servegym.experiments.placement_common import ENV_ID, OUT, interval, setting, versus
 
 __all__ = ["SCENARIOS", "Control", "main", "training_calls"]
@@ -190,11 +189,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     path = options.out / f"learning_episodes_{scenario}.csv"
     rows: list[dict[str, Any]] = []
     if path.exists():
-        with open(path, encoding="utf-8", newline="") as stream:
-            rows = [
-                {k: v if k in ("policy", "stamp") else float(v) for k, v in row.items()}
-                for row in csv.DictReader(stream)
-            ]
+        rows = read_rows(path, text=("policy", "stamp"))
     names = [*BASELINES, *CONTROLS, *agents, "latency_local_search"]
     names += ["search_once"] if options.search_once is not None else []
     for name in names:
@@ -326,11 +321,7 @@ def summary(options: Options) -> None:
     for scenario in SCENARIOS:
         path = options.out / f"learning_{scenario}.csv"
         if path.exists():
-            with open(path, encoding="utf-8", newline="") as stream:
-                tables[scenario] = [
-                    {k: v if k in ("scenario", "policy") else float(v) for k, v in row.items()}
-                    for row in csv.DictReader(stream)
-                ]
+            tables[scenario] = read_rows(path, text=("scenario", "policy"))
     if not tables:
         print("summary: no results of scenarios in the folder, left out")
         return

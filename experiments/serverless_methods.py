@@ -7,11 +7,9 @@ prompts, each request cold and no cold start billed. The optimum knows the token
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,7 @@ from servegym.experiments.figure_run import (
     run_chosen,
     tidy,
 )
-from servegym.experiments.output import print_table
+from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.serverless_common import (
     N_IN,
     N_OUT,
@@ -60,7 +58,6 @@ __all__ = [
     "pick",
     "plot_lines",
     "predictions",
-    "read_rows",
     "rows_of",
     "show",
     "sweep",
@@ -254,21 +251,6 @@ def main_of(
     if options.redraw:
         options.command += " (from the CSV files of the run without --redraw)"
     return run_chosen(figures, options)
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a CSV file, numbers as numbers."""
-
-    def value(text: str) -> Any:
-        for kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                pass
-        return text
-
-    with path.open(newline="", encoding="utf-8") as stream:
-        return [{key: value(text) for key, text in row.items()} for row in csv.DictReader(stream)]
 
 
 def sweep(

@@ -26,9 +26,8 @@ from servegym.experiments.figure_run import (
     run_chosen,
     tidy,
 )
-from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.output import print_table, read_rows, write_csv
 from servegym.experiments.serverless_common import MODELS, OUT, save, with_interval
-from servegym.experiments.serverless_methods import read_rows
 from servegym.experiments.stats import mean, paired_difference
 from servegym.hardware_profiles.script import run
 

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from servegym.agents import ppo_serverless  # noqa: E402
 from servegym.experiments import serverless_learning as learning  # noqa: E402
-from servegym.experiments.serverless_methods import read_rows  # noqa: E402
+from servegym.experiments.output import read_rows  # noqa: E402
 
 
 def test_shares_of_a_constant_and_of_two_plans():
