@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import nn
 
@@ -80,6 +84,111 @@ def snapshot(path: Path, **content: Any) -> None:
     temporary = path.with_suffix(".tmp")
     torch.save(content, temporary)
     os.replace(temporary, path)
+
+
+class RunLog:
+    """What a run tells: ``metrics.jsonl`` always, wandb with ``--track``, and a progress bar.
+
+    Attributes:
+        sps: Environment steps a second since the start or the resumption.
+    """
+
+    def __init__(self, run: Path, args: Any, title: str, step: int = 0, size: int = 0) -> None:
+        """Open the log of a run that stands at a step.
+
+        Args:
+            run: Folder of the run.
+            args: Arguments of the agent.
+            title: What the progress bar is called.
+            step: Steps already taken by a run that goes on.
+            size: Bytes of the log that such a run keeps; what was written later is cut off.
+        """
+        self.file = open(run / "metrics.jsonl", "ab" if step else "wb")  # noqa: SIM115
+        self.file.truncate(size)
+        self.title, self.first, self.begin, self.sps = title, step, time.perf_counter(), 0.0
+        self.wandb: Any = None
+        if args.track:
+            import wandb
+
+            self.wandb = wandb
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity,
+                       config=asdict(args), name=run.name, dir=str(run))  # fmt: skip
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.task = self.bar.add_task(title, total=args.total_timesteps, completed=step)
+        self.bar.start()
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self.file.tell()
+
+    def advance(self, step: int) -> float:
+        """Show the step on the bar; returns `sps`."""
+        self.sps = (step - self.first) / (time.perf_counter() - self.begin)
+        self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.0f} SPS")
+        return self.sps
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log numbers by name."""
+        self.file.write((json.dumps({"global_step": step, **metrics}) + "\n").encode())
+        self.file.flush()
+        if self.wandb is not None:
+            self.wandb.log(dict(metrics), step=step)
+
+    def say(self, step: int, result: Mapping[str, float]) -> None:
+        """Print the average QoS of an evaluation above the bar."""
+        told = ", ".join(f"{key[5:]} {v:.4f}" for key, v in result.items() if "qos" in key)
+        self.bar.console.print(f"step {step}: {told}")
+
+    def close(self) -> None:
+        """Close the log, the bar and wandb's run."""
+        self.bar.stop()
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+Observation = Mapping[str, NDArray[Any]]
+
+
+def validate(
+    act: Callable[[Observation, NDArray[Any]], NDArray[np.int64]], args: Any
+) -> dict[str, float]:
+    """A router on the same validation episodes each time: average QoS by rate, and its shares.
+
+    Args:
+        act: Actions (B,) for a batch of observations and their action masks (B, N + 1).
+        args: Arguments of the agent; ``eval_rates``, ``eval_episodes`` a rate and
+            ``eval_requests`` an episode.
+
+    Returns:
+        ``eval/avg_qos``, ``eval/avg_qos_rate_R`` and ``eval/share_A`` of every action.
+
+    Warns:
+        If one action takes more than 90 %.
+    """
+    n = args.eval_episodes
+    envs = [
+        make_envs(args, n, rate=rate, split="val", reward="completed_qos",
+                  episode_requests=args.eval_requests) for rate in args.eval_rates
+    ]  # fmt: skip
+    outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
+    shares = np.zeros(outs[0][1]["action_mask"].shape[1])
+    qos = np.zeros(len(envs))
+    for _ in range(args.eval_requests):
+        obs = {key: np.concatenate([out[0][key] for out in outs]) for key in outs[0][0]}
+        action = act(obs, np.concatenate([out[-1]["action_mask"] for out in outs]))
+        shares += np.bincount(action, minlength=len(shares))
+        outs = [env.step(a) for env, a in zip(envs, action.reshape(len(envs), n), strict=True)]
+        qos += [out[1].sum() for out in outs]
+    shares, qos = shares / shares.sum(), qos / (n * args.eval_requests)
+    if shares.max() > 0.9:
+        warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=3)
+    result = {
+        f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(args.eval_rates, qos, strict=True)
+    }
+    result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
+    return result | {"eval/avg_qos": float(qos.mean())}
 
 
 class Foresight:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -25,10 +23,17 @@ import torch
 import torch.nn.functional as F
 import tyro
 from numpy.typing import NDArray
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import Foresight, follow, make_envs, snapshot, write_checkpoint
+from servegym.agents.common import (
+    Foresight,
+    RunLog,
+    follow,
+    make_envs,
+    snapshot,
+    validate,
+    write_checkpoint,
+)
 from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -175,32 +180,12 @@ class Agent(nn.Module):
             known.append(inputs)
         return log_pi, self.critic(torch.cat(known, -1)).squeeze(-1)
 
-
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Greedy policy on the same validation episodes each time; average QoS and expert shares."""
-    device, n = next(agent.parameters()).device, args.eval_episodes
-    envs = [
-        make_envs(args, n, rate=rate, split="val", reward="completed_qos",
-                  episode_requests=args.eval_requests) for rate in args.eval_rates
-    ]  # fmt: skip
-    outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
-    shares, qos = np.zeros(agent.layout.experts + 1), np.zeros(len(envs))
-    for _ in range(args.eval_requests):
-        rows = np.concatenate([agent.rows(out[0]) for out in outs])
-        mask = np.concatenate([out[-1]["action_mask"] for out in outs])
-        with torch.no_grad():
-            log_pi, _ = agent(torch.as_tensor(rows, device=device).float(),
-                              torch.as_tensor(mask, device=device))  # fmt: skip
-        action = log_pi.argmax(-1).cpu().numpy()
-        shares += np.bincount(action, minlength=len(shares))
-        outs = [env.step(a) for env, a in zip(envs, action.reshape(len(envs), n), strict=True)]
-        qos += [out[1].sum() for out in outs]
-    shares, qos = shares / shares.sum(), qos / (n * args.eval_requests)
-    if shares.max() > 0.9:
-        warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=2)
-    result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(args.eval_rates, qos)}  # noqa: B905
-    result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
-    return result | {"eval/avg_qos": float(qos.mean())}
+    @torch.no_grad()
+    def act(self, obs: Mapping[str, NDArray[Any]], mask: NDArray[Any]) -> NDArray[np.int64]:
+        """The likeliest legal action of every observation."""
+        device = next(self.parameters()).device
+        rows = torch.as_tensor(self.rows(obs), device=device).float()
+        return self(rows, torch.as_tensor(mask, device=device))[0].argmax(-1).cpu().numpy()
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
@@ -254,14 +239,7 @@ def train(args: Args) -> Path:
         optimizer.load_state_dict(saved["optimizer"])
         s, envs = saved["state"], pickle.loads(saved["envs"])
         torch.set_rng_state(saved["rng"])
-    log = open(run / "metrics.jsonl", "ab" if s["step"] else "wb")  # noqa: SIM115
-    log.truncate(s["log_size"])
-    if args.track:
-        import wandb
-
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                   name=run.name, dir=str(run))  # fmt: skip
-
+    log = RunLog(run, args, "ppo_han", s["step"], s["log_size"])
     foresight = Foresight(envs) if args.foresight else None
     shape, size = (args.num_steps, n), args.num_steps * n
     b_rows = torch.zeros((*shape, sum(layout.sizes)), dtype=torch.float16)
@@ -271,10 +249,6 @@ def train(args: Args) -> Path:
     b_logp, b_reward, b_value, b_next, b_done = (
         torch.zeros(shape, device=device) for _ in range(5)
     )
-    begin, first = time.perf_counter(), s["step"]
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = bar.add_task("ppo_han", total=args.total_timesteps, completed=first)
-    bar.start()
     while s["step"] < args.total_timesteps:
         done_share = s["step"] / args.total_timesteps
         if args.anneal_lr:
@@ -344,8 +318,7 @@ def train(args: Args) -> Path:
                 optimizer.step()
         follow(averaged, agent, args.average)
         metrics = {
-            "global_step": s["step"],
-            "charts/SPS": (s["step"] - first) / (time.perf_counter() - begin),
+            "charts/SPS": log.advance(s["step"]),
             "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
             "losses/entropy": entropy.item(), "losses/reward_mean": s["center"],
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
@@ -361,33 +334,23 @@ def train(args: Args) -> Path:
             return every > 0 and s["step"] // every > (s["step"] - size) // every
 
         if crossed(args.eval_every) or last:
-            result = evaluate(averaged, args)
+            result = validate(averaged.act, args)
             metrics |= result
-            bar.console.print(f"step {s['step']}: " + ", ".join(
-                f"{k[5:]} {v:.4f}" for k, v in result.items() if "qos" in k))  # fmt: skip
+            log.say(s["step"], result)
             if args.save_model:
                 save_policy(averaged, args, run / "last.safetensors")
                 if result["eval/avg_qos"] > s["best"]:
                     save_policy(averaged, args, run / "best.safetensors")
             s["best"] = max(s["best"], result["eval/avg_qos"])
-        log.write((json.dumps(metrics) + "\n").encode())
-        log.flush()
-        if args.track:
-            wandb.log(metrics, step=s["step"])
-        bar.update(
-            task, completed=s["step"], description=f"ppo_han {metrics['charts/SPS']:.0f} SPS"
-        )
+        log.write(s["step"], metrics)
         if crossed(args.checkpoint_every):
-            s["log_size"] = log.tell()
+            s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
                      averaged=averaged.state_dict(),
                      optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),
                      rng=torch.get_rng_state())  # fmt: skip
-    bar.stop()
     log.close()
     envs.close()
-    if args.track:
-        wandb.finish()
     return run
 
 

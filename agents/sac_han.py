@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -27,11 +25,19 @@ import torch
 import torch.nn.functional as F
 import tyro
 from numpy.typing import NDArray
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import Foresight, follow, make_envs, snapshot, write_checkpoint
+from servegym.agents.common import (
+    Foresight,
+    RunLog,
+    follow,
+    make_envs,
+    snapshot,
+    validate,
+    write_checkpoint,
+)
 from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
+from servegym.agents.replay import ReplayBuffer
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 
@@ -198,53 +204,12 @@ class Agent(nn.Module):
         start = h[2] if self.temperature else 0.0
         return self.q1(*h[:2], inputs) + start, self.q2(*h[:2], inputs) + start
 
-
-class ReplayBuffer:
-    """Time-major ring of transitions; rows of scaled features in float16, both action masks."""
-
-    def __init__(
-        self, size: int, num_envs: int, columns: int, actions: int, inputs: int = 0
-    ) -> None:
-        self.length, self.envs, self.count = max(size // num_envs, 2), num_envs, 0
-        row, legal, extra = (columns, np.float16), (actions, np.int8), (inputs, np.float16)
-        kinds = {"obs": row, "next_obs": row, "mask": legal, "next_mask": legal}
-        kinds |= {"inputs": extra, "next_inputs": extra}
-        shape = (self.length, num_envs)
-        self.data = {k: np.zeros((*shape, width), kind) for k, (width, kind) in kinds.items()}
-        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "done": bool}
-        self.data |= {k: np.zeros(shape, kind) for k, kind in flat.items()}
-
-    def add(self, **step: NDArray[Any]) -> None:
-        """Append one step of all environments."""
-        for key, value in step.items():
-            self.data[key][self.count % self.length] = value
-        self.count += 1
-
-    def sample(
-        self, size: int, n_step: int, gamma: float, center: float, rng: np.random.Generator
-    ) -> dict[str, NDArray[Any]]:
-        """Uniform batch; `return` is the n-step sum of (reward - center), `discount` what follows.
-
-        A sum that meets the end of an episode stops there; next_obs, next_mask and terminated are
-        those of its last step, so a truncated one bootstraps and a terminated one does not.
-        """
-        d, held = self.data, min(self.count, self.length)
-        start = self.count - held + rng.integers(0, held - n_step + 1, size)
-        env = rng.integers(0, self.envs, size)
-        total, discount = np.zeros(size, np.float32), np.ones(size, np.float32)
-        last, alive = start, np.ones(size, bool)
-        for k in range(n_step):
-            at = (start + k) % self.length
-            last = np.where(alive, start + k, last)
-            total += alive * discount * (d["reward"][at, env] - center)
-            discount = np.where(alive, discount * gamma, discount).astype(np.float32)
-            alive &= np.logical_not(d["done"][at, env])
-        first, last = start % self.length, last % self.length
-        batch = {k: d[k][first, env] for k in ("obs", "mask", "inputs", "action")}
-        batch |= {
-            k: d[k][last, env] for k in ("next_obs", "next_mask", "next_inputs", "terminated")
-        }
-        return batch | {"return": total, "discount": discount}
+    @torch.no_grad()
+    def act(self, obs: Mapping[str, NDArray[Any]], mask: NDArray[Any]) -> NDArray[np.int64]:
+        """The likeliest legal action of every observation."""
+        device = next(self.parameters()).device
+        h = self.encode(torch.as_tensor(self.rows(obs), device=device).float())
+        return self.log_policy(h, torch.as_tensor(mask, device=device)).argmax(-1).cpu().numpy()
 
 
 def critic_target(
@@ -292,33 +257,6 @@ def update(
            "losses/qf1_values": q1.mean(), "losses/alpha": log_alpha.exp(),
            "charts/policy_entropy": entropy.mean()}  # fmt: skip
     return {k: v.detach() for k, v in log.items()}
-
-
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """Greedy policy on the same validation episodes each time; average QoS and expert shares."""
-    device, n = next(agent.parameters()).device, args.eval_episodes
-    envs = [
-        make_envs(args, n, rate=rate, split="val", reward="completed_qos",
-                  episode_requests=args.eval_requests) for rate in args.eval_rates
-    ]  # fmt: skip
-    outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
-    shares, qos = np.zeros(agent.layout.experts + 1), np.zeros(len(envs))
-    for _ in range(args.eval_requests):
-        rows = np.concatenate([agent.rows(out[0]) for out in outs])
-        mask = np.concatenate([out[-1]["action_mask"] for out in outs])
-        with torch.no_grad():
-            h = agent.encode(torch.as_tensor(rows, device=device).float())
-            log_pi = agent.log_policy(h, torch.as_tensor(mask, device=device))
-        action = log_pi.argmax(-1).cpu().numpy()
-        shares += np.bincount(action, minlength=len(shares))
-        outs = [env.step(a) for env, a in zip(envs, action.reshape(len(envs), n), strict=True)]
-        qos += [out[1].sum() for out in outs]
-    shares, qos = shares / shares.sum(), qos / (n * args.eval_requests)
-    if shares.max() > 0.9:
-        warnings.warn(f"collapse: action {shares.argmax()} takes {shares.max():.0%}", stacklevel=2)
-    result = {f"eval/avg_qos_rate_{r:g}": float(q) for r, q in zip(args.eval_rates, qos)}  # noqa: B905
-    result |= {f"eval/share_{k}": float(s) for k, s in enumerate(shares)}
-    return result | {"eval/avg_qos": float(qos.mean())}
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
@@ -375,26 +313,9 @@ def train(args: Args) -> Path:
         for key, value in saved["buffer"].items():
             buffer.data[key][: len(value)] = value
         rng.bit_generator.state = saved["rng"]
-    log = open(run / "metrics.jsonl", "ab" if s["step"] else "wb")  # noqa: SIM115
-    log.truncate(s["log_size"])
-    if args.track:
-        import wandb
-
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                   name=run.name, dir=str(run))  # fmt: skip
-
-    def write(metrics: dict[str, float]) -> None:
-        log.write((json.dumps({"global_step": s["step"]} | metrics) + "\n").encode())
-        log.flush()
-        if args.track:
-            wandb.log(metrics, step=s["step"])
-
+    log = RunLog(run, args, "sac_han", s["step"], s["log_size"])
     foresight = Foresight(envs) if args.foresight else None
     inputs = foresight() if foresight else np.zeros((args.num_envs, 0), np.float32)
-    begin, first = time.perf_counter(), s["step"]
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = bar.add_task("sac_han", total=args.total_timesteps, completed=first)
-    bar.start()
     losses: dict[str, Tensor] = {}
     while s["step"] < args.total_timesteps:
         obs, mask = s["obs"], s["mask"]
@@ -460,37 +381,32 @@ def train(args: Args) -> Path:
 
         last = s["step"] >= args.total_timesteps
         if crossed(2_000) or last:
-            sps = (s["step"] - first) / (time.perf_counter() - begin)
-            metrics = {k: float(v) for k, v in losses.items()} | {"charts/SPS": sps}
+            metrics = {"charts/SPS": log.advance(s["step"])}
+            metrics |= {k: float(v) for k, v in losses.items()}
             taken = enumerate(s["shares"] / s["shares"].sum())
             metrics |= {f"charts/share_{k}": v for k, v in taken}
             means = {"charts/episodic_return": "episodes", "charts/avg_qos": "qos"}
             metrics |= {k: float(np.mean(s[v])) for k, v in means.items() if s[v]}
             s.update(episodes=[], qos=[], shares=np.zeros(layout.experts + 1))
-            write(metrics)
-            bar.update(task, completed=s["step"], description=f"sac_han {sps:.0f} SPS")
+            log.write(s["step"], metrics)
         if losses and (crossed(args.eval_every) or last):
-            result = evaluate(averaged, args)
-            write(result)
-            bar.console.print(f"step {s['step']}: " + ", ".join(
-                f"{k[5:]} {v:.4f}" for k, v in result.items() if "qos" in k))  # fmt: skip
+            result = validate(averaged.act, args)
+            log.write(s["step"], result)
+            log.say(s["step"], result)
             if args.save_model:
                 save_policy(averaged, args, run / "last.safetensors")
                 if result["eval/avg_qos"] > s["best"]:
                     save_policy(averaged, args, run / "best.safetensors")
             s["best"] = max(s["best"], result["eval/avg_qos"])
         if crossed(args.checkpoint_every):
-            s["log_size"] = log.tell()
+            s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), target=target.state_dict(),
                      averaged=averaged.state_dict(), optimizer=optimizer.state_dict(),
                      log_alpha=log_alpha.data, state=s,
                      count=buffer.count, rng=rng.bit_generator.state, envs=pickle.dumps(envs),
                      buffer={k: v[: buffer.count] for k, v in buffer.data.items()})  # fmt: skip
-    bar.stop()
     log.close()
     envs.close()
-    if args.track:
-        wandb.finish()
     return run
 
 

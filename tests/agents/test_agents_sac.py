@@ -14,7 +14,7 @@ import gymnasium as gym  # noqa: E402
 
 import servegym  # noqa: E402, F401
 from servegym.agents import load_policy, sac_han  # noqa: E402
-from servegym.agents.common import Foresight, make_envs, parse_settings  # noqa: E402
+from servegym.agents.common import Foresight, make_envs, parse_settings, validate  # noqa: E402
 from servegym.agents.han import held_score  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
@@ -394,5 +394,5 @@ def test_a_collapsed_policy_is_warned_of(tmp_path):
             p.zero_()
         agent.actor.request[2].bias[0] = 5.0
     with pytest.warns(UserWarning, match="action 0 takes 100%"):
-        got = sac_han.evaluate(agent, args)
+        got = validate(agent.act, args)
     assert got["eval/avg_qos"] == 0.0
