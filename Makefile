@@ -66,7 +66,7 @@ pyright: install
 	  "$$(cd / && $(BIN)/python -c 'import importlib.util as u; print(*u.find_spec("servegym").submodule_search_locations)')"
 
 bench: install
-	$(BIN)/python -m servegym.experiments.bench_routing $(ARGS)
+	$(BIN)/servegym bench $(ARGS)
 
 # Strict: a warning or a dead link fails. The two variables silence advertisements of the tools.
 docs: install

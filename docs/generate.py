@@ -8,6 +8,7 @@ the model cards. Baselines: the registry. Results: what the figure scripts left 
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import tempfile
@@ -21,6 +22,7 @@ from servegym.agents.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import FAMILIES, list_policies
 from servegym.experiments.evaluate import known_family
 from servegym.experiments.leaderboard import read_board, write_page
+from servegym.experiments.output import read_rows
 from servegym.experiments.render_episode import render_episode
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +45,13 @@ def write(path: str, text: str) -> None:
     """One page."""
     with mkdocs_gen_files.open(path, "w") as stream:
         stream.write(text.rstrip() + "\n")
+
+
+def shown(number: object) -> str:
+    """A number of a table, short."""
+    if not isinstance(number, int | float):
+        return ""
+    return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
 
 
 def fenced(text: str) -> str:
@@ -68,7 +77,7 @@ def picture(env_id: str) -> bytes:
         return file.read_bytes()
 
 
-def environments() -> list[str]:
+def environments() -> list[dict[str, str]]:
     """A page an id in Gymnasium's form."""
     nav = []
     drawn: dict[str, str] = {}
@@ -80,10 +89,12 @@ def environments() -> list[str]:
             drawn[family] = f"{family}.png"
             with mkdocs_gen_files.open(f"environments/{family}.png", "wb") as stream:
                 stream.write(picture(env_id))
-        lines = [f"# {env_id}", "", f"![A rendered frame of {env_id}]({drawn[family]})", ""]
+        drawing = importlib.import_module(f"servegym.envs.{family}.render").__doc__ or ""
+        lines = [f"# {env_id}", "", f"![A rendered frame of {env_id}]({drawn[family]})", "",
+                 f"*{' '.join(drawing.split())}*", ""]  # fmt: skip
         lines += [fenced(inspect.cleandoc(cls.__doc__ or ""))]
         write(f"environments/{name}.md", "\n".join(lines))
-        nav.append(f"    * [{name}](environments/{name}.md)")
+        nav.append({name: f"environments/{name}.md"})
     from servegym.envs.expert_placement import parallel_env as placement
     from servegym.envs.llm_routing import parallel_env as routing
 
@@ -96,7 +107,7 @@ def environments() -> list[str]:
         text = f"# {title} (PettingZoo)\n\n`{module.__name__}.parallel_env`\n\n"
         text += fenced(inspect.cleandoc(cls.__doc__ or ""))
         write(f"environments/{title}_parallel.md", text)
-        nav.append(f"    * [{title} (PettingZoo)](environments/{title}_parallel.md)")
+        nav.append({f"{title} (PettingZoo)": f"environments/{title}_parallel.md"})
     return nav
 
 
@@ -113,7 +124,7 @@ def options(path: Path) -> list[str]:
     return lines
 
 
-def agents() -> list[str]:
+def agents() -> list[dict[str, str]]:
     """A page an agent in CleanRL's form."""
     nav = []
     for name in AGENTS:
@@ -134,7 +145,7 @@ def agents() -> list[str]:
                     card = file.with_suffix(".md").read_text(encoding="utf-8")
                     lines += [f"## Checkpoint `{checkpoint}`", "", demoted(card), ""]
         write(f"agents/{name}.md", "\n".join(lines))
-        nav.append(f"    * [{name}](agents/{name}.md)")
+        nav.append({name: f"agents/{name}.md"})
     return nav
 
 
@@ -145,7 +156,7 @@ def demoted(markdown: str) -> str:
     return "\n".join(f"#{line}" if re.match(r"#+ ", line) else line for line in lines)
 
 
-def baselines() -> list[str]:
+def baselines() -> list[dict[str, str]]:
     """A page a family of baselines."""
     nav = []
     for family, title in FAMILY_TITLES.items():
@@ -161,25 +172,26 @@ def baselines() -> list[str]:
             if path.stem != "__init__":
                 lines += [f"### baselines/{package}/{path.name}", "", fenced(doc), ""]
         write(f"baselines/{family}.md", "\n".join(lines))
-        nav.append(f"    * [{title}](baselines/{family}.md)")
+        nav.append({title: f"baselines/{family}.md"})
     return nav
 
 
-def results() -> list[str]:
+def record(path: Path) -> tuple[dict[str, str], list[str]]:
+    """What a result's text tells: command, machine and so on by name, and the notes."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    told = (line.split(": ", 1) for line in lines if ": " in line and line[:6] != "note: ")
+    return dict(told), [line[6:] for line in lines if line.startswith("note: ")]
+
+
+def results() -> list[dict[str, str]]:
     """A page a family of results: picture, what it says, the command."""
     nav = []
     for family, title in RESULT_TITLES.items():
-        found = sorted((RESULTS / family).glob("*.txt")) if (RESULTS / family).is_dir() else []
+        found = [path for path in sorted((RESULTS / family).glob("*.txt")) if path.stem != "bench"]
         lines = [f"# Results: {title}", "", "Each is one command; the rows are in the CSV of the "
                  f"same name in `experiments/results/{family}`.", ""]  # fmt: skip
         for path in found:
-            told = dict(
-                line.split(": ", 1)
-                for line in path.read_text(encoding="utf-8").splitlines()
-                if ": " in line and not line.startswith("note: ")
-            )
-            notes = [line[6:] for line in path.read_text(encoding="utf-8").splitlines()
-                     if line.startswith("note: ")]  # fmt: skip
+            told, notes = record(path)
             lines += [f"## {path.stem}", ""]
             image = path.with_suffix(".png")
             if image.exists():
@@ -192,11 +204,11 @@ def results() -> list[str]:
             where = ", ".join(told[key] for key in ("machine", "date") if key in told)
             lines += ["", where, ""]
         write(f"results/{family}.md", "\n".join(lines))
-        nav.append(f"    * [{title}](results/{family}.md)")
+        nav.append({title: f"results/{family}.md"})
     return nav
 
 
-def tutorials() -> list[str]:
+def tutorials() -> list[dict[str, str]]:
     """A page a script of ``docs/tutorials``: its docstring, then the code."""
     nav = []
     for path in sorted((ROOT / "docs" / "tutorials").glob("*.py")):
@@ -207,8 +219,32 @@ def tutorials() -> list[str]:
         page = f"# {title.rstrip('.')}\n{text}\n\n```python\n{code}\n```\n"
         page += f"\nRun it with `python docs/tutorials/{path.name}`.\n"
         write(f"tutorials/{path.stem}.md", page)
-        nav.append(f"    * [{title.rstrip('.')}](tutorials/{path.stem}.md)")
+        nav.append({title.rstrip("."): f"tutorials/{path.stem}.md"})
     return nav
+
+
+def benchmarks() -> None:
+    """Speeds beside their yardsticks: the tables that the benchmarks left, with their machines."""
+    lines = ["# Benchmarks", "", "A speed says more about a machine than about the code, so each "
+             "figure has a yardstick of the same run beside it; the ratio is how many times as "
+             "fast as the yardstick it is. Processor time of one thread, medians of several "
+             "timings taken in turn.", ""]  # fmt: skip
+    for family, title in RESULT_TITLES.items():
+        path = RESULTS / family / "bench.csv"
+        if not path.exists():
+            continue
+        told, notes = record(path.with_suffix(".txt"))
+        lines += [f"## {title}", "", f"{told['machine']}, {told['date']}", ""]
+        lines += ["```sh", told["command"], "```", ""]
+        lines += ["| what | value | yardstick | ratio | goal |", "| --- | ---: | --- | ---: | --- |"]
+        for row in read_rows(path):
+            value, of_it, ratio = (shown(row[key]) for key in ("value", "yardstick_value", "ratio"))
+            met = {"True": ", met", "False": ", **missed**"}.get(str(row["met"]), "")
+            against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
+            lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} "
+                         f"| {row['goal']}{met} |")  # fmt: skip
+        lines += ["", *(f"- {note}" for note in notes), ""]
+    write("benchmarks.md", "\n".join(lines))
 
 
 def fidelity() -> None:
@@ -251,14 +287,17 @@ def leaderboard() -> bool:
 
 home()
 fidelity()
+benchmarks()
 hardware()
-nav = ["* [servegym](index.md)", "* Tutorials", *tutorials()]
-nav += ["    * [Other libraries](interop.md)"]
-nav += ["* Environments", *environments(), "* Agents", *agents(), "    * [Metrics](metrics.md)"]
-nav += ["* Baselines", *baselines(), "* Results", *results()]
-if leaderboard():
-    nav.append("    * [Leaderboard](leaderboard.md)")
-nav += ["    * [Fidelity](fidelity.md)", "* Data", "    * [Hardware](hardware.md)",
-        "    * [Activations](activations.md)", "* Project", "    * [Contributing](contributing.md)",
-        "    * [Changelog](changelog.md)"]  # fmt: skip
-write("SUMMARY.md", "\n".join(nav))
+standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
+standing += [{"Benchmarks": "benchmarks.md"}, {"Fidelity": "fidelity.md"}]
+mkdocs_gen_files.config["nav"] = [
+    {"servegym": "index.md"},
+    {"Tutorials": [*tutorials(), {"Other libraries": "interop.md"}]},
+    {"Environments": environments()},
+    {"Agents": [*agents(), {"Metrics": "metrics.md"}]},
+    {"Baselines": baselines()},
+    {"Results": [*results(), *standing]},
+    {"Data": [{"Hardware": "hardware.md"}, {"Activations": "activations.md"}]},
+    {"Project": [{"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},
+]

@@ -1,6 +1,6 @@
 """Speed of the serverless MoE family, with the yardsticks of the same run.
 
-    OMP_NUM_THREADS=1 python -m servegym.experiments.bench_serverless
+    OMP_NUM_THREADS=1 servegym bench serverless
 
 It writes ``bench.csv`` and ``bench.txt``: requests per second of the vector environments beside
 Gymnasium's CartPole, the time of a decision of Remoe's readings, and the tree search of similar
@@ -15,14 +15,11 @@ cached for a prediction dropped before each.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from servegym.experiments import figure_run
-from servegym.experiments.output import print_table
+from servegym.experiments.benchmark import Goal, bench_options, interleave, report, row, seconds
 
 __all__ = ["GOALS", "decisions", "environments", "main", "searches"]
 
@@ -31,41 +28,16 @@ OUTPUTS = 200
 PROMPTS = 5_000
 POLICIES = ("remoe", "remoe_cost", "remoe_sticky")
 WARM_UP = 8
-GOALS: dict[str, tuple[str, float]] = {
-    "requests, global": (">=", 20_000.0),
-    "requests, per_layer": (">=", 5_000.0),
-    **{f"decision, {name}, p{q}": ("<", 50.0) for name in POLICIES for q in (50, 99)},
-    "decision and prediction, slowest p99": ("<", 50.0),
-    "search, over brute force": (">=", 10.0),
-    "search, batch over brute force": (">=", 10.0),
-    "tree build": ("<=", 0.5),
+GOALS: dict[str, Goal] = {
+    "requests, global": Goal(">=", 20_000.0),
+    "requests, per_layer": Goal(">=", 5_000.0),
+    **{f"decision, {name}, p{q}": Goal("<", 50.0) for name in POLICIES for q in (50, 99)},
+    "decision and prediction, slowest p99": Goal("<", 50.0),
+    "search of one prompt": Goal(">=", 10.0, "ratio"),
+    "search of a batch": Goal(">=", 10.0, "ratio"),
+    "tree build": Goal("<=", 0.5),
 }
-"""What each figure should reach; those that are not here are yardsticks."""
-
-
-class Options(figure_run.FigureOptions):
-    """The command line.
-
-    Attributes:
-        model: The MoE model.
-    """
-
-    model: str
-
-
-def _row(what: str, value: float, unit: str, low: float, high: float, **about: Any) -> dict:
-    """A row: the value, its spread over the repeats, and whether it meets its goal."""
-    sign, goal = GOALS.get(what, ("", float("nan")))
-    met = {">=": value >= goal, "<=": value <= goal, "<": value < goal}.get(sign, "")
-    return {"what": what, "value": value, "low": low, "high": high, "unit": unit,
-            "goal": f"{sign} {goal:g}" if sign else "", "met": met,
-            "about": " ".join(f"{k}={v}" for k, v in about.items())}  # fmt: skip
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+"""What each figure should reach."""
 
 
 def environments(
@@ -108,26 +80,23 @@ def environments(
     envs, actions = runs["requests, global"]
     runs["requests, global, nothing remote"] = envs, np.zeros_like(actions)
     cart = CartPoleVectorEnv(num_envs=num_envs)
-    runs["steps of CartPole"] = cart, rng.integers(0, 2, (steps, num_envs))
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(-1, repeats):  # the first one compiles
-        for name, (envs, actions) in runs.items():
-            envs.reset(seed=0)
+    runs["cartpole"] = cart, rng.integers(0, 2, (steps, num_envs))
 
-            def play(envs: Any = envs, actions: Any = actions) -> None:
-                for action in actions:
-                    envs.step(action)
+    def timer(envs: Any, actions: Any) -> float:
+        envs.reset(seed=0)
 
-            taken = _seconds(play)
-            if repeat >= 0:
-                speeds[name].append(num_envs * steps / taken)
+        def play() -> None:
+            for action in actions:
+                envs.step(action)
+
+        return num_envs * steps / seconds(play)
+
+    speeds = interleave({name: lambda run=run: timer(*run) for name, run in runs.items()}, repeats)
     for envs in {id(envs): envs for envs, _ in runs.values()}.values():
         envs.close()
     about = {"model": model, "systems": num_envs, "outputs": OUTPUTS, "repeats": repeats}
-    return [
-        _row(name, statistics.median(x), "1/s", min(x), max(x), **about)
-        for name, x in speeds.items()
-    ]
+    yardstick = "steps of CartPoleVectorEnv", speeds.pop("cartpole")
+    return [row(name, x, "1/s", GOALS.get(name), yardstick, **about) for name, x in speeds.items()]
 
 
 def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict[str, Any]]:
@@ -158,6 +127,10 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
     ).unwrapped
     system = ServerlessSystem.from_env(envs)
     rows, slowest = [], 0.0
+    rng = np.random.default_rng(0)
+    numbers = rng.random(1_000_000)
+    sorts = [1e3 * seconds(lambda: np.sort(numbers)) for _ in range(9)]
+    yardstick = "sorting a million numbers", sorts
     for name in POLICIES:
         policy: Any = make_policy(name, system, family="serverless_moe")
         observation, info = envs.reset(seed=0)
@@ -172,38 +145,22 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
         times = np.array(taken[WARM_UP:])
         slowest = max(slowest, float(np.quantile(times, 0.99)))
         for q in (50, 99):
-            value = float(np.quantile(times, q / 100))
-            rows.append(
-                _row(
-                    f"decision, {name}, p{q}",
-                    value,
-                    "ms",
-                    float(times.min()),
-                    float(times.max()),
-                    model=model,
-                    requests=requests,
-                )
-            )
+            what, value = f"decision, {name}, p{q}", float(np.quantile(times, q / 100))
+            about = {"model": model, "requests": requests}
+            rows.append(row(what, [value], "ms", GOALS[what], yardstick, **about))
     envs.close()
-    rng = np.random.default_rng(0)
     vectors = rng.normal(size=(PROMPTS, 384))
     shape = (system.model.moe_layers, system.model.num_experts)
     shares = rng.dirichlet(np.ones(shape[1]), (PROMPTS, shape[0])).astype(np.float32)
     predictor = make_predictor("sps", **LARGE_DATA).fit(vectors, shares)
-    times = []
-    for row in range(100 + WARM_UP):
-        times.append(1e3 * _seconds(lambda row=row: predictor.predict(vectors[row : row + 1])))
-    times = np.array(times[WARM_UP:])
-    p99 = float(np.quantile(times, 0.99))
-    low, high = float(times.min()), float(times.max())
-    rows.append(_row("prediction, sps, p99", p99, "ms", low, high, prompts=PROMPTS, **LARGE_DATA))
-    total = slowest + p99
+    taken = []
+    for k in range(100 + WARM_UP):
+        taken.append(1e3 * seconds(lambda k=k: predictor.predict(vectors[k : k + 1])))
+    p99 = float(np.quantile(taken[WARM_UP:], 0.99))
+    about = {"prompts": PROMPTS, **LARGE_DATA}
+    rows.append(row("prediction, sps, p99", [p99], "ms", None, yardstick, **about))
     what = "decision and prediction, slowest p99"
-    rows.append(_row(what, total, "ms", total, total, model=model))
-    yardstick = rng.random(1_000_000)
-    sorts = [1e3 * _seconds(lambda: np.sort(yardstick)) for _ in range(9)]
-    what = "sorting a million numbers"
-    rows.append(_row(what, statistics.median(sorts), "ms", min(sorts), max(sorts)))
+    rows.append(row(what, [slowest + p99], "ms", GOALS[what], yardstick, model=model))
     return rows
 
 
@@ -223,16 +180,14 @@ def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
     embeddings = load_activations("gpt-oss-20b").embeddings["token"]
     found = times(embeddings, prompts, repeats, pam=False)[-1]
     about = {name: found[name] for name in ("prompts", "alpha", "beta", "fork", "recall")}
+    brute = "brute force on the same vectors"
     return [
-        _row(what, found[key], unit, found[key], found[key], **about)
-        for what, key, unit in (
-            ("search, over brute force", "speedup_one", "x"),
-            ("search, batch over brute force", "speedup_batch", "x"),
-            ("search of one prompt, tree", "sps_one_us", "us"),
-            ("search of one prompt, brute force", "bf_one_us", "us"),
-            ("tree build", "build_s", "s"),
-        )
-    ]
+        row("search of one prompt", [found["sps_one_us"]], "us", GOALS["search of one prompt"],
+            (brute, [found["bf_one_us"]]), **about),
+        row("search of a batch", [found["sps_batch_us"]], "us", GOALS["search of a batch"],
+            (brute, [found["bf_batch_us"]]), **about),
+        row("tree build", [found["build_s"]], "s", GOALS["tree build"], **about),
+    ]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,39 +199,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m servegym.experiments.bench_serverless",
-        description=(__doc__ or "").partition("\n")[0],
-    )
-    out = Path("experiments", "results", "serverless")
-    parser.add_argument("--out", type=Path, default=out, help=f"folder of the results ({out})")
-    parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
-    parser.add_argument("--model", default="deepseek-v2-lite", help="the MoE model")
-    parser.set_defaults(default_episodes=1, episodes=1)
-    options = figure_run.command_line(parser, argv, Options())
+
+    def model(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", default="deepseek-v2-lite", help="the MoE model")
+
+    options = bench_options("serverless", __doc__, argv, model)
     if options.quick:
         rows = environments(options.model, 8, 10, 2)
         rows += decisions(options.model, 5)
         rows += searches(1_000, 2)
     else:
-        rows = environments(options.model)
+        rows = environments(options.model, repeats=options.repeats)
         rows += decisions(options.model)
-        rows += searches()
-    print_table(
-        "Speed of the serverless MoE family, one core",
-        ["what", "value", "lowest", "highest", "unit", "goal", "met"],
-        [
-            [r["what"], *(f"{r[k]:.4g}" for k in ("value", "low", "high")), r["unit"], r["goal"],
-             {True: "yes", False: "NO"}.get(r["met"], "")]
-            for r in rows
-        ],
-    )  # fmt: skip
-    cart = next(r["value"] for r in rows if r["what"] == "steps of CartPole")
-    ratio = next(r["value"] for r in rows if r["what"] == "requests, global") / cart
-    missed = [f"{r['what']}: {r['value']:.3g} {r['unit']}" for r in rows if r["met"] is False]
-    notes = [f"missed: {'; '.join(missed)}"] if missed else ["every goal is met"]
-    notes.append(f"a request of all layers costs as much as {1 / ratio:.0f} steps of CartPole")
-    figure_run.save(options, "bench", rows, None, *notes)
+        rows += searches(repeats=options.repeats + 2)
+    ratio = next(r["ratio"] for r in rows if r["what"] == "requests, global")
+    note = f"a request of all layers costs as much as {1 / ratio:.0f} steps of CartPole"
+    report(options, rows, note)
     return 0
 
 
