@@ -1,4 +1,9 @@
-"""A serverless episode as text or pixels: the last requests and what each of them cost."""
+"""A serverless episode as text or pixels: the last requests and what each of them cost.
+
+A column a request: its cost from below as main function (blue), remote experts in the prefill
+(orange) and while decoding (green), and cold starts (grey), in units of the cost with every expert
+in the main function, which is the line. A red mark at the top: it missed an objective.
+"""
 
 from __future__ import annotations
 
