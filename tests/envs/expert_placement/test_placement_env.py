@@ -1,7 +1,6 @@
 """What the expert placement environment owes to Gymnasium and to its users."""
 
 import copy
-import math
 import pickle
 import warnings
 
@@ -24,6 +23,7 @@ from servegym.envs.expert_placement.decode import (
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
+from ...nested import assert_same
 from .reference import COMPILED
 
 MODES = ("layer_budget", "expert_score", "placement")
@@ -45,28 +45,6 @@ def registered():
 
 def make(mode="layer_budget", **kwargs):
     return ExpertPlacementEnv(**(SHORT | {"action_mode": mode} | kwargs))
-
-
-def same(a, b, where=""):
-    assert type(a) is type(b), f"{where}: {type(a)} is not {type(b)}"
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            same(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (tuple, list)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(x, y, f"{where}[{i}]")
-    elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype and a.shape == b.shape, where
-        if a.dtype == object:
-            same(a.tolist(), b.tolist(), where)
-        else:
-            np.testing.assert_array_equal(a, b, err_msg=where)
-    elif isinstance(a, float):
-        assert a == b or (math.isnan(a) and math.isnan(b)), f"{where}: {a} is not {b}"
-    else:
-        assert a == b, where
 
 
 def actions(env, count, seed=0):
@@ -99,10 +77,10 @@ def test_the_same_seed_gives_the_same_200_steps(mode):
     env = make(mode, validate=True, **small)
     moves = actions(env, 200 if COMPILED else 16)
     first = play(env, moves, seed=3)
-    same(first, play(make(mode, **small), moves, seed=3))
-    same(first, play(env, moves, seed=3))
+    assert_same(first, play(make(mode, **small), moves, seed=3))
+    assert_same(first, play(env, moves, seed=3))
     with pytest.raises(AssertionError):
-        same(first, play(env, moves, seed=4))
+        assert_same(first, play(env, moves, seed=4))
 
 
 @every_mode
@@ -119,12 +97,12 @@ def test_copies_and_clones_go_on_alike(mode):
     ]
     twins[2].reset(seed=9)
     back, _ = twins[2].restore_state(pickle.loads(pickle.dumps(state)))
-    same(back, seen)
+    assert_same(back, seen)
     later = play(env, moves, reset=False)
     for twin in twins:
-        same(later, play(twin, moves, reset=False))
+        assert_same(later, play(twin, moves, reset=False))
     env.restore_state(state)
-    same(later, play(env, moves, reset=False))
+    assert_same(later, play(env, moves, reset=False))
     with pytest.raises(ValueError, match="same arguments"):
         make(model="toy", scenario="scale_8").restore_state(state)
 
@@ -134,7 +112,7 @@ def test_the_spec_survives_json():
     env = gym.make(NAME, max_episode_steps=2, **kwargs)
     again = gym.make(EnvSpec.from_json(env.spec.to_json()))
     moves = actions(env, 5)
-    same(play(env, moves, seed=5), play(again, moves, seed=5))
+    assert_same(play(env, moves, seed=5), play(again, moves, seed=5))
     assert again.unwrapped.problem.cluster.messages == "per_expert"
 
 
@@ -148,14 +126,14 @@ def test_the_vector_environment_equals_the_synchronous_one(mode, autoreset):
     )  # fmt: skip
     assert isinstance(native.unwrapped, ExpertPlacementVectorEnv)
     sync = SyncVectorEnv([lambda: make(mode)] * 3, autoreset_mode=autoreset)
-    same(native.reset(seed=4), sync.reset(seed=4))
+    assert_same(native.reset(seed=4), sync.reset(seed=4))
     for move in actions(native, 9):
         one, other = native.step(move), sync.step(move)
-        same(one, other)
+        assert_same(one, other)
     assert native.metadata["autoreset_mode"] is autoreset
     twin = pickle.loads(pickle.dumps(native.unwrapped))
     move = actions(native, 1)[0]
-    same(native.step(move), twin.step(move))
+    assert_same(native.step(move), twin.step(move))
 
 
 def test_key_figures_reach_the_information_of_vector_environments():
@@ -167,7 +145,7 @@ def test_key_figures_reach_the_information_of_vector_environments():
     assert (info["episode_kpis"]["mean_latency_s"] > 0).all()
     assert len(envs.request_log(1)) == info["episode_kpis"]["requests"][1]
     envs.restore_state(0, envs.clone_state(1))
-    same(envs.request_log(0), envs.request_log(1))
+    assert_same(envs.request_log(0), envs.request_log(1))
 
 
 @every_mode
@@ -224,7 +202,7 @@ def test_keeping_costs_and_moves_nothing():
     for _ in range(3):
         observation, _, _, _, info = env.step({"migrate": 0, "plan": 1 - start})
         assert not info["adopted"]
-        same(observation["placement"], start)
+        assert_same(observation["placement"], start)
     assert info["episode_kpis"]["expert_loads"] == 0
     env.reset(seed=0)
     assert not env.step({"migrate": 1, "plan": start})[4]["adopted"], "the plan is what is there"
@@ -246,7 +224,7 @@ def test_with_caches_plans_change_nothing(redirect):
         log = env.request_log()
         latency = log["finish_s"] - log["arrival_s"]
         assert total == pytest.approx(-latency.sum() / env.problem.expected_arrivals)
-    same(*results)
+    assert_same(*results)
     assert results[0]["expert_loads"] > 0
     assert (results[0]["network_bytes"] > 0) == redirect
 

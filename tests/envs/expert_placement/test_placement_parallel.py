@@ -15,25 +15,11 @@ from pettingzoo.utils.conversions import parallel_to_aec
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 from servegym.envs.expert_placement.parallel_env import parallel_env
 
+from ...nested import same
 from .reference import COMPILED
 
 SHORT = {"model": "toy", "epochs": 7, "epoch_s": 5.0, "mean_interarrival_s": 2.0}
 modes = pytest.mark.parametrize("mode", ["layer_budget", "expert_score"])
-
-
-def flatten(value):
-    if isinstance(value, dict):
-        return [x for name in sorted(value) for x in flatten(value[name])]
-    if isinstance(value, (tuple, list)):
-        return [x for part in value for x in flatten(part)]
-    return [np.asarray(value)]
-
-
-def same(a, b):
-    a, b = flatten(a), flatten(b)
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
-    )
 
 
 def play(env, steps, seed):

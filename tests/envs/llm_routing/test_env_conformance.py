@@ -16,6 +16,8 @@ from gymnasium.vector import AutoresetMode
 import servegym
 from servegym.envs.llm_routing import kernel
 
+from ...nested import assert_same, same
+
 GRAPH, FLAT, EXPERTS = ROUTING_IDS = servegym.ENV_IDS[:3]
 COMPLETED, DROPPED, REJECTED = 1, 2, 3
 SHORT = {"num_experts": 3, "episode_requests": 25, "rate": 15.0}
@@ -35,43 +37,6 @@ def make(env_id=GRAPH, **kwargs):
 
 def make_vec(env_id=GRAPH, num_envs=4, **kwargs):
     return gym.make_vec(env_id, num_envs=num_envs, **(SHORT | kwargs))
-
-
-def assert_same(a, b, where="", bits=True):
-    """Equality of nested results: types, dtypes, shapes and (with NaN equal to NaN) every bit."""
-    assert type(a) is type(b), f"{where}: {type(a)} is not {type(b)}"
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), f"{where}: {sorted(a)} are not {sorted(b)}"
-        for key in a:
-            assert_same(a[key], b[key], f"{where}[{key!r}]", bits)
-    elif isinstance(a, (tuple, list)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]", bits)
-    elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype, f"{where}: {a.dtype} is not {b.dtype}"
-        assert a.shape == b.shape, f"{where}: {a.shape} is not {b.shape}"
-        if a.dtype == object:
-            assert_same(a.tolist(), b.tolist(), where, bits)
-        elif a.dtype.names is None:
-            np.testing.assert_array_equal(a, b, err_msg=where)
-            if bits and a.dtype.kind == "f":
-                np.testing.assert_array_equal(np.signbit(a), np.signbit(b), err_msg=where)
-        else:
-            for name in a.dtype.names:
-                assert_same(a[name], b[name], f"{where}.{name}", bits)
-    elif isinstance(a, float):
-        assert a == b or (math.isnan(a) and math.isnan(b)), f"{where}: {a} is not {b}"
-    else:
-        assert a == b, f"{where}: {a} is not {b}"
-
-
-def differ(a, b):
-    try:
-        assert_same(a, b)
-    except AssertionError:
-        return True
-    return False
 
 
 def play(env, actions, seed=None, reset=True):
@@ -303,7 +268,7 @@ def test_without_copy_the_buffers_themselves_come_back(env_id):
     second = envs.step(np.array([1, 2, 3, 0]))[0]
     for name in first if isinstance(first, dict) else [()]:
         assert np.shares_memory(first[name], second[name])
-    assert differ(first, before), "the first observation was not overwritten"
+    assert not same(first, before), "the first observation was not overwritten"
     copied = make_vec(env_id)
     one = copied.reset(seed=0)[0]
     two = copied.step(np.array([1, 2, 3, 0]))[0]

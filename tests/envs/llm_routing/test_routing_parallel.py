@@ -14,24 +14,11 @@ from pettingzoo.test import parallel_api_test, parallel_seed_test
 
 from servegym.envs.llm_routing.parallel_env import parallel_env
 
+from ...nested import same
+
 BASE = {"num_experts": 3, "num_access_points": 3, "episode_requests": 30, "rate": 4.0}
 HARD = {"staleness_s": 0.3, "failures": {"mean_time_to_failure_s": 5, "mean_time_to_repair_s": 2}}
 views = pytest.mark.parametrize("view", ["graph", "flat", "experts"])
-
-
-def flatten(value):
-    if isinstance(value, dict):
-        return [x for name in sorted(value) for x in flatten(value[name])]
-    if isinstance(value, (tuple, list)):
-        return [x for part in value for x in flatten(part)]
-    return [np.asarray(value)]
-
-
-def same(a, b):
-    a, b = flatten(a), flatten(b)
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
-    )
 
 
 def play(env, steps, seed):

@@ -11,6 +11,8 @@ import servegym
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.env import LLMRoutingEnv
 
+from ...nested import same
+
 GRAPH, FLAT, EXPERTS = servegym.ENV_IDS[:3]
 FAILURES = {"mean_time_to_failure_s": 8.0, "mean_time_to_repair_s": 2.0}
 BOTH = {"staleness_s": 0.4, "failures": FAILURES}
@@ -18,21 +20,6 @@ BASE = {"num_experts": 3, "episode_requests": 60, "rate": 12.0}
 either = pytest.mark.parametrize(
     "extra", [{"staleness_s": 0.4}, {"failures": FAILURES}, BOTH], ids=["stale", "failing", "both"]
 )
-
-
-def flatten(value):
-    if isinstance(value, dict):
-        return [x for name in sorted(value) for x in flatten(value[name])]
-    if isinstance(value, (tuple, list)):
-        return [x for part in value for x in flatten(part)]
-    return [np.asarray(value)]
-
-
-def same(a, b):
-    a, b = flatten(a), flatten(b)
-    return len(a) == len(b) and all(
-        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
-    )
 
 
 def play(env, actions):

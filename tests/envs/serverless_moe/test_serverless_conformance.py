@@ -1,7 +1,6 @@
 """What the serverless environments owe to Gymnasium and to their users."""
 
 import copy
-import math
 import pickle
 import warnings
 
@@ -15,8 +14,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from servegym.envs.serverless_moe import config, kernel
 from servegym.envs.serverless_moe import env as single
-from servegym.envs.workloads.activations import make_toy_activations
+from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s
+from servegym.envs.workloads.activations import list_models, load_model, make_toy_activations
+from servegym.envs.workloads.lengths import length_quantiles
 from servegym.hardware_profiles.serverless import SERVING
+
+from ...nested import assert_same
 
 IDS = ("servegym/ServerlessMoE-v0", "servegym/ServerlessMoEFlat-v0")
 SHORT = {"model": "toy", "episode_requests": 15, "max_prompt_tokens": 90, "max_output_tokens": 25}
@@ -38,29 +41,6 @@ def make(env_id=IDS[0], **kwargs):
 
 def make_vec(env_id=IDS[0], num_envs=3, **kwargs):
     return gym.make_vec(env_id, num_envs=num_envs, **(SHORT | kwargs))
-
-
-def assert_same(a, b, where=""):
-    """Equality of nested results: types, dtypes, shapes and every bit."""
-    assert type(a) is type(b), f"{where}: {type(a)} is not {type(b)}"
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), f"{where}: {sorted(a)} are not {sorted(b)}"
-        for key in a:
-            assert_same(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (tuple, list)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]")
-    elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype and a.shape == b.shape, f"{where}: {a.dtype} {b.dtype}"
-        if a.dtype == object:
-            assert_same(a.tolist(), b.tolist(), where)
-        else:
-            np.testing.assert_array_equal(a, b, err_msg=where)
-    elif isinstance(a, float):
-        assert a == b or (math.isnan(a) and math.isnan(b)), f"{where}: {a} is not {b}"
-    else:
-        assert a == b, f"{where}: {a} is not {b}"
 
 
 def random_actions(env, count, seed=0, size=None):
@@ -323,7 +303,11 @@ def test_warm_functions_save_the_start():
         ({"predictor": np.ones((40, 4, 8))}, "no frequencies"),
         ({"keep_alive_s": -1.0}, "keep_alive_s"),
         ({"penalty": float("inf")}, "penalty"),
-        ({"model": "mixtral-8x7b"}, r"mixtral.*TPOT of 0.06 s; the best .* 0.14.*Give slo="),
+        (
+            {"model": "mixtral-8x7b", "preset": "seed"},
+            r"mixtral.*TPOT of 0.12 s; the best .* 0.15.*Give slo=",
+        ),
+        ({"deployment": "cpus"}, "deployment='cpus' is unknown.*Did you mean 'cpu'"),
         ({"model": "gpt-oss-20b", "activations": make_toy_activations()}, "does not go with"),
         ({"payload_mb": 1e-4}, "cannot carry one token"),
         ({"trem_sigma": -0.1}, "trem_sigma"),
@@ -335,6 +319,33 @@ def test_bad_arguments_are_named(kwargs, message, monkeypatch):
     monkeypatch.setattr(config, "load_activations", None)
     with pytest.raises(ValueError, match=message):
         single.ServerlessMoEEnv(**(SHORT | kwargs))
+
+
+def test_every_model_has_limits_that_it_can_meet():
+    """The classes go by what a model can reach; those of the default model are the preset's."""
+    loads = {name: load_model(name) for name in list_models()}
+    classes = {name: config.slo_classes(model) for name, model in loads.items()}
+    default = classes[config.DEFAULT_MODEL]
+    assert default == config.PRESETS["dynamic"]["slo"]
+    n_in = round(float(length_quantiles("azure", "prompt_tokens", 1024).mean()))
+    times = {}
+    for name in loads:
+        reached = config.build_system(name)
+        times[name] = best_ttft_s(reached, n_in, True), best_tpot_s(reached, 1e-3)
+    for name, found in classes.items():
+        for mine, its in zip(found, default, strict=True):
+            for k in (0, 1):
+                multiple = mine[k] / times[name][k]
+                assert multiple == pytest.approx(its[k] / times[config.DEFAULT_MODEL][k], rel=0.05)
+                assert multiple > 1.1, f"{name}: nobody can meet {mine}"
+    # They follow neither the GPU nor the prices, so that settings of a model can be compared.
+    gpus = [
+        config.build_problem(view=kernel.DICT, model="gpt-oss-20b", gpu=gpu, price_ratio=5.0)
+        for gpu in ("eager", "fused")
+    ]
+    assert [p.slo.tolist() for p in gpus] == [[list(x) for x in classes["gpt-oss-20b"]]] * 2
+    paper = config.build_problem(view=kernel.DICT, model="gpt-oss-20b", preset="seed")
+    assert paper.slo.tolist() == [[14.0, 0.12]]
 
 
 def test_activations_must_sum_to_top_k():
