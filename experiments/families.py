@@ -212,6 +212,7 @@ SERVERLESS = Family(
     request_interval=lambda logs, arguments: None,
     describe=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
     example="greedy_warm",
+    neutral=("deployment",),
 )
 
 # ----------------------------------------------------------------------------- expert placement

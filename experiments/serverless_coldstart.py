@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless.deployments import DEPLOYMENTS, deployment_cost
 from servegym.baselines.serverless.loads import Load
 from servegym.baselines.serverless.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.figure_run import errors, legend, pyplot, tidy
 from servegym.experiments.serverless_common import (

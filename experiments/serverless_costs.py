@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.baselines.serverless.deployments import DEPLOYMENTS
 from servegym.baselines.serverless.remoe import READINGS
+from servegym.envs.serverless_moe.deployments import DEPLOYMENTS
 from servegym.experiments.figure_run import errors, pyplot, tidy
 from servegym.experiments.serverless_common import (
     MODELS,

@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
-from servegym.baselines.serverless.deployments import deployment_cost
 from servegym.baselines.serverless.loads import Load
 from servegym.baselines.serverless.remoe import remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.deployments import deployment_cost
 from servegym.envs.workloads._util import data_file
 from servegym.envs.workloads.activations import load_activations
 from servegym.envs.workloads.errors import MalformedFileError

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless.deployments import DEPLOYMENTS, deployment_cost
 from servegym.baselines.serverless.grid_optimum import grid_optimum
 from servegym.baselines.serverless.loads import Load
 from servegym.baselines.serverless.prediction import make_predictor
 from servegym.baselines.serverless.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figure_run import (
     FigureOptions,

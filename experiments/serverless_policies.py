@@ -17,6 +17,7 @@ import numpy as np
 
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless.system import ServerlessSystem
+from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figure_run import (
     FigureOptions,
@@ -203,14 +204,20 @@ def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
 def _verdicts(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     """What a table says, in words."""
     by = {row["policy"]: row for row in rows}
-    seeing = ("grid_optimum", "lookahead")
-    fair = [row for row in rows if row["policy"] not in seeing]
-    ranked = sorted(fair, key=lambda row: -row["mean_reward"])
+    seeing, fixed = ("grid_optimum", "lookahead"), set(DEPLOYMENTS) - {"plan"}
+    ranked, alike = (
+        sorted(group, key=lambda row: -row["mean_reward"])
+        for group in (
+            [row for row in rows if row["policy"] not in {*seeing, *fixed}],
+            [row for row in rows if row["policy"] in fixed],
+        )
+    )
     best = ranked[0]
     lines = [
-        f"{title}: by mean reward "
-        + " > ".join(f"{row['policy']} {row['mean_reward']:.3f}" for row in ranked)
-        + f"; with the future known: grid_optimum {by['grid_optimum']['mean_reward']:.3f}, "
+        f"{title}: ranked by mean reward "
+        + _order(ranked)
+        + f"; deployments that decide nothing: {_order(alike)}; with the future known: "
+        f"grid_optimum {by['grid_optimum']['mean_reward']:.3f}, "
         f"lookahead {by['lookahead']['mean_reward']:.3f}, no policy above "
         f"{by['lookahead']['bound']:.3f}",
         f"{title}: {best['policy']} is the best that sees what a controller sees; from MIX "
@@ -233,6 +240,10 @@ def _verdicts(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
             f"{_running(row):.2f} of MIX's cost cold (MIX {_running(mix):.2f})"
         )
     return lines
+
+
+def _order(rows: Sequence[dict[str, Any]]) -> str:
+    return " > ".join(f"{row['policy']} {row['mean_reward']:.3f}" for row in rows)
 
 
 def _closed(row: dict[str, Any], by: dict[str, dict[str, Any]]) -> float:
@@ -275,7 +286,7 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Any:
         axis.set_xlabel("cost + penalties of a request / its MIX cost cold (less is better)")
     figure.suptitle(
         "Full: cost; pale: penalties; dotted: bound; red: the paper's controller and its readings, "
-        "green: knows the future", fontsize=9,
+        "purple: deployments that decide nothing, green: knows the future", fontsize=9,
     )  # fmt: skip
     return figure
 
@@ -283,6 +294,8 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Any:
 def _colour(name: str) -> str:
     if name in READINGS:
         return "tab:red"
+    if name in DEPLOYMENTS:
+        return "tab:purple"
     return {"grid_optimum": "tab:green", "lookahead": "tab:green", "random": "tab:gray"}.get(
         name, "tab:blue"
     )

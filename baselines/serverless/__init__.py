@@ -2,6 +2,7 @@
 
 from servegym.baselines.registry import register_policy
 from servegym.baselines.serverless.clairvoyant import GridOptimum, Lookahead
+from servegym.baselines.serverless.deployments import Cpu, Fetch, Gpu, PerExpert
 from servegym.baselines.serverless.policies import (
     BestConstant,
     GreedyWarm,
@@ -35,6 +36,27 @@ register_policy(
     family=_FAMILY,
 )
 register_policy("mix", Mix, "all experts local on the main function's CPU (b = 0)", family=_FAMILY)
+register_policy(
+    "cpu",
+    Cpu,
+    "deployment: the whole model on one CPU function; takes no decision",
+    family=_FAMILY,
+)
+register_policy(
+    "gpu", Gpu, "deployment: the whole model in GPU memory; takes no decision", family=_FAMILY
+)
+register_policy(
+    "fetch",
+    Fetch,
+    "deployment: experts in CPU memory, copied to the GPU when needed; takes no decision",
+    family=_FAMILY,
+)
+register_policy(
+    "per_expert",
+    PerExpert,
+    "deployment: one CPU function for every expert; takes no decision",
+    family=_FAMILY,
+)
 register_policy(
     "keep_alive",
     KeepAlive,

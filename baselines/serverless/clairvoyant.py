@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from servegym.baselines.serverless.loads import Load
 from servegym.baselines.serverless.policies import Actions, Seen, ServerlessPolicy, best
 from servegym.baselines.serverless.system import ServerlessSystem
-from servegym.envs.serverless_moe import equations as eq
 
 
 class Clairvoyant(ServerlessPolicy):
@@ -35,22 +34,12 @@ class Clairvoyant(ServerlessPolicy):
 
     def true_load(self, row: int, index: int) -> tuple[Load, Seen]:
         """A request of the row's episode as it is, and what is seen of it (nothing warm)."""
-        problem, arrays = self._problem, self._batch.arrays
-        asked = arrays.requests[row, index]
-        prompt, n_in, n_out = (int(asked[k]) for k in ("prompt", "n_in", "n_out"))
-        start, end = problem.activations.bank_start[prompt : prompt + 2]
-        places = (int(asked["offset"]) + np.arange(n_in + n_out)) % int(end - start)
-        bank = problem.activations.bank[start:end]
-        members = eq.set_bits(bank, self.system.model.num_experts)
-        times = np.bincount(places[:n_in], minlength=len(bank))
-        counts = np.tensordot(times, members, axes=(0, 0))
-        request = eq.Request(
-            counts.astype(np.int64), bank[places[n_in:]], arrays.trem[row, index + 1].copy(), n_in
-        )
+        asked = self._batch.arrays.requests[row, index]
+        request = self._batch.request(row, index)
         seen = Seen(
-            problem.predicted[prompt],
-            n_in,
-            n_out,
+            self._problem.predicted[int(asked["prompt"])],
+            request.n_in,
+            request.n_out,
             float(asked["ttft_limit"]),
             float(asked["tpot_limit"]),
             0.0,

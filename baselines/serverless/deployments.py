@@ -1,166 +1,61 @@
-"""The paper's rival deployments, each with its own cost of a request.
+"""The paper's rival deployments as policies: they ask for an environment that serves by them.
 
-They are outside the action space of the environments (MIX apart). All are cold-started whole, all
-return the same `Outcome` as a plan, with only the SLOs among the violations.
-
-What the paper leaves open is read like this. CPU: the non-expert modules take the time of experts
-of the same size (both are memory-bound in decoding). GPU: everything in GPU memory. Fetch: experts
-in CPU memory are copied into GPU room for ``top_k`` experts a layer; copies take no time, as in the
-paper. per_expert: every expert is its own function in the smallest specification that holds it; its
-calls run side by side and each pays the overhead.
+Such a deployment takes no decision, so the environment ignores the actions; requests, gaps,
+overheads, penalties and the reward's unit (the request's MIX cost) are those of any other policy.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._checks import choose
-from servegym.envs.serverless_moe import equations as eq
+from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.baselines.serverless.policies import Actions, Mask
+from servegym.baselines.serverless.system import ServerlessSystem
 
-DEPLOYMENTS = ("cpu", "gpu", "fetch", "mix", "per_expert")
-
-
-def deployment_cost(
-    name: str,
-    system: eq.SystemModel,
-    request: eq.Request,
-    *,
-    cold: bool = True,
-    bill_cold_start: bool = False,
-    ttft_limit_s: float = np.inf,
-    tpot_limit_s: float = np.inf,
-) -> eq.Outcome:
-    """Serve a request by a deployment.
-
-    Args:
-        name: One of `DEPLOYMENTS`.
-        system: The system.
-        request: The request with its true routing.
-        cold: Whether every function starts cold.
-        bill_cold_start: Bill each function its own start time.
-        ttft_limit_s: Limit of 10b.
-        tpot_limit_s: Limit of 10c.
-
-    Raises:
-        ValueError: If the name is unknown or a limit is not above 0.
-    """
-    choose("deployment", name, DEPLOYMENTS)
-    eq.check_limits(ttft_limit_s, tpot_limit_s)
-    if name == "mix":
-        plan = eq.mix_plan(system, request.n_out)
-        none = np.zeros(system.moe_layers, dtype=np.int64)
-        return eq.evaluate_plan(
-            system,
-            request,
-            plan,
-            cold=eq.Cold(cold, none),
-            bill_cold_start=bill_cold_start,
-            ttft_limit_s=ttft_limit_s,
-            tpot_limit_s=tpot_limit_s,
-        )
-    serve = {"cpu": _cpu, "gpu": _gpu, "fetch": _fetch, "per_expert": _per_expert}[name]
-    prefill, decode, rate, prefill_usd, decode_usd, start, start_usd = serve(system, request)
-    return eq.Outcome.of(
-        n_out=request.n_out,
-        prefill_s=prefill,
-        decode_s=decode,
-        cold_s=start if cold else 0.0,
-        usd=(
-            (prefill + decode) * rate,
-            prefill_usd,
-            decode_usd,
-            start_usd if cold and bill_cold_start else 0.0,
-        ),
-        broken={},
-        ttft_limit_s=ttft_limit_s,
-        tpot_limit_s=tpot_limit_s,
-    )
+__all__ = ["Cpu", "Deployment", "Fetch", "Gpu", "PerExpert"]
 
 
-Served = tuple[float, float, float, float, float, float, float]
-"""Prefill s, decode s, main USD/s, USD of remote prefill and remote decoding, start s and USD."""
+class Deployment(BasePolicy):
+    """A deployment that takes no decision; a subclass names it."""
+
+    def __init__(self, system: ServerlessSystem) -> None:
+        self.parts = len(system.nvec)
+        self.env_kwargs = {"deployment": self.name}
+
+    def act(self, observation: Observation, action_mask: Mask) -> Actions:
+        """See `Policy.act`; zeros, which the environment ignores.
+
+        Raises:
+            ValueError: If there is something to decide: the environment serves by plans, and the
+                numbers would be MIX's under this name.
+        """
+        mask = np.asarray(action_mask)
+        if (mask.sum(axis=1) != self.parts).any():
+            raise ValueError(
+                f"policy {self.name!r} needs an environment made with deployment={self.name!r}"
+            )
+        return np.zeros((len(mask), self.parts), dtype=np.int64)
 
 
-def _start(system: eq.SystemModel, mb: float) -> float:
-    return system.container_start_main_s + mb / system.load_mb_s
+class Cpu(Deployment):
+    """The whole model on one CPU function."""
+
+    name = "cpu"
 
 
-def _cpu(system: eq.SystemModel, request: eq.Request) -> Served:
-    weights = system.all_non_expert_mb + system.mem_pre_post_mb + system.all_experts_mb
-    state = eq.gpu_memory_mb(system, request.n_in, request.n_out) - (
-        system.all_non_expert_mb + system.mem_pre_post_mb + system.runtime_gpu_mb
-    )
-    need = weights + state
-    # Above the largest specification the bill still grows: the weights have to be somewhere.
-    memory = max(eq.smallest_spec(system.main_specs_mb, need), need)
-    size = float((system.non_expert_mb / system.expert_mb.mean()).sum())
-    experts = float(system.expert_cpu_s(memory, request.prefill_counts).sum())
-    prefill = size * float(system.expert_cpu_s(memory, request.n_in)) + experts
-    one = float(system.expert_cpu_s(memory, 1))
-    decode = request.n_out * one * (size + system.moe_layers * system.top_k)
-    rate = system.price_cpu * (memory + system.runtime_cpu_mb)
-    start = _start(system, weights)
-    return prefill, decode, rate, 0.0, 0.0, start, start * rate
+class Gpu(Deployment):
+    """The whole model in GPU memory."""
+
+    name = "gpu"
 
 
-def _on_gpu(system: eq.SystemModel, request: eq.Request) -> tuple[float, float]:
-    def step(tokens: int) -> float:
-        blocks = system.layers * system.gpu_layer_s(tokens)
-        return blocks + system.moe_layers * system.gpu_experts_s(tokens)
+class Fetch(Deployment):
+    """Experts in CPU memory, copied to the GPU when they are needed."""
 
-    return step(request.n_in), request.n_out * step(1)
+    name = "fetch"
 
 
-def _gpu(system: eq.SystemModel, request: eq.Request) -> Served:
-    prefill, decode = _on_gpu(system, request)
-    memory = eq.gpu_memory_mb(system, request.n_in, request.n_out) + system.all_experts_mb
-    rate = system.price_gpu * memory
-    start = _start(system, system.all_non_expert_mb + system.all_experts_mb)
-    return prefill, decode, rate, 0.0, 0.0, start, start * rate
+class PerExpert(Deployment):
+    """A function for every expert."""
 
-
-def _fetch(system: eq.SystemModel, request: eq.Request) -> Served:
-    prefill, decode = _on_gpu(system, request)
-    room = system.top_k * float(system.expert_mb.sum())
-    gpu = eq.gpu_memory_mb(system, request.n_in, request.n_out) + room
-    memory = eq.smallest_spec(system.main_specs_mb, system.all_experts_mb)
-    rate = system.price_gpu * gpu + system.price_cpu * (memory + system.runtime_cpu_mb)
-    start = _start(system, system.all_non_expert_mb + system.all_experts_mb)
-    return prefill, decode, rate, 0.0, 0.0, start, start * rate
-
-
-def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
-    n = request.prefill_counts
-    need = system.expert_mb[:, None] + system.token_mb * n
-    memory = eq.smallest_specs(system.remote_specs_mb, need)
-    wire = system.transfer_s
-    # Bodies above the payload limit take several invocations, each with its overhead.
-    calls = np.maximum(np.ceil(n * system.token_mb / system.payload_mb), 1.0)
-    jobs = system.expert_cpu_s(memory, n) + n * wire + calls * request.trem_s[:, None]
-    jobs = np.where(n > 0, jobs, 0.0)
-    swap = 2.0 * system.swap_s(request.n_in)
-    prefill = system.layers * system.gpu_layer_s(request.n_in)
-    prefill += float(jobs.max(axis=1).sum()) + system.moe_layers * swap
-
-    # A function keeps the memory it was made with, so a step lasts as long as its slowest call.
-    one = system.expert_cpu_s(memory, 1) + wire + request.trem_s[:, None]
-    decode, decode_mb_s = request.n_out * system.layers * system.gpu_layer_s(1), 0.0
-    decode += request.n_out * system.moe_layers * 2.0 * system.swap_s(system.top_k)
-    for layer in range(system.moe_layers):
-        chosen = eq.set_bits(request.decode_sets[:, layer], system.num_experts)
-        decode += float(np.where(chosen, one[layer], 0.0).max(axis=1, initial=0.0).sum())
-        decode_mb_s += float((chosen * (one * memory)[layer]).sum())
-    main_mb = eq.smallest_spec(system.main_specs_mb, system.token_mb * request.n_out)
-    rate = eq.main_rate_usd_s(system, request.n_in, request.n_out, main_mb)
-    main = _start(system, system.all_non_expert_mb)
-    remote = system.container_start_remote_s + system.expert_mb / system.load_mb_s
-    start_usd = main * rate + system.price_cpu * float((memory * remote[:, None]).sum())
-    return (
-        float(prefill),
-        float(decode),
-        rate,
-        system.price_cpu * float((memory * jobs).sum()),
-        system.price_cpu * decode_mb_s,
-        max(main, float(remote.max())),
-        start_usd,
-    )
+    name = "per_expert"

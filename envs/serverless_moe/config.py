@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, real, whole
+from servegym.envs._checks import choose, flag, real, whole
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.equations import (
     DECODE_INVOCATIONS,
@@ -18,7 +18,12 @@ from servegym.envs.serverless_moe.equations import (
     make_plan,
     remote_count,
 )
-from servegym.envs.serverless_moe.system import build_system, check_slo
+from servegym.envs.serverless_moe.system import (
+    best_tpot_s,
+    best_ttft_s,
+    build_system,
+    check_slo,
+)
 from servegym.envs.serverless_moe.tables import make_config, make_tables
 from servegym.envs.workloads.activations import (
     Activations,
@@ -39,12 +44,16 @@ __all__ = [
     "build_problem",
     "build_system",
     "predict",
+    "slo_classes",
 ]
 
 DEFAULT_MODEL = "deepseek-v2-lite"
+DEPLOYMENTS = ("plan", "cpu", "gpu", "fetch", "per_expert")
+"""How requests are served: as the action plans, or by a deployment that takes no decision."""
 GRANULARITIES = ("global", "per_layer")
 PREDICTORS = ("task_mean", "global_mean", "nearest")
 NEIGHBOURS = 15
+MAX_PROMPT_TOKENS = 1024
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {
@@ -72,7 +81,39 @@ PRESETS: dict[str, dict[str, Any]] = {
         "trem_sigma": 0.25,
     },
 }
-"""What the two presets set; every entry is an argument of its own, too."""
+"""What the two presets set; every entry is an argument of its own, too. The limits of ``dynamic``
+are those of the default model; `slo_classes` has the other models'."""
+
+
+def slo_classes(model: MoeModel, **grids: Any) -> tuple[tuple[float, float], ...]:
+    """SLO classes of a model in the preset ``dynamic``.
+
+    They are the same multiples of the best TTFT and TPOT that the model can reach as the default
+    model's classes are of its own, to two digits: cold, at the mean prompt length, in the worse
+    regime of the overhead, with the default constants (`best_ttft_s`, `best_tpot_s`). An SLO that
+    one model meets with ease another cannot meet at all.
+
+    Args:
+        model: the model.
+        **grids: ``main_specs_mb`` and ``remote_specs_mb`` if they are not the model's own.
+
+    Returns:
+        (TTFT s, TPOT s) of each class.
+    """
+    preset = PRESETS["dynamic"]
+    if model.name == DEFAULT_MODEL:
+        return preset["slo"]
+    n_in = round(float(length_quantiles("azure", "prompt_tokens", MAX_PROMPT_TOKENS).mean()))
+    trem = max(preset["trem_s"])
+    mine, default = (
+        (best_ttft_s(system, n_in, True), best_tpot_s(system, trem))
+        for system in (build_system(model, **grids), build_system(DEFAULT_MODEL))
+    )
+    scale = [a / b for a, b in zip(mine, default, strict=True)]
+    return tuple(
+        (float(f"{ttft * scale[0]:.2g}"), float(f"{tpot * scale[1]:.2g}"))
+        for ttft, tpot in preset["slo"]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,16 +278,12 @@ def _pairs(argument: str, given: Any, what: str) -> list[tuple[float, float]]:
 
 
 def _steps(argument: str, given: Any, high: float) -> np.ndarray:
-    ok = isinstance(given, (list, tuple)) and 0 < len(given) <= 64
-    if not ok or given[0] != 0 or any(b <= a for a, b in zip(given, given[1:], strict=False)):
+    if not isinstance(given, (list, tuple)) or not 0 < len(given) <= 64:
+        raise ValueError(f"{argument}={given!r} must be a list of 1 to 64 numbers.")
+    found = np.array([real(argument, x, 0.0, high) for x in given])
+    if found[0] != 0 or (np.diff(found) <= 0).any():
         raise ValueError(f"{argument}={given!r} must be increasing numbers that begin with 0.")
-    return np.array([real(argument, x, 0.0, high) for x in given])
-
-
-def _flag(argument: str, given: Any) -> bool:
-    if not isinstance(given, (bool, np.bool_)):
-        raise ValueError(f"{argument}={given!r} must be True or False.")
-    return bool(given)
+    return found
 
 
 def _model_of(model: Any, activations: Any) -> tuple[MoeModel, Activations | None]:
@@ -285,11 +322,12 @@ def build_problem(
     y_headroom_mb: Sequence[float] = (0, 200, 400, 800, 1200, 1600, 2400),
     z_headroom: Sequence[int] = (0, 1, 2, 3, 5, 7),
     penalty: float = 0.5,
+    deployment: str = "plan",
     decode_invocation: str = "per_call",
     load_shared: bool = False,
     prompt_tokens: int | str | None = None,
     output_tokens: int | str | None = None,
-    max_prompt_tokens: int = 1024,
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     max_output_tokens: int = 400,
     output_error: float | None = None,
     idle_s: Sequence[Sequence[float]] | None = None,
@@ -326,6 +364,7 @@ def build_problem(
 
     choose("split", split, ("train", "val", "eval", "all"))
     choose("granularity", granularity, GRANULARITIES)
+    choose("deployment", deployment, DEPLOYMENTS)
     choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS)
     most_in = whole("max_prompt_tokens", max_prompt_tokens, 1, 100_000)
     most_out = whole("max_output_tokens", max_output_tokens, 1, 100_000)
@@ -367,7 +406,9 @@ def build_problem(
         dtype=np.int64,
     )
     keep_alive = real("keep_alive_s", setting("keep_alive_s"), 0.0)
-    limits = np.array(_pairs("slo", setting("slo"), "TTFT s, TPOT s"))
+    if slo is None and preset == "dynamic":
+        slo = slo_classes(owner, main_specs_mb=main_specs_mb, remote_specs_mb=remote_specs_mb)
+    limits = np.array(_pairs("slo", setting("slo") if slo is None else slo, "TTFT s, TPOT s"))
     idle = _pairs("idle_s", setting("idle_s"), "probability, mean s")
     if abs(sum(p for p, _ in idle) - 1.0) > 1e-6:
         raise ValueError(f"idle_s={setting('idle_s')!r}: the probabilities must sum to 1.")
@@ -389,9 +430,10 @@ def build_problem(
         requests=whole("episode_requests", episode_requests, 1, 1_000_000),
         per_layer=granularity == "per_layer",
         per_call=decode_invocation == "per_call",
-        bill=_flag("bill_cold_start", setting("bill_cold_start")),
-        shared=_flag("load_shared", load_shared),
+        bill=flag("bill_cold_start", setting("bill_cold_start")),
+        shared=flag("load_shared", load_shared),
         flat_view=view,
+        deployed=deployment != "plan",
         max_in=longest[0],
         max_out=longest[1],
         keep_alive=keep_alive,

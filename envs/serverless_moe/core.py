@@ -10,6 +10,9 @@ from gymnasium import spaces
 
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
+from servegym.envs.serverless_moe.deployments import serve
+from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.sets import set_bits
 from servegym.envs.workloads.lengths import sample_lengths
 
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
@@ -42,6 +45,7 @@ class ServerlessState:
         env: record of position, deployment and sums.
         live: ``(L,)`` records of the remote functions deployed last.
         log: ``(J,)`` records of the requests served.
+        deployed: ``(J,)`` records of what the requests take of a deployment that is no plan.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
     """
@@ -51,6 +55,7 @@ class ServerlessState:
     env: np.ndarray
     live: np.ndarray
     log: np.ndarray
+    deployed: np.ndarray
     random: Any = None
     finished: bool = False
 
@@ -120,6 +125,7 @@ class ServerlessBatch:
             trem=np.zeros((num_rows, length + 1, layers)),
             env=np.zeros(num_rows, dtype=kernel.ENV),
             live=np.zeros((num_rows, layers), dtype=kernel.LIVE),
+            deployed=np.zeros((num_rows, length * int(c["deployed"])), dtype=kernel.DEPLOYED),
             log=np.zeros((num_rows, length), dtype=kernel.LOG),
             activations=np.zeros((num_rows, layers, experts), dtype=np.float32),
             scalars=np.zeros((num_rows, kernel.SCALARS), dtype=np.float32),
@@ -170,6 +176,31 @@ class ServerlessBatch:
         regime = (random.integers(0, regimes) + np.cumsum(moves)) % regimes
         spread = random.standard_normal(self.arrays.trem.shape[1:]) * p.trem_sigma
         self.arrays.trem[row] = p.trem_s[regime][:, None] * np.exp(spread)
+        for index in range(self.arrays.deployed.shape[1]):
+            self._deploy(row, index)
+
+    def request(self, row: int, index: int) -> Request:
+        """A drawn request of a row with its true routing."""
+        asked = self.arrays.requests[row, index]
+        prompt, n_in, n_out = (int(asked[name]) for name in ("prompt", "n_in", "n_out"))
+        start, end = self.problem.activations.bank_start[prompt : prompt + 2]
+        bank = self.problem.activations.bank[start:end]
+        places = (int(asked["offset"]) + np.arange(n_in + n_out)) % len(bank)
+        members = set_bits(bank, self.problem.system.num_experts)
+        times = np.bincount(places[:n_in], minlength=len(bank))
+        counts = np.tensordot(times, members, axes=(0, 0)).astype(np.int64)
+        trem = self.arrays.trem[row, index + 1].copy()
+        return Request(counts, bank[places[n_in:]], trem, n_in)
+
+    def _deploy(self, row: int, index: int) -> None:
+        """Reckon what the problem's deployment takes for a drawn request."""
+        p, d = self.problem, self.arrays.deployed[row, index]
+        s = serve(p.arguments["deployment"], p.system, self.request(row, index))
+        d.prefill, d.decode, d.main_usd = (
+            s.prefill_s, s.decode_s, (s.prefill_s + s.decode_s) * s.main_usd_s
+        )  # fmt: skip
+        d.prefill_usd, d.decode_usd = s.prefill_usd, s.decode_usd
+        d.start, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -214,6 +245,7 @@ class ServerlessBatch:
             env=a.env[row : row + 1].copy(),
             live=a.live[row].copy(),
             log=a.log[row].copy(),
+            deployed=a.deployed[row].copy(),
         )
 
     def restore(self, row: int, state: ServerlessState) -> None:
@@ -222,7 +254,7 @@ class ServerlessBatch:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        names = ("requests", "trem", "live", "log")
+        names = ("requests", "trem", "live", "log", "deployed")
         for name in names:
             mine, theirs = getattr(self.arrays, name)[row], getattr(state, name)
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:

@@ -45,6 +45,13 @@ class ServerlessMoEEnv(BatchEnv):
     likewise for its layer. Idle time counts from the last completion; requests do not overlap. What
     a new plan does not ask for is released.
 
+    `deployment="cpu"` (`gpu`, `fetch`, `per_expert`) serves the same requests by one of the paper's
+    rivals, which are outside the action space: actions are checked and have no effect (the mask leaves
+    the first value of each part), functions are warm together if the last request ended less than `keep_alive_s` ago, `warm_main` tells only
+    whether they are, and reward and penalties are as ever, so that returns can be compared. Their
+    times and costs are those of `servegym.envs.serverless_moe.deployments`. The policies `cpu`,
+    `gpu`, `fetch` and `per_expert` ask for it.
+
     All chance is drawn at reset. `preset="dynamic"` (default) has Azure's conversation lengths, idle
     gaps of 20 s (70 %) and 1,500 s (30 %) in the mean, warm functions, billed cold starts, four SLO
     classes and two regimes of t_rem. `preset="seed"` is the paper's setting: 115 prompt and 200
@@ -123,6 +130,7 @@ class ServerlessMoEEnv(BatchEnv):
     | `levels` | min(K, 16) + 1 | values of b |
     | `w_headroom_mb`, `y_headroom_mb`, `z_headroom` | see `problem` | what the steps of w, y and z add |
     | `penalty` | 0.5 | price of a violated SLO in MIX costs |
+    | `deployment` | `"plan"` | `plan`: the action decides; `cpu`, `gpu`, `fetch`, `per_expert`: a deployment that takes no decision, see below |
     | `decode_invocation` | `"per_call"` | `per_call` (Eq. 5 as printed) or `per_layer` |
     | `load_shared` | False | starting functions share one storage link |
     | `prompt_tokens`, `output_tokens` | None | a number or `"azure"` |
@@ -130,7 +138,7 @@ class ServerlessMoEEnv(BatchEnv):
     | `output_error` | None | sigma of the lognormal error of the predicted output length |
     | `idle_s` | None | list of (probability, mean in s) of exponential idle gaps |
     | `keep_alive_s`, `bill_cold_start` | None | see Description |
-    | `slo` | None | list of (TTFT s, TPOT s), one drawn per request; `mixtral-8x7b` needs its own: no plan meets the presets' |
+    | `slo` | None | list of (TTFT s, TPOT s), one drawn per request; those of `dynamic` go by the model (`slo_classes`), of `seed` `mixtral-8x7b` needs its own: no plan meets the paper's |
     | `trem_s`, `trem_switch`, `trem_sigma` | None | medians of the regimes of t_rem in s, probability of leaving one, sigma of one draw |
     | `price_ratio`, `price_cpu_usd_mb_s` | 3, 1.6276e-8 | c_g / c_c, c_c |
     | `bandwidth_mb_s`, `load_mb_s`, `container_start_s` | 1250, 2600, 1.0 | network, weight loading, container start |

@@ -43,7 +43,7 @@ CONFIG = _record(
         (name, "i8")
         for name in (
             "layers experts top_k blocks main_specs remote_specs z_max levels requests width "
-            "per_layer per_call bill shared flat_view max_in max_out"
+            "per_layer per_call bill shared flat_view max_in max_out deployed"
         ).split()
     ]
     + [
@@ -71,6 +71,14 @@ ENV = _record(
     ]
     + [(name, "i8") for name in ("late_ttft", "late_tpot", "infeasible", "main_hits")]
     + [(name, "i8") for name in ("bad_main", "bad_remote", "bad_payload", "slow", "stalled")]
+)
+DEPLOYED = _record(
+    [
+        (name, "f8")
+        for name in (
+            "prefill decode main_usd prefill_usd decode_usd start start_usd main_mb remote"
+        ).split()
+    ]
 )
 LIVE = _record([("mask", "u8"), ("mb", "f8"), ("replicas", "i8")])
 LOG = _record(
@@ -143,6 +151,8 @@ class Batch(NamedTuple):
         trem: ``(B, J + 1, L)`` invocation overheads, those before the first request in front.
         env: ``(B,)`` :data:`ENV`.
         live: ``(B, L)`` :data:`LIVE`, the remote functions last deployed.
+        deployed: ``(B, J)`` :data:`DEPLOYED`, what each request takes of a deployment that is no
+            plan; ``(B, 0)`` where the action's plan serves.
         log: ``(B, J)`` :data:`LOG`.
         activations: float32 ``(B, L, K)`` observation.
         scalars: float32 ``(B, SCALARS)`` observation.
@@ -159,6 +169,7 @@ class Batch(NamedTuple):
     trem: Any
     env: Any
     live: Any
+    deployed: Any
     log: Any
     activations: Any
     scalars: Any
@@ -299,7 +310,9 @@ def _serve(t, b, row, actions):
     e = b.env[row]
     r = b.requests[row, e.index]
     q = t.prediction[r.prompt]
-    level, order = actions[0], actions[1]
+    level, order, headroom = actions[0], actions[1], actions[2]
+    if c.deployed == 1:  # MIX is reckoned for the reward; what it is replaced by stands below
+        level, order, headroom = 0, 0, 0
     mask_row = q if order == 0 else t.predicted.shape[0]
     layers, experts, top_k = c.layers, c.experts, c.top_k
     n_in, n_out = np.int64(r.n_in), np.int64(r.n_out)
@@ -315,7 +328,7 @@ def _serve(t, b, row, actions):
     gpu_in = c.gpu_base + c.gpu_token * (n_in - 1)
     rate_gpu = c.price_gpu * ((n_in + n_out) * c.gpu_per_token + c.gpu_fixed)
     hop = 2.0 * c.token_mb / c.bandwidth
-    main = t.main_choice[level, actions[2]]
+    main = t.main_choice[level, headroom]
     main_mb, one, more = t.law[main, 0], t.law[main, 1], t.law[main, 2]
     mix = t.main_choice[0, 0]
     mix_mb, mix_one, mix_more = t.law[mix, 0], t.law[mix, 1], t.law[mix, 2]
@@ -460,16 +473,25 @@ def _serve(t, b, row, actions):
         mix_cost += mix_start * mix_rate
         cost_cold = main_start * rate + c.price_cpu * cold_bill
     cold = max(main_start, remote_start)
+    cost_main = (prefill + decode) * rate
+    cost_prefill *= c.price_cpu
+    cost_decode *= c.price_cpu
+    billed_mb, ratio = main_mb, m / experts
+    if c.deployed == 1:
+        d = b.deployed[row, e.index]
+        prefill, decode, cost_main = d.prefill, d.decode, d.main_usd
+        cost_prefill, cost_decode = d.prefill_usd, d.decode_usd
+        cold = 0.0 if main_warm else d.start
+        cost_cold = 0.0 if main_warm or c.bill == 0 else d.start_usd
+        billed_mb, ratio = d.main_mb, d.remote
 
     e.feasible = 0 if bad_main or bad_remote or bad_payload else 1
     e.bad_main, e.bad_remote, e.bad_payload = int(bad_main), int(bad_remote), int(bad_payload)
     e.mix_cost = mix_cost
     if e.feasible:
         e.prefill, e.decode, e.cold = prefill, decode, cold
-        e.cost_main = (prefill + decode) * rate
-        e.cost_prefill = c.price_cpu * cost_prefill
-        e.cost_decode = c.price_cpu * cost_decode
-        e.cost_cold = cost_cold
+        e.cost_main, e.cost_prefill = cost_main, cost_prefill
+        e.cost_decode, e.cost_cold = cost_decode, cost_cold
         e.cost = e.cost_main + e.cost_prefill + e.cost_decode + e.cost_cold
         e.ttft = prefill + cold
         e.tpot = decode / n_out
@@ -504,7 +526,7 @@ def _serve(t, b, row, actions):
     e.total_ttft += e.ttft
     e.total_tpot += e.tpot
     e.total_cold += e.cold
-    e.total_ratio += m / experts
+    e.total_ratio += ratio
     e.total_reward += reward
     e.late_ttft += e.slow
     e.late_tpot += e.stalled
@@ -515,7 +537,7 @@ def _serve(t, b, row, actions):
     g.cost_prefill_usd, g.cost_decode_usd = e.cost_prefill, e.cost_decode
     g.cost_cold_usd = e.cost_cold
     g.ttft_s, g.tpot_s, g.prefill_s, g.decode_s = e.ttft, e.tpot, e.prefill, e.decode
-    g.cold_start_s, g.main_mb, g.reward = e.cold, main_mb, reward
+    g.cold_start_s, g.main_mb, g.reward = e.cold, billed_mb, reward
     g.remote_mb, g.replicas = all_mb, float(all_z)
     g.level, g.order, g.main_warm = level, order, e.main_warm
     g.ttft_violated, g.tpot_violated = e.slow, e.stalled
@@ -529,6 +551,20 @@ def _serve(t, b, row, actions):
     b.out[row, 2] = e.reward_tpot
     b.out[row, 3] = 1.0 if ended else 0.0
     return ended
+
+
+@_jit
+def _nothing_to_decide(t, mask):
+    """Leave the first value of every part of the action."""
+    c = t.cfg[0]
+    copies = c.layers if c.per_layer else 1
+    mask[:] = 0
+    mask[0], mask[c.levels], mask[c.levels + 2] = 1, 1, 1
+    at = c.levels + 2 + t.main_choice.shape[1]
+    for size in (len(t.y_headroom), len(t.z_headroom)):
+        for _ in range(copies):
+            mask[at] = 1
+            at += size
 
 
 @_jit
@@ -584,9 +620,11 @@ def _observe(t, b, row):
                 same = 0.0
         s[10] = same
     tokens = float(np.int64(r.n_in) * c.top_k)
+    if c.deployed == 1:
+        _nothing_to_decide(t, b.action_mask[row])
     for level in range(c.levels):
         m = t.members[level]
-        if m == 0:
+        if m == 0 or c.deployed == 1:
             continue
         legal = 0
         for order in range(2):

@@ -10,7 +10,6 @@ import pytest
 from servegym.baselines.serverless import grid_optimum as go
 from servegym.baselines.serverless import loads
 from servegym.baselines.serverless.bounds import corollary1
-from servegym.baselines.serverless.deployments import DEPLOYMENTS, deployment_cost
 from servegym.baselines.serverless.loads import Load, predict
 from servegym.baselines.serverless.lpt import lpt
 from servegym.baselines.serverless.mmp import mmp, worst_cases
@@ -19,6 +18,7 @@ from servegym.baselines.serverless.replicas import choose_replicas
 from servegym.baselines.serverless.selection import remote_set
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ FAMILY = "serverless_moe"
 NAMES = [info.name for info in list_policies(FAMILY)]
 SMALL = {"best_constant": {"rows": 2, "requests": 10}, "warm_planner": {"requests": 20}}
 """Arguments of policies that rehearse or plan at length before the first request."""
+DEPLOYMENTS = ("cpu", "gpu", "fetch", "per_expert")
 
 
 def make_env(rows=3, **kwargs):
@@ -139,9 +140,10 @@ def test_table_knows_what_is_warm():
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_runs_and_is_deterministic(name):
     kwargs = SMALL.get(name, {})
-    env = make_env(2, episode_requests=12)
+    asked = {"deployment": name} if name in DEPLOYMENTS else {}
+    env = make_env(2, episode_requests=12, **asked)
     rewards, actions, _ = run(name, env, **kwargs)
-    again = run(name, make_env(2, episode_requests=12), **kwargs)[1]
+    again = run(name, make_env(2, episode_requests=12, **asked), **kwargs)[1]
     assert (actions == again).all() and actions.dtype == np.int64
     assert (actions < env.problem.nvec).all() and np.isfinite(rewards).all()
 
@@ -256,7 +258,8 @@ def test_the_true_routing_is_not_seen(name):
     kwargs = SMALL.get(name, {})
     chosen = []
     for turn in (0, 1):
-        env = make_env(2, episode_requests=6)
+        asked = {"deployment": name} if name in DEPLOYMENTS else {}
+        env = make_env(2, episode_requests=6, **asked)
         system = ServerlessSystem.from_env(env)
         policy = make_policy(name, system, family=FAMILY, **kwargs)
         assert not policy.needs_env

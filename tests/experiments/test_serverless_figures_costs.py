@@ -7,8 +7,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from servegym.baselines.serverless.deployments import deployment_cost  # noqa: E402
+
+from servegym.baselines.registry import list_policies  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
+from servegym.envs.serverless_moe.deployments import deployment_cost  # noqa: E402
 from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
 from servegym.experiments import (  # noqa: E402
     serverless_costs,
@@ -144,7 +146,7 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
     assert serverless_policies.main([*command, "--slow-episodes", "1"]) == 0
     rows = rows_in(tmp_path / "policies.csv")
     by = {(row["preset"], row["policy"]): row for row in rows}
-    assert len(by) == 2 * 11
+    assert len(by) == 2 * len(list_policies("serverless_moe"))
     for preset in serverless_policies.PRESETS:
         mix, best = by[preset, "mix"], by[preset, "lookahead"]
         assert (mix["episodes"], best["episodes"]) == ("2", "1")
@@ -157,6 +159,9 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
     for row in rows:  # the reward is minus what was paid and the penalties
         paid = -float(row["mean_reward"]) - float(row["penalty"])
         assert paid > 0.0
+    # Deployments are in the table, but they decide nothing: a sentence of their own.
+    ranked, *_ = [n for n in (tmp_path / "policies.txt").read_text().splitlines() if "ranked" in n]
+    assert "greedy_warm" in ranked and "cpu" not in ranked.split("deployments")[0]
     before = (tmp_path / "policies_episodes.csv").read_text()
     monkeypatch.setattr(serverless_policies, "measure", None)  # nothing is left to measure
     assert serverless_policies.main([*command, "--slow-episodes", "1", "--resume"]) == 0
