@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
 
-AGENTS = ("sac_han", "ppo_han", "ppo", "ppo_serverless", "ppo_placement", "mappo_placement")
+AGENTS = (
+    "sac_han",
+    "ppo_han",
+    "pqn",
+    "ppo",
+    "ppo_serverless",
+    "ppo_placement",
+    "mappo_placement",
+)
 SHIPPED = Path(__file__).resolve().parent / "checkpoints"
 
 
@@ -112,7 +120,7 @@ class PlacementPolicy(CheckpointPolicy):
 
 
 class GraphPolicy(CheckpointPolicy):
-    """A checkpoint of ``sac_han`` or ``ppo_han``.
+    """A checkpoint of an agent over the graph, ``sac_han``, ``ppo_han`` or ``pqn``.
 
     With a graph encoder it takes other capacities and fleets.
     """
@@ -148,9 +156,9 @@ class GraphPolicy(CheckpointPolicy):
         return self.net.rows(observation)
 
     def _log_policy(self, rows: Any, mask: Any) -> Any:
-        if self.agent == "ppo_han":
-            return self.net(rows, mask)[0]
-        return self.net.log_policy(self.net.encode(rows), mask)
+        if self.agent == "sac_han":
+            return self.net.log_policy(self.net.encode(rows), mask)
+        return self.net(rows, mask)[0]
 
 
 def load_policy(
@@ -167,7 +175,7 @@ def load_policy(
 
     Returns:
         A greedy policy; its name follows from what was trained (``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, ``ppo_han``, ``ppo``, ``ppo_serverless``).
+        ``baseline_rl_dsa``, ``ppo_han``, ``ppo_sets``, ``pqn``, ``ppo``, ``ppo_serverless``).
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.
@@ -197,8 +205,8 @@ def load_policy(
         return _load_ppo_serverless(file, meta, weights)
     if kind in ("ppo_placement", "mappo_placement"):
         return _load_placement(file, meta, weights, system)
-    if kind == "ppo_han":
-        return _load_ppo_han(file, meta, weights, system)
+    if kind in ("ppo_han", "pqn"):
+        return _load_graph(file, meta, weights, system)
     return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
 
 
@@ -237,22 +245,24 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     return policy
 
 
-def _load_ppo_han(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
-    from servegym.agents import han, ppo_han
+def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
+    from servegym.agents import han, ppo_han, pqn
     from servegym.agents.common import env_kwargs
     from servegym.agents.single import SingleDecision
     from servegym.baselines.llm_routing.system import RoutingSystem
 
-    args = _arguments(ppo_han.Args, meta["args"])
+    kind = meta["agent"]
+    module: Any = {"ppo_han": ppo_han, "pqn": pqn}[kind]
+    args = _arguments(module.Args, meta["args"])
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
-    net = ppo_han.Agent(han.Layout(**json.loads(meta["layout"])), args, system)
+    net = module.Agent(han.Layout(**json.loads(meta["layout"])), args, system)
     weights.pop("law", None)  # that of the system at hand
     net.load_state_dict(weights, strict=net.law is None)
-    name = f"ppo_{args.encoder}"
-    policy = GraphPolicy(name, "graph", file, "ppo_han", args, net.eval())
+    name = f"ppo_{args.encoder}" if kind == "ppo_han" else kind
+    policy = GraphPolicy(name, "graph", file, kind, args, net.eval())
     policy.experts = system.num_experts
-    if args.encoder == "han":
+    if kind == "ppo_han" and args.encoder == "han":
         policy.single = SingleDecision(net)
     return policy
 
