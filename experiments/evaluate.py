@@ -150,6 +150,99 @@ def evaluate(
     Raises:
         ValueError: If an argument, a policy's name or an environment's argument is not valid.
     """
+    plan, resolved = plan_for(env_id, policies, episodes, seed, env_kwargs, num_envs)
+    rows: list[dict[str, Any]] = []
+    for name, policy in resolved:
+        envs = plan.envs(policy)
+        try:
+            for start in plan.starts:
+                found, own = plan.block(envs, name, policy, start)
+                rows += found
+                if logs is not None and own:
+                    logs.setdefault(name, []).extend(own)
+                if progress is not None:
+                    progress(name, min(start + plan.count, episodes), episodes)
+        finally:
+            envs.close()
+    return rows
+
+
+class Plan(NamedTuple):
+    """What a checked call of `evaluate` comes to: the same blocks of episodes for every policy.
+
+    A block needs nothing of the blocks before it, so that they may run anywhere in any order.
+
+    Attributes:
+        env_id: The id of the family's graph view.
+        kwargs: Arguments of the environment, with the split.
+        told: JSON of what every row says of the system and its load.
+        episodes: Episodes a policy.
+        seed: Seed of the first episode.
+        count: Episodes of a block.
+    """
+
+    env_id: str
+    kwargs: dict[str, Any]
+    told: str
+    episodes: int
+    seed: int
+    count: int
+
+    @property
+    def starts(self) -> range:
+        """The first episode of every block."""
+        return range(0, self.episodes, self.count)
+
+    def envs(self, policy: Policy) -> Any:
+        """The vector environment of the view that a policy reads, bound to it if it asks for it."""
+        asked = {**self.kwargs, **policy.env_kwargs}
+        envs = make_envs(env_id_for(self.env_id, policy.env_view), self.count, asked)
+        if policy.needs_env:
+            cast(Any, policy).bind(envs)
+        return envs
+
+    def block(
+        self, envs: Any, name: str, policy: Policy, start: int
+    ) -> tuple[list[dict[str, Any]], list[NDArray[Any]]]:
+        """The rows of `evaluate` for a policy's block of episodes, and their request logs."""
+        family, problem = known_family(self.env_id), envs.unwrapped.problem
+        same_return = all(
+            self.kwargs.get(key) == value
+            for key, value in policy.env_kwargs.items()
+            if key not in family.neutral
+        )
+        results = _run_block(envs, policy, self.seed + start, self.count)
+        results = results[: self.episodes - start]
+        rows = [
+            {
+                "policy": name,
+                "seed": self.seed + episode,
+                "episode": episode,
+                **result["kpis"],
+                **family.extras(result, problem),
+                "return": result["return"] if same_return else math.nan,
+                "clairvoyant": policy.clairvoyant,
+                "env_id": self.env_id,
+                "env_kwargs": self.told,
+            }
+            for episode, result in enumerate(results, start)
+        ]
+        return rows, [result["log"] for result in results if result["log"] is not None]
+
+
+def plan_for(
+    env_id: str,
+    policies: Sequence[str | os.PathLike[str] | Policy],
+    episodes: int = 20,
+    seed: int = DEFAULT_SEED,
+    env_kwargs: Mapping[str, Any] | None = None,
+    num_envs: int | None = None,
+) -> tuple[Plan, list[Resolved]]:
+    """Check the arguments of `evaluate` and look up its policies, before the first episode.
+
+    Raises:
+        ValueError: If an argument, a policy's name or an environment's argument is not valid.
+    """
     for argument, value, low in (("episodes", episodes, 1), ("seed", seed, 0)):
         if value < low:
             raise ValueError(f"{argument} is {value}; allowed is {low} or more")
@@ -158,7 +251,6 @@ def evaluate(
     if not policies:
         raise ValueError("policies is empty; name at least one")
     kwargs = {"split": "eval", **(env_kwargs or {})}
-    count = min(num_envs or 16, episodes)
     graph_id = env_id_for(env_id)
     # All names are looked up before the first episode: a typo must not cost the others' work.
     probe = make_envs(graph_id, 1, kwargs)
@@ -170,46 +262,7 @@ def evaluate(
     )
     system = family.system(problem)
     resolved = _distinct([resolve(policy, system, family.name) for policy in policies])
-    rows: list[dict[str, Any]] = []
-    for name, policy in resolved:
-        asked = {**kwargs, **policy.env_kwargs}
-        same_return = all(
-            kwargs.get(key) == value
-            for key, value in policy.env_kwargs.items()
-            if key not in family.neutral
-        )
-        envs = make_envs(env_id_for(env_id, policy.env_view), count, asked)
-        try:
-            if policy.needs_env:
-                cast(Any, policy).bind(envs)
-            for start in range(0, episodes, count):
-                results = _run_block(envs, policy, seed + start, count)[: episodes - start]
-                for episode, result in enumerate(results, start):
-                    row = {
-                        **result["kpis"],
-                        **family.extras(result, problem),
-                        "return": result["return"],
-                    }
-                    if not same_return:
-                        row["return"] = math.nan
-                    rows.append(
-                        {
-                            "policy": name,
-                            "seed": seed + episode,
-                            "episode": episode,
-                            **row,
-                            "clairvoyant": policy.clairvoyant,
-                            "env_id": graph_id,
-                            "env_kwargs": told,
-                        }
-                    )
-                    if logs is not None and result["log"] is not None:
-                        logs.setdefault(name, []).append(result["log"])
-                if progress is not None:
-                    progress(name, min(start + count, episodes), episodes)
-        finally:
-            envs.close()
-    return rows
+    return Plan(graph_id, kwargs, told, episodes, seed, min(num_envs or 16, episodes)), resolved
 
 
 def known_family(env_id: str) -> Family:
