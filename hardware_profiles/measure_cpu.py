@@ -3,6 +3,10 @@
 Every number of threads gets a process of its own, because a BLAS library reads it when it is
 loaded; the process is pinned to as many processors. Weights are drawn at random, in float32, and
 enough copies are used in turn that they do not stay in the cache.
+
+Times are wall time: processor time adds up over the threads, and it is the wait for the slowest of
+them that more threads shorten. On a shared machine the least of many runs is what to fit; that is
+the column ``ms_min``, beside the quartile and the median that show how busy the machine was.
 """
 
 from __future__ import annotations

@@ -154,10 +154,10 @@ def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
     low, high, step = (real(argument, x, 0.0, 1e7, open_low=True) for x in given)
     if high < low:
         raise ValueError(f"{argument}={given!r}: the highest specification is below the lowest.")
-    grid = low + step * np.arange(math.floor((high - low) / step + 1e-9) + 1)
-    if len(grid) > 100_000:
-        raise ValueError(f"{argument}={given!r} has {len(grid)} steps; at most 100000 are allowed.")
-    return grid
+    count = math.floor((high - low) / step + 1e-9) + 1
+    if count > 100_000:
+        raise ValueError(f"{argument}={given!r} has {count} steps; at most 100000 are allowed.")
+    return low + step * np.arange(count)
 
 
 def build_system(
@@ -206,7 +206,9 @@ def build_system(
     experts = np.zeros(model.layers, dtype=np.int64)
     experts[list(model.moe_layers)] = model.experts
     count = len(model.moe_layers)
-    scale = model.expert_bytes / model.bytes_per_value / SERVING.expert_parameters
+    parameters = model.expert_bytes / model.bytes_per_value
+    scale = parameters / SERVING.expert_parameters
+    theta1, theta3 = SERVING.expert_thetas_s(model.name, parameters)
     token_mb = model.token_bytes / MB
     expert_mb = model.expert_bytes / MB
     system = SystemModel(
@@ -229,9 +231,9 @@ def build_system(
         container_start_remote_s=float(container_start_s),
         z_max=whole("z_max", z_max, 1, 64),
         payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
-        expert_theta1_s=SERVING.expert_theta1_s * scale,
+        expert_theta1_s=theta1,
         expert_theta2_per_gb=SERVING.theta2_per_gb(model.name),
-        expert_theta3_s=SERVING.expert_theta3_s * scale,
+        expert_theta3_s=theta3,
         expert_token_s=SERVING.expert_token_s * scale,
         max_vcpus=SERVING.max_vcpus,
         gpu_layer_base_s=card.layer_base_s,
@@ -241,7 +243,7 @@ def build_system(
         swap_base_s=SERVING.swap_base_s,
         swap_mb_s=SERVING.swap_mb_s,
         provenance={
-            **SERVING.provenance(),
+            **SERVING.provenance(model.name),
             "gpu": f"{card.kind}: {card.source}",
             "main_specs_mb": grid_source,
             "remote_specs_mb": grid_source,

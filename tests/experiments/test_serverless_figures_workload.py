@@ -29,7 +29,7 @@ from servegym.experiments.serverless_common import (  # noqa: E402
     verdict,
     with_interval,
 )
-from servegym.hardware_profiles.serverless import ThetaLaw  # noqa: E402
+from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
 
 DEEPSEEK = "deepseek-v2-lite"
 
@@ -190,6 +190,25 @@ def test_derived_times():
     # A quarter of a processor takes four times as long; the scaling law is 1 at one thread.
     at = serverless_fits.derived_seconds(1e-3, [0.25, 0.5, 1.0, 16.0])
     assert at[:3] == pytest.approx([4e-3, 2e-3, 1e-3], rel=5e-3) and 0.3e-3 < at[3] < 0.6e-3
+
+
+def test_a_model_with_a_theta2_of_its_own_has_a_law_that_goes_with_it():
+    name = "gpt2-moe"
+    gb = np.array(serverless_fits.POINTS[name])
+    points = serverless_fits.derived_seconds(load_constants().expert(name).one_token_s, gb)
+    found = serverless_fits.fit_theta(gb, points, SERVING.theta2_per_gb(name))
+    own = SERVING.expert_own_s[name]
+    assert own == pytest.approx((found.theta1_s, found.theta3_s), rel=2e-3)
+    system = build_system(name)
+    assert (system.expert_theta1_s, system.expert_theta3_s) == own
+    assert system.provenance["expert_theta1_s"].startswith("derived: least relative squares")
+    served = system.expert_cpu_s(1024.0 * gb, 1)
+    assert abs(served / points - 1).max() == pytest.approx(0.52, abs=0.005)
+    # The others' are one law, in proportion to the weights.
+    small, large = (build_system(x) for x in ("deepseek-v2-lite", "gpt-oss-20b"))
+    ratio = 2880**2 * 3 / (2048 * 1408 * 3)
+    assert large.expert_theta1_s == pytest.approx(ratio * small.expert_theta1_s, rel=0.005)
+    assert large.provenance["expert_theta1_s"] == small.provenance["expert_theta1_s"]
 
 
 def test_published_points(tmp_path):
