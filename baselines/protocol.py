@@ -80,12 +80,15 @@ class BasePolicy:
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`; also seeds ``self.rng``."""
+        self._size(num_envs, seed)
+        self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
+
+    def _size(self, num_envs: int, seed: int | None) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs must be at least 1, got {num_envs}")
         self.num_envs = int(num_envs)
         # A stream of its own: environments seeded alike must not draw the same numbers.
         self.rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,)))
-        self.episode_start(np.ones(self.num_envs, dtype=np.bool_))
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
         """See `Policy.episode_start`; nothing to do for a policy without state."""
@@ -103,6 +106,44 @@ class BasePolicy:
         """Take the vector environment; only policies with ``needs_env`` have a use for it."""
         if self.needs_env:
             raise NotImplementedError(f"{self.name} needs an environment and must define bind()")
+
+
+class WrappedPolicy(BasePolicy):
+    """A policy that acts as another does; a subclass changes what that one sees or tells.
+
+    Args:
+        policy: The other.
+        name: The name in tables, by default the other's.
+    """
+
+    def __init__(self, policy: Policy, name: str = "") -> None:
+        self.policy = policy
+        self.name = name or policy.name
+        self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
+        self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._size(num_envs, seed)
+        self.policy.reset(num_envs, seed)
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`."""
+        self.policy.episode_start(mask)
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        return self.policy.act(observation, action_mask)
+
+    def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`."""
+        self.policy.feedback(reward)
+
+    def bind(self, env: Any) -> None:
+        """See `BasePolicy.bind`."""
+        self.policy.bind(env)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CallablePolicy(BasePolicy):

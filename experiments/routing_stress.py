@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.protocol import BasePolicy, Observation, Policy
+from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.routing_common import (
@@ -45,18 +45,12 @@ UPTIMES_S = (30.0, 60.0, 120.0, 300.0, 1200.0)
 REPAIR_S = 20.0
 
 
-class ShuffledScores(BasePolicy):
+class ShuffledScores(WrappedPolicy):
     """A router that sees every new request's predicted scores dealt to the experts at random."""
 
     def __init__(self, policy: Policy) -> None:
         """Wrap a policy that reads the Dict observation."""
-        self.policy, self.env_view = policy, policy.env_view
-        self.name = f"{policy.name}, shuffled"
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        super().reset(num_envs, seed)
-        self.policy.reset(num_envs, seed)
+        super().__init__(policy, f"{policy.name}, shuffled")
 
     def act(
         self, observation: Observation, action_mask: NDArray[np.integer[Any]]
@@ -64,7 +58,7 @@ class ShuffledScores(BasePolicy):
         """See `Policy.act`."""
         request = np.array(observation["request"])
         request[..., 1] = self.rng.permuted(request[..., 1], axis=1)
-        return self.policy.act({**observation, "request": request}, action_mask)
+        return super().act({**observation, "request": request}, action_mask)
 
 
 def _routers(options: Options, kwargs: Mapping[str, Any]) -> list[Policy]:

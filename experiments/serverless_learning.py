@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.agents import load_policy
-from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.baselines.protocol import Observation, WrappedPolicy
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figure_run import (
     FigureOptions,
@@ -61,7 +61,7 @@ class Options(FigureOptions):
     checkpoints: Path | None
 
 
-class Recorder(BasePolicy):
+class Recorder(WrappedPolicy):
     """A policy that remembers the actions of another.
 
     Attributes:
@@ -69,19 +69,14 @@ class Recorder(BasePolicy):
     """
 
     def __init__(self, policy: Any, name: str) -> None:
-        self.policy, self.name, self.env_view = policy, name, policy.env_view
+        super().__init__(policy, name)
         self.actions: list[NDArray[np.int64]] = []
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        super().reset(num_envs, seed)
-        self.policy.reset(num_envs, seed)
 
     def act(
         self, observation: Observation, action_mask: NDArray[np.integer[Any]]
     ) -> NDArray[np.int64]:
         """See `Policy.act`."""
-        self.actions.append(self.policy.act(observation, action_mask))
+        self.actions.append(super().act(observation, action_mask))
         return self.actions[-1]
 
 

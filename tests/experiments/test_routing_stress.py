@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+from servegym.baselines.protocol import BasePolicy  # noqa: E402
 from servegym.baselines.registry import make_policy  # noqa: E402
 from servegym.experiments import routing_stress  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
@@ -40,7 +41,7 @@ def test_routers_blind_to_scores_lose_nothing(name):
 def test_the_scores_are_dealt_anew_and_nothing_else_changes():
     seen = []
 
-    class Spy(routing_stress.BasePolicy):
+    class Spy(BasePolicy):
         name = "spy"
 
         def act(self, observation, action_mask):

@@ -10,7 +10,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from servegym.agents import ppo_serverless  # noqa: E402
+from servegym.baselines.registry import make_policy  # noqa: E402
+from servegym.baselines.serverless.system import ServerlessSystem  # noqa: E402
 from servegym.experiments import serverless_learning as learning  # noqa: E402
+from servegym.experiments.evaluate import evaluate  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
 
 
@@ -84,6 +87,22 @@ def test_table_and_figure(tmp_path, monkeypatch):
     verdict = (tmp_path / "learning.txt").read_text()
     beaten = row["mean_reward_low"] > rows["mix"]["mean_reward_high"]
     assert ("mix: beaten" in verdict) == beaten
+
+
+@pytest.mark.parametrize("name", ["random", "remoe_sticky", "gpu", "grid_optimum"])
+def test_a_recorded_policy_plays_as_it_would_alone(name):
+    """Draws, memory, the environment it asks for or is bound to: all as without the recorder."""
+    kwargs = {"model": "toy", "episode_requests": 8, "split": "eval"}
+    system = ServerlessSystem.from_kwargs(**kwargs)
+    alone, inner = (make_policy(name, system, family="serverless_moe") for _ in range(2))
+    recorder = learning.Recorder(inner, f"{name} recorded")
+    rows = evaluate(learning.ENV_ID, [alone, recorder], 3, env_kwargs=kwargs)
+    returns = {row["policy"]: [] for row in rows}
+    for row in rows:
+        returns[row["policy"]].append(row["return"])
+        assert row["clairvoyant"] == (name == "grid_optimum")
+    assert returns[name] == returns[f"{name} recorded"] and np.isfinite(returns[name]).all()
+    assert np.array(recorder.actions).shape == (8, 3, 5)
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
