@@ -33,16 +33,27 @@ from servegym.experiments.figure_run import (
 )
 from servegym.experiments.output import print_table, read_rows, write_csv
 from servegym.experiments.serverless_common import OUT, save, with_interval
+from servegym.experiments.stats import mean, paired_difference
 from servegym.hardware_profiles.script import run
 
 __all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
 
 MODULE = "servegym.experiments.serverless_learning"
 ENV_ID = "servegym/ServerlessMoE-v0"
-BASELINES = ("mix", "keep_alive", "best_constant", "greedy_warm", "remoe_sticky", "lookahead")
+BASELINES = (
+    "mix",
+    "keep_alive",
+    "best_constant",
+    "greedy_warm",
+    "remoe_sticky",
+    "warm_planner",
+    "lookahead",
+)
 BLOCK = 10
 """Episodes that run side by side; finished blocks are kept."""
-RIVALS = ("best_constant", "remoe_sticky", "greedy_warm")
+RIVALS = ("best_constant", "remoe_sticky", "greedy_warm", "warm_planner")
+AIMED = RIVALS[:3]
+"""Rivals of whose gap to `lookahead` the aimed share is to be closed."""
 PARTS = ("b", "order", "w", "y", "z")
 KEYS = (
     "mean_reward", "cost_over_mix", "ttft_violation_rate", "tpot_violation_rate",
@@ -212,6 +223,8 @@ def learning(options: Options) -> None:
             share = closed(values, rewards[rival], rewards["lookahead"])
             ends = ("", "_low", "_high")
             row |= {f"closed_{rival}{e}": v for e, v in zip(ends, share, strict=True)}
+            more = paired_difference(values, rewards[rival], mean)
+            row |= {f"minus_{rival}{e}": v for e, v in zip(ends, more, strict=True)}
         rows.append(row | variety.get(row["policy"], {}))
     keys = list(dict.fromkeys(key for row in rows for key in row))
     rows = [{key: row.get(key, "") for key in keys} for row in rows]
@@ -233,13 +246,16 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         other = by_name[rival]
         apart = ours["mean_reward_low"] > other["mean_reward_high"]
         share, low, high = (ours[f"closed_{rival}{end}"] for end in ("", "_low", "_high"))
+        aim = f", {'at least' if share >= GOAL else 'less than'} the {100 * GOAL:.0f} % aimed at"
         lines.append(
             f"{rival}: {'beaten, intervals apart' if apart else 'not clearly beaten'} "
             f"({ours['mean_reward']:.3f} [{ours['mean_reward_low']:.3f}, "
             f"{ours['mean_reward_high']:.3f}] against {other['mean_reward']:.3f} "
-            f"[{other['mean_reward_low']:.3f}, {other['mean_reward_high']:.3f}]); closes "
-            f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of its gap to lookahead, "
-            f"{'at least' if share >= GOAL else 'less than'} the {100 * GOAL:.0f} % aimed at"
+            f"[{other['mean_reward_low']:.3f}, {other['mean_reward_high']:.3f}], on the same "
+            f"episodes {ours[f'minus_{rival}']:+.4f} [{ours[f'minus_{rival}_low']:+.4f}, "
+            f"{ours[f'minus_{rival}_high']:+.4f}]); closes "
+            f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of its gap to lookahead"
+            + (aim if rival in AIMED else "")
         )
     each = [row for row in rows if row.get("plans")]
     for row in each:
