@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from servegym.envs._checks import check_render_mode, keywords
+from servegym.envs._checks import check_render_mode, flag, keywords
 
 
 class Batch(Protocol):
@@ -82,7 +82,7 @@ class BatchEnv(gym.Env):
         self, *, render_mode: str | None = None, validate: bool = False, **kwargs: Any
     ) -> None:
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
-        self.validate = validate
+        self.validate = flag("validate", validate)
         self.problem = self.make_problem(kwargs)
         parts = type(self)
         self.batch = parts.BATCH(self.problem, 1)

@@ -18,7 +18,7 @@ def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
         ValueError: naming the argument, what was given, what is allowed and the nearest of it.
     """
     names = list(allowed)
-    if given in names:
+    if isinstance(given, str) and given in names:
         return given
     near = difflib.get_close_matches(str(given), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -38,25 +38,37 @@ def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:
     return int(given)
 
 
-def real(argument: str, given: Any, low: float, high: float = math.inf, open_low=False) -> float:
-    """Return ``given`` as a finite float in [low, high], or (low, high] if ``open_low``.
+# Numbers smaller than this, or larger than its inverse, are zero and infinity to every formula.
+TINY = 1e-300
+
+
+def real(argument: str, given: Any, low: float, high: float = 1 / TINY, open_low=False) -> float:
+    """Return ``given`` as a float in [low, high], or at least `TINY` above low if ``open_low``.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
     ok = isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool)
-    if not ok or not math.isfinite(given) or given < low or given > high:
-        ok = False
-    elif open_low and given == low:
-        ok = False
-    if not ok:
+    try:
+        value = float(given) if ok else math.nan
+    except OverflowError:  # an integer beyond the largest float
+        value = math.inf
+    least = low + TINY if open_low else low
+    if not math.isfinite(value) or not least <= value <= high or (open_low and value == low):
         lower = f"above {low:g}" if open_low else f"at least {low:g}"
-        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        upper = "" if high == 1 / TINY else f" and at most {high:g}"
         raise ValueError(f"{argument}={given!r} must be a finite number {lower}{upper}.")
-    return float(given)
+    return value
 
 
-def span(argument: str, given: Any, high: float = math.inf) -> tuple[float, float]:
+def flag(argument: str, given: Any) -> bool:
+    """Return ``given`` as a bool; ValueError naming the argument if it is none."""
+    if not isinstance(given, (bool, np.bool_)):
+        raise ValueError(f"{argument}={given!r} must be True or False.")
+    return bool(given)
+
+
+def span(argument: str, given: Any, high: float = 1 / TINY) -> tuple[float, float]:
     """Return ``given`` – a number, or a range (low, high) – as a range of positive numbers."""
     if isinstance(given, (list, tuple)):
         if len(given) != 2:
@@ -77,7 +89,10 @@ def mapping(argument: str, given: Any, allowed: Iterable[str] | None = None) -> 
     """
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"{argument}={given!r} must be a mapping of keyword to value, or None.")
-    found = dict(given or {})
+    found = {} if given is None else dict(given)
+    for key in found:
+        if not isinstance(key, str):
+            raise ValueError(f"{argument}={given!r} has the key {key!r}, which is no keyword.")
     if allowed is not None:
         for key in found:
             try:
@@ -116,6 +131,6 @@ def keywords(
 def check_render_mode(given: str | None, allowed: Iterable[str]) -> str | None:
     """Return ``given`` if it is None or one of ``allowed``, else raise ValueError."""
     modes = list(allowed)
-    if given is not None and given not in modes:
+    if given is not None and not (isinstance(given, str) and given in modes):
         raise ValueError(f"render_mode={given!r} is unknown; choose one of {modes} or None.")
     return given

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from servegym.envs._batch import BatchEnv
-from servegym.envs._checks import check_render_mode, choose, whole
+from servegym.envs._checks import check_render_mode, choose, flag, whole
 
 
 class BatchVectorEnv(VectorEnv):
@@ -49,8 +49,8 @@ class BatchVectorEnv(VectorEnv):
         if max_episode_steps is not None:
             max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)
         self.max_episode_steps = max_episode_steps
-        self.copy = copy
-        self.validate = validate
+        self.copy = flag("copy", copy)
+        self.validate = flag("validate", validate)
         self.problem = single.make_problem(kwargs)
         self.batch = single.BATCH(self.problem, self.num_envs)
         self.single_observation_space = single.OBSERVATION(self.problem)

@@ -939,6 +939,8 @@ def load_named(
     Raises:
         ValueError: for an unknown name, or what ``read`` raises.
     """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ValueError(f"{what}: got {name_or_path!r}; it must be a name or a path")
     text = os.fspath(name_or_path)
     if text.endswith(".json") or os.sep in text or "/" in text:
         return read(Path(text))

@@ -260,8 +260,11 @@ class Cluster:
 def _per(argument: str, given: Any, shape: tuple[int, ...], low: float, open_low: bool):
     """``given``, a number or an array, as finite float64 of ``shape``."""
     try:
-        array = np.array(given, dtype=np.float64)
-    except (TypeError, ValueError):
+        array = np.array(given)
+        if array.dtype.kind not in "iuf":
+            raise ValueError
+        array = array.astype(np.float64)
+    except ValueError:  # text, nested lists of several lengths
         array = np.array(np.nan)
     if array.shape == ():
         array = np.full(shape, real(argument, given, low, open_low=open_low))
@@ -320,6 +323,8 @@ def build_cluster(
     Raises:
         ValueError: an argument is bad, or the experts do not fit in the memory.
     """
+    if not isinstance(sizes, (ModelTimes, type(None))):
+        raise ValueError(f"sizes={sizes!r} must be ModelTimes or None.")
     times = sizes if sizes is not None else MODELS[choose("model", model, MODELS)]
     if not isinstance(gpus, (list, tuple)) or not gpus:
         raise ValueError(f"gpus={gpus!r} must list the GPUs of each server, as (1, 1, 2).")
@@ -329,6 +334,7 @@ def build_cluster(
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])
     fraction = times.memory_fraction if memory_fraction is None else memory_fraction
     fraction = real("memory_fraction", fraction, 0.0, 1.0, open_low=True)
+    need = times.layers * times.experts
     memory = _per("gpu_bytes", gpu_bytes, (total,), 0.0, True) * fraction
     memory[first] -= times.reserved_bytes
     if slots is None:
@@ -340,12 +346,13 @@ def build_cluster(
                 f"({times.reserved_bytes:.0f} bytes) of {model!r}: raise gpu_bytes or "
                 "memory_fraction."
             )
-        cap = np.floor(memory / times.expert_bytes).astype(np.int64)
+        cap = np.minimum(np.floor(memory / times.expert_bytes), need).astype(np.int64)
     else:
+        if not isinstance(slots, (list, tuple, np.ndarray)):
+            raise ValueError(f"slots={slots!r} must list the experts that each GPU can hold.")
         if len(slots) != total:
             raise ValueError(f"slots lists {len(slots)} GPUs, gpus={counts} has {total}.")
         cap = np.array([whole(f"slots[{g}]", s, 0) for g, s in enumerate(slots)], dtype=np.int64)
-    need = times.layers * times.experts
     cap = np.minimum(cap, need)  # a second copy on one GPU is of no use
     places = int(np.minimum(np.bincount(gpu_server, cap, servers), need).sum())
     if places < need:

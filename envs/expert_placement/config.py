@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, mapping, real, whole
+from servegym.envs._checks import choose, flag, mapping, real, whole
 from servegym.envs.expert_placement.cluster import (
     LOAD_ARGUMENTS,
     MODELS,
@@ -28,6 +28,7 @@ from servegym.envs.expert_placement.simulator import (
     make_prompts,
 )
 from servegym.envs.workloads.activations import (
+    SKEWS,
     Activations,
     load_activations,
     make_toy_activations,
@@ -35,6 +36,7 @@ from servegym.envs.workloads.activations import (
 
 ACTION_MODES = ("layer_budget", "expert_score", "placement")
 TASK_MIXES = ("by_server", "mixed")
+MAX_REQUESTS = 10_000_000
 # The prompts that the first counts come from are never those of the episode.
 SPLITS = {"train": "val", "val": "train", "eval": "train"}
 
@@ -113,7 +115,7 @@ def _tasks(given: Any, activations: Activations) -> tuple[str, ...]:
     """Names of the tasks that requests have, in the order of the servers."""
     if given is None:
         return activations.tasks
-    if isinstance(given, str) or not len(given):
+    if not isinstance(given, (list, tuple)) or not given:
         raise ValueError(f"tasks={given!r} must list at least one of {list(activations.tasks)}.")
     return tuple(choose(f"tasks[{i}]", name, activations.tasks) for i, name in enumerate(given))
 
@@ -171,6 +173,7 @@ def build_problem(
         cluster = build_cluster(model, **given)
     except TypeError as error:
         raise ValueError(f"cluster_kwargs={cluster_kwargs!r}: {error}") from None
+    choose("skew", skew, ("measured",) if model == "toy" else SKEWS)
     activations, prompts = _load(model, skew, whole("activations_seed", activations_seed, 0))
     servers = cluster.num_servers
     of_model = load.get("tasks", {}).get(model)
@@ -187,18 +190,25 @@ def build_problem(
             f"the {servers} servers."
         )
     gaps = [real(f"mean_interarrival_s[{n}]", g, 0.0, open_low=True) for n, g in enumerate(gaps)]
+    epochs = whole("epochs", epochs, 1, 100_000)
+    epoch_s = real("epoch_s", epoch_s, 0.0, open_low=True)
+    requests = epochs * epoch_s * sum(1.0 / g for g in gaps)
+    if requests > MAX_REQUESTS:
+        raise ValueError(
+            f"epochs={epochs}, epoch_s={epoch_s:g} and mean_interarrival_s={gaps} make "
+            f"{requests:.3g} requests an episode; at most {MAX_REQUESTS} are allowed."
+        )
     outputs = pick(output_tokens, "output_tokens", 20)
     pair = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs, outputs]
+    pair = [whole("output_tokens", x, 1, 1 << 20) for x in pair]
     if len(pair) != 2 or pair[0] > pair[1]:
         raise ValueError(f"output_tokens={outputs!r} must be a number or a range (low, high).")
-    low, high = (whole("output_tokens", x, 1, 1 << 20) for x in pair)
+    low, high = pair
     rotate = real("rotate_s", pick(rotate_s, "rotate_s", 0.0), 0.0)
     mix = choose("task_mix", pick(task_mix, "task_mix", "by_server"), TASK_MIXES)
     source = pick(migration_source, "migration_source", "host")
     choose("split", split, SPLITS)
-    for name, value in (("free_start", free_start), ("redirect", redirect)):
-        if not isinstance(value, (bool, np.bool_)):
-            raise ValueError(f"{name}={value!r} must be True or False.")
+    free_start, redirect = flag("free_start", free_start), flag("redirect", redirect)
     if redirect and serving != "offload":
         raise ValueError("redirect=True needs serving='offload': else servers help with experts.")
     return Problem(
@@ -210,19 +220,19 @@ def build_problem(
         history_rows=_rows(activations, SPLITS[split], names),
         interarrival_s=np.array(gaps),
         output_tokens=(low, high),
-        epochs=whole("epochs", epochs, 1, 100_000),
-        epoch_s=real("epoch_s", epoch_s, 0.0, open_low=True),
+        epochs=epochs,
+        epoch_s=epoch_s,
         task_mix=mix,
         rotate_s=rotate,
         history_requests=whole("history_requests", history_requests, 0, 1_000_000),
-        free_start=bool(free_start),
+        free_start=free_start,
         action_mode=choose("action_mode", action_mode, ACTION_MODES),
         replica_choice=choose("replica_choice", replica_choice, REPLICA_CHOICES),
         replica_candidates=whole("replica_candidates", replica_candidates, 1),
         migration_source=choose("migration_source", source, MIGRATION_SOURCES),
         serving=choose("serving", serving, SERVINGS),
         cache=choose("cache", cache, CACHES),
-        redirect=bool(redirect),
+        redirect=redirect,
         arguments=arguments,
     )
 

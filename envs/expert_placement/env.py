@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from servegym.envs._checks import check_render_mode, keywords
+from servegym.envs._checks import check_render_mode, flag, keywords
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import (
     PlacementState,
@@ -161,7 +161,7 @@ class ExpertPlacementEnv(gym.Env):
         if problem is not None and kwargs:
             raise ValueError(f"give either problem or arguments, not both: {sorted(kwargs)}.")
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
-        self.validate = validate
+        self.validate = flag("validate", validate)
         self.problem = make_problem(kwargs) if problem is None else problem
         self.system = PlacementSystem(self.problem)
         self.observation_space = observation_space(self.problem)

@@ -11,7 +11,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
-from servegym.envs._checks import check_render_mode
+from servegym.envs._checks import check_render_mode, flag
 from servegym.envs.expert_placement.core import PlacementSystem, action_space, observation_space
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import check_action, make_problem
@@ -78,15 +78,13 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     def __init__(
         self, *, shared_reward: bool = False, render_mode: str | None = None, **kwargs: Any
     ) -> None:
-        if not isinstance(shared_reward, (bool, np.bool_)):
-            raise ValueError(f"shared_reward={shared_reward!r} must be True or False.")
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         if kwargs.get("action_mode") == "placement":
             raise ValueError(
                 "action_mode='placement' is for the single environment; "
                 "choose 'layer_budget' or 'expert_score'."
             )
-        self.shared_reward = bool(shared_reward)
+        self.shared_reward = flag("shared_reward", shared_reward)
         self.problem = make_problem(kwargs)
         self.system = PlacementSystem(self.problem)
         c = self.problem.cluster

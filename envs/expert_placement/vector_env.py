@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from servegym.envs._checks import whole
+from servegym.envs._checks import check_render_mode, flag, whole
 from servegym.envs._vector import autoreset
 from servegym.envs.expert_placement.core import PlacementState
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem
@@ -41,6 +41,8 @@ class ExpertPlacementVectorEnv(SyncVectorEnv):
         **kwargs: Any,
     ) -> None:
         num_envs, autoreset_mode = whole("num_envs", num_envs, 1), autoreset(autoreset_mode)
+        copy, validate = flag("copy", copy), flag("validate", validate)
+        check_render_mode(render_mode, ExpertPlacementEnv.metadata["render_modes"])
         problem = make_problem(kwargs)
         if max_episode_steps is not None:
             max_episode_steps = whole("max_episode_steps", max_episode_steps, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, mapping, real, span, whole
+from servegym.envs._checks import choose, flag, mapping, real, span, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
 from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
@@ -70,7 +70,7 @@ def _resolve_profiles(
             "ask for fewer or name a larger fleet."
         )
     if models is not None:
-        if isinstance(models, str) or len(models) < count:
+        if not isinstance(models, (list, tuple)) or len(models) < count:
             raise ValueError(f"models={models!r} must be a list of at least {count} model names.")
         names = list(models)
     return found[:count], None if names is None else names[:count]
@@ -250,8 +250,7 @@ def engine_config(
     c["token_budget"] = whole("prefill_token_budget", prefill_token_budget, 1)
     c["block_size"] = whole("block_size", block_size, 1, 4096)
     c["per_block"] = 1.0 / block_size
-    if not isinstance(prefix_caching, (bool, np.bool_)):
-        raise ValueError(f"prefix_caching={prefix_caching!r} must be True or False.")
+    prefix_caching = flag("prefix_caching", prefix_caching)
     if prefix_caching and scheduler != "chunked_prefill":
         raise ValueError(
             f"prefix_caching=True needs scheduler='chunked_prefill', not {scheduler!r}: "

@@ -10,7 +10,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
-from servegym.envs._checks import check_render_mode, choose, keywords, whole
+from servegym.envs._checks import check_render_mode, choose, flag, keywords, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, draw_from, observation_space
@@ -91,10 +91,8 @@ class LLMRoutingParallelEnv(ParallelEnv):
         **kwargs: Any,
     ) -> None:
         count = whole("num_access_points", num_access_points, 1, 4096)
-        if not isinstance(shared_reward, (bool, np.bool_)):
-            raise ValueError(f"shared_reward={shared_reward!r} must be True or False.")
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
-        self.shared_reward = bool(shared_reward)
+        self.shared_reward = flag("shared_reward", shared_reward)
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         keywords(build_problem, kwargs, hidden=("view",))

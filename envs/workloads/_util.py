@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
+from servegym.envs._checks import real
 from servegym.envs.workloads.errors import MalformedFileError
 
 DATA_DIR = Path(__file__).resolve().parent / "data"
@@ -35,26 +34,9 @@ def reject_unknown_kwargs(owner: str, kwargs: dict[str, Any], allowed: Iterable[
             raise ValueError(f"{owner}: {error}")
 
 
-def positive(argument: str, value: object, *, allow_zero: bool = False) -> float:
-    """Return ``value`` as a finite float > 0 (>= 0 with ``allow_zero``), else ValueError."""
-    bound = ">= 0" if allow_zero else "> 0"
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"{argument}={value!r} must be a number {bound}.") from None
-    if not np.isfinite(number) or number < 0 or (number == 0 and not allow_zero):
-        raise ValueError(f"{argument}={value!r} must be a finite number {bound}.")
-    return number
-
-
-def whole(argument: str, value: object, low: int, high: int | None = None) -> int:
-    """Return ``value`` as an int in [low, high], else ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{argument}={value!r} must be an integer >= {low}.")
-    if value < low or (high is not None and value > high):
-        span = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{argument}={value!r} must be an integer {span}.")
-    return int(value)
+def positive(argument: str, value: Any) -> float:
+    """Return ``value`` as a finite float > 0, else ValueError."""
+    return real(argument, value, 0.0, open_low=True)
 
 
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:

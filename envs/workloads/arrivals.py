@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from servegym.envs._checks import flag, real
 from servegym.envs.workloads._util import (
     positive,
     read_fitted,
@@ -25,6 +26,9 @@ from servegym.envs.workloads._util import (
 )
 
 FITS = ("burstgpt", "azure")
+# Beyond these a sample takes for ever or has no finite gaps.
+MAX_CV = 100.0
+MIN_PERIOD_REQUESTS = 0.01
 
 
 class Arrivals(Protocol):
@@ -86,7 +90,7 @@ class GammaArrivals:
 
 def _gamma_gaps(n: int, rng: np.random.Generator, cv: float) -> np.ndarray:
     """float64 (n,) gaps of mean 1: gamma of shape 1/cv^2 and scale cv^2."""
-    if cv == 0:
+    if cv < 1e-6:
         return np.ones(n)
     return rng.standard_gamma(1 / cv**2, n) * cv**2
 
@@ -158,7 +162,7 @@ class ModulatedArrivals:
     def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
         times = self._draw(n, rng)
-        if self.window and n:
+        if self.window and n and times[-1] > 0.0:
             times *= n / times[-1]
         return _scaled(times, rate, self.rate)
 
@@ -274,57 +278,57 @@ def fitted_parameters() -> dict[str, Any]:
 
 
 def _fit(name: str, model: str) -> dict[str, float]:
-    if name not in FITS:
+    if not isinstance(name, str) or name not in FITS:
         raise unknown_name("fit", name, FITS)
     return dict(fitted_parameters()[name][model])
 
 
-def _poisson(rate: float, **kwargs: Any) -> Arrivals:
+def _poisson(rate: float, /, **kwargs: Any) -> Arrivals:
     reject_unknown_kwargs("arrivals 'poisson'", kwargs, ())
     return PoissonArrivals(rate)
 
 
-def _gamma(rate: float, **kwargs: Any) -> Arrivals:
+def _gamma(rate: float, /, **kwargs: Any) -> Arrivals:
     reject_unknown_kwargs("arrivals 'gamma'", kwargs, ("cv", "shape", "fit"))
     if sum(key in kwargs for key in ("cv", "shape", "fit")) > 1:
         raise ValueError(f"arrivals 'gamma': give one of cv, shape, fit, not {sorted(kwargs)}.")
     if "shape" in kwargs:
-        return GammaArrivals(rate, positive("shape", kwargs["shape"]) ** -0.5)
+        return GammaArrivals(rate, real("shape", kwargs["shape"], MAX_CV**-2) ** -0.5)
     if "cv" in kwargs:
-        return GammaArrivals(rate, positive("cv", kwargs["cv"], allow_zero=True))
+        return GammaArrivals(rate, real("cv", kwargs["cv"], 0.0, MAX_CV))
     return GammaArrivals(rate, _fit(kwargs.get("fit", "burstgpt"), "gamma")["cv"])
 
 
-def _mmpp(rate: float, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
+def _mmpp(rate: float, /, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
     names = ("rate_ratio", "busy_share", "cycle_requests")
     reject_unknown_kwargs("arrivals 'mmpp'", kwargs, (*names, "fit"))
     values = _fit(fit, "mmpp") | kwargs
-    process = MMPPArrivals(rate, **{name: positive(name, values[name]) for name in names})
-    if process.rate_ratio < 1:
-        raise ValueError(f"rate_ratio={process.rate_ratio!r} must be >= 1.")
-    if process.busy_share >= 1:
-        raise ValueError(f"busy_share={process.busy_share!r} must be in (0, 1).")
-    return process
+    busy_share = positive("busy_share", values["busy_share"])
+    if busy_share >= 1:
+        raise ValueError(f"busy_share={busy_share!r} must be in (0, 1).")
+    return MMPPArrivals(
+        rate,
+        rate_ratio=real("rate_ratio", values["rate_ratio"], 1.0, 1e6),
+        busy_share=busy_share,
+        cycle_requests=real("cycle_requests", values["cycle_requests"], MIN_PERIOD_REQUESTS),
+    )
 
 
 def _modulated(fit: str) -> Callable[..., Arrivals]:
-    def make(rate: float, **kwargs: Any) -> Arrivals:
+    def make(rate: float, /, **kwargs: Any) -> Arrivals:
         names = ("cv", "rate_cv", "rho", "block_requests", "window")
         reject_unknown_kwargs(f"arrivals {fit!r}", kwargs, names)
         values = _fit(fit, "modulated") | kwargs
-        rho = positive("rho", values["rho"], allow_zero=True)
+        rho = real("rho", values["rho"], 0.0)
         if rho >= 1:
             raise ValueError(f"rho={rho!r} must be in [0, 1).")
-        window = kwargs.get("window", True)
-        if not isinstance(window, bool):
-            raise ValueError(f"window={window!r} must be True or False.")
         return ModulatedArrivals(
             rate,
-            cv=positive("cv", values["cv"], allow_zero=True),
-            rate_cv=positive("rate_cv", values["rate_cv"], allow_zero=True),
+            cv=real("cv", values["cv"], 0.0, MAX_CV),
+            rate_cv=real("rate_cv", values["rate_cv"], 0.0, MAX_CV),
             rho=rho,
-            block_requests=positive("block_requests", values["block_requests"]),
-            window=window,
+            block_requests=real("block_requests", values["block_requests"], MIN_PERIOD_REQUESTS),
+            window=flag("window", kwargs.get("window", True)),
         )
 
     return make
@@ -332,6 +336,7 @@ def _modulated(fit: str) -> Callable[..., Arrivals]:
 
 def _trace(
     rate: float,
+    /,
     *,
     path: str | os.PathLike[str] | None = None,
     fmt: str | None = None,
@@ -345,7 +350,7 @@ def _trace(
     if path is None:
         raise ValueError("arrivals 'trace' needs path=, a CSV or JSONL file with timestamps.")
     if start_s is not None:
-        start_s = positive("start_s", start_s, allow_zero=True)
+        start_s = real("start_s", start_s, 0.0)
     if window_s is not None:
         window_s = positive("window_s", window_s)
     return TraceArrivals(rate, load_trace(path, fmt).timestamps_s, start_s, window_s)
@@ -366,7 +371,7 @@ def list_arrivals() -> list[str]:
     return list(_MAKERS)
 
 
-def make_arrivals(name: str, rate: float, **kwargs: Any) -> Arrivals:
+def make_arrivals(name: str, rate: float, /, **kwargs: Any) -> Arrivals:
     """Make an arrival process.
 
     Args:
@@ -386,6 +391,6 @@ def make_arrivals(name: str, rate: float, **kwargs: Any) -> Arrivals:
         ValueError: An unknown name or parameter (with the nearest valid one), or one out of range.
         MalformedFileError: A trace file that cannot be used.
     """
-    if name not in _MAKERS:
+    if not isinstance(name, str) or name not in _MAKERS:
         raise unknown_name("arrivals", name, _MAKERS)
     return _MAKERS[name](positive("rate", rate), **kwargs)

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._checks import whole
 from servegym.envs.workloads._util import (
     DATA_DIR,
     reject_unknown_kwargs,
     unknown_name,
-    whole,
 )
 from servegym.envs.workloads.errors import MalformedFileError
 
@@ -274,7 +274,7 @@ def list_catalogs() -> list[str]:
     return sorted(_LOADERS)
 
 
-def load_catalog(name: str, **kwargs: Any) -> Catalog:
+def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
     """Load a catalog by name.
 
     Args:
@@ -290,6 +290,6 @@ def load_catalog(name: str, **kwargs: Any) -> Catalog:
         ValueError: An unknown name or argument, with the nearest valid one.
         MalformedFileError: A file that cannot be used.
     """
-    if name not in _LOADERS:
+    if not isinstance(name, str) or name not in _LOADERS:
         raise unknown_name("catalog", name, list_catalogs())
     return _LOADERS[name](**kwargs)

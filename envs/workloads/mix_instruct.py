@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import unknown_name, whole
+from servegym.envs._checks import whole
+from servegym.envs.workloads._util import unknown_name
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, SPLITS, Catalog, make_split
 from servegym.envs.workloads.errors import MalformedFileError
 

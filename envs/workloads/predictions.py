@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, unknown_name, whole, write_atomic
+from servegym.envs._checks import whole
+from servegym.envs.workloads._util import DATA_DIR, unknown_name, write_atomic
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.errors import MalformedFileError
 
@@ -179,7 +180,7 @@ def write_table(
 
 
 def _check(argument: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise unknown_name(argument, value, allowed)
 
 

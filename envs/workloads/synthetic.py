@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, read_fitted, whole, write_json
+from servegym.envs._checks import whole
+from servegym.envs.workloads._util import DATA_DIR, read_fitted, write_json
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, Catalog, load_catalog, make_split
 
 QUANTILES = 101
