@@ -5,7 +5,7 @@ environment, both models and both presets, on the same episodes of the eval spli
 ``dynamic`` (functions stay warm, cold starts are billed, t_rem changes, tight SLOs) and ``seed``
 (the paper's: every request cold, nothing billed for it). Policies that enumerate all actions of
 every request run fewer episodes, ``--slow-episodes``. ``policies_episodes.csv`` keeps the episodes;
-``--resume`` takes from there what a run that was cut off had finished.
+``--resume`` takes from there the policies that a run which was cut off had finished.
 """
 
 from __future__ import annotations
@@ -138,22 +138,17 @@ def policies(options: Options) -> None:
     episodes = read_rows(path) if options.resume and path.exists() else []
     for model in MODELS:
         for preset in PRESETS:
-            for group, number in (
-                ([name for name in names if name not in SLOW], options.episodes),
-                (list(SLOW), options.slow_episodes),
-            ):
-                done = [
-                    e
-                    for e in episodes
-                    if e["policy"] in group and (e["model"], e["preset"]) == (model, preset)
-                ]
-                size = len(group) * number
-                if len(done) >= size and {e["requests"] for e in done} == {options.requests}:
+            for name in names:
+                number = options.slow_episodes if name in SLOW else options.episodes
+                here = {"model": model, "preset": preset, "policy": name}
+                here["requests"] = options.requests
+                done = [e for e in episodes if all(e[key] == v for key, v in here.items())]
+                if len(done) >= number:
                     continue
                 episodes = [e for e in episodes if e not in done]
-                episodes += measure(group, model, preset, number, options.requests)
+                episodes += measure([name], model, preset, number, options.requests)
                 write_csv(path, episodes)
-                print(f"{model}, {preset}: {', '.join(group)} done", flush=True)
+                print(f"{model}, {preset}: {name} done", flush=True)
     order = {name: k for k, name in enumerate(names)}
     episodes.sort(key=lambda e: (e["model"], e["preset"], order[e["policy"]], e["seed"]))
     write_csv(path, episodes)
