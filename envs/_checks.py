@@ -38,11 +38,11 @@ def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:
     return int(given)
 
 
-# Numbers smaller than this, or larger than its inverse, are zero and infinity to every formula.
-TINY = 1e-300
+# Beyond these, formulas have results that are not finite.
+TINY, LARGEST = 1e-300, 1e300
 
 
-def real(argument: str, given: Any, low: float, high: float = 1 / TINY, open_low=False) -> float:
+def real(argument: str, given: Any, low: float, high: float = LARGEST, open_low=False) -> float:
     """Return ``given`` as a float in [low, high], or at least `TINY` above low if ``open_low``.
 
     Raises:
@@ -56,7 +56,7 @@ def real(argument: str, given: Any, low: float, high: float = 1 / TINY, open_low
     least = low + TINY if open_low else low
     if not math.isfinite(value) or not least <= value <= high or (open_low and value == low):
         lower = f"above {low:g}" if open_low else f"at least {low:g}"
-        upper = "" if high == 1 / TINY else f" and at most {high:g}"
+        upper = "" if high == LARGEST else f" and at most {high:g}"
         raise ValueError(f"{argument}={given!r} must be a finite number {lower}{upper}.")
     return value
 
@@ -68,7 +68,7 @@ def flag(argument: str, given: Any) -> bool:
     return bool(given)
 
 
-def span(argument: str, given: Any, high: float = 1 / TINY) -> tuple[float, float]:
+def span(argument: str, given: Any, high: float = LARGEST) -> tuple[float, float]:
     """Return ``given`` – a number, or a range (low, high) – as a range of positive numbers."""
     if isinstance(given, (list, tuple)):
         if len(given) != 2:

@@ -36,7 +36,8 @@ from servegym.envs.workloads.activations import (
 
 ACTION_MODES = ("layer_budget", "expert_score", "placement")
 TASK_MIXES = ("by_server", "mixed")
-MAX_REQUESTS = 10_000_000
+# Expected number of requests of an episode: rewards are divided by it.
+MIN_REQUESTS, MAX_REQUESTS = 1e-9, 1e7
 # The prompts that the first counts come from are never those of the episode.
 SPLITS = {"train": "val", "val": "train", "eval": "train"}
 
@@ -167,8 +168,8 @@ def build_problem(
     given = scenario_arguments(scenario)
     load = {name: given.pop(name) for name in LOAD_ARGUMENTS if name in given}
     given.update(mapping("cluster_kwargs", cluster_kwargs))
-    if model == "toy":
-        given.setdefault("sizes", _TOY)
+    if model == "toy" and given.get("sizes") is None:
+        given["sizes"] = _TOY
     try:
         cluster = build_cluster(model, **given)
     except TypeError as error:
@@ -193,10 +194,11 @@ def build_problem(
     epochs = whole("epochs", epochs, 1, 100_000)
     epoch_s = real("epoch_s", epoch_s, 0.0, open_low=True)
     requests = epochs * epoch_s * sum(1.0 / g for g in gaps)
-    if requests > MAX_REQUESTS:
+    if not MIN_REQUESTS <= requests <= MAX_REQUESTS:
         raise ValueError(
             f"epochs={epochs}, epoch_s={epoch_s:g} and mean_interarrival_s={gaps} make "
-            f"{requests:.3g} requests an episode; at most {MAX_REQUESTS} are allowed."
+            f"{requests:.3g} requests an episode; it must be from {MIN_REQUESTS:g} to "
+            f"{MAX_REQUESTS:g}."
         )
     outputs = pick(output_tokens, "output_tokens", 20)
     pair = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs, outputs]

@@ -28,6 +28,7 @@ _REWARDS = {
 }
 _PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
 _ESTIMATORS = {"true": 0, "predicted": 1}
+MAX_FAILURES = 10_000_000
 FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
 _SPLITS = ("train", "val", "eval", "all")
 
@@ -273,7 +274,7 @@ def engine_config(
             if name not in times:
                 raise ValueError(f"failures={failures!r} lacks {name!r}; it takes {FAILURE_TIMES}.")
         c["uptime_s"], c["downtime_s"] = (
-            real(f"failures[{name!r}]", times[name], 0.0, open_low=True) for name in FAILURE_TIMES
+            real(f"failures[{name!r}]", times[name], 1e-3) for name in FAILURE_TIMES
         )
     return cfg
 
@@ -361,6 +362,15 @@ def build_problem(
     ]
     seed = whole("predictor_seed", predictor_seed, 0)
     rates = span("rate", rate)
+    if failures is not None:
+        episode_s = float(c["num_requests"] / rates[0] + c["router_delay_s"])
+        episode_s += float(c["delay_s_per_token"]) * kernel.MAX_PROMPT_TOKENS
+        times = episode_s / float(c["uptime_s"] + c["downtime_s"])
+        if times > MAX_FAILURES:
+            raise ValueError(
+                f"failures={failures!r} make an expert fail {times:.3g} times in an episode of "
+                f"{episode_s:.3g} s; at most {MAX_FAILURES} are allowed."
+            )
     limits = span("latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S)
 
     found, names = _resolve_profiles(profiles, models, num_experts)

@@ -1,0 +1,485 @@
+"""Hypothesis strategies for every argument of every environment: what is allowed and what is not.
+
+`FAMILIES` maps a family to its arguments, by name. An argument that a family has and this table has
+not fails `test_every_argument_has_a_strategy`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from servegym.envs.serverless_moe.config import DEPLOYMENTS
+from servegym.hardware_profiles import list_fleets, list_profiles
+
+HUGE = 10**400
+LARGEST = 1e300
+
+JUNK: dict[str, Any] = {
+    "none": None,
+    "true": True,
+    "false": False,
+    "text": "no such name",
+    "digits": "3",
+    "empty text": "",
+    "bytes": b"3",
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "-inf": float("-inf"),
+    "zero": 0,
+    "minus one": -1,
+    "minus": -0.5,
+    "half": 2.5,
+    "huge": HUGE,
+    "-huge": -HUGE,
+    "complex": 1j,
+    "list": [],
+    "nested": [[]],
+    "texts": ["a", "b"],
+    "numbers": [1, 2, 3, 4, 5, 6, 7],
+    "nans": [float("nan"), float("nan")],
+    "mapping": {},
+    "no text for a key": {1: 2},
+    "strange key": {"no such key": 1},
+    "array": np.array([1.0, 2.0]),
+    "text array": np.array(["a", "b"]),
+    "object array": np.array([None, {}], dtype=object),
+    "empty array": np.array([]),
+    "type": int,
+    "function": len,
+    "set": {1, 2},
+}
+"""What no argument should choke on, by name."""
+
+
+def junk(*allowed: str) -> st.SearchStrategy[Any]:
+    """One of `JUNK`, without those that the argument allows."""
+    assert set(allowed) <= set(JUNK), allowed
+    return st.sampled_from([name for name in JUNK if name not in allowed]).map(JUNK.__getitem__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument.
+
+    Attributes:
+        valid: values with which an episode must run.
+        bad: values that must be refused.
+        needs: other arguments that it goes with.
+        called: what a message may call it besides its name.
+    """
+
+    valid: st.SearchStrategy[Any]
+    bad: st.SearchStrategy[Any]
+    needs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    called: tuple[str, ...] = ()
+
+
+def _optional(valid: Any, allowed: list[str], optional: bool) -> tuple[Any, list[str]]:
+    return (valid | st.none(), [*allowed, "none"]) if optional else (valid, allowed)
+
+
+def whole(low: int, high: int, most: int | None = None, optional: bool = False, **more: Any):
+    """A whole number in [low, high]; episodes run with those up to `most`."""
+    valid = st.integers(low, high if most is None else most)
+    valid = valid | valid.map(np.int64)
+    valid, allowed = _optional(valid, ["zero"] if low <= 0 else [], optional)
+    outside = st.integers(max_value=low - 1) | st.integers(min_value=high + 1)
+    fraction = st.floats(low, min(high, 1e6)).filter(lambda x: x != int(x))
+    return Argument(valid, junk(*allowed) | outside | fraction, **more)
+
+
+def real(
+    low: float,
+    high: float = LARGEST,
+    open_low: bool = False,
+    least: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
+    **more: Any,
+):
+    """A finite number in [low, high], or above low; episodes run with those in [least, most]."""
+    start = low if least is None else least
+    end = high if most is None else most
+    valid = st.floats(start or (1 / LARGEST if open_low else 0.0), end)
+    valid = valid | valid.map(np.float64)
+    allowed = ["half"] if high >= 2.5 else []
+    allowed += ["zero"] if low == 0 and not open_low else []
+    valid, allowed = _optional(valid, allowed, optional)
+    bad = junk(*allowed) | st.floats(max_value=low, exclude_max=not open_low, allow_nan=False)
+    return Argument(valid, bad | st.floats(min_value=high, exclude_min=True), **more)
+
+
+def name(*names: str, optional: bool = False, **more: Any):
+    """One of some names."""
+    valid, allowed = _optional(st.sampled_from(names), [], optional)
+    wrong = st.text(max_size=12).filter(lambda text: text not in names)
+    near = st.sampled_from(names).map(lambda text: text[:-1])
+    return Argument(valid, junk(*allowed) | wrong | near.filter(lambda x: x not in names), **more)
+
+
+def flag(optional: bool = False, **more: Any):
+    """True or False."""
+    valid, allowed = _optional(st.booleans() | st.booleans().map(np.bool_), [], optional)
+    return Argument(valid, junk("true", "false", *allowed) | st.integers() | st.text(), **more)
+
+
+def span(low: float, high: float, **more: Any):
+    """A positive number, or a pair of them in order, up to `high`."""
+    one = st.floats(low, high)
+    pair = st.tuples(one, one).map(sorted) | st.tuples(one, one).map(sorted).map(tuple)
+    falling = st.tuples(one, one).filter(lambda p: p[0] > p[1])
+    wrong = st.floats(max_value=0.0, allow_nan=False) | falling | st.lists(one, min_size=3)
+    wrong = wrong | one.map(lambda x: [x]) | one.map(lambda x: (x, float("nan")))
+    wrong = wrong | st.floats(min_value=high, exclude_min=True)
+    return Argument(one | pair, junk("half") | wrong if high >= 2.5 else junk() | wrong, **more)
+
+
+def steps(top: float, each: st.SearchStrategy[Any], **more: Any):
+    """Increasing numbers that begin with 0."""
+    valid = st.lists(each, max_size=4, unique=True).map(lambda x: [0, *sorted(x)])
+    wrong = st.lists(each, min_size=1, max_size=3)  # no 0
+    wrong = wrong | st.lists(each, min_size=2, max_size=4, unique=True).map(
+        lambda x: [0, *sorted(x, reverse=True)]
+    )
+    wrong = wrong | st.sampled_from(
+        [[0, "1"], [0, None], [0, float("nan")], [0, float("inf")], [0, top * 2], [0, [1]], ["0"],
+         [0, HUGE], [0, True, 1], list(range(65)), [None], [np.array([0, 1])]]
+    )  # fmt: skip
+    return Argument(valid, junk() | wrong, **more)
+
+
+def pairs(valid: st.SearchStrategy[Any], **more: Any):
+    """A list of pairs of positive numbers."""
+    wrong = st.sampled_from(
+        [[], [1.0], [(1.0,)], [(1.0, 2.0, 3.0)], [("1", "2")], [(0.0, 1.0)], [(1.0, -1.0)],
+         [(1.0, float("nan"))], [(1.0, float("inf"))], [(True, 1.0)], (1.0, 2.0), [None],
+         [(HUGE, 1.0)], [(None, None)], {"a": (1, 2)}]
+    )  # fmt: skip
+    return Argument(valid, junk("none") | wrong, **more)
+
+
+def kwargs(valid: st.SearchStrategy[Any], *bad: Any, **more: Any):
+    """A mapping of keywords, or None."""
+    wrong = junk("none", "mapping", "list", "empty array")
+    wrong = wrong | st.just([]) | st.just(np.array([]))
+    return Argument(valid | st.none(), wrong | st.sampled_from(bad) if bad else wrong, **more)
+
+
+def grid(low: float, **more: Any):
+    """(low, high, step) of a memory grid; episodes run from `low` on."""
+    tops = st.floats(low, 1e5)
+    valid = st.tuples(st.floats(1.0, low / 2), tops, st.floats(1.0, low / 8))
+    wrong = st.sampled_from(
+        [(1.0, 2.0), (1.0, 2.0, 0.0), (2.0, 1.0, 1.0), (1, 2, 3, 4), ("1", 2, 3), (1, None, 1),
+         (1.0, 2.0, float("nan")), (1.0, 1e7, 1e-3), (-1.0, 10.0, 1.0), (1, 2, HUGE), (1.0, 1e9, 1),
+         (1.0, 2.0, 1.0)]  # too small for the model
+    )  # fmt: skip
+    return Argument(valid | st.none(), junk("none") | wrong, **more)
+
+
+# ------------------------------------------------------------------------------------- routing
+
+CARDS = [card for card in list_profiles() if "8b" in card or "paper" in card]
+FIVE = ["gemma-7b-it", "vicuna-7b-v1.5"]
+SYNTHETIC = {"catalog": "synthetic", "catalog_kwargs": {"num_prompts": 40, "num_models": 4}}
+CHUNKED = {"scheduler": "chunked_prefill"}
+
+ARRIVALS = st.sampled_from(["poisson", "gamma", "mmpp", "burstgpt", "azure"])
+FAILURES = st.fixed_dictionaries(
+    {
+        "mean_time_to_failure_s": st.floats(1e-3, LARGEST),
+        "mean_time_to_repair_s": st.floats(1e-3, LARGEST),
+    }
+)
+
+ROUTING = {
+    "num_experts": whole(1, 1024, most=6, optional=True),
+    "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),
+    "rate": span(1 / LARGEST, LARGEST),
+    "arrivals_kwargs": kwargs(
+        st.fixed_dictionaries({"cv": st.floats(0.0, 20.0)}),
+        {"cv": -1.0}, {"cv": "x"}, {"cv": float("nan")}, {"cv": True}, {"cv": HUGE}, {"cv": [1]},
+        {"shape": 0.0}, {"cv": 1.0, "shape": 1.0}, {"fit": "nowhere"}, {"fit": ["azure"]},
+        {"rate": 3.0}, {"name": "gamma"}, {"cv": 1e300},
+        needs={"arrivals": "gamma"}, called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
+    ),
+    "latency_requirement_s": span(1 / LARGEST, 1.0),
+    "catalog": name("alpaca_eval_7b", "synthetic"),
+    "catalog_kwargs": kwargs(
+        st.fixed_dictionaries({}, optional={
+            "num_models": st.integers(3, 9), "num_prompts": st.integers(10, 60),
+            "seed": st.integers(0, 2**31), "max_output_tokens": st.integers(1, 300),
+        }),
+        {"num_models": 0}, {"num_prompts": 9}, {"num_prompts": True}, {"seed": -1}, {"seed": 1.5},
+        {"max_output_tokens": 301}, {"max_output_tokens": None}, {"name": "synthetic"},
+        {"num_models": HUGE}, {"num_prompts": HUGE}, {"seed": [0]},
+        needs={"catalog": "synthetic"},
+        called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),
+    ),
+    "profiles": Argument(
+        st.sampled_from([*list_fleets(), *CARDS]) | st.lists(st.sampled_from(CARDS), min_size=3,
+                                                             max_size=4),
+        junk() | st.text(min_size=1, max_size=8) | st.sampled_from(
+            [[None], [3], [[]], [CARDS[0]], [CARDS[0], "nowhere"], ("a",), ["\0"], ["/"], "."]),
+    ),
+    "models": Argument(
+        st.lists(st.sampled_from(FIVE), min_size=3, max_size=5) | st.none(),
+        junk("none") | st.sampled_from([FIVE, [*FIVE, "nobody"], [None] * 3, [3] * 3, [[]] * 3]),
+        called=("model=",),
+    ),
+    "score_predictor": name("confusion", "zero", "exact", "learned"),
+    "length_predictor": name("confusion", "zero", "exact", "learned"),
+    "predictor_kwargs": kwargs(
+        st.fixed_dictionaries({}, optional={
+            quantity: st.fixed_dictionaries({}, optional={
+                "pool": st.sampled_from(["catalog", "columns"])})
+            for quantity in ("score", "length")
+        }),
+        {"score": 3}, {"score": {"pool": "nobody"}}, {"length": {"pool": 3}}, {"scores": {}},
+        {"score": {"pool": []}}, {"score": {1: 2}}, {"length": {"table": 3}},
+        called=("pool=", "table="),
+    ),
+    "buckets": name("quantile", "width"),
+    "predictor_seed": whole(0, 1 << 31),
+    "reward": name("qos_aware", "completed_qos", "paid_forward"),
+    "penalty": name("new_violations", "literal"),
+    "estimator": name("true", "predicted"),
+    "scheduler": name("orca", "chunked_prefill"),
+    "memory_policy": name("reserve", "paged"),
+    "prefix_caching": flag(needs={**CHUNKED, "memory_policy": "paged"}),
+    "running_capacity": whole(1, 4096, most=64),
+    "waiting_capacity": whole(1, 4096, most=64),
+    "prefill_token_budget": whole(5, 1 << 31, needs=CHUNKED),
+    "block_size": whole(1, 4096, most=64),
+    "bandwidth_bps": real(0.0, open_low=True),
+    "bytes_per_token": real(0.0),
+    "router_delay_s": real(0.0),
+    "staleness_s": real(0.0),
+    "failures": Argument(
+        FAILURES | st.none(),
+        junk("none") | st.sampled_from(
+            [{"mean_time_to_failure_s": 1.0},
+             *({"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
+               for x in (0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4)),
+             {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1e-4},
+             {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1}]),
+    ),
+    "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
+    "episode_requests": whole(1, 10_000_000, most=60),
+    "split": name("train", "val", "eval", "all"),
+}  # fmt: skip
+
+# ---------------------------------------------------------------------------------- serverless
+
+TABLE = "the toy model's table"  # made by the test, which knows its shape
+LOOSE = {"slo": [[1e6, 1e6]]}
+
+
+def _regimes(count: int) -> st.SearchStrategy[Any]:
+    return st.lists(st.floats(1 / LARGEST, LARGEST), min_size=1, max_size=count)
+
+
+def _idle(draws: list[float]) -> list[tuple[float, float]]:
+    total = sum(draws)
+    return [(x / total, 1000.0 * x) for x in draws]
+
+
+SERVERLESS = {
+    "model": name("toy"),
+    "preset": name("dynamic", "seed"),
+    "gpu": name("eager", "fused"),
+    "split": name("train", "val", "eval", "all"),
+    "granularity": name("global", "per_layer"),
+    "deployment": name(*DEPLOYMENTS),
+    "predictor": Argument(
+        st.sampled_from(["task_mean", "global_mean", lambda book: book.frequencies()]),
+        junk("type", "function") | st.text(max_size=6)
+        | st.sampled_from([lambda book: book.frequencies()[:1], lambda book: None,
+                           lambda book: "no table", lambda book: -book.frequencies(),
+                           lambda book: book.frequencies() * np.nan]),
+    ),
+    "activations": Argument(st.none(), junk("none")),
+    "episode_requests": whole(1, 1_000_000, most=12),
+    "levels": whole(2, 9, optional=True),
+    "w_headroom_mb": steps(1e7, st.floats(1e-3, 1e7)),
+    "y_headroom_mb": steps(1e7, st.floats(1e-3, 1e7)),
+    "z_headroom": steps(64, st.integers(1, 64)),
+    "penalty": real(0.0, 1e6),
+    "decode_invocation": name("per_call", "per_layer"),
+    "load_shared": flag(),
+    "prompt_tokens": Argument(
+        st.integers(1, 5000) | st.just("azure") | st.none(),
+        junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
+        needs=LOOSE,
+    ),
+    "output_tokens": Argument(
+        st.integers(1, 1000) | st.just("azure") | st.none(),
+        junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
+    ),
+    "max_prompt_tokens": whole(1, 100_000, most=5000, needs=LOOSE),
+    "max_output_tokens": whole(1, 100_000, most=1000),
+    "output_error": real(0.0, 10.0, optional=True),
+    "idle_s": pairs(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=3).map(_idle) | st.none()),
+    "keep_alive_s": real(0.0, optional=True, needs=LOOSE),
+    "bill_cold_start": flag(optional=True),
+    "slo": pairs(
+        st.lists(st.tuples(st.floats(30.0, 1e12), st.floats(2.0, 1e12)), min_size=1, max_size=3)
+        | st.none()
+    ),
+    "trem_s": Argument(
+        _regimes(3) | st.none(),
+        junk("none") | st.sampled_from([[0.0], [-1.0], ["1"], [None], [float("nan")], [HUGE]]),
+        needs=LOOSE,
+    ),
+    "trem_switch": real(0.0, 1.0, optional=True),
+    "trem_sigma": real(0.0, 10.0, optional=True, needs=LOOSE),
+    "price_ratio": real(0.0, open_low=True),
+    "price_cpu_usd_mb_s": real(0.0, open_low=True),
+    "bandwidth_mb_s": real(0.0, open_low=True, needs=LOOSE),
+    "load_mb_s": real(0.0, open_low=True, needs=LOOSE),
+    "container_start_s": real(0.0, needs=LOOSE),
+    "z_max": whole(1, 64, needs=LOOSE),
+    "payload_mb": real(0.0, open_low=True, least=1.0, needs=LOOSE),
+    "main_specs_mb": grid(4000.0, needs=LOOSE),
+    "remote_specs_mb": grid(2000.0, needs=LOOSE),
+}  # fmt: skip
+
+# ----------------------------------------------------------------------------------- placement
+
+OFFLOAD = {"serving": "offload"}
+TOY_TASKS = ("task0", "task1")
+
+
+def per(
+    shape: tuple[int, ...],
+    least: float,
+    open_low: bool,
+    *bad: Any,
+    optional: bool = False,
+    **more: Any,
+):
+    """A number, or an array of a shape; episodes run with those from `least` on."""
+
+    def filled(value: Any) -> Any:
+        for size in reversed(shape):
+            value = [value] * size
+        return value
+
+    one = st.floats(least, LARGEST)
+    array = one
+    for size in reversed(shape):
+        array = st.lists(array, min_size=size, max_size=size)
+    wrong = [-1.0, [], [1.0] * 9, [[1.0], [1.0, 2.0]], *bad]
+    wrong += [filled(x) for x in ("1", None, float("nan"), float("inf"), -1.0, True, HUGE, [1.0])]
+    allowed = ["half"] if least <= 2.5 else []
+    allowed += [] if open_low else ["zero"]
+    valid, allowed = _optional(one | array, allowed, optional)
+    return Argument(valid, junk(*allowed) | st.sampled_from(wrong), **more)
+
+
+PLACEMENT = {
+    "scenario": name("edge_hetero", "edge_decode", "paper_testbed", "drift", "scale_4"),
+    "model": name("toy"),
+    "action_mode": name("layer_budget", "expert_score", "placement"),
+    "epochs": whole(1, 100_000, most=6),
+    "epoch_s": real(
+        0.0, open_low=True, least=1e-3, most=1e9, needs={"mean_interarrival_s": 1e8}
+    ),
+    "split": name("train", "val", "eval"),
+    "skew": name("measured"),
+    "activations_seed": whole(0, 1 << 31),
+    "mean_interarrival_s": Argument(
+        st.floats(2.0, 1e9) | st.lists(st.floats(2.0, 1e9), min_size=3, max_size=3),
+        junk("none", "half") | st.floats(max_value=0.0, allow_nan=False) | st.sampled_from(
+            [[1.0], [1.0, 2.0, 0.0], [1.0, 2.0, None], ["1", "2", "3"], [True] * 3, [HUGE] * 3,
+             [[1.0]] * 3, 1e-300, 1e-7, 1e299, [1e299] * 3]),
+    ),
+    "output_tokens": Argument(
+        st.integers(1, 60) | st.tuples(st.integers(1, 20), st.integers(21, 60)) | st.none(),
+        junk("none") | st.integers(max_value=0) | st.integers(min_value=(1 << 20) + 1)
+        | st.sampled_from([(1,), (5, 4), (1, "2"), (None, None), (1, 2, 3), (1, 2.5), [True, 2],
+                           ("1", "2"), (1, HUGE), ([], []), (np.array([1, 2]), 3)]),
+    ),
+    "task_mix": name("by_server", "mixed", optional=True),
+    "tasks": Argument(
+        st.lists(st.sampled_from(TOY_TASKS), min_size=1, max_size=5) | st.none(),
+        junk("none") | st.sampled_from([["nothing"], [None], [3], [[]], [np.array(["a", "b"])]]),
+    ),
+    "rotate_s": real(0.0, optional=True),
+    "history_requests": whole(0, 1_000_000, most=50),
+    "free_start": flag(),
+    "replica_choice": name("least_finish", "nearest", "random"),
+    "replica_candidates": whole(1, 1 << 31),
+    "migration_source": name("host", "network", optional=True),
+    "serving": name("collaborative", "offload"),
+    "cache": name("activation_aware", "lru", "lfu", needs=OFFLOAD),
+    "redirect": flag(needs=OFFLOAD),
+    "cluster_kwargs": kwargs(
+        st.fixed_dictionaries({}, optional={"link_model": st.sampled_from(["nic", "pairwise"])}),
+        {"link_model": "no"}, {"gpus": 3}, {"model": "toy"},
+        called=("link_model", "gpus"),
+    ),
+}  # fmt: skip
+
+CLUSTER = {
+    "gpus": Argument(
+        st.lists(st.integers(1, 3), min_size=3, max_size=5),
+        junk() | st.sampled_from([[0, 1], [1, 2.5], [None], [True, 1], [65], ["1"], [HUGE]]),
+    ),
+    "gpu_bytes": per((4,), 40e9, True, 0.5, called=("GPU",)),
+    "memory_fraction": real(0.0, 1.0, open_low=True, least=0.003, optional=True),
+    "slots": Argument(
+        st.lists(st.integers(16, 10**6), min_size=4, max_size=4) | st.none(),
+        junk("none") | st.sampled_from(
+            [[40] * 3, [40] * 5, [-1] * 4, [1.5] * 4, [None] * 4, ["40"] * 4, [True] * 4, "abcd",
+             [0] * 4, [-HUGE] * 4]),
+        called=("fit",),
+    ),
+    "nic_bps": per((3,), 1 / LARGEST, True),
+    "bandwidth_bps": per((3, 3), 1 / LARGEST, True, optional=True),
+    "latency_s": per((3, 3), 0.0, False),
+    "link_model": name("nic", "pairwise"),
+    "messages": name("per_expert", "per_server"),
+    "message_cost_s": real(0.0),
+    "pcie_bytes_s": real(0.0, open_low=True),
+    "pcie_latency_s": real(0.0),
+    "activation_value_bytes": whole(1, 8),
+    "gpu_speed": per((4,), 1 / LARGEST, True),
+    "sizes": Argument(st.none(), junk("none")),
+}  # fmt: skip
+
+# --------------------------------------------------------------- what every environment takes
+
+COMMON = {
+    "render_mode": name("ansi", "rgb_array", optional=True),
+    "validate": flag(),
+}
+VECTOR = {
+    **COMMON,
+    "num_envs": whole(1, 1 << 31, most=5),
+    "autoreset_mode": name(
+        "NextStep", "SameStep", "Disabled", "NEXT_STEP", "SAME_STEP", "DISABLED"
+    ),
+    "copy": flag(),
+    "max_episode_steps": whole(1, 1 << 31, optional=True),
+}
+PARALLEL = {
+    "routing": {
+        "num_access_points": whole(1, 4096, most=6),
+        "view": name("graph", "flat", "experts"),
+        "shared_reward": flag(),
+        "render_mode": COMMON["render_mode"],
+    },
+    "placement": {"shared_reward": flag(), "render_mode": COMMON["render_mode"]},
+}
+FAMILIES = {"routing": ROUTING, "serverless": SERVERLESS, "placement": PLACEMENT}
+BASE: dict[str, dict[str, Any]] = {
+    "routing": {"num_experts": 3, "episode_requests": 12},
+    "serverless": {"model": "toy", "episode_requests": 5},
+    "placement": {"model": "toy", "epochs": 2, "epoch_s": 20.0, "history_requests": 5},
+}
+"""Arguments of small systems."""

@@ -1,0 +1,420 @@
+"""Properties of every argument of every environment, by hypothesis.
+
+A value that is allowed gives episodes that end, inside their spaces, the same for the same seed;
+any other is refused by a message that names the argument, before anything runs.
+`SERVEGYM_EXAMPLES=200` tries that many values of each argument instead of a few.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import servegym  # noqa: F401 - registers the ids
+from servegym.envs.expert_placement import cluster as placement_cluster
+from servegym.envs.expert_placement import config as placement_config
+from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.parallel_env import ExpertPlacementParallelEnv
+from servegym.envs.llm_routing import config as routing_config
+from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.parallel_env import LLMRoutingParallelEnv
+from servegym.envs.serverless_moe import config as serverless_config
+from servegym.envs.serverless_moe.core import ServerlessBatch
+
+from .argument_strategies import BASE, CLUSTER, COMMON, FAMILIES, PARALLEL, VECTOR, Argument
+
+EXAMPLES = int(os.environ.get("SERVEGYM_EXAMPLES", 0))
+LIMIT = 40
+"""Steps of an episode that are compared; vector rows go over an episode's end within them."""
+
+
+def tries(few: int):
+    """Few values, always the same, or as many random ones as the environment variable says."""
+    return settings(
+        max_examples=EXAMPLES or few,
+        derandomize=not EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+IDS = {
+    "routing": [name for name in servegym.ENV_IDS if "Routing" in name],
+    "serverless": [name for name in servegym.ENV_IDS if "Serverless" in name],
+    "placement": [name for name in servegym.ENV_IDS if "Placement" in name],
+}
+PARALLEL_ENVS = {"routing": LLMRoutingParallelEnv, "placement": ExpertPlacementParallelEnv}
+SYSTEMS = {"routing": RoutingBatch, "serverless": ServerlessBatch, "placement": PlacementSystem}
+
+
+def parameters(function: Any, *hidden: str) -> set[str]:
+    """Names of the keyword parameters of a function."""
+    found = inspect.signature(function).parameters.values()
+    return {p.name for p in found if p.kind is not p.VAR_KEYWORD} - {"self", *hidden}
+
+
+def test_every_argument_has_a_strategy():
+    builds = {
+        "routing": routing_config.build_problem,
+        "serverless": serverless_config.build_problem,
+        "placement": placement_config.build_problem,
+    }
+    assert sum(map(len, IDS.values())) == len(servegym.ENV_IDS)
+    for family, build in builds.items():
+        assert set(FAMILIES[family]) == parameters(build, "view"), family
+    assert set(CLUSTER) == parameters(placement_cluster.build_cluster, "model")
+    for env_id in servegym.ENV_IDS:
+        spec = gym.spec(env_id)
+        assert parameters(gym.envs.registration.load_env_creator(spec.entry_point), "problem") == (
+            set(COMMON)
+        )
+        vector = gym.envs.registration.load_env_creator(spec.vector_entry_point)
+        assert parameters(vector) == set(VECTOR), env_id
+    for family, env in PARALLEL_ENVS.items():
+        assert parameters(env) == set(PARALLEL[family]), family
+
+
+# ---------------------------------------------------------------------------- what must go well
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two observations, infos or numbers are equal, NaN being equal to itself."""
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (str, type(None))):
+        return one == other
+    return bool(np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True))
+
+
+def check_rewards(reward: float, info: dict[str, Any]) -> None:
+    assert np.isfinite(reward)
+    terms = info["reward_terms"]
+    assert np.isfinite(list(terms.values())).all()
+    assert reward == pytest.approx(sum(terms.values()))
+
+
+def rollout(env: gym.Env, seed: int) -> list[Any]:
+    """An episode of random actions, everything it returns checked."""
+    env.action_space.seed(seed)
+    observation, info = env.reset(seed=seed)
+    assert env.observation_space.contains(observation)
+    found: list[Any] = [(observation, info.get("action_mask"))]
+    ended, steps = False, 0
+    while not ended:
+        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        assert env.observation_space.contains(observation), observation
+        check_rewards(reward, info)
+        found.append((observation, reward, terminated, info.get("action_mask")))
+        ended, steps = terminated or truncated, steps + 1
+        assert steps <= 200, "an episode of a few decisions does not end"
+    for name, value in info["episode_kpis"].items():
+        assert not np.isinf(value), name
+    return found
+
+
+def check_single(env_id: str, kwargs: dict[str, Any], seed: int) -> None:
+    first = rollout(gym.make(env_id, disable_env_checker=True, **kwargs), seed)
+    again = rollout(gym.make(env_id, disable_env_checker=True, **kwargs), seed)
+    assert len(first) == len(again)
+    for one, other in zip(first, again, strict=True):
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def check_vector(env_id: str, kwargs: dict[str, Any], seed: int, num_envs: int = 2) -> None:
+    """The native vector environment is the single ones side by side, over episode ends."""
+    envs = gym.make_vec(env_id, num_envs=num_envs, **kwargs)
+    singles = [gym.make(env_id, disable_env_checker=True, **kwargs) for _ in range(num_envs)]
+    envs.action_space.seed(seed)
+    observation, _ = envs.reset(seed=seed)
+    assert envs.observation_space.contains(observation)
+    rows = [env.reset(seed=seed + k)[0] for k, env in enumerate(singles)]
+    done = [False] * num_envs
+    for _ in range(LIMIT):
+        for k, row in enumerate(rows):
+            assert same(row, row_of(observation, k))
+        actions = envs.action_space.sample()
+        observation, rewards, terminations, truncations, _ = envs.step(actions)
+        assert envs.observation_space.contains(observation)
+        assert np.isfinite(rewards).all()
+        for k, env in enumerate(singles):
+            if done[k]:  # the step after the end only resets
+                rows[k], done[k] = env.reset()[0], False
+                assert rewards[k] == 0.0
+                continue
+            rows[k], reward, terminated, truncated, _ = env.step(row_of(actions, k))
+            assert (reward, terminated) == (rewards[k], terminations[k])
+            done[k] = terminated or truncated
+            assert done[k] == (terminations[k] or truncations[k])
+
+
+def row_of(batch: Any, row: int) -> Any:
+    """One system's part of a batch of observations or actions."""
+    if isinstance(batch, dict):
+        return {name: row_of(part, row) for name, part in batch.items()}
+    return batch[row]
+
+
+def check_parallel(env: Any, seed: int) -> None:
+    found = []
+    for _ in range(2):
+        observations, infos = env.reset(seed=seed)
+        for k, agent in enumerate(env.possible_agents):
+            env.action_space(agent).seed(seed + k)
+        assert set(observations) == set(infos) == set(env.agents)
+        seen, steps = [observations], 0
+        while env.agents:
+            actions = {agent: env.action_space(agent).sample() for agent in env.agents}
+            observations, rewards, terminations, truncations, infos = env.step(actions)
+            for agent in rewards:
+                assert env.observation_space(agent).contains(observations[agent])
+                assert np.isfinite(rewards[agent])
+            seen.append((observations, rewards, terminations, truncations))
+            steps += 1
+            assert steps <= 400, "an episode of a few decisions does not end"
+        found.append(seen)
+    assert all(
+        same(a, b)
+        for one, other in zip(*found, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def takes(family: str, form: str, name: str) -> bool:
+    """Whether a form of an environment has the argument as the single environment has it."""
+    return form != "parallel" or (family in PARALLEL_ENVS and name != "episode_requests")
+
+
+CASES = [(family, name) for family, table in FAMILIES.items() for name in table]
+
+
+def arguments(family: str, argument: Argument, name: str, value: Any) -> dict[str, Any]:
+    return {**BASE[family], **argument.needs, name: value}
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=map("-".join, CASES))
+def test_what_is_allowed_runs(family, name):
+    argument = FAMILIES[family][name]
+
+    @tries(3)
+    @given(
+        st.data(), argument.valid, st.sampled_from(IDS[family]), st.sampled_from(["1", "n", "p"])
+    )
+    def check(data, value, env_id, form):
+        seed = data.draw(st.integers(0, 1000))
+        kwargs = arguments(family, argument, name, value)
+        if form == "n":
+            check_vector(env_id, kwargs, seed)
+        elif form == "p" and family in PARALLEL_ENVS and value != "placement":
+            check_parallel(PARALLEL_ENVS[family](**kwargs), seed)
+        else:
+            check_single(env_id, kwargs, seed)
+
+    check()
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_what_a_cluster_may_be_runs(name):
+    argument = CLUSTER[name]
+
+    @tries(3)
+    @given(argument.valid, st.integers(0, 1000))
+    def check(value, seed):
+        more = {"cluster_kwargs": {name: value}}
+        check_single("servegym/ExpertPlacement-v0", {**cluster_base(name, value), **more}, seed)
+
+    check()
+
+
+def cluster_base(name: str, value: Any) -> dict[str, Any]:
+    """Three servers with four GPUs, unless the value says otherwise."""
+    scenario = "edge_decode" if name == "gpus" else "edge_hetero"
+    return {**BASE["placement"], "scenario": scenario}
+
+
+def combination(family: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Some of the allowed arguments at once, with what each of them needs."""
+
+    def draw(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+        table = FAMILIES[family]
+        needs: dict[str, Any] = {}
+        for name in names:
+            needs |= table[name].needs
+        chosen = {name: table[name].valid for name in names if name not in needs}
+        return st.fixed_dictionaries(chosen).map(lambda drawn: {**needs, **drawn})
+
+    return st.lists(
+        st.sampled_from(list(FAMILIES[family])), min_size=2, max_size=size, unique=True
+    ).flatmap(draw)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_together_run_or_are_refused(family):
+    """Not every combination makes sense: those are refused as clearly as a single bad value."""
+
+    @tries(30)
+    @given(combination(family, 6), st.sampled_from(IDS[family]), st.integers(0, 1000))
+    def check(drawn, env_id, seed):
+        kwargs = {**BASE[family], **drawn}
+        try:
+            gym.make(env_id, disable_env_checker=True, **kwargs)
+        except ValueError as error:
+            words = [*FAMILIES[family], "GPU", "num_models"]
+            assert any(word in str(error) for word in words), str(error)
+            return
+        check_single(env_id, kwargs, seed)
+
+    check()
+
+
+# --------------------------------------------------------------------------- what must not go on
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """A system that is built is an error."""
+
+    def built(self, *_args, **_kwargs):
+        raise RuntimeError("a bad argument was accepted")
+
+    for system in SYSTEMS.values():
+        monkeypatch.setattr(system, "__init__", built)
+
+
+def refuses(make: Any, names: tuple[str, ...], value: Any) -> None:
+    """`make` raises ValueError or TypeError with one of the names, and says more than that."""
+    try:
+        make()
+    except (ValueError, TypeError) as error:
+        said = str(error)
+        assert any(name in said for name in names), f"{type(error).__name__}: {said}"
+    except RuntimeError:
+        raise AssertionError(f"{names[0]}={value!r} was accepted") from None
+    else:
+        raise AssertionError(f"{names[0]}={value!r} was accepted")
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=map("-".join, CASES))
+def test_everything_else_is_refused_by_name(family, name, nothing_runs):
+    argument = FAMILIES[family][name]
+    forms = ["single", "vector", *(["parallel"] if family in PARALLEL_ENVS else [])]
+
+    @tries(20)
+    @given(argument.bad, st.sampled_from(IDS[family]), st.sampled_from(forms))
+    def check(value, env_id, form):
+        kwargs = arguments(family, argument, name, value)
+
+        def make():
+            if form == "single":
+                gym.make(env_id, disable_env_checker=True, **kwargs)
+            elif form == "vector":
+                gym.make_vec(env_id, num_envs=2, **kwargs)
+            else:
+                PARALLEL_ENVS[family](**kwargs)
+
+        refuses(make, (name, *argument.called), value)
+
+    check()
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_no_other_cluster_is_built(name, nothing_runs):
+    argument = CLUSTER[name]
+
+    @tries(20)
+    @given(argument.bad)
+    def check(value):
+        kwargs = {**BASE["placement"], "cluster_kwargs": {name: value}}
+        make = lambda: gym.make("servegym/ExpertPlacement-v0", **kwargs)  # noqa: E731
+        refuses(make, (name, *argument.called), value)
+
+    check()
+
+
+# ------------------------------------------------------------- arguments of a form, not a family
+
+
+@pytest.mark.parametrize("name", VECTOR)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_of_vector_environments(family, name):
+    argument = VECTOR[name]
+
+    @tries(2)
+    @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
+    def runs(value, env_id, seed):
+        kwargs = {"num_envs": 2, **BASE[family], name: value}
+        vector = gym.envs.registration.load_env_creator(gym.spec(env_id).vector_entry_point)
+        envs = vector(**kwargs)
+        envs.action_space.seed(seed)
+        observation, _ = envs.reset(seed=seed)
+        ended = np.zeros(envs.num_envs, dtype=bool)
+        for _ in range(LIMIT):
+            if ended.any() and "isabled" in str(envs.metadata["autoreset_mode"].value):
+                envs.reset(options={"reset_mask": ended})
+            observation, rewards, terminated, truncated, _ = envs.step(envs.action_space.sample())
+            assert envs.observation_space.contains(observation)
+            assert np.isfinite(rewards).all()
+            ended = terminated | truncated
+        envs.close()
+
+    @tries(12)
+    @given(argument.bad, st.sampled_from(IDS[family]))
+    def refused(value, env_id):
+        vector = gym.envs.registration.load_env_creator(gym.spec(env_id).vector_entry_point)
+        make = lambda: vector(**{"num_envs": 2, **BASE[family], name: value})  # noqa: E731
+        refuses(make, (name,), value)
+
+    runs()
+    refused()
+
+
+@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_of_single_environments(family, name):
+    argument = COMMON[name]
+
+    @tries(3)
+    @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
+    def runs(value, env_id, seed):
+        entry = gym.envs.registration.load_env_creator(gym.spec(env_id).entry_point)
+        env = entry(**BASE[family], **{name: value})
+        rollout(env, seed)
+        if env.render_mode is not None:
+            assert isinstance(env.render(), (str, np.ndarray))
+
+    @tries(12)
+    @given(argument.bad, st.sampled_from(IDS[family]))
+    def refused(value, env_id):
+        entry = gym.envs.registration.load_env_creator(gym.spec(env_id).entry_point)
+        refuses(lambda: entry(**BASE[family], **{name: value}), (name,), value)
+
+    runs()
+    refused()
+
+
+PARALLEL_CASES = [(family, name) for family, table in PARALLEL.items() for name in table]
+
+
+@pytest.mark.parametrize(("family", "name"), PARALLEL_CASES, ids=map("-".join, CASES))
+def test_arguments_of_parallel_environments(family, name):
+    argument, env = PARALLEL[family][name], PARALLEL_ENVS[family]
+
+    @tries(3)
+    @given(argument.valid, st.integers(0, 1000))
+    def runs(value, seed):
+        check_parallel(env(**BASE[family], **{name: value}), seed)
+
+    @tries(12)
+    @given(argument.bad)
+    def refused(value):
+        refuses(lambda: env(**BASE[family], **{name: value}), (name,), value)
+
+    runs()
+    refused()
