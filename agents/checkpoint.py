@@ -17,6 +17,7 @@ AGENTS = (
     "sac_han",
     "ppo_han",
     "pqn",
+    "rpi",
     "ppo",
     "ppo_serverless",
     "ppo_placement",
@@ -120,7 +121,7 @@ class PlacementPolicy(CheckpointPolicy):
 
 
 class GraphPolicy(CheckpointPolicy):
-    """A checkpoint of an agent over the graph, ``sac_han``, ``ppo_han`` or ``pqn``.
+    """A checkpoint of an agent over the graph, ``sac_han``, ``ppo_han``, ``pqn`` or ``rpi``.
 
     With a graph encoder it takes other capacities and fleets.
     """
@@ -175,7 +176,8 @@ def load_policy(
 
     Returns:
         A greedy policy; its name follows from what was trained (``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, ``ppo_han``, ``ppo_sets``, ``pqn``, ``ppo``, ``ppo_serverless``).
+        ``baseline_rl_dsa``, ``ppo_han``, ``ppo_sets``, ``pqn``, ``rpi``, ``ppo``,
+        ``ppo_serverless``).
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.
@@ -205,7 +207,7 @@ def load_policy(
         return _load_ppo_serverless(file, meta, weights)
     if kind in ("ppo_placement", "mappo_placement"):
         return _load_placement(file, meta, weights, system)
-    if kind in ("ppo_han", "pqn"):
+    if kind in ("ppo_han", "pqn", "rpi"):
         return _load_graph(file, meta, weights, system)
     return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
 
@@ -246,13 +248,13 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
 
 
 def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
-    from servegym.agents import han, ppo_han, pqn
+    from servegym.agents import han, ppo_han, pqn, rpi
     from servegym.agents.common import env_kwargs
     from servegym.agents.single import SingleDecision
     from servegym.baselines.llm_routing.system import RoutingSystem
 
     kind = meta["agent"]
-    module: Any = {"ppo_han": ppo_han, "pqn": pqn}[kind]
+    module: Any = {"ppo_han": ppo_han, "pqn": pqn, "rpi": rpi}[kind]
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
@@ -262,7 +264,7 @@ def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], syste
     name = f"ppo_{args.encoder}" if kind == "ppo_han" else kind
     policy = GraphPolicy(name, "graph", file, kind, args, net.eval())
     policy.experts = system.num_experts
-    if kind == "ppo_han" and args.encoder == "han":
+    if kind != "pqn" and args.encoder == "han":
         policy.single = SingleDecision(net)
     return policy
 
@@ -290,6 +292,7 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     from servegym.agents import mappo_placement, ppo_placement
     from servegym.agents.common import parse_settings
     from servegym.agents.placement_features import Features
+    from servegym.agents.placement_start import Start, setting_word
     from servegym.envs.expert_placement.env import make_problem
 
     kind = meta["agent"]
@@ -297,7 +300,9 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = make_problem(parse_settings(args.set))
-    features = Features(system.cluster, args.base)
+    start = meta.get("start") if meta.get("setting") == setting_word(system) else None
+    held = None if start is None else Start.from_json(start).held
+    features = Features(system.cluster, args.base, held)
     net = module.Agent(features.columns, **json.loads(meta["shape"]))
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())

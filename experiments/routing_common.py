@@ -35,6 +35,7 @@ __all__ = ["BASELINES", "Options", "TrainedRun", "find_runs", "measure", "run_fi
 ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 OUT = Path("experiments/results/routing")
+GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
 
 BASELINES = (
     "random",
@@ -140,7 +141,7 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
             print(f"{run.name} is not finished and left out")
             continue
         policy = load_policy(path)
-        if policy.agent not in ("sac_han", "ppo_han"):
+        if policy.agent not in GRAPH_AGENTS:
             continue
         group, variant = told.get("group", "other"), told.get("variant", policy.name)
         label = {
@@ -166,7 +167,7 @@ def shipped_runs() -> list[TrainedRun]:
 def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> TrainedRun:
     args = policy.args
     rates = (float(args.rate_low), float(args.rate_high))
-    any_experts = policy.agent == "ppo_han" or (args.state == "han" and args.head == "expert")
+    any_experts = policy.agent != "sac_han" or (args.state == "han" and args.head == "expert")
     return TrainedRun(label, path, group, variant, args.profiles, rates, int(args.seed),
                       int(getattr(policy, "experts", 0)), any_experts)  # fmt: skip
 
