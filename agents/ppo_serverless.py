@@ -12,6 +12,11 @@ remote ones, replicas), so the action is MultiDiscrete. Three things matter here
   input-dependent baseline (Mao et al., ICLR 2019) without a second network.
 * Columns of the observation differ in scale by two orders of magnitude; they are standardised.
 
+* What a plan costs is known to a planner; to learn it from rewards takes long and ends at few
+  plans. The policy begins with the planner's decisions on training episodes, by maximum likelihood
+  (``--teacher ""`` begins without), and the critic is trained alone for some updates. Then PPO
+  goes on from the rewards, which know nothing of the planner.
+
 A plan matters for the next requests only through what it leaves warm, so the discount is short.
 ``python agents/ppo_serverless.py --help`` lists the options.
 """
@@ -20,7 +25,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,10 +35,10 @@ import numpy as np
 import torch
 import tyro
 from numpy.typing import NDArray
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import make_envs, snapshot, write_checkpoint
+from servegym.agents.common import RunLog, make_envs, snapshot, write_checkpoint
+from servegym.agents.lessons import imitate
 
 
 @dataclass
@@ -51,7 +55,15 @@ class Args:
     """hidden units of every layer"""
     warm_column: int = 6
     """column of the observation that is above 0 while the last plan is warm (-1: there is none)"""
-    total_timesteps: int = 655_360
+    teacher: str = "warm_planner"
+    """baseline whose decisions the policy imitates before PPO (empty: none)"""
+    imitation_epochs: int = 60
+    """passes over the teacher's decisions"""
+    imitation_rate: float = 2e-3
+    """learning rate of the imitation at first; it falls linearly to zero"""
+    critic_updates: int = 4
+    """first updates of PPO that train the critic alone"""
+    total_timesteps: int = 327_680
     """environment steps (requests) over all environments"""
     num_envs: int = 256
     """parallel environments"""
@@ -59,11 +71,11 @@ class Args:
     """environments that share their episodes; they differ by the actions alone (1: none do)"""
     num_steps: int = 32
     """steps of each environment between updates"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-4
     """learning rate at first"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to zero"""
-    gamma: float = 0.9
+    gamma: float = 0.95
     """discount per request"""
     gae_lambda: float = 0.9
     """lambda of the generalised advantage estimate"""
@@ -73,13 +85,13 @@ class Args:
     """passes over the collected steps"""
     clip_coef: float = 0.2
     """clipping of the probability ratio"""
-    ent_coef: float = 0.03
+    ent_coef: float = 0.01
     """weight of the entropy bonus at first; it falls linearly to zero"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     max_grad_norm: float = 0.5
     """gradients are clipped to this norm"""
-    eval_every: int = 81_920
+    eval_every: int = 40_960
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 32
     """episodes per evaluation"""
@@ -278,28 +290,35 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_serverless_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
 
+    resumed = args.resume and (run / "snapshot.pt").exists()
+    start = {}
+    if args.teacher and not resumed:
+        start["imitation/log_likelihood"] = imitate(agent, args, run.parent)
+        start |= {f"eval/{key}": value for key, value in evaluate(agent, args).items()}
+
     # Equal seeds give equal episodes, now and after every reset.
     seeds: Any = [1_000_003 * args.seed + i // args.replicas for i in range(n)]
     obs, info = envs.reset(seed=seeds)
-    agent.observe(torch.as_tensor(obs, device=device))
+    if not args.teacher:
+        agent.observe(torch.as_tensor(obs, device=device))
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "iteration": 0, "best": -np.inf, "evaluated": 0, "log_size": 0, "obs": obs,
         "mask": masks(info, n, actions), "returns": np.zeros(n), "center": 0.0,
         "previous": torch.zeros((n, parts), dtype=torch.long, device=device),
     }  # fmt: skip
-    if args.resume and (run / "snapshot.pt").exists():
+    if resumed:
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         s, envs = saved["state"], pickle.loads(saved["envs"])
         torch.set_rng_state(saved["rng"])
-    log = open(run / "metrics.jsonl", "ab" if s["iteration"] else "wb")  # noqa: SIM115
-    log.truncate(s["log_size"])
-    if args.track:
-        import wandb
-
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                   name=run.name, dir=str(run))  # fmt: skip
+    log = RunLog(run, args, "ppo_serverless", s["iteration"] * args.num_steps * n, s["log_size"])
+    if start:
+        log.write(0, start)
+        log.bar.console.print(f"as the teacher: mean reward {start['eval/score']:.4f}")
+        s["best"] = start["eval/score"]
+        if args.save_model:
+            save_policy(agent, args, run / "best.safetensors")
 
     shape, size = (args.num_steps, n), args.num_steps * n
     b_obs = torch.zeros((*shape, columns), device=device)
@@ -307,10 +326,6 @@ def train(args: Args) -> Path:
     b_action, b_previous = torch.zeros((2, *shape, parts), dtype=torch.long, device=device)
     b_logp, b_reward, b_value, b_next, b_done = torch.zeros((5, *shape), device=device)
     updates, finished = args.total_timesteps // size, []
-    begin, first = time.perf_counter(), s["iteration"]
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = bar.add_task("ppo_serverless", total=updates, completed=first)
-    bar.start()
     while s["iteration"] < updates:
         left = 1 - s["iteration"] / updates
         optimizer.param_groups[0]["lr"] = args.learning_rate * (left if args.anneal_lr else 1.0)
@@ -368,15 +383,16 @@ def train(args: Args) -> Path:
                 value_loss = 0.5 * (value - goal).square().mean()
                 entropy = entropy.mean(0)
                 bonus = args.ent_coef * left * entropy.sum()
-                loss = policy_loss + args.vf_coef * value_loss - bonus
+                loss = args.vf_coef * value_loss
+                if not args.teacher or s["iteration"] > args.critic_updates:
+                    loss = loss + policy_loss - bonus
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
         agent.observe(flat[0])
-        sps = (s["iteration"] - first) * size / (time.perf_counter() - begin)
         metrics = {
-            "global_step": step, "charts/SPS": sps, "charts/reward": b_reward.mean().item(),
+            "charts/SPS": log.advance(step), "charts/reward": b_reward.mean().item(),
             "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
             "losses/entropy": entropy.sum().item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
@@ -390,28 +406,21 @@ def train(args: Args) -> Path:
             s["evaluated"] = step // args.eval_every
             result = evaluate(agent, args)
             metrics |= {f"eval/{key}": value for key, value in result.items()}
-            bar.console.print(f"step {step}: mean reward {result['score']:.4f}")
+            log.bar.console.print(f"step {step}: mean reward {result['score']:.4f}")
             if args.save_model:
                 save_policy(agent, args, run / "last.safetensors")
                 if result["score"] > s["best"]:
                     save_policy(agent, args, run / "best.safetensors")
             s["best"] = max(s["best"], result["score"])
-        log.write((json.dumps(metrics) + "\n").encode())
-        log.flush()
-        if args.track:
-            wandb.log(metrics, step=step)
+        log.write(step, metrics)
         every = args.checkpoint_every
         if every and step // every > (step - size) // every:
-            s["log_size"] = log.tell()
+            s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
                      optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),
                      rng=torch.get_rng_state())  # fmt: skip
-        bar.update(task, advance=1, description=f"ppo_serverless {sps:.0f} SPS")
-    bar.stop()
     log.close()
     envs.close()
-    if args.track:
-        wandb.finish()
     return run
 
 

@@ -149,12 +149,13 @@ def curves(folder: Path) -> list[dict[str, Any]]:
         kept: dict[str, list[float]] = {"train_reward": [], "entropy": []}
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            kept["train_reward"].append(entry["charts/reward"])
-            kept["entropy"].append(entry["losses/entropy"])
+            if entry["global_step"]:  # at 0 there is the policy that imitates, nothing of PPO
+                kept["train_reward"].append(entry["charts/reward"])
+                kept["entropy"].append(entry["losses/entropy"])
             if "eval/score" not in entry:
                 continue
             values = {"val_reward": entry["eval/score"]}
-            values |= {name: float(np.mean(found)) for name, found in kept.items()}
+            values |= {name: float(np.mean(found)) for name, found in kept.items() if found}
             kept = {name: [] for name in kept}
             rows += [{"run": path.parent.name, "step": entry["global_step"], "quantity": name,
                       "value": round(value, 5)} for name, value in values.items()]  # fmt: skip

@@ -8,12 +8,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from servegym.agents import load_policy, ppo_serverless  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from servegym.agents import lessons, load_policy, ppo_serverless  # noqa: E402
 from servegym.agents.common import make_envs  # noqa: E402
 from servegym.agents.ppo_serverless import Agent, Args, train  # noqa: E402
+from servegym.baselines.registry import make_policy  # noqa: E402
+from servegym.baselines.serverless.system import ServerlessSystem  # noqa: E402
 
 QUICK = {
     "set": ("model=toy", "episode_requests=20"),
+    "teacher": "",
     "num_envs": 8,
     "replicas": 2,
     "num_steps": 16,
@@ -167,6 +172,67 @@ def test_trains_logs_and_saves(tmp_path):
     assert not list(run.glob("*.tmp"))
 
 
+TAUGHT = {**QUICK, "teacher": "greedy_warm", "width": 32, "imitation_epochs": 80,
+          "imitation_rate": 0.005, "total_timesteps": 256, "eval_every": 128}  # fmt: skip
+
+
+def test_begins_with_what_its_teacher_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr(lessons, "EPISODES", 24)
+    run = train(Args(**TAUGHT, critic_updates=2, out_dir=str(tmp_path), run_name="run"))
+    first, *others = lines(run)
+    assert first["global_step"] == 0 and [x["global_step"] for x in others] == [128, 256]
+    assert first["imitation/log_likelihood"] > -1.0
+    # The critic alone was trained since, so that the policy's scores are those of the start.
+    assert others[-1]["eval/score"] == pytest.approx(first["eval/score"], abs=0.02)
+    begun, ended = (load_file(run / f"{name}.safetensors") for name in ("best", "last"))
+    changed = {key for key in begun if not torch.equal(begun[key], ended[key])}
+    assert changed >= {"critic.0.weight", "critic.4.bias"} or first["eval/score"] < max(
+        line["eval/score"] for line in others
+    )
+    assert not {key for key in changed if key.startswith(("actor", "keep", "heads", "told"))}
+    # It decides as the teacher in train episodes that were no lesson.
+    args = load_policy(run).args
+    kwargs = {"model": "toy", "episode_requests": 20, "split": "train"}
+    system = ServerlessSystem.from_kwargs(**kwargs)
+    teacher = make_policy("greedy_warm", system, family="serverless_moe")
+    views = [make_envs(args, 16, split="train")]
+    views.append(gym.make_vec("servegym/ServerlessMoE-v0", 16, "vector_entry_point", **kwargs))
+    (flat, info), (dicts, _) = (view.reset(seed=5) for view in views)
+    policy = load_policy(run)
+    policy.reset(16, seed=0)
+    teacher.reset(16, seed=0)
+    alike = []
+    for _ in range(19):
+        plan = teacher.act(dicts, info["action_mask"])
+        policy._last = getattr(teacher, "last", np.zeros_like(plan))
+        alike.append((policy.act(flat, info["action_mask"]) == plan).all(1))
+        teacher.last = plan
+        flat, *_, info = views[0].step(plan)
+        dicts, *_ = views[1].step(plan)
+    assert np.mean(alike) > 0.5, "there are thousands of plans"
+    # Further runs read the lessons, those with other arguments collect their own.
+    (file,) = tmp_path.glob("lessons_*.npz")
+    told = np.load(file)
+    assert told["obs"].shape[0] == told["plan"].shape[0] == 24 * 20
+    slips = (told["plan"][:-24] != told["previous"][24:]).any(1).mean()
+    assert 0.02 < slips < 0.3
+    monkeypatch.setattr(lessons, "make_policy", None)
+    again = train(Args(**TAUGHT, critic_updates=2, out_dir=str(tmp_path), run_name="again"))
+    assert lines(again) == lines(run)
+    with pytest.raises(TypeError):
+        train(Args(**{**TAUGHT, "teacher": "mix"}, out_dir=str(tmp_path), run_name="other"))
+
+
+def test_ppo_goes_on_from_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(lessons, "EPISODES", 8)
+    runs = [
+        train(Args(**TAUGHT, critic_updates=k, out_dir=str(tmp_path), run_name=str(k)))
+        for k in (0, 2)
+    ]
+    assert lines(runs[0])[0] == lines(runs[1])[0]
+    assert lines(runs[0])[-1] != lines(runs[1])[-1]
+
+
 def test_checkpoint_round_trip_by_name(tmp_path):
     from servegym.experiments.evaluate import evaluate
 
@@ -265,6 +331,7 @@ def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
         ({"set": (), "env_id": "servegym/LLMRoutingFlat-v0"}, "LLMRoutingFlat"),
         ({"replicas": 3}, "replicas=3"),
         ({"warm_column": 999}, "warm_column=999"),
+        ({"teacher": "greedy_warn"}, "greedy_warm"),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, changes, message):

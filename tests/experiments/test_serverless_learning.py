@@ -58,9 +58,9 @@ def test_curves(tmp_path):
 def test_table_and_figure(tmp_path, monkeypatch):
     runs = tmp_path / "runs"
     run = ppo_serverless.train(
-        ppo_serverless.Args(set=("episode_requests=10",), num_envs=8, replicas=2, num_steps=4,
-                            total_timesteps=64, eval_episodes=2, width=8, out_dir=str(runs),
-                            run_name="seed_1")
+        ppo_serverless.Args(set=("episode_requests=10",), teacher="", num_envs=8, replicas=2,
+                            num_steps=4, total_timesteps=64, eval_episodes=2, width=8,
+                            out_dir=str(runs), run_name="seed_1")
     )  # fmt: skip
     assert run.exists()
     monkeypatch.setattr(learning, "BASELINES", ("mix", "keep_alive", "lookahead"))
