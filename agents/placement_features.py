@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from servegym.baselines.placement.simple import whole_layer
 
 Floats = NDArray[np.float64]
-BASES = ("whole_layer", "none")
+BASES = ("best", "whole_layer", "none")
 MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 """Cumulative mass of the most frequent experts, at these shares of a layer."""
 WAVES = 8
 """Frequencies that encode the position of a layer."""
 SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
-BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.5, 0.15, 0.1, 0.5
-"""A held layer of the base, one unit of the height, the slope at zero and its growth."""
+BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.6, 0.15, 0.05, 0.5
+"""What the base holds, one unit of the height, the slope at zero and its growth."""
 
 
 class Features:
@@ -32,21 +32,29 @@ class Features:
 
     Args:
         cluster: The servers, links and sizes.
-        base: One of `BASES`.
+        base: One of `BASES`: every expert of a placement found before (``start``), the layers that
+            `whole_layer` gives whole, or nothing.
+        start: Bool (N, L, E) for ``best``; without one, as of a cluster never seen, whole layers
+            are the base.
     """
 
     columns = len(MASS_AT) + 1 + 4 + 1 + 2 * WAVES + 8
 
-    def __init__(self, cluster: Any, base: str) -> None:
+    def __init__(self, cluster: Any, base: str, start: Any = None) -> None:
         if base not in BASES:
             raise ValueError(f"base is {base!r}; allowed are {', '.join(BASES)}")
         servers, layers, experts = cluster.num_servers, cluster.layers, cluster.experts
         self.shape = (servers, layers, experts)
         self.gpu_server, self.top_k = cluster.gpu_server, cluster.top_k
-        self.base = np.zeros((servers, layers))
-        if base == "whole_layer":
-            held = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
-            self.base[cluster.server_view(held).all(axis=2)] = 1.0
+        held = np.zeros(self.shape)
+        if base == "best" and start is not None:
+            held[np.asarray(start) > 0] = 1.0
+        elif base != "none":
+            dealt = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
+            held[cluster.server_view(dealt).all(axis=2)] = 1.0
+        self.base = held.mean(axis=2)
+        # Whole layers are hard to break, single experts are easily exchanged.
+        self.held = torch.as_tensor(held * self.base[:, :, None], dtype=torch.float32)
         byte_s = 1.0 / cluster.link_bytes_s
         trip = cluster.latency_s + cluster.latency_s.T + 2 * cluster.message_cost_s
         trip = trip + cluster.activation_bytes * (byte_s + byte_s.T)
@@ -54,7 +62,7 @@ class Features:
         scale = trip[away].mean() if servers > 1 else 1.0
         trip = np.where(away, trip / scale, 0.0)
         # The nearest other server that holds a layer in the base, and how many do.
-        there = np.where(self.base[None] * away[:, :, None] > 0, trip[:, :, None], np.inf)
+        there = np.where(self.base[None] * away[:, :, None] > 0.5, trip[:, :, None], np.inf)
         farthest = trip.max(axis=1, keepdims=True)
         nearest = np.minimum(there.min(axis=1), farthest)
         others = (self.base.sum(axis=0) - self.base) / max(servers - 1, 1)
@@ -127,9 +135,9 @@ class Features:
 
         Only the order within a server matters for what it takes first, so scores are ranks.
         """
-        height = BASE_HEIGHT * torch.as_tensor(self.base, dtype=torch.float32) + HEIGHT * z[..., 0]
         slope = SLOPE * torch.exp(SLOPE_POWER * z[..., 1].clamp(-8.0, 8.0))
-        score = (height[..., None] + slope[..., None] * log_share).flatten(2)
+        score = BASE_HEIGHT * self.held + (HEIGHT * z[..., 0])[..., None]
+        score = (score + slope[..., None] * log_share).flatten(2)
         rank = score.argsort(dim=-1, stable=True).argsort(-1)
         return (rank.float() / max(score.shape[-1] - 1, 1)).view(log_share.shape).numpy()
 

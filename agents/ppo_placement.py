@@ -34,6 +34,8 @@ from torch import Tensor, nn
 
 from servegym.agents.common import env_kwargs, parse_settings, snapshot, write_checkpoint
 from servegym.agents.placement_features import Features, group_advantage, is_first, layer
+from servegym.agents.placement_start import Start, find_start, setting_word
+from servegym.envs.expert_placement.env import make_problem
 
 
 @dataclass
@@ -46,8 +48,12 @@ class Args:
     """the environment"""
     set: tuple[str, ...] = ("scenario=edge_hetero",)
     """environment arguments, key=value with a JSON value, as in scenario=drift"""
-    base: str = "whole_layer"
-    """where the scores start: whole_layer or none"""
+    base: str = "best"
+    """where the scores start: best (found by simulation), whole_layer or none"""
+    start_tries: int = 4
+    """placements annealed for each of three settings, from which the best start is taken"""
+    start_steps: int = 3_000_000
+    """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
     total_timesteps: int = 40_000
@@ -180,9 +186,12 @@ def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float
     return float(np.mean(kpis["mean_latency_s"])), float(np.mean(kpis["migrations"]))
 
 
-def save_policy(agent: Agent, args: Args, path: Path, step: int) -> None:
-    """Weights, arguments, shape and the decisions trained so far in one safetensors file."""
+def save_policy(agent: Agent, args: Args, path: Path, step: int, start: Start | None) -> None:
+    """Weights, arguments, shape, start and the decisions trained so far in one safetensors file."""
     meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
+    if start is not None:
+        meta["start"] = start.to_json()
+    meta["setting"] = setting_word(make_problem(parse_settings(args.set)))
     write_checkpoint(agent, meta | {"agent": "ppo_placement", "step": str(step)}, path)
 
 
@@ -190,8 +199,8 @@ def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    for name in ("groups", "members", "epochs", "eval_episodes"):
-        low = 2 if name == "members" else 1
+    for name in ("groups", "members", "epochs", "eval_episodes", "start_tries", "start_steps"):
+        low = {"members": 2, "start_tries": 0}.get(name, 1)
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
     if min(args.std) <= 0:
@@ -200,11 +209,12 @@ def train(args: Args) -> Path:
     if "free_start" in parse_settings(args.set):
         raise ValueError("set: free_start must stay True, the first placement is always made")
     envs = make_envs(args, n, epochs=steps)
-    features = Features(envs.unwrapped.problem.cluster, args.base)
-    agent = Agent(features.columns, args.width, args.move_bias)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     run = Path(args.out_dir) / (args.run_name or f"ppo_placement_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
+    start = find_start(run, args)
+    features = Features(envs.unwrapped.problem.cluster, args.base, start and start.held)
+    agent = Agent(features.columns, args.width, args.move_bias)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
     best, first, kept = np.inf, 0, b""
@@ -231,6 +241,21 @@ def train(args: Args) -> Path:
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     task = bar.add_task("ppo_placement", total=updates, completed=first)
     bar.start()
+
+    def check(step: int) -> dict[str, float]:
+        """Evaluate and keep the policy."""
+        nonlocal best
+        latency, migrations = evaluate(agent, features, args)
+        bar.console.print(f"step {step}: validation latency {latency:.3f} s")
+        if args.save_model:
+            save_policy(agent, args, run / "last.safetensors", step, start)
+            if latency < best:
+                save_policy(agent, args, run / "best.safetensors", step, start)
+        best = min(best, latency)
+        return {"eval/mean_latency_s": latency, "eval/migrations": migrations}
+
+    if first == 0:
+        log.write((json.dumps({"global_step": 0} | check(0)) + "\n").encode())
     for iteration in range(first, updates):
         gone = iteration / updates
         optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - gone)
@@ -293,16 +318,8 @@ def train(args: Args) -> Path:
             "charts/std": std, "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
             "losses/approx_kl": kl,
         }  # fmt: skip
-        last = iteration + 1 == updates
-        if iteration == 0 or last or step // args.eval_every > (step - size) // args.eval_every:
-            latency, migrations = evaluate(agent, features, args)
-            metrics |= {"eval/mean_latency_s": latency, "eval/migrations": migrations}
-            bar.console.print(f"step {step}: validation latency {latency:.3f} s")
-            if args.save_model:
-                save_policy(agent, args, run / "last.safetensors", step)
-                if latency < best:
-                    save_policy(agent, args, run / "best.safetensors", step)
-            best = min(best, latency)
+        if step // args.eval_every > (step - size) // args.eval_every or iteration + 1 == updates:
+            metrics |= check(step)
         log.write((json.dumps(metrics) + "\n").encode())
         log.flush()
         if args.save_model:
