@@ -38,8 +38,8 @@ def whole(argument: str, given: Any, low: int, high: int = 1 << 31) -> int:
     return int(given)
 
 
-# Beyond these, formulas have results that are not finite.
-TINY, LARGEST = 1e-300, 1e300
+# Beyond these, products of a few arguments are not finite.
+TINY, LARGEST = 1e-50, 1e50
 
 
 def real(argument: str, given: Any, low: float, high: float = LARGEST, open_low=False) -> float:

@@ -16,7 +16,7 @@ from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
 
 HUGE = 10**400
-LARGEST = 1e300
+LARGEST = 1e50
 
 JUNK: dict[str, Any] = {
     "none": None,
@@ -387,7 +387,7 @@ PLACEMENT = {
     "action_mode": name("layer_budget", "expert_score", "placement"),
     "epochs": whole(1, 100_000, most=6),
     "epoch_s": real(
-        0.0, open_low=True, least=1e-3, most=1e9, needs={"mean_interarrival_s": 1e8}
+        0.0, open_low=True, least=0.1, most=1e9, needs={"mean_interarrival_s": 1e8}
     ),
     "split": name("train", "val", "eval"),
     "skew": name("measured"),
