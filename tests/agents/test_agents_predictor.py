@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="the predictor needs transformers")
 torch = pytest.importorskip("torch", reason="the predictor needs torch")
 
+from servegym.agents import predictor_measures as pm  # noqa: E402
 from servegym.agents import train_predictor as tp  # noqa: E402
 from servegym.envs.workloads import Catalog, predictions  # noqa: E402
 
@@ -149,18 +150,18 @@ def test_predictions_by_embeddings_leave_the_prompt_itself_out():
     target = random.random((30, 2, 3))
     train = np.arange(20)
     kept = np.delete(train, 6)
-    for fit, option in ((tp.nearest, 3), (tp.ridge, 0.5)):
+    for fit, option in ((pm.nearest, 3), (pm.ridge, 0.5)):
         whole = fit(embeddings, target, train, option)
         without = fit(embeddings, target, kept, option)
-        if fit is tp.ridge:
+        if fit is pm.ridge:
             # The closed form keeps the centring of all; it differs from a refit by O(1/n).
             assert whole[6] == pytest.approx(without[6], abs=0.05)
         else:
             assert whole[6] == pytest.approx(without[6])
         assert whole[25] != pytest.approx(target[25], abs=1e-3)
     best = (embeddings[25] @ embeddings[:20].T).argsort()[::-1][:3]
-    assert tp.nearest(embeddings, target, train, 3)[25] == pytest.approx(target[best].mean(0))
-    plain = tp.ridge(embeddings, target, train, 1e9)
+    assert pm.nearest(embeddings, target, train, 3)[25] == pytest.approx(target[best].mean(0))
+    plain = pm.ridge(embeddings, target, train, 1e9)
     assert plain[25] == pytest.approx(target[train].mean(0), abs=1e-6)
 
 
@@ -168,7 +169,7 @@ def test_measures_of_a_small_case():
     chances = np.array([[[0.1, 0.6, 0.3], [0.5, 0.3, 0.2]]])
     classes, truth = np.array([[2, 0]]), np.array([[0.8, 0.1]])
     centres = np.array([0.0, 0.5, 1.0])
-    found = tp.measure(chances, classes, truth, centres, np.array([0]))
+    found = pm.measure(chances, classes, truth, centres, np.array([0]))
     assert found["top1"] == 0.5 and found["top3"] == 1.0 and found["near"] == 1.0
     assert found["mae"] == pytest.approx((abs(0.6 - 0.8) + abs(0.35 - 0.1)) / 2)
     assert found["chosen"] == pytest.approx(0.8)

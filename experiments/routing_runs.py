@@ -1,0 +1,183 @@
+"""The trainings that the routing tables and figures compare, the most useful first.
+
+The paper's three learners are trained from their own reward alone: SAC-HAN (``sac_han``) with the
+QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
+Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts
+at a heuristic or lets its critics see what is to come (``--prior 0 --foresight False``). The group
+``general`` has one policy for all rates: ``residual`` is this package's default, ``baseline_rl``
+the paper's baseline on the same budget.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
+
+MODULE = "servegym.agents.sac_han"
+STEPS = 1_000_000
+SHORT_STEPS = 300_000
+GENERAL_STEPS = 240_000
+
+POINTS: dict[str, dict[str, Any]] = {
+    "het8": {
+        "profiles": "edge-6-heterogeneous",
+        "rate_low": 8.0,
+        "rate_high": 8.0,
+        "eval_rates": (8.0,),
+    },
+    "linear5": {
+        "profiles": "paper-linear",
+        "rate_low": 5.0,
+        "rate_high": 5.0,
+        "eval_rates": (5.0,),
+    },
+    "het4-11": {
+        "profiles": "edge-6-heterogeneous",
+        "rate_low": 4.0,
+        "rate_high": 11.0,
+        "eval_rates": (5.0, 8.0, 10.0),
+    },
+}
+"""Fleet and arrival rates of training and of the evaluations on the validation split."""
+
+FROM_NOTHING = {"prior": 0.0, "foresight": False}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "general": {"reward": "paid_forward"},
+    "sac_han": {"state": "han", "reward": "qos_aware", **FROM_NOTHING},
+    "baseline_rl": {"state": "expert", "reward": "completed_qos", **FROM_NOTHING},
+    "baseline_rl_dsa": {"state": "han", "reward": "completed_qos", **FROM_NOTHING},
+}
+"""Arguments of the agent by variant."""
+
+PREDICTORS = {
+    "ps_pl": (),
+    "zs_pl": ('score_predictor="zero"',),
+    "ps_zl": ('length_predictor="zero"',),
+    "zs_zl": ('score_predictor="zero"', 'length_predictor="zero"'),
+}
+"""Predicted or zero scores and lengths (the paper's Fig. 18)."""
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "no_prior": {"prior": 0.0},
+    "no_foresight": {"foresight": False},
+    "no_impact": {"impact": False},
+    "no_law": {"law": False},
+    "arrived_head": {"head": "arrived"},
+    "qos_aware": {"reward": "qos_aware"},
+    "completed_qos": {"reward": "completed_qos"},
+}
+"""What changes in ``general``."""
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training.
+
+    Attributes:
+        group: What it belongs to: ``paper``, ``general``, ``predictors``, ``ablation``,
+            ``experts`` or ``limits``.
+        variant: Name of the learner or of the change.
+        point: Key of `POINTS`.
+        seed: Seed of the training.
+        steps: Decisions to train for.
+        settings: Arguments of the agent that differ from its defaults.
+    """
+
+    group: str
+    variant: str
+    point: str
+    seed: int
+    steps: int
+    settings: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def name(self) -> str:
+        """Folder of the run."""
+        return f"{self.group}_{self.variant}_{self.point}_s{self.seed}"
+
+    def command(self, runs: Path, snapshot_steps: int) -> list[str]:
+        """The command line that trains it or goes on training it."""
+        given = {
+            **self.settings,
+            "seed": self.seed,
+            "total_timesteps": self.steps,
+            "out_dir": str(runs),
+            "run_name": self.name,
+            "checkpoint_every": snapshot_steps,
+            "resume": True,
+        }
+        words = [sys.executable, "-m", MODULE]
+        for key, value in given.items():
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{key}", *(str(one) for one in values)]
+        return words
+
+
+def _run(group: str, variant: str, base: str, point: str, seed: int, **changes: Any) -> TrainingRun:
+    steps = changes.pop("steps", STEPS)
+    settings = {**POINTS[point], **VARIANTS[base], **changes}
+    return TrainingRun(group, variant, point, seed, steps, settings)
+
+
+def _paper(point: str, seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        for variant in ("sac_han", "baseline_rl", "baseline_rl_dsa"):
+            yield _run("paper", variant, variant, point, seed)
+
+
+def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        yield _run("general", "residual", "general", "het4-11", seed, steps=GENERAL_STEPS)
+        yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed, steps=GENERAL_STEPS)
+
+
+def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    """Shorter trainings of many variants, all of one seed before the next seed."""
+    for seed in seeds:
+        for name, given in PREDICTORS.items():
+            yield _run("predictors", name, "sac_han", "het8", seed, steps=SHORT_STEPS, set=given)
+        for name, changes in ABLATIONS.items():
+            yield _run("ablation", name, "general", "het4-11", seed, steps=SHORT_STEPS, **changes)
+        for count in (3, 6, 9, 12):
+            for base in ("sac_han", "baseline_rl"):
+                given = (f"num_experts={count}",)
+                name = f"{base}_n{count}"
+                yield _run("experts", name, base, "linear5", seed, steps=SHORT_STEPS, set=given)
+        given = ("latency_requirement_s=[0.02,0.045]",)
+        yield _run("limits", "sac_han", "general", "het4-11", seed, steps=SHORT_STEPS, set=given)
+
+
+RUNS: tuple[TrainingRun, ...] = (
+    *_general((1, 2, 3)),
+    *_paper("het8", (1, 2, 3)),
+    *_general((4, 5)),
+    *_paper("linear5", (1, 2, 3)),
+    *_short((1,)),
+    *_paper("het8", (4, 5)),
+    *_paper("linear5", (4, 5)),
+    *_short((2, 3)),
+)
+"""All runs, the most useful first."""
+
+
+def select(only: Sequence[str], runs: Sequence[TrainingRun] = RUNS) -> list[TrainingRun]:
+    """The runs whose name contains any of the words; all runs for no words.
+
+    Raises:
+        ValueError: If a word is in no run's name.
+    """
+    names = [run.name for run in runs]
+    for word in only:
+        if not any(word in name for name in names):
+            near = difflib.get_close_matches(word, names, n=1, cutoff=0.3)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"only is {word!r}, which is in no run's name{hint}; see --list")
+    return [run for run in runs if not only or any(word in run.name for word in only)]
