@@ -50,6 +50,7 @@ def _clear_errors(command: Command) -> Command:
                 "PIL": "plots",
                 "wandb": "track",
                 "optuna": "sweep",
+                "ray": "ray",
                 "yaml": "sweep",
                 "transformers": "predict",
                 "tokenizers": "predict",
@@ -94,6 +95,13 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set", help="Argument of the environment, key=value; repeatable.", metavar="KEY=VALUE"
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        help="Use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers).",
+        metavar="WHERE",
     ),
 ]
 
@@ -182,6 +190,7 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Write the rows to FILE.json or FILE.csv.", metavar="FILE")
     ] = None,
+    ray: Ray = None,
 ) -> None:
     """Compare policies on the same episodes (split eval unless --set split=...)."""
     from servegym.experiments.output import check_writable, write_rows
@@ -192,8 +201,13 @@ def evaluate(
 
     from servegym.experiments import evaluate as evaluation
 
+    run = evaluation.evaluate
+    if ray is not None:
+        from servegym.experiments import ray_evaluate
+
+        run = functools.partial(ray_evaluate.evaluate, ray=ray)
     logs: dict[str, list[Any]] = {}
-    rows = evaluation.evaluate(
+    rows = run(
         env_id,
         policy,
         episodes=episodes,
@@ -353,6 +367,7 @@ def figures(
         list[str] | None, typer.Option(help="Run this figure alone; repeatable.", metavar="NAME")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Name the figures and stop.")] = False,
+    ray: Ray = None,
 ) -> None:
     """Compute and draw the figures and tables of a family; other words go to each figure."""
     from servegym.experiments.figures import list_figures, run_figures
@@ -363,7 +378,12 @@ def figures(
         for figure in found:
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
-    raise typer.Exit(int(run_figures(family, only or (), context.args, typer.echo) > 0))
+    run = run_figures
+    if ray is not None:
+        from servegym.experiments import ray_figures
+
+        run = functools.partial(ray_figures.run_figures, ray=ray)
+    raise typer.Exit(int(run(family, only or (), context.args, typer.echo) > 0))
 
 
 @app.command()
@@ -374,7 +394,10 @@ def sweep(
         typer.Argument(help="A sweep file in wandb's format, or a shipped one by name."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Finished runs in the end.")] = 20,
-    workers: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at a time, one thread each (1; --ray: all processors)."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of parameters.")] = 0,
     fixed: Annotated[
         list[str] | None,
@@ -388,8 +411,9 @@ def sweep(
         Path | None, typer.Option(help="Folder of the sweep (sweeps/NAME).", metavar="FOLDER")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Name the shipped sweeps, stop.")] = False,
+    ray: Ray = None,
 ) -> None:
-    """Search an agent's hyper-parameters on this machine; stopped, it goes on where it was."""
+    """Search an agent's hyper-parameters; stopped, a sweep goes on where it was."""
     from servegym.experiments.sweep_file import list_sweeps, read_sweep
 
     if list_:
@@ -402,9 +426,16 @@ def sweep(
         raise ValueError(f"name a sweep file or one of {list_sweeps()}")
     chosen = read_sweep(file)
 
+    settings = parse_settings(fixed or [])
+    if ray is not None:
+        from servegym.experiments import ray_sweep
+
+        ray_sweep.run_sweep(chosen, trials, workers, out, seed, settings, typer.echo, ray)
+        return
+
     from servegym.experiments.sweep import run_sweep
 
-    run_sweep(chosen, trials, workers, out, seed, parse_settings(fixed or []), typer.echo)
+    run_sweep(chosen, trials, workers or 1, out, seed, settings, typer.echo)
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from servegym.envs._checks import choose
 
-__all__ = ["PREFIXES", "Figure", "list_figures", "run_figures"]
+__all__ = ["PREFIXES", "Figure", "choose_figures", "list_figures", "run_figures"]
 
 PREFIXES = {"routing": "routing_", "serverless": "serverless_", "placement": "placement_"}
 """Family -> prefix of its modules."""
@@ -57,6 +57,17 @@ def list_figures(family: str) -> list[Figure]:
     return found
 
 
+def choose_figures(family: str, only: Sequence[str] = ()) -> list[Figure]:
+    """The figure modules of a family that ``only`` names, or all of them.
+
+    Raises:
+        ValueError: If the family or a name is unknown.
+    """
+    figures = list_figures(family)
+    known = {figure.name: figure for figure in figures}
+    return [known[choose("only", name, known)] for name in only] or figures
+
+
 def run_figures(
     family: str,
     only: Sequence[str] = (),
@@ -77,11 +88,8 @@ def run_figures(
     Raises:
         ValueError: If the family or a name is unknown, before anything runs.
     """
-    figures = list_figures(family)
-    known = {figure.name: figure for figure in figures}
-    chosen = [known[choose("only", name, known)] for name in only] or figures
     failed = 0
-    for figure in chosen:
+    for figure in choose_figures(family, only):
         echo(f"{figure.name}: {figure.description}")
         begin = time.perf_counter()
         status = importlib.import_module(figure.module).main(list(arguments)) or 0

@@ -14,7 +14,7 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,7 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--at-least", metavar="NAME", help="a baseline that guests must not be below"
     )
     parser.add_argument("--out", type=Path, help=f"the table ({BOARD})")
+    parser.add_argument("--ray", metavar="WHERE", help="use a Ray cluster: auto (one that runs), "
+                        "local or local:N (this machine, N workers)")  # fmt: skip
     args = parser.parse_args(argv)
+    if args.ray is not None:
+        from servegym.experiments.ray_cluster import check_ray
+
+        check_ray(args.ray)
     points = [names[choose("point", name, names)] for name in args.point]
     if args.at_least:
         for point in points:
@@ -229,20 +235,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(kept, points)
         return 0
-    rows = [] if args.quick else kept
+    kept = rows = [] if args.quick else kept
+    jobs = []
     for point in points:
         wanted = policies_for(point, args.quick) if args.quick or not args.policy else []
-        for policy in [*wanted, *args.policy]:
-            found = [r for r in rows if r["point"] == point.name and r["policy"] == policy]
-            if found and not args.again:
-                continue
-            row = measure(point, policy, args.quick)
-            rows = [r for r in rows if (r["point"], r["policy"]) != (point.name, row["policy"])]
-            rows.append(row)
-            print(f"{point.name} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
-            if not args.quick:
-                board.parent.mkdir(parents=True, exist_ok=True)
-                write_csv(board, rows)
+        have = {row["policy"] for row in kept if row["point"] == point.name and not args.again}
+        jobs += [(point, p) for p in dict.fromkeys([*wanted, *args.policy]) if p not in have]
+    done: dict[int, dict[str, Any]] = {}
+    for index, row in _measured(jobs, args.quick, args.ray):
+        done[index] = row
+        rows = _merged(kept, [done[i] for i in sorted(done)])
+        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
+        if not args.quick:
+            board.parent.mkdir(parents=True, exist_ok=True)
+            write_csv(board, rows)
     if not args.quick and args.out is None and PAGE.parent.is_dir():
         write_page(rows, PAGE)
     _print(rows, points)
@@ -250,6 +256,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         here = machine()
         print(f"{board} ({here['cpu']})")
     return _judge(rows, points, args.at_least) if args.at_least else 0
+
+
+def _measured(
+    jobs: Sequence[tuple[Point, str]], quick: bool, ray: str | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Index and row of every job, one after another or as a cluster has them."""
+    if ray is None or not jobs:
+        for index, (point, policy) in enumerate(jobs):
+            yield index, measure(point, policy, quick)
+        return
+    from servegym.experiments.ray_leaderboard import measured
+
+    yield from measured(jobs, quick, ray)
+
+
+def _merged(
+    kept: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The kept rows, those measured anew replaced, and the fresh ones in the jobs' order."""
+    rows = list(kept)
+    for row in fresh:
+        rows = [r for r in rows if (r["point"], r["policy"]) != (row["point"], row["policy"])]
+        rows.append(row)
+    return rows
 
 
 def _check_policy(point: Point, policy: str) -> None:

@@ -121,9 +121,11 @@ def _end_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _same_sweep(folder: Path, sweep: Sweep, fixed: Mapping[str, Any]) -> None:
-    """Refuse to mix runs of different files or fixed arguments in one folder."""
+def _same_sweep(folder: Path, sweep: Sweep, fixed: Mapping[str, Any], note: str = "") -> None:
+    """Refuse to mix runs of different files, fixed arguments or runners in one folder."""
     text = sweep.path.read_text(encoding="utf-8")
+    if note:
+        text += f"\n# {note}\n"
     if fixed:
         text += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
     kept = folder / "sweep.yaml"
