@@ -16,7 +16,7 @@ from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
 
 HUGE = 10**400
-LARGEST = 1e50
+TINY, LARGEST = 1e-50, 1e50
 
 JUNK: dict[str, Any] = {
     "none": None,
@@ -104,7 +104,7 @@ def real(
     """A finite number in [low, high], or above low; episodes run with those in [least, most]."""
     start = low if least is None else least
     end = high if most is None else most
-    valid = st.floats(start or (1 / LARGEST if open_low else 0.0), end)
+    valid = st.floats(start or (TINY if open_low else 0.0), end)
     valid = valid | valid.map(np.float64)
     allowed = ["half"] if high >= 2.5 else []
     allowed += ["zero"] if low == 0 and not open_low else []
@@ -199,7 +199,7 @@ FAILURES = st.fixed_dictionaries(
 ROUTING = {
     "num_experts": whole(1, 1024, most=6, optional=True),
     "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),
-    "rate": span(1 / LARGEST, LARGEST),
+    "rate": span(TINY, LARGEST),
     "arrivals_kwargs": kwargs(
         st.fixed_dictionaries({"cv": st.floats(0.0, 20.0)}),
         {"cv": -1.0}, {"cv": "x"}, {"cv": float("nan")}, {"cv": True}, {"cv": HUGE}, {"cv": [1]},
@@ -207,7 +207,7 @@ ROUTING = {
         {"rate": 3.0}, {"name": "gamma"}, {"cv": 1e300},
         needs={"arrivals": "gamma"}, called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
     ),
-    "latency_requirement_s": span(1 / LARGEST, 1.0),
+    "latency_requirement_s": span(TINY, 1.0),
     "catalog": name("alpaca_eval_7b", "synthetic"),
     "catalog_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={
@@ -280,7 +280,7 @@ LOOSE = {"slo": [[1e6, 1e6]]}
 
 
 def _regimes(count: int) -> st.SearchStrategy[Any]:
-    return st.lists(st.floats(1 / LARGEST, LARGEST), min_size=1, max_size=count)
+    return st.lists(st.floats(TINY, LARGEST), min_size=1, max_size=count)
 
 
 def _idle(draws: list[float]) -> list[tuple[float, float]]:
@@ -439,8 +439,8 @@ CLUSTER = {
              [0] * 4, [-HUGE] * 4]),
         called=("fit",),
     ),
-    "nic_bps": per((3,), 1 / LARGEST, True),
-    "bandwidth_bps": per((3, 3), 1 / LARGEST, True, optional=True),
+    "nic_bps": per((3,), TINY, True),
+    "bandwidth_bps": per((3, 3), TINY, True, optional=True),
     "latency_s": per((3, 3), 0.0, False),
     "link_model": name("nic", "pairwise"),
     "messages": name("per_expert", "per_server"),
@@ -448,7 +448,7 @@ CLUSTER = {
     "pcie_bytes_s": real(0.0, open_low=True),
     "pcie_latency_s": real(0.0),
     "activation_value_bytes": whole(1, 8),
-    "gpu_speed": per((4,), 1 / LARGEST, True),
+    "gpu_speed": per((4,), TINY, True),
     "sizes": Argument(st.none(), junk("none")),
 }  # fmt: skip
 
