@@ -151,6 +151,7 @@ class WarmPlanner(ServerlessPolicy):
             raise ValueError(f"requests must be at least 1, got {requests}")
         super().__init__(system)
         self._switching = regime_switching(system)
+        self.chance = min(system.reuse_chance(), MOST_CHANCE)
         tables = [
             [
                 np.array([self.rewards(seen, load, starts=starts) for load in self._loads(seen)])
@@ -168,7 +169,7 @@ class WarmPlanner(ServerlessPolicy):
             cold[:, :, :, 0].reshape(requests, count, -1).max(axis=2),
             cold[:, :, :, 1].reshape(requests, count, -1),
             kept[:, :, :, 1].reshape(requests, count, -1),
-            chance=min(system.reuse_chance(), MOST_CHANCE),
+            chance=self.chance,
             switching=self._switching,
         )
         self.worth = np.zeros(shape)
@@ -185,8 +186,19 @@ class WarmPlanner(ServerlessPolicy):
             for trem in mean
         ]
 
+    def regimes(self, row: int, seen: Seen) -> Floats:
+        """(R,) how likely each regime of the overhead is at a row's request."""
+        return self._switching[self.system.regime(seen.last_trem_s)]
+
+    def now(self, row: int, seen: Seen) -> Floats:
+        """(R, levels, 2, W, Y, Z) expected rewards of a row's request, by its regime."""
+        return np.array([self.rewards(seen, load) for load in self._loads(seen)])
+
+    def later(self, row: int) -> Floats:
+        """(R, levels, 2, W, Y, Z) what is expected of leaving things warm, by the regime."""
+        return self.worth
+
     def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
-        next_regime = self._switching[self.system.regime(seen.last_trem_s)]
-        now = np.array([self.rewards(seen, load) for load in self._loads(seen)])
-        return best(np.einsum("r,r...->...", next_regime, now + self.worth), legal)
+        total = self.now(row, seen) + self.later(row)
+        return best(np.einsum("r,r...->...", self.regimes(row, seen), total), legal)
