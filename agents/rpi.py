@@ -62,7 +62,7 @@ class Args:
     law: bool = True
     """put each expert's profiled estimator (Eq. 13/14) on its node"""
     total_timesteps: int = 200_000
-    """states to label; each costs `candidates` x `horizon` simulated decisions"""
+    """states to label; each costs as many rollouts as `candidates`"""
     num_envs: int = 128
     """parallel environments"""
     skip: int = 5
@@ -73,16 +73,8 @@ class Args:
     """actions tried in a state: the heuristic's, likely ones of the policy, a random one"""
     spread: float = 0.1
     """temperature, in scores, at which the likely ones are drawn"""
-    horizon: int = 60
-    """decisions of a rollout"""
-    gamma_idle: float = 0.96
-    """discount per decision of a rollout from an idle fleet, where an action is soon forgotten"""
-    gamma_busy: float = 1.0
-    """discount per decision of a rollout from a busy fleet"""
-    load_idle: float = 0.4
-    """outstanding requests per running slot up to which a fleet counts as idle"""
-    load_busy: float = 0.67
-    """outstanding requests per running slot from which a fleet counts as busy"""
+    horizon_s: float = 8.0
+    """length of a rollout, simulated seconds: about what the longest answer takes within L"""
     fit_every: int = 50_000
     """labels between two fits; each starts afresh on all of them, and its policy goes on"""
     epochs: int = 6
@@ -171,41 +163,43 @@ class Branches:
         self.batch = RoutingBatch(problem, tries * self.envs.num_envs)
 
     def returns(
-        self, actions: NDArray[np.int64], legal: NDArray[np.bool_], horizon: int,
-        gamma: NDArray[np.float64],
-    ) -> NDArray[np.float32]:  # fmt: skip
-        """Discounted rewards of each action and of what `PricedGreedy` does after it.
+        self, actions: NDArray[np.int64], legal: NDArray[np.bool_], horizon_s: float
+    ) -> NDArray[np.float32]:
+        """Sum of the rewards of each action and of what `PricedGreedy` does after it.
+
+        There is no discount: a score is paid when the request is let in and taken back when it ends
+        late, and a discounted bill would make late answers look good.
 
         Args:
             actions: First actions (B, tries), of every environment in its present state.
             legal: Which of them to try (B, tries).
-            horizon: Decisions, the first one included; a rollout stops where its episode ends.
-            gamma: Discount per decision (B,).
+            horizon_s: No request that arrives so many seconds later is decided; a rollout also
+                stops where its episode ends.
 
         Returns:
             (B, tries), NaN where not tried.
         """
-        batch, count = self.batch, len(actions)
-        legal = legal.copy()
-        for row in range(count):
+        batch, legal = self.batch, legal.copy()
+        for row in range(len(actions)):
             state = self.envs.clone_state(row)
             legal[row] &= not state.finished
             for k in np.flatnonzero(legal[row]):
                 batch.restore(row * self.tries + int(k), state)
-        live = legal.reshape(-1).astype(np.int8)
-        discount = np.ones(live.size)
-        total, each = np.zeros(live.size), np.repeat(gamma, self.tries)
-        choice = actions.reshape(-1).astype(np.int64)
-        for step in range(horizon):
-            if step:
-                choice = self.greedy.act(batch.observation, batch.action_mask)
+        live, every = legal.reshape(-1).astype(np.int8), np.arange(legal.size)
+        total, choice = np.zeros(live.size), actions.reshape(-1).astype(np.int64)
+        last = batch.arrivals.shape[1] - 1
+
+        def now() -> NDArray[np.float64]:
+            return batch.arrivals[every, np.minimum(batch.env["index"].astype(int), last)]
+
+        end = now() + horizon_s
+        while live.any():
             batch.step(choice, live)
-            reward = batch.out[:, 0] + batch.out[:, 1]
-            total += np.where(live > 0, discount * reward, 0.0)
-            discount *= each
-            live &= batch.out[:, 2] == 0.0
-            if not live.any():
-                break
+            total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
+            live &= (batch.out[:, 2] == 0.0) & (now() < end)
+            left = np.flatnonzero(live)
+            seen = {key: value[left] for key, value in batch.observation.items()}
+            choice[left] = self.greedy.act(seen, batch.action_mask[left])
         return np.where(legal, total.reshape(actions.shape), np.nan).astype(np.float32)
 
 
@@ -313,9 +307,9 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    if args.candidates < 2 or args.horizon < 1 or args.skip < 1:
-        raise ValueError(f"candidates, horizon and skip: must be at least 2, 1 and 1, got "
-                         f"{args.candidates}, {args.horizon} and {args.skip}")  # fmt: skip
+    if args.candidates < 2 or args.skip < 1 or not args.horizon_s > 0:
+        raise ValueError(f"candidates, skip and horizon_s: must be at least 2, 1 and above 0, got "
+                         f"{args.candidates}, {args.skip} and {args.horizon_s}")  # fmt: skip
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -355,9 +349,7 @@ def train(args: Args) -> Path:
                 x = torch.as_tensor(rows, device=device).float()
                 value = agent(x, torch.as_tensor(s["mask"], device=device))[0].cpu().numpy()
             tries, legal = choose_candidates(value, first, s["mask"], args, rng)
-            busy = (fleet_load(layout, rows) - args.load_idle) / (args.load_busy - args.load_idle)
-            gamma = args.gamma_idle + busy.clip(0, 1) * (args.gamma_busy - args.gamma_idle)
-            s["returns"].append(branches.returns(tries, legal, args.horizon, gamma))
+            s["returns"].append(branches.returns(tries, legal, args.horizon_s))
             s["rows"].append(rows)
             s["actions"].append(tries.astype(np.int8))
             s["labels"] += n

@@ -22,7 +22,7 @@ def tiny(tmp_path, **changes):
     settings = {
         "total_timesteps": 64,
         "num_envs": 8,
-        "horizon": 10,
+        "horizon_s": 1.5,
         "fit_every": 32,
         "batch_size": 16,
         "eval_episodes": 2,
@@ -52,30 +52,31 @@ def played(args, count, steps):
 
 
 def test_the_best_label_is_the_choice_of_the_rollout_policy(tmp_path):
+    """Up to the end of the episode both try the same on the same copies."""
     args = tiny(tmp_path, rate_low=9.0, rate_high=9.0)
     envs, system, obs, mask = played(args, 6, 30)
     actions = np.tile(np.arange(4), (6, 1))
-    got = rpi.Branches(envs, system, 4).returns(actions, mask > 0, 11, np.ones(6))
+    branches = rpi.Branches(envs, system, 4)
+    got = branches.returns(actions, mask > 0, 1e9)
     assert np.isnan(got[mask == 0]).all() and np.isfinite(got[mask > 0]).all()
-    rollout = Rollout(system, horizon=10)
+    rollout = Rollout(system, horizon=100)
     rollout.bind(envs)
     chosen = rollout.act(obs, mask)
     value = got[np.arange(6), chosen]
     assert value == pytest.approx(np.nanmax(got, 1), abs=1e-5) and len(set(chosen)) > 1
+    # The environments themselves went no step further.
+    np.testing.assert_array_equal(branches.returns(actions, mask > 0, 1e9), got)
 
 
-def test_a_discount_counts_the_first_reward_alone_when_it_is_zero(tmp_path):
+def test_a_horizon_before_the_next_arrival_has_the_first_reward_alone(tmp_path):
     args = tiny(tmp_path, rate_low=9.0, rate_high=9.0)
     envs, system, _, _ = played(args, 4, 30)
     branches = rpi.Branches(envs, system, 1)
     actions, legal = np.ones((4, 1), np.int64), np.ones((4, 1), bool)
-    one = branches.returns(actions, legal, 1, np.ones(4))
-    many = branches.returns(actions, legal, 20, np.zeros(4))
-    whole = branches.returns(actions, legal, 20, np.ones(4))
-    np.testing.assert_array_equal(one, many)
-    assert (whole != one).all()
-    # The environments themselves went no step further.
-    np.testing.assert_array_equal(branches.returns(actions, legal, 20, np.ones(4)), whole)
+    one, more = (branches.returns(actions, legal, seconds) for seconds in (1e-9, 2.0))
+    assert (more != one).all()
+    _, reward, *_ = envs.step(actions[:, 0])
+    assert one[:, 0] == pytest.approx(reward)
 
 
 def test_candidates_are_distinct_and_legal_and_begin_with_the_first():
