@@ -56,15 +56,15 @@ class Args:
     """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 40_000
+    total_timesteps: int = 320
     """decisions over all environments"""
     groups: int = 4
     """different episodes per update"""
     members: int = 8
     """copies of each episode, with the same requests"""
-    epochs: int = 2
+    epochs: int = 1
     """decisions of a training episode; evaluations have the environment's"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """learning rate at first; it falls linearly to zero"""
     gamma: float = 1.0
     """discount per epoch"""
@@ -78,7 +78,7 @@ class Args:
     """clipping of the probability ratio"""
     target_kl: float = 1.0
     """the passes of an update end when the policy has moved so far"""
-    std: tuple[float, float] = (0.6, 0.4)
+    std: tuple[float, float] = (0.5, 0.3)
     """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -86,7 +86,7 @@ class Args:
     """gradients are clipped to this norm"""
     move_bias: float = -4.0
     """logit of a migration after the first, at first"""
-    eval_every: int = 2_000
+    eval_every: int = 160
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
