@@ -188,35 +188,47 @@ def load_policy(
     if not file.exists():
         raise ValueError(f"path: no checkpoint at {file}")
     import torch
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     if torch_threads is not None:
         torch.set_num_threads(torch_threads)
     try:
-        with safe_open(file, framework="pt") as content:
-            meta = content.metadata() or {}
-            weights = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+        meta, weights = _content(file)
+    except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not a safetensors file ({error})") from error
     kind = meta.get("agent")
     if kind not in AGENTS:
         raise ValueError(
             f"{file}: field 'agent' is {kind!r}; it must be one of {', '.join(AGENTS)}"
         )
-    if kind == "ppo_serverless":
-        return _load_ppo_serverless(file, meta, weights)
-    if kind in ("ppo_placement", "mappo_placement"):
-        return _load_placement(file, meta, weights, system)
-    if kind in ("ppo_han", "pqn", "rpi"):
-        return _load_graph(file, meta, weights, system)
-    return (_load_sac if kind == "sac_han" else _load_ppo)(file, meta, weights, system)
+    for name, values in weights.items():
+        if not torch.isfinite(values).all():
+            raise ValueError(f"{file}: weight {name!r} is not finite")
+    try:
+        return _LOADERS[kind](file, meta, weights, system)
+    except KeyError as error:
+        raise ValueError(f"{file}: field {error} is missing from its metadata") from None
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        if str(file) in str(error):
+            raise
+        raise ValueError(f"{file}: cannot be used as {kind!r}: {error}") from None
 
 
 def _arguments(cls: type, text: str) -> Any:
-    given, known = json.loads(text), {f.name for f in fields(cls)}
+    given, known = _mapping("args", text), {f.name for f in fields(cls)}
     return cls(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
     )
+
+
+def _mapping(field: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"field {field!r}: not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"field {field!r}: got {found!r}; it must be a mapping")
+    return found
 
 
 def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
@@ -226,9 +238,9 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     from servegym.baselines.llm_routing.system import RoutingSystem
 
     args = _arguments(sac_han.Args, meta["args"])
-    if "prior" not in json.loads(meta["args"]):  # trained before there was one, without foresight
+    if "prior" not in _mapping("args", meta["args"]):  # trained before there was one, without foresight
         args.prior, args.foresight = 0.0, False
-    layout = han.Layout(**json.loads(meta["layout"]))
+    layout = han.Layout(**_mapping("layout", meta["layout"]))
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
     per_expert = args.state == "han" and args.head == "expert"  # other heads fix the actions
@@ -258,7 +270,7 @@ def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], syste
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
-    net = module.Agent(han.Layout(**json.loads(meta["layout"])), args, system)
+    net = module.Agent(han.Layout(**_mapping("layout", meta["layout"])), args, system)
     weights.pop("law", None)  # that of the system at hand
     net.load_state_dict(weights, strict=net.law is None)
     name = f"ppo_{args.encoder}" if kind == "ppo_han" else kind
@@ -272,20 +284,31 @@ def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], syste
 def _load_ppo(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import ppo
 
-    net = ppo.Agent(**json.loads(meta["shape"]))
+    net = ppo.Agent(**_mapping("shape", meta["shape"]))
     net.load_state_dict(weights)
     args = _arguments(ppo.Args, meta["args"])
     view = "experts" if "Experts" in args.env_id else "flat"
     return CheckpointPolicy("ppo", view, file, "ppo", args, net.eval())
 
 
-def _load_ppo_serverless(file: Path, meta: dict[str, str], weights: dict[str, Any]) -> Any:
+def _load_ppo_serverless(
+    file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any
+) -> Any:
     from servegym.agents import ppo_serverless
 
-    net = ppo_serverless.Agent(**json.loads(meta["shape"]))
+    net = ppo_serverless.Agent(**_mapping("shape", meta["shape"]))
     net.load_state_dict(weights)
     args = _arguments(ppo_serverless.Args, meta["args"])
     return PlanPolicy("ppo_serverless", "flat", file, "ppo_serverless", args, net.eval())
+
+
+def _content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Text and weights of a checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as content:
+        keys = content.keys()
+        return content.metadata() or {}, {key: content.get_tensor(key) for key in keys}
 
 
 def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
@@ -300,10 +323,19 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = make_problem(parse_settings(args.set))
-    start = meta.get("start") if meta.get("setting") == setting_word(system) else None
+    word = setting_word(system)
+    if file.parent == SHIPPED / "expert_placement" and meta.get("setting") != word:
+        # A shipped agent is one policy with a file for every cluster it was trained on.
+        for other in sorted(file.parent.glob(f"{kind}*.safetensors")):
+            theirs, found = _content(other)
+            if theirs.get("setting") == word and theirs["agent"] == kind:
+                file, meta, weights = other, theirs, found
+                args = _arguments(module.Args, meta["args"])
+                break
+    start = meta.get("start") if meta.get("setting") == word else None
     held = None if start is None else Start.from_json(start).held
     features = Features(system.cluster, args.base, held)
-    net = module.Agent(features.columns, **json.loads(meta["shape"]))
+    net = module.Agent(features.columns, **_mapping("shape", meta["shape"]))
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
     policy.features, policy.cluster = features, system.cluster
@@ -311,3 +343,15 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     mode = "placement" if kind == "mappo_placement" else "expert_score"
     policy.env_kwargs = {"action_mode": mode}
     return policy
+
+
+_LOADERS = {
+    "sac_han": _load_sac,
+    "ppo_han": _load_graph,
+    "pqn": _load_graph,
+    "rpi": _load_graph,
+    "ppo": _load_ppo,
+    "ppo_serverless": _load_ppo_serverless,
+    "ppo_placement": _load_placement,
+    "mappo_placement": _load_placement,
+}

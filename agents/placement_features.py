@@ -22,6 +22,8 @@ MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
 """Cumulative mass of the most frequent experts, at these shares of a layer."""
 WAVES = 8
 """Frequencies that encode the position of a layer."""
+LEAST_HELD = 0.4
+"""Weight of the base's experts in a layer of which it has few."""
 SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
 BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.6, 0.15, 0.05, 0.5
 """What the base holds, one unit of the height, the slope at zero and its growth."""
@@ -53,8 +55,10 @@ class Features:
             dealt = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
             held[cluster.server_view(dealt).all(axis=2)] = 1.0
         self.base = held.mean(axis=2)
-        # Whole layers are hard to break, single experts are easily exchanged.
-        self.held = torch.as_tensor(held * self.base[:, :, None], dtype=torch.float32)
+        # Whole layers are hard to break, single experts are easily exchanged; with no output of
+        # the network all that is held stays.
+        weight = np.maximum(self.base, LEAST_HELD)[:, :, None]
+        self.held = torch.as_tensor(held * weight, dtype=torch.float32)
         byte_s = 1.0 / cluster.link_bytes_s
         trip = cluster.latency_s + cluster.latency_s.T + 2 * cluster.message_cost_s
         trip = trip + cluster.activation_bytes * (byte_s + byte_s.T)
