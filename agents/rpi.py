@@ -70,7 +70,7 @@ class Args:
     explore: float = 0.15
     """share of random legal actions between them"""
     candidates: int = 3
-    """actions tried in a state: the heuristic's, likely ones of the policy, a random one"""
+    """actions tried in a state: the heuristic's and likely ones of the policy"""
     spread: float = 0.1
     """temperature, in scores, at which the likely ones are drawn"""
     horizon_s: float = 8.0
@@ -207,22 +207,16 @@ def choose_candidates(
     value: NDArray[np.floating[Any]], first: NDArray[np.int64], mask: NDArray[Any], args: Args,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Actions to try (B, candidates) and which of them are legal and tried once only.
+    """Actions to try (B, candidates) and which of them are legal.
 
-    The first is given, the last is uniform over the rest, and those between are drawn without
-    replacement with probabilities that rise with their value (Gumbel top-k).
+    The first is given, the others are drawn without replacement with probabilities that rise with
+    their value (Gumbel top-k): what is surely worse is not tried, and the ridge keeps it there.
     """
-    legal, count = np.asarray(mask) > 0, args.candidates
+    legal = np.asarray(mask) > 0
     key = np.where(legal, value / args.spread + rng.gumbel(size=value.shape), -np.inf)
     np.put_along_axis(key, first[:, None], np.inf, 1)
-    order = np.argsort(-key, axis=1, kind="stable")
-    uniform = np.where(legal, rng.random(value.shape), -1.0)
-    np.put_along_axis(uniform, order[:, : count - 1], -1.0, 1)
-    last = uniform.argmax(1)
-    chosen = np.concatenate([order[:, : count - 1], last[:, None]], 1)
-    tried = np.take_along_axis(legal, chosen, 1)
-    tried[:, -1] &= np.take_along_axis(uniform, last[:, None], 1)[:, 0] >= 0
-    return chosen, tried
+    chosen = np.argsort(-key, axis=1, kind="stable")[:, : args.candidates]
+    return chosen, np.take_along_axis(legal, chosen, 1)
 
 
 def fleet_load(layout: Layout, rows: NDArray[np.float16]) -> NDArray[np.float64]:
