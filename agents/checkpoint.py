@@ -110,6 +110,8 @@ class PlacementPolicy(CheckpointPolicy):
     cluster: Any = None
     step: int = 0
     """Decisions that it was trained on."""
+    start: Any = None
+    """Where its training started, a `placement_start.Start`; None for a base by name."""
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """``{"migrate": (B,), "plan": (B, ...)}``; the first placement is always carried out."""
@@ -231,6 +233,15 @@ def _mapping(field: str, text: str) -> dict[str, Any]:
     return found
 
 
+def _fill(net: Any, weights: dict[str, Any]) -> None:
+    """Put the weights into a network, whose ``law`` is that of the system at hand."""
+    weights.pop("law", None)
+    missing, unknown = net.load_state_dict(weights, strict=False)
+    wrong = [name for name in missing if name != "law"] + unknown
+    if wrong:
+        raise ValueError(f"the weights {', '.join(wrong)} are missing or unknown")
+
+
 def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import han, sac_han
     from servegym.agents.common import env_kwargs
@@ -238,7 +249,8 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     from servegym.baselines.llm_routing.system import RoutingSystem
 
     args = _arguments(sac_han.Args, meta["args"])
-    if "prior" not in _mapping("args", meta["args"]):  # trained before there was one, without foresight
+    # Trained before there was one, without foresight.
+    if "prior" not in _mapping("args", meta["args"]):
         args.prior, args.foresight = 0.0, False
     layout = han.Layout(**_mapping("layout", meta["layout"]))
     if system is None:
@@ -247,8 +259,7 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     if not per_expert and system.num_experts != layout.experts:
         raise ValueError(f"{file}: made for {layout.experts} experts, got {system.num_experts}")
     net = sac_han.Agent(layout, args, system)
-    weights.pop("law", None)  # that of the system at hand
-    net.load_state_dict(weights, strict=net.law is None)
+    _fill(net, weights)
     name = "baseline_rl" if args.state == "expert" else "sac_han"
     if args.state == "han" and args.reward == "completed_qos":
         name = "baseline_rl_dsa"
@@ -271,8 +282,7 @@ def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], syste
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
     net = module.Agent(han.Layout(**_mapping("layout", meta["layout"])), args, system)
-    weights.pop("law", None)  # that of the system at hand
-    net.load_state_dict(weights, strict=net.law is None)
+    _fill(net, weights)
     name = f"ppo_{args.encoder}" if kind == "ppo_han" else kind
     policy = GraphPolicy(name, "graph", file, kind, args, net.eval())
     policy.experts = system.num_experts
@@ -332,13 +342,13 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
                 file, meta, weights = other, theirs, found
                 args = _arguments(module.Args, meta["args"])
                 break
-    start = meta.get("start") if meta.get("setting") == word else None
-    held = None if start is None else Start.from_json(start).held
+    start = Start.from_json(meta["start"]) if "start" in meta else None
+    held = start.held if start is not None and meta.get("setting") == word else None
     features = Features(system.cluster, args.base, held)
     net = module.Agent(features.columns, **_mapping("shape", meta["shape"]))
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
-    policy.features, policy.cluster = features, system.cluster
+    policy.features, policy.cluster, policy.start = features, system.cluster, start
     policy.step = int(meta.get("step") or args.total_timesteps)
     mode = "placement" if kind == "mappo_placement" else "expert_score"
     policy.env_kwargs = {"action_mode": mode}

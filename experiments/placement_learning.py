@@ -13,9 +13,13 @@ picture and table. Every policy plays the same evaluation episodes:
   ``search_once``: one search with as many simulated expert calls as the agent's training, or so
   many as given, whose placement is then used in all episodes (``--search-once [CALLS]``);
 * the shipped agents, or those of ``--checkpoints``;
-* controls through the agents' own decoder: ``base`` (every output of the network zero),
-  ``frequency`` (the same without a base: the most frequent experts), ``random`` (heights and slopes
-  drawn anew for each episode) and ``constant`` (all scores alike).
+* controls through the agents' own decoder: ``start`` (``ppo_placement`` with every output of the
+  network zero: the placement that it started from), ``frequency`` (the same without a start: the
+  most frequent experts), ``random`` (heights and slopes drawn anew for each episode) and
+  ``constant`` (all scores alike).
+
+The calls of a training are those of its search for a start, of its decisions and of its
+evaluations on validation episodes.
 
 Episodes that are done are not played again when the command is repeated.
 """
@@ -59,7 +63,7 @@ SCENARIOS = ("edge_hetero", "drift", "paper_testbed")
 EPISODES = 16
 BASELINES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCHES = ("latency_local_search", "search_once")
-CONTROLS = ("base", "frequency", "random", "constant")
+CONTROLS = ("start", "frequency", "random", "constant")
 AGENTS = ("ppo_placement", "mappo_placement")
 UNBOUNDED = 10**9
 """Steps of a search that only its calls end."""
@@ -91,11 +95,11 @@ class Control(BasePolicy):
 
     env_kwargs = {"action_mode": "expert_score"}
 
-    def __init__(self, name: str, cluster: Any) -> None:
+    def __init__(self, name: str, cluster: Any, start: Any = None) -> None:
         from servegym.agents.placement_features import Features
 
         self.name = name
-        self.features = Features(cluster, "whole_layer" if name == "base" else "none")
+        self.features = Features(cluster, "best" if name == "start" else "none", start)
 
     def act(self, observation: Any, action_mask: Any = None) -> Any:
         """Scores of every row; only the first placement is carried out."""
@@ -140,13 +144,19 @@ def calls_a_request(problem: Problem) -> float:
     return mean + decodes * problem.cluster.layers * problem.cluster.top_k
 
 
-def training_calls(args: Any, decisions: int) -> float:
-    """Expert calls that so many decisions of a training run simulate, evaluations left out."""
+def training_calls(policy: Any) -> float:
+    """Expert calls that the whole training run of a checkpoint simulated."""
     from servegym.agents.common import parse_settings
     from servegym.envs.expert_placement.env import make_problem
 
-    problem = make_problem(parse_settings(args.set))
-    return decisions * problem.expected_arrivals * calls_a_request(problem)
+    args, problem = policy.args, make_problem(parse_settings(policy.args.set))
+    size = args.groups * args.members * args.epochs
+    updates = max(args.total_timesteps // size, 1)
+    decisions = updates * size
+    evaluations = 1 + min(updates, math.ceil(decisions / args.eval_every))
+    decisions += evaluations * args.eval_episodes * problem.epochs
+    start = 0 if policy.start is None else policy.start.calls
+    return start + decisions * problem.expected_arrivals * calls_a_request(problem)
 
 
 def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
@@ -218,8 +228,9 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
 
 def _stamp(name: str, options: Options, agents: Mapping[str, Any]) -> str:
     """What makes earlier episodes of a policy worthless when it changes."""
-    if name in agents:
-        return hashlib.sha256(agents[name].path.read_bytes()).hexdigest()[:8]
+    agent = agents.get("ppo_placement") if name == "start" else agents.get(name)
+    if agent is not None:
+        return hashlib.sha256(agent.path.read_bytes()).hexdigest()[:8]
     if name == "search_once":
         return f"{_once_calls(options, agents):.3g}"
     return f"{options.search_calls:.3g}" if name in SEARCHES else "-"
@@ -229,8 +240,7 @@ def _once_calls(options: Options, agents: Mapping[str, Any]) -> float:
     """Budget of ``search_once``: as given, or that of the agent's training."""
     if options.search_once:
         return options.search_once
-    agent = agents["ppo_placement"]
-    return training_calls(agent.args, agent.step)
+    return training_calls(agents["ppo_placement"])
 
 
 def _policy(
@@ -239,7 +249,8 @@ def _policy(
     if name in agents:
         return agents[name]
     if name in CONTROLS:
-        return Control(name, problem.cluster)
+        agent = agents.get("ppo_placement")
+        return Control(name, problem.cluster, agent and agent.start and agent.start.held)
     if name == "search_once":
         return _search_once(problem, described, _once_calls(options, agents))
     more: dict[str, Any] = {}
@@ -258,13 +269,16 @@ def _scenario(scenario: str, options: Options) -> None:
         for key in KEPT:
             row |= interval([r[key] for r in own], key)
         rows.append(row)
-    calls = {name: policy for name, policy in _agents(options, scenario, None).items()}
+    calls = _agents(options, scenario, None)
     about = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
     for name, policy in calls.items():
         if name.startswith("ppo_placement"):
+            start = policy.start
             about[f"training of {name}"] = (
-                f"{' '.join(policy.args.set)}, {policy.step} decisions, "
-                f"{training_calls(policy.args, policy.step):.2g} expert calls simulated"
+                f"{' '.join(policy.args.set)}, {policy.args.total_timesteps} decisions, best on "
+                f"validation after {policy.step}, {training_calls(policy):.2g} expert calls "
+                f"simulated, {start.calls if start else 0:.2g} of them to find the start "
+                f"({start.name if start else policy.args.base})"
             )
     about["calls of latency_local_search"] = f"{options.search_calls:.2g} a search"
     if options.search_once is not None and "ppo_placement" in calls:
@@ -295,12 +309,12 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
                 f"{versus(own[:number], other[:number])} on {number} same episodes; the intervals "
                 f"{'do not overlap' if apart else 'overlap or it is not lower'}"
             )
-        if "base" in mean:
-            base = _latencies(episodes, "base")
-            number = min(len(own), len(base))
+        if "start" in mean:
+            start = _latencies(episodes, "start")
+            number = min(len(own), len(start))
             notes.append(
-                f"{agent} against its base without learning: lower by "
-                f"{versus(own[:number], base[:number])}"
+                f"{agent} against the start of ppo_placement, nothing learnt: lower by "
+                f"{versus(own[:number], start[:number])}"
             )
     if "random" in mean:
         notes.append(

@@ -27,10 +27,16 @@ def test_calls_of_a_request_are_those_simulated(mix):
     simulated = int(env.system.simulator.state.meta["calls"][0])
     requests = env.episode_kpis()["requests"]
     assert calls_a_request(env.problem) == pytest.approx(simulated / requests, rel=0.01)
-    args = SimpleNamespace(set=("model=toy", "epoch_s=50"))
-    assert training_calls(args, 10) == pytest.approx(
-        10 * 15 * calls_a_request(env.problem), rel=0.05
-    )
+    args = SimpleNamespace(
+        set=("model=toy", "epoch_s=50"), groups=1, members=5, epochs=1, total_timesteps=12,
+        eval_every=4, eval_episodes=2,
+    )  # fmt: skip
+    policy = SimpleNamespace(args=args, start=None)
+    # Two updates of five decisions, evaluations of two episodes of twelve at 0, 5 and 10.
+    decisions = (2 * 5 + 3 * 2 * 12) * 15 * calls_a_request(env.problem)
+    assert training_calls(policy) == pytest.approx(decisions, rel=0.05)
+    policy.start = SimpleNamespace(calls=1e9)
+    assert training_calls(policy) == pytest.approx(decisions + 1e9, rel=1e-3)
 
 
 def test_controls_place_once_by_the_decoder_alone():
@@ -38,7 +44,7 @@ def test_controls_place_once_by_the_decoder_alone():
     seen, _ = env.reset(seed=0)
     rows = {name: part[None].repeat(2, 0) for name, part in seen.items()}
     plans = {}
-    for name in ("base", "random", "constant"):
+    for name in ("start", "random", "constant"):
         control = Control(name, env.problem.cluster)
         control.reset(2, seed=1)
         action = control.act(rows)
@@ -50,7 +56,7 @@ def test_controls_place_once_by_the_decoder_alone():
         rows["progress"] -= 0.5
     assert np.ptp(plans["constant"]) == 0
     assert (plans["random"][0] != plans["random"][1]).any()
-    assert (plans["base"][0] == plans["base"][1]).all()
+    assert (plans["start"][0] == plans["start"][1]).all()
 
 
 def test_a_verdict_says_whether_the_goal_is_met():
@@ -66,7 +72,7 @@ def test_a_verdict_says_whether_the_goal_is_met():
         ]  # fmt: skip
         return placement_learning._verdict(rows, episodes)
 
-    won = rows_of({"prism": 10.0, "whole_layer": 5.0, "base": 5.0, "ppo_placement": 4.0})
+    won = rows_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
     assert "whole_layer: latency lower by +19.9 %" in won[0] and "do not overlap" in won[0]
     lost = rows_of({"whole_layer": 5.0, "ppo_placement": 5.05})
     assert "lower by -1.0 %" in lost[0] and "overlap or it is not lower" in lost[0]
