@@ -99,12 +99,14 @@ class Options(FigureOptions):
 
     Attributes:
         checkpoints: Folder of the trainings, or None.
+        shipped: Whether the shipped routers join them.
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
     """
 
     checkpoints: Path | None
+    shipped: bool
     fleets: Sequence[str]
     requests: int
     trained: Sequence[TrainedRun]
@@ -378,7 +380,7 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str
 def claim(
     rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: str
 ) -> list[str]:  # fmt: skip
-    """What the paper claims of ``method`` over ``reference`` against these rows, one line a point.
+    """What the paper claims of ``method`` over ``reference`` against these rows, one line.
 
     A reference that ends below shortest_queue counts as undertrained and gets no ratio.
     """
@@ -388,11 +390,33 @@ def claim(
     ours, theirs = named[method], named[reference]
     if "shortest_queue" in named and theirs["qos"] < named["shortest_queue"]["qos"]:
         return [f"{method} over {reference}: no ratio, {reference} is undertrained "
-                f"({theirs['qos']:.3f}, below shortest_queue) (paper: {paper})"]  # fmt: skip
+                f"({theirs['qos']:.3f}, below shortest_queue; {method} {ours['qos']:.3f}) "
+                f"(paper: {paper})"]  # fmt: skip
     qos = 100 * (ours["qos"] / theirs["qos"] - 1)
     latency = 100 * (ours["latency_ms_per_token"] / theirs["latency_ms_per_token"] - 1)
+    most = 100 * (ours.get("ceiling", math.nan) / theirs["qos"] - 1)
     return [f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % "
-            f"(paper: {paper})"]  # fmt: skip
+            f"(paper: {paper}; the best score whatever the latency: {most:+.0f} %)"]  # fmt: skip
+
+
+def best_trained(
+    rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
+) -> list[str]:
+    """The best trained router of these rows against the best heuristics, one line or none."""
+    named = {row["policy"]: row for row in rows if row["policy"] in references}
+    trained = [row for row in rows if row["trainings"]]
+    if not trained or len(named) < len(references):
+        return []
+    best = max(trained, key=lambda row: row["qos"])
+    told = []
+    for name in references:
+        other = named[name]
+        apart = "apart" if best["qos_low"] > other["qos_high"] else "overlap"
+        told.append(f"{name} {other['qos']:.3f} ({100 * (best['qos'] / other['qos'] - 1):+.1f} %, "
+                    f"intervals {apart})")  # fmt: skip
+    return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
+            f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
+            f"{best['ceiling']:.3f}"]  # fmt: skip
 
 
 def run_figures(
@@ -421,10 +445,15 @@ def run_figures(
     parser.add_argument(
         "--checkpoints", type=Path, help="folder of trainings; default: the shipped ones"
     )
+    parser.add_argument(
+        "--shipped", action="store_true", help="with --checkpoints: and the shipped ones"
+    )
     parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
                         help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
     options = command_line(parser, argv, Options())
     options.trained = tuple(find_runs(options.checkpoints))
+    if options.shipped and options.checkpoints is not None:
+        options.trained += tuple(shipped_runs())
     options.requests = 100 if options.quick else 1000
     if not options.trained:
         print("no trained routers: baselines only")

@@ -1,7 +1,7 @@
 """Inside the episodes: where the time goes, and the long run (Fig. 10, 14 and 15).
 
 ``python -m servegym.experiments.routing_episodes --checkpoints runs/routing`` takes every finished
-training below the folder; without it, the baselines alone.
+training below the folder; without it, the baselines and the shipped routers.
 """
 
 from __future__ import annotations

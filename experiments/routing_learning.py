@@ -29,7 +29,7 @@ from servegym.experiments.routing_common import (
     run_figures,
     save,
 )
-from servegym.experiments.routing_training import RUNS
+from servegym.experiments.routing_runs import RUNS
 from servegym.hardware_profiles.script import run
 
 __all__ = ["learning_curves", "main", "profile_router"]

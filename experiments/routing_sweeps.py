@@ -1,9 +1,9 @@
 """Routers against load, burstiness, number of experts and latency requirement (Fig. 7, 9, 11-13).
 
 ``python -m servegym.experiments.routing_sweeps --checkpoints runs/routing`` measures every
-baseline and every finished training below the folder on the same evaluation episodes; without
-``--checkpoints`` the baselines alone. Each fleet has its own panels: what holds on one regime need
-not hold on another.
+baseline and every finished training below the folder on the same evaluation episodes, with
+``--shipped`` the shipped routers too; without ``--checkpoints`` these alone. Each fleet has its own
+panels: what holds on one regime need not hold on another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from servegym.experiments.routing_common import (
     Options,
+    best_trained,
     chosen,
     claim,
     measure,
@@ -39,14 +40,20 @@ def _few(options: Options, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _print_claims(rows: Sequence[dict[str, Any]], paper: str) -> list[str]:
-    """Print and return what the paper's claim comes to at every point of the rows."""
+    """Print and return what the paper's claim comes to, and who is best, at every point."""
     lines = []
+    trained = {row["policy"] for row in rows}
+    kinds = [
+        kind for kind in ("", " (general)") if {f"sac_han{kind}", f"baseline_rl{kind}"} <= trained
+    ]
+    if not kinds:
+        lines += claim(rows, "sac_han", "baseline_rl", paper)
     for point in dict.fromkeys(row["point"] for row in rows):
         own = [row for row in rows if row["point"] == point]
-        for kind in ("", " (general)"):
-            names = f"sac_han{kind}", f"baseline_rl{kind}"
-            if not kind or {row["policy"] for row in own} >= set(names):
-                lines += [f"{point}: {line}" for line in claim(own, *names, paper)]
+        for kind in kinds:
+            found = claim(own, f"sac_han{kind}", f"baseline_rl{kind}", paper)
+            lines += [f"{point}: {line}" for line in found]
+        lines += [f"{point}: {line}" for line in best_trained(own)]
     print("\n".join(lines))
     return lines
 
@@ -109,7 +116,8 @@ def fig11(options: Options) -> None:
     title = "Poisson arrivals at 5 requests/s, L = 30 ms"
     figure = plot_lines(rows, "experts", "experts", "profiles", title)
     note = "a router over the graph serves any N; 'trained at N' are trainings of their own"
-    save(options, "fig11_experts", rows, figure, note)
+    lines = _print_claims(rows, "above the baselines at every N")
+    save(options, "fig11_experts", rows, figure, note, *lines)
 
 
 def fig13(options: Options) -> None:
