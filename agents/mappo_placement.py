@@ -50,7 +50,7 @@ class Args:
     """environment arguments, key=value with a JSON value, as in scenario=drift"""
     base: str = "best"
     """where the scores start: best (found by simulation), whole_layer or none"""
-    start_tries: int = 4
+    start_tries: int = 3
     """placements annealed for each of three settings, from which the best start is taken"""
     start_steps: int = 3_000_000
     """proposals of each annealing"""

@@ -69,7 +69,7 @@ def best_start(
     problem: Problem,
     *,
     waits: Sequence[float] = WAITS,
-    tries: int = 2,
+    tries: int = 3,
     steps: int = 3_000_000,
     episodes: int = 2,
     seed: int = 0,
