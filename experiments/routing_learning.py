@@ -28,6 +28,7 @@ from servegym.experiments.routing_common import (
     print_rows,
     run_figures,
     save,
+    shipped_runs,
 )
 from servegym.experiments.routing_runs import RUNS
 from servegym.hardware_profiles.script import run
@@ -214,6 +215,12 @@ def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]
     return float(middle), float(late), float(np.percentile(used, 99))
 
 
+def _served_size(net: Any) -> int:
+    """Parameters of a router without those that only its training uses."""
+    training = ("critic.", "q1.", "q2.", "value.")
+    return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
+
+
 def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, Any]]:
     """Parameters of the router's parts and the time of one decision on one core.
 
@@ -227,6 +234,7 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
     """
     import torch
 
+    from servegym.agents import load_policy
     from servegym.agents.checkpoint import GraphPolicy
     from servegym.agents.han import Layout
     from servegym.agents.sac_han import Agent, Args
@@ -250,6 +258,7 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
         observation, _, _, _, info = envs.step(priced.act(observation, mask))
     problem = envs.unwrapped.problem
     envs.close()
+    served = {run.label: load_policy(run.path, system) for run in shipped_runs()}
     args = Args()
     layout = Layout(problem.num_experts, problem.running_capacity, problem.waiting_capacity, True)
     net = Agent(layout, args, system).eval()
@@ -276,6 +285,11 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
         ("HAN and actor, numpy", "", lambda i: single.logits(rows_of[i], layout), ""),
         ("one decision, numpy (served)", "", short_path, "< 1 ms"),
         ("one decision, torch", "", torch_path, ""),
+    ]
+    for label, shipped in served.items():
+        parts.append((f"{label}, one decision", _served_size(shipped.net),
+                      lambda i, shipped=shipped: shipped.act(*seen[i]), "< 1 ms"))  # fmt: skip
+    parts += [
         ("priced_greedy", 0, lambda i: priced.act(*seen[i]), ""),
         ("greedy_qos", 0, lambda i: greedy.act(*seen[i]), ""),
     ]
@@ -306,7 +320,7 @@ def table2(options: Options) -> None:
         rows,
         None,
         note,
-        "default architecture, untrained weights",
+        "the parts: default architecture of sac_han, untrained weights, the shipped routers below",
         "cpu_p99_ms leaves out what other processes took of the core",
     )
 
