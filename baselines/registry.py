@@ -170,16 +170,24 @@ def policy_from_file(path: str | os.PathLike[str], system: Any) -> Policy:
         system: Description of the system, as for `make_policy`.
 
     Raises:
-        ValueError: If the file has neither.
+        ValueError: If the file has neither, or does not run.
     """
     file = Path(path)
-    found = runpy.run_path(str(file))
-    if "Policy" in found:
-        policy = found["Policy"](system)
+    if not file.is_file():
+        raise ValueError(f"path={str(file)!r} is not a file")
+    try:
+        found = runpy.run_path(str(file))
+        policy = found["Policy"](system) if "Policy" in found else None
+    except (Exception, SystemExit) as error:  # whatever the file raises
+        kind = type(error).__name__
+        raise ValueError(f"{str(file)!r} cannot be used: {kind}: {error}") from error
+    if policy is not None:
+        if not callable(getattr(policy, "act", None)):
+            raise ValueError(f"{str(file)!r}: what Policy makes has no act()")
         if policy.name == BasePolicy.name:
             policy.name = file.stem
         return policy
-    if "act" in found:
+    if callable(found.get("act")):
         return from_callable(found["act"], file.stem, batched=False)
     raise ValueError(
         f"{str(file)!r} defines neither act(observation, action_mask) nor a class Policy"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from servegym.agents.checkpoint import shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs._checks import choose
+from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import evaluate, known_family, resolve, summarise
 from servegym.experiments.figure_run import machine, versions
 from servegym.experiments.output import print_table, read_rows, write_csv, write_text
@@ -124,10 +125,21 @@ def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
 
 
 def read_board(path: Path) -> list[dict[str, Any]]:
-    """The kept rows, numbers as numbers; empty if there is no file."""
-    if not path.is_file():
+    """The kept rows, numbers as numbers; empty if there is no file.
+
+    Raises:
+        MalformedFileError: The file is no such table.
+    """
+    if not path.exists():
         return []
-    return [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
+    rows = [{k: v for k, v in row.items() if v != ""} for row in read_rows(path)]
+    for line, row in enumerate(rows, start=2):
+        for key, kind in (("point", str), ("policy", str), ("value", float), ("episodes", float)):
+            given = row.get(key)
+            if not isinstance(given, (int, float) if kind is float else str):
+                fix = "remove the row: it is measured again"
+                raise MalformedFileError(path, line, key, f"is {given!r}", fix)
+    return rows
 
 
 def standing(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str, Any]]:

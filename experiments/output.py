@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from servegym.envs.workloads._util import write_atomic
+from servegym.envs.workloads.errors import MalformedFileError
 
 __all__ = [
     "check_writable",
@@ -108,6 +109,10 @@ def read_rows(
         path: The file.
         text: Columns that stay text even where they look like numbers.
         empty: What a missing value becomes.
+
+    Raises:
+        MalformedFileError: The file is no such table.
+        OSError: It cannot be opened.
     """
 
     def value(key: str, cell: str) -> Any:
@@ -122,8 +127,18 @@ def read_rows(
                 pass
         return cell
 
+    rows, fix = [], "write it with write_csv"
     with open(path, newline="", encoding="utf-8") as stream:
-        return [{k: value(k, cell) for k, cell in row.items()} for row in csv.DictReader(stream)]
+        reader = csv.DictReader(stream, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    problem = f"has not {len(reader.fieldnames or ())} values as the header has"
+                    raise MalformedFileError(path, reader.line_num, None, problem, fix)
+                rows.append({k: value(k, cell) for k, cell in row.items()})
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise MalformedFileError(path, None, None, f"is no CSV ({error})", fix) from error
+    return rows
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:

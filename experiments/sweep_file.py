@@ -108,7 +108,7 @@ def read_sweep(name: str | Path) -> Sweep:
         raise ValueError(f"sweep is {str(name)!r}, which is no file; shipped: {list_sweeps()}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     try:
         return _checked(path, content)
@@ -138,6 +138,8 @@ def _checked(path: Path, content: Any) -> Sweep:
             if not parameter.values:
                 raise ValueError(f"parameters.{parameter.name}: a grid needs values")
     early = content.get("early_terminate") or {}
+    if not isinstance(early, dict):
+        raise ValueError(f"early_terminate is {early!r}; it is a mapping with a type")
     if early and early.get("type") != "hyperband":
         raise ValueError(f"early_terminate.type is {early.get('type')!r}; allowed is 'hyperband'")
     min_iter, eta = early.get("min_iter", 1) if early else 0, early.get("eta", 3)

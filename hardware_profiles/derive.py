@@ -101,6 +101,8 @@ def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
             return list(reader)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: not a CSV text file: {error}") from error
 
 
 def _llama_cpp(data: Path, card: str, phase: str) -> float:

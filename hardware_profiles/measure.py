@@ -54,19 +54,21 @@ class ResumableTable:
         if not self.path.is_file() or self.path.stat().st_size == 0:
             self._append(self.columns)
             return
-        text = self.path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        reader = csv.DictReader(io.StringIO(whole))
+        try:
+            text = self.path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]
+            reader = csv.DictReader(io.StringIO(whole))
+            found = [(reader.line_num, row) for row in reader]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{self.path}: not a CSV text file: {error}") from error
         if tuple(reader.fieldnames or ()) != self.columns:
             raise ValueError(
                 f"{self.path}:1: the columns are {', '.join(reader.fieldnames or ()) or 'none'}, "
                 f"not {', '.join(self.columns)}: name another file to start afresh"
             )
-        for row in reader:
+        for line, row in found:
             if None in row or None in row.values():
-                raise ValueError(
-                    f"{self.path}:{reader.line_num}: not {len(self.columns)} values; remove it"
-                )
+                raise ValueError(f"{self.path}:{line}: not {len(self.columns)} values; remove it")
             self.rows[tuple(row[name] for name in self.key)] = row
         if whole != text:
             temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")

@@ -842,6 +842,12 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(
             f"{file.name}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
         ) from error
+    except RecursionError as error:
+        raise ValueError(f"{file.name}: not valid JSON: {error}") from error
+    except ValueError as error:  # a number of thousands of digits, or one of those above
+        if str(error).startswith(file.name):
+            raise
+        raise ValueError(f"{file.name}: not valid JSON: {error}") from error
 
 
 def write_json(data: Any, path: str | os.PathLike[str]) -> None:

@@ -53,6 +53,8 @@ class _Table:
                 self.rows = [(reader.line_num, row) for row in reader]
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path}: not a CSV text file: {error}") from error
         if len(self.rows) < least:
             raise ValueError(f"{path}: only {len(self.rows)} rows; measure at least {least}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any, Self
@@ -29,7 +28,7 @@ from servegym.baselines.serverless.prediction_tree import (
     unit_rows,
 )
 from servegym.envs._checks import whole
-from servegym.envs.workloads._util import write_atomic
+from servegym.envs.workloads._util import read_arrays, write_atomic
 
 __all__ = ["LARGE_DATA", "BruteForce", "SimilarPromptsSearch", "VarED", "VarPAM"]
 
@@ -98,6 +97,10 @@ class BruteForce(_Neighbours):
         similarity = units @ self._units.T
         best = top(similarity, self.alpha)
         return best, np.take_along_axis(similarity, best, 1)
+
+
+# Arrays of a saved predictor and the kinds of numbers they hold.
+_KINDS = {"name": "U", "settings": "i", "vectors": "f", "shares": "f", "nodes": "i", "order": "iu"}
 
 
 class SimilarPromptsSearch(_Neighbours):
@@ -178,20 +181,25 @@ class SimilarPromptsSearch(_Neighbours):
         if not Path(path).is_file():
             raise ValueError(f"path={str(path)!r} is not a file.")
         try:
-            with np.load(path, allow_pickle=False) as file:
-                if str(file["name"]) != cls.name:
-                    raise ValueError(f"it holds {str(file['name'])!r}, not {cls.name!r}.")
-                alpha, beta, fork, seed = (int(x) for x in file["settings"])
-                found = cls(alpha, beta, fork, seed)
-                vectors = checked_vectors(file["vectors"])
-                # Not scaled once more: the loaded predictor gives the saved one's numbers.
-                shares = checked_distributions("shares", file["shares"])
-                checked_shares(shares, len(vectors))
-                _Neighbours._fit(found, vectors, shares, None)
-                found.tree = MedoidTree.from_arrays(
-                    found._units, file["nodes"], file["order"], beta, fork, seed
-                )
-        except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+            file = read_arrays(path, "write it with save()")
+            for name, kinds in _KINDS.items():
+                if file[name].dtype.kind not in kinds:
+                    raise ValueError(f"{name} has dtype {file[name].dtype}.")
+            if str(file["name"]) != cls.name:
+                raise ValueError(f"it holds {str(file['name'])!r}, not {cls.name!r}.")
+            if file["settings"].shape != (4,):
+                raise ValueError(f"settings have shape {file['settings'].shape}, not (4,).")
+            alpha, beta, fork, seed = file["settings"].tolist()
+            found = cls(alpha, beta, fork, seed)
+            vectors = checked_vectors(file["vectors"])
+            # Not scaled once more: the loaded predictor gives the saved one's numbers.
+            shares = checked_distributions("shares", file["shares"])
+            checked_shares(shares, len(vectors))
+            _Neighbours._fit(found, vectors, shares, None)
+            found.tree = MedoidTree.from_arrays(
+                found._units, file["nodes"], file["order"], beta, fork, seed
+            )
+        except (ValueError, KeyError) as error:
             raise ValueError(f"path={str(path)!r} cannot be used: {error}") from None
         found._width, found._shape = vectors.shape[1], (shares.shape[1], shares.shape[2])
         return found

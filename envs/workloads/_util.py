@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from servegym.envs._checks import real
 from servegym.envs.workloads.errors import MalformedFileError
 
@@ -62,6 +64,39 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
     write_atomic(path, lambda stream: stream.write(text.encode()))
 
 
+def read_json(path: str | os.PathLike[str], fix: str) -> Any:
+    """Contents of a JSON file.
+
+    Args:
+        path: The file.
+        fix: What the message advises.
+
+    Raises:
+        MalformedFileError: If it cannot be read.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", fix) from error
+
+
+def read_arrays(path: str | os.PathLike[str], fix: str) -> dict[str, np.ndarray]:
+    """Arrays of an ``.npz`` file, none of them pickled.
+
+    Args:
+        path: The file.
+        fix: What the message advises.
+
+    Raises:
+        MalformedFileError: If it cannot be read.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except Exception as error:  # zipfile, zlib, NumPy and a lack of memory share no narrower base
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", fix) from error
+
+
 def read_fitted(name: str, script: str) -> Any:
     """Contents of a fitted file of the package.
 
@@ -73,11 +108,7 @@ def read_fitted(name: str, script: str) -> Any:
         MalformedFileError: If it cannot be read; says what to run.
     """
     path = DATA_DIR / name
-    remedy = f"run `python -m servegym.envs.workloads.{script}`"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+    return read_json(path, f"run `python -m servegym.envs.workloads.{script}`")
 
 
 def fit_arguments(

@@ -11,8 +11,6 @@ elsewhere; ``make_toy_activations`` gives a small synthetic set for tests.
 
 from __future__ import annotations
 
-import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,7 +33,7 @@ from servegym.envs.workloads._expert_sets import (
     popcounts,
     unpack_sets,
 )
-from servegym.envs.workloads._util import DATA_DIR
+from servegym.envs.workloads._util import DATA_DIR, read_arrays, read_json
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.moe_models import (
     MoeModel,
@@ -427,10 +425,7 @@ _TARGETS = {"mixtral-8x7b": mixtral_targets, "gpt2-moe": lognormal_targets}
 
 
 def _provenance(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
+    content = read_json(path, _FIX)
     if not isinstance(content, dict):
         raise MalformedFileError(path, None, None, "must be a JSON object", _FIX)
     return content
@@ -523,17 +518,15 @@ def sharpened(source: Activations, seed: int) -> Activations:
 
 def _arrays(path: Path, fields: Mapping[str, str]) -> dict[str, np.ndarray]:
     """Read an ``.npz`` with exactly ``fields``; each value names the allowed dtype kinds."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
+    found = read_arrays(path, _FIX)
     for name, kinds in fields.items():
         if name not in found:
             raise MalformedFileError(path, None, name, "is missing", _FIX)
         if found[name].dtype.kind not in kinds:
             problem = f"has dtype {found[name].dtype}"
             raise MalformedFileError(path, None, name, problem, _FIX)
+        if kinds == "U" and found[name].ndim != 1:
+            raise MalformedFileError(path, None, name, "must be a list of names", _FIX)
     return found
 
 

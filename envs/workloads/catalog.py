@@ -6,7 +6,6 @@ every LLM of the catalog, the quality score of its answer and the length of that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,6 +17,8 @@ import numpy as np
 from servegym.envs._checks import whole
 from servegym.envs.workloads._util import (
     DATA_DIR,
+    read_arrays,
+    read_json,
     reject_unknown_kwargs,
     unknown_name,
 )
@@ -203,25 +204,20 @@ def read_catalog(path: str | Path) -> Catalog:
     """
     path = Path(path)
     remedy = "rebuild it with `python -m servegym.envs.workloads.build_catalog --csv PATH`"
-    notes = path.with_suffix(".json")
-    try:
-        provenance = json.loads(notes.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MalformedFileError(notes, None, None, f"cannot be read ({error})", remedy) from error
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
-    except Exception as error:  # zipfile.BadZipFile and zlib.error share no narrower base
-        raise MalformedFileError(path, None, None, f"is damaged ({error})", remedy) from error
+    provenance = read_json(path.with_suffix(".json"), remedy)
+    arrays = read_arrays(path, remedy)
     for key in ("models", "prompt_id", "max_output_tokens", *_FIELDS):
         if key not in arrays:
             raise MalformedFileError(path, None, key, "is missing", remedy)
+    for key, kinds, axes in (("models", "U", 1), ("max_output_tokens", "iu", 0)):
+        array = arrays[key]
+        if array.dtype.kind not in kinds or array.ndim != axes:
+            problem = f"is {array.dtype} of shape {array.shape}"
+            raise MalformedFileError(path, None, key, problem, remedy)
     try:
         return Catalog(
             name=path.stem,
-            models=tuple(str(model) for model in arrays["models"]),
+            models=tuple(arrays["models"].tolist()),
             max_output_tokens=int(arrays["max_output_tokens"]),
             provenance=provenance,
             prompt_ids=arrays["prompt_id"],

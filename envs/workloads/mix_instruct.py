@@ -139,6 +139,8 @@ def _records(path: Path) -> Iterator[tuple[int | str, dict[str, Any]]]:
                 except json.JSONDecodeError as error:
                     problem = f"is not JSON ({error.msg})"
                     raise MalformedFileError(path, error.lineno, None, problem, fix) from error
+                except (ValueError, RecursionError) as error:  # numbers too long, nesting too deep
+                    raise MalformedFileError(path, None, None, f"({error})", fix) from error
                 numbered: Any = ((f"record {k}", row) for k, row in enumerate(rows, start=1))
             else:
                 numbered = _lines(path, stream, fix)
@@ -155,8 +157,8 @@ def _lines(path: Path, stream: Any, fix: str) -> Iterator[tuple[int, Any]]:
         if text.strip():
             try:
                 row = json.loads(text.lstrip("\ufeff"))
-            except json.JSONDecodeError as error:
-                problem = f"is not JSON ({error.msg})"
+            except (ValueError, RecursionError) as error:
+                problem = f"is not JSON ({error})"
                 raise MalformedFileError(path, line, None, problem, fix) from error
             yield line, row
 

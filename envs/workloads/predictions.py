@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._checks import whole
-from servegym.envs.workloads._util import DATA_DIR, unknown_name, write_atomic
+from servegym.envs.workloads._util import DATA_DIR, read_arrays, unknown_name, write_atomic
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.errors import MalformedFileError
 
@@ -250,17 +250,14 @@ def _read_table(path: str | os.PathLike[str], catalog: Catalog, quantity: str) -
     remedy = "train it for this catalog and write it with predictions.write_table"
     if not Path(path).is_file():
         raise ValueError(f"table={os.fspath(path)!r} is not a file; {remedy}.")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in archive.files}
-    except Exception as error:  # zipfile.BadZipFile, zlib.error and ValueError share no base
-        raise MalformedFileError(path, None, None, f"cannot be read ({error})", remedy) from error
+    arrays = read_arrays(path, remedy)
     for key in ("models", "prompt_id", quantity):
         if key not in arrays:
             raise MalformedFileError(path, None, key, "is missing", remedy)
-    if tuple(str(model) for model in arrays["models"]) != catalog.models:
+    if not np.array_equal(arrays["models"], np.array(catalog.models)):
         raise MalformedFileError(path, None, "models", "are not the catalog's", remedy)
-    if not np.array_equal(arrays["prompt_id"], np.asarray(catalog.prompt_ids)):
+    ids = arrays["prompt_id"]
+    if ids.dtype.kind not in "iu" or not np.array_equal(ids, np.asarray(catalog.prompt_ids)):
         raise MalformedFileError(path, None, "prompt_id", "are not the catalog's", remedy)
     try:
         return _checked_values(arrays[quantity], catalog, quantity)

@@ -182,7 +182,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
             fix = "write one JSON object on each line"
             try:
                 row = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 problem = f"is not JSON ({error})"
                 raise MalformedFileError(path, line, None, problem, fix) from error
             if not isinstance(row, dict):

@@ -1,0 +1,410 @@
+"""Damaged files: every loader refuses them with the file's name, and nothing half read is used.
+
+Each loader gets a good file and copies of it that were cut, flipped at a bit, emptied, overwritten
+or exchanged for a folder, and with every value of it replaced by what does not belong there.
+`SERVEGYM_EXAMPLES=200` tries that many random cuts and flips instead of a few.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servegym import hardware_profiles
+from servegym.baselines.serverless.prediction_search import SimilarPromptsSearch
+from servegym.envs.workloads import load_catalog, predictions
+from servegym.envs.workloads.activations import make_toy_activations, read_activations
+from servegym.envs.workloads.build_activations import write_activations
+from servegym.envs.workloads.catalog import read_catalog
+from servegym.envs.workloads.mix_instruct import load_mix_instruct
+from servegym.envs.workloads.traces import load_trace
+from servegym.experiments.leaderboard import read_board
+from servegym.experiments.output import read_rows
+from servegym.experiments.requests_csv import read_requests
+from servegym.hardware_profiles import check, measure
+
+FLIPS = int(os.environ.get("SERVEGYM_EXAMPLES", 0)) or 6
+SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 250
+NAN = float("nan")
+HUGE = 10**30
+
+
+@dataclass(frozen=True)
+class Loader:
+    """One loader.
+
+    Attributes:
+        write: Writes a good file, and what belongs to it, into a folder; returns the file.
+        read: Reads it.
+        free: Words of places where anything may stand (text, notes).
+    """
+
+    write: Callable[[Path], Path]
+    read: Callable[[Path], Any]
+    free: tuple[str, ...] = ()
+
+
+# ----------------------------------------------------------------------------------- good files
+
+
+def _text(name: str, text: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(text, encoding="utf-8")
+        return folder / name
+
+    return write
+
+
+def _shipped(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        return Path(shutil.copy(hardware_profiles.profiles.data_path(name), folder / name))
+
+    return write
+
+
+def _catalog(folder: Path) -> Path:
+    made = load_catalog("synthetic", num_models=3, num_prompts=12)
+    path = folder / "small.npz"
+    np.savez(
+        path, models=np.array(made.models), prompt_id=np.arange(12), split=made.split,
+        prompt_tokens=made.prompt_tokens, scores=made.scores, output_tokens=made.output_tokens,
+        max_output_tokens=np.array(made.max_output_tokens),
+    )  # fmt: skip
+    path.with_suffix(".json").write_text('{"source": "made up"}')
+    return path
+
+
+def _catalog_notes(folder: Path) -> Path:
+    return _catalog(folder).with_suffix(".json")
+
+
+TOY = make_toy_activations(prompts=12)
+
+
+def _activations(ending: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        about = {"kind": "recorded", "name": "gpt-oss-20b", "provenance": {"name": "toy"}}
+        write_activations(dataclasses.replace(TOY, **about), folder)
+        return folder / f"activations-gpt-oss-20b{ending}"
+
+    return write
+
+
+SMALL = load_catalog("synthetic", num_models=2, num_prompts=12)
+
+
+def _table(folder: Path) -> Path:
+    predictions.write_table(folder / "table.npz", SMALL, {"score": SMALL.scores})
+    return folder / "table.npz"
+
+
+def _tree(folder: Path) -> Path:
+    random = np.random.default_rng(0)
+    vectors, shares = random.random((12, 4)), random.dirichlet(np.ones(5), (12, 3))
+    SimilarPromptsSearch(alpha=3, beta=4, fork=2).fit(vectors, shares).save(folder / "tree.npz")
+    return folder / "tree.npz"
+
+
+MIX = json.dumps(
+    [
+        {
+            "id": f"unified_chip2/{k}",
+            "instruction": "Say something.",
+            "input": "",
+            "candidates": [
+                {"model": m, "text": "word " * (k + 2), "scores": {"bertscore": 0.5 + k / 50}}
+                for m in ("a", "b")
+            ],
+        }
+        for k in range(12)
+    ]
+)
+REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.5,12,30\n0.7,3,8\n2,4,5\n"
+TRACE = "timestamp,prompt_tokens,output_tokens\n0.5,12,30\n0.7,3,8\n2,4,5\n"
+JSONL = "".join(
+    json.dumps({"timestamp": t, "input_length": 5, "output_length": 7}) + "\n" for t in (0, 40, 90)
+)
+ROWS = "policy,value,note\nrandom,0.5,\ngreedy,0.75,good\n"
+BOARD = "point,policy,value,low,high,episodes\nrouting,random,0.5,0.4,0.6,20\n"
+CARD = "rtx4090-llama-3.1-8b"
+
+
+def _steps(folder: Path) -> Path:
+    profile = hardware_profiles.load(CARD)
+    rows = [
+        (0, 0, n, x, 1e6 * profile.decode_s(n, n * x)) for n in (1, 8, 64) for x in (64, 256, 512)
+    ]
+    with (folder / "steps.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([check.COLUMNS, *rows])
+    return folder / "steps.csv"
+
+
+def _measured(path: Path) -> Any:
+    return measure.ResumableTable(path, ("op", "tokens", "time_us"), ("op", "tokens"))
+
+
+LOADERS: dict[str, Loader] = {
+    "profile": Loader(_shipped(f"{CARD}.json"), hardware_profiles.load),
+    "fleet": Loader(_shipped("fleet-edge-6-heterogeneous.json"), hardware_profiles.load_fleet),
+    "catalog": Loader(_catalog, read_catalog),
+    "catalog notes": Loader(_catalog_notes, lambda path: read_catalog(path.with_suffix(".npz"))),
+    "mix instruct": Loader(
+        _text("val.json", MIX), lambda path: load_mix_instruct(path=path, tokenizer=len)
+    ),
+    "trace": Loader(_text("trace.csv", TRACE), load_trace),
+    "trace lines": Loader(_text("trace.jsonl", JSONL), load_trace),
+    "requests": Loader(_text("requests.csv", REQUESTS), read_requests),
+    "activations": Loader(
+        _activations(".npz"), lambda p: read_activations(p.with_suffix(".json"), TOY.model)
+    ),
+    "activations bank": Loader(
+        _activations("-bank-0.npz"),
+        lambda p: read_activations(p.with_name("activations-gpt-oss-20b.json"), TOY.model),
+    ),
+    "activations list": Loader(
+        _activations(".json"), lambda p: read_activations(p, TOY.model), free=("",)
+    ),
+    "prediction table": Loader(
+        _table,
+        lambda path: predictions.predict(SMALL, [0, 1], "score", "learned", table=path),
+        free=("catalog",),
+    ),
+    "prediction tree": Loader(_tree, SimilarPromptsSearch.load),
+    "rows": Loader(_text("rows.csv", ROWS), read_rows, free=("value",)),
+    "leaderboard": Loader(
+        _text("board.csv", BOARD), read_board, free=("low", "high", "nan", "inf")
+    ),
+    "steps": Loader(_steps, lambda path: check.score_steps(hardware_profiles.load(CARD), path)),
+    "measured": Loader(
+        _text("measured.csv", "op,tokens,time_us\nqkv,1,3.5\nqkv,2,4\n"),
+        _measured,
+        free=("tokens", "time_us"),
+    ),
+}
+
+
+# -------------------------------------------------------------------------------------- damages
+
+Damage = tuple[str, Callable[[Path], object]]
+
+
+def _overwrite(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def byte_damages(content: bytes, suffix: str) -> Iterator[Damage]:
+    """What may befall any file."""
+    random = np.random.default_rng(len(content))
+    yield "missing", Path.unlink
+    yield "a folder", _folder
+    yield "empty", _overwrite(b"")
+    yield "one byte", _overwrite(content[:1])
+    yield "zeros", _overwrite(bytes(len(content)))
+    yield "noise", _overwrite(random.bytes(len(content)))
+    yield "UTF-16", _overwrite("timestamp,x\n1,2\n".encode("utf-16"))
+    yield "not UTF-8", _overwrite(b"\xff\xfe\xfd" + content)
+    yield "LFS pointer", _overwrite(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    yield "another kind", _overwrite(b"PK\x03\x04" if suffix != ".npz" else b"{}")
+    if suffix in (".json", ".jsonl"):
+        yield "deep", _overwrite(b"[" * 100_000)
+        yield "deep mapping", _overwrite(b'{"a":' * 100_000)
+        yield "long number", _overwrite(b"9" * 5000)
+        yield "a number", _overwrite(b"3")
+        yield "a list", _overwrite(b"[1, 2]")
+        yield "null", _overwrite(b"null")
+        yield "nothing in it", _overwrite(b"{}")
+    if suffix == ".csv":
+        yield "header alone", _overwrite(content.splitlines()[0])
+        yield "long line", _overwrite(content + b"9" * 200_000 + b"\n")
+        yield "zero byte", _overwrite(content + b"1,\0,2\n")
+        yield "open quote", _overwrite(content + b'"1,2,3\n')
+        yield "ragged", _overwrite(content + b"1\n")
+        yield "wide", _overwrite(content + b",".join([b"5"] * 40) + b"\n")
+    for at in random.integers(1, len(content), FLIPS).tolist():
+        yield f"cut at {at}", _overwrite(content[:at])
+    for at in random.integers(0, 8 * len(content), 2 * FLIPS).tolist():
+        flipped = bytearray(content)
+        flipped[at // 8] ^= 1 << at % 8
+        yield f"bit {at}", _overwrite(bytes(flipped))
+
+
+def _leaves(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Places in a JSON value; of long lists the first and last."""
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = [(i, value[i]) for i in {0, len(value) - 1} if value]
+    else:
+        return
+    for key, inner in items:
+        yield (*at, key)
+        yield from _leaves(inner, (*at, key))
+
+
+def _at(value: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        value = value[key]
+    return value
+
+
+JSON_JUNK = [None, True, "x", "", [], [[]], {}, {"x": 1}, NAN, float("inf"), -1, 0, 0.5, HUGE]
+
+
+def json_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
+    """Damaged contents, and whether they must be refused: a number turned into none."""
+    good = json.loads(content)
+    for place in _leaves(good):
+        old, word = _at(good, place), "/".join(map(str, place))
+        number = isinstance(old, (int, float)) and not isinstance(old, bool)
+        for new in JSON_JUNK:
+            changed = json.loads(content)
+            _at(changed, place[:-1])[place[-1]] = new
+            must = number and (not isinstance(new, (int, float)) or new != new)
+            yield f"{word} = {new!r}", json.dumps(changed).encode(), must
+        if isinstance(place[-1], str):
+            changed = json.loads(content)
+            del _at(changed, place[:-1])[place[-1]]
+            yield f"no {word}", json.dumps(changed).encode(), False
+
+
+CSV_JUNK = ["", "x", "nan", "inf", "-1", "0", "0.5", "1e400", "9" * 400, "True", "'", " "]
+
+
+def csv_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
+    """The same of every cell of the first row, and every column renamed or dropped."""
+    rows = list(csv.reader(io.StringIO(content.decode())))
+
+    def text(changed: list[list[str]]) -> bytes:
+        stream = io.StringIO()
+        csv.writer(stream, lineterminator="\n").writerows(changed)
+        return stream.getvalue().encode()
+
+    for column, title in enumerate(rows[0]):
+        for cell in CSV_JUNK:
+            changed = [list(row) for row in rows]
+            changed[1][column] = cell
+            must = rows[1][column].replace(".", "").isdigit() and cell in ("", "x", "nan", "inf")
+            yield f"{title} = {cell[:9]!r}", text(changed), must
+        yield f"no {title}", text([row[:column] + row[column + 1 :] for row in rows]), False
+        twice = [[*row, cell] for row, cell in zip(rows, [title, *"12345678"], strict=False)]
+        yield f"{title} twice", text(twice), False
+
+
+def _claims(name: str) -> bytes:
+    """An ``.npy`` whose header claims more than any memory holds."""
+    stream = io.BytesIO()
+    about = {"descr": "<f8", "fortran_order": False, "shape": (10**15,)}
+    np.lib.format.write_array_header_1_0(stream, about)
+    return stream.getvalue()
+
+
+def npz_damages(content: bytes) -> Iterator[tuple[str, bytes, bool]]:
+    """Every array missing, of another shape, type or range."""
+    with np.load(io.BytesIO(content)) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+
+    def packed(changed: dict[str, Any]) -> bytes:
+        stream = io.BytesIO()
+        np.savez(stream, **changed)
+        return stream.getvalue()
+
+    for name, array in arrays.items():
+        number = array.dtype.kind in "iuf"
+        yield f"no {name}", packed({k: v for k, v in arrays.items() if k != name}), True
+        changes: dict[str, tuple[Any, bool]] = {
+            "objects": (np.array([None, {}], dtype=object), True),
+            "nothing": (array[:0] if array.ndim else np.array([]), array.size > 0),
+            "one more axis": (array[None], True),
+            "as text": (array.astype(str), number),
+            "complex": (array.astype(complex) if number else array, number),
+        }
+        if array.ndim:
+            changes["cut"] = (array[:-1], True)
+            changes["one value"] = (array.ravel()[0], True)
+        if number:
+            changes["NaN"] = (np.full(array.shape, NAN), True)
+            changes["negative"] = (-1 - array.astype(np.float64), False)
+            changes["huge"] = (np.full(array.shape, 1e300), False)
+            changes["zero"] = (np.zeros_like(array), False)
+        for word, (changed, must) in changes.items():
+            yield f"{name}: {word}", packed(arrays | {name: changed}), must
+        stream = io.BytesIO(packed(arrays))
+        with zipfile.ZipFile(stream) as old:
+            others = {entry: old.read(entry) for entry in old.namelist()}
+        others[f"{name}.npy"] = _claims(name)
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as new:
+            for entry, data in others.items():
+                new.writestr(entry, data)
+        yield f"{name}: claims", stream.getvalue(), True
+
+
+DAMAGES = {".json": json_damages, ".csv": csv_damages, ".npz": npz_damages}
+
+
+# ---------------------------------------------------------------------------------------- tests
+
+
+def refusal(loader: Loader, path: Path) -> str | None:
+    """What the loader says, None if it loads; any other error than the two is the test's."""
+    try:
+        loader.read(path)
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LOADERS)
+def test_damaged_files_are_refused_by_name(name, tmp_path):
+    loader = LOADERS[name]
+    good = loader.write(tmp_path)
+    content = good.read_bytes()
+    assert refusal(loader, good) is None
+    wrong: list[str] = []
+
+    def judge(word: str, must: bool) -> None:
+        try:
+            said = refusal(loader, good)
+        except Exception as error:  # noqa: BLE001 - reported below, with what was done to the file
+            wrong.append(f"{word}: {type(error).__name__}: {str(error)[:90]}")
+            return
+        if said is None and must:
+            wrong.append(f"{word}: accepted")
+        elif said is not None and good.stem.split("-bank")[0] not in said:
+            wrong.append(f"{word}: the file is not named: {said[:150]}")
+
+    for word, damage in byte_damages(content, good.suffix):
+        damage(good)
+        judge(word, word in ("a folder", "noise") or (word == "missing" and name not in NEW))
+        if good.is_dir():
+            good.rmdir()
+        good.write_bytes(content)
+    changes = list(DAMAGES.get(good.suffix, lambda _: iter(()))(content))
+    if len(changes) > SAMPLE:
+        picked = np.random.default_rng(0).choice(len(changes), SAMPLE, replace=False)
+        changes = [changes[i] for i in sorted(picked)]
+    for word, changed, must in changes:
+        good.write_bytes(changed)
+        judge(word, must and not any(place in word for place in loader.free))
+    assert not wrong, "\n".join(wrong)
+
+
+NEW = ("measured", "leaderboard")  # begin a table where there is none

@@ -1,0 +1,218 @@
+"""Damaged checkpoints, sweep files and policy files are refused with the file's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="checkpoints need torch")
+pytest.importorskip("safetensors", reason="checkpoints need safetensors")
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from servegym.agents import load_policy
+from servegym.agents.checkpoint import shipped
+from servegym.baselines.registry import policy_from_file
+
+from .test_loader_fuzz import byte_damages
+
+torch.set_num_threads(1)
+CHECKPOINTS = {
+    path.stem: path
+    for family in ("llm_routing", "serverless_moe", "expert_placement")
+    for path in shipped(family).values()
+}
+
+
+def refusal(read, path: Path) -> str | None:
+    """What a reader says, None if it reads."""
+    try:
+        read(path)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def judged(read, path: Path, damages, always: tuple[str, ...]) -> list[str]:
+    """What went wrong: another error, a message without the file, or a file that is accepted."""
+    wrong, content = [], path.read_bytes()
+    for word, damage in damages:
+        damage(path)
+        try:
+            said = refusal(read, path)
+        except Exception as error:  # noqa: BLE001 - reported, with what was done to the file
+            wrong.append(f"{word}: {type(error).__name__}: {str(error)[:120]}")
+        else:
+            if said is not None and path.name not in said:
+                wrong.append(f"{word}: the file is not named: {said[:150]}")
+            if said is None and (word in always or "*" in always):
+                wrong.append(f"{word}: accepted")
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(content)
+    return wrong
+
+
+def parts(path: Path):
+    with safe_open(path, framework="pt") as content:
+        tensors = {key: content.get_tensor(key) for key in content.keys()}  # noqa: SIM118
+        return tensors, dict(content.metadata())
+
+
+def rebuilt(tensors, meta):
+    def damage(path: Path) -> None:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path, meta)
+
+    return damage
+
+
+def checkpoint_damages(path: Path):
+    """Everything that a checkpoint's parts can lack."""
+    tensors, meta = parts(path)
+    for key in meta:
+        yield f"no {key}", rebuilt(tensors, {k: v for k, v in meta.items() if k != key})
+        junk = ["", "x", "[]", "3", "null", "{", "[" * 100_000, '{"no such field": 1}']
+        for text in junk if key not in ("step",) else []:
+            if not (key in ("args", "start", "setting") and text == junk[-1]):
+                yield f"{key} = {text[:20]}", rebuilt(tensors, meta | {key: text})
+    name = max(tensors, key=lambda key: tensors[key].numel() if key != "law" else 0)
+    weight = tensors[name]
+    yield "no weight", rebuilt({k: v for k, v in tensors.items() if k != name}, meta)
+    yield "renamed", rebuilt({k + "x": v for k, v in tensors.items()}, meta)
+    yield "cut weight", rebuilt(tensors | {name: weight[:-1]}, meta)
+    yield "NaN", rebuilt(tensors | {name: weight * float("nan")}, meta)
+    yield "infinite", rebuilt(tensors | {name: weight + float("inf")}, meta)
+    yield "flat", rebuilt(tensors | {name: weight.reshape(-1)}, meta)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_damaged_checkpoints(name, tmp_path):
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(CHECKPOINTS[name].read_bytes())
+    assert refusal(load_policy, path) is None
+    free = ("no step", "no start", "no setting")
+    damages = [(w, d) for w, d in checkpoint_damages(path) if w not in free]
+    assert not (wrong := judged(load_policy, path, damages, ("*",))), "\n".join(wrong)
+    always = ("missing", "empty", "zeros", "noise")
+    damages = byte_damages(path.read_bytes(), path.suffix)
+    assert not (wrong := judged(load_policy, path, damages, always)), "\n".join(wrong)
+
+
+def test_damaged_header_of_a_checkpoint(tmp_path):
+    """Every bit of the first bytes, where the sizes stand, and a sample of those after."""
+    path = tmp_path / "damaged.safetensors"
+    content = CHECKPOINTS["ppo_serverless"].read_bytes()
+    path.write_bytes(content)
+
+    def flipped(bit: int):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        return lambda p: p.write_bytes(bytes(changed))
+
+    damages = [(f"bit {bit}", flipped(bit)) for bit in [*range(0, 96, 3), *range(100, 9000, 371)]]
+    assert not (wrong := judged(load_policy, path, damages, ())), "\n".join(wrong)
+
+
+SWEEP = """
+program: agents/ppo.py
+method: bayes
+metric: {name: eval/score, goal: minimize}
+early_terminate: {type: hyperband, min_iter: 2, eta: 3}
+run_cap: 5
+parameters:
+  width: {values: [8, 16, 32]}
+  learning_rate: {min: 0.001, max: 0.1, distribution: log_uniform_values}
+  arch: {value: mlp}
+"""
+NO_KEYS = "early_terminate", "run_cap"
+YAML_JUNK = [None, [], {}, "x", 3, -1, True, 0.5, [1], {"x": 1}, {1: 2}, [None], [[1]]]
+
+
+def sweep_damages():
+    """Every key of a sweep lacking, and every value of it replaced."""
+    yaml = pytest.importorskip("yaml")
+    good = yaml.safe_load(SWEEP)
+    for text in (
+        "{",
+        "a: b: c",
+        "- 1",
+        "x",
+        "!!python/object:os.system {}",
+        "a: &a [*a]",
+        "\t",
+        "&",
+    ):
+        yield text, lambda path, text=text: path.write_text(text)
+    spots = [(key,) for key in good]
+    spots += [
+        (key, inner) for key in ("metric", "early_terminate", "parameters") for inner in good[key]
+    ]
+    spots += [("parameters", "learning_rate", key) for key in ("min", "max", "distribution")]
+    spots += [("parameters", "width", "values")]
+    for spot in spots:
+        for new in ["gone", *YAML_JUNK]:
+            changed = json.loads(json.dumps(good))
+            at = changed
+            for key in spot[:-1]:
+                at = at[key]
+            if new == "gone":
+                del at[spot[-1]]
+            else:
+                at[spot[-1]] = new
+            text = yaml.safe_dump(changed)
+            yield f"{spot} = {new!r}", lambda path, text=text: path.write_text(text)
+
+
+def test_damaged_sweeps(tmp_path):
+    pytest.importorskip("optuna")
+    from servegym.experiments.sweep_file import read_sweep
+
+    path = tmp_path / "mine.yaml"
+    path.write_text(SWEEP)
+    assert refusal(read_sweep, path) is None
+    always = tuple(
+        f"('{key}',) = {new}"
+        for key in ("program", "method", "metric", "parameters")
+        for new in ("'gone'", "None", "3", "[]", "'x'")
+    )
+    damages = [*byte_damages(path.read_bytes(), path.suffix), *sweep_damages()]
+    assert not (wrong := judged(read_sweep, path, damages, always)), "\n".join(wrong)
+
+
+POLICY = "def act(observation, action_mask):\n    return 0\n"
+BROKEN = {
+    "syntax": "def act(:\n",
+    "nothing": "x = 1\n",
+    "no import": "import no_such_module\n",
+    "raises": "raise RuntimeError('no')\n",
+    "exits": "import sys\nsys.exit(3)\n",
+    "class that raises": "class Policy:\n    def __init__(self, system): raise KeyError('a')\n",
+    "class of nothing": "class Policy:\n    name = 'x'\n    def __init__(self, system): pass\n",
+    "class without system": "class Policy:\n    name = 'x'\n",
+    "no function": "act = 3\n",
+    "no class": "Policy = 3\n",
+    "zero byte": "x = '\0'\n",
+}
+
+
+@pytest.mark.parametrize("word", BROKEN)
+def test_broken_policy_files(word, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY)
+    assert policy_from_file(path, None).name == "mine"
+    path.write_text(BROKEN[word])
+    with pytest.raises(ValueError, match=r"mine\.py"):
+        policy_from_file(path, None)
+
+
+def test_damaged_policy_files(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(POLICY)
+    read = lambda p: policy_from_file(p, None)  # noqa: E731
+    always = ("missing", "a folder", "empty", "zeros")
+    damages = byte_damages(path.read_bytes(), path.suffix)
+    assert not (wrong := judged(read, path, damages, always)), "\n".join(wrong)
