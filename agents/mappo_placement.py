@@ -4,7 +4,7 @@ The servers of the PettingZoo environment share one actor, which reads what the 
 (its counts, what it holds, its links) and gives heights and slopes as in ``ppo_placement``. The
 critic reads ``state()`` and serves only in training (Yu et al., NeurIPS 2022, "The surprising
 effectiveness of PPO in cooperative multi-agent games"). All servers get the sum of the rewards.
-Groups of episodes with the same requests, the base and the free first placement are as in
+Groups of episodes with the same requests, the start and the free first placement are as in
 ``ppo_placement``. ``python agents/mappo_placement.py --help`` lists the options.
 """
 

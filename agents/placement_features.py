@@ -1,7 +1,7 @@
 """What the placement agents read of an observation, and what else both of them need. Not an agent.
 
 For every server and layer: how the server's tokens fall on the layer's experts, what it holds, what
-the base placement would give it. Servers are told apart by their features alone.
+the start would give it. Servers are told apart by their features alone.
 """
 
 from __future__ import annotations

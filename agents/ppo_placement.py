@@ -1,13 +1,13 @@
 """Proximal policy optimisation for expert placement: one scoring network for all experts.
 
-For every server and layer the network gives two numbers, a height and a slope; the score of an
-expert is the height plus the slope times the logarithm of its share of the server's tokens, and
-each server takes its best-scored experts (``action_mode="expert_score"``). Small slopes take whole
-layers, large ones take the most frequent experts of any layer. The network sees servers and layers
-only through their features, so that servers may be exchanged and their number may change.
-
-The score starts from a base (``--base``): ``whole_layer`` adds the layers that the baseline of this
-name would give to a server. With all outputs zero the agent is that base, see `placement_features`.
+The agent first looks for a placement to start from, by an estimate of latency and its own
+simulation (``--base best``, see `placement_start`). A network then changes it: for every server and
+layer it gives two numbers, a height and a slope. The score of an expert is what the start says,
+plus the height, plus the slope times the logarithm of its share of the server's tokens, and each
+server takes its best-scored experts (``action_mode="expert_score"``). The network sees servers and
+layers only through their features, so that servers may be exchanged and their number may change.
+With all outputs zero the agent is its start. ``--base whole_layer`` and ``none`` leave out the
+search: the former starts from the layers that the baseline of this name gives to a server.
 
 A migration costs far more than what a plan can gain in an epoch, so a head decides whether to move;
 the first placement of an episode, which is free, is always carried out. All members of a group of
