@@ -5,7 +5,7 @@ environment, both models and both presets, on the same episodes of the eval spli
 ``dynamic`` (functions stay warm, cold starts are billed, t_rem changes, tight SLOs) and ``seed``
 (the paper's: every request cold, nothing billed for it). Policies that enumerate all actions of
 every request run fewer episodes, ``--slow-episodes``. ``policies_episodes.csv`` keeps the episodes;
-``--resume`` takes from there the policies that a run which was cut off had finished.
+``--resume`` goes on from there after a run that was cut off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless.system import ServerlessSystem
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figure_run import (
     FigureOptions,
     command_line,
@@ -38,6 +38,8 @@ MODULE = "servegym.experiments.serverless_policies"
 ENV_ID = "servegym/ServerlessMoE-v0"
 PRESETS = ("dynamic", "seed")
 SLOW = ("remoe_cost", "remoe_sticky", "grid_optimum", "lookahead")
+BLOCK = 5
+"""Episodes that run side by side; finished blocks are kept."""
 READINGS = ("remoe", "remoe_cost", "remoe_sticky")
 KEYS = (
     "mean_reward", "cost_over_mix", "ttft_violation_rate", "tpot_violation_rate",
@@ -64,29 +66,29 @@ class Options(FigureOptions):
 
 
 def measure(
-    names: Sequence[str], model: str, preset: str, episodes: int, requests: int
+    name: str, model: str, preset: str, first: int, episodes: int, requests: int
 ) -> list[dict[str, Any]]:
-    """One row a policy and episode.
+    """One row an episode of a policy.
 
     Args:
-        names: The policies.
+        name: The policy.
         model: The model.
         preset: The preset.
-        episodes: Episodes of each.
+        first: Number of the first episode.
+        episodes: How many.
         requests: Requests of an episode.
     """
     kwargs = {"model": model, "preset": preset, "episode_requests": requests}
     system = ServerlessSystem.from_kwargs(split="eval", **kwargs)
-    policies = {name: make_policy(name, system, family="serverless_moe") for name in names}
+    policy = make_policy(name, system, family="serverless_moe")
+    bound = getattr(policy, "reward_bound", None)
     logs: dict[str, list[Any]] = {}
     found = []
-    # One block, so that what a policy found out about each row is there afterwards.
+    # Side by side, so that what a policy found out about each row is there afterwards.
     for row in evaluate(
-        ENV_ID, list(policies.values()), episodes, env_kwargs=kwargs, num_envs=episodes, logs=logs
+        ENV_ID, [policy], episodes, DEFAULT_SEED + first, kwargs, num_envs=episodes, logs=logs
     ):
-        name = row["policy"]
         log = logs[name][row["episode"]]
-        bound = getattr(policies[name], "reward_bound", None)
         late = log["ttft_violated"] + log["tpot_violated"]
         broken = log["main_memory"] + log["remote_memory"] + log["payload"] > 0
         row = row | {
@@ -142,13 +144,12 @@ def policies(options: Options) -> None:
                 number = options.slow_episodes if name in SLOW else options.episodes
                 here = {"model": model, "preset": preset, "policy": name}
                 here["requests"] = options.requests
-                done = [e for e in episodes if all(e[key] == v for key, v in here.items())]
-                if len(done) >= number:
-                    continue
-                episodes = [e for e in episodes if e not in done]
-                episodes += measure([name], model, preset, number, options.requests)
-                write_csv(path, episodes)
-                print(f"{model}, {preset}: {name} done", flush=True)
+                done = sum(all(e[key] == v for key, v in here.items()) for e in episodes)
+                for first in range(done, number, BLOCK):
+                    block = min(BLOCK, number - first)
+                    episodes += measure(name, model, preset, first, block, options.requests)
+                    write_csv(path, episodes)
+                    print(f"{model}, {preset}: {name}, {first + block} episodes", flush=True)
     order = {name: k for k, name in enumerate(names)}
     episodes.sort(key=lambda e: (e["model"], e["preset"], order[e["policy"]], e["seed"]))
     write_csv(path, episodes)
