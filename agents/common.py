@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 import servegym  # noqa: F401  (registers the environments)
+from servegym.envs.workloads._util import write_atomic
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:
@@ -73,17 +73,14 @@ def follow(copy: nn.Module, net: nn.Module, tau: float) -> None:
 
 def write_checkpoint(net: nn.Module, meta: Mapping[str, str], path: Path) -> None:
     """Weights and text in one safetensors file, written atomically."""
-    temporary = path.with_suffix(".tmp")
     weights = {k: v.detach().contiguous().cpu() for k, v in net.state_dict().items()}
-    save_file(weights, temporary, dict(meta))
-    os.replace(temporary, path)
+    content = save(weights, dict(meta))
+    write_atomic(path, lambda stream: stream.write(content))
 
 
 def snapshot(path: Path, **content: Any) -> None:
     """Write what a run needs to go on exactly, atomically."""
-    temporary = path.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)
+    write_atomic(path, lambda stream: torch.save(content, stream))
 
 
 class RunLog:

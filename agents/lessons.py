@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rich.progress import track
 from servegym.agents.common import env_kwargs
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless.system import ServerlessSystem
+from servegym.envs.workloads._util import read_arrays, write_atomic
 
 EPISODES, BATCH = 64, 512
 FIRST_SEED = 777_001_000
@@ -47,8 +47,7 @@ def lessons(args: Any, folder: Path) -> dict[str, NDArray[Any]]:
     about = json.dumps([args.teacher, args.env_id, kwargs], sort_keys=True)
     file = folder / f"lessons_{zlib.crc32(about.encode()):08x}.npz"
     if file.exists():
-        with np.load(file) as kept:
-            return {key: kept[key] for key in kept.files}
+        return read_arrays(file, "delete it: the lessons are collected again")
     teacher = make_policy(
         args.teacher, ServerlessSystem.from_kwargs(split="train", **kwargs), family="serverless_moe"
     )
@@ -85,9 +84,7 @@ def lessons(args: Any, folder: Path) -> dict[str, NDArray[Any]]:
     seen.close()
     found = {key: np.concatenate(value) for key, value in rows.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp.npz")
-    np.savez_compressed(temporary, allow_pickle=False, **found)
-    os.replace(temporary, file)
+    write_atomic(file, lambda stream: np.savez_compressed(stream, allow_pickle=False, **found))
     return found
 
 

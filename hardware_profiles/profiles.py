@@ -859,8 +859,12 @@ def write_json(data: Any, path: str | os.PathLike[str]) -> None:
     """
     file = Path(path)
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(_format(data) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+    try:
+        temporary.write_text(_format(data) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _format(value: Any, indent: str = "") -> str:

@@ -1,0 +1,215 @@
+"""Writes that fail or are killed: the old file stays, and no half of a new one has its name."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servegym.baselines.serverless.prediction_search import SimilarPromptsSearch
+from servegym.envs.workloads import _util, load_catalog
+from servegym.envs.workloads.predictions import write_table
+from servegym.experiments.output import read_rows, write_csv, write_json
+from servegym.hardware_profiles import load, profiles
+
+ROWS = 3000
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A file that is written in versions.
+
+    Attributes:
+        name: The file.
+        write: Writes a version.
+        read: The version that a file holds, having read all of it.
+    """
+
+    name: str
+    write: Callable[[Path, int], object]
+    read: Callable[[Path], int]
+
+
+def _one(values: Any) -> int:
+    """The number that everything in a file must be."""
+    found = np.unique(np.asarray(values))
+    assert found.size == 1, found
+    return int(found[0])
+
+
+def _table(path: Path, version: int) -> None:
+    scores = np.full(SMALL.scores.shape, version / 64)
+    write_table(path, SMALL, {"score": scores})
+
+
+def _read_table(path: Path) -> int:
+    with np.load(path) as archive:
+        return _one(archive["score"] * 64)
+
+
+def _tree(path: Path, version: int) -> None:
+    random = np.random.default_rng(0)
+    tree = SimilarPromptsSearch(alpha=3, beta=4, fork=2, seed=version)
+    tree.fit(random.random((64, 8)), random.dirichlet(np.ones(5), (64, 3))).save(path)
+
+
+def _checkpoint(path: Path, version: int) -> None:
+    import torch
+
+    from servegym.agents.common import write_checkpoint
+
+    net = torch.nn.Linear(300, 300)
+    with torch.no_grad():
+        for part in net.parameters():
+            part.fill_(version)
+    write_checkpoint(net, {"agent": "ppo"}, path)
+
+
+def _read_checkpoint(path: Path) -> int:
+    from safetensors.numpy import load_file
+
+    return _one(np.concatenate([x.ravel() for x in load_file(path).values()]))
+
+
+def _snapshot(path: Path, version: int) -> None:
+    import torch
+
+    from servegym.agents.common import snapshot
+
+    snapshot(path, weights=torch.full((300, 300), float(version)), text=b"x" * 4096)
+
+
+def _read_snapshot(path: Path) -> int:
+    import torch
+
+    return _one(torch.load(path, weights_only=False)["weights"].numpy())
+
+
+def _profile(path: Path, version: int) -> None:
+    about = load("rtx4090-llama-3.1-8b").to_dict()
+    about["device"]["memory_bytes"] = 10**9 * (version + 20)
+    profiles.write_json(about, path)
+
+
+SMALL = load_catalog("synthetic", num_models=6, num_prompts=200)
+WRITERS = [
+    Writer(
+        "rows.csv",
+        lambda path, version: write_csv(path, [{"a": version, "b": "text"}] * ROWS),
+        lambda path: _one([row["a"] for row in read_rows(path)]),
+    ),
+    Writer(
+        "rows.json",
+        lambda path, version: write_json(path, [version] * ROWS),
+        lambda path: _one(json.loads(path.read_text())),
+    ),
+    Writer(
+        "fit.json",
+        lambda path, version: _util.write_json(path, [version] * ROWS),
+        lambda path: _one(json.loads(path.read_text())),
+    ),
+    Writer(
+        "card.json",
+        _profile,
+        lambda path: json.loads(path.read_text())["device"]["memory_bytes"] // 10**9 - 20,
+    ),
+    Writer("table.npz", _table, _read_table),
+    Writer("tree.npz", _tree, lambda path: SimilarPromptsSearch.load(path).seed),
+    Writer("best.safetensors", _checkpoint, _read_checkpoint),
+    Writer("snapshot.pt", _snapshot, _read_snapshot),
+]
+
+
+@pytest.fixture(params=WRITERS, ids=lambda writer: writer.name)
+def writer(request) -> Writer:
+    """A writer whose libraries are here."""
+    if request.param.name.endswith((".safetensors", ".pt")):
+        pytest.importorskip("torch").set_num_threads(1)
+        pytest.importorskip("safetensors")
+    return request.param
+
+
+def test_a_file_that_cannot_be_put_in_place(writer, tmp_path, monkeypatch):
+    path = tmp_path / writer.name
+    writer.write(path, 1)
+
+    def no(*_args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no)
+        with pytest.raises(OSError, match="No space left"):
+            writer.write(path, 2)
+    assert writer.read(path) == 1
+    assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
+    writer.write(path, 3)
+    assert writer.read(path) == 3
+
+
+def test_a_full_disk(writer, tmp_path):
+    """The kernel refuses every byte of a file past a limit, as where there is no space left."""
+    path = tmp_path / writer.name
+    writer.write(path, 1)
+    assert path.stat().st_size > 1000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900, before[1]))
+        with pytest.raises((OSError, RuntimeError)):
+            writer.write(path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert writer.read(path) == 1
+    assert os.listdir(tmp_path) == [writer.name], "the temporary file is gone"
+
+
+def _write_on(writer: Writer, path: Path) -> None:
+    version = 1
+    while True:
+        version = version % 60 + 1
+        writer.write(path, version)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_in_the_middle(writer, tmp_path):
+    path = tmp_path / writer.name
+    writer.write(path, 1)
+    seen = set()
+    for k in range(6):
+        child = multiprocessing.get_context("fork").Process(target=_write_on, args=(writer, path))
+        child.start()
+        time.sleep(0.02 + 0.017 * k)
+        child.kill()
+        child.join()
+        seen.add(writer.read(path))
+    assert seen <= set(range(1, 61)) and len(seen) > 1, "it was killed while it wrote"
+
+
+def test_a_table_that_grows_row_by_row(tmp_path):
+    """What a killed run leaves of its last row is dropped, the rows before it stay."""
+    from servegym.hardware_profiles.measure import ResumableTable
+
+    columns, key = ("op", "tokens", "time_us"), ("op", "tokens")
+    path = tmp_path / "measured.csv"
+    table = ResumableTable(path, columns, key)
+    for tokens in range(5):
+        table.add({"op": "qkv", "tokens": tokens, "time_us": 1.5})
+    whole = path.read_bytes()
+    last = whole.rfind(b"\n", 0, -1) + 1
+    for end in range(last, len(whole)):
+        path.write_bytes(whole[:end])
+        again = ResumableTable(path, columns, key)
+        assert len(again) == 4 and path.read_bytes() == whole[:last]
+    with path.open(newline="") as stream:
+        assert [row["tokens"] for row in csv.DictReader(stream)] == list("0123")
