@@ -171,11 +171,12 @@ def climb(options: Options) -> None:
     start = _start("edge_hetero").held
     plan = assign_gpus(c, start, counts.sum(axis=0), np.zeros((c.num_gpus, *start.shape[1:])))
     described = Description.from_problem(known)
+    calls = min(options.climb_calls, 1e6) if options.quick else options.climb_calls
     rehearsal = described.rehearsal(counts, round(3 * known.expected_arrivals), seed=SEED)
     before = rehearsal.latency_s(plan)
     found = latency_local_search(
         rehearsal, counts, c.slots, c.gpu_server, [plan],
-        steps=10**9, budget_calls=int(options.climb_calls), seed=SEED,
+        steps=10**9, budget_calls=int(calls), seed=SEED,
     )  # fmt: skip
     after = rehearsal.latency_s(found)
     layers = whole_layer(counts, c.slots, c.gpu_server)
@@ -189,7 +190,7 @@ def climb(options: Options) -> None:
     ]
     changed = int((c.server_view(found) & ~start).sum())
     notes = [
-        f"{options.climb_calls:.2g} calls of local search from the agent's start lower its latency "
+        f"{calls:.2g} calls of local search from the agent's start lower its latency "
         f"on the requests searched on by {100 * (1 - after / before):.1f} % ({changed} experts "
         f"loaded), on evaluation episodes by {versus(seconds['start, climbed'], seconds['start'])}",
         f"whole_layer {seconds['whole_layer'].mean():.2f} s; the start is "
