@@ -324,7 +324,6 @@ def _content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
 def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import mappo_placement, ppo_placement
     from servegym.agents.common import parse_settings
-    from servegym.agents.placement_features import Features
     from servegym.agents.placement_start import Start, setting_word
     from servegym.envs.expert_placement.env import make_problem
 
@@ -343,8 +342,8 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
                 args = _arguments(module.Args, meta["args"])
                 break
     start = Start.from_json(meta["start"]) if "start" in meta else None
-    held = start.held if start is not None and meta.get("setting") == word else None
-    features = Features(system.cluster, args.base, held)
+    known = start if meta.get("setting") == word else None
+    features = module.make_features(system.cluster, args, known)
     net = module.Agent(features.columns, **_mapping("shape", meta["shape"]))
     net.load_state_dict(weights)
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())

@@ -56,7 +56,7 @@ class Args:
     """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 320
+    total_timesteps: int = 1_280
     """decisions over all environments, those of all servers counted once"""
     groups: int = 4
     """different episodes per update"""
@@ -78,7 +78,7 @@ class Args:
     """clipping of the probability ratio of each server"""
     target_kl: float = 1.0
     """the passes of an update end when the policy has moved so far"""
-    std: tuple[float, float] = (0.5, 0.3)
+    std: tuple[float, float] = (0.6, 0.4)
     """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -86,7 +86,7 @@ class Args:
     """gradients are clipped to this norm"""
     move_bias: float = -4.0
     """logit of a server's migration after the first, at first"""
-    eval_every: int = 160
+    eval_every: int = 320
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
@@ -144,6 +144,11 @@ class Agent(nn.Module):
         plan = torch.distributions.Normal(mean, std).log_prob(z).sum((2, 3))
         choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
         return torch.where(free > 0, 0.0, choice) + moved * plan
+
+
+def make_features(cluster: Any, args: Args, start: Start | None) -> Features:
+    """What the network reads."""
+    return Features(cluster, args.base, None if start is None else start.held)
 
 
 def make_env(args: Args, **overrides: Any) -> ExpertPlacementParallelEnv:
@@ -256,7 +261,7 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"mappo_placement_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
     start = find_start(run, args)
-    features = Features(envs[0].problem.cluster, args.base, start and start.held)
+    features = make_features(envs[0].problem.cluster, args, start)
     agent = Agent(features.columns, args.width, args.move_bias)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     size = steps * n

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from servegym.baselines.placement.simple import whole_layer
@@ -27,6 +28,8 @@ LEAST_HELD = 0.4
 SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
 BASE_HEIGHT, HEIGHT, SLOPE, SLOPE_POWER = 0.6, 0.15, 0.05, 0.5
 """What the base holds, one unit of the height, the slope at zero and its growth."""
+INERTIA, FILL = 1.4, 0.1
+"""Of a layer to stay in its place, and the weight of frequencies in what is left of the slots."""
 
 
 class Features:
@@ -38,11 +41,15 @@ class Features:
             `whole_layer` gives whole, or nothing.
         start: Bool (N, L, E) for ``best``; without one, as of a cluster never seen, whole layers
             are the base.
+        exchange: Whether heights exchange the layers of the base, see `exchanged`, instead of
+            adding to the scores of single servers.
     """
 
     columns = len(MASS_AT) + 1 + 4 + 1 + 2 * WAVES + 8
 
-    def __init__(self, cluster: Any, base: str, start: Any = None) -> None:
+    def __init__(
+        self, cluster: Any, base: str, start: Any = None, *, exchange: bool = False
+    ) -> None:
         if base not in BASES:
             raise ValueError(f"base is {base!r}; allowed are {', '.join(BASES)}")
         servers, layers, experts = cluster.num_servers, cluster.layers, cluster.experts
@@ -54,7 +61,7 @@ class Features:
         elif base != "none":
             dealt = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
             held[cluster.server_view(dealt).all(axis=2)] = 1.0
-        self.base = held.mean(axis=2)
+        self.base, self.outputs = held.mean(axis=2), 1 if exchange else 2
         # Whole layers are hard to break, single experts are easily exchanged; with no output of
         # the network all that is held stays.
         weight = np.maximum(self.base, LEAST_HELD)[:, :, None]
@@ -135,21 +142,51 @@ class Features:
         return torch.from_numpy(x), torch.from_numpy(log_share)
 
     def plan(self, z: Tensor, log_share: Tensor) -> NDArray[np.float32]:
-        """Scores (B, N, L, E) in [0, 1] of heights and slopes z (B, N, L, 2).
+        """Scores (B, N, L, E) in [0, 1] of the network's outputs z (B, N, L, 1 or 2).
 
         Only the order within a server matters for what it takes first, so scores are ranks.
         """
-        slope = SLOPE * torch.exp(SLOPE_POWER * z[..., 1].clamp(-8.0, 8.0))
-        score = BASE_HEIGHT * self.held + (HEIGHT * z[..., 0])[..., None]
-        score = (score + slope[..., None] * log_share).flatten(2)
-        rank = score.argsort(dim=-1, stable=True).argsort(-1)
-        return (rank.float() / max(score.shape[-1] - 1, 1)).view(log_share.shape).numpy()
+        if self.outputs == 1:
+            score = self.exchanged(z[..., 0], log_share) + FILL * log_share
+        else:
+            slope = SLOPE * torch.exp(SLOPE_POWER * z[..., 1].clamp(-8.0, 8.0))
+            score = BASE_HEIGHT * self.held + (HEIGHT * z[..., 0])[..., None]
+            score = score + slope[..., None] * log_share
+        flat = score.flatten(2)
+        rank = flat.argsort(dim=-1, stable=True).argsort(-1)
+        return (rank.float() / max(flat.shape[-1] - 1, 1)).view(log_share.shape).numpy()
+
+    def exchanged(self, height: Tensor, log_share: Tensor) -> Tensor:
+        """The base (B, N, L, E) with its layers exchanged, the same at all servers.
+
+        A height says how much a server wants to hold a layer. The layers take the places of the
+        base, one each, so that the wishes for what is then held are greatest in sum; a layer that
+        stays in its place adds `INERTIA`. What a place has of its layer's most used experts it has
+        of the new layer's. Memory and coverage stay what they are in the base.
+
+        Args:
+            height: (B, N, L).
+            log_share: (B, N, L, E), as `__call__` gives.
+        """
+        used = np.exp(2.0 * log_share.numpy()).sum(axis=1)
+        order = np.argsort(-used, axis=2, kind="stable")  # (B, L, E), most used first
+        wish = np.einsum("bnl,nk->blk", height.numpy(), self.base)
+        found = np.empty(log_share.shape, dtype=np.float32)
+        held = (self.held > 0).numpy()
+        for b in range(len(found)):
+            _, place = linear_sum_assignment(-wish[b] - INERTIA * np.eye(len(wish[b])))
+            for level, at in enumerate(place):
+                if at == level:
+                    found[b, :, level] = held[:, level]
+                else:
+                    found[b][:, level, order[b, level]] = held[:, at, order[b, at]]
+        return torch.from_numpy(found)
 
 
 def zero_action(features: Features, observation: Mapping[str, Any]) -> NDArray[np.float32]:
     """The plan of the base alone, every output of the network zero."""
     _, log_share = features(observation)
-    return features.plan(torch.zeros(*log_share.shape[:3], 2), log_share)
+    return features.plan(torch.zeros(*log_share.shape[:3], features.outputs), log_share)
 
 
 def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:

@@ -56,7 +56,7 @@ class Args:
     """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 320
+    total_timesteps: int = 1_280
     """decisions over all environments"""
     groups: int = 4
     """different episodes per update"""
@@ -78,7 +78,7 @@ class Args:
     """clipping of the probability ratio"""
     target_kl: float = 1.0
     """the passes of an update end when the policy has moved so far"""
-    std: tuple[float, float] = (0.5, 0.3)
+    std: tuple[float, float] = (0.6, 0.4)
     """standard deviation of heights and slopes at first and at last, linear in between"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -86,7 +86,7 @@ class Args:
     """gradients are clipped to this norm"""
     move_bias: float = -4.0
     """logit of a migration after the first, at first"""
-    eval_every: int = 160
+    eval_every: int = 320
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
@@ -115,21 +115,21 @@ class Agent(nn.Module):
     layer and over all; servers change places with their outputs.
     """
 
-    def __init__(self, columns: int, width: int, move_bias: float = -4.0) -> None:
+    def __init__(self, columns: int, width: int, outputs: int = 2, move_bias: float = -4.0) -> None:
         super().__init__()
-        self.columns, self.width = columns, width
+        self.columns, self.width, self.outputs = columns, width, outputs
         self.encode = nn.Sequential(
             layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh()
         )
         self.mix = nn.Sequential(layer(4 * width, width), nn.Tanh())
-        self.mean = layer(width, 2, 0.01)
+        self.mean = layer(width, outputs, 0.01)
         self.move = layer(width, 1, 0.01)
         nn.init.constant_(self.move.bias, move_bias)
         self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
         self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Means (B, N, L, 2), logits of a move (B,) and values (B,) of features (B, N, L, F)."""
+        """Means (B, N, L, outputs), logits of a move and values (B,) of features (B, N, L, F)."""
         h = self.encode(x)
         server, level = h.mean(2, keepdim=True), h.mean(1, keepdim=True)
         whole = server.mean(1, keepdim=True)
@@ -148,6 +148,12 @@ class Agent(nn.Module):
         plan = torch.distributions.Normal(mean, std).log_prob(z).sum((1, 2, 3))
         choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
         return torch.where(free > 0, 0.0, choice) + moved * plan
+
+
+def make_features(cluster: Any, args: Args, start: Start | None) -> Features:
+    """What the network reads; from a start it exchanges layers."""
+    held = None if start is None else start.held
+    return Features(cluster, args.base, held, exchange=args.base == "best")
 
 
 def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:
@@ -188,7 +194,10 @@ def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float
 
 def save_policy(agent: Agent, args: Args, path: Path, step: int, start: Start | None) -> None:
     """Weights, arguments, shape, start and the decisions trained so far in one safetensors file."""
-    meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
+    meta = {
+        "args": json.dumps(asdict(args)),
+        "shape": json.dumps({"width": agent.width, "outputs": agent.outputs}),
+    }
     if start is not None:
         meta["start"] = start.to_json()
     meta["setting"] = setting_word(make_problem(parse_settings(args.set)))
@@ -212,8 +221,8 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_placement_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
     start = find_start(run, args)
-    features = Features(envs.unwrapped.problem.cluster, args.base, start and start.held)
-    agent = Agent(features.columns, args.width, args.move_bias)
+    features = make_features(envs.unwrapped.problem.cluster, args, start)
+    agent = Agent(features.columns, args.width, features.outputs, args.move_bias)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
@@ -235,7 +244,7 @@ def train(args: Args) -> Path:
 
     servers, layers, _ = features.shape
     b_x = torch.zeros(steps, n, servers, layers, features.columns)
-    b_z = torch.zeros(steps, n, servers, layers, 2)
+    b_z = torch.zeros(steps, n, servers, layers, features.outputs)
     b_moved, b_free, b_logp, b_reward, b_value = (torch.zeros(steps, n) for _ in range(5))
     begin = time.perf_counter()
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
