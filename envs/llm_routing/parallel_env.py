@@ -55,8 +55,12 @@ class LLMRoutingParallelEnv(ParallelEnv):
     ## Episode End
 
     After `episode_requests` decisions of each access point the experts drain, and all agents
-    terminate. `infos` then holds `episode_kpis`: those of the whole and `own_qos`, the mean QoS
-    over the access point's own requests.
+    terminate.
+
+    ## Information
+
+    `step`: `turn` and `time_s`, as they are now. The last step: `episode_kpis`, those of the whole
+    and `own_qos`, the mean QoS over the access point's own requests.
 
     ## Arguments
 
@@ -70,9 +74,9 @@ class LLMRoutingParallelEnv(ParallelEnv):
 
     >>> from servegym.envs.llm_routing.parallel_env import parallel_env
     >>> env = parallel_env(num_access_points=2, rate=2.5)
-    >>> observations, infos = env.reset(seed=0)
-    >>> sorted(agent for agent in env.agents if infos[agent]["turn"])
-    ['access_point_0']
+    >>> observations, _ = env.reset(seed=0)
+    >>> env.turn, observations["access_point_0"]["turn"].tolist()
+    ('access_point_0', [1])
     """
 
     metadata: dict[str, Any] = {
@@ -140,7 +144,9 @@ class LLMRoutingParallelEnv(ParallelEnv):
         self.batch.begin(self._which)
         self._under_way = []
         self.agents = list(self.possible_agents)
-        return self._observations(), self._infos()
+        # Without keys, as in the placement environment: TorchRL takes those of the first reset for
+        # all there will ever be, and numbers only.
+        return self._observations(), {agent: {} for agent in self.agents}
 
     def _draw(self, random: np.random.Generator) -> None:
         """One episode: rates, L, and each access point's arrivals and requests, merged by time."""

@@ -7,7 +7,6 @@ pytest.importorskip("torch", reason="TorchRL needs torch")
 pytest.importorskip("torchrl", reason="TorchRL is not installed")
 
 import torch
-from pettingzoo.utils.wrappers import BaseParallelWrapper
 from torchrl.envs import GymEnv, PettingZooWrapper
 from torchrl.envs.utils import check_env_specs
 
@@ -53,25 +52,8 @@ def test_the_placement_environment_in_the_pettingzoo_wrapper(shared):
     assert bool((rewards == rewards[:, :1]).all()) == shared and bool((rewards < 0).any())
 
 
-class WithoutInfos(BaseParallelWrapper):
-    """TorchRL fixes the keys of `infos` at the first reset and takes numbers only.
-
-    The routing environment's `infos` gain `episode_kpis` with the last step, so they are left out
-    here; whose turn it is stands in the observation too.
-    """
-
-    def reset(self, seed=None, options=None):
-        observations, infos = super().reset(seed, options)
-        return observations, {agent: {} for agent in infos}
-
-    def step(self, actions):
-        *step, infos = super().step(actions)
-        return (*step, {agent: {} for agent in infos})
-
-
 def test_the_routing_environment_in_the_pettingzoo_wrapper():
-    env = WithoutInfos(routing(num_access_points=2, view="flat", **ROUTING))
-    env = PettingZooWrapper(env)
+    env = PettingZooWrapper(routing(num_access_points=2, view="flat", **ROUTING))
     check_env_specs(env)
     torch.manual_seed(0)
     paid = env.rollout(100)
