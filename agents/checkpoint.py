@@ -346,6 +346,8 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     features = module.make_features(system.cluster, args, known)
     net = module.Agent(features.columns, **_mapping("shape", meta["shape"]))
     net.load_state_dict(weights)
+    if known is None:
+        net.table = None
     policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
     policy.features, policy.cluster, policy.start = features, system.cluster, start
     policy.step = int(meta.get("step") or args.total_timesteps)

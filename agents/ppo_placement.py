@@ -56,7 +56,7 @@ class Args:
     """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 1_280
+    total_timesteps: int = 960
     """decisions over all environments"""
     groups: int = 4
     """different episodes per update"""
@@ -66,6 +66,8 @@ class Args:
     """decisions of a training episode; evaluations have the environment's"""
     learning_rate: float = 3e-3
     """learning rate at first; it falls linearly to zero"""
+    table_rate: float = 0.03
+    """the same of what is learnt of single servers and layers, with the base best"""
     gamma: float = 1.0
     """discount per epoch"""
     gae_lambda: float = 0.95
@@ -86,7 +88,7 @@ class Args:
     """gradients are clipped to this norm"""
     move_bias: float = -4.0
     """logit of a migration after the first, at first"""
-    eval_every: int = 320
+    eval_every: int = 160
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
@@ -112,7 +114,8 @@ class Agent(nn.Module):
     """Heights and slopes of servers and layers, the chance to move, and the value.
 
     Every server and layer is encoded alone, then again beside the means over its server, over its
-    layer and over all; servers change places with their outputs.
+    layer and over all; servers change places with their outputs, but for what a ``table`` (N, L,
+    outputs) adds on the cluster of the training.
     """
 
     def __init__(self, columns: int, width: int, outputs: int = 2, move_bias: float = -4.0) -> None:
@@ -136,7 +139,8 @@ class Agent(nn.Module):
         h = self.mix(torch.cat([h, *(part.expand_as(h) for part in (server, level, whole))], -1))
         move = self.move(h.mean((1, 2))).squeeze(-1)
         value = self.critic(self.critic_encode(x).mean((1, 2))).squeeze(-1)
-        return self.mean(h), move, value
+        mean = self.mean(h) if self.table is None else self.mean(h) + self.table
+        return mean, move, value
 
     def log_prob(
         self, mean: Tensor, std: float, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
@@ -222,8 +226,12 @@ def train(args: Args) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     start = find_start(run, args)
     features = make_features(envs.unwrapped.problem.cluster, args, start)
-    agent = Agent(features.columns, args.width, features.outputs, args.move_bias)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    table = (*features.shape[:2], features.outputs) if start else ()
+    agent = Agent(features.columns, args.width, features.outputs, args.move_bias, table)
+    shared = [p for name, p in agent.named_parameters() if name != "table"]
+    parts = [(shared, args.learning_rate), ([agent.table] if start else [], args.table_rate)]
+    groups = [{"params": part, "lr": rate, "first": rate} for part, rate in parts]
+    optimizer = torch.optim.Adam(groups, eps=1e-5)
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
     best, first, kept = np.inf, 0, b""
@@ -267,7 +275,8 @@ def train(args: Args) -> Path:
         log.write((json.dumps({"global_step": 0} | check(0)) + "\n").encode())
     for iteration in range(first, updates):
         gone = iteration / updates
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - gone)
+        for group in optimizer.param_groups:
+            group["lr"] = group["first"] * (1 - gone)
         std = args.std[0] + gone * (args.std[1] - args.std[0])
         # The seeds of an update follow from its number alone: a stopped run needs no environment.
         draw = np.random.default_rng([args.seed, iteration]).integers(1 << 30, size=args.groups)

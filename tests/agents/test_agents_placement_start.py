@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from servegym.agents import placement_start  # noqa: E402
 from servegym.agents.placement_estimate import Estimate, _look, _number  # noqa: E402
@@ -136,3 +136,34 @@ def test_settings_differ_by_what_a_start_depends_on():
     others = [{"scenario": "drift"}, {"scenario": "paper_testbed"}, {"scenario": "edge_decode"},
               {"mean_interarrival_s": 5.0}, {"model": "toy"}]  # fmt: skip
     assert len({word, *(setting_word(make_problem(kwargs)) for kwargs in others)}) == 6
+
+
+def test_heights_exchange_layers_and_keep_memory_and_coverage():
+    problem = toy()
+    about, c = Estimate(problem), problem.cluster
+    start = view(problem, whole_layer, about)
+    features = Features(c, "best", start, exchange=True)
+    rng = np.random.default_rng(0)
+    log_share = torch.as_tensor(rng.normal(size=(1, 3, 4, 8)), dtype=torch.float32)
+    height = torch.zeros(1, 3, 4)
+    same = features.exchanged(height, log_share)[0].numpy() > 0
+    np.testing.assert_array_equal(same, start)
+    full = start.all(axis=2)
+    n = int(np.argmax(full.sum(axis=1)))
+    held, missing = int(np.argmax(full[n])), int(np.argmin(start[n].sum(axis=1)))
+    height[0, n, missing] = 10.0
+    found = features.exchanged(height, log_share)[0].numpy() > 0
+    assert found[n, missing].all() and not start[n, missing].all()
+    np.testing.assert_array_equal(found.sum(axis=(1, 2)), start.sum(axis=(1, 2)))
+    assert found.any(axis=0).all()
+    moved = (found.sum(axis=2) != start.sum(axis=2)).any(axis=0)
+    assert moved[missing] and moved.sum() == 2  # one pair of layers has changed places
+    other = int(np.flatnonzero(moved & (np.arange(4) != missing))[0])
+    np.testing.assert_array_equal(found[:, missing].sum(axis=1), start[:, other].sum(axis=1))
+    # The most used experts of a place are the most used ones of the layer that takes it.
+    used = np.exp(2 * log_share[0].numpy()).sum(axis=0)
+    for level, at in ((missing, other), (other, missing)):
+        np.testing.assert_array_equal(
+            found[:, level, np.argsort(-used[level])], start[:, at, np.argsort(-used[at])]
+        )
+    assert held != missing
