@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym.envs._checks import choose
 from servegym.experiments import figure_run
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figure_run import (
@@ -100,6 +101,7 @@ class Options(FigureOptions):
     Attributes:
         checkpoints: Folder of the trainings, or None.
         shipped: Whether the shipped routers join them.
+        routers: Names of the shipped routers to compare; none: all.
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
@@ -107,6 +109,7 @@ class Options(FigureOptions):
 
     checkpoints: Path | None
     shipped: bool
+    routers: Sequence[str]
     fleets: Sequence[str]
     requests: int
     trained: Sequence[TrainedRun]
@@ -446,6 +449,9 @@ def run_figures(
         "--checkpoints", type=Path, help="folder of trainings; default: the shipped ones"
     )
     parser.add_argument(
+        "--routers", nargs="+", default=(), metavar="NAME", help="of the shipped ones only these"
+    )
+    parser.add_argument(
         "--shipped", action="store_true", help="with --checkpoints: and the shipped ones"
     )
     parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
@@ -454,6 +460,12 @@ def run_figures(
     options.trained = tuple(find_runs(options.checkpoints))
     if options.shipped and options.checkpoints is not None:
         options.trained += tuple(shipped_runs())
+    if options.routers:
+        known = [run.variant for run in shipped_runs()]
+        names = [choose("routers", name, known) for name in options.routers]
+        options.trained = tuple(
+            run for run in options.trained if run.group != "shipped" or run.variant in names
+        )
     options.requests = 100 if options.quick else 1000
     if not options.trained:
         print("no trained routers: baselines only")

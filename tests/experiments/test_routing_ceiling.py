@@ -11,8 +11,10 @@ from servegym.experiments import routing_ceiling  # noqa: E402
 
 def test_clairvoyance_gains_and_the_verdict_says_how_much(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--episodes", "4"]
+    argv += ["--routers", "ppo_sets"]
     assert routing_ceiling.main(argv) == 0
     rows = {row["policy"]: row for row in csv.DictReader(open(tmp_path / "ceiling.csv"))}
+    assert [name for name in rows if "shipped" in name] == ["ppo_sets (shipped)"]
     rollout = rows["rollout, 30 requests"]
     assert float(rollout["gain"]) > 0
     for row in rows.values():
@@ -28,3 +30,8 @@ def test_the_share_of_the_gain_by_hand():
     text = routing_ceiling._verdict(8.0, gained, 0.75)
     assert text == ("8/s: the best rollout gains +0.0500; the best score is 0.750; "
                     "two (shipped) has 40 % of that gain")  # fmt: skip
+
+
+def test_a_router_that_does_not_ship_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ppo_sets"):
+        routing_ceiling.main(["--quick", "--out", str(tmp_path), "--routers", "ppo_set"])
