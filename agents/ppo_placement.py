@@ -118,9 +118,15 @@ class Agent(nn.Module):
     outputs) adds on the cluster of the training.
     """
 
-    def __init__(self, columns: int, width: int, outputs: int = 2, move_bias: float = -4.0) -> None:
+    def __init__(
+        self, columns: int, width: int, outputs: int = 2, move_bias: float = -4.0,
+        table: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.columns, self.width, self.outputs = columns, width, outputs
+        self.columns = columns
+        self.shape = {"width": width, "outputs": outputs, "table": table}
+        # What training found of single servers and layers of its own cluster.
+        self.table = nn.Parameter(torch.zeros(table)) if table else None
         self.encode = nn.Sequential(
             layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh()
         )
