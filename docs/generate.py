@@ -293,7 +293,8 @@ standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}, {"Fidelity": "fidelity.md"}]
 mkdocs_gen_files.config["nav"] = [
     {"servegym": "index.md"},
-    {"Tutorials": [*tutorials(), {"Other libraries": "interop.md"}]},
+    {"Tutorials": [*tutorials(), {"Other libraries": "interop.md"},
+                   {"More than one machine": "scaling.md"}]},
     {"Environments": environments()},
     {"Agents": [*agents(), {"Metrics": "metrics.md"}]},
     {"Baselines": baselines()},

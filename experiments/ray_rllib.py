@@ -100,6 +100,7 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
             # RLlib does not put several copies of a multi-agent environment side by side.
             num_envs_per_env_runner=1 if several else args.num_envs,
             rollout_fragment_length="auto" if several else steps,
+            sample_timeout_s=900.0,  # on a busy machine the default of 60 s loses whole batches
         )
         .learners(num_learners=0)
         .training(
@@ -136,11 +137,13 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
     begin, episodes = time.monotonic(), 0
     try:
         for iteration in range(1, iterations + 1):
-            result = algorithm.train()["env_runners"]
+            # Without numbers where the process that samples was lost and is started again.
+            result = algorithm.train().get("env_runners", {})
             episodes += int(result.get("num_episodes", 0))
+            before = rows[-1]["steps"] if rows else 0
             rows.append({
                 "iteration": iteration,
-                "steps": int(result["num_env_steps_sampled_lifetime"]),
+                "steps": int(result.get("num_env_steps_sampled_lifetime", before)),
                 "episodes": episodes,
                 "episode_return_mean": float(result.get("episode_return_mean", math.nan)),
                 "seconds": round(time.monotonic() - begin, 1),
