@@ -85,7 +85,7 @@ class Args:
     """learning rate at the start of a fit, falling linearly to zero"""
     weight_decay: float = 1e-4
     """weight decay of AdamW"""
-    ridge: float = 0.1
+    ridge: float = 0.5
     """weight of the squares of what is added to actions that were not tried"""
     holdout: float = 0.1
     """share of the labels, the latest ones, that a fit leaves out and is measured on"""
