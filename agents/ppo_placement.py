@@ -206,7 +206,7 @@ def save_policy(agent: Agent, args: Args, path: Path, step: int, start: Start | 
     """Weights, arguments, shape, start and the decisions trained so far in one safetensors file."""
     meta = {
         "args": json.dumps(asdict(args)),
-        "shape": json.dumps({"width": agent.width, "outputs": agent.outputs}),
+        "shape": json.dumps(agent.shape),
     }
     if start is not None:
         meta["start"] = start.to_json()
