@@ -49,7 +49,7 @@ BASELINES = (
     "warm_planner",
     "lookahead",
 )
-BLOCK = 10
+BLOCK = 5
 """Episodes that run side by side; finished blocks are kept."""
 RIVALS = ("best_constant", "remoe_sticky", "greedy_warm", "warm_planner")
 AIMED = RIVALS[:3]
