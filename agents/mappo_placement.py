@@ -56,7 +56,7 @@ class Args:
     """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 1_280
+    total_timesteps: int = 320
     """decisions over all environments, those of all servers counted once"""
     groups: int = 4
     """different episodes per update"""
@@ -86,7 +86,7 @@ class Args:
     """gradients are clipped to this norm"""
     move_bias: float = -4.0
     """logit of a server's migration after the first, at first"""
-    eval_every: int = 320
+    eval_every: int = 160
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
