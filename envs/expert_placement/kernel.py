@@ -76,8 +76,8 @@ META = _record(
     + [
         (name, "i8")
         for name in (
-            "sequence heap next_request free loads drops fewest_copies messages calls events "
-            "settled"
+            "sequence heap handled next_request free loads drops fewest_copies messages calls "
+            "events settled"
         ).split()
     ]
 )
@@ -146,7 +146,7 @@ class State(NamedTuple):
     """Everything that changes, with C the experts of all layers and M places for messages."""
 
     meta: np.ndarray
-    heap_t: np.ndarray
+    heap_t: np.ndarray  # int64, the bits of times, which order as the times do and compare faster
     heap_k: np.ndarray
     request: np.ndarray
     gpu_free: np.ndarray
@@ -156,13 +156,16 @@ class State(NamedTuple):
     returning: np.ndarray  # seconds of messages that will go back over a link
     returning_messages: np.ndarray
     message: np.ndarray
-    call_gpu: np.ndarray  # (M, calls)
-    call_tokens: np.ndarray
+    call: np.ndarray  # (M, calls, 2) GPU and tokens
     free: np.ndarray
     open_message: np.ndarray  # (N,) scratch: message being filled for a server, -1 if none
     open_s: np.ndarray
     open_mask: np.ndarray
     open_list: np.ndarray
+    near: np.ndarray  # (E,) scratch: experts of a layer that are here, and that are not
+    far: np.ndarray
+    first: np.ndarray  # (E,) scratch: the holder of such an expert that is looked at first
+    holder: np.ndarray
     resident: np.ndarray  # uint8 (G, C)
     target: np.ndarray  # uint8 (G, C)
     holders: np.ndarray  # int16 (C, G) GPUs that hold an expert, the first `copies`
@@ -188,9 +191,8 @@ _inline = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
 
 
 @_inline
-def _push(heap_t, heap_k, size, t, key):
-    """Add an event to the binary heap of ``size`` entries, ordered by time and then by key."""
-    i = size
+def _rise(heap_t, heap_k, i, t, key):
+    """Put an event into the open place ``i`` at the end of the heap, or above it."""
     while i > 0:
         up = (i - 1) >> 1
         if heap_t[up] < t or (heap_t[up] == t and heap_k[up] < key):
@@ -203,35 +205,51 @@ def _push(heap_t, heap_k, size, t, key):
 
 
 @_inline
-def _pop(heap_t, heap_k, size):
-    """Remove the first event; ``size`` is the number of those that stay.
-
-    The hole goes down to a leaf, then the last event rises from there, as it seldom rises far. The
-    child is chosen without a branch, which no processor could foresee.
-    """
-    t = heap_t[size]
-    key = heap_k[size]
+def _sink(heap_t, heap_k, size, t, key):
+    """Put an event into the open place at the root of a heap of ``size`` places, or below it."""
     i = 0
     child = 1
-    while child + 1 < size:
-        one = heap_t[child]
-        two = heap_t[child + 1]
-        tie = (two == one) & (heap_k[child + 1] < heap_k[child])
-        child += np.int64((two < one) | tie)
+    while child < size:
+        if child + 1 < size:
+            one = heap_t[child]
+            two = heap_t[child + 1]
+            # Without a branch on the order of the two, which no processor could foresee.
+            if one == two:
+                child += np.int64(heap_k[child + 1] < heap_k[child])
+            else:
+                child += np.int64(two < one)
+        if t < heap_t[child] or (t == heap_t[child] and key < heap_k[child]):
+            break
         heap_t[i] = heap_t[child]
         heap_k[i] = heap_k[child]
         i = child
         child = 2 * i + 1
-    if child < size:
-        heap_t[i] = heap_t[child]
-        heap_k[i] = heap_k[child]
-        i = child
-    _push(heap_t, heap_k, i, t, key)
+    heap_t[i] = t
+    heap_k[i] = key
 
 
 @_inline
 def _key(sequence, kind, index):
     return (((sequence << _INDEX_BITS) | index) << _KIND_BITS) | kind
+
+
+@_inline
+def _later(st, t, kind, index):
+    """Add an event at the time ``t``.
+
+    The first one takes the place of the event that is being handled, which saves the heap a way
+    down and one up.
+    """
+    m = st.meta[0]
+    m.sequence += 1
+    key = _key(m.sequence, kind, index)
+    bits = np.float64(t).view(np.int64)
+    if m.handled:
+        m.handled = 0
+        _sink(st.heap_t, st.heap_k, m.heap, bits, key)
+    else:
+        _rise(st.heap_t, st.heap_k, m.heap, bits, key)
+        m.heap += 1
 
 
 @_inline
@@ -250,11 +268,12 @@ def _link(c, n, m):
 
 
 @_inline
-def _pick(c, plant, st, request, n, expert, x, now, open_total):
-    """The GPU that serves a remote call of x tokens of server n."""
+def _pick(c, plant, st, n, expert, first, best, x, now, open_total):
+    """The GPU that serves a remote call of x tokens of server n.
+
+    ``best`` is the holder number ``first``, where the search begins.
+    """
     copies = st.copies[expert]
-    first = np.int64(np.uint32(scramble(request, expert)) % np.uint32(copies))
-    best = st.holders[expert, first]
     if c.choice == RANDOM or copies == 1:
         return best
     least = np.inf
@@ -304,7 +323,7 @@ def _distinct_tokens(load, prompt, layer, mask, least, most):
 
 
 @_inline
-def _send(c, plant, st, size, slot, now):
+def _send(c, plant, st, slot, now):
     """Put a filled message on its link; its arrival is an event."""
     m = st.meta[0]
     msg = st.message[slot]
@@ -322,64 +341,92 @@ def _send(c, plant, st, size, slot, now):
     m.network_bytes += msg.tokens * c.activation_bytes
     m.messages += 1
     there = sent + hop.there + (msg.tokens * c.stage_token + c.stage_base)
-    m.sequence += 1
-    _push(st.heap_t, st.heap_k, size, there, _key(m.sequence, _ARRIVE, slot))
+    _later(st, there, _ARRIVE, slot)
 
 
 @_inline
-def _dispatch(c, plant, load, st, size, r, now):
-    """Send the calls of a layer; returns the size of the heap."""
+def _step(c, q):
+    """Row of the bank that a step reads (a prefill none), and in how many places experts are."""
+    if q.step == 0:
+        return 0, c.experts
+    return q.start + np.int64(np.uint32(q.shift + q.step - 1) % np.uint32(q.rows)), c.top_k
+
+
+@_inline
+def _tokens(load, q, row, i):
+    """The expert in a place of a step, and how many of the step's tokens go to it."""
+    if q.step == 0:
+        e = np.int64(i)
+        x = np.int64(load.counts[q.prompt, q.layer, i])
+    else:
+        e = np.int64(load.chosen[row, q.layer, i])
+        x = np.int64(1)
+    return e, x
+
+
+@_inline
+def _dispatch(c, plant, load, st, r, now):
+    """Send the calls of a layer; returns how many messages have to come back.
+
+    One way out: with two, numba counts references to every array at each call.
+    """
     m = st.meta[0]
     q = st.request[r]
     n = q.home
     v = st.server[n]
     layer = q.layer
-    prompt = q.prompt
+    first_expert = layer * c.experts
     first_gpu = plant.first_gpu[n]
     last_gpu = plant.first_gpu[n + 1]
     prefill = q.step == 0
-    row = 0
-    places = c.experts
-    if not prefill:
-        row = q.start + np.int64(np.uint32(q.shift + q.step - 1) % np.uint32(q.rows))
-        places = c.top_k
+    row, places = _step(c, q)
     end = now
     opened = 0
     open_total = 0.0
     pending = 0
     local_s = 0.0
     local_tokens = 0
-    local_calls = 0
     remote_tokens = 0
-    remote_calls = 0
+    # Local and remote calls apart, as they do not wait for each other, and without a branch on what
+    # no processor could foresee.
+    near = 0
+    far = 0
     for i in range(places):
-        if prefill:
-            e = i
-            x = int(load.counts[prompt, layer, e])
-            if x == 0:
-                continue
-        else:
-            e = int(load.chosen[row, layer, i])
-            x = 1
-        expert = layer * c.experts + e
+        e, x = _tokens(load, q, row, i)
+        used = np.int64(x > 0)
+        here = np.int64(st.resident[first_gpu, first_expert + e])
+        for g in range(first_gpu + 1, last_gpu):
+            here |= np.int64(st.resident[g, first_expert + e])
+        st.near[near] = e
+        near += used & here
+        st.far[far] = e
+        far += used & (1 - here)
+    for i in range(near):
+        e = st.near[i]
+        x = np.int64(load.counts[q.prompt, layer, e]) if prefill else 1
+        expert = first_expert + e
         here = -1
         for g in range(first_gpu, last_gpu):
             if st.resident[g, expert] and (here < 0 or st.gpu_free[g] < st.gpu_free[here]):
                 here = g
-        if here >= 0:
-            done = max(now, st.gpu_free[here]) + (plant.base[here] + plant.token[here] * x)
-            st.gpu_free[here] = done
-            end = max(end, done)
-            local_s += done - now
-            local_tokens += x
-            local_calls += 1
-            continue
-        g = _pick(c, plant, st, r, n, expert, x, now, open_total)
+        done = max(now, st.gpu_free[here]) + (plant.base[here] + plant.token[here] * x)
+        st.gpu_free[here] = done
+        end = max(end, done)
+        local_s += done - now
+        local_tokens += x
+    for i in range(far):  # these reads do not wait for each other either
+        expert = first_expert + st.far[i]
+        st.first[i] = np.int64(np.uint32(scramble(r, expert)) % np.uint32(st.copies[expert]))
+        st.holder[i] = st.holders[expert, st.first[i]]
+    for i in range(far):
+        e = st.far[i]
+        x = np.int64(load.counts[q.prompt, layer, e]) if prefill else 1
+        expert = first_expert + e
+        g = _pick(c, plant, st, n, expert, st.first[i], st.holder[i], x, now, open_total)
         to = plant.gpu_server[g]
         st.promised[g] += plant.base[g] + plant.token[g] * x
         st.promised_calls[g] += 1
         remote_tokens += x
-        remote_calls += 1
         slot = st.open_message[to]
         if slot < 0:
             m.free -= 1
@@ -399,8 +446,8 @@ def _dispatch(c, plant, load, st, size, r, now):
                 st.open_mask[to] = 0
                 open_total += c.message_cost
         msg = st.message[slot]
-        st.call_gpu[slot, msg.calls] = g
-        st.call_tokens[slot, msg.calls] = x
+        st.call[slot, msg.calls, 0] = g
+        st.call[slot, msg.calls, 1] = x
         msg.calls += 1
         msg.assigned += x
         msg.tokens = max(msg.tokens, x)
@@ -410,8 +457,7 @@ def _dispatch(c, plant, load, st, size, r, now):
             open_total += out
             st.open_mask[to] |= np.uint64(1) << np.uint64(e)
         else:
-            _send(c, plant, st, size, slot, now)
-            size += 1
+            _send(c, plant, st, slot, now)
     for i in range(opened):
         to = st.open_list[i]
         slot = st.open_message[to]
@@ -420,10 +466,9 @@ def _dispatch(c, plant, load, st, size, r, now):
         msg = st.message[slot]
         if prefill and msg.calls > 1:
             msg.tokens = _distinct_tokens(
-                load, prompt, layer, st.open_mask[to], msg.tokens, msg.assigned
+                load, q.prompt, layer, st.open_mask[to], msg.tokens, msg.assigned
             )
-        _send(c, plant, st, size, slot, now)
-        size += 1
+        _send(c, plant, st, slot, now)
     q.dispatched = now
     q.end = end
     q.pending = pending
@@ -431,18 +476,13 @@ def _dispatch(c, plant, load, st, size, r, now):
     v.local_s += local_s
     v.local_tokens += local_tokens
     v.all_local_tokens += local_tokens
-    v.all_local_calls += local_calls
+    v.all_local_calls += near
     v.all_remote_tokens += remote_tokens
-    v.all_remote_calls += remote_calls
+    v.all_remote_calls += far
     v.layer_steps += 1
-    m.calls += local_calls + remote_calls
-    if pending == 0:
-        m.sequence += 1
-        _push(st.heap_t, st.heap_k, size, end, _key(m.sequence, _LAYER_END, r))
-        size += 1
-    else:
-        v.remote_layer_steps += 1
-    return size
+    v.remote_layer_steps += np.int64(pending > 0)
+    m.calls += near + far
+    return pending
 
 
 # ------------------------------------------------------------------------------ caches of experts
@@ -498,7 +538,7 @@ def _fetch(c, plant, st, g, expert, now):
 
 
 @_inline
-def _await(st, size, r, g, expert, x, there, now):
+def _await(st, r, g, expert, x, there, now):
     """A call (or with r = -1 nothing) waits for the end of a fetch."""
     m = st.meta[0]
     m.free -= 1
@@ -508,41 +548,28 @@ def _await(st, size, r, g, expert, x, there, now):
     msg.expert = expert
     msg.assigned = x
     msg.sent = now
-    st.call_gpu[slot, 0] = g
-    m.sequence += 1
-    _push(st.heap_t, st.heap_k, size, there, _key(m.sequence, _FETCHED, slot))
+    st.call[slot, 0, 0] = g
+    _later(st, there, _FETCHED, slot)
 
 
 @_jit
-def _dispatch_cached(c, plant, load, st, size, r, now):
-    """Run or await the calls of a layer on the server itself; returns the size of the heap."""
+def _dispatch_cached(c, plant, load, st, r, now):
+    """Run or await the calls of a layer on the server itself."""
     m = st.meta[0]
     q = st.request[r]
     n = q.home
     v = st.server[n]
     layer = q.layer
-    prompt = load.prompt[r]
     first_gpu = plant.first_gpu[n]
     gpus = plant.first_gpu[n + 1] - first_gpu
-    prefill = q.step == 0
-    row = 0
-    places = c.experts
-    if not prefill:
-        start = load.bank_start[prompt]
-        row = start + (load.offset[r] + q.step - 1) % (load.bank_start[prompt + 1] - start)
-        places = c.top_k
+    row, places = _step(c, q)
     q.dispatched = now
     q.end = now
     q.pending = 0
     for i in range(places):
-        if prefill:
-            e = i
-            x = int(load.counts[prompt, layer, e])
-            if x == 0:
-                continue
-        else:
-            e = int(load.chosen[row, layer, i])
-            x = 1
+        e, x = _tokens(load, q, row, i)
+        if x == 0:
+            continue
         expert = layer * c.experts + e
         g = first_gpu + e % gpus
         st.counts[load.home[r], expert] += x
@@ -562,8 +589,7 @@ def _dispatch_cached(c, plant, load, st, size, r, now):
         there = st.ready[g, expert]
         if there == 0.0:
             there = _fetch(c, plant, st, g, expert, now)
-        _await(st, size, r, g, expert, x, there, now)
-        size += 1
+        _await(st, r, g, expert, x, there, now)
         q.pending += 1
         v.all_remote_tokens += x
         v.all_remote_calls += 1
@@ -571,18 +597,15 @@ def _dispatch_cached(c, plant, load, st, size, r, now):
     if q.pending:
         v.remote_layer_steps += 1
     else:
-        m.sequence += 1
-        _push(st.heap_t, st.heap_k, size, q.end, _key(m.sequence, _LAYER_END, r))
-        size += 1
+        _later(st, q.end, _LAYER_END, r)
     if c.cache == ACTIVATION and layer + 1 < c.layers:
         for g in range(first_gpu, first_gpu + gpus):
             if st.channel_free[g] <= now and m.free > 0:
-                size = _prefetch(c, plant, load, st, size, r, g, now)
-    return size
+                _prefetch(c, plant, load, st, r, g, now)
 
 
 @_jit
-def _prefetch(c, plant, load, st, size, r, g, now):
+def _prefetch(c, plant, load, st, r, g, now):
     """Fetch ahead the missing expert that the next layer is most likely to need.
 
     By what the request's own prompt used there, once that is known, else by what the server's
@@ -606,29 +629,28 @@ def _prefetch(c, plant, load, st, size, r, g, now):
             most = likely
             best = i
     if best < 0:
-        return size
+        return
     if st.used[g] >= plant.slots[g]:
         goes = _least_worth(c, st, g)
         if goes < 0 or _worth(c, st, g, goes) >= _worth(c, st, g, best):
-            return size
+            return
     there = _fetch(c, plant, st, g, best, now)
-    _await(st, size, -1, g, best, 0, there, now)
-    return size + 1
+    _await(st, -1, g, best, 0, there, now)
 
 
 @_inline
-def _fetched(c, plant, st, size, slot, now):
+def _fetched(c, plant, st, slot, now):
     """A fetch ends: the expert serves, and a call that waited for it runs."""
     m = st.meta[0]
     msg = st.message[slot]
-    g = st.call_gpu[slot, 0]
+    g = st.call[slot, 0, 0]
     if st.ready[g, msg.expert] == now:
         st.ready[g, msg.expert] = 0.0
         st.resident[g, msg.expert] = 1
     st.free[m.free] = slot
     m.free += 1
     if msg.request < 0:
-        return size
+        return
     q = st.request[msg.request]
     done = max(now, st.gpu_free[g]) + (plant.base[g] + plant.token[g] * msg.assigned)
     st.gpu_free[g] = done
@@ -638,10 +660,7 @@ def _fetched(c, plant, st, size, slot, now):
     q.end = max(q.end, done)
     q.pending -= 1
     if q.pending == 0:
-        m.sequence += 1
-        _push(st.heap_t, st.heap_k, size, q.end, _key(m.sequence, _LAYER_END, msg.request))
-        size += 1
-    return size
+        _later(st, q.end, _LAYER_END, msg.request)
 
 
 @_inline
@@ -669,9 +688,7 @@ def _travel(c, plant, st, r, n, to, tokens, now):
     st.link_free[lane] = sent
     m.network_bytes += tokens * TOKEN_BYTES
     m.messages += 1
-    m.sequence += 1
-    _push(st.heap_t, st.heap_k, m.heap, sent + plant.latency[n, to], _key(m.sequence, _TRAVEL, r))
-    m.heap += 1
+    _later(st, sent + plant.latency[n, to], _TRAVEL, r)
 
 
 @_inline
@@ -711,14 +728,6 @@ def _take(st, g, expert):
     st.resident[g, expert] = 1
     st.holders[expert, st.copies[expert]] = g
     st.copies[expert] += 1
-
-
-@_jit
-def _later(st, t, kind, index):
-    m = st.meta[0]
-    m.sequence += 1
-    _push(st.heap_t, st.heap_k, m.heap, t, _key(m.sequence, kind, index))
-    m.heap += 1
 
 
 @_jit
@@ -849,6 +858,7 @@ def clear(plant, st):
     m.weight_bytes = 0.0
     m.sequence = 0
     m.heap = 0
+    m.handled = 0
     m.next_request = 0
     m.loads = 0
     m.drops = 0
@@ -957,12 +967,15 @@ def run(plant, load, st, until):
     m = st.meta[0]
     requests = load.arrival.shape[0]
     while True:
+        if m.handled:  # nothing has followed the last event
+            m.handled = 0
+            m.heap -= 1
+            _sink(st.heap_t, st.heap_k, m.heap, st.heap_t[m.heap], st.heap_k[m.heap])
         if m.free < c.experts:
             return POOL_FULL
+        coming = np.int64(st.heap_t[0]).view(np.float64) if m.heap else np.inf
         begin = -1
-        if m.next_request < requests and (
-            m.heap == 0 or load.arrival[m.next_request] <= st.heap_t[0]
-        ):
+        if m.next_request < requests and load.arrival[m.next_request] <= coming:
             now = load.arrival[m.next_request]
             if now > until:
                 break
@@ -989,25 +1002,25 @@ def run(plant, load, st, until):
                 _travel(c, plant, st, begin, n, q.home, load.tokens[load.prompt[begin]], now)
                 begin = -1
         else:
-            if m.heap == 0 or st.heap_t[0] > until:
+            now = coming
+            if m.heap == 0 or now > until:
                 break
-            now = st.heap_t[0]
             key = st.heap_k[0]
-            m.heap -= 1
-            _pop(st.heap_t, st.heap_k, m.heap)
+            m.handled = 1
             m.events += 1
             kind = key & ((1 << _KIND_BITS) - 1)
             index = (key >> _KIND_BITS) & MAX_INDEX
             if kind == _DISPATCH and c.serving == OFFLOAD:
-                m.heap = _dispatch_cached(c, plant, load, st, m.heap, index, now)
+                _dispatch_cached(c, plant, load, st, index, now)
             elif kind == _DISPATCH:
-                m.heap = _dispatch(c, plant, load, st, m.heap, index, now)
+                if _dispatch(c, plant, load, st, index, now) == 0:
+                    _later(st, st.request[index].end, _LAYER_END, index)
             elif kind == _ARRIVE:
                 msg = st.message[index]
                 end = now
                 for i in range(msg.calls):
-                    g = st.call_gpu[index, i]
-                    work = plant.base[g] + plant.token[g] * st.call_tokens[index, i]
+                    g = st.call[index, i, 0]
+                    work = plant.base[g] + plant.token[g] * st.call[index, i, 1]
                     done = max(now, st.gpu_free[g]) + work
                     st.gpu_free[g] = done
                     end = max(end, done)
@@ -1015,9 +1028,7 @@ def run(plant, load, st, until):
                     # Exactly nothing when nothing is on the way: no rounding is left over.
                     st.promised[g] = st.promised[g] - work if st.promised_calls[g] else 0.0
                 end += msg.tokens * c.stage_token + c.stage_base
-                m.sequence += 1
-                _push(st.heap_t, st.heap_k, m.heap, end, _key(m.sequence, _RETURN, index))
-                m.heap += 1
+                _later(st, end, _RETURN, index)
             elif kind == _RETURN:
                 msg = st.message[index]
                 q = st.request[msg.request]
@@ -1040,10 +1051,7 @@ def run(plant, load, st, until):
                 q.end = max(q.end, home)
                 q.pending -= 1
                 if q.pending == 0:
-                    m.sequence += 1
-                    key = _key(m.sequence, _LAYER_END, msg.request)
-                    _push(st.heap_t, st.heap_k, m.heap, q.end, key)
-                    m.heap += 1
+                    _later(st, q.end, _LAYER_END, msg.request)
             elif kind == _LAYER_END:
                 q = st.request[index]
                 begin = index
@@ -1063,7 +1071,7 @@ def run(plant, load, st, until):
                         else:
                             _travel(c, plant, st, index, q.home, n, load.outputs[index], now)
             elif kind == _FETCHED:
-                m.heap = _fetched(c, plant, st, m.heap, index, now)
+                _fetched(c, plant, st, index, now)
             elif kind == _TRAVEL:
                 if st.request[index].step < load.outputs[index]:
                     begin = index
@@ -1082,9 +1090,7 @@ def run(plant, load, st, until):
             work = plant.dense_base[q.home] + plant.dense_token[q.home] * x
             done = max(now, st.gpu_free[g]) + work
             st.gpu_free[g] = done
-            m.sequence += 1
-            _push(st.heap_t, st.heap_k, m.heap, done, _key(m.sequence, _DISPATCH, begin))
-            m.heap += 1
+            _later(st, done, _DISPATCH, begin)
     _settle(c, load, st)
     if until < np.inf:
         m.now = until

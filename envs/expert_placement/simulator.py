@@ -183,7 +183,7 @@ class Requests:
 
 
 # What State holds of the messages, by the names whose first axis is the number of places.
-_POOL = ("message", "call_gpu", "call_tokens", "free")
+_POOL = ("message", "call", "free")
 
 
 class Simulator:
@@ -256,10 +256,11 @@ class Simulator:
     def _new_state(self, requests: int) -> kernel.State:
         cluster, places = self.cluster, self._places
         n, gpus, total = cluster.num_servers, cluster.num_gpus, cluster.layers * cluster.experts
-        calls = cluster.experts if cluster.messages == "per_server" else 1
+        # Not a power of two: rows that far apart would share a few lines of the cache.
+        calls = cluster.experts + 8 if cluster.messages == "per_server" else 1
         return kernel.State(
             meta=np.zeros(1, kernel.META),
-            heap_t=np.zeros(places + requests + gpus + 8),
+            heap_t=np.zeros(places + requests + gpus + 8, np.int64),
             heap_k=np.zeros(places + requests + gpus + 8, np.int64),
             request=np.zeros(requests, kernel.REQUEST),
             gpu_free=np.zeros(gpus),
@@ -269,13 +270,16 @@ class Simulator:
             returning=np.zeros(n * n),
             returning_messages=np.zeros(n * n, np.int64),
             message=np.zeros(places, kernel.MESSAGE),
-            call_gpu=np.zeros((places, calls), np.int32),
-            call_tokens=np.zeros((places, calls), np.int32),
+            call=np.zeros((places, calls, 2), np.int32),
             free=np.zeros(places, np.int32),
             open_message=np.zeros(n, np.int64),
             open_s=np.zeros(n),
             open_mask=np.zeros(n, np.uint64),
             open_list=np.zeros(n, np.int64),
+            near=np.zeros(cluster.experts, np.int64),
+            far=np.zeros(cluster.experts, np.int64),
+            first=np.zeros(cluster.experts, np.int64),
+            holder=np.zeros(cluster.experts, np.int64),
             resident=np.zeros((gpus, total), np.uint8),
             target=np.zeros((gpus, total), np.uint8),
             holders=np.zeros((total, gpus), np.int16),
