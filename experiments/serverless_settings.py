@@ -111,7 +111,7 @@ PRESET_ORIGINS = {
                      "chosen"),
     "bill_cold_start": ("starts are billed", "published: Eq. 6", "chosen"),
     "slo": ("(TTFT s, TPOT s)", "chosen: the paper gives none",
-            "chosen: for deepseek-v2-lite; the others have as many times the best they can reach"),
+            "chosen: for deepseek-v2-lite; the others have as many times what they can reach"),
     "trem_s": ("overhead of a remote invocation by regime, s", "chosen: the paper gives none",
                "chosen"),
     "trem_switch": ("chance to leave the regime at a request", "chosen", "chosen"),

@@ -19,10 +19,10 @@ from servegym.envs.serverless_moe.equations import (
     remote_count,
 )
 from servegym.envs.serverless_moe.system import (
-    best_tpot_s,
     best_ttft_s,
     build_system,
     check_slo,
+    local_tpot_s,
 )
 from servegym.envs.serverless_moe.tables import make_config, make_tables
 from servegym.envs.workloads.activations import (
@@ -88,10 +88,11 @@ are those of the default model; `slo_classes` has the other models'."""
 def slo_classes(model: MoeModel, **grids: Any) -> tuple[tuple[float, float], ...]:
     """SLO classes of a model in the preset ``dynamic``.
 
-    They are the same multiples of the best TTFT and TPOT that the model can reach as the default
-    model's classes are of its own, to two digits: cold, at the mean prompt length, in the worse
-    regime of the overhead, with the default constants (`best_ttft_s`, `best_tpot_s`). An SLO that
-    one model meets with ease another cannot meet at all.
+    They are the same multiples of what the model can reach as the default model's classes are of
+    what that one can: of the best TTFT, cold and at the mean prompt length (`best_ttft_s`), and of
+    the TPOT with all experts local (`local_tpot_s`), which no overhead spoils. Constants are the
+    default ones, limits have two digits. An SLO that one model meets with ease another cannot meet
+    at all.
 
     Args:
         model: the model.
@@ -104,9 +105,8 @@ def slo_classes(model: MoeModel, **grids: Any) -> tuple[tuple[float, float], ...
     if model.name == DEFAULT_MODEL:
         return preset["slo"]
     n_in = round(float(length_quantiles("azure", "prompt_tokens", MAX_PROMPT_TOKENS).mean()))
-    trem = max(preset["trem_s"])
     mine, default = (
-        (best_ttft_s(system, n_in, True), best_tpot_s(system, trem))
+        (best_ttft_s(system, n_in, True), local_tpot_s(system))
         for system in (build_system(model, **grids), build_system(DEFAULT_MODEL))
     )
     scale = [a / b for a, b in zip(mine, default, strict=True)]

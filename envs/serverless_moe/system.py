@@ -297,6 +297,13 @@ def best_ttft_s(system: SystemModel, n_in: int, cold: bool) -> float:
     return prefill + float(np.maximum(main_start, remote_start).min())
 
 
+def local_tpot_s(system: SystemModel) -> float:
+    """TPOT with every expert in a main function of the largest memory, in seconds."""
+    one = float(system.expert_cpu_s(system.main_specs_mb[-1], 1))
+    layer = system.top_k * one + 2.0 * system.swap_s(system.top_k)
+    return system.layers * system.gpu_layer_s(1) + system.moe_layers * layer
+
+
 def best_tpot_s(system: SystemModel, trem_s: float = 0.0) -> float:
     """Bound on the TPOT of every plan, in seconds.
 

@@ -14,7 +14,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from servegym.envs.serverless_moe import config, kernel
 from servegym.envs.serverless_moe import env as single
-from servegym.envs.serverless_moe.system import best_tpot_s, best_ttft_s
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.system import best_ttft_s, local_tpot_s
 from servegym.envs.workloads.activations import list_models, load_model, make_toy_activations
 from servegym.envs.workloads.lengths import length_quantiles
 from servegym.hardware_profiles.serverless import SERVING
@@ -331,7 +332,19 @@ def test_every_model_has_limits_that_it_can_meet():
     times = {}
     for name in loads:
         reached = config.build_system(name)
-        times[name] = best_ttft_s(reached, n_in, True), best_tpot_s(reached, 1e-3)
+        times[name] = best_ttft_s(reached, n_in, True), local_tpot_s(reached)
+        # What it says is what a plan takes: nothing is remote, the largest function, one token.
+        mix = eq.Plan(
+            np.zeros((reached.moe_layers, reached.num_experts), bool),
+            float(reached.main_specs_mb[-1]),
+            *(np.zeros(reached.moe_layers, kind) for kind in (float, int)),
+            np.full((reached.moe_layers, reached.num_experts), -1),
+        )
+        tokens = np.full((1, reached.moe_layers), 2**reached.top_k - 1, np.uint64)
+        counts = np.zeros((reached.moe_layers, reached.num_experts), np.int64)
+        counts[:, : reached.top_k] = 1
+        asked = eq.Request(counts, tokens, np.full(reached.moe_layers, 1e-3), 1)
+        assert eq.evaluate_plan(reached, asked, mix).tpot_s == pytest.approx(times[name][1])
     for name, found in classes.items():
         for mine, its in zip(found, default, strict=True):
             for k in (0, 1):
