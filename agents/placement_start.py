@@ -2,7 +2,7 @@
 
 The candidates are baselines and placements annealed by the estimate of `placement_estimate`, with
 several factors on what links wait. Each is played in the simulator on the same episodes of the
-problem, and the fastest is taken.
+problem, and the fastest is taken. Then layers of it are exchanged two by two, as long as it gains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from servegym.agents.placement_estimate import Estimate
 from servegym.baselines.placement.optimum import proxy_optimum
 from servegym.baselines.placement.prism import prism
 from servegym.baselines.placement.simple import whole_layer
-from servegym.envs.expert_placement.config import Problem
+from servegym.envs.expert_placement.config import Problem, with_arguments
 from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.envs.expert_placement.decode import assign_gpus
 from servegym.envs.expert_placement.env import make_problem
@@ -31,6 +31,8 @@ Bools = NDArray[np.bool_]
 HEURISTICS = {"whole_layer": whole_layer, "prism": prism, "proxy_optimum": proxy_optimum}
 WAITS = (0.1, 0.3, 1.0)
 """Factors on the waiting time of a queue with random arrivals that are tried."""
+SWAPS = 160
+"""Exchanges of two layers that are tried."""
 MOST_SERVERS = 8
 """Larger clusters start from a heuristic: their estimate takes too long."""
 
@@ -72,6 +74,7 @@ def best_start(
     tries: int = 3,
     steps: int = 3_000_000,
     episodes: int = 2,
+    swaps: int = SWAPS,
     seed: int = 0,
 ) -> Start:
     """The fastest of the heuristics and of the annealed placements on episodes of the problem.
@@ -82,6 +85,7 @@ def best_start(
         tries: Annealed placements of each factor.
         steps: Proposals of one annealing.
         episodes: Episodes that every candidate plays.
+        swaps: Exchanges of two layers to try at last.
         seed: Of everything drawn.
     """
     about, system, c = Estimate(problem, seed=seed), PlacementSystem(problem), problem.cluster
@@ -119,7 +123,46 @@ def best_start(
                 held[name] = about.anneal(held[best], wait, steps, seed + k)
                 play(name)
     best = min(latency, key=lambda name: latency[name])
-    return Start(held[best], best, latency, calls)
+    return climb(problem, Start(held[best], best, latency, calls), about.counts, swaps, seed)
+
+
+def climb(problem: Problem, start: Start, counts: Any, swaps: int, seed: int) -> Start:
+    """Exchange layers of a start two by two where that is faster in the simulator.
+
+    Two layers change places at all servers: who holds how many experts of them, the most used
+    first. The requests are those of three epochs, the same for all proposals.
+
+    Args:
+        problem: What is to be placed.
+        start: The start.
+        counts: (N, L, E) assignments, which say which experts are most used.
+        swaps: Exchanges to try.
+        seed: Of the requests and the exchanges.
+    """
+    c, calls = problem.cluster, start.calls
+    if swaps < 1 or c.layers < 2:
+        return start
+    random = np.random.default_rng([seed, 2])
+    system = PlacementSystem(with_arguments(problem, epochs=3))
+    system.begin(random)
+    none = np.zeros((c.num_gpus, c.layers, c.experts), np.uint8)
+    order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
+    held, least, gained = start.held, np.inf, 0
+    for k in range(swaps + 1):
+        new = held.copy()
+        if k:
+            a, b = random.choice(c.layers, 2, replace=False)
+            new[:, a, order[a]] = held[:, b, order[b]]
+            new[:, b, order[b]] = held[:, a, order[a]]
+        plan = assign_gpus(c, new, counts.sum(axis=0), none)
+        system.simulator.begin(system.requests, plan)
+        system.simulator.run()
+        calls += int(system.simulator.state.meta["calls"][0])
+        seconds = float(system.simulator.latencies().mean())
+        if seconds < least:
+            held, least, gained = new, seconds, gained + (k > 0)
+    name = f"{start.name}, {gained} of {swaps} exchanges of layers"
+    return Start(held, name, start.latency_s, calls)
 
 
 def find_start(run: Path, args: Any) -> Start | None:

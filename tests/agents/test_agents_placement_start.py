@@ -87,7 +87,7 @@ def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
 
 def test_the_start_is_the_fastest_candidate_in_the_simulator():
     problem = toy(epochs=2, epoch_s=100.0)
-    found = best_start(problem, waits=(0.3,), tries=1, steps=2_000)
+    found = best_start(problem, waits=(0.3,), tries=1, steps=2_000, swaps=0)
     assert set(found.latency_s) == {"whole_layer", "prism", "proxy_optimum",
                                     "annealed, wait 0.3, try 0"}  # fmt: skip
     assert found.latency_s[found.name] == min(found.latency_s.values()) and found.calls > 0
@@ -101,6 +101,22 @@ def test_the_start_is_the_fastest_candidate_in_the_simulator():
     )  # fmt: skip
     assert found.latency_s["whole_layer"] != found.latency_s["prism"]
     assert about.counts.shape == found.held.shape
+
+
+def test_exchanges_are_kept_where_they_are_faster():
+    problem = toy(epoch_s=100.0)
+    about = Estimate(problem)
+    start = Start(view(problem, whole_layer, about), "whole_layer", {}, 0)
+    found = placement_start.climb(problem, start, about.counts, 12, 0)
+    gained = int(found.name.split(", ")[1].split()[0])
+    assert 0 < gained < 12 and found.calls > 0
+    assert (found.held != start.held).any()
+    np.testing.assert_array_equal(found.held.sum(axis=(1, 2)), start.held.sum(axis=(1, 2)))
+    assert found.held.any(axis=0).all()
+    # A place moves as a whole: how many experts the servers hold of a layer.
+    places = [sorted(map(tuple, held.sum(axis=2).T)) for held in (found.held, start.held)]
+    assert places[0] == places[1]
+    assert placement_start.climb(problem, start, about.counts, 0, 0) is start
 
 
 def test_no_output_is_the_start_to_the_last_expert():
