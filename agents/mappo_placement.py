@@ -56,7 +56,7 @@ class Args:
     """proposals of each annealing"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 320
+    total_timesteps: int = 160
     """decisions over all environments, those of all servers counted once"""
     groups: int = 4
     """different episodes per update"""
