@@ -6,6 +6,9 @@ check that all machines run the same versions, since only then are results equal
 say which job failed.
 """
 
+# Ray is an extra that need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib

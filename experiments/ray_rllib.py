@@ -12,6 +12,9 @@ is read back from it, with the likeliest action, on the evaluator's episodes. Ac
 used in training; the evaluation leaves illegal actions out. Made for Ray's new API stack.
 """
 
+# Ray is an extra that need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse

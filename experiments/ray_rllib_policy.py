@@ -3,6 +3,9 @@
 See `ray_rllib`, which trains.
 """
 
+# Ray is an extra that need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -8,6 +8,9 @@ with the same arguments; a sweep that was stopped is restored by Tune and goes o
 machines the folder of the sweep must lie on a file system that all of them see.
 """
 
+# Ray is an extra that need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import ctypes
