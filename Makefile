@@ -1,5 +1,7 @@
 # make train   train the router for a few minutes and compare it with the heuristics
 # make test    run the test suite on the installed package
+# make coverage the same, and 90 % of the Python lines must have run
+# make test-nojit, test-boundscheck   the engines without numba, and with its check of every index
 # make lint    ruff and pyright
 # make bench   speed of the environments against their yardsticks
 # make docs    the documentation as a web site, in site/
@@ -27,7 +29,7 @@ EXTRAS := agents,plots,sweep,docs,test,dev,track
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test lint ruff pyright bench docs install constraints clean
+.PHONY: help train test coverage test-nojit test-boundscheck lint ruff pyright bench docs install constraints clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -51,9 +53,28 @@ train: install
 	$(BIN)/python -m servegym.experiments.train_and_compare $(ARGS)
 
 # Run from an empty folder: what is tested is the installed package and nothing of the tree but tests/.
+TESTS ?= tests
+PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
+	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS)
+
 test: install
-	@away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
-	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS) $(ARGS) $(ROOT)/tests
+	@$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+
+coverage: install
+	@export COVERAGE_FILE=$(ROOT)/.coverage && \
+	$(PYTEST) --cov --cov-config=$(ROOT)/setup.cfg $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+
+# The engines step by step in Python: hours for all tests, minutes for these.
+test-nojit: TESTS = tests/robustness/test_argument_properties.py \
+  tests/envs/llm_routing/test_reference_known_answers.py tests/envs/expert_placement/test_cluster.py
+test-nojit: install
+	@export NUMBA_DISABLE_JIT=1 && $(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+
+# Compiled anew in a folder of its own, with an error for an index that is out of bounds.
+test-boundscheck: TESTS = tests/envs tests/robustness tests/baselines
+test-boundscheck: install
+	@export NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) && \
+	$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
 lint: ruff pyright
 
