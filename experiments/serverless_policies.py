@@ -285,8 +285,9 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Any:
     for axis in axes[-1]:
         axis.set_xlabel("cost + penalties of a request / its MIX cost cold (less is better)")
     figure.suptitle(
-        "Full: cost; pale: penalties; dotted: bound of all plans; red: the paper's controller and its readings, "
-        "purple: deployments that decide nothing, green: knows the future", fontsize=9,
+        "Full: cost; pale: penalties; dotted: bound of all plans; red: the paper's controller and "
+        "its readings, purple: deployments that decide nothing, green: knows the future",
+        fontsize=9,
     )  # fmt: skip
     return figure
 
