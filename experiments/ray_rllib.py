@@ -43,6 +43,7 @@ from servegym.experiments.ray_rllib_policy import (
     draw,
     graph_id,
     make_parallel,
+    untrained,
     verdict,
 )
 from servegym.hardware_profiles.script import run as run_script
@@ -124,12 +125,12 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
 
 
 def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]]:
-    """Train, and save RLlib's checkpoint.
+    """Train, and save RLlib's checkpoints: the last one, and the one before the first batch.
 
     Args:
         config: What `ppo` returned.
         iterations: Batches to learn from.
-        checkpoint: Folder of the checkpoint.
+        checkpoint: Folder of the last checkpoint; the first one has ``_untrained`` in its name.
 
     Returns:
         A row an iteration: ``iteration``, ``steps``, ``episodes`` ended, their mean return
@@ -139,6 +140,7 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
     rows: list[dict[str, Any]] = []
     begin, episodes = time.monotonic(), 0
     try:
+        algorithm.save_to_path(str(untrained(checkpoint).resolve()))
         for iteration in range(1, iterations + 1):
             # Without numbers where the process that samples was lost and is started again.
             result = algorithm.train().get("env_runners", {})
@@ -227,9 +229,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The learner's process takes a processor beside those that sample.
     with cluster(options.ray, workers or options.env_runners + 1):
         rows = train(ppo(options.env_id, env_config, options), options.iterations, checkpoint)
+    if several and env_config.get("shared_reward"):  # every server is paid the reward of the whole
+        for row in rows:
+            row["episode_return_mean"] /= len(env.possible_agents)
     found = compare(options.env_id, env_config, checkpoint, options.episodes)
     told = {key: value for key, value in env_config.items() if key != "shared_reward"}
-    bar = evaluate(graph_id(options.env_id), [found[1]["policy"]], options.episodes,
+    bar = evaluate(graph_id(options.env_id), ["random"], options.episodes,
                    env_kwargs={"split": "train", **told})  # fmt: skip
     level = float(np.mean([row["return"] for row in bar]))
     headline, heading = family.headline
@@ -246,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verdict(found, headline, family.higher_is_better),
         f"learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
         f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
-        f"{found[1]['policy']} {level:.3f} on training episodes.",
+        f"random {level:.3f} on training episodes.",
         "one training run: intervals are over episodes, not over trainings.",
         about={**{k: v for k, v in versions(("ray", "torch")).items() if k in ("ray", "torch")},
                "time": f"{last['seconds']:.0f} s of training"},

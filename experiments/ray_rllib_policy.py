@@ -25,7 +25,7 @@ from servegym.experiments.stats import iqm, stratified_bootstrap
 
 __all__ = [
     "SEVERAL", "SHARED", "FlatAgents", "RLlibPolicy", "compare", "draw", "graph_id",
-    "make_parallel", "play", "verdict",
+    "make_parallel", "play", "untrained", "verdict",
 ]  # fmt: skip
 
 SEVERAL = ("servegym/expert_placement-v0",)
@@ -39,7 +39,12 @@ YARDSTICKS = {
     "serverless_moe": ("random", "mix", "greedy_warm"),
     "expert_placement": ("random", "keep", "uniform", "whole_layer"),
 }
-"""Policies that the trained one is compared with, the one to learn above first."""
+"""Policies that the trained one is compared with."""
+
+
+def untrained(checkpoint: Path) -> Path:
+    """Folder of the checkpoint that was saved before the first batch."""
+    return checkpoint.with_name(f"{checkpoint.name}_untrained")
 
 
 def graph_id(env_id: str) -> str:
@@ -150,6 +155,7 @@ def play(policy: RLlibPolicy, env_config: Mapping[str, Any], episodes: int) -> l
     """
     env = make_parallel({"split": "eval", **env_config})
     rows = []
+    copies = len(env.possible_agents) if env_config.get("shared_reward") else 1
     for episode in range(episodes):
         observations, infos = env.reset(seed=DEFAULT_SEED + episode)
         total = 0.0
@@ -159,7 +165,7 @@ def play(policy: RLlibPolicy, env_config: Mapping[str, Any], episodes: int) -> l
             actions = {agent: {key: part[n] for key, part in found.items()}
                        for n, agent in enumerate(agents)}  # fmt: skip
             observations, rewards, _, _, infos = env.step(actions)
-            total += sum(rewards.values())
+            total += sum(rewards.values()) / copies
         kpis = next(iter(infos.values()))["episode_kpis"]
         row = {"policy": policy.name, "seed": DEFAULT_SEED + episode, "episode": episode}
         rows.append({**row, **{key: float(kpis[key]) for key in kpis}, "return": total})
@@ -177,15 +183,20 @@ def compare(
         mean, the mean return and the number of episodes.
     """
     family = known_family(graph_id(env_id))
-    headline, told = family.headline[0], dict(env_config)
-    if env_id in SEVERAL:
-        env = make_parallel(env_config)
-        policy = RLlibPolicy(checkpoint, env.action_space("server_0"), SHARED)
-        rows = play(policy, env_config, episodes)
-        told.pop("shared_reward", None)
+    headline, several = family.headline[0], env_id in SEVERAL
+    told = {key: value for key, value in env_config.items() if key != "shared_reward"}
+    if several:
+        space = make_parallel(env_config).action_space("server_0")
     else:
-        policy = RLlibPolicy(checkpoint, gymnasium.make(env_id, **env_config).action_space)
-        rows = evaluate(env_id, [policy], episodes, env_kwargs=told)
+        space = gymnasium.make(env_id, **env_config).action_space
+    rows: list[dict[str, Any]] = []
+    for name, folder in (("rllib_ppo", checkpoint), ("untrained", untrained(checkpoint))):
+        policy = RLlibPolicy(folder, space, SHARED if several else "default_policy")
+        policy.name = name
+        if several:
+            rows += play(policy, env_config, episodes)
+        else:
+            rows += evaluate(env_id, [policy], episodes, env_kwargs=told)
     rows += evaluate(graph_id(env_id), list(YARDSTICKS[family.name]), episodes, env_kwargs=told)
     found = []
     for name in dict.fromkeys(row["policy"] for row in rows):
@@ -201,16 +212,18 @@ def compare(
 
 
 def verdict(found: Sequence[Mapping[str, Any]], headline: str, higher_is_better: bool) -> str:
-    """Whether the trained policy's interval is beyond that of the first yardstick, in words."""
-    own, bar = found[0], found[1]
-    if higher_is_better:
-        beyond = own[f"{headline}_low"] > bar[f"{headline}_high"]
-    else:
-        beyond = own[f"{headline}_high"] < bar[f"{headline}_low"]
+    """Whether the trained policy is beyond random and the untrained one, in words."""
+    own, parts = found[0], []
+    for bar in (row for row in found if row["policy"] in ("random", "untrained")):
+        if higher_is_better:
+            beyond = own[f"{headline}_low"] > bar[f"{headline}_high"]
+        else:
+            beyond = own[f"{headline}_high"] < bar[f"{headline}_low"]
+        said = "better than" if beyond else "not told apart from, or worse than,"
+        parts.append(f"{said} {bar['policy']}")
     ranked = sorted(found, key=lambda row: row[headline], reverse=higher_is_better)
     order = ", ".join(f"{row['policy']} {row[headline]:.3f}" for row in ranked)
-    said = "better than" if beyond else "not told apart from, or worse than,"
-    return f"the trained policy is {said} {bar['policy']} (95 % intervals); best first: {order}."
+    return f"the trained policy is {' and '.join(parts)} (95 % intervals); best first: {order}."
 
 
 def draw(
@@ -221,12 +234,14 @@ def draw(
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     axes[0].plot([r["steps"] / 1e3 for r in rows], [r["episode_return_mean"] for r in rows])
     axes[0].axhline(level, color="0.5", linestyle="--", linewidth=1.2)
-    axes[0].annotate(f"{found[1]['policy']}", (1, level), xycoords=("axes fraction", "data"),
+    axes[0].annotate("random", (1, level), xycoords=("axes fraction", "data"),
                      ha="right", va="bottom", color="0.4", fontsize=9)  # fmt: skip
     axes[0].set(xlabel="thousand steps of training", ylabel="mean return of an episode")
     values, bars = errors(found, headline)
     places = np.arange(len(found))[::-1]
-    axes[1].barh(places, values, xerr=bars, color=["#4c72b0"] + ["0.75"] * (len(found) - 1))
+    axes[1].barh(
+        places, values, xerr=bars, color=["#4c72b0", "#b8c7e0"] + ["0.75"] * (len(found) - 2)
+    )
     axes[1].set_yticks(places, [row["policy"] for row in found])
     axes[1].set(xlabel=f"{heading}, evaluation episodes")
     for axis in axes:

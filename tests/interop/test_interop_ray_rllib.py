@@ -52,7 +52,7 @@ def test_routing_is_trained_saved_and_evaluated(tmp_path):
     assert all(-30.0 <= float(row["episode_return_mean"]) <= 30.0 for row in curve)
     kwargs = {"num_experts": 3, "rate": 8, "episode_requests": 30}
     rows = {row["policy"]: row for row in table(tmp_path / "rllib_ppo.csv")}
-    assert list(rows) == ["rllib_ppo", "random", "shortest_queue", "greedy_qos"]
+    assert list(rows) == ["rllib_ppo", "untrained", "random", "shortest_queue", "greedy_qos"]
     wanted = evaluate("servegym/LLMRouting-v0", ["greedy_qos"], 3, env_kwargs=kwargs)
     mean = np.mean([row["avg_qos"] for row in wanted])
     assert float(rows["greedy_qos"]["avg_qos_mean"]) == pytest.approx(mean)
@@ -72,6 +72,9 @@ def test_routing_is_trained_saved_and_evaluated(tmp_path):
     restored = Algorithm.from_checkpoint(str(tmp_path / "rllib_ppo"))
     weights = restored.get_module().get_state()
     restored.stop()
+    first = ray_rllib_policy.RLlibPolicy(tmp_path / "rllib_ppo_untrained", envs.single_action_space)
+    before = first.module.get_state()
+    assert any(not np.array_equal(before[key], weights[key]) for key in weights)
     own = policy.module.get_state()  # the critic's as well
     assert weights and all(np.array_equal(own[key], weights[key]) for key in weights)
 
@@ -83,7 +86,7 @@ def test_servers_share_a_policy_and_are_evaluated_on_the_same_episodes(tmp_path)
     curve = table(tmp_path / "rllib_ppo_curve.csv")
     assert len(curve) == 2 and all(float(row["episode_return_mean"]) < 0 for row in curve)
     rows = {row["policy"]: row for row in table(tmp_path / "rllib_ppo.csv")}
-    assert list(rows) == ["rllib_ppo", "random", "keep", "uniform", "whole_layer"]
+    assert list(rows) == ["rllib_ppo", "untrained", "random", "keep", "uniform", "whole_layer"]
     assert all(math.isfinite(float(row["mean_latency_s"])) for row in rows.values())
     env = ray_rllib_policy.make_parallel(PLACEMENT)
     policy = ray_rllib_policy.RLlibPolicy(
@@ -107,6 +110,8 @@ def test_servers_that_never_move_are_paid_as_the_baseline_that_keeps():
                     "plan": np.zeros((len(seen), 4), np.float32)}  # fmt: skip
 
     rows = ray_rllib_policy.play(Still(), PLACEMENT, 3)
+    shared = ray_rllib_policy.play(Still(), {**PLACEMENT, "shared_reward": True}, 3)
+    assert [row["return"] for row in shared] == pytest.approx([row["return"] for row in rows])
     wanted = evaluate("servegym/ExpertPlacement-v0", ["keep"], 3, env_kwargs=PLACEMENT)
     for row, other in zip(rows, wanted, strict=True):
         assert row["seed"] == other["seed"] >= DEFAULT_SEED
