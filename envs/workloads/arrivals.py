@@ -26,8 +26,8 @@ from servegym.envs.workloads._util import (
 )
 
 FITS = ("burstgpt", "azure")
-# Beyond these a sample takes for ever or has no finite gaps.
-MAX_CV = 100.0
+# Below the first a gap is constant; beyond the others a sample takes for ever, or is not finite.
+LEAST_CV, MAX_CV = 1e-6, 100.0
 MIN_PERIOD_REQUESTS = 0.01
 
 
@@ -90,7 +90,7 @@ class GammaArrivals:
 
 def _gamma_gaps(n: int, rng: np.random.Generator, cv: float) -> np.ndarray:
     """float64 (n,) gaps of mean 1: gamma of shape 1/cv^2 and scale cv^2."""
-    if cv < 1e-6:
+    if cv < LEAST_CV:
         return np.ones(n)
     return rng.standard_gamma(1 / cv**2, n) * cv**2
 
@@ -169,7 +169,7 @@ class ModulatedArrivals:
     def _draw(self, n: int, rng: np.random.Generator) -> np.ndarray:
         """float64 (n,) times of the process with mean gap one, from an arrival on."""
         work = np.cumsum(_gamma_gaps(n, rng, self.cv))
-        if self.rate_cv == 0 or n == 0:
+        if self.rate_cv < LEAST_CV or n == 0:
             return work
         # Here, so that importing the package stays cheap.
         from scipy.special import gammainc, gammaincinv, ndtr, ndtri

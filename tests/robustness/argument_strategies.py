@@ -273,6 +273,30 @@ ROUTING = {
     "split": name("train", "val", "eval", "all"),
 }  # fmt: skip
 
+_MODULATED = {
+    "cv": real(0.0, 100.0),
+    "rate_cv": real(0.0, 100.0),
+    "rho": real(0.0, most=0.999),
+    "block_requests": real(0.01),
+    "window": flag(),
+}
+PROCESSES = {
+    "gamma": {
+        "cv": real(0.0, 100.0),
+        "shape": real(1e-4),
+        "fit": name("burstgpt", "azure"),
+    },
+    "mmpp": {
+        "rate_ratio": real(1.0, 1e6),
+        "busy_share": real(0.0, open_low=True, most=0.999),
+        "cycle_requests": real(0.01),
+        "fit": name("burstgpt", "azure"),
+    },
+    "burstgpt": _MODULATED,
+    "azure": _MODULATED,
+}
+"""Parameters of the arrival processes."""
+
 # ---------------------------------------------------------------------------------- serverless
 
 TABLE = "the toy model's table"  # made by the test, which knows its shape

@@ -27,8 +27,20 @@ from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.parallel_env import LLMRoutingParallelEnv
 from servegym.envs.serverless_moe import config as serverless_config
 from servegym.envs.serverless_moe.core import ServerlessBatch
+from servegym.envs.workloads import make_arrivals
 
-from .argument_strategies import BASE, CLUSTER, COMMON, FAMILIES, PARALLEL, VECTOR, Argument
+from .argument_strategies import (
+    BASE,
+    CLUSTER,
+    COMMON,
+    FAMILIES,
+    LARGEST,
+    PARALLEL,
+    PROCESSES,
+    TINY,
+    VECTOR,
+    Argument,
+)  # fmt: skip
 
 EXAMPLES = int(os.environ.get("SERVEGYM_EXAMPLES", 0))
 LIMIT = 40
@@ -336,6 +348,33 @@ def test_no_other_cluster_is_built(name, nothing_runs):
         refuses(make, (name, *argument.called), value)
 
     check()
+
+
+# ------------------------------------------------------------------------- parameters of arrivals
+
+PARAMETERS = [(process, name) for process, table in PROCESSES.items() for name in table]
+
+
+@pytest.mark.parametrize(("process", "name"), PARAMETERS, ids=map("-".join, PARAMETERS))
+def test_parameters_of_arrival_processes(process, name):
+    argument = PROCESSES[process][name]
+
+    @tries(10)
+    @given(argument.valid, st.integers(0, 40), st.floats(TINY, LARGEST), st.integers(0, 1000))
+    def runs(value, count, rate, seed):
+        arrivals = make_arrivals(process, rate, **{name: value})
+        times = arrivals.sample(count, np.random.default_rng(seed))
+        assert times.shape == (count,) and np.isfinite(times).all()
+        assert (np.diff(times, prepend=0.0) >= 0).all()
+        assert np.array_equal(times, arrivals.sample(count, np.random.default_rng(seed)))
+
+    @tries(20)
+    @given(argument.bad)
+    def refused(value):
+        refuses(lambda: make_arrivals(process, 5.0, **{name: value}), (name,), value)
+
+    runs()
+    refused()
 
 
 # ------------------------------------------------------------- arguments of a form, not a family
