@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
         raise ValueError(f"ray is {where!r}, but this process has a cluster already; say 'auto'")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if where == "auto":
+        _answers(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(address="auto", **common)
         except (ConnectionError, RuntimeError) as error:
@@ -110,6 +112,19 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _answers(address: str) -> None:
+    """ValueError if an address such as 10.0.0.1:6379 is silent: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS is {address!r}, where no cluster answers ({error})"
+        ) from error
 
 
 def run_jobs(

@@ -166,6 +166,14 @@ def test_a_second_cluster_is_refused():
             pass
 
 
+def test_a_silent_address_is_named_at_once(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ValueError, match="RAY_ADDRESS is '127.0.0.1:1', where no cluster answers"):
+        with cluster("auto"):
+            pass
+
+
 def test_bad_arguments_stop_before_any_job(monkeypatch):
     monkeypatch.setattr(ray_evaluate, "cluster", lambda where: pytest.fail("a cluster was asked"))
     with pytest.raises(ValueError, match="did you mean 'greedy_qos'"):
@@ -232,15 +240,17 @@ def test_a_figure_that_fails_is_counted(tmp_path):
     assert lines[-1] == "admission: failed with status 2" and "--no-such-option" in lines[1]
 
 
-def test_the_command_starts_and_ends_its_own_cluster(tmp_path):
-    """In a process of its own: ``--ray local:1`` beside the cluster of this module."""
+@pytest.mark.parametrize("where", ["local:1", "auto"])
+def test_the_command_has_its_own_cluster_or_joins_one(where, tmp_path):
+    """In a process of its own: a cluster beside this module's, or this module's."""
     out = tmp_path / "rows.json"
     words = ["evaluate", "servegym/LLMRouting-v0", "--policy", "random", "--episodes", "3"]
     words += ["--num-envs", "2", "--set", "num_experts=3", "--set", "episode_requests=30"]
     start = "from servegym.experiments.cli import app; app()"
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if where == "auto" else {}
     done = subprocess.run(
-        [sys.executable, "-c", start, *words, "--ray", "local:1", "--out", str(out)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", start, *words, "--ray", where, "--out", str(out)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, **address},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "servegym/LLMRouting-v0" in done.stdout and "random" in done.stdout
@@ -249,3 +259,4 @@ def test_the_command_starts_and_ends_its_own_cluster(tmp_path):
     wanted = local.evaluate("servegym/LLMRouting-v0", ["random"], 3, env_kwargs=kwargs, num_envs=2)
     assert [row["avg_qos"] for row in rows] == [row["avg_qos"] for row in wanted]
     assert np.isfinite([row["return"] for row in rows]).all()
+    assert len(ray.nodes()) == 1 and ray.nodes()[0]["Alive"]  # this module's lives on
