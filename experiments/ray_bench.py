@@ -9,6 +9,7 @@ cluster, with its workers' imports, is counted apart.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import statistics
 import sys
@@ -114,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} requests each, "
         f"jobs of 8 episodes; medians of {options.repeats} turns, wall clock; rows are {said}.",
         "start_s: start of a cluster and its workers' first jobs (imports, compiled code read).",
-        about={"ray": versions(("ray",))["ray"]},
+        about={
+            "ray": versions(("ray",))["ray"],
+            "load": f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores",
+        },
     )  # fmt: skip
     return 0 if equal else 1
 
