@@ -107,7 +107,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
         own = [row for row in rows if row["policy"] == name]
         shipped = "shipped" in name
         look: dict[str, Any] = {
-            "color": "black" if shipped else plt.get_cmap("tab10")(index),
+            "color": ("black", "#b30000")[index % 2] if shipped else plt.get_cmap("tab10")(index),
             "marker": "*X"[index % 2] if shipped else "osD^v<>P"[index % 8],
             "linewidth": 2.2 if shipped else 1.2,
             "markersize": 7 if shipped else 4,

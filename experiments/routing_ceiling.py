@@ -138,6 +138,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
         low = min(row["qos_low"] for row in own)
         axis.set_xlim(max(0.0, low - 0.05), None)
         tidy(axis)
+        axis.set_axisbelow(True)
     legend(figure, axes[0, 0])
     return figure
 
