@@ -302,8 +302,9 @@ def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
             own = [p for p in points if (p["run"], p["quantity"]) == (name, quantity)]
             left.plot([p["step"] / 1e6 for p in own], [p["value"] for p in own], color=colour,
                       alpha=0.8, label=labels[quantity] if not k else None)  # fmt: skip
+    least = min(p["value"] for p in points if p["quantity"] in colours)
     left.set(xlabel="requests (million)", ylabel="mean reward a request",
-             title="Training, one line a seed", ylim=(-1.0, -0.4))  # fmt: skip
+             title="Training, one line a seed", ylim=(max(least - 0.02, -1.0), None))  # fmt: skip
     left.legend(frameon=False, loc="lower right")
     shown = sorted(rows, key=lambda row: row["mean_reward"])
     values = np.array([row["mean_reward"] for row in shown])
