@@ -118,6 +118,10 @@ def predict(
     _check("buckets", buckets, BUCKETS)
     _check("pool", pool, POOLS)
     seed = whole("seed", seed, 0)
+    if table is not None and not isinstance(table, (str, os.PathLike)):
+        raise ValueError(f"table={table!r} must be the path of a prediction table.")
+    if table is not None and kind != "learned":
+        raise ValueError(f"table={os.fspath(table)!r} is for kind='learned' only, not {kind!r}.")
     picked = np.asarray(columns)
     if picked.ndim != 1 or picked.dtype.kind not in "iu":
         raise ValueError(f"columns={columns!r} must be a sequence of column indexes.")
