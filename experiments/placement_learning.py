@@ -296,7 +296,8 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
     notes = []
     for agent in (name for name in mean if name.startswith(AGENTS)):
         own = _latencies(episodes, agent)
-        for group, others in (("baselines", BASELINES), ("searches", SEARCHES)):
+        rivals = [("the best of the baselines, ", BASELINES), *(("", (name,)) for name in SEARCHES)]
+        for group, others in rivals:
             known = [name for name in others if name in mean]
             if not known:
                 continue
@@ -305,7 +306,7 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
             number = min(len(own), len(other))
             apart = _bounds(rows, agent)[1] < _bounds(rows, best)[0]
             notes.append(
-                f"{agent} against the best of the {group}, {best}: latency lower by "
+                f"{agent} against {group}{best}: latency lower by "
                 f"{versus(own[:number], other[:number])} on {number} same episodes; the intervals "
                 f"{'do not overlap' if apart else 'overlap or it is not lower'}"
             )
