@@ -414,9 +414,9 @@ def best_trained(
     told = []
     for name in references:
         other = named[name]
-        apart = "apart" if best["qos_low"] > other["qos_high"] else "overlap"
+        apart = best["qos_low"] > other["qos_high"] or best["qos_high"] < other["qos_low"]
         told.append(f"{name} {other['qos']:.3f} ({100 * (best['qos'] / other['qos'] - 1):+.1f} %, "
-                    f"intervals {apart})")  # fmt: skip
+                    f"intervals {'apart' if apart else 'overlap'})")  # fmt: skip
     return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
             f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
             f"{best['ceiling']:.3f}"]  # fmt: skip
