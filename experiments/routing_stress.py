@@ -124,6 +124,21 @@ def _plot_shuffle(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+def losses(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """QoS of every policy at the mildest and the harshest value of ``key``, a line a panel."""
+    lines = []
+    for panel in dict.fromkeys(row["panel"] for row in rows):
+        own = [row for row in rows if row["panel"] == panel]
+        ends = sorted({row[key] for row in own})
+        told = []
+        for name in dict.fromkeys(row["policy"] for row in own):
+            qos = {row[key]: row["qos"] for row in own if row["policy"] == name}
+            told.append(f"{name} {qos[ends[0]]:.3f} and {qos[ends[-1]]:.3f}")
+        lines.append(f"{panel}, {key} {ends[0]:g} and {ends[-1]:g}: QoS {', '.join(told)}")
+    print("\n".join(lines))
+    return lines
+
+
 def stale(options: Options) -> None:
     """QoS against the age of what the router sees of the experts."""
     rows = []
@@ -136,7 +151,7 @@ def stale(options: Options) -> None:
     print_rows("stale states", rows, ["panel", "staleness_s"])
     title = f"{FLEET}: age of the state that the router sees"
     figure = plot_lines(rows, "staleness_s", "age of the state, s", "panel", title)
-    save(options, "stress_staleness", rows, figure)
+    save(options, "stress_staleness", rows, figure, *losses(rows, "staleness_s"))
 
 
 def failures(options: Options) -> None:
@@ -154,7 +169,8 @@ def failures(options: Options) -> None:
     figure = plot_lines(rows, "mean_time_to_failure_s", label, "panel", title)
     for axis in figure.axes:
         axis.set_xscale("log")
-    save(options, "stress_failures", rows, figure, f"mean time to repair: {REPAIR_S:g} s")
+    notes = losses(rows, "mean_time_to_failure_s")
+    save(options, "stress_failures", rows, figure, f"mean time to repair: {REPAIR_S:g} s", *notes)
 
 
 FIGURES = {"shuffle": shuffle, "stale": stale, "failures": failures}
