@@ -33,7 +33,7 @@ from servegym.experiments.figure_run import (
     run_chosen,
     tidy,
 )
-from servegym.experiments.output import print_table, read_rows
+from servegym.experiments.output import print_table, read_rows, write_csv
 from servegym.experiments.serverless_common import (
     N_IN,
     N_OUT,
@@ -232,9 +232,11 @@ class Options(FigureOptions):
 
     Attributes:
         redraw: Whether to take the numbers from the CSV files of an earlier run.
+        resume: Whether to measure only the points that those do not have.
     """
 
     redraw: bool
+    resume: bool
 
 
 def main_of(
@@ -247,6 +249,7 @@ def main_of(
     """Command line of a script with `Options`; see `serverless_common.run_figures`. Returns 0."""
     parser = figure_parser(tuple(figures), description, module, prompts, OUT)
     parser.add_argument("--redraw", action="store_true", help="take the numbers from the CSV files")
+    parser.add_argument("--resume", action="store_true", help="keep the points of the CSV files")
     options = command_line(parser, argv, Options())
     if options.redraw:
         options.command += " (from the CSV files of the run without --redraw)"
@@ -256,13 +259,22 @@ def main_of(
 def sweep(
     options: Options, stem: str, settings: Iterable[Setting], **given: Any
 ) -> list[dict[str, Any]]:
-    """Rows of all points, measured by `measure` or read from ``stem.csv``."""
+    """Rows of all points, measured by `measure` or read from ``stem.csv``.
+
+    The file has every point as soon as it is measured, so that ``--resume`` can go on from there.
+    """
+    path = options.out / f"{stem}.csv"
     if options.redraw:
-        return read_rows(options.out / f"{stem}.csv")
-    rows = []
+        return read_rows(path)
+    known = read_rows(path) if options.resume and path.exists() else []
+    rows: list[dict[str, Any]] = []
     for setting in settings:
-        rows += rows_of(setting, measure(setting, options.episodes, **given))
-        print(".", end="", flush=True)
+        own = pick(known, **asdict(setting))
+        rows += own or rows_of(setting, measure(setting, options.episodes, **given))
+        if not own:
+            others = [row for row in known if row not in rows]
+            write_csv(path, rows + others)
+            print(".", end="", flush=True)
     print()
     return rows
 

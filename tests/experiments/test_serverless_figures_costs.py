@@ -113,7 +113,7 @@ def test_break_even(costs, expected):
         pytest.param(serverless_sweeps, "cost_bandwidth", marks=pytest.mark.slow),
     ],
 )
-def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys):
+def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeypatch):
     name = {"fig09_cost": "fig9", "fig10_ratio": "fig10"}.get(stem, stem.removeprefix("cost_"))
     assert module.main(["--quick", "--figure", name, "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -136,6 +136,17 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys):
         assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--redraw"]) == 0
         assert (tmp_path / f"{stem}.csv").read_text() == before
         assert (tmp_path / f"{stem}.png").exists()
+        # A run that was cut off goes on: what is in the table is not measured again.
+        table, points = tmp_path / f"{stem}.csv", []
+        lines = before.splitlines(keepends=True)
+        table.write_text("".join(line for line in lines if ",fused," not in line))
+        again = serverless_methods.measure
+        monkeypatch.setattr(
+            serverless_methods, "measure",
+            lambda setting, *a, **k: points.append(setting.gpu) or again(setting, *a, **k),
+        )  # fmt: skip
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--resume"]) == 0
+        assert points and set(points) == {"fused"} and table.read_text() == before
     text = (tmp_path / f"{stem}.txt").read_text()
     assert "optimum" in text and "smoke run" in text and f"--figure {name}" in text
 
