@@ -156,8 +156,8 @@ class Agent(nn.Module):
         self.drop, self.send = layers(2 * WIDTH, WIDTH, 1), layers(2 * WIDTH, WIDTH, 1)
         self.value = layers(2 * WIDTH + Foresight.WIDTH * args.foresight, WIDTH, WIDTH, 1)
         for head in (self.drop, self.send):  # no action better than another at first
-            nn.init.zeros_(head[-1].weight)
-            nn.init.zeros_(head[-1].bias)
+            for weight in head[-1].parameters():
+                nn.init.zeros_(weight)
 
     def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
         """Flat rows of a batch of observations."""

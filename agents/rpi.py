@@ -360,8 +360,8 @@ def train(args: Args) -> Path:
         last = s["labels"] >= args.total_timesteps
         if crossed(args.fit_every) or last:
             agent = Agent(layout, args, system).to(device)
-            data = (np.concatenate(s[key]) for key in ("rows", "actions", "returns"))
-            metrics = fit(agent, *data, args)
+            x, tries, y = (np.concatenate(s[key]) for key in ("rows", "actions", "returns"))
+            metrics = fit(agent, x, tries, y, args)
             s["fitted"] = True
             result = validate(agent.act, args)
             log.say(s["labels"], result)
