@@ -79,7 +79,8 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         self, *, shared_reward: bool = False, render_mode: str | None = None, **kwargs: Any
     ) -> None:
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
-        if kwargs.get("action_mode") == "placement":
+        mode = kwargs.get("action_mode")
+        if isinstance(mode, str) and mode == "placement":
             raise ValueError(
                 "action_mode='placement' is for the single environment; "
                 "choose 'layer_budget' or 'expert_score'."

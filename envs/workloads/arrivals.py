@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from servegym.envs._checks import flag, real
+from servegym.envs._checks import TINY, flag, real
 from servegym.envs.workloads._util import (
     positive,
     read_fitted,
@@ -162,7 +162,7 @@ class ModulatedArrivals:
     def sample(self, n: int, rng: np.random.Generator, rate: float | None = None) -> np.ndarray:
         """See :meth:`Arrivals.sample`."""
         times = self._draw(n, rng)
-        if self.window and n and times[-1] > 0.0:
+        if self.window and n and times[-1] > TINY:  # else all gaps vanish in the draw of a large cv
             times *= n / times[-1]
         return _scaled(times, rate, self.rate)
 

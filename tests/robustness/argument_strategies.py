@@ -356,7 +356,8 @@ SERVERLESS = {
     ),
     "trem_s": Argument(
         _regimes(3) | st.none(),
-        junk("none") | st.sampled_from([[0.0], [-1.0], ["1"], [None], [float("nan")], [HUGE]]),
+        junk("none", "numbers")
+        | st.sampled_from([[0.0], [-1.0], ["1"], [None], [float("nan")], [HUGE]]),
         needs=LOOSE,
     ),
     "trem_switch": real(0.0, 1.0, optional=True),
@@ -452,7 +453,8 @@ PLACEMENT = {
 CLUSTER = {
     "gpus": Argument(
         st.lists(st.integers(1, 3), min_size=3, max_size=5),
-        junk() | st.sampled_from([[0, 1], [1, 2.5], [None], [True, 1], [65], ["1"], [HUGE]]),
+        junk("numbers")
+        | st.sampled_from([[0, 1], [1, 2.5], [None], [True, 1], [65], ["1"], [HUGE]]),
     ),
     "gpu_bytes": per((4,), 40e9, True, 0.5, called=("GPU",)),
     "memory_fraction": real(0.0, 1.0, open_low=True, least=0.003, optional=True),
