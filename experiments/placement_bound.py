@@ -150,7 +150,7 @@ def phases(options: Options) -> None:
     labels = [row["tasks"].replace(" ", "\n") for row in rows if row["placement"] == names[0]]
     axis.set_xticks(np.arange(len(labels)), labels, fontsize=8)
     tidy(axis)
-    legend(axis)
+    legend(figure, axis)
     about = {"setting": setting(drift), "epochs": epochs, "annealing steps": STEPS}
     save(options, "bound_phases", rows, figure, *notes, about=about)
     print_table("Phases of drift", ["phase", "placement", "mean", "low", "high"],
