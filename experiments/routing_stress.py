@@ -125,7 +125,7 @@ def _plot_shuffle(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def losses(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """QoS of every policy at the mildest and the harshest value of ``key``, a line a panel."""
+    """QoS of every policy at the lowest and the highest value of ``key``, a line a panel."""
     lines = []
     for panel in dict.fromkeys(row["panel"] for row in rows):
         own = [row for row in rows if row["panel"] == panel]
