@@ -397,18 +397,22 @@ def missing_of(row, held, targets):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def cost_of(par, rows, hit, held):
-    """`layer_cost` of one layer of a server.
+def remote_share(rows, hit, held, targets):
+    """What the tokens of one layer of a server need that is not there.
 
     Args:
-        par: float64 (7,).
         rows: uint64 (T,) expert sets of its tokens in this layer, T >= 1.
         hit: float64 (E,) chance that a prompt has a token for the expert.
         held: uint64 mask of the experts that are local.
+        targets: Most messages of a step.
+
+    Returns:
+        Share of tokens with a remote expert, mean remote messages of a token, expected remote
+        experts of a prompt.
     """
     some, total = 0, 0
     for t in range(rows.size):
-        number = missing_of(rows[t], held, par[TARGETS])
+        number = missing_of(rows[t], held, targets)
         total += number
         if number:
             some += 1
@@ -416,7 +420,14 @@ def cost_of(par, rows, hit, held):
     for e in range(hit.size):
         if not (held >> np.uint64(e)) & np.uint64(1):
             hits += hit[e]
-    return layer_cost(par, some / rows.size, total / rows.size, hits)
+    return some / rows.size, total / rows.size, hits
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def cost_of(par, rows, hit, held):
+    """`layer_cost` of one layer of a server, see `remote_share`; par: float64 (7,)."""
+    some, total, hits = remote_share(rows, hit, held, par[TARGETS])
+    return layer_cost(par, some, total, hits)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -424,7 +435,7 @@ def prefix_costs(par, rows, hit, order):
     """Cost of each layer of a server if it holds its c first experts, c = 0..E.
 
     Args:
-        par: float64 (7,).
+        par: float64 (L, 7).
         rows: uint64 (L, T).
         hit: float64 (L, E).
         order: int64 (L, E) experts, first those to hold first.
@@ -439,7 +450,7 @@ def prefix_costs(par, rows, hit, order):
         for c in range(experts + 1):
             if c:
                 held |= np.uint64(1) << np.uint64(order[layer, c - 1])
-            costs[layer, c] = cost_of(par, rows[layer], hit[layer], held)
+            costs[layer, c] = cost_of(par[layer], rows[layer], hit[layer], held)
     return costs
 
 

@@ -4,13 +4,17 @@ A step waits if *any* expert of a layer is remote (the maximum in Eq. 1), which 
 Eq. 2 do not say; recorded expert sets of tokens do. For a server that holds some experts of a
 layer, the estimate adds, per request: in the prefill the volume of remote tokens, a round trip if
 any token is remote and the fixed cost of further messages; in each decode step the same for one
-token. Queueing is left out.
+token.
+
+`LatencyModel.loaded` adds what depends on everybody's placement: which server is asked, and the
+wait at the links, each an M/G/1 queue of the messages that the placement causes. GPUs are taken as
+idle: links fill up first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +42,30 @@ def mask_experts(masks: ArrayLike, experts: int) -> Bools:
     return (words[..., None] >> np.arange(experts, dtype=np.uint64)) & np.uint64(1) > 0
 
 
+BUSIEST = 0.95
+"""Utilisation at which the wait at a link stops to grow: beyond 1 there would be no mean."""
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """What messages between servers cost, (N, N) from row to column.
+
+    Attributes:
+        token_s: Seconds that the activations of a token hold the sender's link.
+        delay_s: Seconds from there and back that hold nothing: latency, staging.
+        call_s: (N,) seconds of a remote call and one of its tokens on a GPU of a server, staging of
+            the activations of a token included.
+        layer_s: (N,) seconds of a decode step's layer apart from its experts.
+        message_s: Seconds that a message holds the link besides.
+    """
+
+    token_s: Floats
+    delay_s: Floats
+    call_s: Floats
+    layer_s: Floats
+    message_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class LatencyModel:
     """Token rows of each server and what a remote expert costs it.
@@ -46,11 +74,15 @@ class LatencyModel:
         rows: uint64 (N, L, T), expert sets of T tokens of each server.
         hit: (N, L, E) chance that a prompt of the server has a token for the expert.
         par: (N, 7), the columns of `kernel.layer_cost`.
+        links: Of the cluster; None if only means are known, and then nothing depends on load.
+        by_layer: (N, L, 7), `par` of each layer as the others' placement makes it; None: `par`.
     """
 
     rows: Masks
     hit: Floats
     par: Floats
+    links: Links | None = None
+    by_layer: Floats | None = None
 
     @classmethod
     def build(
@@ -167,7 +199,14 @@ class LatencyModel:
         slope = np.bincount(cluster.gpu_server, cluster.expert_token_s, servers) / slots
         staging = 2.0 * cluster.activation_bytes / cluster.pcie_bytes_s
         message = 2.0 * cluster.message_cost_s
-        return cls.build(
+        links = Links(
+            token_s=byte_s * cluster.activation_bytes,
+            delay_s=delay + base[None, :] + message + 2.0 * cluster.pcie_latency_s,
+            call_s=slope + staging,
+            layer_s=cluster.dense_base_s + cluster.dense_token_s,
+            message_s=float(cluster.message_cost_s),
+        )
+        model = cls.build(
             rows,
             cluster.experts,
             prompt_tokens=prompt_tokens,
@@ -182,6 +221,83 @@ class LatencyModel:
             max_rows=max_rows,
             seed=seed,
         )
+        return replace(model, links=links)
+
+    def loaded(self, held: ArrayLike, counts: ArrayLike) -> LatencyModel:
+        """The model as the others' placement and the load that it causes make it.
+
+        A missing expert is called at the holder that takes least time without load; of equal ones
+        each gets the same. The messages of a step are one job at the link of its server and, by the
+        shares of the servers called, at theirs. A message waits as in an M/G/1 queue
+        (Pollaczek-Khinchine), but requests send one step at a time: one that is held up sends
+        nothing meanwhile, so its steps wait at most the time between two of its messages times
+        rho / (1 - rho), as if the link slowed it down by the part that others use. With pairwise
+        links, where every pair has its own, the wait is too long.
+
+        Args:
+            held: (N, L, E), every expert somewhere.
+            counts: (N, L, E), by which servers use the experts.
+
+        Returns:
+            The model; itself if it has no links.
+        """
+        links = self.links
+        if links is None:
+            return self
+        view, f = np.asarray(held, dtype=np.bool_), np.asarray(counts, dtype=np.float64)
+        servers, layers, _ = view.shape
+        token = links.token_s + links.token_s.T + links.call_s[None, :]
+        trip = links.delay_s + token
+        near = np.zeros((servers, layers, servers))
+        for n in range(servers):
+            others = view & (np.arange(servers) != n)[:, None, None]
+            time = np.where(others, trip[n][:, None, None], np.inf)
+            asked = others & (time <= time.min(axis=0))
+            need = np.where(view[n], 0.0, f[n] + 1e-9) / np.maximum(asked.sum(axis=0), 1)
+            near[n] = (asked * need).sum(axis=2).T
+        near /= np.maximum(near.sum(axis=2, keepdims=True), 1e-300)
+        par = np.repeat(self.par[:, None], layers, axis=1)
+        par[:, :, kernel.TOKEN] = np.einsum("nlm,nm->nl", near, token)
+        par[:, :, kernel.ROUND_TRIP] = np.einsum("nlm,nm->nl", near, links.delay_s)
+        par[:, :, kernel.ROUND_TRIP] += self._waits(expert_masks(view), near, par, links)
+        return replace(self, by_layer=par)
+
+    def _waits(self, masks: Masks, near: Floats, par: Floats, links: Links) -> Floats:
+        """Mean seconds (N, L) that the two messages of a round trip wait in all."""
+        servers, layers = masks.shape
+        # Of the jobs at a link: share of time that they take, rate times squared size.
+        busy, square = np.zeros(servers), np.zeros(servers)
+        calls = np.zeros((servers, servers))  # of a decode step, at each server
+        step = links.layer_s * layers
+        for n in range(servers):
+            for layer in range(layers):
+                rate, prompt, decodes = par[
+                    n, layer, [kernel.WEIGHT, kernel.PROMPT, kernel.DECODES]
+                ]
+                targets = par[n, layer, kernel.TARGETS]
+                some, volume, hits = kernel.remote_share(
+                    self.rows[n, layer], self.hit[n, layer], masks[n, layer], targets
+                )
+                to = near[n, layer]
+                calls[n] += some * to
+                step[n] += some * par[n, layer, kernel.ROUND_TRIP]
+                each = volume / max(some, 1e-9)
+                jobs = (
+                    (rate * (1.0 - (1.0 - some) ** prompt), prompt * volume, min(hits, targets)),
+                    (rate * decodes * some, each, each),
+                )
+                for times, tokens, messages in jobs:
+                    out = tokens * float(to @ links.token_s[n]) + messages * links.message_s
+                    busy[n] += times * out
+                    square[n] += times * out**2
+                    back = to * (tokens * links.token_s[:, n] + messages * links.message_s)
+                    busy += times * back
+                    square += times * back**2
+        idle = 1.0 - np.minimum(busy, BUSIEST)
+        open_wait, slowed = square / (2.0 * idle), (1.0 - idle) / idle
+        own = np.minimum(open_wait, step / np.maximum(calls.sum(axis=1), 1e-9) * slowed)
+        theirs = np.minimum(open_wait, step[:, None] / np.maximum(calls, 1e-9) * slowed)
+        return own[:, None] + np.einsum("nlm,nm->nl", near, theirs)
 
     def cost(self, held: ArrayLike) -> Floats:
         """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
@@ -190,14 +306,20 @@ class LatencyModel:
         for n in range(self.hit.shape[0]):
             for layer in range(self.hit.shape[1]):
                 out[n, layer] = kernel.cost_of(
-                    self.par[n], self.rows[n, layer], self.hit[n, layer], masks[n, layer]
+                    self._par(n)[layer], self.rows[n, layer], self.hit[n, layer], masks[n, layer]
                 )
         return out
 
     def prefix_costs(self, n: int, order: Any) -> Floats:
         """Costs (L, E + 1) of server n if it holds the c first experts of ``order`` (L, E)."""
         table = np.ascontiguousarray(order, dtype=np.int64)
-        return kernel.prefix_costs(self.par[n], self.rows[n], self.hit[n], table)
+        return kernel.prefix_costs(self._par(n), self.rows[n], self.hit[n], table)
+
+    def _par(self, n: int) -> Floats:
+        """(L, 7)."""
+        if self.by_layer is not None:
+            return self.by_layer[n]
+        return np.repeat(self.par[n][None], self.rows.shape[1], axis=0)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Check that the model is for counts of this shape (N, L, E).

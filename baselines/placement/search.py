@@ -27,11 +27,23 @@ from servegym.baselines.placement.placement import (
     server_view,
 )
 
+MOST_SETTLED = 8
+"""Servers for which `latency_dp` looks for a fixed point; its time grows with their square."""
+
 
 def latency_dp(
-    model: LatencyModel, counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
+    model: LatencyModel,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    *,
+    rounds: int = 3,
 ) -> Bools:
     """Layer budgets by an exact knapsack over estimated latency, then coverage at least loss.
+
+    Whom a server asks and how long its messages wait depend on all placements. So then one server
+    after another is planned anew against the placement of the others, under the load that all of
+    them cause, until no server gains: a fixed point, for up to `MOST_SETTLED` servers.
 
     Coverage by layers (one that nobody would hold whole gets an owner, by another knapsack) and by
     single experts (a missing one replaces a duplicate) are both tried; the better one is taken.
@@ -47,6 +59,8 @@ def latency_dp(
         counts: (N, L, E); a server's most frequent experts of a layer come first.
         slots: (G,).
         gpu_server: (G,).
+        rounds: Most times that each server is planned anew; 0 plans for idle links, as does a model
+            without links.
 
     Returns:
         z, bool (G, L, E).
@@ -54,8 +68,41 @@ def latency_dp(
     Raises:
         ValueError: On a wrong shape or value, or too little memory.
     """
+    if rounds < 0:
+        raise ValueError(f"rounds must not be negative, got {rounds!r}")
     f, room, home, cap = check_instance(counts, slots, gpu_server)
-    return assign_gpus(_budgets(model, f, cap), f, room, home)
+    held = _budgets(model, f, cap)
+    if model.links is not None and len(f) <= MOST_SETTLED:
+        held = _settle_servers(model, held, f, cap, rounds)
+    return assign_gpus(held, f, room, home)
+
+
+def _settle_servers(model: LatencyModel, held: Bools, f: Floats, cap: Ints, rounds: int) -> Bools:
+    """Plan one server after another against the placement of the others, while that pays."""
+    servers, layers, experts = f.shape
+    order = np.argsort(-f, axis=2, kind="stable")
+    rank = np.argsort(order, axis=2)
+    now = model.loaded(held, f)
+    cheapest = float(now.cost(held).sum())
+    for _ in range(rounds):
+        before = cheapest
+        for n in range(servers):
+            costs = np.stack([now.prefix_costs(m, order[m]) for m in range(servers)])
+            alone = (held.all(axis=2) & (held.all(axis=2).sum(axis=0) == 1))[n]
+            bound = costs[n].copy()
+            bound[alone, :experts] = np.inf
+            for table in (costs[n], bound):
+                number = kernel.knapsack(table, int(min(cap[n], layers * experts)))
+                trial = held.copy()
+                trial[n] = rank[n] < number[:, None]
+                _cover(trial, f, costs)
+                loaded = model.loaded(trial, f)
+                cost = float(loaded.cost(trial).sum())
+                if cost < cheapest:
+                    held, now, cheapest = trial, loaded, cost
+        if cheapest == before:
+            break
+    return held
 
 
 def _budgets(model: LatencyModel, f: Floats, cap: Ints) -> Bools:

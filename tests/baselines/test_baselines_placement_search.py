@@ -17,6 +17,9 @@ from servegym.baselines.placement.placement import check_placement, server_view
 from servegym.baselines.placement.prism import prism
 from servegym.baselines.placement.search import annealing, latency_dp, local_search, settle
 from servegym.baselines.placement.simple import redundance, uniform
+from servegym.baselines.placement.system import PlacementSystem
+from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.expert_placement.core import PlacementSystem as Engine
 
 ONE_TWO = np.array([0, 1, 2, 2])
 
@@ -207,6 +210,8 @@ def test_cluster_times():
         pcie_latency_s=2e-5,
         message_cost_s=1e-3,
         messages="per_server",
+        dense_base_s=np.full(2, 2e-4),
+        dense_token_s=np.full(2, 1e-6),
     )
     rows = make_rows(np.random.default_rng(0), servers=2)
     model = LatencyModel.of_cluster(cluster, rows, prompt_tokens=10, output_tokens=[5, 1])
@@ -214,6 +219,36 @@ def test_cluster_times():
     token = 2 * 4096 / 1e8 + 2 * 4096 / 1e10 + 1e-7
     for n, decodes in enumerate((4, 0)):
         np.testing.assert_allclose(model.par[n], [1, 10, decodes, trip, token, 2e-3, 1])
+    # Server 1 holds everything: of each layer one job of a prompt and four of decode steps pass
+    # server 0's link, and so do the answers at server 1's. A Pollaczek-Khinchine wait at both.
+    layers = model.hit.shape[1]
+    held = np.zeros(model.hit.shape, bool)
+    held[1] = True
+    prompt, step = 10 * 4096 / 1e8 + 1e-3, 4096 / 1e8 + 1e-3
+    rho = layers * (prompt + 4 * step)
+    wait = layers * (prompt**2 + 4 * step**2) / (2 * (1 - rho))
+    most = (2e-4 + 1e-6 + trip) * rho / (1 - rho)
+    loaded = model.loaded(held, np.ones(model.hit.shape)).by_layer
+    np.testing.assert_allclose(loaded[0, :, kernel.ROUND_TRIP], trip + 2 * min(wait, most))
+    np.testing.assert_allclose(loaded[0, :, kernel.TOKEN], token)
+    assert (loaded[1, :, kernel.TOKEN] == 0).all(), "it calls nobody"
+
+
+def test_servers_settle_where_none_gains():
+    """Under the load that they cause, plans made for it cost less than those for idle links."""
+    problem = build_problem(scenario="edge_hetero", action_mode="placement")
+    system = PlacementSystem.from_problem(problem)
+    engine = Engine(problem)
+    engine.begin(np.random.default_rng(0))
+    counts, slots, home = engine.counts().astype(float), system.slots, system.gpu_server
+    model = system.latency_model(counts, rows=64)
+    cost = []
+    for rounds in (0, 3):
+        z = latency_dp(model, counts, slots, home, rounds=rounds)
+        check_placement(z, slots)
+        view = server_view(z, home)
+        cost.append(model.loaded(view, counts).cost(view).sum())
+    assert cost[1] < 0.95 * cost[0]
 
 
 def test_bad_input_is_refused():
