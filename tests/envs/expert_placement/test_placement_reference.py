@@ -393,3 +393,29 @@ def test_bad_prompts_are_refused():
         Simulator(other, prompts)
     with pytest.raises(ValueError, match="least_finish"):
         Simulator(cluster, prompts, "least_finished")
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
+def test_events_come_by_time_and_then_in_order_of_arrival(turns):
+    """The heap's two ways in, with many equal times, against a sorted list."""
+    heap_t, heap_k = np.zeros(64, np.int64), np.zeros(64, np.int64)
+    waiting, size = [], 0
+    for number, (time, out) in enumerate(turns):
+        event = (np.float64(time / 4).view(np.int64), number)
+        if waiting and out == 0:  # the new event in place of the first one
+            assert (heap_t[0], heap_k[0]) == waiting.pop(0)
+            kernel._sink(heap_t, heap_k, size, *event)
+        else:
+            kernel._rise(heap_t, heap_k, size, *event)
+            size += 1
+        waiting = sorted([*waiting, event])
+        if out == 1:  # the first one leaves, the last one takes its place
+            assert (heap_t[0], heap_k[0]) == waiting.pop(0)
+            size -= 1
+            kernel._sink(heap_t, heap_k, size, heap_t[size], heap_k[size])
+    while size:
+        assert (heap_t[0], heap_k[0]) == waiting.pop(0)
+        size -= 1
+        kernel._sink(heap_t, heap_k, size, heap_t[size], heap_k[size])
+    assert not waiting
