@@ -1,4 +1,4 @@
-"""Several access points that share the experts: does it matter who decides, and what they see?
+"""Several access points that share the experts: whether it matters who decides on what state.
 
 ``python -m servegym.experiments.routing_access_points`` splits the same total load over 1 to 8
 access points (the PettingZoo environment ``parallel_env``). Each routes its own requests with a
