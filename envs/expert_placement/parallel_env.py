@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import numpy as np
@@ -237,6 +239,16 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:
     """The environment, see `ExpertPlacementParallelEnv` for the arguments."""
     return ExpertPlacementParallelEnv(**kwargs)
+
+
+class _CallableModule(types.ModuleType):
+    """`servegym.envs.expert_placement.parallel_env(...)` is this module, and the function."""
+
+    def __call__(self, **kwargs: Any) -> ExpertPlacementParallelEnv:
+        return parallel_env(**kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 
 # Older versions of PettingZoo have no registry. `import servegym` does not load PettingZoo.

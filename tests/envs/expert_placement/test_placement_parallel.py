@@ -129,3 +129,10 @@ def test_bad_calls_are_named():
         parallel_env(action_mode="placement")
     with pytest.raises(ValueError, match="shared_reward"):
         parallel_env(shared_reward=1)
+
+
+def test_the_module_makes_the_environment_too():
+    from servegym.envs import expert_placement
+
+    env = expert_placement.parallel_env(**SHORT)  # pyright: ignore[reportCallIssue]
+    assert type(env) is type(parallel_env(**SHORT)) and len(env.possible_agents) == 3
