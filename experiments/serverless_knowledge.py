@@ -55,16 +55,14 @@ class Told(Clairvoyant, WarmPlanner):
     """The planner, told some of what it has to guess.
 
     Args:
-        system: The system.
+        planner: The planner, whose tables it shares.
         name: Its name in tables.
         told: Of ``regime`` (of the present request's overhead), ``gap`` (whether the next request
             comes while things are warm) and ``request`` (the present one as it is).
     """
 
-    def __init__(
-        self, system: ServerlessSystem, name: str, told: Sequence[str], **kwargs: Any
-    ) -> None:
-        super().__init__(system, **kwargs)
+    def __init__(self, planner: WarmPlanner, name: str, told: Sequence[str]) -> None:
+        vars(self).update(vars(planner))
         self.name, self.told = name, set(told)
 
     def regimes(self, row: int, seen: Seen) -> Floats:
@@ -111,9 +109,9 @@ def knowledge(options: FigureOptions) -> None:
     """The table and its figure."""
     kwargs = SETTING | ({"episode_requests": 10} if options.quick else {})
     system = ServerlessSystem.from_kwargs(split="eval", **kwargs)
-    plain = ("greedy_warm", "warm_planner")
-    policies: list[Any] = [make_policy(name, system, family="serverless_moe") for name in plain]
-    policies += [Told(system, name, told) for name, told in VARIANTS.items()]
+    planner = WarmPlanner(system)
+    policies: list[Any] = [make_policy("greedy_warm", system, family="serverless_moe"), planner]
+    policies += [Told(planner, name, told) for name, told in VARIANTS.items()]
     policies.append(make_policy("lookahead", system, family="serverless_moe"))
     found = evaluate(
         ENV_ID,
@@ -126,9 +124,9 @@ def knowledge(options: FigureOptions) -> None:
         policy.name: np.array([r["mean_reward"] for r in found if r["policy"] == policy.name])
         for policy in policies
     }
-    rows, planner = [], rewards["warm_planner"]
+    rows = []
     for name, values in rewards.items():
-        more = paired_difference(values, planner, mean)
+        more = paired_difference(values, rewards["warm_planner"], mean)
         row = {"policy": name, "episodes": len(values)} | with_interval("mean_reward", values)
         keys = ("minus_planner", "minus_planner_low", "minus_planner_high")
         rows.append(row | dict(zip(keys, more, strict=True)))

@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from servegym.baselines.registry import make_policy  # noqa: E402
 from servegym.baselines.serverless.policies import see  # noqa: E402
 from servegym.baselines.serverless.system import ServerlessSystem  # noqa: E402
+from servegym.baselines.serverless.warm_planner import WarmPlanner  # noqa: E402
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv  # noqa: E402
 from servegym.experiments import serverless_knowledge as knowledge  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
@@ -34,17 +34,17 @@ def play(policy, episodes=2):
 
 
 def test_told_nothing_it_is_the_planner(system):
-    plain = make_policy("warm_planner", system, family="serverless_moe", requests=20)
-    told = knowledge.Told(system, "nothing", (), requests=20)
-    assert (play(plain) == play(told)).all()
+    plain = WarmPlanner(system, requests=20)
+    assert (play(plain) == play(knowledge.Told(plain, "nothing", ()))).all()
+    assert (plain.name, plain.clairvoyant) == ("warm_planner", False)
 
 
 def test_what_it_is_told_is_true(system):
     env = ServerlessMoEVectorEnv(1, split="eval", **TOY)
     observation, info = env.reset(seed=3)
+    planner = WarmPlanner(system, requests=20)
     policies = {
-        told: knowledge.Told(system, told, (told,), requests=20)
-        for told in ("regime", "gap", "request")
+        told: knowledge.Told(planner, told, (told,)) for told in ("regime", "gap", "request")
     }
     for policy in policies.values():
         policy.bind(env)
