@@ -31,6 +31,7 @@ from servegym.experiments.routing_common import (
     shipped_runs,
 )
 from servegym.experiments.routing_runs import RUNS
+from servegym.experiments.routing_training import RESULT
 from servegym.hardware_profiles.script import run
 
 __all__ = ["learning_curves", "main", "profile_router"]
@@ -92,7 +93,19 @@ def fig16(options: Options) -> None:
         print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
         return
     plt = pyplot()
-    panels = list(dict.fromkeys((row["group"], row["point"]) for row in rows))
+    # A panel of begun runs alone would show the warm-up of the critics.
+    done = {
+        (row["group"], row["point"])
+        for row in rows
+        if options.checkpoints is not None and (options.checkpoints / row["run"] / RESULT).exists()
+    }
+    panels = [
+        panel
+        for panel in dict.fromkeys((row["group"], row["point"]) for row in rows)
+        if panel in done or not done
+    ]
+    rows = [row for row in rows if (row["group"], row["point"]) in panels]
+    notes: list[str] = []
     figure, axes = plt.subplots(
         1, len(panels), figsize=(5.5 * len(panels), 3.8), squeeze=False, layout="constrained"
     )
@@ -108,13 +121,20 @@ def fig16(options: Options) -> None:
                 steps, [np.mean(v) for v in values], label=f"{variant}, {seeds} seed(s)"
             )[0]
             low, high = [min(v) for v in values], [max(v) for v in values]
+            means = [float(np.mean(v)) for v in values]
+            notes.append(
+                f"{group}, {point}: {variant}, {seeds} seed(s): validation QoS {means[0]:.3f} after "
+                f"{steps[0]:,} steps, at most {max(means):.3f} after "
+                f"{steps[int(np.argmax(means))]:,}, {means[-1]:.3f} after {steps[-1]:,}"
+            )
             axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
         axis.set(title=f"{group}, {point}", xlabel="steps", ylabel="validation QoS")
         if own:
             axis.legend(fontsize=7, frameon=False)
         tidy(axis)
+    print("\n".join(notes))
     note = "line: mean over seeds; band: their range; unfinished runs included"
-    save(options, "fig16_training", rows, figure, note)
+    save(options, "fig16_training", rows, figure, note, *notes)
 
 
 def fig17(options: Options) -> None:
