@@ -191,7 +191,8 @@ def fig14(options: Options) -> None:
             body.append([name, fleet, f"{means[0]:.3f}", f"{100 * means[1]:.1f}"])
     print_table("fig14, fig15: long run", ["policy", "fleet", "QoS", "memory %"], body)
     note = f"one episode; windows of {WINDOW_S:g} s; bursts fitted to BurstGPT at a mean of 5/s"
-    save(options, "fig14_15_long_run", rows, figure, note)
+    told = [f"{name}, {fleet}: QoS {qos}, memory {use} %" for name, fleet, qos, use in body]
+    save(options, "fig14_15_long_run", rows, figure, note, *told)
 
 
 FIGURES = {"fig10": fig10, "fig14": fig14}

@@ -123,7 +123,7 @@ def fig16(options: Options) -> None:
             low, high = [min(v) for v in values], [max(v) for v in values]
             means = [float(np.mean(v)) for v in values]
             notes.append(
-                f"{group}, {point}: {variant}, {seeds} seed(s): validation QoS {means[0]:.3f} after "
+                f"{group}, {point}: {variant} x{seeds}: validation QoS {means[0]:.3f} after "
                 f"{steps[0]:,} steps, at most {max(means):.3f} after "
                 f"{steps[int(np.argmax(means))]:,}, {means[-1]:.3f} after {steps[-1]:,}"
             )
