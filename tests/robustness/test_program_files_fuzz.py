@@ -76,7 +76,7 @@ def checkpoint_damages(path: Path):
     for key in meta:
         yield f"no {key}", rebuilt(tensors, {k: v for k, v in meta.items() if k != key})
         junk = ["", "x", "[]", "3", "null", "{", "[" * 100_000, '{"no such field": 1}']
-        for text in junk if key not in ("step",) else []:
+        for text in junk if key not in ("step", "setting") else []:
             if not (key in ("args", "start", "setting") and text == junk[-1]):
                 yield f"{key} = {text[:20]}", rebuilt(tensors, meta | {key: text})
     name = max(tensors, key=lambda key: tensors[key].numel() if key != "law" else 0)
