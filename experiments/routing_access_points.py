@@ -88,7 +88,10 @@ def access_points(options: Options) -> None:
                 )  # fmt: skip
     heads = ["policy", "staleness_s", "access_points", "qos", "own_spread", "late_rate", "refused"]
     print_table("access points", heads, [[str(row[key]) for key in heads] for row in rows])
-    notes = [f"{RATE:g} requests/s in all, {total} requests an episode"]
+    notes = [
+        f"{RATE:g} requests/s in all, {total} requests an episode",
+        "the streams of several access points end at different times: a lighter end of the episode",
+    ]
     for name in makers:
         for age in STALENESS_S:
             own = [r for r in rows if r["policy"] == name and r["staleness_s"] == age]
@@ -119,13 +122,16 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
         layout="constrained",
     )  # fmt: skip
     names = list(dict.fromkeys(row["policy"] for row in rows))
+    thin = {"color": "tan", "linewidth": 1.2, "marker": "x", "markersize": 4, "zorder": 2}
+    shipped = [name for name in names if name != "power_of_two"]
     for axis, age in zip(axes[0], STALENESS_S, strict=True):
         for name in names:
             own = [r for r in rows if r["policy"] == name and r["staleness_s"] == age]
             qos = np.array([(row["qos"], row["qos_low"], row["qos_high"]) for row in own]).T
             bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
             at = [row["access_points"] for row in own]
-            axis.errorbar(at, qos[0], bars, capsize=2, label=name, **style(name, names))
+            look = style(name, shipped) if name in shipped else thin
+            axis.errorbar(at, qos[0], bars, capsize=2, label=name, **look)
         axis.set_xscale("log", base=2)
         counts = sorted({row["access_points"] for row in rows})
         axis.set_xticks(counts, [str(count) for count in counts])
