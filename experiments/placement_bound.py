@@ -154,7 +154,7 @@ def phases(options: Options) -> None:
     about = {"setting": setting(drift), "epochs": epochs, "annealing steps": STEPS}
     save(options, "bound_phases", rows, figure, *notes, about=about)
     print_table("Phases of drift", ["phase", "placement", "mean", "low", "high"],
-                [[r["phase"], r["placement"], *(f"{r[k]:.2f}" for k in
+                [[str(r["phase"]), r["placement"], *(f"{r[k]:.2f}" for k in
                   ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high"))]
                  for r in rows])  # fmt: skip
 
