@@ -53,23 +53,25 @@ def lessons(args: Any, folder: Path) -> dict[str, NDArray[Any]]:
     )
     # The same episodes in the view that the teacher reads and in the agent's.
     ids = [args.env_id.replace("Flat", ""), args.env_id]
-    told, seen = (
+    settings: dict[str, Any] = {"split": "train"} | kwargs
+    both: list[Any] = [
         gym.make_vec(
             name,
             num_envs=EPISODES,
             vectorization_mode="vector_entry_point",
             autoreset_mode=gym.vector.AutoresetMode.DISABLED,
-            **({"split": "train"} | kwargs),
+            **settings,
         )
         for name in ids
-    )
+    ]
+    told, seen = both
     seeds = [FIRST_SEED + i for i in range(EPISODES)]
     (dicts, info), (obs, _) = told.reset(seed=seeds), seen.reset(seed=seeds)
     teacher.reset(EPISODES, seed=0)
-    rng, sizes = np.random.default_rng(1), told.single_action_space.nvec  # pyright: ignore
+    rng, sizes = np.random.default_rng(1), told.single_action_space.nvec
     previous = np.zeros((EPISODES, len(sizes)), np.int64)
     rows: dict[str, list[NDArray[Any]]] = {k: [] for k in ("obs", "previous", "mask", "plan")}
-    for _ in track(range(told.unwrapped.problem.episode_requests), f"lessons of {args.teacher}"):  # pyright: ignore
+    for _ in track(range(told.unwrapped.problem.episode_requests), f"lessons of {args.teacher}"):
         plan = teacher.act(dicts, info["action_mask"])
         for key, value in zip(rows, (obs, previous, info["action_mask"], plan), strict=True):
             rows[key].append(value.copy())
