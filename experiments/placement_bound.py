@@ -89,7 +89,8 @@ def _start(scenario: str) -> Any:
     """The start of the shipped agent."""
     files = shipped("expert_placement")
     name = f"ppo_placement_{scenario}"
-    return load_policy(files[name if name in files else "ppo_placement"]).start
+    policy: Any = load_policy(files[name if name in files else "ppo_placement"])
+    return policy.start
 
 
 def phases(options: Options) -> None:
