@@ -145,7 +145,7 @@ def policies(options: Options) -> None:
             for name in names:
                 number = options.slow_episodes if name in SLOW else options.episodes
                 number = min(number, ALIKE) if preset == "seed" else number
-                here = {"model": model, "preset": preset, "policy": name}
+                here: dict[str, Any] = {"model": model, "preset": preset, "policy": name}
                 here["requests"] = options.requests
                 done = sum(all(e[key] == v for key, v in here.items()) for e in episodes)
                 for first in range(done, number, BLOCK):

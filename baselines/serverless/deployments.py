@@ -6,6 +6,9 @@ overheads, penalties and the reward's unit (the request's MIX cost) are those of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from servegym.baselines.protocol import BasePolicy, Observation
@@ -20,7 +23,7 @@ class Deployment(BasePolicy):
 
     def __init__(self, system: ServerlessSystem) -> None:
         self.parts = len(system.nvec)
-        self.env_kwargs = {"deployment": self.name}
+        self.env_kwargs: Mapping[str, Any] = {"deployment": self.name}
 
     def act(self, observation: Observation, action_mask: Mask) -> Actions:
         """See `Policy.act`; zeros, which the environment ignores.
