@@ -16,6 +16,7 @@ from pathlib import Path
 
 import gymnasium
 import mkdocs_gen_files
+from safetensors import safe_open
 
 import servegym
 from servegym.agents.checkpoint import AGENTS, shipped
@@ -141,12 +142,18 @@ def agents() -> list[dict[str, str]]:
         lines += ["", "## Options", "", *options(path), ""]
         for family in FAMILIES:
             for checkpoint, file in shipped(family).items():
-                if checkpoint.startswith(name):
+                if written_by(file) == name:
                     card = file.with_suffix(".md").read_text(encoding="utf-8")
                     lines += [f"## Checkpoint `{checkpoint}`", "", demoted(card), ""]
         write(f"agents/{name}.md", "\n".join(lines))
         nav.append({name: f"agents/{name}.md"})
     return nav
+
+
+def written_by(file: Path) -> str:
+    """The agent that a checkpoint names in its metadata."""
+    with safe_open(file, "np") as stream:
+        return stream.metadata()["agent"]
 
 
 def demoted(markdown: str) -> str:
@@ -236,7 +243,10 @@ def benchmarks() -> None:
         told, notes = record(path.with_suffix(".txt"))
         lines += [f"## {title}", "", f"{told['machine']}, {told['date']}", ""]
         lines += ["```sh", told["command"], "```", ""]
-        lines += ["| what | value | yardstick | ratio | goal |", "| --- | ---: | --- | ---: | --- |"]
+        lines += [
+            "| what | value | yardstick | ratio | goal |",
+            "| --- | ---: | --- | ---: | --- |",
+        ]
         for row in read_rows(path):
             value, of_it, ratio = (shown(row[key]) for key in ("value", "yardstick_value", "ratio"))
             met = {"True": ", met", "False": ", **missed**"}.get(str(row["met"]), "")
@@ -293,8 +303,13 @@ standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}, {"Fidelity": "fidelity.md"}]
 mkdocs_gen_files.config["nav"] = [
     {"servegym": "index.md"},
-    {"Tutorials": [*tutorials(), {"Other libraries": "interop.md"},
-                   {"More than one machine": "scaling.md"}]},
+    {
+        "Tutorials": [
+            *tutorials(),
+            {"Other libraries": "interop.md"},
+            {"More than one machine": "scaling.md"},
+        ]
+    },
     {"Environments": environments()},
     {"Agents": [*agents(), {"Metrics": "metrics.md"}]},
     {"Baselines": baselines()},
