@@ -124,7 +124,7 @@ def bench_vector(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]
     what, native = "64 environments, steps", rates["native"]
     cart = "CartPoleVectorEnv, steps", rates["cartpole"]
     same = "SyncVectorEnv of the same id, steps", rates["sync"]
-    about = {"systems": num_envs, "steps": steps, "repeats": repeats}
+    about: dict[str, Any] = {"systems": num_envs, "steps": steps, "repeats": repeats}
     return [
         row(what, native, "1/s", GOALS[what], cart, **about),
         row(what, native, "1/s", None, same, **about),
@@ -181,7 +181,7 @@ def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
         },
         repeats,
     )
-    about = {"systems": num_envs, "bytes": flat.size // num_envs}
+    about: dict[str, Any] = {"systems": num_envs, "bytes": flat.size // num_envs}
     flat_copy = "one flat copy of as many bytes", times["memcpy"]
     return [
         row("a step", times["step"], "ns", **about),
@@ -252,7 +252,7 @@ def bench_replay(requests: int, rate: float, repeats: int) -> list[dict[str, Any
         repeats,
     )
     sort = "sorting random numbers, numbers", rates.pop("sort")
-    about = {"requests": requests, "rate_per_s": rate, "repeats": repeats}
+    about: dict[str, Any] = {"requests": requests, "rate_per_s": rate, "repeats": repeats}
     return [row(f"replay, {k}, requests", x, "1/s", None, sort, **about) for k, x in rates.items()]
 
 

@@ -94,7 +94,12 @@ def environments(
     speeds = interleave({name: lambda run=run: timer(*run) for name, run in runs.items()}, repeats)
     for envs in {id(envs): envs for envs, _ in runs.values()}.values():
         envs.close()
-    about = {"model": model, "systems": num_envs, "outputs": OUTPUTS, "repeats": repeats}
+    about: dict[str, Any] = {
+        "model": model,
+        "systems": num_envs,
+        "outputs": OUTPUTS,
+        "repeats": repeats,
+    }
     yardstick = "steps of CartPoleVectorEnv", speeds.pop("cartpole")
     return [row(name, x, "1/s", GOALS.get(name), yardstick, **about) for name, x in speeds.items()]
 
@@ -146,7 +151,7 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
         slowest = max(slowest, float(np.quantile(times, 0.99)))
         for q in (50, 99):
             what, value = f"decision, {name}, p{q}", float(np.quantile(times, q / 100))
-            about = {"model": model, "requests": requests}
+            about: dict[str, Any] = {"model": model, "requests": requests}
             rows.append(row(what, [value], "ms", GOALS[what], yardstick, **about))
     envs.close()
     vectors = rng.normal(size=(PROMPTS, 384))
@@ -157,7 +162,7 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
     for k in range(100 + WARM_UP):
         taken.append(1e3 * seconds(lambda k=k: predictor.predict(vectors[k : k + 1])))
     p99 = float(np.quantile(taken[WARM_UP:], 0.99))
-    about = {"prompts": PROMPTS, **LARGE_DATA}
+    about: dict[str, Any] = {"prompts": PROMPTS, **LARGE_DATA}
     rows.append(row("prediction, sps, p99", [p99], "ms", None, yardstick, **about))
     what = "decision and prediction, slowest p99"
     rows.append(row(what, [slowest + p99], "ms", GOALS[what], yardstick, model=model))
@@ -179,7 +184,9 @@ def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
 
     embeddings = load_activations("gpt-oss-20b").embeddings["token"]
     found = times(embeddings, prompts, repeats, pam=False)[-1]
-    about = {name: found[name] for name in ("prompts", "alpha", "beta", "fork", "recall")}
+    about: dict[str, Any] = {
+        name: found[name] for name in ("prompts", "alpha", "beta", "fork", "recall")
+    }
     brute = "brute force on the same vectors"
     return [
         row("search of one prompt", [found["sps_one_us"]], "us", GOALS["search of one prompt"],

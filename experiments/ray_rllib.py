@@ -218,7 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     env_config = parse_settings(options.set)
     several = options.env_id in SEVERAL
     family = known_family(graph_id(options.env_id))
-    env = make_parallel(env_config) if several else gymnasium.make(options.env_id, **env_config)
+    env: Any = (
+        make_parallel(env_config) if several else gymnasium.make(options.env_id, **env_config)
+    )
+    servers = len(env.possible_agents) if several else 1
     env.close()
     checkpoint = options.checkpoint or options.out / options.name
     options.out.mkdir(parents=True, exist_ok=True)
@@ -231,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = train(ppo(options.env_id, env_config, options), options.iterations, checkpoint)
     if several and env_config.get("shared_reward"):  # every server is paid the reward of the whole
         for row in rows:
-            row["episode_return_mean"] /= len(env.possible_agents)
+            row["episode_return_mean"] /= servers
     found = compare(options.env_id, env_config, checkpoint, options.episodes)
     told = {key: value for key, value in env_config.items() if key != "shared_reward"}
     bar = evaluate(graph_id(options.env_id), ["random"], options.episodes,
