@@ -9,7 +9,9 @@ rest is what many requests at once cost (a longer queue of events, memory furthe
 Plans are made for the counts at the start of an episode of `edge_hetero`, 3 servers with 1,664
 experts.
 
-    python -m servegym.experiments.bench_placement --gpus 4 64 256
+    OMP_NUM_THREADS=1 servegym bench placement
+
+It writes ``bench.csv``, and ``bench_sizes.csv`` with the parts of a call's cost.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,21 @@ from servegym.envs.expert_placement.simulator import (
     uniform_placement,
 )
 from servegym.envs.workloads.activations import make_toy_activations
-from servegym.experiments.figure_run import machine, versions
-from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments import figure_run
+from servegym.experiments.benchmark import Goal, bench_options, report, seconds
+from servegym.experiments.benchmark import row as bench_row
+from servegym.experiments.output import print_table
 from servegym.hardware_profiles.script import run
 
 Row = dict[str, Any]
-GOAL = 2.0
+GROWTH = 2.0
 """What a call with 256 GPUs may cost, in calls with 4."""
+GOALS = {
+    "calls": Goal(">=", 8e6),
+    "growth": Goal(">=", 1 / GROWTH, "ratio"),
+    "largest": Goal("<", 30.0),
+    "exact": Goal("<", 500.0),
+}
 
 
 def filled_placement(cluster, seed=0):
@@ -56,7 +65,7 @@ def filled_placement(cluster, seed=0):
     return z.reshape(-1, cluster.layers, cluster.experts)
 
 
-def measure(name: str, messages: str, requests: int, seconds: float, seed: int = 0):
+def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0):
     """Rates a second of CPU time, the share of remote calls and the mean requests under way."""
     cluster = scenario_cluster(name, messages=messages)
     toy = make_toy_activations(
@@ -69,7 +78,7 @@ def measure(name: str, messages: str, requests: int, seconds: float, seed: int =
     count = requests * cluster.num_servers
     load = Requests(
         home=rng.integers(0, cluster.num_servers, count),
-        arrival=np.cumsum(rng.exponential(seconds / cluster.num_servers, count)),
+        arrival=np.cumsum(rng.exponential(gap_s / cluster.num_servers, count)),
         prompt=rng.integers(0, len(toy.tokens), count),
         outputs=np.full(count, 20),
         offset=rng.integers(0, 1 << 16, count),
@@ -106,10 +115,10 @@ def decomposition(messages: str, small: Row, quiet: Row, large: Row) -> str:
     )
     factors = [f"{after[key] / before[key]:.2f} ({what})" for before, after, key, what in steps]
     total = large["ns_per_call"] / small["ns_per_call"]
-    reached = "reached" if total <= GOAL else f"missed by {100 * (total / GOAL - 1):.0f} %"
+    reached = "reached" if total <= GROWTH else f"missed by {100 * (total / GROWTH - 1):.0f} %"
     return (
         f"{messages}, {small['gpus']} to {large['gpus']} GPUs: a call costs {total:.2f} x = "
-        f"{' x '.join(factors)}; goal {GOAL:g} x {reached}"
+        f"{' x '.join(factors)}; goal {GROWTH:g} x {reached}"
     )
 
 
@@ -161,8 +170,56 @@ def largest_case() -> tuple[int, float, float]:
     return int(system.kpis()["requests"]), spent[0], spent[1]
 
 
+def sizes(gpus: Sequence[int], requests: int, gap_s: float) -> tuple[list[Row], list[str]]:
+    """Rates by size of the cluster, and what a call costs more in the largest in words.
+
+    Args:
+        gpus: Sizes, a key of `SCALES` each.
+        requests: Requests of each server, or more.
+        gap_s: Mean seconds between the arrivals at a server.
+    """
+    rows: list[Row] = []
+    notes = []
+    least, most = min(gpus), max(gpus)
+    # The largest again, as many requests under way as in the smallest at most.
+    points = [(size, 1.0) for size in gpus] + [(most, most / least)]
+    for messages in ("per_server", "per_expert"):
+        own = []
+        for size, slower in points:
+            name = f"scale_{size}"
+            servers = scenario_cluster(name).num_servers
+            each = max(requests, 600 // servers)
+            gap = gap_s * slower
+            row = {"messages": messages, "gpus": size, "gap_s": gap, "requests": each * servers}
+            own.append(row | measure(name, messages, each, gap))
+        rows += own
+        if most > least:
+            by_size = {row["gpus"]: row for row in own[:-1]}
+            notes.append(decomposition(messages, by_size[least], own[-1], by_size[most]))
+    return rows, notes
+
+
+def summary(rows: Sequence[Row]) -> list[Row]:
+    """The rows of `sizes` beside their yardsticks: a sort, and the smallest cluster."""
+    numbers = np.random.default_rng(0).random(1_000_000)
+    sorts = [len(numbers) / seconds(lambda: np.sort(numbers)) for _ in range(9)]
+    found = []
+    for messages in ("per_server", "per_expert"):
+        own = {row["gpus"]: row for row in reversed(rows) if row["messages"] == messages}
+        least, most = own[min(own)], own[max(own)]
+        what = "expert calls, {messages}, {gpus} GPUs"
+        rate = [least["calls_per_s"]]
+        sort = "sorting random numbers, numbers", sorts
+        found.append(bench_row(what.format(**least), rate, "1/s", GOALS["calls"], sort))
+        if most is not least:
+            small = what.format(**least), rate
+            rate = [most["calls_per_s"]]
+            found.append(bench_row(what.format(**most), rate, "1/s", GOALS["growth"], small))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables, and save them if told to.
+    """Run the benchmark, print it and write ``bench.csv`` and ``bench_sizes.csv``.
 
     Args:
         argv: The command line; ``sys.argv`` by default.
@@ -170,37 +227,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
-    parser.add_argument("--requests", type=int, default=60, help="of each server, or more")
-    parser.add_argument("--seconds", type=float, default=10.0, help="mean between arrivals")
-    parser.add_argument("--out", type=Path, help="folder to save the tables in")
-    arguments = parser.parse_args(argv)
-    rows: list[Row] = []
-    notes = []
-    for messages in ("per_server", "per_expert"):
-        own = []
-        # The largest again, as many requests under way as in the smallest at most.
-        share = max(arguments.gpus) / min(arguments.gpus)
-        points = [(gpus, 1.0) for gpus in arguments.gpus] + [(max(arguments.gpus), share)]
-        for gpus, slower in points:
-            name = f"scale_{gpus}"
-            servers = scenario_cluster(name).num_servers
-            each = max(arguments.requests, 600 // servers)
-            seconds = arguments.seconds * slower
-            row = {"messages": messages, "gpus": gpus, "gap_s": seconds, "requests": each * servers}
-            own.append(row | measure(name, messages, each, seconds))
-        rows += own
-        if share > 1:
-            by_size = {row["gpus"]: row for row in own[:-1]}
-            notes.append(
-                decomposition(messages, by_size[min(by_size)], own[-1], by_size[max(by_size)])
-            )
-    requests, planning, simulating = largest_case()
-    notes.append(
-        f"Fig. 8a's largest case, 256 GPUs and {requests} requests: {planning:.1f} s to plan "
-        f"(eplb), {simulating:.1f} s to simulate"
-    )
+
+    def own(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--gpus", type=int, nargs="+", default=[4, 64, 256], choices=SCALES)
+        parser.add_argument("--requests", type=int, default=15, help="of each server, or more")
+        parser.add_argument("--seconds", type=float, default=10.0, help="mean between arrivals")
+
+    options = bench_options("placement", __doc__, argv, own)
+    gpus = options.gpus[:1] if options.quick else options.gpus
+    rows, notes = sizes(gpus, options.requests, options.seconds)
     header = ["messages", "GPUs", "s between requests", "under way", "M calls/s", "requests/s",
               "remote calls", "events/call", "ns/call", "ns/event"]  # fmt: skip
     cells = [
@@ -211,25 +246,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in rows
     ]  # fmt: skip
     print_table("Expert placement simulator, one core", header, cells, notes)
-    plans = planning_ms()
-    print_table(
-        "Planning for 3 servers and 1,664 experts, one core",
-        ["method", "median ms", "most ms"],
-        [[name, f"{np.median(ms):.1f}", f"{max(ms):.1f}"] for name, ms in plans.items()],
-        ["proxy_optimum: the exact linear program of Eq. 2"],
-    )
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        write_csv(arguments.out / "bench_placement.csv", rows)
-        command = f"python -m servegym.experiments.bench_placement --requests {arguments.requests}"
-        told = {"command": command, **machine(), **versions()}
-        lines = [f"{key}: {value}" for key, value in told.items()]
-        lines += [
-            f"planning, {name}: median {np.median(ms):.1f} ms, most {max(ms):.1f} ms"
-            for name, ms in plans.items()
-        ]
-        lines += [f"note: {note}" for note in notes]
-        write_text(arguments.out / "bench_placement.txt", "\n".join(lines) + "\n")
+    figure_run.save(options, "bench_sizes", rows, None, *notes)
+    found = summary(rows)
+    if not options.quick:
+        count, planning, simulating = largest_case()
+        what = f"256 GPUs, {count} requests"
+        found.append(bench_row(f"{what}, plan of eplb", [planning], "s"))
+        found.append(bench_row(f"{what}, simulation", [simulating], "s", GOALS["largest"]))
+    for name, taken in planning_ms(1 if options.quick else 3).items():
+        goal = GOALS["exact"] if name == "proxy_optimum" else None
+        found.append(bench_row(f"plan of {name}, 3 servers, 1,664 experts", taken, "ms", goal))
+    report(options, found, *notes)
     return 0
 
 

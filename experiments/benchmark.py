@@ -57,7 +57,7 @@ class Goal:
     of: str = "value"
 
     def __str__(self) -> str:
-        return f"{self.sign} {self.bound:,g}" + (" x" if self.of == "ratio" else "")
+        return f"{self.sign} {self.bound:,.10g}" + (" x" if self.of == "ratio" else "")
 
 
 def seconds(work: Callable[[], object]) -> float:
