@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servegym.agents.checkpoint import shipped
+from servegym.agents.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs._checks import choose
 from servegym.envs.workloads.errors import MalformedFileError
@@ -82,7 +82,10 @@ def policies_for(point: Point, quick: bool = False) -> list[str]:
     """Every baseline (aliases left out) and shipped checkpoint of a point's family."""
     family = known_family(point.env_id).name
     names = [info.name for info in list_policies(family) if info.alias_of is None]
-    return [name for name in names if not (quick and name in SLOW)] + list(shipped(family))
+    trained = list(shipped(family))
+    if family == "expert_placement":  # the agent's name takes the file of the cluster
+        trained = [name for name in trained if name in AGENTS]
+    return [name for name in names if not (quick and name in SLOW)] + trained
 
 
 def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
