@@ -56,7 +56,7 @@ def real(argument: str, given: Any, low: float, high: float = LARGEST, open_low=
     least = low + TINY if open_low else low
     if not math.isfinite(value) or not least <= value <= high or (open_low and value == low):
         lower = f"above {low:g}" if open_low else f"at least {low:g}"
-        upper = "" if high == LARGEST else f" and at most {high:g}"
+        upper = f" and at most {high:g}" if high != LARGEST or value > high else ""
         raise ValueError(f"{argument}={given!r} must be a finite number {lower}{upper}.")
     return value
 
