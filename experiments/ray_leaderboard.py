@@ -10,19 +10,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.experiments.leaderboard import Point, measure
+from servegym.experiments.leaderboard import measure
 from servegym.experiments.ray_cluster import cluster, run_jobs
 
 __all__ = ["measured"]
 
 
 def measured(
-    jobs: Sequence[tuple[Point, str]], quick: bool, ray: str
+    jobs: Sequence[tuple[Any, str]], quick: bool, ray: str
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows of policies at points.
 
     Args:
-        jobs: A point, and the name of a policy or the path of a checkpoint or ``.py`` file.
+        jobs: A `leaderboard.Point`, and the name of a policy or the path of a checkpoint or ``.py`` file.
         quick: As `leaderboard.measure`.
         ray: See `ray_cluster.check_ray`.
 
@@ -35,7 +35,7 @@ def measured(
         yield from run_jobs(_measure, tasks, names)
 
 
-def _content(point: Point, policy: str) -> bytes | None:
+def _content(point: Any, policy: str) -> bytes | None:
     """The file that a guest is made from; a name of the family comes first, as in `measure`."""
     from servegym.experiments.leaderboard import policies_for
 
@@ -44,7 +44,7 @@ def _content(point: Point, policy: str) -> bytes | None:
     return None if known else path.read_bytes()
 
 
-def _measure(point: Point, policy: str, quick: bool, content: bytes | None) -> dict[str, Any]:
+def _measure(point: Any, policy: str, quick: bool, content: bytes | None) -> dict[str, Any]:
     """A job."""
     if content is None:
         return measure(point, policy, quick)
