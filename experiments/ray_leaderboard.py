@@ -22,7 +22,7 @@ def measured(
     """Rows of policies at points.
 
     Args:
-        jobs: A `leaderboard.Point`, and the name of a policy or the path of a checkpoint or ``.py`` file.
+        jobs: A `leaderboard.Point`, and a policy: a name, or a checkpoint's or ``.py`` file's path.
         quick: As `leaderboard.measure`.
         ray: See `ray_cluster.check_ray`.
 
