@@ -1,7 +1,5 @@
 """PPO over the graph: masks, the start, advantages by hand, runs, resuming, checkpoints."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,8 @@ from servegym.agents.common import Foresight, make_envs  # noqa: E402
 from servegym.agents.han import Layout  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+
+from .runs import assert_goes_on, lines  # noqa: E402
 
 
 def tiny(tmp_path, **changes):
@@ -33,12 +33,6 @@ def tiny(tmp_path, **changes):
         "set": ("num_experts=3", "episode_requests=50"),
     }
     return ppo_han.Args(**(settings | changes))
-
-
-def lines(run):
-    """The log without what the clock decides."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "charts/SPS"} for row in rows]
 
 
 def an_agent(encoder="han", **changes):
@@ -130,22 +124,7 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
 
 
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
-    whole = lines(ppo_han.train(tiny(tmp_path, run_name="whole", encoder="sets")))
-    snapshot = ppo_han.snapshot
-
-    def killed(path, **content):
-        snapshot(path, **content)
-        raise KeyboardInterrupt
-
-    args = tiny(tmp_path, run_name="cut", encoder="sets", checkpoint_every=256)
-    monkeypatch.setattr(ppo_han, "snapshot", killed)
-    with pytest.raises(KeyboardInterrupt):
-        ppo_han.train(args)
-    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
-        file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-    monkeypatch.setattr(ppo_han, "snapshot", snapshot)
-    args.resume = True
-    assert lines(ppo_han.train(args)) == whole
+    assert_goes_on(ppo_han, tiny, tmp_path, monkeypatch, 256, encoder="sets")
 
 
 def test_wrong_arguments_are_refused(tmp_path):

@@ -1,7 +1,5 @@
 """RPI: labels against the clairvoyant rollout, candidates, weights, a fit with a known answer."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -16,6 +14,8 @@ from servegym.agents.han import Layout  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.rollout import Rollout  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+
+from .runs import assert_goes_on, lines  # noqa: E402
 
 
 def tiny(tmp_path, **changes):
@@ -33,12 +33,6 @@ def tiny(tmp_path, **changes):
         "set": ("num_experts=3", "episode_requests=50"),
     }
     return rpi.Args(**(settings | changes))
-
-
-def lines(run):
-    """The log without what the clock decides."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "charts/SPS"} for row in rows]
 
 
 def played(args, count, steps):
@@ -148,22 +142,7 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path, encoder):
 
 
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
-    whole = lines(rpi.train(tiny(tmp_path, run_name="whole")))
-    snapshot = rpi.snapshot
-
-    def killed(path, **content):
-        snapshot(path, **content)
-        raise KeyboardInterrupt
-
-    args = tiny(tmp_path, run_name="cut", checkpoint_every=32)
-    monkeypatch.setattr(rpi, "snapshot", killed)
-    with pytest.raises(KeyboardInterrupt):
-        rpi.train(args)
-    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
-        file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-    monkeypatch.setattr(rpi, "snapshot", snapshot)
-    args.resume = True
-    assert lines(rpi.train(args)) == whole
+    assert_goes_on(rpi, tiny, tmp_path, monkeypatch, 32)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The discrete SAC: losses by hand, replay, determinism, resuming, checkpoints, arguments."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -19,6 +17,8 @@ from servegym.agents.han import held_score  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.baselines.protocol import Policy  # noqa: E402
+
+from .runs import assert_goes_on, lines  # noqa: E402
 
 
 def tiny(tmp_path, **changes):
@@ -39,12 +39,6 @@ def tiny(tmp_path, **changes):
         "set": ("num_experts=3", "episode_requests=30"),
     }
     return sac_han.Args(**(settings | changes))
-
-
-def lines(run):
-    """The log without what the clock decides."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "charts/SPS"} for row in rows]
 
 
 # ---------------------------------------------------------------------------------- the losses
@@ -284,23 +278,7 @@ def test_one_seed_one_log_and_another_seed_another(tmp_path):
 
 
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
-    whole = lines(sac_han.train(tiny(tmp_path, run_name="whole")))
-    snapshot = sac_han.snapshot
-
-    def killed(path, **content):
-        snapshot(path, **content)
-        raise KeyboardInterrupt
-
-    args = tiny(tmp_path, run_name="cut", checkpoint_every=240)
-    monkeypatch.setattr(sac_han, "snapshot", killed)
-    with pytest.raises(KeyboardInterrupt):
-        sac_han.train(args)
-    log = tmp_path / "cut" / "metrics.jsonl"
-    with open(log, "a") as file:
-        file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-    monkeypatch.setattr(sac_han, "snapshot", snapshot)
-    args.resume = True
-    assert lines(sac_han.train(args)) == whole
+    assert_goes_on(sac_han, tiny, tmp_path, monkeypatch, 240)
 
 
 @pytest.mark.parametrize(
