@@ -21,6 +21,7 @@ from safetensors import safe_open
 import servegym
 from servegym.agents.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import FAMILIES, list_policies
+from servegym.experiments.benchmark import short
 from servegym.experiments.evaluate import known_family
 from servegym.experiments.leaderboard import read_board, write_page
 from servegym.experiments.output import read_rows
@@ -46,13 +47,6 @@ def write(path: str, text: str) -> None:
     """One page."""
     with mkdocs_gen_files.open(path, "w") as stream:
         stream.write(text.rstrip() + "\n")
-
-
-def shown(number: object) -> str:
-    """A number of a table, short."""
-    if not isinstance(number, int | float):
-        return ""
-    return f"{number:,.0f}" if abs(number) >= 1e4 else f"{number:.4g}"
 
 
 def fenced(text: str) -> str:
@@ -246,7 +240,7 @@ def benchmarks() -> None:
             "| --- | ---: | --- | ---: | --- |",
         ]
         for row in read_rows(path):
-            value, of_it, ratio = (shown(row[key]) for key in ("value", "yardstick_value", "ratio"))
+            value, of_it, ratio = (short(row[key]) for key in ("value", "yardstick_value", "ratio"))
             met = {"True": ", met", "False": ", **missed**"}.get(str(row["met"]), "")
             against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
             lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} "

@@ -88,9 +88,7 @@ def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0
     best = np.inf
     for _ in range(3):  # the first one compiles
         simulator.begin(load, placement)
-        start = time.process_time()
-        simulator.run()
-        best = min(best, time.process_time() - start)
+        best = min(best, seconds(simulator.run))
     meta = simulator.state.meta[0]
     remote = int(simulator.state.server["all_remote_calls"].sum()) / int(meta["calls"])
     calls, events = int(meta["calls"]), int(meta["events"])
@@ -144,10 +142,9 @@ def planning_ms(episodes: int = 3, scenario: str = "edge_hetero") -> dict[str, l
         system.begin(np.random.default_rng(max(seed, 0)))
         counts = system.counts().astype(np.float64)
         for name, method in methods.items():
-            start = time.process_time()
-            method(counts)
+            taken = seconds(lambda method=method, counts=counts: method(counts))
             if seed >= 0:
-                spent[name].append(1e3 * (time.process_time() - start))
+                spent[name].append(1e3 * taken)
     return spent
 
 

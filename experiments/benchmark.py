@@ -20,7 +20,16 @@ from typing import Any
 from servegym.experiments import figure_run
 from servegym.experiments.output import print_table
 
-__all__ = ["BenchOptions", "Goal", "bench_options", "interleave", "report", "row", "seconds"]
+__all__ = [
+    "BenchOptions",
+    "Goal",
+    "bench_options",
+    "interleave",
+    "report",
+    "row",
+    "seconds",
+    "short",
+]
 
 SIGNS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -151,7 +160,10 @@ def bench_options(
     return options
 
 
-def _short(value: Any) -> str:
+def short(value: float | str) -> str:
+    """A number of a table; nothing for a missing one."""
+    if isinstance(value, str):
+        return value
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
@@ -163,10 +175,10 @@ def report(options: BenchOptions, rows: Sequence[Mapping[str, Any]], *notes: str
         [
             [
                 r["what"],
-                _short(r["value"]),
+                short(r["value"]),
                 r["unit"],
                 r["yardstick"],
-                *(_short(r[key]) if r[key] != "" else "" for key in ("yardstick_value", "ratio")),
+                *(short(r[key]) for key in ("yardstick_value", "ratio")),
                 r["goal"],
                 {True: "yes", False: "NO"}.get(r["met"], ""),
             ]
@@ -174,7 +186,7 @@ def report(options: BenchOptions, rows: Sequence[Mapping[str, Any]], *notes: str
         ],
     )
     missed = [
-        f"{r['what']}: {_short(r['ratio' if r['goal'].endswith('x') else 'value'])} ({r['goal']})"
+        f"{r['what']}: {short(r['ratio' if r['goal'].endswith('x') else 'value'])} ({r['goal']})"
         for r in rows
         if r["met"] is False
     ]
