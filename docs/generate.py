@@ -22,6 +22,8 @@ import servegym
 from servegym.agents.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import FAMILIES, list_policies
 from servegym.experiments.benchmark import short
+from servegym.experiments.claims import HEADINGS
+from servegym.experiments.claims import lines as claim_lines
 from servegym.experiments.evaluate import known_family
 from servegym.experiments.leaderboard import read_board, write_page
 from servegym.experiments.output import read_rows
@@ -184,26 +186,66 @@ def record(path: Path) -> tuple[dict[str, str], list[str]]:
     return dict(told), [line[6:] for line in lines if line.startswith("note: ")]
 
 
+MANY = 8
+"""A result with more notes than this shows them folded."""
+
+
+def named(stem: str) -> str:
+    """A heading for a result: ``fig12_rate`` is Figure 12: rate, ``policies`` is Policies."""
+    match = re.match(r"(fig|table)([\d_]*\d[a-z]?)_(.+)", stem)
+    if match is None:
+        return stem.replace("_", " ").capitalize()
+    kind = {"fig": "Figure", "table": "Table"}[match[1]]
+    number = "/".join(part.lstrip("0") for part in match[2].split("_"))
+    return f"{kind} {number}: {match[3].replace('_', ' ')}"
+
+
+def place(path: Path) -> tuple[int, int, str]:
+    """Order of the results: figures and tables as in the paper, then what goes beyond it."""
+    match = re.match(r"(fig|table)(\d+)", path.stem)
+    if match is None:
+        return 2, 0, path.stem
+    return int(match[1] == "table"), int(match[2]), path.stem
+
+
+def claims(family: str) -> list[str]:
+    """The paper's claims beside ours."""
+    rule = (
+        "From the tables below (`servegym claims`). A figure in percent *agrees* within a factor "
+        "of two of the paper's, or from there on where it says *at least*; other claims agree "
+        "where they hold in all cases looked at."
+    )
+    table = ["## The paper's claims", "", rule, ""]
+    table += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
+    bold = {"disagrees": "**disagrees**", "in part": "**in part**"}
+    for *told, verdict in claim_lines(family):
+        cells = [cell.replace("|", "\\|") for cell in (*told, bold.get(verdict, verdict))]
+        table.append("| " + " | ".join(cells) + " |")
+    return [*table, ""]
+
+
 def results() -> list[dict[str, str]]:
     """A page a family of results: picture, what it says, the command."""
     nav = []
     for family, title in RESULT_TITLES.items():
-        found = [path for path in sorted((RESULTS / family).glob("*.txt")) if path.stem != "bench"]
-        lines = [f"# Results: {title}", "", "Each is one command; the rows are in the CSV of the "
-                 f"same name in `experiments/results/{family}`.", ""]  # fmt: skip
-        for path in found:
+        found = [path for path in (RESULTS / family).glob("*.txt") if path.stem[:5] != "bench"]
+        lines = [f"# Results: {title}", "", *claims(family)]
+        for path in sorted(found, key=place):
             told, notes = record(path)
-            lines += [f"## {path.stem}", ""]
+            lines += [f"## {named(path.stem)}", ""]
             image = path.with_suffix(".png")
             if image.exists():
                 with mkdocs_gen_files.open(f"results/{family}/{image.name}", "wb") as stream:
                     stream.write(image.read_bytes())
                 lines += [f"![{path.stem}]({family}/{image.name})", ""]
-            lines += [f"- {note}" for note in notes]
+            if len(notes) > MANY:
+                lines += [f'??? note "What it says ({len(notes)} notes)"', ""]
+            lines += ["    " * (len(notes) > MANY) + f"- {note}" for note in notes]
             if "command" in told:
                 lines += ["", "```sh", told["command"], "```"]
             where = ", ".join(told[key] for key in ("machine", "date") if key in told)
-            lines += ["", where, ""]
+            rows = f"`experiments/results/{family}/{path.stem}.csv`"
+            lines += ["", f"{rows}; {where}", ""]
         write(f"results/{family}.md", "\n".join(lines))
         nav.append({title: f"results/{family}.md"})
     return nav
@@ -294,7 +336,7 @@ hardware()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}, {"Fidelity": "fidelity.md"}]
 mkdocs_gen_files.config["nav"] = [
-    {"servegym": "index.md"},
+    {"Home": "index.md"},
     {
         "Tutorials": [
             *tutorials(),

@@ -449,6 +449,15 @@ def leaderboard(context: typer.Context) -> None:
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)
 @_clear_errors
+def claims(context: typer.Context) -> None:
+    """Print the papers' claims beside what the kept results say of them."""
+    from servegym.experiments import claims as table
+
+    raise typer.Exit(table.main(context.args))
+
+
+@app.command(context_settings=_HANDED_ON, add_help_option=False)
+@_clear_errors
 def bench(context: typer.Context) -> None:
     """Measure speed and its yardsticks: routing (default), serverless or placement."""
     import importlib

@@ -153,8 +153,9 @@ def print_table(
     rows: Sequence[Sequence[str]],
     notes: Sequence[str] = (),
     file: TextIO | None = None,
+    left: int = 1,
 ) -> None:
-    """Print a table, the first column left and the others right aligned.
+    """Print a table, the first columns left and the others right aligned.
 
     Args:
         title: Line above the table.
@@ -162,6 +163,7 @@ def print_table(
         rows: Cells, one sequence a row.
         notes: Lines below the table.
         file: Where to print, standard output by default.
+        left: How many columns are left aligned.
     """
     try:
         from rich import box
@@ -169,7 +171,7 @@ def print_table(
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        _print_plain(title, columns, rows, notes, file)
+        _print_plain(title, columns, rows, notes, file, left)
         return
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
@@ -178,7 +180,7 @@ def print_table(
     table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(
-            Text(column), justify="left" if index == 0 else "right", no_wrap=index == 0
+            Text(column), justify="left" if index < left else "right", no_wrap=index == 0
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
@@ -193,12 +195,13 @@ def _print_plain(
     rows: Sequence[Sequence[str]],
     notes: Sequence[str],
     file: TextIO | None,
+    left: int,
 ) -> None:
     widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         return "  ".join(padded).rstrip()

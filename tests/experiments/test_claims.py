@@ -1,0 +1,83 @@
+"""The claims table: its rule, its readings of small tables, and that it fits the kept results."""
+
+import pytest
+
+from servegym.experiments import claims
+from servegym.experiments.claims import CLAIMS, FAMILIES, OPEN, findings, judge, main
+from servegym.experiments.output import write_csv
+
+
+@pytest.mark.parametrize(
+    "ours, paper, least, verdict",
+    [
+        (20.0, 20.0, False, "agrees"),
+        (10.0, 20.0, False, "agrees"),
+        (9.9, 20.0, False, "same direction"),
+        (40.1, 20.0, False, "same direction"),
+        (-5.0, 20.0, False, "disagrees"),
+        (0.0, 20.0, False, "disagrees"),
+        (-12.0, -19.0, False, "agrees"),
+        (19.9, 20.0, True, "same direction"),
+        (90.0, 20.0, True, "agrees"),
+    ],
+)
+def test_rule(ours: float, paper: float, least: bool, verdict: str) -> None:
+    assert judge(ours, paper, least) == verdict
+
+
+def rows(policies: dict[str, float], point: str, fleet: str) -> list[dict]:
+    return [
+        {"policy": name, "point": point, "profiles": fleet, "qos": qos, "latency_ms_per_token": 20}
+        for name, qos in policies.items()
+    ]
+
+
+def claim(place: str, source: str) -> claims.Claim:
+    return next(c for c in CLAIMS if c.place == place and c.source == source)
+
+
+def test_the_worst_point_decides_and_an_undertrained_reference_leaves_it_open(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    fair = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.68}
+    poor = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.55}
+    weak = {"shortest_queue": 0.6, "baseline_rl": 0.5, "sac_han": 0.70}
+    table = rows(fair, "a", "one") + rows(poor, "b", "one")
+    table += rows(fair, "c", "two") + rows(weak, "d", "two") + rows({"random": 0.1}, "e", "three")
+    write_csv(tmp_path / "routing" / "fig12_rate.csv", table)
+    one, two, three = findings(claim("Fig. 12", "fig12_rate"), tmp_path)
+    assert one == ("one", "+10.0 to +36.0 % at 2 points", "same direction")
+    assert two.verdict == OPEN and "at 1 the reference is below shortest_queue" in two.here
+    assert three == ("three", "not trained here", OPEN)
+
+
+def test_a_saving_counts_where_the_intervals_are_apart(tmp_path) -> None:
+    (tmp_path / "serverless").mkdir()
+    bills = {"cpu": (9, 10), "gpu": (8, 9), "fetch": (7, 8), "mix": (4.9, 6),
+             "remoe": (4, 5), "remoe_cost": (2, 3)}  # fmt: skip
+    table = [
+        {"model": "m", "gpu": "eager", "n_out": 200, "method": name, "usd_per_1000_low": low,
+         "usd_per_1000_high": high, "usd_per_1000": (low + high) / 2}
+        for name, (low, high) in bills.items()
+    ]  # fmt: skip
+    write_csv(tmp_path / "serverless" / "fig09_cost.csv", table)
+    remoe, cost = findings(claim("Fig. 9", "fig09_cost"), tmp_path)
+    assert (remoe.verdict, cost.verdict) == ("in part", "agrees")
+    assert cost.here == "54 to 74 % less"
+
+
+def test_without_results_every_claim_is_open(tmp_path) -> None:
+    assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {OPEN}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_results_answer_every_claim(family: str, capsys) -> None:
+    for one in (c for c in CLAIMS if c.family == family):
+        assert findings(one), one
+    assert main([family]) == 0
+    printed = capsys.readouterr().out
+    assert FAMILIES[family] in printed and "agrees" in printed
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(ValueError, match=r"family='placment' is unknown.*placement"):
+        main(["placment"])
