@@ -191,10 +191,7 @@ def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         told = f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         lines += [f"## {point.name}", "", f"`{point.env_id}` with {told}.", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
-        for row in own:  # an interval stays on one line
-            cells = (cell.replace(" ", "\N{NO-BREAK SPACE}") for cell in _cells(row, point))
-            lines.append("| " + " | ".join(cells) + " |")
-        lines.append("")
+        lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
     write_text(path, "\n".join(lines))
 
 
