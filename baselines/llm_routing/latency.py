@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
+from servegym.envs._jit import jit
 
 Floats = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ class Estimate:
     work_s: Floats
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _line(x: float, grid: Floats, values: Floats) -> float:
     """Piecewise linear interpolation, end slopes beyond the grid."""
     low, high = 0, grid.size - 2
@@ -56,7 +56,7 @@ def _line(x: float, grid: Floats, values: Floats) -> float:
     return values[low] + fraction * (values[low + 1] - values[low])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _play(
     count: int,
     running: int,
@@ -146,7 +146,7 @@ def _play(
                     done[i] += steps
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _estimate(
     request: Floats,
     running: Floats,

@@ -9,10 +9,11 @@ of E experts on G GPUs is a table ``slot`` (G, S) of expert numbers, of which GP
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from servegym.envs._jit import jit
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def pack(weight, packs):
     """Heaviest first, each to the lightest pack that is not full; equal numbers a pack.
 
@@ -38,7 +39,7 @@ def pack(weight, packs):
     return place
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def replicate(weight, extra, limit):
     """Give each extra slot to the expert with the heaviest replicas.
 
@@ -64,7 +65,7 @@ def replicate(weight, extra, limit):
     return copies
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def eplb_published(loads, groups, nodes, out):
     """The published algorithm: groups to nodes, replicas in a node, replicas to its GPUs.
 
@@ -108,7 +109,7 @@ def eplb_published(loads, groups, nodes, out):
                 filled[g] += 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def gpu_loads(weight, slot, used, copies):
     """Load (G,) of each GPU."""
     load = np.zeros(used.size)
@@ -119,7 +120,7 @@ def gpu_loads(weight, slot, used, copies):
     return load
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def place_replicas(weight, quota, slot, used, on, copies):
     """Replicas to GPUs, never two of an expert on one, and no slot left free that could be used.
 
@@ -156,7 +157,7 @@ def place_replicas(weight, quota, slot, used, on, copies):
     fill_free(weight, quota, slot, used, on, copies)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def fill_free(weight, quota, slot, used, on, copies):
     """Free slots, lightest GPU first, take the missing expert with the heaviest replicas.
 
@@ -186,7 +187,7 @@ def fill_free(weight, quota, slot, used, on, copies):
         on[best, e] = True
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def refine(weight, quota, slot, used, on, copies, budget):
     """Lower the heaviest GPU's load by the best change per loaded expert, until none helps.
 
@@ -279,7 +280,7 @@ def refine(weight, quota, slot, used, on, copies, budget):
     return moves
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def balance_layers(loads, quota, node, home, budget, on):
     """Balance every layer on its own, from nothing or from a placement.
 
@@ -330,7 +331,7 @@ def balance_layers(loads, quota, node, home, budget, on):
     return total
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def fill_layers(loads, quota, on):
     """`fill_free` over all GPUs of every layer.
 
@@ -359,7 +360,7 @@ def fill_layers(loads, quota, on):
 WEIGHT, PROMPT, DECODES, ROUND_TRIP, TOKEN, MESSAGE, TARGETS = range(7)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def layer_cost(par, any_share, volume, hits):
     """Estimated seconds that one layer's remote calls add to a server's requests.
 
@@ -385,7 +386,7 @@ def layer_cost(par, any_share, volume, hits):
     return par[WEIGHT] * (prefill + par[DECODES] * decode)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def missing_of(row, held, targets):
     """Remote messages of a token whose experts are ``row`` where ``held`` are local (masks)."""
     left = row & ~held
@@ -396,7 +397,7 @@ def missing_of(row, held, targets):
     return number
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def remote_share(rows, hit, held, targets):
     """What the tokens of one layer of a server need that is not there.
 
@@ -423,14 +424,14 @@ def remote_share(rows, hit, held, targets):
     return some / rows.size, total / rows.size, hits
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def cost_of(par, rows, hit, held):
     """`layer_cost` of one layer of a server, see `remote_share`; par: float64 (7,)."""
     some, total, hits = remote_share(rows, hit, held, par[TARGETS])
     return layer_cost(par, some, total, hits)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def prefix_costs(par, rows, hit, order):
     """Cost of each layer of a server if it holds its c first experts, c = 0..E.
 
@@ -454,7 +455,7 @@ def prefix_costs(par, rows, hit, order):
     return costs
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def knapsack(costs, cap):
     """Choose c_l with sum c_l = cap and the least sum of costs[l, c_l], exactly.
 
@@ -486,7 +487,7 @@ def knapsack(costs, cap):
     return out
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def anneal(par, rows, hit, held, cost, steps, hot, cold, seed):
     """Simulated annealing over exchanges that keep memory and coverage.
 
@@ -571,7 +572,7 @@ def anneal(par, rows, hit, held, cost, steps, hot, cold, seed):
     return cost.sum()
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def descend(par, rows, hit, held, cap, budget):
     """Best-improvement search: one server adds an expert and, if it is full, drops another.
 

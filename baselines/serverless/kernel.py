@@ -10,14 +10,15 @@ of the vectors that are laid out leaf by leaf.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from servegym.envs._jit import jit
 
 MEDOID, PARENT, FIRST, COUNT, START, STOP = range(6)
 
 # ------------------------------------------------------------------------------------- replicas
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _place(jobs, order, z, load, replica):
     """LPT of one row of jobs ``(K,)`` in falling ``order``; jobs of 0 stay where they are."""
     load[:z] = 0.0
@@ -33,7 +34,7 @@ def _place(jobs, order, z, load, replica):
         replica[k] = least
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def lpt(jobs, z):
     """Replica of each job, int64 ``(K,)``: jobs by falling time, each to the least loaded.
 
@@ -48,7 +49,7 @@ def lpt(jobs, z):
     return replica
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def lpt_rows(jobs, z_max):
     """:func:`lpt` of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``."""
     replica = np.zeros((jobs.shape[0], z_max, jobs.shape[1]), np.int8)
@@ -60,7 +61,7 @@ def lpt_rows(jobs, z_max):
     return replica
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def spread(jobs, body, z_max):
     """Rows of jobs on 1..z_max replicas by LPT.
 
@@ -94,7 +95,7 @@ def spread(jobs, body, z_max):
     return slowest, invoked, largest
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def busiest(replica, weight):
     """Largest sum of weights on a replica.
 
@@ -121,7 +122,7 @@ def busiest(replica, weight):
 # ------------------------------------------------------------------------------- similar prompts
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def descend(query, nodes, medoids, near):
     """Leaf that a query ``(d,)`` reaches by the most similar medoid of each level.
 
@@ -139,7 +140,7 @@ def descend(query, nodes, medoids, near):
     return node
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def find_leaves(queries, nodes, medoids):
     """Leaf of each query: float32 ``(Q, d)`` -> int64 ``(Q,)``."""
     near = np.empty(nodes.shape[0], np.float32)
@@ -149,7 +150,7 @@ def find_leaves(queries, nodes, medoids):
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _rank(query, vectors, start, stop, near, prompts, similarity, held):
     """Merge the rows ``start .. stop - 1`` into the ``held`` best so far, largest first."""
     np.dot(vectors[start:stop], query, near[: stop - start])
@@ -171,7 +172,7 @@ def _rank(query, vectors, start, stop, near, prompts, similarity, held):
     return held
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def search(queries, nodes, medoids, vectors, alpha):
     """The ``alpha`` most similar prompts of each query's leaf, filled up from its siblings.
 
@@ -217,7 +218,7 @@ def search(queries, nodes, medoids, vectors, alpha):
     return prompts, similarity
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _two_nearest(distance, medoids, nearest, first, second):
     """Place in ``medoids`` of each row's nearest one, its distance and the second nearest's."""
     for o in range(distance.shape[0]):
@@ -234,7 +235,7 @@ def _two_nearest(distance, medoids, nearest, first, second):
                 second[o] = d
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def pam(distance, k):
     """Partitioning Around Medoids of Kaufman and Rousseeuw: BUILD, then SWAP to a local optimum.
 

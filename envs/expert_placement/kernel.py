@@ -27,7 +27,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from servegym.envs._jit import inline, jit
 
 NIC, PAIRWISE = 0, 1
 PER_EXPERT, PER_SERVER = 0, 1
@@ -186,11 +187,7 @@ class State(NamedTuple):
     volume: np.ndarray  # int64 (G, C) tokens
 
 
-_jit = njit(cache=True, nogil=True, error_model="numpy")
-_inline = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-
-
-@_inline
+@inline
 def _rise(heap_t, heap_k, i, t, key):
     """Put an event into the open place ``i`` at the end of the heap, or above it."""
     while i > 0:
@@ -204,7 +201,7 @@ def _rise(heap_t, heap_k, i, t, key):
     heap_k[i] = key
 
 
-@_inline
+@inline
 def _sink(heap_t, heap_k, size, t, key):
     """Put an event into the open place at the root of a heap of ``size`` places, or below it."""
     i = 0
@@ -228,12 +225,12 @@ def _sink(heap_t, heap_k, size, t, key):
     heap_k[i] = key
 
 
-@_inline
+@inline
 def _key(sequence, kind, index):
     return (((sequence << _INDEX_BITS) | index) << _KIND_BITS) | kind
 
 
-@_inline
+@inline
 def _later(st, t, kind, index):
     """Add an event at the time ``t``.
 
@@ -252,7 +249,7 @@ def _later(st, t, kind, index):
         m.heap += 1
 
 
-@_inline
+@inline
 def scramble(request, expert):
     """A fixed hash of (request, layer, expert) in [0, 2**32): ties go by it, never by index."""
     v = (request * 40503 + expert * 2654435 + 12345) & _WORD
@@ -261,13 +258,13 @@ def scramble(request, expert):
     return v ^ (v >> 16)
 
 
-@_inline
+@inline
 def _link(c, n, m):
     """Queue in which a message from server n to server m leaves."""
     return n * c.num_servers + m if c.link_model == PAIRWISE else n
 
 
-@_inline
+@inline
 def _pick(c, plant, st, n, expert, first, best, x, now, open_total):
     """The GPU that serves a remote call of x tokens of server n.
 
@@ -309,7 +306,7 @@ def _pick(c, plant, st, n, expert, first, best, x, now, open_total):
     return best
 
 
-@_inline
+@inline
 def _distinct_tokens(load, prompt, layer, mask, least, most):
     """Tokens of a prompt that go to any expert of a set, from the first of its recorded rows."""
     start = load.bank_start[prompt]
@@ -322,7 +319,7 @@ def _distinct_tokens(load, prompt, layer, mask, least, most):
     return max(least, min(tokens, most, load.tokens[prompt]))
 
 
-@_inline
+@inline
 def _send(c, plant, st, slot, now):
     """Put a filled message on its link; its arrival is an event."""
     m = st.meta[0]
@@ -344,7 +341,7 @@ def _send(c, plant, st, slot, now):
     _later(st, there, _ARRIVE, slot)
 
 
-@_inline
+@inline
 def _step(c, q):
     """Row of the bank that a step reads (a prefill none), and in how many places experts are."""
     if q.step == 0:
@@ -352,7 +349,7 @@ def _step(c, q):
     return q.start + np.int64(np.uint32(q.shift + q.step - 1) % np.uint32(q.rows)), c.top_k
 
 
-@_inline
+@inline
 def _tokens(load, q, row, i):
     """The expert in a place of a step, and how many of the step's tokens go to it."""
     if q.step == 0:
@@ -364,7 +361,7 @@ def _tokens(load, q, row, i):
     return e, x
 
 
-@_inline
+@inline
 def _dispatch(c, plant, load, st, r, now):
     """Send the calls of a layer; returns how many messages have to come back.
 
@@ -488,7 +485,7 @@ def _dispatch(c, plant, load, st, r, now):
 # ------------------------------------------------------------------------------ caches of experts
 
 
-@_inline
+@inline
 def _worth(c, st, g, expert):
     """What the cache keeps an expert for; the least one goes first."""
     if c.cache == LRU:
@@ -499,7 +496,7 @@ def _worth(c, st, g, expert):
     return (st.volume[g, expert] + 1) * (c.layers - expert // c.experts)
 
 
-@_jit
+@jit
 def _least_worth(c, st, g):
     """The cached expert that goes first, -1 if none is there."""
     found = -1
@@ -513,7 +510,7 @@ def _least_worth(c, st, g):
     return found
 
 
-@_jit
+@jit
 def _fetch(c, plant, st, g, expert, now):
     """Queue a fetch over the host channel of a GPU; returns when it ends.
 
@@ -537,7 +534,7 @@ def _fetch(c, plant, st, g, expert, now):
     return there
 
 
-@_inline
+@inline
 def _await(st, r, g, expert, x, there, now):
     """A call (or with r = -1 nothing) waits for the end of a fetch."""
     m = st.meta[0]
@@ -552,7 +549,7 @@ def _await(st, r, g, expert, x, there, now):
     _later(st, there, _FETCHED, slot)
 
 
-@_jit
+@jit
 def _dispatch_cached(c, plant, load, st, r, now):
     """Run or await the calls of a layer on the server itself."""
     m = st.meta[0]
@@ -604,7 +601,7 @@ def _dispatch_cached(c, plant, load, st, r, now):
                 _prefetch(c, plant, load, st, r, g, now)
 
 
-@_jit
+@jit
 def _prefetch(c, plant, load, st, r, g, now):
     """Fetch ahead the missing expert that the next layer is most likely to need.
 
@@ -638,7 +635,7 @@ def _prefetch(c, plant, load, st, r, g, now):
     _await(st, -1, g, best, 0, there, now)
 
 
-@_inline
+@inline
 def _fetched(c, plant, st, slot, now):
     """A fetch ends: the expert serves, and a call that waited for it runs."""
     m = st.meta[0]
@@ -663,7 +660,7 @@ def _fetched(c, plant, st, slot, now):
         _later(st, q.end, _LAYER_END, msg.request)
 
 
-@_inline
+@inline
 def _least_busy(c, plant, st, home):
     """The server that serves fewest requests; the own one unless another serves fewer."""
     best = home
@@ -677,7 +674,7 @@ def _least_busy(c, plant, st, home):
     return best
 
 
-@_inline
+@inline
 def _travel(c, plant, st, r, n, to, tokens, now):
     """Send a request or its answer as token numbers."""
     m = st.meta[0]
@@ -691,7 +688,7 @@ def _travel(c, plant, st, r, n, to, tokens, now):
     _later(st, sent + plant.latency[n, to], _TRAVEL, r)
 
 
-@_inline
+@inline
 def _finish(load, st, r, now):
     """The last token of a request is where it arrived."""
     st.request[r].finish = now
@@ -706,7 +703,7 @@ def _finish(load, st, r, now):
 # -------------------------------------------------------------------------------------- migration
 
 
-@_jit
+@jit
 def _give_up(st, g, expert):
     """Free the slot of an expert that another GPU holds, too."""
     m = st.meta[0]
@@ -722,7 +719,7 @@ def _give_up(st, g, expert):
     m.fewest_copies = min(m.fewest_copies, left)
 
 
-@_jit
+@jit
 def _take(st, g, expert):
     """An expert serves on a GPU from now on; its slot is counted by the caller."""
     st.resident[g, expert] = 1
@@ -730,7 +727,7 @@ def _take(st, g, expert):
     st.copies[expert] += 1
 
 
-@_jit
+@jit
 def _advance_load(plant, st, g, now):
     """Start the next load of an idle GPU if it has one and a slot for it."""
     c = plant.cfg[0]
@@ -780,7 +777,7 @@ def _advance_load(plant, st, g, now):
     m.weight_bytes += c.expert_bytes
 
 
-@_jit
+@jit
 def _chunk(plant, st, g, now):
     """Send the next chunk of weights if the link is free, else try again when it may be."""
     c = plant.cfg[0]
@@ -801,7 +798,7 @@ def _chunk(plant, st, g, now):
         _later(st, sent + plant.latency[s, n] + c.load, _LOADED, g)
 
 
-@_jit
+@jit
 def _loaded(plant, st, g, now):
     """A load ends: the expert serves, and GPUs that waited for it go on."""
     expert = st.loading[g]
@@ -814,7 +811,7 @@ def _loaded(plant, st, g, now):
             _advance_load(plant, st, q, now)
 
 
-@_jit
+@jit
 def adopt(plant, st, at_once):
     """Begin to carry out ``st.target``; ``at_once`` places it without time or resources.
 
@@ -847,7 +844,7 @@ def adopt(plant, st, at_once):
         _advance_load(plant, st, g, now)
 
 
-@_jit
+@jit
 def clear(plant, st):
     """An empty system at time 0, ``st.target`` in place."""
     c = plant.cfg[0]
@@ -926,7 +923,7 @@ def clear(plant, st):
 # ------------------------------------------------------------------------------------- simulation
 
 
-@_jit
+@jit
 def _settle(c, load, st):
     """Bring ``counts`` up to date.
 
@@ -955,7 +952,7 @@ def _settle(c, load, st):
         m.settled += 1
 
 
-@_jit
+@jit
 def run(plant, load, st, until):
     """Process every arrival and event up to the time ``until`` (inf: until nothing is left).
 
@@ -1101,7 +1098,7 @@ def run(plant, load, st, until):
     return DONE
 
 
-@_jit
+@jit
 def tally(home, prompt, outputs, prompt_counts, chosen, bank_start, counts):
     """Add to ``counts`` (N, L, E) the assignments of requests that are not simulated."""
     layers = prompt_counts.shape[1]

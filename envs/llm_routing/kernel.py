@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+
+from servegym.envs._jit import inline, jit
 
 ORCA, CHUNKED = 0, 1
 RESERVE, PAGED = 0, 1
@@ -105,15 +106,11 @@ LOG = _record(
     + [("expert", "i2"), ("outcome", "i2"), ("preemptions", "i4")]
 )
 
-_jit = njit(cache=True, nogil=True, error_model="numpy")
-# Array arguments are passed by value, seven words each: calls on the hot path are inlined.
-_inline = njit(cache=True, nogil=True, error_model="numpy", forceinline=True)
-
 
 # --------------------------------------------------------------------------------- latency tables
 
 
-@_inline
+@inline
 def _segment(law, ox, n, x):
     """Index i of the segment [x_i, x_{i+1}] to use for x: outermost segments extend outward."""
     lo = 0
@@ -127,7 +124,7 @@ def _segment(law, ox, n, x):
     return lo
 
 
-@_inline
+@inline
 def _interpolate(law, ox, oy, n, x):
     if n == 1:
         return law[oy]
@@ -137,12 +134,12 @@ def _interpolate(law, ox, oy, n, x):
     return y0 + (law[oy + i + 1] - y0) * ((x - x0) / (law[ox + i + 1] - x0))
 
 
-@_jit
+@jit
 def _dense_s(c, law, n, tokens):
     return _interpolate(law, c.x_dense, c.y_dense + n * c.n_dense, c.n_dense, tokens)
 
 
-@_jit
+@jit
 def _chunk_s(c, law, n, chunk, context):
     """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
     oy = c.y_chunk + n * c.n_chunk * c.n_context
@@ -155,18 +152,18 @@ def _chunk_s(c, law, n, chunk, context):
     return low + (high - low) * ((chunk - x0) / (law[c.x_chunk + i + 1] - x0))
 
 
-@_jit
+@jit
 def _head_s(c, law, n, sequences):
     return law[c.y_head + n * c.n_head + min(sequences, c.n_head - 1)]
 
 
-@_jit
+@jit
 def prefill_s(c, law, n, tokens):
     """Time of an Orca prefill iteration over ``tokens`` prompt tokens."""
     return _dense_s(c, law, n, tokens) + _chunk_s(c, law, n, tokens, 0.0) + _head_s(c, law, n, 1)
 
 
-@_inline
+@inline
 def _silent_iterations(c, law, n, e, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
@@ -215,13 +212,13 @@ def _silent_iterations(c, law, n, e, limit, until, before):
 # ---------------------------------------------------------------------------------------- memory
 
 
-@_inline
+@inline
 def _blocks(c, tokens):
     # A product instead of a slow integer division; the half keeps it clear of rounding.
     return int((tokens + c.block_size - 0.5) * c.per_block)
 
 
-@_inline
+@inline
 def _wrap(c, i):
     """``i`` modulo the size of the ring; it is at most one turn off."""
     if i >= c.slots:
@@ -229,18 +226,18 @@ def _wrap(c, i):
     return i + c.slots if i < 0 else i
 
 
-@_inline
+@inline
 def _ring(c, e, k):
     """Place in ``queue`` of the k-th of the waiting deque."""
     return e.line + c.slots + _wrap(c, e.ring_head + k)
 
 
-@_inline
+@inline
 def _generated(e, r):
     return e.emitted - r.origin if r.decoding else r.g
 
 
-@_inline
+@inline
 def used_blocks(c, e, slots, queue):
     """KV blocks in use: the left side of Eq. 4."""
     total = 0
@@ -250,7 +247,7 @@ def used_blocks(c, e, slots, queue):
     return total
 
 
-@_jit
+@jit
 def _forget_segment(c, e, slots, queue, r, blocks):
     """Take ``blocks`` of r's cached blocks out of the free queue; those behind them move up."""
     e.free_tail -= blocks
@@ -262,7 +259,7 @@ def _forget_segment(c, e, slots, queue, r, blocks):
             other.segment -= blocks
 
 
-@_jit
+@jit
 def _preempt_newest(c, e, slots, queue):
     """Send the newest admitted request back to the head of the waiting deque."""
     e.running -= 1
@@ -291,7 +288,7 @@ def _preempt_newest(c, e, slots, queue):
     e.waiting += 1
 
 
-@_jit
+@jit
 def _make_room(c, law, n, e, slots, queue):
     """Step 2 of a boundary (paged memory): preempt until the running requests fit."""
     capacity = int(law[n * EXPERT_WIDTH])
@@ -317,7 +314,7 @@ def _make_room(c, law, n, e, slots, queue):
 # ------------------------------------------------------------------------------------ iterations
 
 
-@_inline
+@inline
 def _finish(c, n, v, e, slots, queue, log, i, now):
     """Request in slot i has its last token at ``now``: record it and free the slot."""
     r = slots[e.lane + i]
@@ -361,7 +358,7 @@ def _finish(c, n, v, e, slots, queue, log, i, now):
     e.free += 1
 
 
-@_inline
+@inline
 def _start_decoding(e, r, now):
     """R emits a token at the end of its prefill; the token counter of the expert takes over."""
     r.g += 1
@@ -373,7 +370,7 @@ def _start_decoding(e, r, now):
         r.first = now
 
 
-@_inline
+@inline
 def _end_iteration(c, n, v, e, slots, queue, log):
     """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
     now = e.end
@@ -405,7 +402,7 @@ def _end_iteration(c, n, v, e, slots, queue, log):
     _find_next_finish(e, slots, queue)
 
 
-@_inline
+@inline
 def _find_next_finish(e, slots, queue):
     """Set the count of emissions at which the next decoding request has its last token."""
     e.next_finish = 1 << 60
@@ -415,7 +412,7 @@ def _find_next_finish(e, slots, queue):
             e.next_finish = min(e.next_finish, r.origin + r.d)
 
 
-@_inline
+@inline
 def _continue_chunks(c, e, slots, queue):
     """Next chunks of prefills under way: the last of the running list; returns their tokens."""
     tokens = 0
@@ -429,7 +426,7 @@ def _continue_chunks(c, e, slots, queue):
     return tokens
 
 
-@_inline
+@inline
 def _admit(c, law, n, e, slots, queue, now):
     """Step 3 of a boundary: admit from the head of the waiting deque, first come first served.
 
@@ -486,7 +483,7 @@ def _admit(c, law, n, e, slots, queue, now):
     return tokens
 
 
-@_inline
+@inline
 def _decode_run(c, law, n, e, limit, now, until, before):
     """From a boundary at ``now``, pass the silent iterations and start the one after them."""
     done, spent, cost = _silent_iterations(c, law, n, e, limit, until - now, before)
@@ -497,7 +494,7 @@ def _decode_run(c, law, n, e, limit, now, until, before):
     return done
 
 
-@_inline
+@inline
 def _start_iteration(c, law, n, e, slots, queue, now, until):
     """Steps 2-4 of a boundary at ``now``; decode runs are carried on silently up to ``until``."""
     e.start = now
@@ -556,7 +553,7 @@ def _start_iteration(c, law, n, e, slots, queue, now, until):
             e.end = max(now, slots[e.lane + queue[_ring(c, e, 0)]].available)
 
 
-@_inline
+@inline
 def _advance(c, law, n, v, e, slots, queue, log, until):
     """Process every boundary of one expert at or before ``until``."""
     while e.end <= until and e.end < np.inf:
@@ -576,7 +573,7 @@ def _advance(c, law, n, v, e, slots, queue, log, until):
         _start_iteration(c, law, n, e, slots, queue, now, until)
 
 
-@_inline
+@inline
 def _enqueue(c, e, slots, queue, request, now, p, d, s, s_hat, d_hat, delay):
     """Put a request on its way to the expert; it waits in order of its arrival there."""
     e.free -= 1
@@ -618,7 +615,7 @@ def _enqueue(c, e, slots, queue, request, now, p, d, s, s_hat, d_hat, delay):
 # ------------------------------------------------------------------------------ failing experts
 
 
-@_jit
+@jit
 def _scatter(x):
     """A bijection of 32-bit numbers; its products stay below 2**63."""
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
@@ -626,7 +623,7 @@ def _scatter(x):
     return x ^ (x >> 16)
 
 
-@_jit
+@jit
 def stay_s(c, seed, n, change):
     """How long expert n stays up (even ``change``) or down (odd): exponential, in seconds.
 
@@ -636,7 +633,7 @@ def stay_s(c, seed, n, change):
     return -math.log((x + 0.5) * 2.0**-32) * (c.uptime_s if change % 2 == 0 else c.downtime_s)
 
 
-@_jit
+@jit
 def _fail(c, law, n, v, e, slots, queue, log):
     """Expert n dies: all that it runs, queues or is being sent is lost."""
     for i in range(e.running + e.waiting):
@@ -658,7 +655,7 @@ def _fail(c, law, n, v, e, slots, queue, log):
     _find_next_finish(e, slots, queue)
 
 
-@_jit
+@jit
 def _advance_any(c, law, n, v, e, slots, queue, log, until):
     """``_advance`` of an expert that may fail and come back, until it is empty if that is inf."""
     while True:
@@ -678,7 +675,7 @@ def _advance_any(c, law, n, v, e, slots, queue, log, until):
 # ------------------------------------------------------------------------------ reward of Eq. 15/16
 
 
-@_inline
+@inline
 def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
     """Second term of Eq. 16: scores of running requests that Eq. 15 says the new one makes late."""
     k1 = law[n * EXPERT_WIDTH + 1]
@@ -701,7 +698,7 @@ def _violation_penalty(c, law, n, v, e, slots, queue, p_j, d_j, now):
 # ------------------------------------------------------------------------------------ observation
 
 
-@_inline
+@inline
 def _can_take(c, law, n, e, p):
     """Whether expert n would queue a request of p prompt tokens now."""
     if e.waiting >= c.waiting_capacity or e.down != 0:
@@ -709,7 +706,7 @@ def _can_take(c, law, n, e, p):
     return _blocks(c, p + c.max_output_tokens) <= int(law[n * EXPERT_WIDTH])
 
 
-@_inline
+@inline
 def _request_row(c, e, r, now, running, per_capacity, out, o):
     """Eq. 6 of one request in raw units; returns its KV blocks.
 
@@ -726,7 +723,7 @@ def _request_row(c, e, r, now, running, per_capacity, out, o):
     return blocks
 
 
-@_jit
+@jit
 def _scale_row(c, out, o):
     """The six features of Eq. 6 to [0, 1]; prompt length and latency on a log scale."""
     out[o] = math.log1p(out[o] / PROMPT_SCALE) * _PROMPT_LOG
@@ -735,7 +732,7 @@ def _scale_row(c, out, o):
     out[o + 5] = math.log1p(out[o + 5] / LATENCY_SCALE) * _LATENCY_LOG
 
 
-@_jit
+@jit
 def _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks):
     """Write row b of the observation and of the action mask; returns the mean memory use.
 
@@ -836,7 +833,7 @@ def _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, mask
 # ------------------------------------------------------------------------------------ entry points
 
 
-@_jit
+@jit
 def begin(cfg, law, table, arrivals, rows, env, expert, slots, queue, log, obs, masks, which):
     """Start a new episode in the rows b with which[b] != 0 and write their first observation.
 
@@ -858,7 +855,7 @@ def begin(cfg, law, table, arrivals, rows, env, expert, slots, queue, log, obs, 
     redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which)
 
 
-@_jit
+@jit
 def _clear_system(c, law, b, v, expert, queue):
     """Row b at time 0: all experts up and idle, nothing decided."""
     v.index = 0
@@ -887,14 +884,14 @@ def _clear_system(c, law, b, v, expert, queue):
         e.next_change = stay_s(c, v.failure_seed, n, 0) if c.uptime_s > 0.0 else np.inf
 
 
-@_inline
+@inline
 def place(c, b, n, e):
     """Where the slots and the lists of expert n in row b begin."""
     e.lane = (b * c.num_experts + n) * c.slots
     e.line = 3 * e.lane
 
 
-@_jit
+@jit
 def clear_expert(c, law, n, e, queue):
     """An idle expert with empty queues."""
     e.start = 0.0
@@ -917,7 +914,7 @@ def clear_expert(c, law, n, e, queue):
         queue[e.line + 2 * c.slots + i] = c.slots - 1 - i
 
 
-@_jit
+@jit
 def clear_log(entry):
     """A request about which nothing is known yet."""
     entry.available_s = np.nan
@@ -932,7 +929,7 @@ def clear_log(entry):
     entry.preemptions = 0
 
 
-@_inline
+@inline
 def _show_all(c, e, num_rows, b, n, masks):
     """Have the next observation of expert n written in full, whatever was shown before."""
     e.shown_running = c.running_capacity
@@ -945,7 +942,7 @@ def _show_all(c, e, num_rows, b, n, masks):
         masks[m : m + c.waiting_capacity] = 1
 
 
-@_jit
+@jit
 def redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which):
     """Write the whole observation of the rows b with which[b] != 0, whatever was shown before."""
     c = cfg[0]
@@ -964,7 +961,7 @@ def redraw(cfg, law, table, rows, env, expert, slots, queue, obs, masks, which):
         _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks)
 
 
-@_jit
+@jit
 def step(
     cfg, law, table, arrivals, rows, env, expert, slots, queue, log, obs, masks, actions, which, out
 ):
@@ -1053,7 +1050,7 @@ def step(
     return ended
 
 
-@_jit
+@jit
 def observe_stale(
     cfg, law, table, arrivals, rows, real, stale, expert, slots, queue, log, obs, masks, sent, which
 ):
@@ -1104,7 +1101,7 @@ def observe_stale(
         _observe(c, law, table, v, expert, slots, queue, row, num_rows, b, obs, masks)
 
 
-@_jit
+@jit
 def run_replay(cfg, law, arrivals, table, env, expert, slots, queue, log, watch, course):
     """One expert serves every request of one list from an unbounded waiting queue.
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
+from servegym.envs._jit import jit
 from servegym.envs.serverless_moe.layout import (
     CONFIG,
     DEPLOYED,
@@ -62,10 +62,7 @@ _H01 = np.uint64(0x0101010101010101)
 _S1, _S2, _S4, _S56 = np.uint64(1), np.uint64(2), np.uint64(4), np.uint64(56)
 
 
-_jit = njit(cache=True, nogil=True, error_model="numpy")
-
-
-@_jit
+@jit
 def popcount(x):
     """Number of bits of a uint64."""
     x = x - ((x >> _S1) & _M1)
@@ -74,7 +71,7 @@ def popcount(x):
     return np.int64((x * _H01) >> _S56)
 
 
-@_jit
+@jit
 def _spec(law, first, count, need):
     """Index from 0 of the smallest of ``count`` specifications >= need; else the last."""
     lo = 0
@@ -88,7 +85,7 @@ def _spec(law, first, count, need):
     return lo
 
 
-@_jit
+@jit
 def _add(t, counts, prompt, upto, sign):
     """Add ``sign`` times the counts of the first ``upto`` tokens of a prompt."""
     # Locals: what is read through the record is read again after every write.
@@ -106,7 +103,7 @@ def _add(t, counts, prompt, upto, sign):
                 counts[base + np.int64(ids[layer, j])] += sign
 
 
-@_jit
+@jit
 def _prefill_counts(t, counts, prompt, offset, n):
     """Tokens of each expert in the cyclic window of n tokens from ``offset``, ``(L * K,)``."""
     size = t.bank_start[prompt + 1] - t.bank_start[prompt]
@@ -123,7 +120,7 @@ def _prefill_counts(t, counts, prompt, offset, n):
     _add(t, counts, prompt, offset, -1)
 
 
-@_jit
+@jit
 def _histogram(t, counts, at, prompt, offset, n, row, level):
     """Tokens by number of remote experts of each layer, ``(L, top_k + 1)`` from ``at`` on."""
     c = t.cfg[0]
@@ -148,7 +145,7 @@ def _histogram(t, counts, at, prompt, offset, n, row, level):
             i = 0
 
 
-@_jit
+@jit
 def _lpt(t, b, q, layer, mask, tokens, one, more, z):
     """Assign the remote experts to z replicas by expected job times; returns the largest load.
 
@@ -183,7 +180,7 @@ def _lpt(t, b, q, layer, mask, tokens, one, more, z):
     return largest
 
 
-@_jit
+@jit
 def _serve(t, b, row, actions):
     """Serve the current request of a system as the actions say; updates state, log and out."""
     c = t.cfg[0]
@@ -433,7 +430,7 @@ def _serve(t, b, row, actions):
     return ended
 
 
-@_jit
+@jit
 def _nothing_to_decide(t, mask):
     """Leave the first value of every part of the action."""
     c = t.cfg[0]
@@ -447,7 +444,7 @@ def _nothing_to_decide(t, mask):
             at += size
 
 
-@_jit
+@jit
 def _observe(t, b, row):
     """Write observation and action mask of the current request, or of the end."""
     c = t.cfg[0]
@@ -548,7 +545,7 @@ def _observe(t, b, row):
     return
 
 
-@_jit
+@jit
 def begin(t, b, which):
     """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
     for row in range(len(which)):
@@ -573,7 +570,7 @@ def begin(t, b, which):
         _observe(t, b, row)
 
 
-@_jit
+@jit
 def redraw(t, b, which):
     """Write the observations of the rows with ``which`` set anew, after a restored state."""
     for row in range(len(which)):
@@ -581,7 +578,7 @@ def redraw(t, b, which):
             _observe(t, b, row)
 
 
-@_jit
+@jit
 def step(t, b, actions, nvec, which):
     """Serve the current request of the rows with ``which`` set.
 
