@@ -326,8 +326,8 @@ def leaderboard() -> bool:
         with mkdocs_gen_files.open("leaderboard.md", "w") as stream:
             target = Path(stream.name)
         write_page(rows, target)
-        text = target.read_text(encoding="utf-8")  # an interval stays on one line
-        target.write_text(re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", text), encoding="utf-8")
+        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", target.read_text("utf-8"))
+        target.write_text(text, "utf-8")  # an interval stays on one line
     return bool(rows)
 
 
