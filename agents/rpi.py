@@ -1,21 +1,23 @@
 """Rollout policy iteration: learn a router from what its actions do on copies of the simulator.
 
-All chance of an episode is drawn at reset and a state can be cloned, so that two actions can be
-compared on the same future. In some of the states that the router meets, a few actions are tried
-on copies, the heuristic `priced_greedy` decides the requests after them, and the difference of the
-rewards is a label: an unbiased sample of how much better one action is than another (common random
-numbers), with far less noise than a return has. A network regresses on the labels from what the
-router sees, which averages over the futures that it cannot know; the policy takes the best action.
-That is approximate policy iteration by rollouts (Bertsekas & Tsitsiklis 1996; Lagoudakis & Parr,
-ICML 2003). ``python agents/rpi.py --help`` lists the options.
+In some of the states that the router meets, a few actions are tried on copies of the simulator that
+share their future (`servegym.agents.branches`), a heuristic, later the policy itself, decides the
+requests after them, and the difference of the rewards is a label: how much better one action was,
+with far less noise than a return has. A network regresses on the labels from what the router sees,
+which averages over the futures that it cannot know; the policy takes the best action. That is
+approximate policy iteration by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis, Parr, ICML 2003).
+
+The network values one expert at a time and reads its latency law and the requirement L, so that one
+set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
+``python agents/rpi.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,14 +29,18 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym.agents.branches import (
+    Branches,
+    Values,
+    choose_candidates,
+    fleet_load,
+    heuristic_values,
+    noise_weights,
+)
 from servegym.agents.common import RunLog, make_envs, snapshot, validate, write_checkpoint
 from servegym.agents.han import HAN, Head, Layout, Sets, prior, scale_laws
-from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch
 
 
 @dataclass
@@ -61,20 +67,27 @@ class Args:
     """the graph attention network, or a small network over every expert and its queue's sums"""
     law: bool = True
     """put each expert's profiled estimator (Eq. 13/14) on its node"""
+    mixture: tuple[str, ...] = ()
+    """configurations to train on together, each further environment arguments beside those of
+    --set, as in "profiles=paper-linear num_experts=3 rate=[1,6]"; none: the one of the flags"""
     total_timesteps: int = 200_000
     """states to label; each costs as many rollouts as `candidates`"""
     num_envs: int = 128
-    """parallel environments"""
+    """parallel environments, as many of each configuration"""
     skip: int = 5
     """decisions of every environment between two states that are labelled"""
     explore: float = 0.15
     """share of random legal actions between them"""
     candidates: int = 3
-    """actions tried in a state: the heuristic's and likely ones of the policy"""
+    """actions tried in a state: that of the rollouts' policy and likely ones"""
     spread: float = 0.1
     """temperature, in scores, at which the likely ones are drawn"""
     horizon_s: float = 8.0
     """length of a rollout, simulated seconds: about what the longest answer takes within L"""
+    near: float = 0.0
+    """what an action may cost, in scores, to be taken by all copies of a state alike"""
+    improve_from: int = 0
+    """labels after which rollouts follow the last fit in place of the heuristic (0: never)"""
     fit_every: int = 50_000
     """labels between two fits; each starts afresh on all of them, and its policy goes on"""
     epochs: int = 6
@@ -121,17 +134,25 @@ class Agent(nn.Module):
     """Values of the actions: the heuristic's, and what the network adds, little at first."""
 
     graph = True
+    law: Tensor | None
 
     def __init__(self, layout: Layout, args: Args, system: RoutingSystem) -> None:
         super().__init__()
-        self.layout, self.temperature = layout, 1.0
-        law = torch.as_tensor(scale_laws(system.estimator)) if args.law else None
-        self.register_buffer("law", law)
-        self.model = LatencyModel(system)
-        width = 0 if law is None else law.shape[1]
-        self.encoder: nn.Module = (HAN if args.encoder == "han" else Sets)(layout, width)
+        self.temperature, self.by_law = 1.0, args.law
+        self.register_buffer("law", None, persistent=False)
+        width = system.estimator.shape[1] if args.law else 0
+        self.encoder: Any = (HAN if args.encoder == "han" else Sets)(layout, width)
         self.actor = Head(layout.experts + 1, per_expert=True)
         self.actor.start_small()
+        self.turn_to(layout, LatencyModel(system))
+
+    def turn_to(self, layout: Layout, model: LatencyModel) -> None:
+        """Serve these experts: the weights are for any one of them, whatever its law."""
+        self.layout = self.encoder.layout = layout
+        self.model = model
+        if self.by_law:
+            device = self.actor.out.weight.device
+            self.law = torch.as_tensor(scale_laws(model.system.estimator), device=device)
 
     def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
         """Flat rows of a batch of observations."""
@@ -145,152 +166,158 @@ class Agent(nn.Module):
         return value.masked_fill(mask == 0, -1e4), added
 
     @torch.no_grad()
+    def values(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Values (B, N + 1) of the actions, legal or not."""
+        rows = torch.as_tensor(self.rows(obs), device=self.actor.out.weight.device).float()
+        return self(rows, rows.new_ones(len(rows), self.layout.experts + 1))[0].cpu().numpy()
+
     def act(self, obs: Mapping[str, NDArray[Any]], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The best legal action of every observation."""
-        device = next(self.parameters()).device
-        rows = torch.as_tensor(self.rows(obs), device=device).float()
-        return self(rows, torch.as_tensor(mask, device=device))[0].argmax(-1).cpu().numpy()
+        return np.where(np.asarray(mask) > 0, self.values(obs), -np.inf).argmax(-1)
 
 
-class Branches:
-    """Copies of the environments' states on which actions are tried."""
+class Point:
+    """A configuration of the environment: its systems as they stand, and the labels from them."""
 
-    def __init__(self, envs: gym.vector.VectorEnv, system: RoutingSystem, tries: int) -> None:
-        """Make room for ``tries`` copies of every environment of a native vector environment."""
-        self.envs: Any = envs.unwrapped
-        self.tries, self.greedy = tries, PricedGreedy(system)
-        problem = build_problem(view=kernel.GRAPH, **self.envs.problem.arguments)
-        self.batch = RoutingBatch(problem, tries * self.envs.num_envs)
+    def __init__(self, args: Args, num_envs: int, seed: int) -> None:
+        self.args = args
+        self.envs = make_envs(args, num_envs)
+        space = self.envs.single_observation_space
+        if not isinstance(space, gym.spaces.Dict):
+            raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+        self.system = RoutingSystem.from_env(self.envs)
+        self.model = LatencyModel(self.system)
+        experts, running = space["running_mask"].sample().shape
+        waiting = space["waiting_mask"].sample().shape[1]
+        self.layout = Layout(experts, running, waiting, impact=True)
+        self.branches = Branches(self.envs, args.candidates)
+        self.obs, info = self.envs.reset(seed=seed)
+        self.mask = info["action_mask"]
+        self.labels: list[tuple[NDArray[Any], ...]] = []
 
-    def returns(
-        self, actions: NDArray[np.int64], legal: NDArray[np.bool_], horizon_s: float
-    ) -> NDArray[np.float32]:
-        """Sum of the rewards of each action and of what `PricedGreedy` does after it.
+    def label(self, agent: Agent, improve: bool, rng: np.random.Generator) -> None:
+        """Label the present states with the returns of some of their actions."""
+        args, mask = self.args, self.mask
+        value = agent.values(self.obs)
+        follow: Values = agent.values if improve else self.heuristic
+        first = np.where(mask > 0, follow(self.obs), -np.inf).argmax(1)
+        tries, legal = choose_candidates(value, first, mask, args.candidates, args.spread, rng)
+        returns = self.branches.returns(tries, legal, args.horizon_s, follow, args.near)
+        self.labels.append((agent.rows(self.obs), tries.astype(np.int8), returns))
 
-        There is no discount: a score is paid when the request is let in and taken back when it ends
-        late, and a discounted bill would make late answers look good.
+    def step(self, agent: Agent, fitted: bool, rng: np.random.Generator) -> None:
+        """Let the policy decide, the heuristic before there is one, or chance now and then."""
+        mask, values = self.mask, agent.values if fitted else self.heuristic
+        action = np.where(mask > 0, values(self.obs), -np.inf).argmax(1)
+        chance = np.where(mask > 0, rng.random(mask.shape), -1.0)
+        action = np.where(rng.random(len(mask)) < self.args.explore, chance.argmax(-1), action)
+        self.obs, _, _, _, info = self.envs.step(action)
+        self.mask = info["action_mask"]
 
-        Args:
-            actions: First actions (B, tries), of every environment in its present state.
-            legal: Which of them to try (B, tries).
-            horizon_s: No request that arrives so many seconds later is decided; a rollout also
-                stops where its episode ends.
+    def heuristic(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
+        """Values (B, N + 1) of the heuristic."""
+        return heuristic_values(obs, self.model)
 
-        Returns:
-            (B, tries), NaN where not tried.
-        """
-        batch, legal = self.batch, legal.copy()
-        for row in range(len(actions)):
-            state = self.envs.clone_state(row)
-            legal[row] &= not state.finished
-            for k in np.flatnonzero(legal[row]):
-                batch.restore(row * self.tries + int(k), state)
-        live, every = legal.reshape(-1).astype(np.int8), np.arange(legal.size)
-        total, choice = np.zeros(live.size), actions.reshape(-1).astype(np.int64)
-        last = batch.arrivals.shape[1] - 1
+    def state(self) -> tuple[Any, ...]:
+        """What a resumed run needs."""
+        return self.envs, self.obs, self.mask, self.labels
 
-        def now() -> NDArray[np.float64]:
-            return batch.arrivals[every, np.minimum(batch.env["index"].astype(int), last)]
-
-        end = now() + horizon_s
-        while live.any():
-            batch.step(choice, live)
-            total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
-            live &= (batch.out[:, 2] == 0.0) & (now() < end)
-            left = np.flatnonzero(live)
-            seen = {key: value[left] for key, value in batch.observation.items()}
-            choice[left] = self.greedy.act(seen, batch.action_mask[left])
-        return np.where(legal, total.reshape(actions.shape), np.nan).astype(np.float32)
-
-
-def choose_candidates(
-    value: NDArray[np.floating[Any]], first: NDArray[np.int64], mask: NDArray[Any], args: Args,
-    rng: np.random.Generator,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
-    """Actions to try (B, candidates) and which of them are legal.
-
-    The first is given, the others are drawn without replacement with probabilities that rise with
-    their value (Gumbel top-k): what is surely worse is not tried, and the ridge keeps it there.
-    """
-    legal = np.asarray(mask) > 0
-    key = np.where(legal, value / args.spread + rng.gumbel(size=value.shape), -np.inf)
-    np.put_along_axis(key, first[:, None], np.inf, 1)
-    chosen = np.argsort(-key, axis=1, kind="stable")[:, : args.candidates]
-    return chosen, np.take_along_axis(legal, chosen, 1)
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Go on from what `state` gave."""
+        self.envs, self.obs, self.mask, self.labels = state
+        self.branches = Branches(self.envs, self.args.candidates)
 
 
-def fleet_load(layout: Layout, rows: NDArray[np.float16]) -> NDArray[np.float64]:
-    """Outstanding requests per running slot of the whole fleet, (B,)."""
-    expert = layout.expert(torch.as_tensor(rows, dtype=torch.float32)).double().numpy()
-    return 3 * expert[..., 1:3].sum((1, 2)) / (layout.experts * layout.running)
+class Lessons:
+    """The labels of a point as tensors: differences of the returns to that of the first action."""
+
+    def __init__(self, point: Point, device: torch.device) -> None:
+        self.point, self.device = point, device
+        self.rows, tried, returns = (
+            np.concatenate(part) for part in zip(*point.labels, strict=True)
+        )
+        gain = returns[:, 1:] - returns[:, :1]
+        load = fleet_load(self.rows, point.layout)
+        self.tried = torch.as_tensor(tried.astype(np.int64), device=device)
+        self.weight = torch.as_tensor(noise_weights(load, gain), device=device)
+        self.there = torch.as_tensor(np.isfinite(gain), device=device)
+        self.gain = torch.as_tensor(np.nan_to_num(gain), device=device)
+        self.cut = max(int(len(gain) * (1 - point.args.holdout)), 1)
+
+    def errors(self, agent: Agent, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted squared errors (K,) of some labels, and squares of what nobody tried."""
+        agent.turn_to(self.point.layout, self.point.model)
+        x = torch.as_tensor(self.rows[index.numpy()], device=self.device).float()
+        i = index.to(self.device)
+        value, added = agent(x, x.new_ones(len(x), agent.layout.experts + 1))
+        value = value.gather(1, self.tried[i])
+        error = (value[:, 1:] - value[:, :1] - self.gain[i]).square() * self.there[i]
+        added = added - added.gather(1, self.tried[i][:, :1])
+        strange = torch.ones_like(added).scatter(1, self.tried[i], 0.0)
+        weight = self.weight[i]
+        return weight * error.sum(1), weight * (strange * added.square()).mean(1)
+
+    def held_out(self) -> tuple[Tensor, ...]:
+        """Indexes of the labels that a fit leaves out, in parts."""
+        return torch.arange(min(self.cut, len(self.rows) - 1), len(self.rows)).split(4096)
 
 
-def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Weights of the labels (B,), mean 1: the inverse of their variance at such a load.
-
-    The fates of two actions part the further the busier the fleet is; unweighted, labels from
-    busy fleets would drown the small and certain differences on idle ones.
-    """
-    edges = np.quantile(load, np.linspace(0, 1, 11)[1:-1])
-    place = np.searchsorted(edges, load, side="right")
-    square = np.nan_to_num(gain).astype(np.float64) ** 2
-    total, count = (
-        np.bincount(place, x.sum(1), 10) for x in (square, np.isfinite(gain).astype(np.float64))
-    )
-    weight = 1 / ((total / np.maximum(count, 1))[place] + 0.02)
-    return (weight / weight.mean()).astype(np.float32)
-
-
-def fit(
-    agent: Agent, rows: NDArray[np.float16], actions: NDArray[np.int8],
-    returns: NDArray[np.float32], args: Args,
-) -> dict[str, float]:  # fmt: skip
+def fit(agent: Agent, points: Sequence[Point], args: Args) -> dict[str, float]:
     """Regress differences of values on differences of returns, both to the first action.
+
+    A minibatch is of one point; the points take turns by chance.
 
     Returns:
         Weighted mean squared errors on the held-out labels, after the fit, of the heuristic's
         values, and of no difference at all.
     """
-    device = next(agent.parameters()).device
-    gain = returns[:, 1:] - returns[:, :1]
-    weight = torch.as_tensor(noise_weights(fleet_load(agent.layout, rows), gain), device=device)
-    there = torch.as_tensor(np.isfinite(gain), device=device)
-    goal = torch.as_tensor(np.nan_to_num(gain), device=device)
-    tried = torch.as_tensor(actions.astype(np.int64), device=device)
-    cut = max(len(rows) - int(len(rows) * args.holdout), 1)
-
-    def errors(index: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.as_tensor(rows[index.numpy()], device=device).float()
-        i = index.to(device)
-        value, added = agent(x, torch.ones((len(x), agent.layout.experts + 1), device=device))
-        value = value.gather(1, tried[i])
-        error = (value[:, 1:] - value[:, :1] - goal[i]).square() * there[i]
-        added = added - added.gather(1, tried[i][:, :1])
-        strange = torch.ones_like(added).scatter(1, tried[i], 0.0)
-        return weight[i] * error.sum(1), weight[i] * (strange * added.square()).mean(1)
+    lessons = [Lessons(point, agent.actor.out.weight.device) for point in points]
+    scale = torch.cat([one.weight for one in lessons]).mean()
+    for one in lessons:
+        one.weight /= scale
 
     @torch.no_grad()
     def held_out() -> float:
-        parts = torch.arange(min(cut, len(rows) - 1), len(rows)).split(4096)
-        return float(torch.cat([errors(part)[0] for part in parts]).mean())
+        found = [one.errors(agent, part)[0] for one in lessons for part in one.held_out()]
+        return float(torch.cat(found).mean())
 
     start = held_out()
     optimizer = torch.optim.AdamW(
         agent.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
     )
-    steps = args.epochs * -(-cut // args.batch_size)
+    steps = args.epochs * sum(-(-one.cut // args.batch_size) for one in lessons)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for _ in range(args.epochs):
-        for index in torch.randperm(cut).split(args.batch_size):
-            error, strange = errors(index)
+        parts = [
+            (one, x) for one in lessons for x in torch.randperm(one.cut).split(args.batch_size)
+        ]
+        for k in torch.randperm(len(parts)).tolist():
+            error, strange = parts[k][0].errors(agent, parts[k][1])
             optimizer.zero_grad()
             (error.mean() + args.ridge * strange.mean()).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    nothing = (weight[:, None] * there * goal.square()).sum(1)[min(cut, len(rows) - 1) :]
+    nothing = torch.cat([
+        (one.weight[:, None] * one.there * one.gain.square()).sum(1)[part]
+        for one in lessons for part in one.held_out()
+    ])  # fmt: skip
     return {"losses/held_out": held_out(), "losses/held_out_heuristic": start,
             "losses/held_out_nothing": float(nothing.mean())}  # fmt: skip
+
+
+def evaluate(agent: Agent, points: Sequence[Point]) -> dict[str, float]:
+    """`validate` at every point, and means over the points."""
+    results = []
+    for point in points:
+        agent.turn_to(point.layout, point.model)
+        results.append(validate(agent.act, point.args))
+    if len(points) == 1:
+        return results[0]
+    keys = [key for key in results[0] if "qos" in key]
+    means = {key: float(np.mean([result[key] for result in results])) for key in keys}
+    each = {f"eval/avg_qos_point_{k}": r["eval/avg_qos"] for k, r in enumerate(results)}
+    return each | means
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
@@ -310,63 +337,49 @@ def train(args: Args) -> Path:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     run = Path(args.out_dir) / (args.run_name or f"rpi_{args.encoder}_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
-    envs, n = make_envs(args, args.num_envs), args.num_envs
-    space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Dict):
-        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
-    system = RoutingSystem.from_env(envs)
-    experts, running = space["running_mask"].sample().shape
-    layout = Layout(experts, running, space["waiting_mask"].sample().shape[1], impact=True)
-    agent = Agent(layout, args, system).to(device)
-    greedy = PricedGreedy(system)
+    mixture = [replace(args, set=args.set + tuple(item.split())) for item in args.mixture or ("",)]
+    each = max(args.num_envs // len(mixture), 1)
+    points = [Point(own, each, args.seed + 1000 * k) for k, own in enumerate(mixture)]
 
-    obs, info = envs.reset(seed=args.seed)
-    s: dict[str, Any] = {  # everything else that a resumed run needs
-        "step": 0, "labels": 0, "best": -np.inf, "log_size": 0, "obs": obs, "fitted": False,
-        "mask": info["action_mask"], "rows": [], "actions": [], "returns": [],
-    }  # fmt: skip
+    def fresh() -> Agent:
+        return Agent(points[0].layout, args, points[0].system).to(device)
+
+    agent = fresh()
+    s: dict[str, Any] = {"step": 0, "labels": 0, "best": -np.inf, "log_size": 0, "fitted": False}
     if args.resume and (run / "snapshot.pt").exists():
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
-        s, envs = saved["state"], pickle.loads(saved["envs"])
+        s = saved["state"]
+        for point, state in zip(points, pickle.loads(saved["points"]), strict=True):
+            point.restore(state)
         torch.set_rng_state(saved["torch_rng"])
         rng.bit_generator.state = saved["rng"]
     log = RunLog(run, args, "rpi", s["labels"], s["log_size"])
-    branches = Branches(envs, system, args.candidates)
     while s["labels"] < args.total_timesteps:
-        first = greedy.act(s["obs"], s["mask"])
-        action = agent.act(s["obs"], s["mask"]) if s["fitted"] else first
         before = s["labels"]
-        if s["step"] % args.skip == args.skip - 1:
-            rows = agent.rows(s["obs"])
-            with torch.no_grad():
-                x = torch.as_tensor(rows, device=device).float()
-                value = agent(x, torch.as_tensor(s["mask"], device=device))[0].cpu().numpy()
-            tries, legal = choose_candidates(value, first, s["mask"], args, rng)
-            s["returns"].append(branches.returns(tries, legal, args.horizon_s))
-            s["rows"].append(rows)
-            s["actions"].append(tries.astype(np.int8))
-            s["labels"] += n
-            log.advance(s["labels"])
-        chance = np.where(s["mask"] > 0, rng.random((n, experts + 1)), -1.0)
-        action = np.where(rng.random(n) < args.explore, chance.argmax(-1), action)
-        s["obs"], _, _, _, info = envs.step(action)
-        s["mask"] = info["action_mask"]
+        improve = s["fitted"] and 0 < args.improve_from <= before
+        for point in points:
+            agent.turn_to(point.layout, point.model)
+            if s["step"] % args.skip == args.skip - 1:
+                point.label(agent, improve, rng)
+                s["labels"] += each
+                log.advance(s["labels"])
+            point.step(agent, s["fitted"], rng)
         s["step"] += 1
 
         def crossed(every: int, before: int = before) -> bool:
             return every > 0 and s["labels"] // every > before // every
 
-        last = s["labels"] >= args.total_timesteps
-        if crossed(args.fit_every) or last:
-            agent = Agent(layout, args, system).to(device)
-            x, tries, y = (np.concatenate(s[key]) for key in ("rows", "actions", "returns"))
-            metrics = fit(agent, x, tries, y, args)
+        if crossed(args.fit_every) or s["labels"] >= args.total_timesteps:
+            agent = fresh()
+            metrics = fit(agent, points, args)
             s["fitted"] = True
-            result = validate(agent.act, args)
+            result = evaluate(agent, points)
             log.say(s["labels"], result)
-            log.write(s["labels"], {"charts/SPS": log.sps, "charts/decisions": n * s["step"]}
+            decisions = each * len(points) * s["step"]
+            log.write(s["labels"], {"charts/SPS": log.sps, "charts/decisions": decisions}
                       | metrics | result)  # fmt: skip
+            agent.turn_to(points[0].layout, points[0].model)
             if args.save_model:
                 save_policy(agent, args, run / "last.safetensors")
                 if result["eval/avg_qos"] > s["best"]:
@@ -375,10 +388,11 @@ def train(args: Args) -> Path:
         if crossed(args.checkpoint_every):
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
-                     envs=pickle.dumps(envs), rng=rng.bit_generator.state,
-                     torch_rng=torch.get_rng_state())  # fmt: skip
+                     points=pickle.dumps([point.state() for point in points]),
+                     rng=rng.bit_generator.state, torch_rng=torch.get_rng_state())  # fmt: skip
     log.close()
-    envs.close()
+    for point in points:
+        point.envs.close()
     return run
 
 
