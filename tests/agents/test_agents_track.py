@@ -48,18 +48,50 @@ def history(file: Path) -> list[dict[str, float]]:
     return rows
 
 
-def test_an_offline_run_holds_every_logged_number(tmp_path: Path) -> None:
-    words = "--total_timesteps=256 --num_envs=4 --num_steps=16 --eval_every=128 --eval_episodes=2"
+def test_a_run_of_a_sweep_is_kept_offline_with_every_number(root: Path, tmp_path: Path) -> None:
+    """What ``wandb agent`` starts, by wandb's own functions, but for the server's choice of values.
+
+    The values are those of a sweep file, a few of them smaller.
+    """
+    import yaml
+    from wandb.proto import wandb_internal_pb2 as proto
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+    from wandb.sdk.lib import config_util
+
+    sweep = yaml.safe_load((root / "experiments" / "sweeps" / "ppo.yaml").read_text())
+    values = {
+        name: spec.get("value", spec.get("values", [spec.get("max")])[0])
+        for name, spec in sweep["parameters"].items()
+    }
+    assert values["track"] is True
+    small = {"total_timesteps": 256, "num_envs": 4, "num_steps": 16, "eval_every": 128,
+             "eval_episodes": 2, "set": "episode_requests=30", "out_dir": str(tmp_path),
+             "run_name": "one"}  # fmt: skip
+    job = {"args": {name: {"value": value} for name, value in {**values, **small}.items()}}
+    kept = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
+    kept.parent.mkdir(parents=True)
+    config_util.save_config_file_from_dict(str(kept), job["args"])
+    parts = {**create_sweep_command_args(job), "env": ["/usr/bin/env"], "interpreter": ["python"],
+             "program": [sweep["program"]]}  # fmt: skip
+    words = [word for part in create_sweep_command() for word in parts[part.strip("${}")]]
+    assert words[:3] == ["/usr/bin/env", "python", "agents/ppo.py"]
     subprocess.run(
-        [
-            sys.executable, "-m", "servegym.agents.ppo", *words.split(), "--width=8",
-            "--set=episode_requests=30", "--track=True", f"--out_dir={tmp_path}", "--run_name=one",
-        ],
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        check=True, capture_output=True, timeout=240,
+        words,
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_SWEEP_ID": "s1",
+            "WANDB_RUN_ID": "r1", "WANDB_SWEEP_PARAM_PATH": str(kept),
+        },
+        cwd=root, check=True, capture_output=True, timeout=240,
     )  # fmt: skip
     (file,) = (tmp_path / "one").glob("wandb/offline-run-*/*.wandb")
+    (run,) = [r.run for r in map(proto.Record.FromString, records(file)) if r.HasField("run")]
+    assert (run.run_id, run.sweep_id) == ("r1", "s1")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    given = {name: value for name, value in {**values, **small}.items() if name in values}
+    assert {name: config[name] for name in given} == given
     rows = [{k: v for k, v in row.items() if k[0] != "_"} for row in history(file)]
     log = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
     assert rows == [json.loads(line) for line in log]
-    assert sum("eval/score" in row for row in rows) == 2
+    assert sum(sweep["metric"]["name"] in row for row in rows) == 2
