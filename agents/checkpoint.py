@@ -111,7 +111,7 @@ class PlacementPolicy(CheckpointPolicy):
     step: int = 0
     """Decisions that it was trained on."""
     start: Any = None
-    """Where its training started, a `placement_start.Start`; None for a base by name."""
+    """Where its training started, a `baselines.placement.start.Start`; None for a base by name."""
 
     def act(self, observation: Observation, action_mask: Any = None) -> Any:
         """``{"migrate": (B,), "plan": (B, ...)}``; the first placement is always carried out."""

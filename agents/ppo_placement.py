@@ -1,7 +1,7 @@
 """Proximal policy optimisation for expert placement: one scoring network for all experts.
 
 The agent first looks for a placement to start from, by an estimate of latency and its own
-simulation (``--base best``, see `placement_start`). A network then changes it: for every server and
+simulation (``--base best``, the baseline ``best_start``). A network then changes it: for every server and
 layer it gives two numbers, a height and a slope. The score of an expert is what the start says,
 plus the height, plus the slope times the logarithm of its share of the server's tokens, and each
 server takes its best-scored experts (``action_mode="expert_score"``). The network sees servers and

@@ -71,7 +71,7 @@ POINTS = (
 
 SLOW = {
     "rollout": 2, "lookahead": 4, "grid_optimum": 4,
-    "annealing": 2, "local_search": 2, "latency_local_search": 2,
+    "annealing": 2, "local_search": 2, "latency_local_search": 2, "best_start": 5,
 }  # fmt: skip
 """Policies that take minutes an episode -> their most episodes; left out of ``--quick``."""
 

@@ -32,7 +32,7 @@ import numpy as np
 from servegym.baselines.placement.optimum import proxy_optimum
 from servegym.baselines.placement.placement import proxy, server_view
 from servegym.baselines.placement.system import PlacementSystem as Description
-from servegym.baselines.registry import list_policies, make_policy
+from servegym.baselines.registry import list_policies
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.experiments.figure_run import (
@@ -45,7 +45,7 @@ from servegym.experiments.figure_run import (
     tidy,
 )
 from servegym.experiments.output import print_table, read_rows
-from servegym.experiments.placement_common import OUT, SEED, interval, measure, setting
+from servegym.experiments.placement_common import OUT, SEED, interval, make, measure, setting
 
 __all__ = ["PROBE", "SCENARIOS", "main", "planning"]
 
@@ -85,21 +85,19 @@ class Options(FigureOptions):
     resume: bool
 
 
-def planning(problem: Problem, policy: str, episodes: int) -> dict[str, float]:
+def planning(problem: Problem, agent: Any, episodes: int) -> dict[str, float]:
     """Gap to Eq. 2's optimum, moves under noise and CPU time of a policy's plans.
 
     Args:
         problem: The scenario, with ``action_mode="placement"``.
-        policy: A registered name.
+        agent: The policy.
         episodes: Episodes whose first observation is planned for, the evaluation's first ones.
 
     Returns:
         ``proxy_gap``, ``moved_share`` and ``plan_cpu_s`` with intervals over episodes; NaN for a
-        policy that plans nothing.
+        policy that plans nothing. A search before the first episode is timed as a whole.
     """
-    described = Description.from_problem(problem)
-    slots, home = described.slots, described.gpu_server
-    agent: Any = make_policy(policy, described, family="expert_placement")
+    slots, home = problem.cluster.slots, problem.cluster.gpu_server
     gaps, moves, seconds = [], [], []
     for seed in range(SEED, SEED + episodes):
         system = PlacementSystem(problem)
@@ -117,6 +115,8 @@ def planning(problem: Problem, policy: str, episodes: int) -> dict[str, float]:
         seconds.append((spent + more) / 2)
     if math.isnan(seconds[0]) and dict(agent.env_kwargs).get("serving"):
         gaps, moves = [math.nan] * episodes, [math.nan] * episodes
+    if hasattr(agent, "start"):
+        seconds = [agent.start.cpu_s]
     row = interval(gaps, "proxy_gap") | interval(moves, "moved_share")
     return row | interval(seconds, "plan_cpu_s")
 
@@ -141,13 +141,16 @@ def _scenario(name: str, options: Options) -> None:
     if options.quick:
         kwargs |= {"epochs": 2, "epoch_s": 60.0}
     problem = build_problem(**kwargs, split="eval", action_mode="placement")
+    described = Description.from_problem(problem)
     about = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
     rows = _read(options.out, name) if options.resume else []
     for policy in options.policies:
         if policy in [row["policy"] for row in rows]:
             continue
-        found, _ = measure([policy], episodes, {"scenario": name}, **kwargs)
-        rows.append(found[0] | planning(problem, policy, min(episodes, PLANNED_EPISODES)))
+        agent = make(policy, described, options.quick)
+        planned = planning(problem, agent, min(episodes, PLANNED_EPISODES))
+        found, _ = measure([agent], episodes, {"scenario": name}, **kwargs)
+        rows.append(found[0] | planned)
         save(options, f"algorithms_{name}", rows, None, *_verdict(name, rows), about=about)
     _print(name, rows)
 
@@ -257,7 +260,8 @@ def _summary(options: Options) -> None:
         for y, x in enumerate(high):
             axis.text(1.04 * x, y, f"{value[y]:.1f}", va="center", fontsize=7, color="0.25")
         axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        wide = high.max() > 30 * low.min()
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlim(0.7 * low.min(), 1.7 * high.max())
@@ -289,7 +293,8 @@ _KIND_OF = {
     "smartmoe": "balance loads", "eplb": "balance loads", "eplb_global": "balance loads",
     "prism": "by Eq. 2", "prism_printed": "by Eq. 2", "proxy_optimum": "by Eq. 2",
     "latency_dp": "by estimated latency", "local_search": "by estimated latency",
-    "annealing": "by estimated latency", "latency_local_search": "measured by the simulator",
+    "annealing": "by estimated latency", "best_start": "measured by the simulator",
+    "latency_local_search": "measured by the simulator",
     "moe_infinity": "caches, no placement", "moe_infinity_lb": "caches, no placement",
 }  # fmt: skip
 

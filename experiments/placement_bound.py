@@ -5,7 +5,7 @@
     python -m servegym.experiments.placement_bound
 
 * ``phases``: ``drift`` gives the servers other tasks every quarter of an hour. Each of its phases
-  is played for ever, with whole layers, with the one placement that `placement_start` found for all
+  is played for ever, with whole layers, with the one placement that ``best_start`` found for all
   phases together, and with the one that it finds for the phase. The last is what a controller
   would have that knows every change beforehand and moves experts in no time; the seconds that the
   moves between two phases take on the links stand beside.
@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from servegym.agents.checkpoint import load_policy, shipped
-from servegym.agents.placement_estimate import Estimate
-from servegym.agents.placement_start import best_start
+from servegym.baselines.placement.queue_model import QueueModel
 from servegym.baselines.placement.rehearsal import latency_local_search
 from servegym.baselines.placement.simple import whole_layer
+from servegym.baselines.placement.start import best_start
 from servegym.baselines.placement.system import PlacementSystem as Description
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
@@ -103,11 +103,13 @@ def phases(options: Options) -> None:
     for phase in range(2 if options.quick else PHASES):
         turned = [tasks[(n + phase) % len(tasks)] for n in range(servers)]
         kwargs: dict[str, Any] = {"scenario": "edge_hetero", "tasks": turned, "epochs": epochs}
-        known, new = build_problem(**kwargs), build_problem(**kwargs, split="eval")
+        known = Description.from_problem(build_problem(**kwargs), own=True)
+        new = build_problem(**kwargs, split="eval")
         c = new.cluster
         found = best_start(known, tries=TRIES, steps=1_000 if options.quick else STEPS, seed=phase)
         plans.append(found.held)
-        layers = c.server_view(whole_layer(Estimate(known).counts, c.slots, c.gpu_server))
+        counts = np.ones(found.held.shape)
+        layers = c.server_view(whole_layer(counts, c.slots, c.gpu_server))
         seconds = {
             name: play(new, held, options.episodes)
             for name, held in (("whole_layer", layers), ("for all phases", mixture),
@@ -168,10 +170,10 @@ def climb(options: Options) -> None:
     """Whether a search in the simulator gets below the agent's start."""
     known = build_problem(scenario="edge_hetero", action_mode="placement")
     new = build_problem(scenario="edge_hetero", split="eval", epochs=1 if options.quick else 12)
-    c, counts = known.cluster, Estimate(known).counts
+    described = Description.from_problem(known, own=True)
+    c, counts = known.cluster, QueueModel(described).counts
     start = _start("edge_hetero").held
     plan = assign_gpus(c, start, counts.sum(axis=0), np.zeros((c.num_gpus, *start.shape[1:])))
-    described = Description.from_problem(known)
     calls = min(options.climb_calls, 1e6) if options.quick else options.climb_calls
     rehearsal = described.rehearsal(counts, round(3 * known.expected_arrivals), seed=SEED)
     before = rehearsal.latency_s(plan)

@@ -29,6 +29,7 @@ __all__ = [
     "drive",
     "few",
     "interval",
+    "make",
     "measure",
     "run_figures",
     "seconds_axis",
@@ -88,6 +89,13 @@ def interval(values: Any, name: str, scale: float = 1.0) -> dict[str, float]:
     return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
+def make(name: str, described: Description, quick: bool = False, **arguments: Any) -> Any:
+    """A registered policy; in a smoke run ``best_start`` searches for a moment only."""
+    if quick and name == "best_start":
+        arguments = {"tries": 1, "steps": 1_000, "swaps": 4} | arguments
+    return make_policy(name, described, family="expert_placement", **arguments)
+
+
 KEYS = (
     "mean_latency_s", "p99_latency_s", "mean_ttft_s", "local_token_ratio", "local_call_ratio",
     "remote_layer_ratio", "migrations", "requests",
@@ -95,12 +103,12 @@ KEYS = (
 
 
 def measure(
-    policies: Sequence[str], episodes: int, point: Mapping[str, Any], **kwargs: Any
+    policies: Sequence[Any], episodes: int, point: Mapping[str, Any], **kwargs: Any
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """Run policies on the same evaluation episodes.
 
     Args:
-        policies: Registered names.
+        policies: Registered names or policies.
         episodes: Episodes of each.
         point: Columns put before the others.
         **kwargs: Arguments of the environment.
@@ -113,6 +121,7 @@ def measure(
     rows, latency = [], {}
     for policy in policies:
         runs = evaluate(ENV_ID, [policy], episodes, env_kwargs=kwargs)
+        policy = policy if isinstance(policy, str) else policy.name
         row = dict(point) | {"policy": policy, "episodes": episodes}
         for key in KEYS:
             row |= interval([run[key] for run in runs], key)
@@ -169,7 +178,7 @@ def drive(
         elsewhere since the look before, and ``adopted``, whether a change was adopted at its start.
     """
     problem = build_problem(**{"split": "eval", **kwargs, "action_mode": "placement"})
-    agent: Any = make_policy(policy, Description.from_problem(problem), family="expert_placement")
+    agent: Any = make(policy, Description.from_problem(problem))
     agent.reset(1, seed=seed)
     # More and shorter epochs than the policy decides in.
     fine = dataclasses.replace(

@@ -8,6 +8,8 @@ A figure is a scenario; ``summary`` puts the scenarios whose results lie in the 
 picture and table. Every policy plays the same evaluation episodes:
 
 * the baselines ``prism``, ``proxy_optimum``, ``whole_layer`` and ``latency_dp``;
+* ``best_start``, the agents' search for a start as a policy: one placement for all episodes, no
+  network;
 * ``latency_local_search``, which searches with the simulator anew in every episode
   (``--search-calls`` expert calls a search, on ``--search-episodes`` of the episodes), and
   ``search_once``: one search with as many simulated expert calls as the agent's training, or so
@@ -39,7 +41,6 @@ import numpy as np
 from servegym.agents.checkpoint import load_policy, shipped
 from servegym.baselines.placement.system import PlacementSystem as Description
 from servegym.baselines.protocol import BasePolicy
-from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
@@ -54,7 +55,7 @@ from servegym.experiments.figure_run import (
     tidy,
 )
 from servegym.experiments.output import print_table, read_rows, write_csv
-from servegym.experiments.placement_common import ENV_ID, OUT, interval, setting, versus
+from servegym.experiments.placement_common import ENV_ID, OUT, interval, make, setting, versus
 
 __all__ = ["SCENARIOS", "Control", "main", "training_calls"]
 
@@ -63,6 +64,7 @@ SCENARIOS = ("edge_hetero", "drift", "paper_testbed")
 EPISODES = 16
 BASELINES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCHES = ("latency_local_search", "search_once")
+BEST = "best_start"
 CONTROLS = ("start", "frequency", "random", "constant")
 AGENTS = ("ppo_placement", "mappo_placement")
 UNBOUNDED = 10**9
@@ -178,10 +180,8 @@ def _search_once(problem: Problem, described: Any, calls: float) -> Fixed:
     """One long search on the counts of an episode that is not evaluated."""
     system = PlacementSystem(problem)
     system.begin(np.random.default_rng(0))
-    policy: Any = make_policy(
-        "latency_local_search", described, family="expert_placement", budget_calls=int(calls),
-        steps=UNBOUNDED, requests=round(problem.expected_arrivals),
-    )  # fmt: skip
+    policy = make("latency_local_search", described, budget_calls=int(calls), steps=UNBOUNDED,
+                  requests=round(problem.expected_arrivals))  # fmt: skip
     policy.reset(1, seed=0)
     current = system.simulator.target() > 0
     found = policy.plan(0, system.counts().astype(np.float64), current, True)
@@ -200,7 +200,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     rows: list[dict[str, Any]] = []
     if path.exists():
         rows = read_rows(path, text=("policy", "stamp"))
-    names = [*BASELINES, *CONTROLS, *agents, "latency_local_search"]
+    names = [*BASELINES, BEST, *CONTROLS, *agents, "latency_local_search"]
     names += ["search_once"] if options.search_once is not None else []
     for name in names:
         episodes = options.episodes
@@ -256,7 +256,7 @@ def _policy(
     more: dict[str, Any] = {}
     if name in SEARCHES:
         more = {"budget_calls": int(options.search_calls), "steps": UNBOUNDED}
-    return make_policy(name, described, family="expert_placement", **more)
+    return make(name, described, options.quick, **more)
 
 
 def _scenario(scenario: str, options: Options) -> None:
@@ -296,7 +296,8 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
     notes = []
     for agent in (name for name in mean if name.startswith(AGENTS)):
         own = _latencies(episodes, agent)
-        rivals = [("the best of the baselines, ", BASELINES), *(("", (name,)) for name in SEARCHES)]
+        rivals = [("the best of the baselines, ", BASELINES),
+                  *(("", (name,)) for name in (BEST, *SEARCHES))]  # fmt: skip
         for group, others in rivals:
             known = [name for name in others if name in mean]
             if not known:
@@ -317,10 +318,33 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
                 f"{agent} against the start of ppo_placement, nothing learnt: lower by "
                 f"{versus(own[:number], start[:number])}"
             )
+    if BEST in mean:
+        notes += _what_a_network_adds(mean, episodes)
     if "random" in mean:
         notes.append(
             "the decoder alone: "
             + ", ".join(f"{name} {mean[name]:.2f} s" for name in CONTROLS if name in mean)
+        )
+    return notes
+
+
+def _what_a_network_adds(
+    mean: Mapping[str, float], episodes: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """The search alone beside the baselines, and the agents beside their own start."""
+    best = min((name for name in BASELINES if name in mean), key=lambda name: mean[name])
+    alone, other = (_latencies(episodes, name) for name in (BEST, best))
+    number = min(len(alone), len(other))
+    notes = [
+        f"{BEST}, the agents' search without a network, against {best}: lower by "
+        f"{versus(alone[:number], other[:number])}"
+    ]
+    same = [a for a in AGENTS if a in mean and "start" in mean
+            and np.array_equal(_latencies(episodes, a), _latencies(episodes, "start"))]  # fmt: skip
+    if same:
+        notes.append(
+            f"{' and '.join(same)} play every episode exactly as their start does: the network "
+            "adds nothing, all of the gain is the search's"
         )
     return notes
 

@@ -1,13 +1,9 @@
 """Policies for the expert placement environments; importing this registers them."""
 
 from servegym.baselines.placement.policies import (
-    Annealing,
     Eplb,
     EplbGlobal,
     Keep,
-    LatencyDp,
-    LatencyLocalSearch,
-    LocalSearch,
     MoeInfinity,
     MoeInfinityLb,
     Prism,
@@ -18,6 +14,13 @@ from servegym.baselines.placement.policies import (
     SmartMoe,
     Uniform,
     WholeLayer,
+)
+from servegym.baselines.placement.searchers import (
+    Annealing,
+    BestStart,
+    LatencyDp,
+    LatencyLocalSearch,
+    LocalSearch,
 )
 from servegym.baselines.placement.system import PlacementSystem
 from servegym.baselines.registry import register_policy
@@ -38,7 +41,8 @@ _POLICIES = (
     (LocalSearch, "the placement in use improved by few loads, by estimated latency"),
     (Annealing, "latency_dp refined by simulated annealing of the estimated latency"),
     (ProxyOptimum, "fewest remote assignments for the counts seen (exact Eq. 2)"),
-    (LatencyLocalSearch, "the best of these improved step by step, measured by the simulator"),
+    (BestStart, "one placement for all times: annealed, chosen and refined by simulation"),
+    (LatencyLocalSearch, "the best of the others improved step by step, measured by the simulator"),
     (MoeInfinity, "no placement: each server caches experts on its GPUs and fetches the others"),
     (MoeInfinityLb, "moe_infinity with requests redirected to the server that serves fewest"),
     (RandomPlacement, "control: another random placement every epoch; must lose"),

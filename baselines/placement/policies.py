@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.placement.eplb import eplb, eplb_global
-from servegym.baselines.placement.latency_model import LatencyModel
 from servegym.baselines.placement.optimum import proxy_optimum
 from servegym.baselines.placement.placement import (
     Bools,
@@ -24,8 +23,6 @@ from servegym.baselines.placement.placement import (
     server_view,
 )
 from servegym.baselines.placement.prism import prism, prism_printed
-from servegym.baselines.placement.rehearsal import latency_local_search
-from servegym.baselines.placement.search import annealing, latency_dp, local_search
 from servegym.baselines.placement.simple import redundance, smartmoe, uniform, whole_layer
 from servegym.baselines.placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy, Observation
@@ -58,7 +55,7 @@ class PlacementPolicy(BasePolicy):
         """
         raise NotImplementedError
 
-    def pays(self, counts: Floats, current: Bools, plan: Bools, view: _View) -> bool:
+    def pays(self, counts: Floats, current: Bools, plan: Bools, view: View) -> bool:
         """Eq. 4 with the proxy: whether the plan's remote calls and loads cost less."""
         system = self.system
         if view.window_s <= 0:
@@ -97,14 +94,14 @@ class PlacementPolicy(BasePolicy):
             if found is None:
                 continue
             seconds = np.asarray(observation["seconds_per_token"][b], dtype=np.float64)
-            view = _View(seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0]))
+            view = View(seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0]))
             if free or self.static or self.pays(counts, current, found, view):
                 migrate[b] = 1
                 wished[b] = found
         return {"migrate": migrate, "plan": wished}
 
 
-class _View:
+class View:
     """What Eq. 4 reads: extra seconds (N,) of a remote token and the window of the counts."""
 
     def __init__(self, extra_s: Floats, window_s: float) -> None:
@@ -196,7 +193,7 @@ class RandomPlacement(_Drawn):
     name = "random"
     draw = staticmethod(redundance)
 
-    def pays(self, counts: Floats, current: Bools, plan: Bools, view: _View) -> bool:
+    def pays(self, counts: Floats, current: Bools, plan: Bools, view: View) -> bool:
         """Always."""
         return True
 
@@ -265,173 +262,3 @@ class ProxyOptimum(_Counted):
 
     name = "proxy_optimum"
     place = staticmethod(proxy_optimum)
-
-
-class _Estimated(PlacementPolicy):
-    """Plans by estimated latency, which also stands for C in Eq. 4."""
-
-    def __init__(self, system: PlacementSystem, *, rows: int = 512) -> None:
-        super().__init__(system)
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows!r}")
-        self.rows = int(rows)
-
-    def search(self, model: LatencyModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """The placement (G, L, E) wished by the model."""
-        raise NotImplementedError
-
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """See `PlacementPolicy.plan`."""
-        self._model = self.system.latency_model(counts, rows=self.rows)
-        return self.search(self._model, counts, current, first)
-
-    def pays(self, counts: Floats, current: Bools, plan: Bools, view: _View) -> bool:
-        """Eq. 4 with the estimate of the plan just made."""
-        system = self.system
-        home, servers = system.gpu_server, system.cluster.num_servers
-        old, new = (
-            system.epoch_s * float(self._model.cost(server_view(z, home, servers)).sum())
-            for z in (current, plan)
-        )
-        return adopts(new, self.migration_s(current, plan), old)
-
-
-class LatencyDp(_Estimated):
-    """Layer budgets by an exact knapsack over estimated latency."""
-
-    name = "latency_dp"
-
-    def search(self, model: LatencyModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_Estimated.search`."""
-        return latency_dp(model, counts, self.system.slots, self.system.gpu_server)
-
-
-class Annealing(_Estimated):
-    """`LatencyDp` refined by annealing single experts."""
-
-    name = "annealing"
-
-    def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 600_000) -> None:
-        super().__init__(system, rows=rows)
-        self.steps = int(steps)
-
-    def search(self, model: LatencyModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_Estimated.search`."""
-        slots, home = self.system.slots, self.system.gpu_server
-        return annealing(model, counts, slots, home, steps=self.steps)
-
-
-class LocalSearch(_Estimated):
-    """The placement in use, improved by loads of at most a share of the slots an epoch.
-
-    A free first placement is not bounded and starts from `LatencyDp`.
-    """
-
-    name = "local_search"
-
-    def __init__(
-        self, system: PlacementSystem, *, rows: int = 512, max_moved_share: float = 0.1
-    ) -> None:
-        super().__init__(system, rows=rows)
-        self.max_moved_share = float(max_moved_share)
-
-    def search(self, model: LatencyModel, counts: Floats, current: Bools, first: bool) -> Bools:
-        """See `_Estimated.search`."""
-        slots, home = self.system.slots, self.system.gpu_server
-        if first:
-            current = latency_dp(model, counts, slots, home)
-        share = 1.0 if first else self.max_moved_share
-        return local_search(model, counts, slots, home, current, max_moved_share=share)
-
-
-class LatencyLocalSearch(PlacementPolicy):
-    """The placement in use or the best of other methods, improved step by step by the simulator.
-
-    It rehearses the tasks that the last epoch's counts tell of, see `rehearsal.Rehearsal`, and
-    searches again when these change. A change is made if an epoch with it, its loads carried out,
-    is faster in the engine than one without.
-
-    Args:
-        system: The cluster and what is known of its load.
-        steps: Exchanges tried by a search.
-        budget_calls: Expert calls that end a search; no bound by default.
-        requests: Requests of a rehearsal, at least two a server.
-        shift: Largest change of a server's task shares that starts no new search.
-
-    Attributes:
-        calls: Expert calls simulated since the policy was made.
-    """
-
-    name = "latency_local_search"
-
-    def __init__(
-        self,
-        system: PlacementSystem,
-        *,
-        steps: int = 200,
-        budget_calls: int | None = None,
-        requests: int = 40,
-        shift: float = 0.25,
-    ) -> None:
-        super().__init__(system)
-        limits = (("steps", steps, 0), ("budget_calls", budget_calls, 0), ("requests", requests, 1))
-        for name, value, low in limits:
-            if value is not None and value < low:
-                raise ValueError(f"{name} must be at least {low}, got {value!r}")
-        self.steps, self.budget_calls = int(steps), budget_calls
-        self.requests = max(int(requests), 2 * system.cluster.num_servers)
-        self.shift = float(shift)
-        self.calls = 0
-
-    def reset(self, num_envs: int, seed: int | None = None) -> None:
-        """See `Policy.reset`."""
-        super().reset(num_envs, seed)
-        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
-        self._rows = [np.random.default_rng(stream) for stream in streams]
-        self._seen: list[Floats | None] = [None] * num_envs
-        self._tasks: list[Floats | None] = [None] * num_envs
-
-    def act(self, observation: Observation, action_mask: Any = None) -> Any:
-        """See `PlacementPolicy.act`."""
-        begins = np.asarray(observation["progress"])[:, 0] <= 0.0
-        for b in np.flatnonzero(begins):
-            self._seen[b] = self._tasks[b] = None
-        action = super().act(observation, action_mask)
-        for b, moved in enumerate(action["migrate"]):
-            # The counts start anew with a change, not otherwise.
-            counts = np.asarray(observation["counts"][b], dtype=np.float64)
-            self._seen[b] = None if moved else counts
-        return action
-
-    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
-        """See `PlacementPolicy.plan`."""
-        system, seen = self.system, self._seen[row]
-        new = counts if seen is None else np.maximum(counts - seen, 0.0)
-        self._latest = counts if new.sum() <= 0 else new
-        shares, searched = system.task_shares(self._latest), self._tasks[row]
-        if searched is not None and np.abs(shares - searched).max() <= self.shift:
-            return None
-        self._tasks[row] = shares
-        self._seed = int(self._rows[row].integers(1 << 31))
-        slots, home = system.slots, system.gpu_server
-        model = system.latency_model(self._latest)
-        starts = [
-            current,
-            *(place(self._latest, slots, home) for place in (whole_layer, prism, proxy_optimum)),
-            latency_dp(model, self._latest, slots, home),
-        ]
-        rehearsal = system.rehearsal(self._latest, self.requests, seed=self._seed)
-        found = latency_local_search(
-            rehearsal, self._latest, slots, home, starts,
-            steps=self.steps, budget_calls=self.budget_calls, seed=self._seed,
-        )  # fmt: skip
-        self.calls += rehearsal.calls
-        return None if (found == current).all() else found
-
-    def pays(self, counts: Floats, current: Bools, plan: Bools, view: _View) -> bool:
-        """Whether an epoch in the engine that begins with the change is faster than one without."""
-        arrivals = float((self.system.epoch_s / self.system.interarrival_s).sum())
-        epoch = self.system.rehearsal(self._latest, max(round(arrivals), 1), seed=self._seed + 1)
-        better = epoch.latency_s(current, then=plan) < epoch.latency_s(current)
-        self.calls += epoch.calls
-        return better

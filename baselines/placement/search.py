@@ -27,8 +27,8 @@ from servegym.baselines.placement.placement import (
     server_view,
 )
 
-MOST_SETTLED = 8
-"""Servers for which `latency_dp` looks for a fixed point; its time grows with their square."""
+TURNS = 8
+"""Parts of the servers that `latency_dp` plans anew one after another: of up to so many, each."""
 
 
 def latency_dp(
@@ -42,8 +42,8 @@ def latency_dp(
     """Layer budgets by an exact knapsack over estimated latency, then coverage at least loss.
 
     Whom a server asks and how long its messages wait depend on all placements. So then one server
-    after another is planned anew against the placement of the others, under the load that all of
-    them cause, until no server gains: a fixed point, for up to `MOST_SETTLED` servers.
+    after another (of more than `TURNS` an eighth at a time) is planned anew against the placement
+    of the others, under the load that all of them cause, until none gains: a fixed point.
 
     Coverage by layers (one that nobody would hold whole gets an owner, by another knapsack) and by
     single experts (a missing one replaces a duplicate) are both tried; the better one is taken.
@@ -72,7 +72,7 @@ def latency_dp(
         raise ValueError(f"rounds must not be negative, got {rounds!r}")
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     held = _budgets(model, f, cap)
-    if model.links is not None and len(f) <= MOST_SETTLED:
+    if model.links is not None:
         held = _settle_servers(model, held, f, cap, rounds)
     return assign_gpus(held, f, room, home)
 
@@ -86,15 +86,16 @@ def _settle_servers(model: LatencyModel, held: Bools, f: Floats, cap: Ints, roun
     cheapest = float(now.cost(held).sum())
     for _ in range(rounds):
         before = cheapest
-        for n in range(servers):
+        for part in np.array_split(np.arange(servers), min(servers, TURNS)):
             costs = np.stack([now.prefix_costs(m, order[m]) for m in range(servers)])
-            alone = (held.all(axis=2) & (held.all(axis=2).sum(axis=0) == 1))[n]
-            bound = costs[n].copy()
-            bound[alone, :experts] = np.inf
-            for table in (costs[n], bound):
-                number = kernel.knapsack(table, int(min(cap[n], layers * experts)))
+            full = held.all(axis=2)
+            bound = costs.copy()
+            bound[full & (full.sum(axis=0) == 1), :experts] = np.inf
+            for table in (costs, bound):
                 trial = held.copy()
-                trial[n] = rank[n] < number[:, None]
+                for n in part:
+                    number = kernel.knapsack(table[n], int(min(cap[n], layers * experts)))
+                    trial[n] = rank[n] < number[:, None]
                 _cover(trial, f, costs)
                 loaded = model.loaded(trial, f)
                 cost = float(loaded.cost(trial).sum())

@@ -34,7 +34,8 @@ class PlacementSystem:
         migration_source: ``"host"`` or ``"network"``.
         output_range: Least and most tokens of an answer.
         prompts: The recorded prompts.
-        task_prompts: For each task, the prompts that no episode draws.
+        task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
+        usual_shares: (N, K) shares of the tasks in each server's requests in the long run.
         replica_choice: How the engine chooses among remote copies.
         replica_candidates: Remote copies it looks at.
         task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
@@ -51,6 +52,7 @@ class PlacementSystem:
     output_range: tuple[int, int]
     prompts: Prompts
     task_prompts: tuple[Ints, ...]
+    usual_shares: Floats
     replica_choice: str
     replica_candidates: int
     task_rows: tuple[NDArray[np.uint64], ...]
@@ -58,12 +60,18 @@ class PlacementSystem:
     task_prompt_tokens: Floats
 
     @classmethod
-    def from_problem(cls, problem: Problem) -> PlacementSystem:
-        """The description of an environment's problem (``env.unwrapped.problem``)."""
-        prompts = problem.prompts
+    def from_problem(cls, problem: Problem, *, own: bool = False) -> PlacementSystem:
+        """The description of an environment's problem (``env.unwrapped.problem``).
+
+        Args:
+            problem: The problem.
+            own: Whether the recorded prompts are those that its episodes draw, as an agent in
+                training knows them.
+        """
+        prompts, of_tasks = problem.prompts, problem.rows if own else problem.history_rows
         mean_output = float(np.mean(problem.output_tokens))
         rows, counts, tokens = [], [], []
-        for of_task in problem.history_rows:
+        for of_task in of_tasks:
             bank = np.concatenate(
                 [prompts.bank[prompts.bank_start[p] : prompts.bank_start[p + 1]] for p in of_task]
             )
@@ -71,6 +79,10 @@ class PlacementSystem:
             rows.append(bank)
             counts.append(prompts.counts[of_task].mean(axis=0) + (mean_output - 1.0) * decode)
             tokens.append(float(prompts.tokens[of_task].mean()))
+        tasks, servers = len(of_tasks), problem.cluster.num_servers
+        shares = np.full((servers, tasks), 1.0 / tasks)
+        if problem.task_mix == "by_server" and problem.rotate_s == 0:
+            shares = np.eye(tasks)[np.arange(servers) % tasks]
         return cls(
             cluster=problem.cluster,
             interarrival_s=np.asarray(problem.interarrival_s, dtype=np.float64),
@@ -80,7 +92,8 @@ class PlacementSystem:
             migration_source=problem.migration_source,
             output_range=problem.output_tokens,
             prompts=prompts,
-            task_prompts=problem.history_rows,
+            task_prompts=of_tasks,
+            usual_shares=shares,
             replica_choice=problem.replica_choice,
             replica_candidates=problem.replica_candidates,
             task_rows=tuple(rows),

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from servegym.baselines.registry import list_policies
+from servegym.baselines.placement.system import PlacementSystem
+from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.expert_placement.config import build_problem
 from servegym.experiments import placement_algorithms as algorithms
 
@@ -17,21 +18,29 @@ def problem():
     return build_problem(model="toy", epochs=2, split="eval", action_mode="placement")
 
 
+def planned(problem, policy):
+    fast = {"tries": 1, "steps": 1_000, "swaps": 4} if policy == "best_start" else {}
+    system = PlacementSystem.from_problem(problem)
+    return algorithms.planning(
+        problem, make_policy(policy, system, family="expert_placement", **fast), 2
+    )
+
+
 @pytest.mark.parametrize("policy", NAMES)
 def test_gaps_moves_and_times(problem, policy):
-    row = algorithms.planning(problem, policy, 2)
+    row = planned(problem, policy)
     if policy.startswith("moe_infinity"):
         assert all(math.isnan(x) for x in row.values())
         return
     assert row["proxy_gap"] >= 0 and 0 <= row["moved_share"] < 1
     assert (row["proxy_gap"] == 0) == (policy == "proxy_optimum")
-    if policy in ("keep", "uniform", "redundance", "whole_layer"):
+    if policy in ("keep", "uniform", "redundance", "whole_layer", "best_start"):
         assert row["moved_share"] == 0
     if policy == "random":
         assert row["moved_share"] > 0.2
     assert math.isnan(row["plan_cpu_s"]) == (policy == "keep")
     if policy == "prism":
-        again = algorithms.planning(problem, policy, 2)
+        again = planned(problem, policy)
         assert again["proxy_gap"] == row["proxy_gap"]
         assert again["moved_share"] == row["moved_share"]
 
@@ -62,8 +71,8 @@ def test_a_resumed_run_keeps_its_rows(tmp_path, monkeypatch):
     calls = []
 
     def measure(policies, episodes, point, **kwargs):
-        calls.append((policies[0], episodes, kwargs["scenario"]))
-        return [made_up(policies[0], 1.0 + len(calls))], {}
+        calls.append((policies[0].name, episodes, kwargs["scenario"]))
+        return [made_up(policies[0].name, 1.0 + len(calls))], {}
 
     monkeypatch.setattr(algorithms, "measure", measure)
     monkeypatch.setattr(algorithms, "planning", lambda *args: {})

@@ -1,9 +1,4 @@
-"""An estimate of latency that knows near servers and queues at links, and annealing by it.
-
-Unlike the estimate of `latency_dp` it knows which other server is near, and that a link is a queue:
-the activations of a long prompt hold up the short messages of all decode steps behind them. How
-much is a factor that the estimate cannot know. `placement_start` tries several, by simulation.
-"""
+"""Jitted parts of `queue_model`: estimated latency with queues at links, annealing by it."""
 
 from __future__ import annotations
 
@@ -11,14 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from servegym.baselines.placement.latency_model import expert_masks, mask_experts
-from servegym.envs.expert_placement.config import Problem
-
-Bools = NDArray[np.bool_]
-HOT, COLD = 0.1, 3e-4
-"""First and last temperature of the annealing, seconds."""
 # Columns of a server's load and of what its tokens do at another server.
 _RATE, _TOKENS, _SQUARE, _DECODES = 0, 1, 2, 3
 _TOUCH, _VOLUME, _LAST, _HITS = 0, 1, 2, 3
@@ -52,7 +40,7 @@ class Known(NamedTuple):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _number(word):
+def number_of(word):
     """Bits that are set."""
     pairs = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
     fours = pairs & np.uint64(0x3333333333333333)
@@ -62,7 +50,7 @@ def _number(word):
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _look(known, server, layer, held, out):
+def look(known, server, layer, held, out):
     """What tokens of a server do at the others in a layer; changes ``out`` (N, 4).
 
     A missing expert is called at the nearest server that holds it.
@@ -91,7 +79,7 @@ def _look(known, server, layer, held, out):
                 left &= ~there
                 last = m
                 out[m, _TOUCH] += 1.0
-                out[m, _VOLUME] += _number(there) if per_expert else 1
+                out[m, _VOLUME] += number_of(there) if per_expert else 1
         if last >= 0:
             out[last, _LAST] += 1.0
     out /= rows.size
@@ -121,7 +109,7 @@ def estimate(known, seen, wait):
 
     Args:
         known: `Known`.
-        seen: (N, L, N, 4), `_look` of every server and layer.
+        seen: (N, L, N, 4), `look` of every server and layer.
         wait: Factor on the waiting time of an M/G/1 queue.
     """
     load, token, delay, cost = known.load, known.token, known.delay, known.cost
@@ -234,7 +222,7 @@ def anneal(known, held, wait, steps, hot, cold, seed):
     seen = np.zeros((servers, layers, servers, 4))
     for n in range(servers):
         for layer in range(layers):
-            _look(known, n, layer, held, seen[n, layer])
+            look(known, n, layer, held, seen[n, layer])
     now = estimate(known, seen, wait)
     least, best, kept = now, held.copy(), held.copy()
     kept_seen = np.zeros((2, servers, servers, 4))
@@ -253,7 +241,7 @@ def anneal(known, held, wait, steps, hot, cold, seed):
         for i, at in enumerate((layer, other)):
             for k in range(servers):
                 kept_seen[i, k] = seen[k, at]
-                _look(known, k, at, held, seen[k, at])
+                look(known, k, at, held, seen[k, at])
         new = estimate(known, seen, wait)
         if new <= now or np.random.random() < np.exp((now - new) / warm):
             now = new
@@ -266,74 +254,3 @@ def anneal(known, held, wait, steps, hot, cold, seed):
                 seen[k, layer], seen[k, other] = kept_seen[0, k], kept_seen[1, k]
     held[:] = best
     return least
-
-
-class Estimate:
-    """The estimate of a problem from the prompts of its own split.
-
-    Args:
-        problem: Cluster, recorded prompts and load.
-        tokens: Tokens of each server to look at.
-        seed: Of their draw.
-
-    Attributes:
-        counts: (N, L, E) mean assignments of a request of each server.
-    """
-
-    def __init__(self, problem: Problem, *, tokens: int = 256, seed: int = 0) -> None:
-        c, prompts = problem.cluster, problem.prompts
-        servers, every = c.num_servers, range(len(problem.rows))
-        mixed = problem.task_mix == "mixed" or problem.rotate_s > 0
-        random = np.random.default_rng(seed)
-        decodes = max(float(np.mean(problem.output_tokens)) - 1.0, 0.0)
-        rows, hits, loads, counts = [], [], [], []
-        for n in range(servers):
-            tasks = every if mixed else [n % len(problem.rows)]
-            sets, tables, lengths = [], [], []
-            for t in tasks:
-                of_task = problem.rows[t]
-                drawn = of_task[random.integers(0, len(of_task), tokens)]
-                start, end = prompts.bank_start[drawn], prompts.bank_start[drawn + 1]
-                sets.append(
-                    prompts.bank[start + (random.random(tokens) * (end - start)).astype(int)]
-                )
-                tables.append(prompts.counts[of_task])
-                lengths.append(prompts.tokens[of_task].astype(np.float64))
-            drawn = np.concatenate(sets)
-            rows.append(drawn[random.permutation(len(drawn))[:tokens]].T)
-            hits.append(np.mean([(table > 0).mean(axis=0) for table in tables], axis=0))
-            loads.append([1.0 / problem.interarrival_s[n],
-                          np.mean([x.mean() for x in lengths]),
-                          np.mean([(x**2).mean() for x in lengths]), decodes])  # fmt: skip
-            share = mask_experts(rows[-1], c.experts).mean(axis=1)
-            counts.append(np.mean([x.mean(axis=0) for x in tables], axis=0) + decodes * share)
-        work = 2.0 * c.pcie_latency_s + float(c.expert_base_s.mean())
-        token, delay = c.activation_bytes / c.link_bytes_s, c.latency_s + c.latency_s.T + work
-        trip = delay + token + token.T
-        np.fill_diagonal(trip, -1.0)
-        self.counts, self.experts = np.array(counts), c.experts
-        self.known = Known(
-            rows=np.ascontiguousarray(np.array(rows)),
-            hit=np.array(hits),
-            near=np.argsort(trip, axis=1, kind="stable"),
-            load=np.array(loads),
-            token=token,
-            delay=delay,
-            cost=float(c.message_cost_s),
-            per_expert=c.messages == "per_expert",
-        )
-
-    def cost(self, held: Bools, wait: float) -> float:
-        """The estimate of a covered server view (N, L, E), see :func:`estimate`."""
-        masks = expert_masks(held)
-        servers, layers = masks.shape
-        seen = np.zeros((servers, layers, servers, 4))
-        for n, layer in np.ndindex(servers, layers):
-            _look(self.known, n, layer, masks, seen[n, layer])
-        return float(estimate(self.known, seen, wait))
-
-    def anneal(self, start: Bools, wait: float, steps: int, seed: int) -> Bools:
-        """Improve a covered server view (N, L, E) by its estimate, see :func:`anneal`."""
-        masks = expert_masks(start)
-        anneal(self.known, masks, wait, steps, HOT, COLD, seed)
-        return mask_experts(masks, self.experts)
