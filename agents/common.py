@@ -64,6 +64,23 @@ def make_envs(args: Any, num_envs: int, **overrides: Any) -> gym.vector.VectorEn
     )
 
 
+def what_followed(
+    obs: Mapping[str, NDArray[Any]], info: Mapping[str, Any], done: NDArray[np.bool_]
+) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:
+    """Observation and action mask after a step, where an episode ended its last ones.
+
+    The environments reset within the step, so that obs is the first one of the next episode there.
+    """
+    if not done.any():
+        return dict(obs), info["action_mask"]
+    after, mask = {key: value.copy() for key, value in obs.items()}, info["action_mask"].copy()
+    for i in np.flatnonzero(done):
+        for key, value in info["final_obs"][i].items():
+            after[key][i] = value
+        mask[i] = info["final_info"]["action_mask"][i]
+    return after, mask
+
+
 @torch.no_grad()
 def follow(copy: nn.Module, net: nn.Module, tau: float) -> None:
     """Move the copy's weights towards the network's."""

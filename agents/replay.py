@@ -29,6 +29,16 @@ class ReplayBuffer:
             self.data[key][self.count % self.length] = value
         self.count += 1
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs: the transitions kept and how many were added."""
+        return {"count": self.count, "data": {k: v[: self.count] for k, v in self.data.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the transitions of `state_dict`, of a buffer of the same shape."""
+        self.count = state["count"]
+        for key, value in state["data"].items():
+            self.data[key][: len(value)] = value
+
     def sample(
         self, size: int, n_step: int, gamma: float, center: float, rng: np.random.Generator
     ) -> dict[str, NDArray[Any]]:

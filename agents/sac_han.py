@@ -34,6 +34,7 @@ from servegym.agents.common import (
     make_envs,
     snapshot,
     validate,
+    what_followed,
     write_checkpoint,
 )
 from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
@@ -105,7 +106,7 @@ class Args:
     actor_lr: float = 3e-4
     """learning rate of the actor"""
     critic_warmup: float = 0.25
-    """share of the training, from its start, in which the critics alone learn"""
+    """with a prior: share of the training, from its start, in which the critics alone learn"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to a tenth"""
     autotune: bool = False
@@ -309,9 +310,8 @@ def train(args: Args) -> Path:
         averaged.load_state_dict(saved["averaged"])
         optimizer.load_state_dict(saved["optimizer"])
         log_alpha.data = saved["log_alpha"].to(device)
-        buffer.count, s, envs = saved["count"], saved["state"], pickle.loads(saved["envs"])
-        for key, value in saved["buffer"].items():
-            buffer.data[key][: len(value)] = value
+        s, envs = saved["state"], pickle.loads(saved["envs"])
+        buffer.load_state_dict(saved["buffer"])
         rng.bit_generator.state = saved["rng"]
     log = RunLog(run, args, "sac_han", s["step"], s["log_size"])
     foresight = Foresight(envs) if args.foresight else None
@@ -337,15 +337,10 @@ def train(args: Args) -> Path:
             score = np.where(own_turn[:, None], own, score)
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
-        done, after, next_mask = terminated | truncated, obs, info["action_mask"]
-        if done.any():  # what followed the action, not the first observation of the next episode
-            after, next_mask = {k: v.copy() for k, v in obs.items()}, next_mask.copy()
-            for i in np.flatnonzero(done):
-                for key, value in info["final_obs"][i].items():
-                    after[key][i] = value
-                next_mask[i] = info["final_info"]["action_mask"][i]
-            if terminated.any():
-                s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
+        done = terminated | truncated
+        after, next_mask = what_followed(obs, info, done)
+        if terminated.any():
+            s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
         before, earned = inputs, reward
         if foresight is not None:
             inputs = foresight()
@@ -366,7 +361,8 @@ def train(args: Args) -> Path:
 
         if s["step"] >= args.learning_starts and buffer.count >= args.n_step:
             left = 1 - 0.9 * s["step"] / args.total_timesteps
-            act = s["step"] >= args.critic_warmup * args.total_timesteps
+            # A start at a heuristic is kept until the critics know better; one at nothing is not.
+            act = not agent.temperature or s["step"] >= args.critic_warmup * args.total_timesteps
             for group, lr in zip(optimizer.param_groups, (args.lr, args.actor_lr), strict=False):
                 group["lr"] = lr * (left if args.anneal_lr else 1.0)
             for _ in range(args.updates_per_step):
@@ -382,7 +378,7 @@ def train(args: Args) -> Path:
         last = s["step"] >= args.total_timesteps
         if crossed(2_000) or last:
             metrics = {"charts/SPS": log.advance(s["step"])}
-            metrics |= {k: float(v) for k, v in losses.items()}
+            metrics |= {k: float(v) for k, v in losses.items()} | {"charts/reward": s["center"]}
             taken = enumerate(s["shares"] / s["shares"].sum())
             metrics |= {f"charts/share_{k}": v for k, v in taken}
             means = {"charts/episodic_return": "episodes", "charts/avg_qos": "qos"}
@@ -402,9 +398,8 @@ def train(args: Args) -> Path:
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), target=target.state_dict(),
                      averaged=averaged.state_dict(), optimizer=optimizer.state_dict(),
-                     log_alpha=log_alpha.data, state=s,
-                     count=buffer.count, rng=rng.bit_generator.state, envs=pickle.dumps(envs),
-                     buffer={k: v[: buffer.count] for k, v in buffer.data.items()})  # fmt: skip
+                     log_alpha=log_alpha.data, state=s, rng=rng.bit_generator.state,
+                     envs=pickle.dumps(envs), buffer=buffer.state_dict())  # fmt: skip
     log.close()
     envs.close()
     return run

@@ -19,6 +19,7 @@ from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
+    COLLAPSED,
     ENV_ID,
     Options,
     chosen,
@@ -30,8 +31,9 @@ from servegym.experiments.routing_common import (
     save,
     shipped_runs,
 )
-from servegym.experiments.routing_runs import RUNS
+from servegym.experiments.routing_runs import POINTS, RUNS
 from servegym.experiments.routing_training import RESULT
+from servegym.experiments.stats import iqm, stratified_bootstrap
 from servegym.hardware_profiles.script import run
 
 __all__ = ["learning_curves", "main", "profile_router"]
@@ -46,6 +48,10 @@ PREDICTORS = {
     "exact": {"score_predictor": "exact", "length_predictor": "exact"},
 }
 """Fig. 18: predicted or zero score and length; exact ones are an upper bound."""
+
+
+REFERENCES = ("shortest_queue", "greedy_qos", "priced_greedy")
+"""Heuristics drawn into the training curves."""
 
 
 def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
@@ -86,54 +92,77 @@ def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
     return rows
 
 
+def reference_levels(point: str) -> dict[str, float]:
+    """Validation QoS of `REFERENCES` on the episodes that the learning curves are measured on.
+
+    Args:
+        point: Key of `routing_runs.POINTS`.
+    """
+    from servegym.agents.common import validate
+    from servegym.agents.sac_han import Args
+    from servegym.baselines.llm_routing.system import RoutingSystem
+    from servegym.baselines.registry import make_policy
+
+    args, found = Args(**POINTS[point]), {}
+    for name in REFERENCES:
+        policy = make_policy(name, RoutingSystem.from_kwargs(profiles=args.profiles))
+        policy.reset(args.eval_episodes * len(args.eval_rates), seed=0)
+        found[name] = validate(policy.act, args)["eval/avg_qos"]
+    return found
+
+
 def fig16(options: Options) -> None:
-    """Training curves: mean and range over the seeds of each variant."""
+    """Training curves: interquartile mean and interval over the seeds of each variant."""
     rows = learning_curves(options.checkpoints)
-    if not rows:
+    if options.checkpoints is None or not rows:
         print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
         return
     plt = pyplot()
-    # A panel of begun runs alone would show the warm-up of the critics.
-    done = {
-        (row["group"], row["point"])
-        for row in rows
-        if options.checkpoints is not None and (options.checkpoints / row["run"] / RESULT).exists()
-    }
-    panels = [
-        panel
-        for panel in dict.fromkeys((row["group"], row["point"]) for row in rows)
-        if panel in done or not done
-    ]
-    rows = [row for row in rows if (row["group"], row["point"]) in panels]
+    done = {row["run"] for row in rows if (options.checkpoints / row["run"] / RESULT).exists()}
+    rows = [row for row in rows if row["run"] in done or not done]
+    panels = list(dict.fromkeys((row["group"], row["point"]) for row in rows))
+    levels = {point: reference_levels(point) for point in dict.fromkeys(p for _, p in panels)}
     notes: list[str] = []
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 3.8), squeeze=False, layout="constrained"
+        down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained"
     )
-    for axis, (group, point) in zip(axes[0], panels, strict=True):
+    for spare in axes.flat[len(panels) :]:
+        spare.set_axis_off()
+    for axis, (group, point) in zip(axes.flat, panels, strict=False):
         own = [r for r in rows if (r["group"], r["point"]) == (group, point)]
         own = [r for r in own if r["quantity"] == "val_qos"]
         for variant in dict.fromkeys(row["variant"] for row in own):
             series = [row for row in own if row["variant"] == variant]
+            seeds = {row["seed"] for row in series}
             steps = sorted({row["step"] for row in series})
             values = [[r["value"] for r in series if r["step"] == step] for step in steps]
-            seeds = len({row["seed"] for row in series})
-            line = axis.plot(
-                steps, [np.mean(v) for v in values], label=f"{variant}, {seeds} seed(s)"
-            )[0]
-            low, high = [min(v) for v in values], [max(v) for v in values]
-            means = [float(np.mean(v)) for v in values]
+            curve = np.array([stratified_bootstrap(v, iqm) for v in values])
+            thousands = np.array(steps) / 1e3
+            line = axis.plot(thousands, curve[:, 0], label=f"{variant}, {len(seeds)} seed(s)")[0]
+            if len(seeds) > 1:
+                axis.fill_between(
+                    thousands, curve[:, 1], curve[:, 2], alpha=0.2, color=line.get_color()
+                )
+            top, rise = int(np.argmax(curve[:, 0])), curve[-1, 0] - curve[2 * len(steps) // 3, 0]
             notes.append(
-                f"{group}, {point}: {variant} x{seeds}: validation QoS {means[0]:.3f} after "
-                f"{steps[0]:,} steps, at most {max(means):.3f} after "
-                f"{steps[int(np.argmax(means))]:,}, {means[-1]:.3f} after {steps[-1]:,}"
+                f"{group}, {point}: {variant} x{len(seeds)}: validation QoS {curve[0, 0]:.3f} "
+                f"after {steps[0]:,} steps, at most {curve[top, 0]:.3f} [{curve[top, 1]:.3f}, "
+                f"{curve[top, 2]:.3f}] after {steps[top]:,}, {curve[-1, 0]:.3f} after "
+                f"{steps[-1]:,} ({rise:+.3f} over the last third)"
             )
-            axis.fill_between(steps, low, high, alpha=0.2, color=line.get_color())
-        axis.set(title=f"{group}, {point}", xlabel="steps", ylabel="validation QoS")
-        if own:
-            axis.legend(fontsize=7, frameon=False)
+        for name, style in zip(REFERENCES, ("--", "-.", ":"), strict=True):
+            axis.axhline(
+                levels[point][name], color="grey", linestyle=style, linewidth=1, label=name
+            )
+        told = ", ".join(f"{name} {level:.3f}" for name, level in levels[point].items())
+        notes.append(f"{group}, {point}: on the same episodes {told}")
+        axis.set(title=f"{group}, {point}", xlabel="thousand steps", ylabel="validation QoS")
+        axis.legend(fontsize=7, frameon=False)
         tidy(axis)
     print("\n".join(notes))
-    note = "line: mean over seeds; band: their range; unfinished runs included"
+    note = "line: interquartile mean over seeds; band: its bootstrap 95 % interval"
     save(options, "fig16_training", rows, figure, note, *notes)
 
 
@@ -157,7 +186,15 @@ def fig17(options: Options) -> None:
         lines += [f"{name}: {one}" for one in (
             *claim(own, "baseline_rl_dsa", "baseline_rl", "+17.27 %, -3.22 %"),
             *claim(own, "sac_han", "baseline_rl_dsa", "+22.37 %, -2.15 %"),
+            *claim(own, "sac_han", "baseline_rl", "both together"),
         )]  # fmt: skip
+        lines += [
+            f"{name}: {row['policy']}: busiest expert {100 * row['top_share']:.0f} % of what is "
+            f"sent, entropy of the shares {row['share_entropy']:.2f}"
+            + (" (COLLAPSED)" if row["top_share"] > COLLAPSED else "")
+            for row in own
+            if row["trainings"]
+        ]
     print("\n".join(lines))
     save(options, "fig17_ablation", rows, plot_bars(rows, "point", "Ablation"), *lines)
 

@@ -374,3 +374,15 @@ def test_a_collapsed_policy_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match="action 0 takes 100%"):
         got = validate(agent.act, args)
     assert got["eval/avg_qos"] == 0.0
+
+
+@pytest.mark.parametrize(("prior", "moves"), [(0.0, True), (0.02, False)])
+def test_the_actor_waits_for_the_critics_only_where_it_starts_at_a_heuristic(
+    tmp_path, monkeypatch, prior, moves
+):
+    told, update = [], sac_han.update
+    monkeypatch.setattr(
+        sac_han, "update", lambda *given: (told.append(given[-1]), update(*given))[1]
+    )
+    sac_han.train(tiny(tmp_path, prior=prior, critic_warmup=2.0, total_timesteps=160))
+    assert set(told) == {moves}

@@ -49,7 +49,7 @@ def tiny(steps=800, seed=1):
 def test_the_list_has_what_the_tables_need_the_most_useful_first():
     names = [run.name for run in queue.RUNS]
     assert len(set(names)) == len(names)
-    assert [run.variant for run in queue.RUNS[:2]] == ["residual", "baseline_rl"]
+    assert [run.variant for run in queue.RUNS[:2]] == ["sac_han", "baseline_rl"]
     count = Counter((run.group, run.variant, run.point) for run in queue.RUNS)
     for point in ("het8", "linear5"):
         for variant in ("sac_han", "baseline_rl", "baseline_rl_dsa"):
@@ -68,7 +68,8 @@ def test_the_papers_learners_start_at_nothing_and_have_its_rewards():
             assert run.settings["prior"] == run.settings["foresight"] == 0
             assert run.settings["reward"] == rewards[run.variant]
             assert run.settings["state"] == ("expert" if run.variant == "baseline_rl" else "han")
-            assert run.steps == 1_000_000
+            # The same computing time: without the graph a step costs a sixth.
+            assert run.steps == (600_000 if run.variant == "baseline_rl" else 200_000)
 
 
 def test_every_command_is_one_that_the_agent_takes(tmp_path):
