@@ -1,11 +1,12 @@
 """Proximal policy optimisation for expert placement: one scoring network for all experts.
 
 The agent first looks for a placement to start from, by an estimate of latency and its own
-simulation (``--base best``, the baseline ``best_start``). A network then changes it: for every server and
-layer it gives two numbers, a height and a slope. The score of an expert is what the start says,
-plus the height, plus the slope times the logarithm of its share of the server's tokens, and each
-server takes its best-scored experts (``action_mode="expert_score"``). The network sees servers and
-layers only through their features, so that servers may be exchanged and their number may change.
+simulation (``--base best``, the baseline ``best_start``). A network then changes it: for every
+server and layer it gives two numbers, a height and a slope. The score of an expert is what the
+start says, plus the height, plus the slope times the logarithm of its share of the server's tokens,
+and each server takes its best-scored experts (``action_mode="expert_score"``). The network sees
+servers and layers only through their features, so that servers may be exchanged and their number
+may change.
 With all outputs zero the agent is its start. ``--base whole_layer`` and ``none`` leave out the
 search: the former starts from the layers that the baseline of this name gives to a server.
 

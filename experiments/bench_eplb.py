@@ -9,6 +9,10 @@ small models. Loads are Zipf(0.8) popularities in random order times log-normal(
 "Moves" is the share of slots that change when every load is multiplied by a factor drawn from
 1 +- 5 % (normal). The yardstick follows the published steps with lists, as a reader would write
 them down.
+
+``--draws N`` instead draws N sets of loads and prints how balanced each method is over them, with
+the most that any placement of so many slots could reach: the heaviest GPU carries at least the mean
+load, and a load w that no copy may carry more than T of needs at least w / T of all slots.
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ from servegym.baselines.placement.eplb import (
     rebalance_experts,
     slot_copies,
 )
+from servegym.envs._checks import whole
 from servegym.experiments.output import check_writable, print_table, write_csv
 
-__all__ = ["CASES", "Case", "main", "make_loads", "measure", "yardstick"]
+__all__ = ["CASES", "Case", "bound", "main", "make_loads", "measure", "spread", "yardstick"]
 
 
 @dataclass(frozen=True)
@@ -186,14 +191,90 @@ def measure(case: Case, *, seed: int = 0, repeats: int = 5) -> list[dict[str, An
     return rows
 
 
+def bound(case: Case, loads: NDArray[np.float64]) -> float:
+    """Balancedness that no placement of the case's slots can exceed, nodes left out.
+
+    Args:
+        case: The case.
+        loads: (L, E).
+
+    Returns:
+        The mean over layers of mean load / max(mean load, T), where T is the least load of a copy
+        for which the slots suffice.
+    """
+    slots, found = case.gpus * case.slots, []
+    for row in loads:
+        # The heaviest copy weighs w / c for some expert w and some number c of its copies.
+        copies = np.arange(1, case.gpus + 1)
+        weights = np.unique(np.divide.outer(row, copies))
+        low, high = 0, weights.size - 1
+        while low < high:
+            middle = (low + high) // 2
+            if np.ceil(row / weights[middle] - 1e-9).sum() <= slots:
+                high = middle
+            else:
+                low = middle + 1
+        mean = row.sum() / case.gpus
+        found.append(mean / max(mean, weights[low]))
+    return float(np.mean(found))
+
+
+def spread(case: Case, draws: int, seed: int = 0) -> list[dict[str, Any]]:
+    """How balanced the methods are over several draws of the loads.
+
+    Args:
+        case: The case.
+        draws: Sets of loads.
+        seed: Of the first; the others follow.
+
+    Returns:
+        One row a method: case, method, draws, and mean, standard deviation, least and greatest
+        balancedness over the draws. ``bound`` is what no placement can exceed.
+    """
+    quota = np.full(case.gpus, case.slots)
+    layout = {"groups": case.groups, "nodes": case.nodes}
+    found: dict[str, list[float]] = {"eplb_slots": [], "balance_experts": [], "bound": []}
+    for k in range(seed, seed + draws):
+        loads = make_loads(case, k)
+        slots = eplb_slots(loads, case.gpus, case.slots, **layout)
+        found["eplb_slots"].append(balancedness(loads, slot_copies(slots, case.experts)))
+        found["balance_experts"].append(
+            balancedness(loads, balance_experts(loads, quota, **layout))
+        )
+        found["bound"].append(bound(case, loads))
+    return [
+        {"case": case.name, "method": method, "draws": draws, "mean": float(np.mean(values)),
+         "deviation": float(np.std(values, ddof=1)) if draws > 1 else 0.0,
+         "least": min(values), "greatest": max(values)}
+        for method, values in found.items()
+    ]  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table of all cases and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", default=None, help="a .csv to write")
     parser.add_argument("--seed", type=int, default=0, help="of the loads")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs, of which the median")
+    parser.add_argument("--draws", type=int, help="sets of loads to compare on, not timed")
     args = parser.parse_args(argv)
     target = None if args.out is None else check_writable(args.out, (".csv",))
+    if args.draws is not None:
+        rows = [
+            row for case in CASES for row in spread(case, whole("draws", args.draws, 1), args.seed)
+        ]
+        print_table(
+            f"Balance over {args.draws} draws of the loads",
+            ["case", "method", "mean", "deviation", "least", "greatest"],
+            [
+                [row["case"], row["method"]]
+                + [f"{row[key]:.4f}" for key in ("mean", "deviation", "least", "greatest")]
+                for row in rows
+            ],
+        )
+        if target is not None:
+            write_csv(target, rows)
+        return
     rows = [row for case in CASES for row in measure(case, seed=args.seed, repeats=args.repeats)]
     print_table(
         "Load balance of replicated experts",

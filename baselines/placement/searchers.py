@@ -20,6 +20,7 @@ from servegym.baselines.placement.simple import whole_layer
 from servegym.baselines.placement.start import SWAPS, TRIES, Start, best_start
 from servegym.baselines.placement.system import PlacementSystem
 from servegym.baselines.protocol import Observation
+from servegym.envs._checks import whole
 
 
 class _Estimated(PlacementPolicy):
@@ -128,8 +129,8 @@ class BestStart(PlacementPolicy):
         super().__init__(system)
         given: dict[str, Any] = dict(tries=tries, steps=steps, swaps=swaps, seed=seed)
         for name, value in given.items():
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value!r}")
+            if value is not None:
+                whole(name, value, 0)
         self._search = given
         self._found: tuple[Start, Bools] | None = None
 
@@ -184,8 +185,8 @@ class LatencyLocalSearch(PlacementPolicy):
         super().__init__(system)
         limits = (("steps", steps, 0), ("budget_calls", budget_calls, 0), ("requests", requests, 1))
         for name, value, low in limits:
-            if value is not None and value < low:
-                raise ValueError(f"{name} must be at least {low}, got {value!r}")
+            if value is not None:
+                whole(name, value, low)
         self.steps, self.budget_calls = int(steps), budget_calls
         self.requests = max(int(requests), 2 * system.cluster.num_servers)
         self.shift = float(shift)

@@ -22,6 +22,7 @@ from servegym.baselines.placement.prism import prism
 from servegym.baselines.placement.queue_model import QueueModel
 from servegym.baselines.placement.rehearsal import Rehearsal
 from servegym.baselines.placement.simple import whole_layer
+from servegym.envs._checks import whole
 
 if TYPE_CHECKING:
     from servegym.baselines.placement.system import PlacementSystem
@@ -96,11 +97,11 @@ def best_start(
     Raises:
         ValueError: If an argument is out of range.
     """
-    limits = (("tries", tries, 0), ("steps", steps or 0, 0), ("requests", requests, 1),
-              ("swaps", swaps, 0), ("seed", seed, 0))  # fmt: skip
-    for name, value, low in limits:
-        if value < low:
-            raise ValueError(f"{name} must be at least {low}, got {value!r}")
+    for name, value, low in (("tries", tries, 0), ("requests", requests, 1), ("swaps", swaps, 0),
+                             ("seed", seed, 0)):  # fmt: skip
+        whole(name, value, low)
+    if steps is not None:
+        whole("steps", steps, 0)
     begin = time.process_time()
     c = system.cluster
     if steps is None:

@@ -1,5 +1,7 @@
 """Load balancing by replicas against a literal transcription of the published steps."""
 
+import csv
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,16 @@ from servegym.baselines.placement.eplb import (
 )
 from servegym.baselines.placement.placement import check_placement, remote_share, server_view
 from servegym.baselines.placement.simple import smartmoe
-from servegym.experiments.bench_eplb import CASES, Case, main, make_loads, measure, yardstick
+from servegym.experiments.bench_eplb import (
+    CASES,
+    Case,
+    bound,
+    main,
+    make_loads,
+    measure,
+    spread,
+    yardstick,
+)
 
 SMALL = (
     Case("small", 5, 24, 6, 5, groups=6, nodes=3),
@@ -193,3 +204,27 @@ def test_bad_input_is_refused():
         rebalance_experts(np.zeros_like(on), loads, [4, 4])
     with pytest.raises(ValueError, match="have none"):
         balancedness(loads, np.zeros((2, 2, 8)))
+
+
+def test_no_placement_exceeds_the_bound():
+    """By hand: ten slots for loads 8, 1, 1; eight copies of the first weigh 1 like the others."""
+    case = Case("by hand", 1, 3, 10, 1)
+    assert bound(case, np.array([[8.0, 1.0, 1.0]])) == pytest.approx(1.0)
+    assert bound(case, np.array([[18.0, 1.0, 1.0]])) == pytest.approx(2.0 / (18 / 8))
+    for small in SMALL:
+        rows = {row["method"]: row for row in spread(small, 3)}
+        for method in ("eplb_slots", "balance_experts"):
+            assert rows[method]["least"] <= rows[method]["mean"] <= rows["bound"]["mean"] + 1e-12
+        loads = make_loads(small, 1)
+        assert rows["bound"]["least"] <= bound(small, loads) <= rows["bound"]["greatest"] <= 1
+
+
+def test_table_of_draws(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("servegym.experiments.bench_eplb.CASES", SMALL[:1])
+    main(["--draws", "2", "--out", str(tmp_path / "draws.csv")])
+    assert "over 2 draws" in capsys.readouterr().out
+    with (tmp_path / "draws.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["method"] for row in rows] == ["eplb_slots", "balance_experts", "bound"]
+    with pytest.raises(ValueError, match="draws=0"):
+        main(["--draws", "0"])
