@@ -145,7 +145,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"access_points": access_points}, argv, __doc__, MODULE, episodes=10)
+    return run_figures({"access_points": access_points}, argv, __doc__, MODULE, episodes=20)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ __all__ = ["main"]
 MODULE = "servegym.experiments.routing_ceiling"
 FLEET = "edge-6-heterogeneous"
 RATES = (5.0, 8.0, 10.0)
-HORIZONS = (30, 100)
+HORIZONS = (30, 100, 300)
 REQUESTS = 500
 REFERENCE = "priced_greedy"
 EXACT = {"score_predictor": "exact", "length_predictor": "exact"}
@@ -90,10 +90,20 @@ def ceiling(options: Options) -> None:
             if name != REFERENCE:
                 notes.append(f"{rate:g}/s: {name} over {REFERENCE}: QoS {gain.value:+.4f} "
                              f"[{gain.low:+.4f}, {gain.high:+.4f}]")  # fmt: skip
-        notes.append(_verdict(rate, gained, rows[-1]["ceiling"]))
+        notes += [_horizons(rate, gained), _verdict(rate, gained, rows[-1]["ceiling"])]
     print_rows("ceiling", rows, ["rate"])
     print("\n".join(notes))
     save(options, "ceiling", rows, _plot(rows), *notes)
+
+
+def _horizons(rate: float, gained: Mapping[str, float]) -> str:
+    """What clairvoyance gains by how far it sees."""
+    told = [
+        f"{gain:+.4f} with {name.removeprefix('rollout, ')}"
+        for name, gain in gained.items()
+        if name.startswith("rollout")
+    ]
+    return f"{rate:g}/s: gain of the rollouts by their horizon: {', '.join(told)}"
 
 
 def _verdict(rate: float, gained: Mapping[str, float], best_score: float) -> str:
@@ -145,7 +155,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"ceiling": ceiling}, argv, __doc__, MODULE, episodes=8)
+    return run_figures({"ceiling": ceiling}, argv, __doc__, MODULE, episodes=12)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ def test_the_share_of_the_gain_by_hand():
     gained = {"priced_greedy": 0.0, "one (shipped)": 0.01, "two (shipped)": 0.02}
     gained |= {"rollout, 30 requests": 0.03, "rollout, 100 requests": 0.05}
     text = routing_ceiling._verdict(8.0, gained, 0.75)
+    assert routing_ceiling._horizons(8.0, gained) == (
+        "8/s: gain of the rollouts by their horizon: +0.0300 with 30 requests, +0.0500 with 100 "
+        "requests"
+    )
     assert text == ("8/s: the best rollout gains +0.0500; the best score is 0.750; "
                     "two (shipped) has 40 % of that gain")  # fmt: skip
 
