@@ -52,8 +52,6 @@ __all__ = [
 ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 OUT = Path("experiments/results/routing")
-COLLAPSED = 0.9
-"""Share of the sent requests above which a router counts as collapsed onto one expert."""
 GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
 
 COLUMNS = {
@@ -314,51 +312,6 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str
         for row in rows
     ]
     print_table(title, ["policy", *keys, "QoS", "ms/token", "late %", "drop %", "reject %"], body)
-
-
-def claim(
-    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: str
-) -> list[str]:  # fmt: skip
-    """What the paper claims of ``method`` over ``reference`` against these rows, one line.
-
-    A reference that ends below shortest_queue counts as undertrained and gets no ratio.
-    """
-    named = {row["policy"]: row for row in rows}
-    if method not in named or reference not in named:
-        return [f"{method} over {reference}: not trained here (paper: {paper})"]
-    ours, theirs = named[method], named[reference]
-    if "shortest_queue" in named and theirs["qos"] < named["shortest_queue"]["qos"]:
-        return [f"{method} over {reference}: no ratio, {reference} is undertrained "
-                f"({theirs['qos']:.3f}, below shortest_queue; {method} {ours['qos']:.3f}) "
-                f"(paper: {paper})"]  # fmt: skip
-    qos = 100 * (ours["qos"] / theirs["qos"] - 1)
-    latency = 100 * (ours["latency_ms_per_token"] / theirs["latency_ms_per_token"] - 1)
-    most = 100 * (ours.get("ceiling", math.nan) / theirs["qos"] - 1)
-    if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
-        shares = [f"{row['policy']} {100 * row['top_share']:.0f} %" for row in (ours, theirs)]
-        paper += f"; COLLAPSED onto one expert: {', '.join(shares)}"
-    return [f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % "
-            f"(paper: {paper}; the best score whatever the latency: {most:+.0f} %)"]  # fmt: skip
-
-
-def best_trained(
-    rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
-) -> list[str]:
-    """The best trained router of these rows against the best heuristics, one line or none."""
-    named = {row["policy"]: row for row in rows if row["policy"] in references}
-    trained = [row for row in rows if row["trainings"]]
-    if not trained or len(named) < len(references):
-        return []
-    best = max(trained, key=lambda row: row["qos"])
-    told = []
-    for name in references:
-        other = named[name]
-        apart = best["qos_low"] > other["qos_high"] or best["qos_high"] < other["qos_low"]
-        told.append(f"{name} {other['qos']:.3f} ({100 * (best['qos'] / other['qos'] - 1):+.1f} %, "
-                    f"intervals {'apart' if apart else 'overlap'})")  # fmt: skip
-    return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
-            f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
-            f"{best['ceiling']:.3f}"]  # fmt: skip
 
 
 def run_figures(

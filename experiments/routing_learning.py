@@ -18,12 +18,11 @@ import numpy as np
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
+from servegym.experiments.routing_claims import claim, spread
 from servegym.experiments.routing_common import (
-    COLLAPSED,
     ENV_ID,
     Options,
     chosen,
-    claim,
     measure,
     plot_bars,
     print_rows,
@@ -188,13 +187,7 @@ def fig17(options: Options) -> None:
             *claim(own, "sac_han", "baseline_rl_dsa", "+22.37 %, -2.15 %"),
             *claim(own, "sac_han", "baseline_rl", "both together"),
         )]  # fmt: skip
-        lines += [
-            f"{name}: {row['policy']}: busiest expert {100 * row['top_share']:.0f} % of what is "
-            f"sent, entropy of the shares {row['share_entropy']:.2f}"
-            + (" (COLLAPSED)" if row["top_share"] > COLLAPSED else "")
-            for row in own
-            if row["trainings"]
-        ]
+        lines += [f"{name}: {one}" for one in spread(own)]
     print("\n".join(lines))
     save(options, "fig17_ablation", rows, plot_bars(rows, "point", "Ablation"), *lines)
 

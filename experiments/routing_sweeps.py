@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from servegym.experiments.routing_claims import claims
 from servegym.experiments.routing_common import (
     Options,
-    best_trained,
     chosen,
-    claim,
     measure,
     plot_bars,
     plot_lines,
@@ -37,39 +36,6 @@ POINTS = {"edge-6-heterogeneous": (5.0, 8.0), "paper-linear": (3.0, 5.0)}
 
 def _few(options: Options, values: Sequence[Any]) -> Sequence[Any]:
     return values[:: max(len(values) - 1, 1)] if options.quick else values
-
-
-def claims(rows: Sequence[dict[str, Any]], paper: str) -> list[str]:
-    """What the paper's claim comes to, and who is best, at every point.
-
-    A baseline that is below shortest_queue at any point of a fleet counts as undertrained at all.
-    """
-    lines = []
-    for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
-        part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
-        points = {
-            point: [row for row in part if row["point"] == point]
-            for point in dict.fromkeys(row["point"] for row in part)
-        }
-        trained = {row["policy"] for row in part}
-        kinds = [k for k in ("", " (general)") if {f"sac_han{k}", f"baseline_rl{k}"} <= trained]
-        if not kinds:
-            lines += [f"{fleet}: {one}" for one in claim([], "sac_han", "baseline_rl", paper)]
-        for kind in kinds:
-            found = {
-                point: claim(own, f"sac_han{kind}", f"baseline_rl{kind}", paper)[0]
-                for point, own in points.items()
-            }
-            weak = [line for line in found.values() if "undertrained" in line]
-            if weak:
-                count = f"at {len(weak)} of {len(found)} points, as at the first of them"
-                lines.append(f"{fleet}: undertrained {count}: {weak[0]}")
-            else:
-                lines += [f"{point}: {line}" for point, line in found.items()]
-        for point, own in points.items():
-            lines += [f"{point}: {line}" for line in best_trained(own)]
-    print("\n".join(lines))
-    return lines
 
 
 def _comparison(options: Options, stem: str, arrivals: str, paper: str, requests: int) -> None:

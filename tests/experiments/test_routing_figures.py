@@ -23,7 +23,8 @@ from servegym.experiments import (  # noqa: E402
     routing_training,
     routing_workload,
 )
-from servegym.experiments.routing_common import claim, find_runs, summarise_parts  # noqa: E402
+from servegym.experiments.routing_claims import claim, spread  # noqa: E402
+from servegym.experiments.routing_common import find_runs, summarise_parts  # noqa: E402
 
 HET = "edge-6-heterogeneous"
 
@@ -106,6 +107,23 @@ def test_no_ratio_to_an_undertrained_baseline():
     told = claim(rows, "sac_han", "baseline_rl", "")[0]
     assert "undertrained" in told and "+" not in told
     assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
+
+
+def test_a_collapsed_training_is_reported():
+    def part(shares):
+        row = {"avg_qos": 0.5, **{key: 0.5 for key, _ in routing_common.COLUMNS.values()}}
+        return [row | {f"share_{k}": share for k, share in enumerate(shares)}]
+
+    even, one = [0.2] * 4, [0.02, 0.0, 0.48, 0.0]
+    row = {"policy": "sac_han", "trainings": 2} | summarise_parts([part(even), part(one)])
+    assert row["top_share"] == pytest.approx(0.96)  # of what is sent; the worst training
+    assert row["share_entropy"] == pytest.approx(
+        -(0.04 * np.log(0.04) + 0.96 * np.log(0.96)) / np.log(4), abs=1e-6
+    )
+    assert "COLLAPSED" in spread([row])[0]
+    row |= summarise_parts([part(even)])
+    assert (row["top_share"], row["share_entropy"]) == (0.25, 1.0)
+    assert "COLLAPSED" not in spread([row])[0] and spread([row | {"trainings": 0}]) == []
 
 
 def test_workload_figures(tmp_path, monkeypatch):
@@ -192,6 +210,7 @@ def test_learning_figures(tmp_path, trained, capsys):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
     assert routing_learning.main([*argv, "--episodes", "1"]) == 0
     curves = rows_of(tmp_path / "fig16_training.csv")
+    assert "shortest_queue 0." in (tmp_path / "fig16_training.txt").read_text()
     assert len(curves) == 3 * 3 and {float(row["value"]) for row in curves} == {0.1, 0.2, 0.3}
     ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
     assert ablation["sac_han"]["trainings"] == "2"

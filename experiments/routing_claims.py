@@ -1,0 +1,101 @@
+"""What the measured routers say of the paper's claims, in words, one line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
+
+COLLAPSED = 0.9
+"""Share of the sent requests above which a router counts as collapsed onto one expert."""
+
+
+def claim(
+    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: str
+) -> list[str]:  # fmt: skip
+    """What the paper claims of ``method`` over ``reference`` against these rows, one line.
+
+    A reference that ends below shortest_queue counts as undertrained and gets no ratio.
+    """
+    named = {row["policy"]: row for row in rows}
+    if method not in named or reference not in named:
+        return [f"{method} over {reference}: not trained here (paper: {paper})"]
+    ours, theirs = named[method], named[reference]
+    if "shortest_queue" in named and theirs["qos"] < named["shortest_queue"]["qos"]:
+        return [f"{method} over {reference}: no ratio, {reference} is undertrained "
+                f"({theirs['qos']:.3f}, below shortest_queue; {method} {ours['qos']:.3f}) "
+                f"(paper: {paper})"]  # fmt: skip
+    qos = 100 * (ours["qos"] / theirs["qos"] - 1)
+    latency = 100 * (ours["latency_ms_per_token"] / theirs["latency_ms_per_token"] - 1)
+    most = 100 * (ours.get("ceiling", math.nan) / theirs["qos"] - 1)
+    if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
+        shares = [f"{row['policy']} {100 * row['top_share']:.0f} %" for row in (ours, theirs)]
+        paper += f"; COLLAPSED onto one expert: {', '.join(shares)}"
+    return [f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % "
+            f"(paper: {paper}; the best score whatever the latency: {most:+.0f} %)"]  # fmt: skip
+
+
+def best_trained(
+    rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
+) -> list[str]:
+    """The best trained router of these rows against the best heuristics, one line or none."""
+    named = {row["policy"]: row for row in rows if row["policy"] in references}
+    trained = [row for row in rows if row["trainings"]]
+    if not trained or len(named) < len(references):
+        return []
+    best = max(trained, key=lambda row: row["qos"])
+    told = []
+    for name in references:
+        other = named[name]
+        apart = best["qos_low"] > other["qos_high"] or best["qos_high"] < other["qos_low"]
+        told.append(f"{name} {other['qos']:.3f} ({100 * (best['qos'] / other['qos'] - 1):+.1f} %, "
+                    f"intervals {'apart' if apart else 'overlap'})")  # fmt: skip
+    return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
+            f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
+            f"{best['ceiling']:.3f}"]  # fmt: skip
+
+
+def claims(rows: Sequence[dict[str, Any]], paper: str) -> list[str]:
+    """What the paper's claim comes to, and who is best, at every point.
+
+    A baseline that is below shortest_queue at any point of a fleet counts as undertrained at all.
+    """
+    lines = []
+    for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
+        part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
+        points = {
+            point: [row for row in part if row["point"] == point]
+            for point in dict.fromkeys(row["point"] for row in part)
+        }
+        trained = {row["policy"] for row in part}
+        kinds = [k for k in ("", " (general)") if {f"sac_han{k}", f"baseline_rl{k}"} <= trained]
+        if not kinds:
+            lines += [f"{fleet}: {one}" for one in claim([], "sac_han", "baseline_rl", paper)]
+        for kind in kinds:
+            found = {
+                point: claim(own, f"sac_han{kind}", f"baseline_rl{kind}", paper)[0]
+                for point, own in points.items()
+            }
+            weak = [line for line in found.values() if "undertrained" in line]
+            if weak:
+                count = f"at {len(weak)} of {len(found)} points, as at the first of them"
+                lines.append(f"{fleet}: undertrained {count}: {weak[0]}")
+            else:
+                lines += [f"{point}: {line}" for point, line in found.items()]
+        for point, own in points.items():
+            lines += [f"{point}: {line}" for line in best_trained(own)]
+    print("\n".join(lines))
+    return lines
+
+
+def spread(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How the trained routers of these rows spread what they send, and whether one collapsed."""
+    return [
+        f"{row['policy']}: busiest expert {100 * row['top_share']:.0f} % of what is sent, entropy "
+        f"of the shares {row['share_entropy']:.2f}"
+        + (" (COLLAPSED)" if row["top_share"] > COLLAPSED else "")
+        for row in rows
+        if row["trainings"]
+    ]
