@@ -2,6 +2,7 @@
 # make test    run the test suite on the installed package
 # make coverage the same, and 90 % of the Python lines must have run
 # make test-nojit, test-boundscheck   the engines without numba, and with its check of every index
+# make test-interop   Ray, RLlib, TorchRL, Tianshou and Minari, in an environment of their own
 # make lint    ruff and pyright
 # make bench   speed of the environments against their yardsticks
 # make docs    the documentation as a web site, in site/
@@ -29,7 +30,7 @@ EXTRAS := agents,plots,sweep,docs,test,dev,track
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train test coverage test-nojit test-boundscheck lint ruff pyright bench docs install constraints clean
+.PHONY: help train test coverage test-nojit test-boundscheck test-interop lint ruff pyright bench docs install constraints clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -60,9 +61,9 @@ PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
 test: install
 	@$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
-coverage: install
-	@export COVERAGE_FILE=$(ROOT)/.coverage && \
-	$(PYTEST) --cov --cov-config=$(ROOT)/setup.cfg $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+coverage:
+	@export COVERAGE_FILE=$${COVERAGE_FILE:-$(ROOT)/.coverage} && \
+	$(MAKE) --no-print-directory test ARGS="--cov --cov-config=$(ROOT)/setup.cfg $(ARGS)"
 
 # The engines step by step in Python: hours for all tests, minutes for these.
 test-nojit: TESTS = tests/robustness/test_argument_properties.py \
@@ -75,6 +76,11 @@ test-boundscheck: TESTS = tests/envs tests/robustness tests/baselines
 test-boundscheck: install
 	@export NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) && \
 	$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+
+# Libraries that the suite itself does without; one process, because Ray takes both cores.
+test-interop:
+	@$(MAKE) --no-print-directory test VENV=$(VENV)-interop WORKERS=0 TESTS=tests/interop \
+	  EXTRAS=agents,plots,sweep,track,test,interop,ray ARGS="$(ARGS)"
 
 lint: ruff pyright
 
