@@ -22,7 +22,7 @@ from typing import Any
 __all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
 
 MODULE = "servegym.agents.sac_han"
-STEPS = 200_000
+STEPS = 150_000
 BASELINE_STEPS = 3 * STEPS
 LONG_STEPS = 1_000_000
 GENERAL_STEPS = 240_000
@@ -54,11 +54,11 @@ FROM_NOTHING = {"prior": 0.0, "foresight": False}
 TUNED: dict[str, dict[str, Any]] = {
     "sac_han": {"alpha": 0.105, "n_step": 32, "gamma": 0.99, "lr": 5.7e-4, "actor_lr": 1.4e-3},
     "baseline_rl_dsa": {
-        "alpha": 0.105,
-        "n_step": 32,
-        "gamma": 0.99,
-        "lr": 5.7e-4,
-        "actor_lr": 1.4e-3,
+        "alpha": 0.088,
+        "n_step": 8,
+        "gamma": 0.98,
+        "lr": 3.9e-3,
+        "actor_lr": 2.8e-3,
     },
     "baseline_rl": {"alpha": 0.088, "n_step": 8, "gamma": 0.98, "lr": 3.9e-3, "actor_lr": 2.8e-3},
 }
