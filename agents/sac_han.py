@@ -272,8 +272,8 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    name = args.run_name or f"{args.state}_{args.reward}_{args.head}_{args.seed}"
-    run = Path(args.out_dir) / name
+    usual = f"{args.state}_{args.reward}_{args.head}_{args.seed}"
+    run = Path(args.out_dir) / (args.run_name or usual)
     run.mkdir(parents=True, exist_ok=True)
 
     envs = make_envs(args, args.num_envs)
@@ -293,25 +293,23 @@ def train(args: Args) -> Path:
               {"params": [log_alpha], "lr": 1e-3}]  # fmt: skip
     optimizer = torch.optim.Adam(groups, fused=True)
     extra = Foresight.WIDTH * args.foresight
-    buffer = ReplayBuffer(
-        args.buffer_size, args.num_envs, sum(layout.sizes), layout.experts + 1, extra
-    )
+    columns, actions = sum(layout.sizes), layout.experts + 1
+    buffer = ReplayBuffer(args.buffer_size, args.num_envs, columns, actions, extra)
+    parts: dict[str, Any] = {"agent": agent, "target": target, "averaged": averaged,
+                             "optimizer": optimizer, "buffer": buffer}  # fmt: skip
 
     obs, info = envs.reset(seed=args.seed)
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "mask": info["action_mask"],
         "obs": obs, "return": np.zeros(args.num_envs), "episodes": [], "qos": [],
-        "shares": np.zeros(layout.experts + 1),
+        "shares": np.zeros(actions),
     }  # fmt: skip
     if args.resume and (run / "snapshot.pt").exists():
         saved = torch.load(run / "snapshot.pt", weights_only=False)
-        agent.load_state_dict(saved["agent"])
-        target.load_state_dict(saved["target"])
-        averaged.load_state_dict(saved["averaged"])
-        optimizer.load_state_dict(saved["optimizer"])
+        for key, part in parts.items():
+            part.load_state_dict(saved[key])
         log_alpha.data = saved["log_alpha"].to(device)
         s, envs = saved["state"], pickle.loads(saved["envs"])
-        buffer.load_state_dict(saved["buffer"])
         rng.bit_generator.state = saved["rng"]
     log = RunLog(run, args, "sac_han", s["step"], s["log_size"])
     foresight = Foresight(envs) if args.foresight else None
@@ -354,7 +352,7 @@ def train(args: Args) -> Path:
         s["obs"], s["mask"] = obs, info["action_mask"]
         s["step"] += args.num_envs
         s["center"] += (earned.mean() - s["center"]) * max(0.002, 1 / buffer.count)
-        s["shares"] += np.bincount(action, minlength=layout.experts + 1)
+        s["shares"] += np.bincount(action, minlength=actions)
         s["return"] += reward
         s["episodes"] += s["return"][done].tolist()
         s["return"][done] = 0
@@ -383,7 +381,7 @@ def train(args: Args) -> Path:
             metrics |= {f"charts/share_{k}": v for k, v in taken}
             means = {"charts/episodic_return": "episodes", "charts/avg_qos": "qos"}
             metrics |= {k: float(np.mean(s[v])) for k, v in means.items() if s[v]}
-            s.update(episodes=[], qos=[], shares=np.zeros(layout.experts + 1))
+            s.update(episodes=[], qos=[], shares=np.zeros(actions))
             log.write(s["step"], metrics)
         if losses and (crossed(args.eval_every) or last):
             result = validate(averaged.act, args)
@@ -396,10 +394,9 @@ def train(args: Args) -> Path:
             s["best"] = max(s["best"], result["eval/avg_qos"])
         if crossed(args.checkpoint_every):
             s["log_size"] = log.size
-            snapshot(run / "snapshot.pt", agent=agent.state_dict(), target=target.state_dict(),
-                     averaged=averaged.state_dict(), optimizer=optimizer.state_dict(),
-                     log_alpha=log_alpha.data, state=s, rng=rng.bit_generator.state,
-                     envs=pickle.dumps(envs), buffer=buffer.state_dict())  # fmt: skip
+            learned = {key: part.state_dict() for key, part in parts.items()}
+            snapshot(run / "snapshot.pt", **learned, log_alpha=log_alpha.data, state=s,
+                     rng=rng.bit_generator.state, envs=pickle.dumps(envs))  # fmt: skip
     log.close()
     envs.close()
     return run

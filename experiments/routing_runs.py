@@ -50,7 +50,7 @@ POINTS: dict[str, dict[str, Any]] = {
 """Fleet and arrival rates of training and of the evaluations on the validation split."""
 
 FROM_NOTHING = {"prior": 0.0, "foresight": False, "buffer_size": 50_000}
-"""Their replay forgets what a poor policy did at first: kept to the end, it held SAC-HAN back."""
+"""What the paper's learners do without. Their replay is short, so that it forgets how they began."""
 
 TUNED = {"alpha": 0.088, "n_step": 8, "gamma": 0.98, "lr": 3.9e-3, "actor_lr": 2.8e-3}
 """The best of the eight points of the sweeps ``sac_han_paper``, ``baseline_rl_dsa`` and
