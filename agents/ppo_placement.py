@@ -51,6 +51,8 @@ class Args:
     """environment arguments, key=value with a JSON value, as in scenario=drift"""
     base: str = "best"
     """where the scores start: best (found by simulation), whole_layer or none"""
+    exchange: bool = True
+    """with the base best, heights exchange whole layers; else they and the slopes move experts"""
     start_tries: int = 3
     """placements annealed for each of three settings, from which the best start is taken"""
     start_steps: int = 3_000_000
@@ -162,9 +164,9 @@ class Agent(nn.Module):
 
 
 def make_features(cluster: Any, args: Args, start: Start | None) -> Features:
-    """What the network reads; from a start it exchanges layers."""
+    """What the network reads and what its outputs do to the start."""
     held = None if start is None else start.held
-    return Features(cluster, args.base, held, exchange=args.base == "best")
+    return Features(cluster, args.base, held, exchange=args.exchange and args.base == "best")
 
 
 def make_envs(args: Args, num_envs: int, **overrides: Any) -> Any:

@@ -3,8 +3,9 @@
 Every server gets the same load; experts have as many copies as fit, so that the share of remote
 calls is about the same at every size. What a call costs more in a large cluster is taken apart: its
 messages go to more servers, so that there are more events of a call (work that has to be done); the
-rate of requests that keeps as many under way as in the small cluster tells what the size costs, the
-rest is what many requests at once cost (a longer queue of events, memory further away).
+rate of requests that keeps as many under way as in the small cluster tells what the size costs,
+once without a choice among copies (which a call in the small cluster hardly has) and once with it;
+the rest is what many requests at once cost (a longer queue of events, memory further away).
 
 Plans are made for the counts at the start of an episode of `edge_hetero`, 3 servers with 1,664
 experts.
@@ -65,8 +66,11 @@ def filled_placement(cluster, seed=0):
     return z.reshape(-1, cluster.layers, cluster.experts)
 
 
-def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0):
-    """Rates a second of CPU time, the share of remote calls and the mean requests under way."""
+def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0, looks: int = 8):
+    """Rates a second of CPU time, the share of remote calls and the mean requests under way.
+
+    A remote call looks at ``looks`` copies of its expert at most.
+    """
     cluster = scenario_cluster(name, messages=messages)
     toy = make_toy_activations(
         prompts=40, layers=cluster.layers, experts=cluster.experts, top_k=cluster.top_k, seed=seed
@@ -83,7 +87,7 @@ def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0
         outputs=np.full(count, 20),
         offset=rng.integers(0, 1 << 16, count),
     )
-    simulator = Simulator(cluster, prompts)
+    simulator = Simulator(cluster, prompts, replica_candidates=looks)
     placement = filled_placement(cluster)
     best = np.inf
     for _ in range(3):  # the first one compiles
@@ -104,11 +108,12 @@ def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0
     }
 
 
-def decomposition(messages: str, small: Row, quiet: Row, large: Row) -> str:
+def decomposition(messages: str, small: Row, blind: Row, quiet: Row, large: Row) -> str:
     """The growth of the cost of a call as a product, see the module."""
     steps = (
         (small, large, "events_per_call", "events a call"),
-        (small, quiet, "ns_per_event", f"the size, with {quiet['under_way']:.1f} requests at once"),
+        (small, blind, "ns_per_event", f"the size, with {blind['under_way']:.1f} requests at once"),
+        (blind, quiet, "ns_per_event", f"a choice among {quiet['looks']} copies"),
         (quiet, large, "ns_per_event", f"{large['under_way']:.0f} requests at once"),
     )
     factors = [f"{after[key] / before[key]:.2f} ({what})" for before, after, key, what in steps]
@@ -179,20 +184,23 @@ def sizes(gpus: Sequence[int], requests: int, gap_s: float) -> tuple[list[Row], 
     notes = []
     least, most = min(gpus), max(gpus)
     # The largest again, as many requests under way as in the smallest at most.
-    points = [(size, 1.0) for size in gpus] + [(most, most / least)]
+    points = [(size, 1.0, 8) for size in gpus]
+    if most > least:
+        points += [(most, most / least, 8), (most, most / least, 1)]
     for messages in ("per_server", "per_expert"):
         own = []
-        for size, slower in points:
+        for size, slower, looks in points:
             name = f"scale_{size}"
             servers = scenario_cluster(name).num_servers
             each = max(requests, 600 // servers)
             gap = gap_s * slower
-            row = {"messages": messages, "gpus": size, "gap_s": gap, "requests": each * servers}
-            own.append(row | measure(name, messages, each, gap))
+            row = {"messages": messages, "gpus": size, "gap_s": gap, "looks": looks}
+            row["requests"] = each * servers
+            own.append(row | measure(name, messages, each, gap, looks=looks))
         rows += own
         if most > least:
-            by_size = {row["gpus"]: row for row in own[:-1]}
-            notes.append(decomposition(messages, by_size[least], own[-1], by_size[most]))
+            by_size = {row["gpus"]: row for row in own[:-2]}
+            notes.append(decomposition(messages, by_size[least], own[-1], own[-2], by_size[most]))
     return rows, notes
 
 
@@ -233,10 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench_options("placement", __doc__, argv, own)
     gpus = options.gpus[:1] if options.quick else options.gpus
     rows, notes = sizes(gpus, options.requests, options.seconds)
-    header = ["messages", "GPUs", "s between requests", "under way", "M calls/s", "requests/s",
-              "remote calls", "events/call", "ns/call", "ns/event"]  # fmt: skip
+    header = ["messages", "GPUs", "s between requests", "copies looked at", "under way",
+              "M calls/s", "requests/s", "remote calls", "events/call", "ns/call",
+              "ns/event"]  # fmt: skip
     cells = [
-        [row["messages"], str(row["gpus"]), f"{row['gap_s']:.0f}", f"{row['under_way']:.1f}",
+        [row["messages"], str(row["gpus"]), f"{row['gap_s']:.0f}", str(row["looks"]),
+         f"{row['under_way']:.1f}",
          f"{row['calls_per_s'] / 1e6:.1f}", f"{row['requests_per_s']:.0f}",
          f"{row['remote_calls']:.2f}", f"{row['events_per_call']:.2f}",
          f"{row['ns_per_call']:.0f}", f"{row['ns_per_event']:.0f}"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from servegym.envs._jit import jit
 
 # Columns of a server's load and of what its tokens do at another server.
 _RATE, _TOKENS, _SQUARE, _DECODES = 0, 1, 2, 3
@@ -39,7 +40,7 @@ class Known(NamedTuple):
     per_expert: bool
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def number_of(word):
     """Bits that are set."""
     pairs = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -49,7 +50,7 @@ def number_of(word):
     return np.int64((bytes_ * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def look(known, server, layer, held, out):
     """What tokens of a server do at the others in a layer; changes ``out`` (N, 4).
 
@@ -96,14 +97,14 @@ def look(known, server, layer, held, out):
                     out[m, _HITS] += hit[e]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _square(messages, volume, cost, token, load):
     """Second moment of the seconds that a prompt's activations hold a link."""
     fixed, slope = messages * cost, volume * token
     return fixed * fixed + 2.0 * fixed * slope * load[_TOKENS] + slope * slope * load[_SQUARE]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def estimate(known, seen, wait):
     """Estimated seconds of a request that remote experts add.
 
@@ -159,7 +160,7 @@ def estimate(known, seen, wait):
     return total / rates
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _bit(word, start):
     """A bit that is set, the first from ``start`` on in a ring."""
     e = start
@@ -168,7 +169,7 @@ def _bit(word, start):
     return np.uint64(e)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def _move(held, experts, n, m, layer, other, number, trade):
     """Server n gives experts of a layer for experts of another; True if anything changed.
 
@@ -201,7 +202,7 @@ def _move(held, experts, n, m, layer, other, number, trade):
     return moved
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@jit
 def anneal(known, held, wait, steps, hot, cold, seed):
     """Simulated annealing of `estimate` by exchanges of experts and layers; changes ``held``.
 

@@ -274,35 +274,47 @@ def _pick(c, plant, st, n, expert, first, best, x, now, open_total):
     if c.choice == RANDOM or copies == 1:
         return best
     least = np.inf
+    nearest = c.choice == NEAREST
+    pairwise = c.link_model == PAIRWISE
+    per_server = c.messages == PER_SERVER
+    message_cost = c.message_cost
+    servers = c.num_servers
     stage = x * c.stage_token + c.stage_base
-    at = first
+    free = max(now, st.link_free[n])  # of a NIC
+    if per_server and not pairwise:
+        free += open_total
+    # Numbers without a sign need no test for one at each of the reads below.
+    at = np.uint32(first)
     for _ in range(min(copies, c.candidates)):
-        g = st.holders[expert, at]
-        at += 1
+        g = np.uint32(st.holders[expert, at])
+        at = np.uint32(at + 1)
         if at == copies:
-            at = 0
-        m = plant.gpu_server[g]
-        hop = plant.hop[plant.route[n, m]]
+            at = np.uint32(0)
+        m = np.uint32(plant.gpu_server[g])
+        hop = plant.hop[np.uint32(plant.route[n, m])]
         out = x * hop.out
         back = x * hop.back
-        if c.choice == NEAREST:
+        if nearest:
             value = out + back + hop.there + hop.home
         else:
-            ahead = 0.0
-            if c.messages == PER_EXPERT or st.open_message[m] < 0:
-                out += c.message_cost
-                back += c.message_cost
-            if c.messages == PER_SERVER:
-                ahead = st.open_s[m] if c.link_model == PAIRWISE else open_total
-            sent = max(now, st.link_free[_link(c, n, m)]) + ahead + out
+            if not per_server or st.open_message[m] < 0:
+                out += message_cost
+                back += message_cost
+            lane = m
+            sent = free
+            if pairwise:
+                lane = np.uint32(m * servers + n)
+                sent = max(now, st.link_free[np.uint32(n * servers + m)])
+                if per_server:
+                    sent += st.open_s[m]
+            sent += out
             start = max(sent + hop.there + stage, st.gpu_free[g] + st.promised[g])
             done = start + plant.base[g] + plant.token[g] * x + stage
-            lane = _link(c, m, n)
             leave = max(done, st.link_free[lane] + st.returning[lane])
             value = leave + back + hop.home
         if value < least:
             least = value
-            best = g
+            best = np.int64(g)
     return best
 
 

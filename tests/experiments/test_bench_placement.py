@@ -7,16 +7,18 @@ from servegym.experiments.output import read_rows
 def row(gpus, per_call, per_event, under_way):
     return {
         "gpus": gpus, "ns_per_call": per_call * per_event, "ns_per_event": per_event,
-        "events_per_call": per_call, "under_way": under_way,
+        "events_per_call": per_call, "under_way": under_way, "looks": 8,
     }  # fmt: skip
 
 
 def test_parts_of_the_cost_of_a_call():
-    small, quiet, large = row(4, 0.5, 60.0, 1.0), row(256, 1.0, 90.0, 1.5), row(256, 1.0, 120.0, 90)
-    told = decomposition("per_server", small, quiet, large)
-    assert "a call costs 4.00 x = 2.00 (events a call) x 1.50 (the size, with 1.5 " in told
-    assert "x 1.33 (90 requests at once)" in told and "missed by 100 %" in told
-    assert "reached" in decomposition("per_server", small, small, small)
+    small, blind = row(4, 0.5, 60.0, 1.0), row(256, 1.0, 75.0, 1.5)
+    quiet, large = row(256, 1.0, 90.0, 1.5), row(256, 1.0, 120.0, 90)
+    told = decomposition("per_server", small, blind, quiet, large)
+    assert "a call costs 4.00 x = 2.00 (events a call) x 1.25 (the size, with 1.5 " in told
+    assert "x 1.20 (a choice among 8 copies) x 1.33 (90 requests at once)" in told
+    assert "missed by 100 %" in told
+    assert "reached" in decomposition("per_server", small, small, small, small)
 
 
 def test_a_smoke_run_writes_rates_beside_yardsticks(tmp_path):
@@ -25,7 +27,7 @@ def test_a_smoke_run_writes_rates_beside_yardsticks(tmp_path):
     rate = rows["expert calls, per_server, 4 GPUs"]
     assert rate["value"] > 0 and rate["ratio"] > 0 and rate["goal"] == ">= 8,000,000"
     assert rows["plan of proxy_optimum, 3 servers, 1,664 experts"]["unit"] == "ms"
-    assert len(read_rows(tmp_path / "bench_sizes.csv")) == 4
+    assert len(read_rows(tmp_path / "bench_sizes.csv")) == 2
 
 
 def test_the_largest_cluster_is_judged_by_the_smallest():
