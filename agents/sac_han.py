@@ -81,6 +81,8 @@ class Args:
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
     """parallel environments"""
+    cut_after: int = 0
+    """decisions after which a training episode is cut, so that empty systems stay known; 0: never"""
     buffer_size: int = 200_000
     """transitions kept for replay"""
     learning_starts: int = 8_000
@@ -276,7 +278,7 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or usual)
     run.mkdir(parents=True, exist_ok=True)
 
-    envs = make_envs(args, args.num_envs)
+    envs = make_envs(args, args.num_envs, max_episode_steps=args.cut_after or None)
     space = envs.single_observation_space
     if not isinstance(space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")

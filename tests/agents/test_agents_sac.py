@@ -386,3 +386,19 @@ def test_the_actor_waits_for_the_critics_only_where_it_starts_at_a_heuristic(
     )
     sac_han.train(tiny(tmp_path, prior=prior, critic_warmup=2.0, total_timesteps=160))
     assert set(told) == {moves}
+
+
+def test_a_cut_episode_goes_on_in_the_critics_target(tmp_path, monkeypatch):
+    kept, add = [], sac_han.ReplayBuffer.add
+    monkeypatch.setattr(
+        sac_han.ReplayBuffer, "add", lambda self, **step: (kept.append(step), add(self, **step))
+    )
+    sac_han.train(tiny(tmp_path, cut_after=7, total_timesteps=160, set=("num_experts=3",)))
+    done = np.array([step["done"] for step in kept])
+    assert not np.any([step["terminated"] for step in kept])
+    assert np.array_equal(np.flatnonzero(done[:, 0]), np.arange(6, len(kept), 7))
+    ended = kept[
+        6
+    ]  # what follows the cut is the busy system, not the empty one of the next episode
+    assert not np.array_equal(ended["next_obs"], kept[7]["obs"])
+    assert np.array_equal(kept[4]["next_obs"], kept[5]["obs"])
