@@ -82,7 +82,7 @@ class Args:
     num_envs: int = 128
     """parallel environments"""
     cut_after: int = 0
-    """decisions after which a training episode is cut, so that empty systems stay known; 0: never"""
+    """decisions after which training episodes are cut, to keep empty systems in replay; 0: never"""
     buffer_size: int = 200_000
     """transitions kept for replay"""
     learning_starts: int = 8_000
