@@ -134,7 +134,7 @@ def fleet_load(rows: NDArray[np.float16], layout: Layout) -> NDArray[np.float64]
 
 
 def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Weights of labels (B,): the inverse of the variance that ``gain`` has at such a load.
+    """Weights of labels (B,), mean 1: the inverse of the variance of ``gain`` at such a load.
 
     The fates of two actions part the further the busier the fleet is; unweighted, labels from
     busy fleets would drown the small and certain differences on idle ones.
@@ -145,4 +145,5 @@ def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArr
     total, count = (
         np.bincount(place, x.sum(1), 10) for x in (square, np.isfinite(gain).astype(np.float64))
     )
-    return (1 / ((total / np.maximum(count, 1))[place] + 0.02)).astype(np.float32)
+    weight = 1 / ((total / np.maximum(count, 1))[place] + 0.02)
+    return (weight / weight.mean()).astype(np.float32)

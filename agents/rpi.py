@@ -265,16 +265,13 @@ class Lessons:
 def fit(agent: Agent, points: Sequence[Point], args: Args) -> dict[str, float]:
     """Regress differences of values on differences of returns, both to the first action.
 
-    A minibatch is of one point; the points take turns by chance.
+    A minibatch is of one point; the points take turns by chance, and each counts as much.
 
     Returns:
         Weighted mean squared errors on the held-out labels, after the fit, of the heuristic's
         values, and of no difference at all.
     """
     lessons = [Lessons(point, agent.actor.out.weight.device) for point in points]
-    scale = torch.cat([one.weight for one in lessons]).mean()
-    for one in lessons:
-        one.weight /= scale
 
     @torch.no_grad()
     def held_out() -> float:
