@@ -1,4 +1,6 @@
-"""One trained router over loads, requirements, fleet sizes, fleets and bursts: never below?
+"""One trained router over loads, requirements, fleet sizes, fleets and bursts.
+
+Is it never below the heuristics?
 
 ``python -m servegym.experiments.routing_general`` measures the shipped router that was trained over
 a range (``--routers rpi``, the default) with greedy_qos and priced_greedy on the same evaluation
