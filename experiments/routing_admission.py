@@ -99,7 +99,9 @@ def admission(options: Options) -> None:
         kwargs = {"profiles": FLEET, "rate": rate, "episode_requests": options.requests}
         own = []
         for policy in routers:
-            part = evaluate(ENV_ID, [policy], options.episodes, env_kwargs=kwargs)
+            part = evaluate(
+                ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
+            )
             row = {"policy": policy.name, "rate": rate, "trainings": 0} | summarise_parts([part])
             row["refused"] = row["drop_rate"] + row["reject_rate"]
             # Late answers earn nothing: the score of a request served in time.
@@ -163,7 +165,9 @@ def fronts(options: Options) -> None:
         own = []
         for family, policies in families.items():
             for policy in policies:
-                part = evaluate(ENV_ID, [policy], options.episodes, env_kwargs=kwargs)
+                part = evaluate(
+                    ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
+                )
                 row = {"family": family, "policy": policy.name, "rate": rate, "trainings": 0}
                 row |= summarise_parts([part])
                 row["missed"] = row["drop_rate"] + row["reject_rate"] + row["late_rate"]

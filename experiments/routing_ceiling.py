@@ -49,7 +49,9 @@ def _measured(
     policy: Any, name: str, options: Options, kwargs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     policy.name = name
-    return evaluate(ENV_ID, [policy], options.episodes, env_kwargs=kwargs)
+    return evaluate(
+        ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
+    )
 
 
 def ceiling(options: Options) -> None:

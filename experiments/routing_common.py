@@ -206,7 +206,10 @@ def measure(
 
     kwargs = {"episode_requests": options.requests, **env_kwargs}
     number = episodes or options.episodes
-    rows = evaluate(ENV_ID, baselines, number, env_kwargs=kwargs) if baselines else []
+    batch = min(number, 64)  # one call decides for all of them: far quicker than a few at a time
+    rows = []
+    if baselines:
+        rows = evaluate(ENV_ID, baselines, number, env_kwargs=kwargs, num_envs=batch)
     series: dict[str, list[list[dict[str, Any]]]] = {
         name: [[row for row in rows if row["policy"] == name]] for name in baselines
     }
@@ -221,7 +224,7 @@ def measure(
         policy = load_policy(run.path, system)
         policy.name = run.label
         series.setdefault(run.label, []).append(
-            evaluate(ENV_ID, [policy], number, env_kwargs=kwargs)
+            evaluate(ENV_ID, [policy], number, env_kwargs=kwargs, num_envs=batch)
         )
     return [
         {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}

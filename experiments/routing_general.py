@@ -96,15 +96,16 @@ def _measure(options: Options, point: Point, routers: Sequence[TrainedRun]) -> l
 
     kwargs = {"profiles": point.fleet, "episode_requests": options.requests, **point.kwargs}
     system = RoutingSystem.from_kwargs(**kwargs)
-    parts: dict[tuple[str, int], list[dict[str, Any]]] = {
-        (name, 0): evaluate(ENV_ID, [name], options.episodes, env_kwargs=kwargs)
-        for name in HEURISTICS
-    }
+
+    def measured(policy: Any) -> list[dict[str, Any]]:
+        number = options.episodes
+        return evaluate(ENV_ID, [policy], number, env_kwargs=kwargs, num_envs=number)
+
+    parts = {(name, 0): measured(name) for name in HEURISTICS}
     for one in routers:
         policy = load_policy(one.path, system)
         policy.name = one.label
-        found = evaluate(ENV_ID, [policy], options.episodes, env_kwargs=kwargs)
-        parts[one.label, one.seed] = found
+        parts[one.label, one.seed] = measured(policy)
     qos = {key: np.array([row["avg_qos"] for row in part]) for key, part in parts.items()}
     rows = []
     for (name, seed), part in parts.items():
@@ -131,7 +132,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             )
             worst = own[int(gain.argmin())]
             line = (
-                f"{name}, seed {seed}: of {len(own)} points above {other} at {(gain > 0).sum()} "
+                f"{name}, seed {seed}, {own[0]['episodes']} episodes: of {len(own)} points "
+                f"above {other} at {(gain > 0).sum()} "
                 f"(interval above zero at {(low > 0).sum()}), below at {(gain < 0).sum()} (its "
                 f"interval below zero at {(high < 0).sum()}); worst {gain.min():+.4f} "
                 f"[{low[gain.argmin()]:+.4f}, {high[gain.argmin()]:+.4f}] at {_where(worst)}, "

@@ -85,7 +85,9 @@ def shuffle(options: Options) -> None:
         played = {**kwargs, "episode_requests": options.requests}
         for policy in _routers(options, kwargs):
             parts = {
-                scores: evaluate(ENV_ID, [router], options.episodes, env_kwargs=played)
+                scores: evaluate(
+                    ENV_ID, [router], options.episodes, env_kwargs=played, num_envs=options.episodes
+                )
                 for scores, router in (("predicted", policy), ("shuffled", ShuffledScores(policy)))
             }
             for scores, part in parts.items():

@@ -45,7 +45,7 @@ def test_the_differences_are_those_of_the_qos(tmp_path):
 def test_a_point_surely_below_is_named():
     def row(value, low, high, at):
         found = {"policy": "rpi (shipped)", "training_seed": 1, "sweep": "rate",
-                 "profiles": "paper-linear", "value": at}  # fmt: skip
+                 "profiles": "paper-linear", "value": at, "episodes": 50}  # fmt: skip
         for other in routing_general.HEURISTICS:
             found |= {f"over_{other}": value, f"over_{other}_low": low, f"over_{other}_high": high}
         return found
