@@ -5,9 +5,9 @@ Is it never below the heuristics?
 ``python -m servegym.experiments.routing_general`` measures the shipped router that was trained over
 a range (``--routers rpi``, the default) with greedy_qos and priced_greedy on the same evaluation
 episodes, at every point of the sweeps over the arrival rate, the latency requirement L and the
-number of experts of each fleet, and under bursts. ``--checkpoints FOLDER --shipped`` adds trainings
-with other seeds. The differences are paired by episode. The verdict counts the points where the
-router is above and below each heuristic, and where the 95 % interval says so.
+number of experts of each fleet, and under bursts; with ``--checkpoints FOLDER --figure seeds`` the
+trainings below a folder instead. The differences are paired by episode. The verdict counts the
+points where the router is above and below each heuristic, and where the 95 % interval says so.
 """
 
 from __future__ import annotations
@@ -156,8 +156,21 @@ def _where(row: Mapping[str, Any]) -> str:
 
 
 def general(options: Options) -> None:
-    """QoS at every point, and the differences to the heuristics."""
-    routers = [one for one in options.trained if one.variant == ROUTER]
+    """QoS of the shipped router at every point, and the differences to the heuristics."""
+    routers = [one for one in options.trained if one.variant == ROUTER and one.group == "shipped"]
+    _everywhere(options, routers, "general_router")
+
+
+def seeds(options: Options) -> None:
+    """The same for trainings with other seeds, those below the folder of --checkpoints."""
+    routers = [one for one in options.trained if one.variant == ROUTER and one.group != "shipped"]
+    if not routers:
+        print("seeds: no other trainings (--checkpoints FOLDER), left out")
+        return
+    _everywhere(options, routers, "general_router_seeds")
+
+
+def _everywhere(options: Options, routers: Sequence[TrainedRun], stem: str) -> None:
     rows: list[dict[str, Any]] = []
     for point in points(options.quick):
         rows += _measure(options, point, routers)
@@ -175,7 +188,7 @@ def general(options: Options) -> None:
         "rate: six experts, L = 30 ms; L: six experts, 8 requests/s (paper-linear 5); experts: "
         "5 requests/s, L = 30 ms; bursts: the arrivals of BurstGPT"
     )
-    save(options, "general_router", rows, _plot(rows), axes, *notes)
+    save(options, stem, rows, _plot(rows), axes, *notes)
 
 
 def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -185,8 +198,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     colours = dict(zip(FLEETS, ("#b30000", "#08519c", "#238b45"), strict=True))
     trained = [row for row in rows if row["training_seed"] != ""]
     order = list(dict.fromkeys((row["policy"], row["training_seed"]) for row in trained))
-    # The shipped one with its interval, the other trainings as thin lines.
-    order.sort(key=lambda key: "shipped" not in key[0])
+    styles = ("-", "--", ":")
     for axes, other in zip(grid, HEURISTICS[::-1], strict=True):
         for axis, (sweep, label) in zip(axes, AXES.items(), strict=True):
             axis.axhline(0, color="black", linewidth=1)
@@ -201,25 +213,23 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
                     gain, low, high = (
                         [row[f"over_{other}{end}"] for row in own] for end in ("", "_low", "_high")
                     )
-                    if k:
-                        axis.plot(at, gain, color=colour, linewidth=0.8, alpha=0.7)
-                        continue
-                    axis.plot(at, gain, color=colour, linewidth=2, marker="o", markersize=4,
-                              label=fleet)  # fmt: skip
+                    axis.plot(at, gain, styles[k % 3], color=colour, linewidth=1.6, marker="o",
+                              markersize=3.5, label=None if k else fleet)  # fmt: skip
                     axis.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
             tidy(axis)
             if other == HEURISTICS[0]:
                 axis.set_xlabel(label)
         axes[0].set_ylabel(f"QoS minus {other}")
     legend(figure, grid[0, 0])
-    figure.suptitle("One router at every point: thick the shipped training with its 95 % interval "
-                    "(paired by episode), thin other seeds", fontsize=11)  # fmt: skip
+    names = ", ".join(f"{name}, seed {seed}" for name, seed in order)
+    figure.suptitle(f"{names}: one set of weights at every point, 95 % interval paired by episode",
+                    fontsize=11)  # fmt: skip
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"general": general}, argv, __doc__, MODULE, episodes=50)
+    return run_figures({"general": general, "seeds": seeds}, argv, __doc__, MODULE, episodes=50)
 
 
 if __name__ == "__main__":
