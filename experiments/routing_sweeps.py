@@ -59,7 +59,7 @@ def fig7(options: Options) -> None:
 
 def fig9(options: Options) -> None:
     """QoS and latency per token over long episodes with the bursts of a published trace."""
-    _comparison(options, "fig9_burstgpt", "burstgpt", "at least +33.47 %, -3.35 %", 5000)
+    _comparison(options, "fig9_burstgpt", "burstgpt", "at least +33.47 %, -3.35 %", 2000)
 
 
 def fig12(options: Options) -> None:
