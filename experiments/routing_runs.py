@@ -24,7 +24,7 @@ __all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
 MODULE = "servegym.agents.sac_han"
 STEPS = 150_000
 BASELINE_STEPS = 3 * STEPS
-LONG_STEPS = 1_000_000
+LONG_STEPS = 3 * STEPS
 GENERAL_STEPS = 240_000
 
 POINTS: dict[str, dict[str, Any]] = {
