@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from servegym.experiments.claims import judge
 
 __all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
 
@@ -30,11 +33,15 @@ def claim(
     qos = 100 * (ours["qos"] / theirs["qos"] - 1)
     latency = 100 * (ours["latency_ms_per_token"] / theirs["latency_ms_per_token"] - 1)
     most = 100 * (ours.get("ceiling", math.nan) / theirs["qos"] - 1)
+    figure = re.search(r"[+-]\d+(\.\d+)?", paper)
+    verdict = judge(qos, float(figure[0]), "at least" in paper) if figure else "no figure"
     if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
         shares = [f"{row['policy']} {100 * row['top_share']:.0f} %" for row in (ours, theirs)]
         paper += f"; COLLAPSED onto one expert: {', '.join(shares)}"
-    return [f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % "
-            f"(paper: {paper}; the best score whatever the latency: {most:+.0f} %)"]  # fmt: skip
+    return [
+        f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
+        f"{paper}: {verdict}; the best score whatever the latency: {most:+.0f} %)"
+    ]
 
 
 def best_trained(

@@ -103,6 +103,9 @@ def test_no_ratio_to_an_undertrained_baseline():
     assert (
         "QoS +20.00 %, latency per token -16.67 %" in claim(rows, "sac_han", "baseline_rl", "")[0]
     )
+    for paper, verdict in (("+15.00 %, -5 %", "agrees"), ("at least +30 %", "same direction"),
+                           ("-3.0 %", "disagrees"), ("better", "no figure")):  # fmt: skip
+        assert f"{paper}: {verdict};" in claim(rows, "sac_han", "baseline_rl", paper)[0]
     rows[0]["qos"] = 0.55
     told = claim(rows, "sac_han", "baseline_rl", "")[0]
     assert "undertrained" in told and "+" not in told
