@@ -134,10 +134,10 @@ def ahead(
                 yield Finding(fleet, "not trained here", OPEN)
                 continue
             change = [percent(point[method][key], point[reference][key]) for point in points]
-            told = f"{span(change)} at {len(points)} points"
+            told = f"{span(change)} at {len(points)} point{'s'[: len(points) > 1]}"
             weak = sum(p[reference]["qos"] < p["shortest_queue"]["qos"] for p in points)
             if weak:
-                told += f"; at {weak} the reference is below shortest_queue: undertrained"
+                told += f"; undertrained: the reference is below shortest_queue at {weak}"
             worst = min(change, key=lambda one: one / paper)
             yield Finding(fleet, told, OPEN if weak else judge(worst, paper, least))
 
