@@ -106,9 +106,10 @@ def test_no_ratio_to_an_undertrained_baseline():
     for paper, verdict in (("+15.00 %, -5 %", "agrees"), ("at least +30 %", "same direction"),
                            ("-3.0 %", "disagrees"), ("better", "no figure")):  # fmt: skip
         assert f"{paper}: {verdict};" in claim(rows, "sac_han", "baseline_rl", paper)[0]
-    rows[0]["qos"] = 0.55
+    rows[0]["qos"], rows[1]["ceiling"] = 0.55, 0.75
     told = claim(rows, "sac_han", "baseline_rl", "")[0]
-    assert "undertrained" in told and "+" not in told
+    assert "undertrained" in told and "QoS" not in told
+    assert "is +36 % over shortest_queue" in told
     assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
 
 
