@@ -222,8 +222,8 @@ def _plot_fronts(rows: Sequence[Mapping[str, Any]]) -> Any:
         bottom.set(xlabel="refused or late, %")
         for axis in (top, bottom):
             tidy(axis)
-    grid[0, 0].set_ylabel("score of what is served in time (grey: equal QoS)")
-    grid[1, 0].set_ylabel("latency per token of what is served, ms")
+    grid[0, 0].set_ylabel("score of what is in time (grey: equal QoS)")
+    grid[1, 0].set_ylabel("latency per token served, ms")
     legend(figure, grid[0, 0], 3)
     figure.suptitle(f"{FLEET}, L = 30 ms: filled points are on the front of quality, latency and "
                     "what is missed", fontsize=11)  # fmt: skip
