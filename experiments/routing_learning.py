@@ -122,7 +122,7 @@ def fig16(options: Options) -> None:
     panels = list(dict.fromkeys((row["group"], row["point"]) for row in rows))
     levels = {point: reference_levels(point) for point in dict.fromkeys(p for _, p in panels)}
     notes: list[str] = []
-    across = min(len(panels), 3)
+    across = 2 if len(panels) == 4 else min(len(panels), 3)
     down = -(-len(panels) // across)
     figure, axes = plt.subplots(
         down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained"
@@ -158,7 +158,7 @@ def fig16(options: Options) -> None:
         told = ", ".join(f"{name} {level:.3f}" for name, level in levels[point].items())
         notes.append(f"{group}, {point}: on the same episodes {told}")
         axis.set(title=f"{group}, {point}", xlabel="thousand steps", ylabel="validation QoS")
-        axis.legend(fontsize=7, frameon=False)
+        axis.legend(fontsize=7)
         tidy(axis)
     print("\n".join(notes))
     note = "line: interquartile mean over seeds; band: its bootstrap 95 % interval"
