@@ -133,7 +133,7 @@ def _families(options: Options) -> dict[str, list[Policy]]:
 
     system = RoutingSystem.from_kwargs(profiles=FLEET)
 
-    def priced(**given: float) -> Policy:
+    def priced(**given: Any) -> Policy:
         policy = make_policy("priced_greedy", system, **given)
         policy.name = "priced_greedy, " + ", ".join(f"{k} {v:g}" for k, v in given.items())
         return policy
@@ -214,7 +214,8 @@ def _plot_fronts(rows: Sequence[Mapping[str, Any]]) -> Any:
                 axis.plot([missed[k] for k in best], [values[k] for k in best], "o", markersize=5,
                           color=look["color"], zorder=4)  # fmt: skip
         low, high = top.get_ylim()
-        grid_x, grid_y = np.meshgrid(np.linspace(*top.get_xlim(), 80), np.linspace(low, high, 80))
+        left, right = top.get_xlim()
+        grid_x, grid_y = np.meshgrid(np.linspace(left, right, 80), np.linspace(low, high, 80))
         lines = top.contour(grid_x, grid_y, grid_y * (1 - grid_x / 100), levels=8,
                             colors="#bbbbbb", linewidths=0.7, zorder=1)  # fmt: skip
         top.clabel(lines, fontsize=6, fmt="%.2f")
