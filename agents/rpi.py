@@ -317,6 +317,11 @@ def evaluate(agent: Agent, points: Sequence[Point]) -> dict[str, float]:
     return each | means
 
 
+def crossed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of ``every`` lies between two counts."""
+    return every > 0 and now // every > before // every
+
+
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and layout in one safetensors file."""
     meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(asdict(agent.layout))}
@@ -363,11 +368,7 @@ def train(args: Args) -> Path:
                 log.advance(s["labels"])
             point.step(agent, s["fitted"], rng)
         s["step"] += 1
-
-        def crossed(every: int, before: int = before) -> bool:
-            return every > 0 and s["labels"] // every > before // every
-
-        if crossed(args.fit_every) or s["labels"] >= args.total_timesteps:
+        if crossed(args.fit_every, before, s["labels"]) or s["labels"] >= args.total_timesteps:
             agent = fresh()
             metrics = fit(agent, points, args)
             s["fitted"] = True
@@ -382,7 +383,7 @@ def train(args: Args) -> Path:
                 if result["eval/avg_qos"] > s["best"]:
                     save_policy(agent, args, run / "best.safetensors")
             s["best"] = max(s["best"], result["eval/avg_qos"])
-        if crossed(args.checkpoint_every):
+        if crossed(args.checkpoint_every, before, s["labels"]):
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
                      points=pickle.dumps([point.state() for point in points]),
