@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numba import config as numba_config
 
 import servegym  # noqa: F401 - registers the ids
 from servegym.envs.expert_placement import cluster as placement_cluster
@@ -205,6 +206,15 @@ def takes(family: str, form: str, name: str) -> bool:
 
 
 CASES = [(family, name) for family, table in FAMILIES.items() for name in table]
+
+
+@pytest.fixture(autouse=True)
+def soon_enough(request):
+    """Without compilation episodes of the placement simulator take minutes: those are left out."""
+    name = request.node.name
+    plays = "placement" in name or "what_a_cluster_may_be" in name
+    if numba_config.DISABLE_JIT and plays and "refused_by_name" not in name:
+        pytest.skip("too slow without compilation")
 
 
 def arguments(family: str, argument: Argument, name: str, value: Any) -> dict[str, Any]:
