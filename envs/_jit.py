@@ -37,7 +37,7 @@ class _LabelledFile(IndexDataCacheFile):
 
 
 def _compiled(function: F, **options: Any) -> F:
-    dispatcher = njit(**_OPTIONS, **options)(function)
+    dispatcher: Any = njit(**_OPTIONS, **options)(function)
     # Absent without compilation (NUMBA_DISABLE_JIT) or where no folder can be written.
     files = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if type(files) is IndexDataCacheFile:
