@@ -23,12 +23,11 @@ from numpy.typing import NDArray
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
-from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.routing_common import (
-    ENV_ID,
     Options,
     chosen,
+    play,
     print_rows,
     run_figures,
     save,
@@ -99,9 +98,7 @@ def admission(options: Options) -> None:
         kwargs = {"profiles": FLEET, "rate": rate, "episode_requests": options.requests}
         own = []
         for policy in routers:
-            part = evaluate(
-                ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
-            )
+            part = play([policy], options.episodes, kwargs)
             row = {"policy": policy.name, "rate": rate, "trainings": 0} | summarise_parts([part])
             row["refused"] = row["drop_rate"] + row["reject_rate"]
             # Late answers earn nothing: the score of a request served in time.
@@ -165,9 +162,7 @@ def fronts(options: Options) -> None:
         own = []
         for family, policies in families.items():
             for policy in policies:
-                part = evaluate(
-                    ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
-                )
+                part = play([policy], options.episodes, kwargs)
                 row = {"family": family, "policy": policy.name, "rate": rate, "trainings": 0}
                 row |= summarise_parts([part])
                 row["missed"] = row["drop_rate"] + row["reject_rate"] + row["late_rate"]

@@ -20,12 +20,11 @@ import numpy as np
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
-from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.routing_common import (
-    ENV_ID,
     Options,
     chosen,
+    play,
     print_rows,
     run_figures,
     save,
@@ -49,9 +48,7 @@ def _measured(
     policy: Any, name: str, options: Options, kwargs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     policy.name = name
-    return evaluate(
-        ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
-    )
+    return play([policy], options.episodes, kwargs)
 
 
 def ceiling(options: Options) -> None:

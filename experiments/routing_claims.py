@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from servegym.experiments.claims import judge
+from servegym.experiments.claims import judge, percent
 
 __all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
 
@@ -32,11 +32,11 @@ def claim(
             f"{method} over {reference}: no ratio, {reference} is undertrained "
             f"({theirs['qos']:.3f}, below shortest_queue {queue['qos']:.3f}; {method} "
             f"{ours['qos']:.3f}) (paper: {paper}; the best score whatever the latency is "
-            f"{100 * (ceiling / queue['qos'] - 1):+.0f} % over shortest_queue)"
+            f"{percent(ceiling, queue['qos']):+.0f} % over shortest_queue)"
         ]
-    qos = 100 * (ours["qos"] / theirs["qos"] - 1)
-    latency = 100 * (ours["latency_ms_per_token"] / theirs["latency_ms_per_token"] - 1)
-    most = 100 * (ceiling / theirs["qos"] - 1)
+    qos = percent(ours["qos"], theirs["qos"])
+    latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
+    most = percent(ceiling, theirs["qos"])
     figure = re.search(r"[+-]\d+(\.\d+)?", paper)
     verdict = judge(qos, float(figure[0]), "at least" in paper) if figure else "no figure"
     if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
@@ -61,7 +61,7 @@ def best_trained(
     for name in references:
         other = named[name]
         apart = best["qos_low"] > other["qos_high"] or best["qos_high"] < other["qos_low"]
-        told.append(f"{name} {other['qos']:.3f} ({100 * (best['qos'] / other['qos'] - 1):+.1f} %, "
+        told.append(f"{name} {other['qos']:.3f} ({percent(best['qos'], other['qos']):+.1f} %, "
                     f"intervals {'apart' if apart else 'overlap'})")  # fmt: skip
     return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
             f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "

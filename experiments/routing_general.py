@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
-    ENV_ID,
     Options,
     TrainedRun,
+    play,
     run_figures,
     save,
     summarise_parts,
@@ -98,8 +97,7 @@ def _measure(options: Options, point: Point, routers: Sequence[TrainedRun]) -> l
     system = RoutingSystem.from_kwargs(**kwargs)
 
     def measured(policy: Any) -> list[dict[str, Any]]:
-        number = options.episodes
-        return evaluate(ENV_ID, [policy], number, env_kwargs=kwargs, num_envs=number)
+        return play([policy], options.episodes, kwargs)
 
     parts = {(name, 0): measured(name) for name in HEURISTICS}
     for one in routers:

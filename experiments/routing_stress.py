@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
-from servegym.experiments.evaluate import evaluate
 from servegym.experiments.routing_common import (
-    ENV_ID,
     Options,
     chosen,
     measure,
+    play,
     plot_lines,
     print_rows,
     run_figures,
@@ -85,9 +84,7 @@ def shuffle(options: Options) -> None:
         played = {**kwargs, "episode_requests": options.requests}
         for policy in _routers(options, kwargs):
             parts = {
-                scores: evaluate(
-                    ENV_ID, [router], options.episodes, env_kwargs=played, num_envs=options.episodes
-                )
+                scores: play([router], options.episodes, played)
                 for scores, router in (("predicted", policy), ("shuffled", ShuffledScores(policy)))
             }
             for scores, part in parts.items():

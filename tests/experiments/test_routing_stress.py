@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.baselines.protocol import BasePolicy  # noqa: E402
 from servegym.baselines.registry import make_policy  # noqa: E402
-from servegym.experiments import routing_stress  # noqa: E402
+from servegym.experiments import routing_common, routing_stress  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 
 KWARGS = {"episode_requests": 300, "rate": 5.0}
@@ -19,7 +19,7 @@ KWARGS = {"episode_requests": 300, "rate": 5.0}
 def both(name):
     system = RoutingSystem.from_kwargs(rate=5.0)
     policies = [make_policy(name, system), routing_stress.ShuffledScores(make_policy(name, system))]
-    rows = evaluate(routing_stress.ENV_ID, policies, 4, env_kwargs=KWARGS)
+    rows = evaluate(routing_common.ENV_ID, policies, 4, env_kwargs=KWARGS)
     return [
         np.array([row["avg_qos"] for row in rows if row["policy"] == policy.name])
         for policy in policies
