@@ -121,12 +121,16 @@ def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
 
 
 def _minimise(loss: Callable[[np.ndarray], float], start: Sequence[float]) -> np.ndarray:
+    """Nelder-Mead from ``start`` and once more from where it ends, first steps of one half."""
     from scipy.optimize import minimize
 
-    found = minimize(
-        loss, start, method="Nelder-Mead", options={"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400}
-    )
-    return found.x
+    point = np.asarray(start, dtype=float)
+    for _ in range(2):
+        # The default's steps, 5 % of a coordinate or .00025 of a zero, may already meet xatol.
+        simplex = np.vstack([point, point + 0.5 * np.eye(point.size)])
+        options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400, "initial_simplex": simplex}
+        point = minimize(loss, point, method="Nelder-Mead", options=options).x
+    return point
 
 
 def _logistic(x: float) -> float:

@@ -233,6 +233,17 @@ def test_maximum_likelihood_finds_the_process_that_was_drawn():
     assert found["cycle_requests"] == pytest.approx(60.0, rel=0.3)
 
 
+def test_the_search_leaves_a_flat_start_at_zero():
+    """Near zero this loss changes by less than the tolerances within the default first steps."""
+    best = np.array([1.5, -2.0, 1.0])
+
+    def loss(x):
+        return 0.002 * float(np.sum((x - best) ** 2))
+
+    found = fit_arrivals._minimise(loss, [0.0, 0.0, 0.0])
+    assert found == pytest.approx(best, abs=0.05)
+
+
 def test_the_modulated_fit_prefers_the_process_that_was_drawn(monkeypatch):
     true = ModulatedArrivals(1.0, 1.2, 0.6, 0.8, 20.0)
     times = true.sample(3_000, np.random.default_rng(8), 1.0)
