@@ -131,9 +131,10 @@ def phases(options: Options) -> None:
     loads = [row["loads"] for row in rows if row["phase"] and row["placement"] == "for this phase"]
     spent = [row["loads_network_s"] for row in rows if row["phase"]]
     notes = [
-        f"all phases: the placement for all of them is {_less(every, 'for all phases')} below "
-        f"whole_layer, the one for each phase {_less(every, 'for this phase')}",
-        "knowing every phase beforehand and moving in no time lowers latency by "
+        f"all phases: against whole_layer, the placement for all of them takes "
+        f"{_change(every, 'for all phases')}, the one for each phase "
+        f"{_change(every, 'for this phase')}",
+        "knowing every phase beforehand and moving in no time changes latency by "
         f"{versus(every['for this phase'], every['for all phases'])} against one placement for "
         f"all phases; the moves are {min(loads):.0f} to {max(loads):.0f} loads a change, "
         f"{min(spent):.0f} to {max(spent):.0f} s of a link's time in a phase of "
@@ -162,7 +163,7 @@ def phases(options: Options) -> None:
                  for r in rows])  # fmt: skip
 
 
-def _less(seconds: dict[str, np.ndarray], name: str) -> str:
+def _change(seconds: dict[str, np.ndarray], name: str) -> str:
     return versus(seconds[name], seconds["whole_layer"])
 
 
@@ -193,11 +194,11 @@ def climb(options: Options) -> None:
     ]
     changed = int((c.server_view(found) & ~start).sum())
     notes = [
-        f"{calls:.2g} calls of local search from the agent's start lower its latency "
-        f"on the requests searched on by {100 * (1 - after / before):.1f} % ({changed} experts "
+        f"{calls:.2g} calls of local search from the agent's start change its latency "
+        f"on the requests searched on by {100 * (after / before - 1):+.1f} % ({changed} experts "
         f"loaded), on evaluation episodes by {versus(seconds['start, climbed'], seconds['start'])}",
-        f"whole_layer {seconds['whole_layer'].mean():.2f} s; the start is "
-        f"{_less(seconds, 'start')} below it, climbed {_less(seconds, 'start, climbed')}",
+        f"whole_layer {seconds['whole_layer'].mean():.2f} s; against it, the start "
+        f"takes {_change(seconds, 'start')}, climbed {_change(seconds, 'start, climbed')}",
     ]
     save(options, "bound_climb", rows, None, *notes, about={"setting": setting(known)})
     print_table("edge_hetero", ["placement", "mean", "low", "high"],

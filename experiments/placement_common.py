@@ -138,15 +138,16 @@ def measure(
 
 
 def versus(one: np.ndarray, other: np.ndarray) -> str:
-    """How much less ``one`` is than ``other`` on the same episodes, in % with its interval.
+    """Change from ``other`` to ``one`` on the same episodes, in % of ``other``, with its interval.
 
-    The ratio of means is resampled over episodes, both on the same ones.
+    Negative where ``one`` is less. The ratio of means is resampled over episodes, both on the same
+    ones.
     """
     rng = np.random.default_rng(0)
     drawn = rng.integers(len(one), size=(2000, len(one)))
-    less = 100 * (1 - one[drawn].mean(axis=1) / other[drawn].mean(axis=1))
-    low, high = np.percentile(less, [2.5, 97.5])
-    value = 100 * (1 - one.mean() / other.mean())
+    changes = 100 * (one[drawn].mean(axis=1) / other[drawn].mean(axis=1) - 1)
+    low, high = np.percentile(changes, [2.5, 97.5])
+    value = 100 * (one.mean() / other.mean() - 1)
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 

@@ -307,7 +307,7 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
             number = min(len(own), len(other))
             apart = _bounds(rows, agent)[1] < _bounds(rows, best)[0]
             notes.append(
-                f"{agent} against {group}{best}: latency lower by "
+                f"{agent} against {group}{best}: latency "
                 f"{versus(own[:number], other[:number])} on {number} same episodes; the intervals "
                 f"{'do not overlap' if apart else 'overlap or it is not lower'}"
             )
@@ -315,7 +315,7 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
             start = _latencies(episodes, "start")
             number = min(len(own), len(start))
             notes.append(
-                f"{agent} against the start of ppo_placement, nothing learnt: lower by "
+                f"{agent} against the start of ppo_placement, nothing learnt: "
                 f"{versus(own[:number], start[:number])}"
             )
     if BEST in mean:
@@ -336,7 +336,7 @@ def _what_a_network_adds(
     alone, other = (_latencies(episodes, name) for name in (BEST, best))
     number = min(len(alone), len(other))
     notes = [
-        f"{BEST}, the agents' search without a network, against {best}: lower by "
+        f"{BEST}, the agents' search without a network, against {best}: "
         f"{versus(alone[:number], other[:number])}"
     ]
     same = [a for a in AGENTS if a in mean and "start" in mean

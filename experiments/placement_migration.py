@@ -149,13 +149,13 @@ def _words(
     told: Sequence[dict[str, Any]], latency: dict[str, np.ndarray], late: float
 ) -> list[str]:
     kept, moving, network = (row["mean_latency_s"] for row in told)
-    less = versus(latency["migrating"], latency["kept"])
+    change = versus(latency["migrating"], latency["kept"])
     other = versus(latency["migrating, weights over the network"], latency["kept"])
     number = [f"{row['migrations'] - 1:.1f}" for row in told[1:]]
     return [
-        f"all requests: {kept:.2f} s kept, {moving:.2f} s migrating, {less} less; the paper: 7.48 "
-        "to 6.73 s, 10 % less",
-        f"weights over the network: {network:.2f} s, {other} less",
+        f"all requests: {kept:.2f} s kept, {moving:.2f} s migrating, {change}; the paper: 7.48 to "
+        "6.73 s, -10 %",
+        f"weights over the network: {network:.2f} s, {other}",
         f"changes after the first placement: {number[0]} with weights from the host's memory, "
         f"{number[1]} over the network; the paper: 3. From the host an expert takes 1.4 ms, so "
         "that Eq. 4 lets nearly every new plan through; an expert takes 0.28 s over the network",

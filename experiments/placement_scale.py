@@ -106,7 +106,7 @@ def fig8a(options: FigureOptions) -> None:
             for gpus in (first, last)
             for other in [latency[link, gap, gpus, "eplb"]]
         ]
-        notes.append(f"{link}: prism takes less than eplb by: {'; '.join(wins)}")
+        notes.append(f"{link}: prism against eplb: {'; '.join(wins)}")
     notes.append(
         "the change with size depends on the link model: with pairwise links a server's bandwidth "
         "grows with the number of servers, with nic it does not"
@@ -212,9 +212,7 @@ def sensitivity(options: FigureOptions) -> None:
                     rows += found
                     order = sorted(own, key={k: x.mean() for k, x in own.items()}.__getitem__)
                     gain = versus(own["prism"], own["eplb_global"])
-                    notes.append(
-                        f"{place}: {' < '.join(order)}; prism takes {gain} less than eplb_global"
-                    )
+                    notes.append(f"{place}: {' < '.join(order)}; prism against eplb_global {gain}")
     points = list(dict.fromkeys(row["point"] for row in rows))
     cell = {(row["point"], row["policy"]): row for row in rows}
     print_table(

@@ -135,7 +135,7 @@ def test_coverage_can_force_half():
 
 def test_versus():
     other = np.array([10.0, 20.0, 30.0])
-    assert versus(0.7 * other, other) == "+30.0 % [+30.0, +30.0]"
+    assert versus(0.7 * other, other) == "-30.0 % [-30.0, -30.0]"
     assert versus(other, other) == "+0.0 % [+0.0, +0.0]"
 
 

@@ -54,8 +54,8 @@ def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):
         printed = TABLE1.get(row["policy"])
         assert row["mean_latency_s"] == seconds[row["policy"]]
         assert row["paper_mean_s"] == printed[3] if printed else np.isnan(row["paper_mean_s"])
-    assert "uniform takes +20.0 % [+20.0, +20.0] less than moe_infinity (paper 20.8 %)" in told
-    assert "redirection +10.0 % [+10.0, +10.0] less (paper 3.1 %)" in told
+    assert "against moe_infinity, uniform takes -20.0 % [-20.0, -20.0] (paper -20.8 %)" in told
+    assert "redirection -10.0 % [-10.0, -10.0] (paper -3.1 %)" in told
     assert "moe_infinity takes 20 / 5 / 5 s on servers 1 / 2 / 3" in told
 
 
@@ -78,7 +78,7 @@ def test_table2_compares_sizes_order_and_the_best(monkeypatch, tmp_path):
     assert np.isnan(ratios["whole_layer"])
     assert "uniform 2.00, redundance 1.20, smartmoe 1.20" in told and "4 of 5 within 30 %" in told
     assert "the same order: prism < eplb_global < smartmoe < redundance < uniform" in told
-    assert "fastest of all is latency_dp, +50.0 % [+50.0, +50.0] less than prism" in told
+    assert "fastest of all is latency_dp, -50.0 % [-50.0, -50.0] against prism" in told
 
 
 def test_the_fit_finds_the_cost_at_which_the_paper_comes_out(monkeypatch, tmp_path):
