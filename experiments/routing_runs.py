@@ -7,7 +7,8 @@ at a heuristic or lets its critics see what is to come (``--prior 0 --foresight 
 other settings come from their sweeps on the validation split (`TUNED`). The budget is
 computing time: without the graph a step costs a sixth, so that Baseline RL takes three times the
 steps with twice the updates, in its favour. The group ``general`` has one policy for all rates:
-``residual`` is this package's default, ``baseline_rl`` the paper's baseline.
+``residual`` is this package's default, ``baseline_rl`` the paper's baseline. The group ``zoo``
+trains all agents at one task, each for about two minutes of one core.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 __all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
 
-MODULE = "servegym.agents.sac_han"
 STEPS = 150_000
 BASELINE_STEPS = 3 * STEPS
 LONG_STEPS = 1_000_000
@@ -94,18 +94,33 @@ ABLATIONS: dict[str, dict[str, Any]] = {
 """What changes in ``general``."""
 
 
+ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "rpi_sets": ("rpi", 30_000, {"encoder": "sets", "fit_every": 15_000}),
+    "ppo_sets": ("ppo_han", 800_000, {"encoder": "sets"}),
+    "ppo_han": ("ppo_han", 140_000, {"encoder": "han"}),
+    "pqn_sets": ("pqn", 800_000, {"encoder": "sets"}),
+    "pqn_han": ("pqn", 160_000, {"encoder": "han"}),
+    "sac_han": ("sac_han", 150_000, {}),
+    "ppo_sets_nothing": ("ppo_han", 800_000, {"encoder": "sets", "prior": 0.0}),
+    "ppo_han_nothing": ("ppo_han", 140_000, {"encoder": "han", "prior": 0.0}),
+    "sac_han_nothing": ("sac_han", 150_000, {**FROM_NOTHING, **TUNED}),
+}
+"""Agent, steps (labels of ``rpi``) and arguments by variant of the group ``zoo``."""
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """One training.
 
     Attributes:
-        group: What it belongs to: ``paper``, ``general``, ``long``, ``predictors``,
+        group: What it belongs to: ``paper``, ``general``, ``zoo``, ``long``, ``predictors``,
             ``ablation``, ``experts`` or ``limits``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
         steps: Decisions to train for.
         settings: Arguments of the agent that differ from its defaults.
+        agent: Module of ``servegym.agents``.
     """
 
     group: str
@@ -114,6 +129,12 @@ class TrainingRun:
     seed: int
     steps: int
     settings: Mapping[str, Any] = field(hash=False)
+    agent: str = "sac_han"
+
+    @property
+    def network(self) -> str:
+        """What the policy sees of the state: ``han``, ``expert`` or ``sets``."""
+        return self.settings.get("state", self.settings.get("encoder", "han"))
 
     @property
     def name(self) -> str:
@@ -131,7 +152,7 @@ class TrainingRun:
             "checkpoint_every": snapshot_steps,
             "resume": True,
         }
-        words = [sys.executable, "-m", MODULE]
+        words = [sys.executable, "-m", f"servegym.agents.{self.agent}"]
         for key, value in given.items():
             values = value if isinstance(value, tuple) else (value,)
             words += [f"--{key}", *(str(one) for one in values)]
@@ -155,6 +176,13 @@ def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         yield _run("general", "residual", "general", "het4-11", seed, steps=GENERAL_STEPS)
         yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed)
+
+
+def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        for variant, (agent, steps, given) in ZOO.items():
+            settings = {**POINTS["het4-11"], "reward": "paid_forward", **given}
+            yield TrainingRun("zoo", variant, "het4-11", seed, steps, settings, agent)
 
 
 def _long() -> Iterator[TrainingRun]:
@@ -185,6 +213,7 @@ RUNS: tuple[TrainingRun, ...] = (
     *_paper((1, 2, 3, 4, 5)),
     *_long(),
     *_general((1, 2, 3)),
+    *_zoo((1, 2, 3)),
     *_short((1, 2, 3)),
     *_general((4, 5)),
 )

@@ -1,7 +1,7 @@
 """Train the routers that the tables and figures compare: a queue that can be stopped at any time.
 
 ``python -m servegym.experiments.routing_training --list`` shows the runs in their order, the most
-useful first. Each is one process of ``servegym.agents.sac_han`` with one thread; it writes its
+useful first. Each is one process of an agent with one thread; it writes its
 folder below ``--runs`` and goes on from its last snapshot whenever the queue is started again,
 after being killed too. A finished run leaves ``result.json`` there and one row in ``--table``.
 
@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def summary(run: TrainingRun, folder: Path) -> dict[str, Any]:
         "profiles": settings["profiles"],
         "rate_low": settings["rate_low"],
         "rate_high": settings["rate_high"],
-        "state": settings.get("state", "han"),
+        "agent": run.agent,
+        "state": run.network,
         "reward": settings["reward"],
         "prior": settings.get("prior") != 0.0,
         "val_qos": round(best["eval/avg_qos"], 5),
@@ -278,7 +280,7 @@ def print_runs(selected: Sequence[TrainingRun], runs: Path) -> None:
         start = "nothing" if settings.get("prior") == 0.0 else "priced_greedy"
         extra = " ".join(settings.get("set", ()))
         body.append([f"{number:2d} {run.name}", f"{run.steps:,}", settings["profiles"],
-                     settings.get("state", "han"), settings["reward"], start, extra, state,
+                     run.network, settings["reward"], start, extra, state,
                      qos])  # fmt: skip
     print_table(
         f"{len(body)} trainings in {runs}",
@@ -310,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"steps is {args.steps}; allowed is 1 or more")
         # Under names of their own: they must not pass for the runs of the list.
         selected = [
-            TrainingRun("smoke", f"{r.group}_{r.variant}", r.point, r.seed, args.steps, r.settings)
+            replace(r, group="smoke", variant=f"{r.group}_{r.variant}", steps=args.steps)
             for r in selected
         ]
     table = args.table or (TABLE if args.steps is None else args.runs / "training.csv")

@@ -1,6 +1,7 @@
 """The queue of trainings: its list, a run killed and resumed, locks, the table."""
 
 import csv
+import importlib
 import json
 import math
 import os
@@ -77,7 +78,8 @@ def test_every_command_is_one_that_the_agent_takes(tmp_path):
     for run in queue.RUNS:
         words = run.command(tmp_path, 5)[3:]
         config = (tyro.conf.FlagConversionOff,)
-        args = tyro.cli(sac_han.Args, args=words, config=config)
+        agent = importlib.import_module(run.command(tmp_path, 5)[2])
+        args = tyro.cli(agent.Args, args=words, config=config)
         assert (args.seed, args.total_timesteps, args.run_name) == (run.seed, run.steps, run.name)
         assert args.resume and args.checkpoint_every == 5
         for key, value in run.settings.items():
