@@ -81,6 +81,19 @@ def what_followed(
     return after, mask
 
 
+def masks(info: dict[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]:
+    """The action masks of a step; all ones where the environment gives none."""
+    return info.get("action_mask", np.ones((num_envs, actions), np.int8))
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias at first."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
 @torch.no_grad()
 def follow(copy: nn.Module, net: nn.Module, tau: float) -> None:
     """Move the copy's weights towards the network's."""
@@ -95,9 +108,33 @@ def write_checkpoint(net: nn.Module, meta: Mapping[str, str], path: Path) -> Non
     write_atomic(path, lambda stream: stream.write(content))
 
 
+def keep(
+    write: Callable[[Path], None], args: Any, run: Path, score: float, best: float
+) -> float:  # fmt: skip
+    """Write ``last.safetensors``, and ``best.safetensors`` for a new best; returns the best score.
+
+    Args:
+        write: Writes the policy to a file.
+        args: Arguments of the agent; without ``save_model`` nothing is written.
+        run: Folder of the run.
+        score: Of the policy, the higher the better.
+        best: The best score before.
+    """
+    if args.save_model:
+        write(run / "last.safetensors")
+        if score > best:
+            write(run / "best.safetensors")
+    return max(score, best)
+
+
 def snapshot(path: Path, **content: Any) -> None:
     """Write what a run needs to go on exactly, atomically."""
     write_atomic(path, lambda stream: torch.save(content, stream))
+
+
+def crossed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of ``every`` lies between two counts; never for ``every`` = 0."""
+    return every > 0 and now // every > before // every
 
 
 class RunLog:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,20 @@ class Layout:
     running: int
     waiting: int
     impact: bool = False
+
+    @classmethod
+    def of(cls, envs: gym.vector.VectorEnv, impact: bool) -> Layout:
+        """The layout for a routing environment's Dict observation.
+
+        Raises:
+            ValueError: If its observation is no Dict.
+        """
+        space = envs.single_observation_space
+        if not isinstance(space, gym.spaces.Dict):
+            name = envs.spec.id if envs.spec else "it"
+            raise ValueError(f"env_id: {name!r} has no Dict observation")
+        experts, running = space["running_mask"].sample().shape
+        return cls(experts, running, space["waiting_mask"].sample().shape[1], impact)
 
     @property
     def widths(self) -> tuple[int, int]:

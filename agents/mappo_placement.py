@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,8 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import parse_settings, snapshot, write_checkpoint
-from servegym.agents.placement_features import (
-    SCALARS,
-    Features,
-    group_advantage,
-    is_first,
-    layer,
-)
+from servegym.agents.common import crossed, keep, layer, parse_settings, snapshot, write_checkpoint
+from servegym.agents.placement_features import SCALARS, Features, group_advantage, is_first
 from servegym.agents.placement_start import Start, find_start, setting_word
 from servegym.envs.expert_placement.core import observation_space
 from servegym.envs.expert_placement.decode import decode_scores, repair_placement
@@ -299,11 +294,8 @@ def train(args: Args) -> Path:
         nonlocal best
         latency, migrations = evaluate(agent, features, args)
         bar.console.print(f"step {step}: validation latency {latency:.3f} s")
-        if args.save_model:
-            save_policy(agent, args, run / "last.safetensors", step, start)
-            if latency < best:
-                save_policy(agent, args, run / "best.safetensors", step, start)
-        best = min(best, latency)
+        write = partial(save_policy, agent, args, step=step, start=start)
+        best = -keep(write, args, run, -latency, -best)
         return {"eval/mean_latency_s": latency, "eval/migrations": migrations}
 
     if first == 0:
@@ -369,7 +361,7 @@ def train(args: Args) -> Path:
             "charts/std": std, "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
             "losses/approx_kl": kl,
         }  # fmt: skip
-        if step // args.eval_every > (step - size) // args.eval_every or iteration + 1 == updates:
+        if crossed(args.eval_every, step - size, step) or iteration + 1 == updates:
             metrics |= check(step)
         log.write((json.dumps(metrics) + "\n").encode())
         log.flush()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
-from torch import Tensor, nn
+from torch import Tensor
 
 from servegym.baselines.placement.simple import whole_layer
 
@@ -187,14 +187,6 @@ def zero_action(features: Features, observation: Mapping[str, Any]) -> NDArray[n
     """The plan of the base alone, every output of the network zero."""
     _, log_share = features(observation)
     return features.plan(torch.zeros(*log_share.shape[:3], features.outputs), log_share)
-
-
-def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
-    """A linear layer with orthogonal weights and no bias at first."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(linear.weight, std)
-    nn.init.zeros_(linear.bias)
-    return linear
 
 
 def is_first(observation: Mapping[str, Any]) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import make_envs, write_checkpoint
+from servegym.agents.common import keep, layer, make_envs, masks, write_checkpoint
 
 
 @dataclass
@@ -98,14 +98,6 @@ class Args:
     """folder of this run (default: ppo_arch_seed)"""
 
 
-def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
-    """A linear layer with orthogonal weights and no bias at first."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(linear.weight, std)
-    nn.init.zeros_(linear.bias)
-    return linear
-
-
 class Agent(nn.Module):
     """Actor and critic over flat observations (B, columns); ``experts`` = 0 is the plain MLP."""
 
@@ -144,11 +136,6 @@ class Agent(nn.Module):
         else:
             logits, value = self.actor(x), self.critic(x)
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
-
-
-def masks(info: dict[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]:
-    """The action masks of a step; all ones where the environment gives none."""
-    return info.get("action_mask", np.ones((num_envs, actions), np.int8))
 
 
 def evaluate(agent: Agent, args: Args) -> float:
@@ -284,11 +271,7 @@ def train(args: Args) -> Path:
             result = evaluate(agent, args)
             metrics["eval/score"] = result
             bar.console.print(f"step {step}: evaluation {result:.4f}")
-            if args.save_model:
-                save_policy(agent, args, run / "last.safetensors")
-                if result > best:
-                    save_policy(agent, args, run / "best.safetensors")
-            best = max(best, result)
+            best = keep(partial(save_policy, agent, args), args, run, result, best)
         log.write(json.dumps(metrics) + "\n")
         log.flush()
         if args.track:

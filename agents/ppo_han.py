@@ -14,10 +14,10 @@ import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from servegym.agents.common import (
     Foresight,
     RunLog,
+    crossed,
     follow,
+    keep,
     make_envs,
     snapshot,
     validate,
@@ -214,15 +216,11 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_han_{args.encoder}_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
     envs, n = make_envs(args, args.num_envs), args.num_envs
-    space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Dict):
-        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+    layout = Layout.of(envs, impact=True)
     if args.prior < 0:
         raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
     system = RoutingSystem.from_env(envs)
-    experts, running = space["running_mask"].sample().shape
-    layout = Layout(experts, running, space["waiting_mask"].sample().shape[1], impact=True)
-    agent, actions = Agent(layout, args, system).to(device), experts + 1
+    agent, actions = Agent(layout, args, system).to(device), layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
@@ -330,20 +328,14 @@ def train(args: Args) -> Path:
         s.update(qos=[], shares=np.zeros(actions))
         last = s["step"] >= args.total_timesteps
 
-        def crossed(every: int) -> bool:
-            return every > 0 and s["step"] // every > (s["step"] - size) // every
-
-        if crossed(args.eval_every) or last:
+        if crossed(args.eval_every, s["step"] - size, s["step"]) or last:
             result = validate(averaged.act, args)
             metrics |= result
             log.say(s["step"], result)
-            if args.save_model:
-                save_policy(averaged, args, run / "last.safetensors")
-                if result["eval/avg_qos"] > s["best"]:
-                    save_policy(averaged, args, run / "best.safetensors")
-            s["best"] = max(s["best"], result["eval/avg_qos"])
+            write = partial(save_policy, averaged, args)
+            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
         log.write(s["step"], metrics)
-        if crossed(args.checkpoint_every):
+        if crossed(args.checkpoint_every, s["step"] - size, s["step"]):
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
                      averaged=averaged.state_dict(),

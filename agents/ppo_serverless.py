@@ -1,7 +1,7 @@
 """Proximal policy optimisation for the serverless ids: one categorical head per part of the plan.
 
 A decision is a plan for one request (remote ratio, order, memory of the main function and of the
-remote ones, replicas), so the action is MultiDiscrete. Three things matter here:
+remote ones, replicas), so the action is MultiDiscrete. What matters here:
 
 * Keeping what is warm needs every part of the plan to be as before. A policy that explores each
   part on its own breaks it at almost every request, so it never learns what keeping is worth. Here
@@ -11,7 +11,6 @@ remote ones, replicas), so the action is MultiDiscrete. Three things matter here
   the same episodes, and what they have in common is taken out of the advantages: an
   input-dependent baseline (Mao et al., ICLR 2019) without a second network.
 * Columns of the observation differ in scale by two orders of magnitude; they are standardised.
-
 * What a plan costs is known to a planner; to learn it from rewards takes long and ends at few
   plans. The policy begins with the planner's decisions on training episodes, by maximum likelihood
   (``--teacher ""`` begins without), and the critic is trained alone for some updates. Then PPO
@@ -27,6 +26,7 @@ import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,18 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.common import RunLog, make_envs, snapshot, write_checkpoint
+from servegym.agents.common import (
+    RunLog,
+    crossed,
+    keep,
+    layer,
+    make_envs,
+    masks,
+    snapshot,
+    write_checkpoint,
+)
 from servegym.agents.lessons import imitate
 
 
@@ -115,14 +123,6 @@ class Args:
     """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
     run_name: str = ""
     """folder of this run (default: ppo_serverless_seed)"""
-
-
-def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
-    """A linear layer with orthogonal weights and no bias at first."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(linear.weight, std)
-    nn.init.zeros_(linear.bias)
-    return linear
 
 
 class Agent(nn.Module):
@@ -223,18 +223,13 @@ class Agent(nn.Module):
         return log_prob, torch.stack(entropy, 1), self.critic(inputs).squeeze(1)
 
 
-def masks(info: dict[str, Any], num_envs: int, actions: int) -> NDArray[np.int8]:
-    """The action masks of a step; all ones where the environment gives none."""
-    return info.get("action_mask", np.ones((num_envs, actions), np.int8))
-
-
 def evaluate(agent: Agent, args: Args) -> dict[str, float]:
     """The greedy policy on fixed validation episodes.
 
     Returns:
-        The mean reward per request (``score``), the share of requests at which the previous plan
-        was repeated, and for each part of the plan the share of its commonest choice and the
-        entropy of its choices over requests (nats): a constant policy has share 1 and entropy 0.
+        ``score``, the mean reward per request; ``repeated_share``, of the requests with the plan
+        before theirs; and per part of the plan the share of its commonest choice and the entropy of
+        its choices (nats): a constant policy has share 1 and entropy 0.
     """
     n = args.eval_episodes
     envs = make_envs(args, n, split="val")
@@ -247,17 +242,16 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
         mask = torch.as_tensor(masks(info, n, sum(agent.choices)), device=device)
         with torch.no_grad():
             plan = agent.act(torch.as_tensor(obs, device=device), previous, mask, greedy=True)
-        action, repeated = plan.cpu().numpy(), (plan == previous).all(1).cpu().numpy()
+        action, same = plan.cpu().numpy(), (plan == previous).all(1).cpu().numpy()
         for k, count in enumerate(counts):
             count += np.bincount(action[alive, k], minlength=len(count))
         obs, reward, terminated, truncated, info = envs.step(action)
         total, steps = total + float(reward[alive].sum()), steps + int(alive.sum())
-        kept, previous = kept + int(repeated[alive].sum()), plan
+        kept, previous = kept + int(same[alive].sum()), plan
         alive &= ~(terminated | truncated)
     envs.close()
     found = {"score": total / steps, "repeated_share": kept / steps}
-    for k, count in enumerate(counts):
-        share = count / count.sum()
+    for k, share in enumerate(count / count.sum() for count in counts):
         found[f"commonest_share_{k}"] = float(share.max())
         found[f"choice_entropy_{k}"] = float(-(share * np.log(np.maximum(share, 1e-12))).sum())
     return found
@@ -290,8 +284,7 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_serverless_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
 
-    resumed = args.resume and (run / "snapshot.pt").exists()
-    start = {}
+    resumed, start = args.resume and (run / "snapshot.pt").exists(), {}
     if args.teacher and not resumed:
         start["imitation/log_likelihood"] = imitate(agent, args, run.parent)
         start |= {f"eval/{key}": value for key, value in evaluate(agent, args).items()}
@@ -354,9 +347,8 @@ def train(args: Args) -> Path:
             after = agent.encode(torch.as_tensor(obs, device=device), previous)
             b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], agent.critic(after).squeeze(1))
             # Values are relative to the mean reward: small, and 0 at an episode's end is right.
-            s["center"] += (b_reward.mean().item() - s["center"]) * max(
-                0.02, 1 / (s["iteration"] + 1)
-            )
+            weight = max(0.02, 1 / (s["iteration"] + 1))
+            s["center"] += weight * (b_reward.mean().item() - s["center"])
             advantage, running = torch.zeros(shape, device=device), torch.zeros(n, device=device)
             for t in reversed(range(args.num_steps)):
                 delta = b_reward[t] - s["center"] + args.gamma * b_next[t] - b_value[t]
@@ -407,14 +399,10 @@ def train(args: Args) -> Path:
             result = evaluate(agent, args)
             metrics |= {f"eval/{key}": value for key, value in result.items()}
             log.bar.console.print(f"step {step}: mean reward {result['score']:.4f}")
-            if args.save_model:
-                save_policy(agent, args, run / "last.safetensors")
-                if result["score"] > s["best"]:
-                    save_policy(agent, args, run / "best.safetensors")
-            s["best"] = max(s["best"], result["score"])
+            write = partial(save_policy, agent, args)
+            s["best"] = keep(write, args, run, result["score"], s["best"])
         log.write(step, metrics)
-        every = args.checkpoint_every
-        if every and step // every > (step - size) // every:
+        if crossed(args.checkpoint_every, step - size, step):
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
                      optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),

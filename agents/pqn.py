@@ -18,10 +18,10 @@ import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from servegym.agents.common import (
     Foresight,
     RunLog,
+    crossed,
     follow,
+    keep,
     make_envs,
     snapshot,
     validate,
@@ -226,16 +228,12 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"pqn_{args.encoder}_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
     envs, n = make_envs(args, args.num_envs), args.num_envs
-    space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Dict):
-        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+    layout = Layout.of(envs, impact=True)
     for name in ("start_e", "end_e", "q_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"{name}: must be in [0, 1], got {getattr(args, name)}")
     system = RoutingSystem.from_env(envs)
-    experts, running = space["running_mask"].sample().shape
-    layout = Layout(experts, running, space["waiting_mask"].sample().shape[1], impact=True)
-    agent, actions = Agent(layout, args, system).to(device), experts + 1
+    agent, actions = Agent(layout, args, system).to(device), layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.RAdam(agent.parameters(), lr=args.learning_rate)
 
@@ -331,20 +329,17 @@ def train(args: Args) -> Path:
             metrics["charts/avg_qos"] = float(np.mean(s["qos"]))
         s.update(qos=[], shares=np.zeros(actions))
 
-        def crossed(every: int) -> bool:
-            return every > 0 and s["step"] // every > (s["step"] - size) // every
-
-        if crossed(args.eval_every) or s["step"] >= args.total_timesteps:
+        if (
+            crossed(args.eval_every, s["step"] - size, s["step"])
+            or s["step"] >= args.total_timesteps
+        ):
             result = validate(averaged.act, args)
             metrics |= result
             log.say(s["step"], result)
-            if args.save_model:
-                save_policy(averaged, args, run / "last.safetensors")
-                if result["eval/avg_qos"] > s["best"]:
-                    save_policy(averaged, args, run / "best.safetensors")
-            s["best"] = max(s["best"], result["eval/avg_qos"])
+            write = partial(save_policy, averaged, args)
+            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
         log.write(s["step"], metrics)
-        if crossed(args.checkpoint_every):
+        if crossed(args.checkpoint_every, s["step"] - size, s["step"]):
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
                      averaged=averaged.state_dict(), optimizer=optimizer.state_dict(),

@@ -18,10 +18,10 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,15 @@ from servegym.agents.branches import (
     heuristic_values,
     noise_weights,
 )
-from servegym.agents.common import RunLog, make_envs, snapshot, validate, write_checkpoint
+from servegym.agents.common import (
+    RunLog,
+    crossed,
+    keep,
+    make_envs,
+    snapshot,
+    validate,
+    write_checkpoint,
+)
 from servegym.agents.han import HAN, Head, Layout, Sets, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -182,14 +190,9 @@ class Point:
     def __init__(self, args: Args, num_envs: int, seed: int) -> None:
         self.args = args
         self.envs = make_envs(args, num_envs)
-        space = self.envs.single_observation_space
-        if not isinstance(space, gym.spaces.Dict):
-            raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+        self.layout = Layout.of(self.envs, impact=True)
         self.system = RoutingSystem.from_env(self.envs)
         self.model = LatencyModel(self.system)
-        experts, running = space["running_mask"].sample().shape
-        waiting = space["waiting_mask"].sample().shape[1]
-        self.layout = Layout(experts, running, waiting, impact=True)
         self.branches = Branches(self.envs, args.candidates)
         self.obs, info = self.envs.reset(seed=seed)
         self.mask = info["action_mask"]
@@ -317,11 +320,6 @@ def evaluate(agent: Agent, points: Sequence[Point]) -> dict[str, float]:
     return each | means
 
 
-def crossed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of ``every`` lies between two counts."""
-    return every > 0 and now // every > before // every
-
-
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and layout in one safetensors file."""
     meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(asdict(agent.layout))}
@@ -378,11 +376,8 @@ def train(args: Args) -> Path:
             log.write(s["labels"], {"charts/SPS": log.sps, "charts/decisions": decisions}
                       | metrics | result)  # fmt: skip
             agent.turn_to(points[0].layout, points[0].model)
-            if args.save_model:
-                save_policy(agent, args, run / "last.safetensors")
-                if result["eval/avg_qos"] > s["best"]:
-                    save_policy(agent, args, run / "best.safetensors")
-            s["best"] = max(s["best"], result["eval/avg_qos"])
+            write = partial(save_policy, agent, args)
+            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
         if crossed(args.checkpoint_every, before, s["labels"]):
             s["log_size"] = log.size
             snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,

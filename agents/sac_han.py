@@ -16,10 +16,10 @@ import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from servegym.agents.common import (
     Foresight,
     RunLog,
+    crossed,
     follow,
+    keep,
     make_envs,
     snapshot,
     validate,
@@ -279,13 +281,8 @@ def train(args: Args) -> Path:
     run.mkdir(parents=True, exist_ok=True)
 
     envs = make_envs(args, args.num_envs, max_episode_steps=args.cut_after or None)
-    space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Dict):
-        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+    layout = Layout.of(envs, impact=args.impact and args.state == "han")
     system = RoutingSystem.from_env(envs)
-    experts, running = space["running_mask"].sample().shape
-    waiting = space["waiting_mask"].sample().shape[1]
-    layout = Layout(experts, running, waiting, impact=args.impact and args.state == "han")
     agent = Agent(layout, args, system).to(device)
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
     log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
@@ -352,7 +349,7 @@ def train(args: Args) -> Path:
             inputs=before, next_inputs=inputs,
         )  # fmt: skip
         s["obs"], s["mask"] = obs, info["action_mask"]
-        s["step"] += args.num_envs
+        was, s["step"] = s["step"], s["step"] + args.num_envs
         s["center"] += (earned.mean() - s["center"]) * max(0.002, 1 / buffer.count)
         s["shares"] += np.bincount(action, minlength=actions)
         s["return"] += reward
@@ -372,11 +369,8 @@ def train(args: Args) -> Path:
                 losses = update(agent, target, log_alpha, optimizer, batch, args, act)
             follow(averaged, agent, args.average)
 
-        def crossed(every: int) -> bool:
-            return every > 0 and s["step"] // every > (s["step"] - args.num_envs) // every
-
         last = s["step"] >= args.total_timesteps
-        if crossed(2_000) or last:
+        if crossed(2_000, was, s["step"]) or last:
             metrics = {"charts/SPS": log.advance(s["step"])}
             metrics |= {k: float(v) for k, v in losses.items()} | {"charts/reward": s["center"]}
             taken = enumerate(s["shares"] / s["shares"].sum())
@@ -385,16 +379,13 @@ def train(args: Args) -> Path:
             metrics |= {k: float(np.mean(s[v])) for k, v in means.items() if s[v]}
             s.update(episodes=[], qos=[], shares=np.zeros(actions))
             log.write(s["step"], metrics)
-        if losses and (crossed(args.eval_every) or last):
+        if losses and (crossed(args.eval_every, was, s["step"]) or last):
             result = validate(averaged.act, args)
             log.write(s["step"], result)
             log.say(s["step"], result)
-            if args.save_model:
-                save_policy(averaged, args, run / "last.safetensors")
-                if result["eval/avg_qos"] > s["best"]:
-                    save_policy(averaged, args, run / "best.safetensors")
-            s["best"] = max(s["best"], result["eval/avg_qos"])
-        if crossed(args.checkpoint_every):
+            write = partial(save_policy, averaged, args)
+            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
+        if crossed(args.checkpoint_every, was, s["step"]):
             s["log_size"] = log.size
             learned = {key: part.state_dict() for key, part in parts.items()}
             snapshot(run / "snapshot.pt", **learned, log_alpha=log_alpha.data, state=s,

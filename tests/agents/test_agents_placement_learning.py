@@ -73,15 +73,15 @@ def test_a_verdict_says_whether_the_goal_is_met():
         return placement_learning._verdict(rows, episodes)
 
     won = rows_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
-    assert "whole_layer: latency lower by +19.9 %" in won[0] and "do not overlap" in won[0]
+    assert "whole_layer: latency -19.9 %" in won[0] and "do not overlap" in won[0]
     assert not any("network" in line for line in won)
     same = rows_of({"prism": 9.0, "whole_layer": 5.0, "best_start": 4.0, "start": 4.0,
                     "ppo_placement": 4.0, "mappo_placement": 4.1})  # fmt: skip
-    assert any("without a network, against whole_layer: lower by +19.9 %" in x for x in same)
+    assert any("without a network, against whole_layer: -19.9 %" in x for x in same)
     (said,) = [line for line in same if "adds nothing" in line]
     assert said.startswith("ppo_placement play")
     lost = rows_of({"whole_layer": 5.0, "ppo_placement": 5.05})
-    assert "lower by -1.0 %" in lost[0] and "overlap or it is not lower" in lost[0]
+    assert "latency +1.0 %" in lost[0] and "overlap or it is not lower" in lost[0]
 
 
 def test_a_repeated_command_plays_nothing_again(tmp_path, monkeypatch, capsys):
