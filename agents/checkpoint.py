@@ -153,9 +153,7 @@ class GraphPolicy(CheckpointPolicy):
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
         layout = Layout(running[1], running[2], waiting[2], self.net.layout.impact)
-        self.net.layout = layout
-        if self.net.graph:
-            self.net.encoder.layout = layout
+        self.net.layout = self.net.encoder.layout = layout
         return self.net.rows(observation)
 
     def _log_policy(self, rows: Any, mask: Any) -> Any:
@@ -255,10 +253,8 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     layout = han.Layout(**_mapping("layout", meta["layout"]))
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
-    per_expert = args.state == "han" and args.head == "expert"  # other heads fix the actions
-    if not per_expert and system.num_experts != layout.experts:
-        raise ValueError(f"{file}: made for {layout.experts} experts, got {system.num_experts}")
     net = sac_han.Agent(layout, args, system)
+    _check_experts(file, net.actor, layout, system)
     _fill(net, weights)
     name = "baseline_rl" if args.state == "expert" else "sac_han"
     if args.state == "han" and args.reward == "completed_qos":
@@ -268,6 +264,12 @@ def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system:
     if net.graph and args.encoder == "han":
         policy.single = SingleDecision(net)
     return policy
+
+
+def _check_experts(file: Path, actor: Any, layout: Any, system: Any) -> None:
+    """An actor with one output per action is made for one number of experts."""
+    if not getattr(actor, "per_expert", True) and system.num_experts != layout.experts:
+        raise ValueError(f"{file}: made for {layout.experts} experts, got {system.num_experts}")
 
 
 def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
@@ -281,7 +283,9 @@ def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], syste
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = RoutingSystem.from_kwargs(**env_kwargs(args))
-    net = module.Agent(han.Layout(**_mapping("layout", meta["layout"])), args, system)
+    layout = han.Layout(**_mapping("layout", meta["layout"]))
+    net = module.Agent(layout, args, system)
+    _check_experts(file, getattr(net, "actor", None), layout, system)
     _fill(net, weights)
     name = f"ppo_{args.encoder}" if kind == "ppo_han" else kind
     policy = GraphPolicy(name, "graph", file, kind, args, net.eval())

@@ -64,6 +64,15 @@ def make_envs(args: Any, num_envs: int, **overrides: Any) -> gym.vector.VectorEn
     )
 
 
+def episode_seeds(seed: int, num_envs: int) -> list[int]:
+    """A seed for every environment of a training.
+
+    Of a single number a vector environment makes consecutive ones, so that two trainings of seeds
+    1 and 2 would meet nearly the same episodes.
+    """
+    return np.random.SeedSequence(seed).generate_state(num_envs).tolist()
+
+
 def what_followed(
     obs: Mapping[str, NDArray[Any]], info: Mapping[str, Any], done: NDArray[np.bool_]
 ) -> tuple[dict[str, NDArray[Any]], NDArray[Any]]:

@@ -297,6 +297,23 @@ class Sets(nn.Module):
         return self.all(experts.mean(1)), experts
 
 
+class ExpertRows(nn.Sequential):
+    """The experts' rows of Eq. 7 alone: memory, running and waiting requests, for a fixed N.
+
+    What the paper's Baseline RL sees: neither the request nor its predictions nor the queues.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        width = 3 * layout.experts
+        super().__init__(nn.Linear(width, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.layout = layout
+
+    def forward(self, rows: Tensor, law: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One embedding of the state, (B, 64) and again as (B, 1, 64)."""
+        h = super().forward(self.layout.expert(rows)[..., :3].flatten(1))
+        return h, h[:, None]
+
+
 class Head(nn.Module):
     """One value per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n].
 

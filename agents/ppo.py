@@ -21,7 +21,7 @@ import tyro
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import keep, layer, make_envs, masks, write_checkpoint
+from servegym.agents.common import episode_seeds, keep, layer, make_envs, masks, write_checkpoint
 
 
 @dataclass
@@ -199,7 +199,7 @@ def train(args: Args) -> Path:
     b_logp, b_reward, b_value, b_next = (torch.zeros(shape, device=device) for _ in range(4))
     b_done = torch.zeros(shape, device=device)
 
-    obs, info = envs.reset(seed=args.seed)
+    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     mask = masks(info, n, actions)
     returns, finished, step, best, evaluated = np.zeros(n), [], 0, -np.inf, 0
     updates = args.total_timesteps // (args.num_steps * n)

@@ -4,7 +4,8 @@ On-policy, and so without replay, target networks or teacher. By default the act
 `priced_greedy`: its logits are that heuristic's value of every action over a temperature, plus what
 the network adds, zero at first (residual policy learning, Silver et al. 2018). ``--prior 0`` starts
 from nothing. ``--encoder sets`` replaces the HAN by one small network over every expert and the sum
-of its queue, ten times as fast. ``python agents/ppo_han.py --help`` lists the options.
+of its queue, ten times as fast; ``--encoder expert`` sees the experts' rows alone, as the paper's
+Baseline RL does (``--prior 0``). ``python agents/ppo_han.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from servegym.agents.common import (
     Foresight,
     RunLog,
     crossed,
+    episode_seeds,
     follow,
     keep,
     make_envs,
@@ -36,7 +38,17 @@ from servegym.agents.common import (
     validate,
     write_checkpoint,
 )
-from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
+from servegym.agents.han import (
+    HAN,
+    WIDTH,
+    ExpertRows,
+    Head,
+    Layout,
+    Sets,
+    held_score,
+    prior,
+    scale_laws,
+)
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 
@@ -61,8 +73,9 @@ class Args:
     """the environment's reward"""
     set: tuple[str, ...] = ()
     """further environment arguments, key=value with a JSON value, as in num_experts=3"""
-    encoder: Literal["han", "sets"] = "han"
-    """the graph attention network, or a small network over every expert and its queue's sums"""
+    encoder: Literal["han", "sets", "expert"] = "han"
+    """the graph attention network, a small network over every expert and its queue's sums, or one
+    over the experts' rows of Eq. 7 alone"""
     law: bool = True
     """put each expert's profiled estimator (Eq. 13/14) on its node"""
     prior: float = 0.02
@@ -137,8 +150,6 @@ class Args:
 class Agent(nn.Module):
     """Encoder, actor and critic; the encoder learns from both losses."""
 
-    graph = True
-
     def __init__(self, layout: Layout, args: Args, system: RoutingSystem) -> None:
         super().__init__()
         self.layout, self.temperature = layout, args.prior
@@ -147,8 +158,10 @@ class Agent(nn.Module):
         self.register_buffer("law", law)
         self.model = LatencyModel(system)
         width = 0 if law is None else law.shape[1]
-        self.encoder: nn.Module = (HAN if args.encoder == "han" else Sets)(layout, width)
-        self.actor = Head(layout.experts + 1, per_expert=True)
+        self.graph = args.encoder != "expert"
+        kind = HAN if args.encoder == "han" else Sets
+        self.encoder: nn.Module = kind(layout, width) if self.graph else ExpertRows(layout)
+        self.actor = Head(layout.experts + 1, per_expert=self.graph)
         self.actor.start_small()
         self.critic = nn.Sequential(
             nn.Linear(2 * WIDTH + Foresight.WIDTH * args.foresight, WIDTH),
@@ -217,14 +230,15 @@ def train(args: Args) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     envs, n = make_envs(args, args.num_envs), args.num_envs
     layout = Layout.of(envs, impact=True)
-    if args.prior < 0:
-        raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
+    if args.prior < 0 or (args.prior and args.encoder == "expert"):
+        allowed = "0 with --encoder expert" if args.encoder == "expert" else "0 or a temperature"
+        raise ValueError(f"prior: must be {allowed}, got {args.prior}")
     system = RoutingSystem.from_env(envs)
     agent, actions = Agent(layout, args, system).to(device), layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
-    obs, info = envs.reset(seed=args.seed)
+    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "obs": obs, "qos": [],
         "size": None,

@@ -33,6 +33,7 @@ from servegym.agents.common import (
     Foresight,
     RunLog,
     crossed,
+    episode_seeds,
     follow,
     keep,
     make_envs,
@@ -237,7 +238,7 @@ def train(args: Args) -> Path:
     averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.RAdam(agent.parameters(), lr=args.learning_rate)
 
-    obs, info = envs.reset(seed=args.seed)
+    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "obs": obs, "qos": [],
         "mask": info["action_mask"], "shares": np.zeros(actions),

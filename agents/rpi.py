@@ -40,6 +40,7 @@ from servegym.agents.branches import (
 from servegym.agents.common import (
     RunLog,
     crossed,
+    episode_seeds,
     keep,
     make_envs,
     snapshot,
@@ -194,7 +195,7 @@ class Point:
         self.system = RoutingSystem.from_env(self.envs)
         self.model = LatencyModel(self.system)
         self.branches = Branches(self.envs, args.candidates)
-        self.obs, info = self.envs.reset(seed=seed)
+        self.obs, info = self.envs.reset(seed=episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
 

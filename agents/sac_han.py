@@ -31,6 +31,7 @@ from servegym.agents.common import (
     Foresight,
     RunLog,
     crossed,
+    episode_seeds,
     follow,
     keep,
     make_envs,
@@ -39,7 +40,16 @@ from servegym.agents.common import (
     what_followed,
     write_checkpoint,
 )
-from servegym.agents.han import HAN, WIDTH, Head, Layout, Sets, held_score, prior, scale_laws
+from servegym.agents.han import (
+    HAN,
+    ExpertRows,
+    Head,
+    Layout,
+    Sets,
+    held_score,
+    prior,
+    scale_laws,
+)
 from servegym.agents.replay import ReplayBuffer
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -163,14 +173,9 @@ class Agent(nn.Module):
             laws = torch.as_tensor(scale_laws(system.estimator))
         self.register_buffer("law", laws)
         self.model = LatencyModel(system) if layout.impact and system is not None else None
-        kind = Sets if args.encoder == "sets" else HAN
+        kind, width = Sets if args.encoder == "sets" else HAN, 0 if laws is None else laws.shape[1]
         self.temperature = args.prior if layout.impact and args.head == "expert" else 0.0
-        self.encoder: nn.Module = (
-            kind(layout, 0 if laws is None else laws.shape[1])
-            if self.graph
-            else nn.Sequential(nn.Linear(3 * layout.experts, WIDTH), nn.ReLU(),
-                               nn.Linear(WIDTH, WIDTH), nn.ReLU())
-        )  # fmt: skip
+        self.encoder: nn.Module = kind(layout, width) if self.graph else ExpertRows(layout)
         extra = Foresight.WIDTH * args.foresight
         heads = [
             Head(layout.experts + 1, self.graph and args.head == "expert", width)
@@ -187,15 +192,10 @@ class Agent(nn.Module):
 
     def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Embeddings of the request (B, 64) and the experts (B, N, 64); what to start from."""
-        if self.graph:
-            h = self.encoder(rows, self.law)
-            if self.temperature:  # a drop is worth 0
-                start = prior(self.layout.expert(rows), self.layout.running)
-                h = (*h, F.pad(start, (1, 0)))
-            return h
-        experts = rows[:, 2 : 2 + 6 * self.layout.experts].reshape(len(rows), -1, 6)[..., :3]
-        h = self.encoder(experts.flatten(1))
-        return h, h[:, None]
+        h = self.encoder(rows, self.law)
+        if self.temperature:  # a drop is worth 0
+            h = (*h, F.pad(prior(self.layout.expert(rows), self.layout.running), (1, 0)))
+        return h
 
     def log_policy(self, h: tuple[Tensor, ...], mask: Tensor) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
@@ -270,8 +270,20 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
     write_checkpoint(agent, meta | {"agent": "sac_han"}, path)
 
 
+def check(args: Args) -> None:
+    """ValueError for arguments that would train something else than they say, or fail late."""
+    if args.prior < 0:
+        raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
+    if not 1 <= args.n_step <= args.buffer_size // args.num_envs:
+        held = f"{args.buffer_size // args.num_envs}, what buffer_size holds of an environment"
+        raise ValueError(f"n_step: must be from 1 to {held}; got {args.n_step}")
+    if args.cut_after and args.foresight:
+        raise ValueError("foresight: must be False with cut_after, as what follows a cut is gone")
+
+
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    check(args)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -297,7 +309,7 @@ def train(args: Args) -> Path:
     parts: dict[str, Any] = {"agent": agent, "target": target, "averaged": averaged,
                              "optimizer": optimizer, "buffer": buffer}  # fmt: skip
 
-    obs, info = envs.reset(seed=args.seed)
+    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     s: dict[str, Any] = {  # everything else that a resumed run needs
         "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "mask": info["action_mask"],
         "obs": obs, "return": np.zeros(args.num_envs), "episodes": [], "qos": [],

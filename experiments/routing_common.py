@@ -177,7 +177,7 @@ def shipped_runs() -> list[TrainedRun]:
 def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> TrainedRun:
     args = policy.args
     rates = (float(args.rate_low), float(args.rate_high))
-    any_experts = policy.agent != "sac_han" or (args.state == "han" and args.head == "expert")
+    any_experts = getattr(getattr(policy.net, "actor", None), "per_expert", True)
     return TrainedRun(label, path, group, variant, args.profiles, rates, int(args.seed),
                       int(getattr(policy, "experts", 0)), any_experts)  # fmt: skip
 

@@ -8,7 +8,9 @@ other settings come from their sweeps on the validation split (`TUNED`). The bud
 computing time: without the graph a step costs a sixth, so that Baseline RL takes three times the
 steps with twice the updates, in its favour. The group ``general`` has one policy for all rates:
 ``residual`` is this package's default, ``baseline_rl`` the paper's baseline. The group ``zoo``
-trains all agents at one task, each for about two minutes of one core.
+trains all agents at one task, each for about two minutes of one core. The group ``ppo`` trains the
+paper's three with PPO in SAC's place, from nothing too: what an abstraction of the state and a
+reward are worth is told by learners that learn.
 """
 
 from __future__ import annotations
@@ -108,13 +110,23 @@ ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
 """Agent, steps (labels of ``rpi``) and arguments by variant of the group ``zoo``."""
 
 
+PPO: dict[str, dict[str, Any]] = {
+    "qos_aware": {"encoder": "sets", "reward": "qos_aware"},
+    "baseline_rl_dsa": {"encoder": "sets", "reward": "completed_qos"},
+    "baseline_rl": {"encoder": "expert", "reward": "completed_qos"},
+}
+"""Arguments by variant of the group ``ppo``. The whole state is read by ``sets``: with the HAN the
+same steps take eight times as long."""
+PPO_STEPS = 1_500_000
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """One training.
 
     Attributes:
-        group: What it belongs to: ``paper``, ``general``, ``zoo``, ``long``, ``predictors``,
-            ``ablation``, ``experts`` or ``limits``.
+        group: What it belongs to: ``paper``, ``ppo``, ``general``, ``zoo``, ``long``,
+            ``predictors``, ``ablation``, ``experts`` or ``limits``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
@@ -178,6 +190,14 @@ def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
         yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed)
 
 
+def _ppo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        for point in ("het8", "linear5"):
+            for variant, given in PPO.items():
+                settings = {**POINTS[point], "prior": 0.0, "foresight": False, **given}
+                yield TrainingRun("ppo", variant, point, seed, PPO_STEPS, settings, "ppo_han")
+
+
 def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         for variant, (agent, steps, given) in ZOO.items():
@@ -211,6 +231,7 @@ def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 RUNS: tuple[TrainingRun, ...] = (
     *_paper((1, 2, 3, 4, 5)),
+    *_ppo((1, 2, 3)),
     *_long(),
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
