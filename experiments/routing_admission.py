@@ -101,8 +101,7 @@ def admission(options: Options) -> None:
             part = play([policy], options.episodes, kwargs)
             row = {"policy": policy.name, "rate": rate, "trainings": 0} | summarise_parts([part])
             row["refused"] = row["drop_rate"] + row["reject_rate"]
-            # Late answers earn nothing: the score of a request served in time.
-            row["quality"] = row["qos"] / max(1 - row["refused"] - row["late_rate"], 1e-9)
+            row["quality"] = _quality(part)
             own.append(row)
         costs = np.array(
             [[row["refused"], row["late_rate"], row["latency_ms_per_token"]] for row in own]
@@ -122,6 +121,13 @@ def admission(options: Options) -> None:
     print("\n".join(notes))
     notes.append("pareto: no other router refuses less, is late less, is faster and earns more")
     save(options, "admission", rows, _plot(rows), *notes)
+
+
+def _quality(part: Sequence[Mapping[str, Any]]) -> float:
+    """Mean score of a request served in time; a late answer earns nothing."""
+    missed = [row["drop_rate"] + row["reject_rate"] + row["violation_rate"] for row in part]
+    earned = sum(row["avg_qos"] for row in part)
+    return round(earned / max(len(part) - sum(missed), 1e-9), 6)
 
 
 def _families(options: Options) -> dict[str, list[Policy]]:
@@ -166,7 +172,7 @@ def fronts(options: Options) -> None:
                 row = {"family": family, "policy": policy.name, "rate": rate, "trainings": 0}
                 row |= summarise_parts([part])
                 row["missed"] = row["drop_rate"] + row["reject_rate"] + row["late_rate"]
-                row["quality"] = round(row["qos"] / max(1 - row["missed"], 1e-9), 6)
+                row["quality"] = _quality(part)
                 own.append(row)
         costs = np.array(
             [[row["missed"], row["latency_ms_per_token"], -row["quality"]] for row in own]

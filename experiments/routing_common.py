@@ -33,7 +33,7 @@ from servegym.experiments.routing_plots import (
     style,
 )
 from servegym.experiments.routing_training import LOCK, RESULT, source_digest
-from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
+from servegym.experiments.stats import Interval, over_trainings
 
 __all__ = [
     "BASELINES",
@@ -53,6 +53,8 @@ __all__ = [
 ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 OUT = Path("experiments/results/routing")
+REFERENCES = ("greedy_qos", "priced_greedy")
+"""Heuristics that everything is compared with episode by episode, where they are measured."""
 GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
 
 COLUMNS = {
@@ -203,7 +205,8 @@ def measure(
     """Summaries of baselines and trained routers at one point, on the same episodes.
 
     The interval of a baseline, or of a router trained once, is over episodes; that of a router
-    trained with several seeds is over the trainings' means. ``interval_over`` says which.
+    trained with several seeds is over trainings. ``interval_over`` says which. ``over_X`` is the
+    difference to the heuristic X on the same episodes.
 
     Args:
         options: The command line.
@@ -234,22 +237,30 @@ def measure(
         policy = load_policy(run.path, system)
         policy.name = run.label
         series.setdefault(run.label, []).append(play([policy], number, kwargs))
-    return [
-        {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}
+    found = {
+        name: {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}
         | summarise_parts(parts)
         for name, parts in series.items()
-    ]
+    }
+    qos = {name: [[row["avg_qos"] for row in part] for part in parts]
+           for name, parts in series.items()}  # fmt: skip
+    for reference in (name for name in REFERENCES if name in baselines):
+        for name, row in found.items():
+            gain = over_trainings(qos[name], qos[reference][0])
+            ends = zip(("", "_low", "_high"), gain, strict=True)
+            row |= {f"over_{reference}{end}": round(value, 6) for end, value in ends}
+    return list(found.values())
 
 
 def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """QoS with its interval and the means of `COLUMNS`, of one or several trainings' episodes."""
-    means = [float(np.mean([row["avg_qos"] for row in part])) for part in parts]
-    if len(parts) > 1:
-        qos, over = stratified_bootstrap(means, iqm), "trainings"
-    else:
-        qos, over = stratified_bootstrap([row["avg_qos"] for row in parts[0]], iqm), "episodes"
+    """QoS with its interval and the means of `COLUMNS`, of one or several trainings' episodes.
+
+    The QoS of a training is the interquartile mean over its episodes, see `over_trainings`.
+    """
+    qos = over_trainings([[row["avg_qos"] for row in part] for part in parts])
     row: dict[str, Any] = {"qos": qos.value, "qos_low": qos.low, "qos_high": qos.high}
-    row |= {"interval_over": over, "episodes": len(parts[0])}
+    row |= {"interval_over": "trainings" if len(parts) > 1 else "episodes"}
+    row |= {"episodes": len(parts[0])}
     for column, (key, scale) in COLUMNS.items():
         values = np.array([one[key] for part in parts for one in part], dtype=np.float64)
         values = values[np.isfinite(values)]

@@ -32,7 +32,7 @@ from servegym.experiments.routing_common import (
 )
 from servegym.experiments.routing_runs import POINTS, RUNS
 from servegym.experiments.routing_training import RESULT
-from servegym.experiments.stats import iqm, stratified_bootstrap
+from servegym.experiments.stats import student_interval
 from servegym.hardware_profiles.script import run
 
 __all__ = ["learning_curves", "main", "profile_router"]
@@ -111,7 +111,7 @@ def reference_levels(point: str) -> dict[str, float]:
 
 
 def fig16(options: Options) -> None:
-    """Training curves: interquartile mean and interval over the seeds of each variant."""
+    """Training curves: mean and interval over the seeds of each variant."""
     rows = learning_curves(options.checkpoints)
     if options.checkpoints is None or not rows:
         print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
@@ -137,7 +137,7 @@ def fig16(options: Options) -> None:
             seeds = {row["seed"] for row in series}
             steps = sorted({row["step"] for row in series})
             values = [[r["value"] for r in series if r["step"] == step] for step in steps]
-            curve = np.array([stratified_bootstrap(v, iqm) for v in values])
+            curve = np.array([student_interval(v) for v in values])
             thousands = np.array(steps) / 1e3
             line = axis.plot(thousands, curve[:, 0], label=f"{variant}, {len(seeds)} seed(s)")[0]
             if len(seeds) > 1:
@@ -161,7 +161,7 @@ def fig16(options: Options) -> None:
         axis.legend(fontsize=7)
         tidy(axis)
     print("\n".join(notes))
-    note = "line: interquartile mean over seeds; band: its bootstrap 95 % interval"
+    note = "line: mean over seeds; band: Student's 95 % interval"
     save(options, "fig16_training", rows, figure, note, *notes)
 
 

@@ -3,9 +3,8 @@
 ``python -m servegym.experiments.routing_zoo --checkpoints runs/routing`` compares the trainings of
 the group ``zoo`` of `routing_runs`, one policy each for 4 to 11 requests/s, with the heuristic that
 most of them start at and with greedy_qos. The score of a training at a rate is
-its QoS minus that of priced_greedy, on the same evaluation episodes. An algorithm has the
-interquartile mean of these over its seeds and all rates, with the interval of a bootstrap that
-draws seeds anew within each rate (rliable).
+its QoS minus that of priced_greedy on the same evaluation episodes, the interquartile mean over
+them; an algorithm has the mean over all rates and its seeds, with Student's interval over seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from servegym.experiments.figure_run import pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import Options, play, run_figures, save, summarise_parts
 from servegym.experiments.routing_training import RESULT
-from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
+from servegym.experiments.stats import Interval, iqm, student_interval
 from servegym.hardware_profiles.script import run
 
 __all__ = ["gains", "main"]
@@ -43,11 +42,11 @@ def gains(
         reference: Rate -> QoS of the reference on the same episodes.
 
     Returns:
-        Interval of the interquartile mean over trainings and rates.
+        Mean over trainings of their interquartile means, averaged over the rates. The interval is
+        over trainings: one serves all rates, so that its rates are no independent trials.
     """
-    table = [[float(np.mean(one - reference[rate])) for one in each]
-             for rate, each in scores.items()]  # fmt: skip
-    return stratified_bootstrap(np.array(table).T, iqm)
+    table = [[iqm(one - reference[rate]) for one in each] for rate, each in scores.items()]
+    return student_interval(np.mean(table, axis=0))
 
 
 def zoo(options: Options) -> None:
@@ -115,9 +114,7 @@ def _words(
     reference: Mapping[float, np.ndarray],
 ) -> list[str]:
     def line(row: Mapping[str, Any]) -> str:
-        apart = (
-            "above" if row["gain_low"] > 0 else "below" if row["gain_high"] < 0 else "level with"
-        )
+        apart = "above" if row["gain_low"] > 0 else "below" if row["gain_high"] < 0 else "about"
         return (
             f"{row['policy']} ({row['network']}, starts at {row['starts_at']}, "
             f"{row['trainings']} seed(s), {row['steps']:,} steps, {row['minutes']:.1f} minutes): "
@@ -138,11 +135,11 @@ def _plot(table: Sequence[Mapping[str, Any]]) -> Any:
                        for key in ("gain", "gain_low", "gain_high"))  # fmt: skip
     colours = ["0.5" if row["starts_at"] == "nothing" else "tab:blue" for row in order]
     axis.barh(at, gain, color=colours, height=0.65)
-    axis.errorbar(gain, at, xerr=np.maximum([gain - low, high - gain], 0), fmt="none",
+    axis.errorbar(gain, at, xerr=np.nan_to_num([gain - low, high - gain]), fmt="none",
                   ecolor="0.2", capsize=3)  # fmt: skip
     axis.axvline(0, color="black", linewidth=1)
     axis.set_yticks(at, [f"{row['policy']}, {row['minutes']:.0f} min" for row in order])
-    axis.set_xlabel(f"QoS minus {REFERENCE}, interquartile mean over seeds and rates")
+    axis.set_xlabel(f"QoS minus {REFERENCE}, mean over seeds and rates")
     axis.set_title("blue: starts at the heuristic; grey: from nothing", fontsize=10)
     tidy(axis)
     return figure

@@ -8,7 +8,7 @@ runs of all tasks, and the stratified bootstrap resamples runs within each task.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,9 @@ __all__ = [
     "iqm",
     "mean",
     "paired_difference",
+    "over_trainings",
     "stratified_bootstrap",
+    "student_interval",
     "two_way_bootstrap_mean",
 ]
 
@@ -159,6 +161,60 @@ def paired_difference(
             f"{np.shape(scores)}, one entry per shared episode"
         )
     return stratified_bootstrap(first - second, statistic, repetitions, confidence, seed)
+
+
+def student_interval(values: ArrayLike, confidence: float = 0.95) -> Interval:
+    """Mean of a few independent values with Student's t interval.
+
+    For the results of trainings, of which there are two to ten: a bootstrap of so few is too
+    narrow, its 95 % interval holds the truth in 70 % of cases for three and in 90 % for five.
+
+    Args:
+        values: Shape ``(n,)``, at least one value; normal, or the coverage is approximate.
+        confidence: Coverage of the interval.
+
+    Returns:
+        The mean and its interval; NaN ends for a single value.
+
+    Raises:
+        ValueError: If ``values`` is empty or no vector, or ``confidence`` is out of range.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"values has shape {array.shape}; allowed is (n,) with n of 1 or more")
+    _check_interval_arguments(1, confidence)
+    centre, count = float(array.mean()), array.size
+    if count == 1:
+        return Interval(centre, float("nan"), float("nan"))
+    from scipy.stats import t
+
+    half = float(t.ppf(0.5 + confidence / 2, count - 1) * array.std(ddof=1) / np.sqrt(count))
+    return Interval(centre, centre - half, centre + half)
+
+
+def over_trainings(
+    scores: Sequence[ArrayLike], reference: ArrayLike | None = None, statistic: Statistic = iqm
+) -> Interval:
+    """A statistic of the episodes of one training, or its mean over several.
+
+    Args:
+        scores: For each training the scores of the same episodes, shape ``(episodes,)``.
+        reference: Scores of a reference on these episodes; then the differences to it count.
+        statistic: Of the episodes of one training.
+
+    Returns:
+        Of one training, the statistic with its bootstrap interval over episodes. Of several, the
+        mean of the statistic with `student_interval` over the trainings: how another training would
+        do on these episodes.
+
+    Raises:
+        ValueError: If there are no scores or the shapes differ.
+    """
+    base = 0.0 if reference is None else _scores(reference, "reference")[:, 0]
+    found = [_scores(each, "scores")[:, 0] - base for each in scores]
+    if len(found) == 1:
+        return stratified_bootstrap(found[0], statistic)
+    return student_interval([statistic(each) for each in found])
 
 
 def two_way_bootstrap_mean(

@@ -36,19 +36,34 @@ def claim(place: str, source: str) -> claims.Claim:
     return next(c for c in CLAIMS if c.place == place and c.source == source)
 
 
-def test_the_worst_point_decides_and_an_undertrained_reference_leaves_it_open(tmp_path) -> None:
+def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_is_open(
+    tmp_path,
+) -> None:
     (tmp_path / "routing").mkdir()
     fair = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.68}
     poor = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.55}
     weak = {"shortest_queue": 0.6, "baseline_rl": 0.5, "sac_han": 0.70}
     table = rows(fair, "a", "one") + rows(poor, "b", "one")
     table += rows(fair, "c", "two") + rows(weak, "d", "two") + rows({"random": 0.1}, "e", "three")
+    lost = {"shortest_queue": 0.6, "baseline_rl": 0.5, "sac_han": 0.45}
+    table += rows(fair, "f", "four") + rows(lost, "g", "four")
     write_csv(tmp_path / "routing" / "fig12_rate.csv", table)
-    one, two, three = findings(claim("Fig. 12", "fig12_rate"), tmp_path)
+    one, two, three, four = findings(claim("Fig. 12", "fig12_rate"), tmp_path)
     assert one == ("one", "+10.0 to +36.0 % at 2 points", "same direction")
     assert two.verdict == OPEN
     assert "undertrained: the reference is below shortest_queue at 1" in two.here
     assert three == ("three", "not trained here", OPEN)
+    assert four.verdict == "disagrees" and four.here.startswith("-10.0 to +36.0 %")
+
+
+def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    seconds = {"random": 9.0, "round_robin": 5.0, "shortest_queue": 4.0, "priced_greedy": 2.0,
+               "baseline_rl": 4.5, "sac_han": 3.0}  # fmt: skip
+    table = [{"policy": name, "point": "a", "e2e_s": value} for name, value in seconds.items()]
+    write_csv(tmp_path / "routing" / "fig10_end_to_end.csv", table)
+    (found,) = findings(claim("Fig. 10", "fig10_end_to_end"), tmp_path)
+    assert found == ("a", "-25.0 % against shortest_queue", "agrees")
 
 
 def test_a_saving_counts_where_the_intervals_are_apart(tmp_path) -> None:

@@ -25,6 +25,7 @@ from servegym.experiments import (  # noqa: E402
 )
 from servegym.experiments.routing_claims import claim, spread  # noqa: E402
 from servegym.experiments.routing_common import find_runs, summarise_parts  # noqa: E402
+from servegym.experiments.stats import paired_difference  # noqa: E402
 
 HET = "edge-6-heterogeneous"
 
@@ -91,8 +92,11 @@ def test_intervals_are_over_trainings_where_there_are_several():
     assert one["latency_ms_per_token"] == pytest.approx(500)
     two = summarise_parts([part([0.0, 1.0]), part([0.0, 0.4])])
     assert two["interval_over"] == "trainings"
-    # The means of the trainings are 0.5 and 0.2: no interval is wider, however the episodes vary.
-    assert (two["qos"], two["qos_low"], two["qos_high"]) == pytest.approx((0.35, 0.2, 0.5))
+    # Of two trainings with 0.5 and 0.2: Student's t of one degree of freedom is 12.706.
+    half = 12.706 * 0.15
+    ends = (two["qos_low"], two["qos_high"])
+    assert two["qos"] == pytest.approx(0.35)
+    assert ends == pytest.approx((0.35 - half, 0.35 + half), abs=1e-3)
 
 
 def test_no_ratio_to_an_undertrained_baseline():
@@ -111,6 +115,26 @@ def test_no_ratio_to_an_undertrained_baseline():
     assert "undertrained" in told and "QoS" not in told
     assert "is +36 % over shortest_queue" in told
     assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
+    rows[1]["qos"] = 0.45  # a loss against a reference that learnt little is one all the same
+    assert "QoS -10.00 %" in claim(rows, "sac_han", "baseline_rl", "+15 %")[0]
+
+
+def test_differences_to_the_heuristics_are_paired(tmp_path):
+    options = routing_common.Options()
+    options.requests, options.episodes = 60, 3
+    names = ("shortest_queue", "greedy_qos", "priced_greedy")
+    found = routing_common.measure(options, {"rate": 8.0}, {"point": "a"}, (), names)
+    by = {row["policy"]: row for row in found}
+    for reference in ("greedy_qos", "priced_greedy"):
+        assert by[reference][f"over_{reference}"] == by[reference][f"over_{reference}_high"] == 0
+    played = {name: routing_common.play([name], 3, {"rate": 8.0, "episode_requests": 60})
+              for name in names}  # fmt: skip
+    qos = {name: np.array([row["avg_qos"] for row in part]) for name, part in played.items()}
+    gain = paired_difference(qos["shortest_queue"], qos["greedy_qos"])
+    row = by["shortest_queue"]
+    assert [row[f"over_greedy_qos{end}"] for end in ("", "_low", "_high")] == pytest.approx(
+        list(gain), abs=1e-6
+    )
 
 
 def test_a_collapsed_training_is_reported():

@@ -105,3 +105,33 @@ def test_two_way_bootstrap_sees_prompts():
 def test_bad_arguments_are_named(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+def test_student_interval_covers_as_it_says():
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 5):
+        found = [stats.student_interval(rng.normal(1.0, 2.0, count)) for _ in range(3_000)]
+        covered = np.mean([one.low <= 1.0 <= one.high for one in found])
+        assert covered == pytest.approx(0.95, abs=0.015)
+    # t of two degrees of freedom is 4.303.
+    one = stats.student_interval([1.0, 2.0, 3.0])
+    assert one == pytest.approx((2.0, 2.0 - 4.302653 / np.sqrt(3), 2.0 + 4.302653 / np.sqrt(3)))
+    single = stats.student_interval([0.5])
+    assert single.value == 0.5 and np.isnan(single.low) and np.isnan(single.high)
+    with pytest.raises(ValueError, match="values has shape"):
+        stats.student_interval([])
+    with pytest.raises(ValueError, match="confidence"):
+        stats.student_interval([1.0, 2.0], confidence=1.0)
+
+
+def test_over_trainings_averages_what_each_training_scores():
+    parts = [[0.0, 0.4, 0.6, 1.0], [0.2, 0.3, 0.3, 0.4]]
+    both = stats.over_trainings(parts)
+    assert both == stats.student_interval([0.5, 0.3])
+    assert stats.over_trainings(parts[:1]) == stats.stratified_bootstrap(parts[0])
+    reference = [0.0, 0.1, 0.2, 0.3]
+    assert stats.over_trainings(parts[:1], reference) == stats.paired_difference(
+        parts[0], reference
+    )
+    gains = [stats.iqm(np.subtract(part, reference)) for part in parts]
+    assert stats.over_trainings(parts, reference) == stats.student_interval(gains)
