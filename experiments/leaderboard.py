@@ -219,9 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
     parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
     parser.add_argument("--quick", action="store_true", help="short and not kept, for presubmits")
-    parser.add_argument("--point", nargs="+", default=list(names), metavar="NAME",
-                        help=f"which tables (all: {' '.join(names)})")  # fmt: skip
-    parser.add_argument("--policy", nargs="+", default=[], metavar="NAME_OR_FILE",
+    parser.add_argument("--point", nargs="+", action="extend", metavar="NAME",
+                        help=f"which tables (all: {' '.join(names)}; with --at-least, those of "
+                        "the family that knows the name)")  # fmt: skip
+    parser.add_argument("--policy", nargs="+", action="extend", default=[], metavar="NAME_OR_FILE",
                         help="only these: names, checkpoints, or .py files with act()")  # fmt: skip
     parser.add_argument(
         "--at-least", metavar="NAME", help="a baseline that guests must not be below"
@@ -234,8 +235,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from servegym.experiments.ray_cluster import check_ray
 
         check_ray(args.ray)
-    points = [names[choose("point", name, names)] for name in args.point]
+    points = [names[choose("point", name, names)] for name in args.point or names]
     if args.at_least:
+        if args.point is None:  # a family's policy can be compared at its points alone
+            every = dict.fromkeys(name for point in points for name in policies_for(point))
+            choose("at-least", args.at_least, every)
+            points = [point for point in points if args.at_least in policies_for(point)]
         for point in points:
             choose("at-least", args.at_least, policies_for(point))
         if not args.policy:
@@ -253,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kept = rows = [] if args.quick else kept
     jobs = []
     for point in points:
-        wanted = policies_for(point, args.quick) if args.quick or not args.policy else []
+        wanted = [args.at_least] if args.at_least else []
+        if not wanted and (args.quick or not args.policy):
+            wanted = policies_for(point, args.quick)
         have = {row["policy"] for row in kept if row["point"] == point.name and not args.again}
         jobs += [(point, p) for p in dict.fromkeys([*wanted, *args.policy]) if p not in have]
     done: dict[int, dict[str, Any]] = {}

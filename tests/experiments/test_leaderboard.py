@@ -1,5 +1,6 @@
 """The standard evaluation, policies from files, and the presubmit."""
 
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from servegym.experiments import leaderboard
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.leaderboard import POINTS, Point, main, read_board, standing
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = Point("small", "servegym/LLMRouting-v0", {"rate": 8.0, "episode_requests": 40}, 3, {})
 
 ROUTER = """
@@ -124,6 +126,37 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     assert main([*quick, "bad.py"]) == 1
     assert "is below least_outstanding" in capsys.readouterr().out
     assert not (small / "experiments").exists()
+
+
+def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (line,) = (line.partition("#")[0] for line in (ROOT / "README.md").read_text().splitlines()
+               if line.startswith("servegym leaderboard --quick"))  # fmt: skip
+    monkeypatch.setattr(leaderboard, "POINTS", POINTS)
+    (small / "my_router.py").write_text(ROUTER)
+    measured = []
+
+    def measure(point: Point, policy: str, quick: bool) -> dict:
+        assert quick
+        measured.append((point.name, policy))
+        mine, value = policy == "my_router.py", 0.5 if policy == "my_router.py" else 0.6
+        return {"point": point.name, "policy": Path(policy).stem, "value": value, "low": value,
+                "kind": "guest" if mine else "baseline", "high": value, "episodes": 4,
+                "cpu_s": 1.0}  # fmt: skip
+
+    monkeypatch.setattr(leaderboard, "measure", measure)
+    assert main(shlex.split(line)[2:]) == 1
+    routing = ["routing-5", "routing-8", "routing-10", "routing-linear-5"]
+    assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router.py")]
+    assert capsys.readouterr().out.count("is below greedy_qos") == 4
+    measured.clear()
+    main(["--quick", "--at-least", "random", "--policy", "my_router.py"])  # every family has one
+    assert len(measured) == 2 * len(POINTS)
+    with pytest.raises(ValueError, match="Did you mean 'greedy_qos'"):
+        main(["--quick", "--at-least", "gredy_qos", "--policy", "my_router.py"])
+    with pytest.raises(ValueError, match="at-least='greedy_qos'"):
+        main([*shlex.split(line)[2:], "--point", "placement-edge"])
 
 
 def test_names_are_checked_before_anything_runs(
