@@ -20,7 +20,8 @@ How each model is fitted:
   and index of dispersion.
 
 The index of dispersion at a window w is the variance over the mean of the counts in windows of w.
-The model's side is the median over simulated traces of the same length with the same estimator.
+The model's side is the median over simulated traces of the same length with the same estimator, of
+so many that their noise is below what parameters differ by; the least of several starts is taken.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ TRACES = (
 BURSTGPT_WINDOWS = (1, 2, 5, 10, 20, 50)
 AZURE_WINDOWS = (1, 5, 10, 50, 150, 300, 600)
 AZURE_BLOCK_S = 5.0
+BURSTGPT_TRACES, AZURE_TRACES = 600, 48
+"""Simulated traces that a loss looks at."""
 
 
 def burstiness(times: np.ndarray, windows: Sequence[float]) -> np.ndarray:
@@ -120,7 +123,14 @@ def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
     return float(total + np.log(max((start @ product[0]).sum(), 1e-300)))
 
 
-def _minimise(loss: Callable[[np.ndarray], float], start: Sequence[float]) -> np.ndarray:
+def _minimise(
+    loss: Callable[[np.ndarray], float], *starts: Sequence[float]
+) -> np.ndarray:  # fmt: skip
+    """The least point that Nelder-Mead finds from several starts."""
+    return min((_descend(loss, start) for start in starts), key=loss)
+
+
+def _descend(loss: Callable[[np.ndarray], float], start: Sequence[float]) -> np.ndarray:
     """Nelder-Mead from ``start`` and once more from where it ends, first steps of one half."""
     from scipy.optimize import minimize
 
@@ -147,8 +157,7 @@ def fit_mmpp(gaps: np.ndarray) -> dict[str, float]:
     def loss(x: np.ndarray) -> float:
         return -mmpp_log_likelihood(gaps, process(x)) / len(gaps)
 
-    starts = ([1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0])
-    best = process(min((_minimise(loss, start) for start in starts), key=loss))
+    best = process(_minimise(loss, [1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0]))
     return {
         "rate_ratio": best.rate_ratio,
         "busy_share": best.busy_share,
@@ -189,12 +198,14 @@ def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
     def loss(x: np.ndarray) -> float:
         rate_cv, rho = float(np.exp(x[0])), _logistic(x[1])
         process = ModulatedArrivals(1.0, cv, rate_cv, rho, block)
-        model = np.median(simulated(process, len(times), BURSTGPT_WINDOWS, 150, 1), axis=0)
+        model = np.median(
+            simulated(process, len(times), BURSTGPT_WINDOWS, BURSTGPT_TRACES, 1), axis=0
+        )
         model_shape = model_hourly_shape(rate_cv, rho, len(hourly))
         error = np.sum(np.log(model / measured) ** 2) + np.log(model_shape[0] / shape[0]) ** 2
         return float(error + (model_shape[1] - shape[1]) ** 2)
 
-    x = _minimise(loss, [0.2, 0.0])
+    x = _minimise(loss, [0.2, 0.0], [0.9, 1.0], [0.9, -1.0])
     return {"cv": cv, "rate_cv": np.exp(x[0]), "rho": _logistic(x[1]), "block_requests": block}
 
 
@@ -205,10 +216,10 @@ def fit_azure(times: np.ndarray) -> dict[str, float]:
 
     def loss(x: np.ndarray) -> float:
         process = ModulatedArrivals(1.0, np.exp(x[0]), np.exp(x[1]), _logistic(x[2]), block)
-        model = np.median(simulated(process, len(times), AZURE_WINDOWS, 24, 3), axis=0)
+        model = np.median(simulated(process, len(times), AZURE_WINDOWS, AZURE_TRACES, 3), axis=0)
         return float(np.sum(np.log(model / measured) ** 2))
 
-    x = _minimise(loss, [0.0, -1.4, 3.0])
+    x = _minimise(loss, [0.0, -1.4, 3.0], [-0.3, -0.7, 2.0])
     return {
         "cv": np.exp(x[0]),
         "rate_cv": np.exp(x[1]),

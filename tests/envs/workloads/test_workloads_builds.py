@@ -244,6 +244,14 @@ def test_the_search_leaves_a_flat_start_at_zero():
     assert found == pytest.approx(best, abs=0.05)
 
 
+def test_the_least_of_several_starts_is_taken():
+    def two_wells(x):
+        return float(min((x[0] + 3) ** 2 + 1, (x[0] - 3) ** 2))
+
+    assert fit_arrivals._minimise(two_wells, [-3.0]) == pytest.approx([-3], abs=0.01)
+    assert fit_arrivals._minimise(two_wells, [-3.0], [2.0]) == pytest.approx([3], abs=0.01)
+
+
 def test_the_modulated_fit_prefers_the_process_that_was_drawn(monkeypatch):
     true = ModulatedArrivals(1.0, 1.2, 0.6, 0.8, 20.0)
     times = true.sample(3_000, np.random.default_rng(8), 1.0)
@@ -251,8 +259,8 @@ def test_the_modulated_fit_prefers_the_process_that_was_drawn(monkeypatch):
     right = np.array([np.log(1.2), np.log(0.6), np.log(0.8 / 0.2)])
     others = right + np.array([[0.7, 0, 0], [0, 0.9, 0], [0, -0.9, 0], [0, 0, 3], [0, 0, -3]])
 
-    def least(loss, start):
-        assert len(start) == 3
+    def least(loss, *starts):
+        assert {len(start) for start in starts} == {3}
         return min((right, *others), key=loss)
 
     monkeypatch.setattr(fit_arrivals, "_minimise", least)
@@ -263,7 +271,7 @@ def test_the_modulated_fit_prefers_the_process_that_was_drawn(monkeypatch):
 
 def test_gaps_within_hours_are_scaled_hour_by_hour(monkeypatch):
     """Hours of different rates and regular gaps: the spread within hours is that of an hour."""
-    monkeypatch.setattr(fit_arrivals, "_minimise", lambda loss, start: np.asarray(start))
+    monkeypatch.setattr(fit_arrivals, "_minimise", lambda loss, *starts: np.asarray(starts[0]))
     each = np.tile([0.5, 1.5], 60)  # CV 1/2
     gaps = [each * 3600 / 121, each * 3600 / 242]
     times = np.concatenate([3600 * h + 5 + np.cumsum(gap) for h, gap in enumerate(gaps)])
@@ -274,7 +282,7 @@ def test_gaps_within_hours_are_scaled_hour_by_hour(monkeypatch):
 
 
 def test_the_presets_file_holds_measured_values_and_fits(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fit_arrivals, "_minimise", lambda loss, start: np.asarray(start))
+    monkeypatch.setattr(fit_arrivals, "_minimise", lambda loss, *starts: np.asarray(starts[0]))
     rng = np.random.default_rng(0)
     gamma = GammaArrivals(1.0, cv=0.8)
     traces = {
