@@ -47,17 +47,20 @@ class Policy(Protocol):
         """Reset the state of the rows in ``mask`` (B,), whose next observation is a first one."""
         ...
 
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
+    def act(self, observation: Observation, action_mask: Any) -> Any:
         """Choose one action a row.
 
         Args:
-            observation: Arrays with leading axis B.
-            action_mask: int8 (B, A), 1 = legal.
+            observation: Arrays with leading axis B; one array where the id has a Box.
+            action_mask: int8, 1 = legal: (B, N + 1) for routing; (B, sum of the values of all
+                parts) for serverless, the parts one after another; None for placement, where
+                every action is legal.
 
         Returns:
-            int64 (B,).
+            What the vector environment takes. Routing (`Discrete`): int64 (B,), 0 drops.
+            Serverless (`MultiDiscrete`): int64 (B, 5), the values of b, order, w, y and z (with
+            ``granularity="per_layer"`` (B, 3 + 2 L)). Placement (`Dict`): ``{"migrate": int64 (B,),
+            "plan": (B, ...)}``, where the plan's shape goes by ``action_mode``.
         """
         ...
 
@@ -67,7 +70,13 @@ class Policy(Protocol):
 
 
 class BasePolicy:
-    """The defaults of a policy: no state, no learning, the Dict observation."""
+    """The defaults of a policy: no state, no learning, the Dict observation.
+
+    Args:
+        system: Description of the system that it serves, as `registry.make_policy` and
+            `registry.policy_from_file` hand it over. A subclass without ``__init__`` of its own
+            finds it as ``self.system``.
+    """
 
     name: str = "policy"
     clairvoyant: bool = False
@@ -77,6 +86,9 @@ class BasePolicy:
 
     num_envs: int = 0
     rng: np.random.Generator
+
+    def __init__(self, system: Any = None) -> None:
+        self.system = system
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`; also seeds ``self.rng``."""
@@ -93,9 +105,7 @@ class BasePolicy:
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
         """See `Policy.episode_start`; nothing to do for a policy without state."""
 
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
+    def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`."""
         raise NotImplementedError
 
@@ -131,9 +141,7 @@ class WrappedPolicy(BasePolicy):
         """See `Policy.episode_start`."""
         self.policy.episode_start(mask)
 
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
+    def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`."""
         return self.policy.act(observation, action_mask)
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from servegym.baselines.registry import from_callable, list_policies, policy_from_file
 from servegym.experiments import leaderboard
+from servegym.experiments.cli import app
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.leaderboard import POINTS, Point, main, read_board, standing
 
@@ -182,6 +184,54 @@ def test_policies_from_files(small: Path) -> None:
     (small / "empty.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="neither act"):
         policy_from_file(small / "empty.py", None)
+
+
+def test_a_class_without_init_finds_the_system(small: Path) -> None:
+    (small / "last.py").write_text(
+        "import numpy as np\nfrom servegym.baselines.protocol import BasePolicy\n\n"
+        "class Policy(BasePolicy):\n    def act(self, observation, action_mask):\n"
+        "        return np.full(len(action_mask), self.system.num_experts)\n"
+    )
+    rows = evaluate(SMALL.env_id, ["last.py"], 2, env_kwargs=SMALL.env_kwargs)
+    (used,) = (key for key in rows[0] if key.startswith("share_") and rows[0][key] > 0)
+    assert used == [key for key in rows[0] if key.startswith("share_")][-1]
+    assert rows[0]["policy"] == "last"
+    for text, said in (
+        ("class Policy(BasePolicy):\n    pass\n", "has no act"),
+        ("class Policy:\n    def __init__(self, system): pass\n"
+         "    def act(self, observation, mask): pass\n", "must derive from"),
+        ("x = 1\nimport no_such_module\n", "line 3.*no_such_module"),
+    ):  # fmt: skip
+        (small / "bad.py").write_text("from servegym.baselines.protocol import BasePolicy\n" + text)
+        with pytest.raises(ValueError, match=said):
+            policy_from_file("bad.py", None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("observation['reqest']", "KeyError: 'reqest'"),
+        ("np.zeros(2) @ np.zeros(3)", "ValueError: matmul"),
+        ("__import__('no_such_module')", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_an_error_in_a_policys_file_names_its_line(small: Path, wrong: str, said: str) -> None:
+    (small / "act.py").write_text(
+        f"import numpy as np\n\ndef act(observation, action_mask):\n    {wrong}\n    return 1\n"
+    )
+    (small / "class.py").write_text(
+        "import numpy as np\nfrom servegym.baselines.protocol import BasePolicy\n\n"
+        "class Policy(BasePolicy):\n    name = 'mine'\n\n"
+        f"    def act(self, observation, action_mask):\n        {wrong}\n"
+    )
+    for file, line, name in (("act.py", 4, "act"), ("class.py", 8, "mine")):
+        result = CliRunner().invoke(app, ["evaluate", SMALL.env_id, "--policy", file])
+        assert result.exit_code == 2
+        (told,) = result.stderr.splitlines()
+        assert f"policy '{name}' failed at {file}:{line}: {said}" in told
+    (small / "float.py").write_text("def act(observation, action_mask):\n    return 0.5\n")
+    with pytest.raises(ValueError, match="^policy 'float' must return integers"):
+        evaluate(SMALL.env_id, ["float.py"], 1, env_kwargs=SMALL.env_kwargs)
 
 
 def test_a_function_of_one_decision_serves_every_family() -> None:
