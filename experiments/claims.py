@@ -364,6 +364,8 @@ CLAIMS = (
           "+17.27 %", "fig17_ablation", ahead("baseline_rl_dsa", "baseline_rl", 17.27)),
     Claim("routing", "Fig. 17", "the QoS-aware reward adds to that",
           "+22.37 %", "fig17_ablation", ahead("sac_han", "baseline_rl_dsa", 22.37)),
+    Claim("routing", "Fig. 17", "the same with PPO in the place of SAC",
+          "+22.37 %", "fig17_ablation", ahead("ppo: qos_aware", "ppo: baseline_rl_dsa", 22.37)),
     Claim("routing", "Fig. 18", "predicted scores and lengths add QoS",
           "+17.94 %", "fig18_predictors", with_predictors),
     Claim("routing", "Table II", "the router decides in less than a millisecond",
