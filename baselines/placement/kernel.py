@@ -495,7 +495,7 @@ def anneal(par, rows, hit, held, cost, steps, hot, cold, seed):
     lacks; the other half let two servers exchange an expert each.
 
     Args:
-        par: float64 (N, 7).
+        par: float64 (N, L, 7).
         rows: uint64 (N, L, T).
         hit: float64 (N, L, E).
         held: uint64 (N, L), changed in place to the best placement found.
@@ -552,7 +552,7 @@ def anneal(par, rows, hit, held, cost, steps, hot, cold, seed):
         delta = 0.0
         for i in range(changes):
             m, layer = change_n[i], change_l[i]
-            cost[m, layer] = cost_of(par[m], rows[m, layer], hit[m, layer], held[m, layer])
+            cost[m, layer] = cost_of(par[m, layer], rows[m, layer], hit[m, layer], held[m, layer])
             delta += cost[m, layer] - old_cost[i]
         if delta <= 0 or np.random.random() < np.exp(-delta / warm):
             now += delta

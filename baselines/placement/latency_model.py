@@ -317,9 +317,13 @@ class LatencyModel:
 
     def _par(self, n: int) -> Floats:
         """(L, 7)."""
+        return self.each_par()[n]
+
+    def each_par(self) -> Floats:
+        """(N, L, 7), the columns of `kernel.layer_cost` for every server and layer."""
         if self.by_layer is not None:
-            return self.by_layer[n]
-        return np.repeat(self.par[n][None], self.rows.shape[1], axis=0)
+            return np.ascontiguousarray(self.by_layer)
+        return np.repeat(self.par[:, None], self.rows.shape[1], axis=1)
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Check that the model is for counts of this shape (N, L, E).

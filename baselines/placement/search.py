@@ -2,8 +2,8 @@
 
 All of them minimise `LatencyModel`, so they see that a step waits when any expert is remote. They
 differ in where they look: `latency_dp` takes each server's most frequent experts of a layer and
-chooses only how many; `annealing` changes single experts; `local_search` starts from the placement
-in use and loads a bounded number of experts.
+chooses only how many; `annealing` goes on from there with single experts; `local_search` starts
+from the placement in use and loads a bounded number of experts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from servegym.baselines.placement.placement import (
 
 TURNS = 8
 """Parts of the servers that `latency_dp` plans anew one after another: of up to so many, each."""
+ROUNDS = 4
+"""Times that `annealing` estimates anew what links and holders cost under the load by then."""
 
 
 def latency_dp(
@@ -198,6 +200,11 @@ def annealing(
 ) -> Bools:
     """Simulated annealing of the estimated latency, from `latency_dp` or a given placement.
 
+    What a missing expert costs depends on who holds it and how busy the links are
+    (`LatencyModel.loaded`). That is taken from the placement and kept while it is annealed, then
+    taken anew, `ROUNDS` times, each with its part of the proposals and from a lower temperature; a
+    round counts only if the placement costs less under the load that it causes itself.
+
     Invariants: never worse by the estimate than its start; the number of experts of each server
     does not change; one copy of an expert a server.
 
@@ -224,17 +231,31 @@ def annealing(
         raise ValueError(f"cold and hot must be 0 < cold <= hot, got {cold!r} and {hot!r}")
     if steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps!r}")
-    held = _budgets(model, f, cap) if start is None else np.asarray(start).astype(np.bool_)
+    if start is None:
+        held = server_view(latency_dp(model, f, room, home), home)
+    else:
+        held = np.asarray(start).astype(np.bool_)
     if held.shape != f.shape:
         raise ValueError(f"start must have shape {f.shape}, got {held.shape}")
     check_placement(held, cap)
-    masks, cost = expert_masks(held), model.cost(held)
-    scale = float(cost.sum())
-    if scale > 0:
+    rounds = 1 if model.links is None else ROUNDS
+    now = model.loaded(held, f)
+    cheapest = float(now.cost(held).sum())
+    for k in range(rounds):
+        masks, cost = expert_masks(held), now.cost(held)
+        if cheapest <= 0:
+            break
+        warm = hot * (cold / hot) ** (k / rounds)
         kernel.anneal(
-            model.par, model.rows, model.hit, masks, cost, steps, hot * scale, cold * scale, seed
-        )
-    return assign_gpus(mask_experts(masks, f.shape[2]), f, room, home)
+            now.each_par(), model.rows, model.hit, masks, cost, steps // rounds,
+            warm * cheapest, cold * cheapest, seed + k,
+        )  # fmt: skip
+        trial = mask_experts(masks, f.shape[2])
+        loaded = model.loaded(trial, f)
+        found = float(loaded.cost(trial).sum())
+        if found < cheapest:
+            held, now, cheapest = trial, loaded, found
+    return assign_gpus(held, f, room, home)
 
 
 def local_search(

@@ -163,7 +163,7 @@ def test_annealing_is_deterministic_and_keeps_its_books():
     assert (runs[0] == runs[1]).all() and (runs[0] != runs[2]).any()
     held = server_view(uniform(counts, slots, ONE_TWO), ONE_TWO)
     masks, cost = expert_masks(held), model.cost(held)
-    args = (model.par, model.rows, model.hit, masks, cost, 5000, 0.1, 1e-3, 0)
+    args = (model.each_par(), model.rows, model.hit, masks, cost, 5000, 0.1, 1e-3, 0)
     total = kernel.anneal(*args)
     after = mask_experts(masks, 16)
     np.testing.assert_allclose(model.cost(after), cost)
@@ -249,6 +249,26 @@ def test_servers_settle_where_none_gains():
         view = server_view(z, home)
         cost.append(model.loaded(view, counts).cost(view).sum())
     assert cost[1] < 0.95 * cost[0]
+    # Annealing begins there and counts under the load that its result causes.
+    cooled = server_view(annealing(model, counts, slots, home, steps=4_000), home)
+    assert model.loaded(cooled, counts).cost(cooled).sum() <= cost[1]
+
+
+def test_annealing_gains_under_load():
+    problem = build_problem(scenario="paper_testbed", action_mode="placement")
+    system, engine = PlacementSystem.from_problem(problem), Engine(problem)
+    engine.begin(np.random.default_rng(0))
+    counts, slots, home = engine.counts().astype(float), system.slots, system.gpu_server
+    model = system.latency_model(counts, rows=64)
+    first = latency_dp(model, counts, slots, home)
+    start = server_view(first, home)
+    z = check_placement(
+        annealing(model, counts, slots, home, start=start, steps=40_000, hot=1e-5), slots
+    )
+    view = server_view(z, home)
+    before, after = (model.loaded(v, counts).cost(v).sum() for v in (start, view))
+    assert after < before
+    assert (view.sum(axis=(1, 2)) == start.sum(axis=(1, 2))).all()
 
 
 def test_bad_input_is_refused():
