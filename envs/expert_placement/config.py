@@ -38,6 +38,8 @@ ACTION_MODES = ("layer_budget", "expert_score", "placement")
 TASK_MIXES = ("by_server", "mixed")
 # Expected number of requests of an episode: rewards are divided by it.
 MIN_REQUESTS, MAX_REQUESTS = 1e-9, 1e7
+# Moves of the tasks in an episode; their number is counted in 64 bits.
+MOST_TURNS = 1e9
 # The prompts that the first counts come from are never those of the episode.
 SPLITS = {"train": "val", "val": "train", "eval": "train"}
 
@@ -207,6 +209,12 @@ def build_problem(
         raise ValueError(f"output_tokens={outputs!r} must be a number or a range (low, high).")
     low, high = pair
     rotate = real("rotate_s", pick(rotate_s, "rotate_s", 0.0), 0.0)
+    if rotate > 0 and not epochs * epoch_s / rotate <= MOST_TURNS:
+        raise ValueError(
+            f"rotate_s={rotate:g} makes the tasks of an episode of {epochs * epoch_s:g} s move on "
+            f"more than {MOST_TURNS:g} times; it must be 0 (never) or at least "
+            f"{epochs * epoch_s / MOST_TURNS:g}."
+        )
     mix = choose("task_mix", pick(task_mix, "task_mix", "by_server"), TASK_MIXES)
     source = pick(migration_source, "migration_source", "host")
     choose("split", split, SPLITS)

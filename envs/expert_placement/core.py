@@ -235,7 +235,8 @@ class PlacementSystem:
         """``(N, 2)``: mean seconds per assigned token of local and of remote calls.
 
         Of the calls that have ended since the last adopted change (Eq. 4). A server without any
-        has the mean of all servers; before any call at all, one uncontended token.
+        has the mean of all servers; before any call at all, one uncontended token. The paper
+        refreshes its computation times every 30 s; here the mean runs over the whole window.
         """
         c, state = self.problem.cluster, self.simulator.state
         server = state.server

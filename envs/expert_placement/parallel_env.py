@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -155,10 +156,18 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 
         Raises:
             ResetNeeded: no episode is under way.
-            ValueError: the action of a server is missing or malformed.
+            ValueError: the action of a server is missing or malformed, or there is no such server.
         """
         if not self.agents:
             raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
+        if not isinstance(actions, Mapping):
+            raise ValueError(
+                f"actions={actions!r} must be a dict from {self.agents[0]!r} to "
+                f"{self.agents[-1]!r}, an action for each."
+            )
+        unknown = [agent for agent in actions if agent not in self.agents]
+        if unknown:
+            raise ValueError(f"actions name {unknown[0]!r}; the agents are {self.agents}.")
         missing = [agent for agent in self.agents if agent not in actions]
         if missing:
             raise ValueError(f"actions lack {missing[0]!r}.")

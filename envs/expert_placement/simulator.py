@@ -37,6 +37,8 @@ def make_plant(
         replica_choice: ``least_finish``, ``nearest`` or ``random``.
         replica_candidates: copies looked at.
         migration_source: weights of a new placement come from the ``host`` or over the ``network``.
+            Over the network a source may drop an expert while it still sends it: the copy on its
+            way counts as read.
         serving: ``collaborative`` (experts are called where they are) or ``offload`` (every server
             has all experts in host memory and fetches what its GPUs do not cache).
         cache: what a cache gives up first with ``offload``: the least recently used (``lru``), the
@@ -115,28 +117,51 @@ class Prompts:
     bank_start: np.ndarray
 
 
+def _integers(name: str, given: Any, kind: Any) -> np.ndarray:
+    """``given`` as an array of whole numbers that ``kind`` can hold.
+
+    Raises:
+        ValueError: it is ragged, holds other things, or a number is out of range.
+    """
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise ValueError(f"{name} must be an array, its rows are of unlike length.") from None
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} has dtype {array.dtype}; it must hold whole numbers.")
+    low, high = np.iinfo(kind).min, np.iinfo(kind).max
+    if array.size and (int(array.min()) < low or int(array.max()) > high):
+        raise ValueError(
+            f"{name} has numbers from {array.min()} to {array.max()}; they must lie between {low} "
+            f"and {high}."
+        )
+    return np.ascontiguousarray(array, dtype=kind)
+
+
 def make_prompts(
     tokens: Any, counts: Any, bank: Any, bank_start: Any, experts: int, top_k: int
 ) -> Prompts:
     """Check the arrays of prompts and list the experts of each token.
 
     Raises:
-        ValueError: shapes do not fit, a prompt's counts are not k a token, it has no rows, or a set
-            has not k experts.
+        ValueError: an array holds other than whole numbers, shapes do not fit, a prompt's counts
+            are not k a token, it has no rows, or a set has not k experts.
     """
-    tokens = np.ascontiguousarray(tokens, dtype=np.int64)
-    counts = np.ascontiguousarray(counts, dtype=np.int32)
-    bank = np.ascontiguousarray(bank, dtype=np.uint64)
-    start = np.ascontiguousarray(bank_start, dtype=np.int64)
-    if not 1 <= experts <= 64:
-        raise ValueError(f"experts={experts}: expert sets are masks of 64 bits.")
+    whole("experts", experts, 1, 64)  # expert sets are masks of 64 bits
+    whole("top_k", top_k, 1, experts)
+    tokens = _integers("tokens", tokens, np.int64)
+    counts = _integers("counts", counts, np.int32)
+    bank = _integers("bank", bank, np.uint64)
+    start = _integers("bank_start", bank_start, np.int64)
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens has shape {tokens.shape}; it must be (P,) numbers of at least 1.")
     if counts.ndim != 3 or counts.shape[0] != len(tokens) or counts.shape[2] != experts:
         raise ValueError(
             f"counts has shape {counts.shape}, {len(tokens)} prompts of {experts} experts need "
             f"({len(tokens)}, layers, {experts})."
         )
-    if tokens.ndim != 1 or (tokens < 1).any():
-        raise ValueError(f"tokens has shape {tokens.shape}; it must be (P,) numbers of at least 1.")
+    if (tokens < 1).any():
+        raise ValueError(f"tokens has {tokens.min()}; they must be (P,) numbers of at least 1.")
     wrong = np.argwhere((counts.sum(axis=2) != top_k * tokens[:, None]) | (counts < 0).any(axis=2))
     if len(wrong):
         p, layer = wrong[0].tolist()

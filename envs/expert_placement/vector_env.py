@@ -11,7 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from servegym.envs._checks import check_render_mode, flag, whole
 from servegym.envs._vector import autoreset
 from servegym.envs.expert_placement.core import PlacementState
-from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem
+from servegym.envs.expert_placement.env import ExpertPlacementEnv, check_action, make_problem
 
 
 class ExpertPlacementVectorEnv(SyncVectorEnv):
@@ -60,6 +60,42 @@ class ExpertPlacementVectorEnv(SyncVectorEnv):
         self.env_fns = []
         self.problem = problem
         self.max_episode_steps = max_episode_steps
+
+    def step(
+        self, actions: dict[str, Any]
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Step every system; see `ExpertPlacementEnv.step`.
+
+        Args:
+            actions: ``migrate`` (B,) and ``plan`` (B, ...), a row for each system.
+
+        Raises:
+            ValueError: a part or row is missing or malformed; no system has moved then.
+        """
+        if not isinstance(actions, dict) or set(actions) != {"migrate", "plan"}:
+            keys = f" with the keys {list(actions)}" if isinstance(actions, dict) else ""
+            raise ValueError(
+                f"actions is a {type(actions).__name__}{keys}; it must be a dict of 'migrate' and "
+                "'plan', arrays with a row for each system."
+            )
+        parts = {}
+        for name, given in actions.items():
+            try:
+                parts[name] = np.asarray(given)
+            except ValueError:  # rows of unlike shapes
+                raise ValueError(f"actions[{name!r}] must be an array, got rows unlike.") from None
+            if parts[name].shape[:1] != (self.num_envs,):
+                raise ValueError(
+                    f"actions[{name!r}] has shape {parts[name].shape}; it must have "
+                    f"{self.num_envs} rows, one for each system."
+                )
+        for b in range(self.num_envs):
+            row = {name: part[b] for name, part in parts.items()}
+            try:
+                check_action(row, self.single_action_space)
+            except ValueError as error:
+                raise ValueError(f"system {b}: {error}") from None
+        return super().step(actions)
 
     def _system(self, index: int) -> ExpertPlacementEnv:
         env = self.envs[index].unwrapped

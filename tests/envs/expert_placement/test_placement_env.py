@@ -136,6 +136,32 @@ def test_the_vector_environment_equals_the_synchronous_one(mode, autoreset):
     assert_same(native.step(move), twin.step(move))
 
 
+def test_bad_actions_of_a_batch_are_refused_before_any_system_moves():
+    envs = ExpertPlacementVectorEnv(2, **SHORT)
+    envs.reset(seed=0)
+    good = {"migrate": np.ones(2, int), "plan": np.ones((2, 3, 4), np.float32)}
+    bad_row = good["plan"].copy()
+    bad_row[1, 0, 0] = np.nan
+    for action, word in (
+        (3, "actions is a int"),
+        (None, "actions is a NoneType"),
+        (good["plan"], "actions is a ndarray"),
+        ({"migrate": good["migrate"]}, r"keys \['migrate'\]"),
+        (good | {"migrate": np.ones(1, int)}, r"actions\['migrate'\] has shape \(1,\)"),
+        (good | {"migrate": 1}, r"actions\['migrate'\] has shape \(\)"),
+        (good | {"plan": np.ones((3, 3, 4))}, r"actions\['plan'\] has shape \(3, 3, 4\)"),
+        (good | {"plan": np.ones((2, 3, 5))}, r"system 0: action\['plan'\] must be numbers"),
+        (good | {"plan": [[1.0], [1.0, 2.0]]}, r"actions\['plan'\] must be an array"),
+        (good | {"migrate": np.array([1, 2])}, r"system 1: action\['migrate'\]"),
+        (good | {"plan": bad_row}, "system 1: .* must be finite"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            envs.step(action)
+        assert [env.unwrapped.system.epoch for env in envs.envs] == [0, 0]
+    envs.step(good)
+    assert [env.unwrapped.system.epoch for env in envs.envs] == [1, 1]
+
+
 def test_key_figures_reach_the_information_of_vector_environments():
     envs = ExpertPlacementVectorEnv(2, **SHORT)
     envs.reset(seed=0)
@@ -334,6 +360,8 @@ def test_steps_need_an_episode_and_good_actions():
         ({"cluster_kwargs": {"nic": 3}}, "cluster_kwargs"),
         ({"cluster_kwargs": {"slots": [1, 1, 1, 1]}}, "bytes are missing"),
         ({"task_mix": "none"}, "by_server"),
+        ({"rotate_s": 1e-300}, "rotate_s=1e-300"),
+        ({"rotate_s": -1.0}, "rotate_s"),
         ({"render_mode": "human"}, "render_mode"),
     ],
 )

@@ -125,6 +125,12 @@ def test_bad_calls_are_named():
     for plan in (np.ones(3), np.ones((4, 8)), np.full(4, np.nan)):
         with pytest.raises(ValueError, match="plan"):
             env.step(good | {"server_1": {"migrate": 1, "plan": plan}})
+    for actions in (None, 3, list(good)):
+        with pytest.raises(ValueError, match="must be a dict from 'server_0' to 'server_2'"):
+            env.step(actions)
+    with pytest.raises(ValueError, match="'server_9'; the agents are"):
+        env.step(good | {"server_9": good["server_0"]})
+    assert env.system.epoch == 0
     with pytest.raises(ValueError, match="placement"):
         parallel_env(action_mode="placement")
     with pytest.raises(ValueError, match="shared_reward"):

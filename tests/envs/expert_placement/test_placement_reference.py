@@ -371,15 +371,23 @@ def test_bad_prompts_are_refused():
     cluster = build_cluster(sizes=small_model(layers=1, experts=3), gpus=(1,), slots=(3,))
     prompts = one_prompt(cluster, 1, [(0, 1)])
     for tokens, counts, word in (
-        ([1], np.ones((1, 1, 4)), r"shape \(1, 1, 4\)"),
-        ([1], np.ones((2, 1, 3)), r"shape \(2, 1, 3\)"),
-        ([1], np.ones((1, 3)), r"shape \(1, 3\)"),
+        ([1], np.ones((1, 1, 4), int), r"shape \(1, 1, 4\)"),
+        ([1], np.ones((2, 1, 3), int), r"shape \(2, 1, 3\)"),
+        ([1], np.ones((1, 3), int), r"shape \(1, 3\)"),
+        ([1.7], prompts.counts, "tokens has dtype float64"),
+        ([[1], [1, 2]], prompts.counts, "tokens must be an array"),
+        ([1], prompts.counts + 0.5, "counts has dtype float64"),
+        ([1], prompts.counts * np.nan, "counts has dtype float64"),
+        ([1], prompts.counts.astype(int) << 40, "counts has numbers from"),
         ([0], 0 * prompts.counts, "at least 1"),
         ([2], prompts.counts, r"counts\[0, 0\].*2 x 2 tokens, got 2"),
         ([1], np.array([[[3, -1, 0]]]), r"counts\[0, 0\] must be at least 0"),
     ):
         with pytest.raises(ValueError, match=word):
             make_prompts(tokens, counts, prompts.bank, [0, 1], 3, 2)
+    for experts, k, word in ((4.0, 2, "experts=4.0"), (65, 2, "experts=65"), (3, 4, "top_k=4")):
+        with pytest.raises(ValueError, match=word):
+            make_prompts([1], prompts.counts, prompts.bank, [0, 1], experts, k)
     with pytest.raises(ValueError, match="bank"):
         make_prompts([1], prompts.counts, np.ones((1, 2), np.uint64), [0, 1], 3, 2)
     with pytest.raises(ValueError, match="top_k=2"):
