@@ -34,12 +34,18 @@ def find_start(run: Path, args: Any) -> Start | None:
 def setting_word(system: Any) -> str:
     """A word that is the same where a start means the same.
 
+    Slots, links, message costs, the speed of GPUs and host channels, the load and the tasks count.
+
     Args:
         system: A `Problem` or the description of one.
     """
     c = system.cluster
     numbers = (c.slots, c.gpu_server, c.link_bytes_s, c.latency_s, system.interarrival_s,
-               [c.layers, c.experts, c.message_cost_s])  # fmt: skip
+               c.expert_base_s, c.expert_token_s, c.dense_base_s, c.dense_token_s,
+               [c.layers, c.experts, c.message_cost_s, c.pcie_bytes_s,
+                c.pcie_latency_s])  # fmt: skip
     words = [np.ascontiguousarray(part, dtype=np.float64).tobytes() for part in numbers]
-    text = f"{c.model} {c.messages} {system.migration_source}"
+    text = f"{c.model} {c.link_model} {c.messages} {system.migration_source} " + " ".join(
+        system.tasks
+    )
     return hashlib.sha256(b"".join([*words, text.encode()])).hexdigest()[:16]

@@ -41,6 +41,7 @@ class PlacementSystem:
         task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
         task_counts: (K, L, E) mean assignments of one request of each task.
         task_prompt_tokens: (K,) mean tokens of a prompt.
+        tasks: Names of the tasks.
     """
 
     cluster: Cluster
@@ -58,6 +59,7 @@ class PlacementSystem:
     task_rows: tuple[NDArray[np.uint64], ...]
     task_counts: Floats
     task_prompt_tokens: Floats
+    tasks: tuple[str, ...]
 
     @classmethod
     def from_problem(cls, problem: Problem, *, own: bool = False) -> PlacementSystem:
@@ -99,6 +101,7 @@ class PlacementSystem:
             task_rows=tuple(rows),
             task_counts=np.stack(counts),
             task_prompt_tokens=np.array(tokens),
+            tasks=tuple(problem.tasks),
         )
 
     @property
