@@ -17,7 +17,7 @@ from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figure_run import FigureOptions, command_line, figure_parser, run_chosen
-from servegym.experiments.stats import mean, stratified_bootstrap
+from servegym.experiments.stats import Interval, mean, stratified_bootstrap, student_interval
 
 __all__ = [
     "COLOURS",
@@ -25,15 +25,20 @@ __all__ = [
     "OUT",
     "POLICIES",
     "SEED",
+    "apart",
     "band",
+    "change",
     "drive",
     "few",
     "interval",
     "make",
     "measure",
+    "overloaded",
+    "ratio_of",
     "run_figures",
     "seconds_axis",
     "setting",
+    "told",
     "versus",
 ]
 
@@ -83,9 +88,27 @@ def setting(problem: Problem) -> str:
     )
 
 
+FEW = 10
+"""Below so many episodes intervals are Student's: a bootstrap of five holds the mean in 85 %."""
+LEAST_APART = 5
+"""Episodes from which on it is said whether the intervals of two means overlap."""
+GROWTH, BACKLOG = 0.2, 0.03
+"""Twice the arrivals make an overloaded point's mean grow by more; the mean over the time of
+arrivals from which on it is tried, as below it no queue worth the name is there."""
+
+
 def interval(values: Any, name: str, scale: float = 1.0) -> dict[str, float]:
-    """Mean of episodes and its 95 % bootstrap interval as ``name``, ``name_low``, ``name_high``."""
-    found = stratified_bootstrap(scale * np.asarray(values, dtype=np.float64), mean)
+    """Mean of episodes and its 95 % interval as ``name``, ``name_low``, ``name_high``.
+
+    Student's below `FEW` episodes, with no low end below 0 since no value is; else by bootstrap.
+    """
+    array = scale * np.asarray(values, dtype=np.float64)
+    if array.size < FEW:
+        found = student_interval(array)
+        low = max(found.low, 0.0) if found.low == found.low else found.low
+        found = Interval(found.value, low, found.high)
+    else:
+        found = stratified_bootstrap(array, mean)
     return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
@@ -115,13 +138,13 @@ def measure(
 
     Returns:
         One row a policy with the mean over episodes and its interval of every figure, the mean
-        latency of each server (up to 16) and their mean included; and the mean latency of each
-        episode ``(episodes,)`` by policy.
+        latency of each server (up to 16) and their mean included, and `_doubled`; and the mean
+        latency of each episode ``(episodes,)`` by policy.
     """
     rows, latency = [], {}
-    for policy in policies:
-        runs = evaluate(ENV_ID, [policy], episodes, env_kwargs=kwargs)
-        policy = policy if isinstance(policy, str) else policy.name
+    for given in policies:
+        runs = evaluate(ENV_ID, [given], episodes, env_kwargs=kwargs)
+        policy = given if isinstance(given, str) else given.name
         row = dict(point) | {"policy": policy, "episodes": episodes}
         for key in KEYS:
             row |= interval([run[key] for run in runs], key)
@@ -133,22 +156,97 @@ def measure(
             row |= interval(of_servers, "mean_of_servers_s")
         rows.append(row)
         latency[policy] = np.array([run["mean_latency_s"] for run in runs])
+        row |= _doubled(given, row["mean_latency_s"], kwargs)
         print(f"{dict(point)} {policy}: {row['mean_latency_s']:.2f} s")
     return rows, latency
 
 
-def versus(one: np.ndarray, other: np.ndarray) -> str:
-    """Change from ``other`` to ``one`` on the same episodes, in % of ``other``, with its interval.
+def _doubled(policy: Any, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str, float]:
+    """Whether the mean tells of the length of the run: one episode with twice the arrivals.
 
-    Negative where ``one`` is less. The ratio of means is resampled over episodes, both on the same
-    ones.
+    Returns:
+        ``doubled_s``, its mean latency (NaN where the queue is short, see `BACKLOG`, and none is
+        played), and ``overloaded``, 1 where that is more than `GROWTH` above the mean.
     """
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(len(one), size=(2000, len(one)))
-    changes = 100 * (one[drawn].mean(axis=1) / other[drawn].mean(axis=1) - 1)
-    low, high = np.percentile(changes, [2.5, 97.5])
-    value = 100 * (one.mean() / other.mean() - 1)
-    return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    epochs, epoch_s = kwargs.get("epochs", 12), kwargs.get("epoch_s", 300.0)
+    if not mean_s > BACKLOG * epochs * epoch_s:
+        return {"doubled_s": float("nan"), "overloaded": 0.0}
+    (run,) = evaluate(ENV_ID, [policy], 1, env_kwargs={**kwargs, "epochs": 2 * epochs})
+    doubled = run["mean_latency_s"]
+    return {"doubled_s": doubled, "overloaded": float(doubled > (1 + GROWTH) * mean_s)}
+
+
+def overloaded(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Policies of rows whose latency grows with the length of the run."""
+    return [row["policy"] for row in rows if row.get("overloaded", 0.0) > 0]
+
+
+def change(one: np.ndarray, other: np.ndarray) -> Interval:
+    """Change from ``other`` to ``one`` on the same episodes, in % of ``other``.
+
+    The ratio of means. Its interval is Student's around a jackknife's deviation below `FEW`
+    episodes, else a bootstrap over episodes; NaN ends for a single one.
+    """
+    value, n = 100 * (one.mean() / other.mean() - 1), len(one)
+    if n >= FEW:
+        drawn = np.random.default_rng(0).integers(n, size=(2000, n))
+        changes = 100 * (one[drawn].mean(axis=1) / other[drawn].mean(axis=1) - 1)
+        low, high = np.percentile(changes, [2.5, 97.5])
+        return Interval(float(value), float(low), float(high))
+    if n < 2:
+        return Interval(float(value), float("nan"), float("nan"))
+    from scipy.stats import t
+
+    left = 100 * ((one.sum() - one) / (other.sum() - other) - 1)
+    half = t.ppf(0.975, n - 1) * np.sqrt((n - 1) * np.mean((left - left.mean()) ** 2))
+    return Interval(float(value), float(value - half), float(value + half))
+
+
+def ratio_of(one: np.ndarray, other: np.ndarray) -> Interval:
+    """Change from ``other`` to ``one`` in % of ``other``, of independent episodes.
+
+    Welch's interval of the logarithm of the ratio of means; NaN ends if either has one episode.
+    """
+    log = float(np.log(one.mean() / other.mean()))
+    value = 100 * np.expm1(log)
+    if min(len(one), len(other)) < 2:
+        return Interval(value, float("nan"), float("nan"))
+    from scipy.stats import t
+
+    parts = [x.var(ddof=1) / len(x) / x.mean() ** 2 for x in (one, other)]
+    freedom = sum(p**2 / (len(x) - 1) for p, x in zip(parts, (one, other), strict=True))
+    half = t.ppf(0.975, sum(parts) ** 2 / freedom) * np.sqrt(sum(parts)) if freedom > 0 else 0.0
+    return Interval(value, 100 * np.expm1(log - half), 100 * np.expm1(log + half))
+
+
+def told(found: Interval, form: str = "+.1f") -> str:
+    """A change as text: ``-20.0 % [-21.0, -19.0]``; of one episode without an interval."""
+    if np.isnan(found.low):
+        return f"{found.value:{form}} % (one episode)"
+    return f"{found.value:{form}} % [{found.low:{form}}, {found.high:{form}}]"
+
+
+def versus(one: np.ndarray, other: np.ndarray) -> str:
+    """`change` in words; negative where ``one`` is less."""
+    return told(change(one, other))
+
+
+def apart(one: Mapping[str, Any], other: Mapping[str, Any], paired: Interval, number: int) -> str:
+    """Whether one policy's latency is lower than another's, in words.
+
+    Args:
+        one: Its row, with the mean's interval.
+        other: The other's.
+        paired: `change` on the same episodes.
+        number: Of these.
+    """
+    if number < LEAST_APART:
+        return f"{number} episodes are too few for a verdict"
+    if one["mean_latency_s_high"] < other["mean_latency_s_low"]:
+        return "lower; intervals apart"
+    if paired.high < 0:
+        return "lower on the same episodes; intervals of the means overlap"
+    return "not lower"
 
 
 def drive(

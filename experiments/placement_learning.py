@@ -14,6 +14,9 @@ picture and table. Every policy plays the same evaluation episodes:
   (``--search-calls`` expert calls a search, on ``--search-episodes`` of the episodes), and
   ``search_once``: one search with as many simulated expert calls as the agent's training, or so
   many as given, whose placement is then used in all episodes (``--search-once [CALLS]``);
+* where the tasks of a server change, ``latency_dp_usual``: ``latency_dp`` once, for the mix of the
+  long run. The agents' start and ``search_once`` know that mix too; the other baselines plan by
+  the counts seen, at first those of one phase;
 * the shipped agents, or those of ``--checkpoints``;
 * controls through the agents' own decoder: ``start`` (``ppo_placement`` with every output of the
   network zero: the placement that it started from), ``frequency`` (the same without a start: the
@@ -39,6 +42,7 @@ from typing import Any
 import numpy as np
 
 from servegym.agents.checkpoint import load_policy, shipped
+from servegym.baselines.placement.search import latency_dp
 from servegym.baselines.placement.system import PlacementSystem as Description
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.expert_placement.config import Problem, build_problem
@@ -55,7 +59,17 @@ from servegym.experiments.figure_run import (
     tidy,
 )
 from servegym.experiments.output import print_table, read_rows, write_csv
-from servegym.experiments.placement_common import ENV_ID, OUT, interval, make, setting, versus
+from servegym.experiments.placement_common import (
+    ENV_ID,
+    OUT,
+    apart,
+    change,
+    interval,
+    make,
+    setting,
+    told,
+    versus,
+)
 
 __all__ = ["SCENARIOS", "Control", "main", "training_calls"]
 
@@ -65,6 +79,7 @@ EPISODES = 16
 BASELINES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCHES = ("latency_local_search", "search_once")
 BEST = "best_start"
+USUAL = "latency_dp_usual"
 CONTROLS = ("start", "frequency", "random", "constant")
 AGENTS = ("ppo_placement", "mappo_placement")
 UNBOUNDED = 10**9
@@ -176,15 +191,27 @@ def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
                     for stem in seeds}  # fmt: skip
 
 
+def usual_counts(described: Any) -> np.ndarray:
+    """(N, L, E) mean assignments of a request in the long run, changing tasks included."""
+    return np.einsum("nk,kle->nle", described.usual_shares, described.task_counts)
+
+
+def _latency_dp_usual(described: Any) -> Fixed:
+    """``latency_dp`` planned once for the usual tasks."""
+    counts = usual_counts(described)
+    model = described.latency_model(counts)
+    return Fixed(USUAL, latency_dp(model, counts, described.slots, described.gpu_server))
+
+
 def _search_once(problem: Problem, described: Any, calls: float) -> Fixed:
-    """One long search on the counts of an episode that is not evaluated."""
+    """One long search on the usual tasks, which the agents' search for a start knows as well."""
     system = PlacementSystem(problem)
     system.begin(np.random.default_rng(0))
     policy = make("latency_local_search", described, budget_calls=int(calls), steps=UNBOUNDED,
                   requests=round(problem.expected_arrivals))  # fmt: skip
     policy.reset(1, seed=0)
     current = system.simulator.target() > 0
-    found = policy.plan(0, system.counts().astype(np.float64), current, True)
+    found = policy.plan(0, usual_counts(described), current, True)
     return Fixed("search_once", current if found is None else found)
 
 
@@ -201,6 +228,8 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     if path.exists():
         rows = read_rows(path, text=("policy", "stamp"))
     names = [*BASELINES, BEST, *CONTROLS, *agents, "latency_local_search"]
+    if described.usual_shares.max() < 1.0:  # tasks change: counts of one phase do not tell the mix
+        names.insert(len(BASELINES), USUAL)
     names += ["search_once"] if options.search_once is not None else []
     for name in names:
         episodes = options.episodes
@@ -232,7 +261,7 @@ def _stamp(name: str, options: Options, agents: Mapping[str, Any]) -> str:
     if agent is not None:
         return hashlib.sha256(agent.path.read_bytes()).hexdigest()[:8]
     if name == "search_once":
-        return f"{_once_calls(options, agents):.3g}"
+        return f"{_once_calls(options, agents):.3g}, usual tasks"
     return f"{options.search_calls:.3g}" if name in SEARCHES else "-"
 
 
@@ -251,6 +280,8 @@ def _policy(
     if name in CONTROLS:
         agent = agents.get("ppo_placement")
         return Control(name, problem.cluster, agent and agent.start and agent.start.held)
+    if name == USUAL:
+        return _latency_dp_usual(described)
     if name == "search_once":
         return _search_once(problem, described, _once_calls(options, agents))
     more: dict[str, Any] = {}
@@ -293,11 +324,12 @@ def _latencies(episodes: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the rows say of each agent."""
     mean = {row["policy"]: row["mean_latency_s"] for row in rows}
+    by = {row["policy"]: row for row in rows}
     notes = []
     for agent in (name for name in mean if name.startswith(AGENTS)):
         own = _latencies(episodes, agent)
         rivals = [("the best of the baselines, ", BASELINES),
-                  *(("", (name,)) for name in (BEST, *SEARCHES))]  # fmt: skip
+                  *(("", (name,)) for name in (USUAL, BEST, *SEARCHES))]  # fmt: skip
         for group, others in rivals:
             known = [name for name in others if name in mean]
             if not known:
@@ -305,11 +337,11 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
             best = min(known, key=lambda name: mean[name])
             other = _latencies(episodes, best)
             number = min(len(own), len(other))
-            apart = _bounds(rows, agent)[1] < _bounds(rows, best)[0]
+            paired = change(own[:number], other[:number])
+            verdict = apart(by[agent], by[best], paired, number)
             notes.append(
-                f"{agent} against {group}{best}: latency "
-                f"{versus(own[:number], other[:number])} on {number} same episodes; the intervals "
-                f"{'do not overlap' if apart else 'overlap or it is not lower'}"
+                f"{agent} against {group}{best}: latency {told(paired)} on {number} same "
+                f"episodes; {verdict}"
             )
         if "start" in mean:
             start = _latencies(episodes, "start")
@@ -349,18 +381,13 @@ def _what_a_network_adds(
     return notes
 
 
-def _bounds(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]:
-    row = next(row for row in rows if row["policy"] == name)
-    return row["mean_latency_s_low"], row["mean_latency_s_high"]
-
-
 def summary(options: Options) -> None:
     """One panel a scenario: mean latency of every policy with its interval."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for scenario in SCENARIOS:
         path = options.out / f"learning_{scenario}.csv"
         if path.exists():
-            tables[scenario] = read_rows(path, text=("scenario", "policy"))
+            tables[scenario] = read_rows(path, text=("scenario", "policy"), empty=math.nan)
     if not tables:
         print("summary: no results of scenarios in the folder, left out")
         return
@@ -384,7 +411,7 @@ def summary(options: Options) -> None:
         good = [row["mean_latency_s"] for row in rows if row["policy"] not in CONTROLS]
         limit = 2.0 * float(np.median(good))
         axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
-        for y, value, end in zip(at, values, values + bars[1], strict=True):
+        for y, value, end in zip(at, values, values + np.nan_to_num(bars[1]), strict=True):
             beyond = value > 0.85 * limit
             axis.text(0.98 * limit if beyond else end + 0.02 * limit, y,
                       f"{value:.2f}" + (" →" if value > limit else ""), va="center", fontsize=8,
@@ -396,7 +423,8 @@ def summary(options: Options) -> None:
     every = [row for rows in tables.values() for row in rows]
     save(options, "learning", every, figure, *notes,
          "red: learnt, blue: baselines and searches, grey: the decoder without learning; bars: "
-         "95 % bootstrap intervals of the mean over episodes")  # fmt: skip
+         "95 % intervals of the mean over episodes, below ten Student's, else by "
+         "bootstrap")  # fmt: skip
     print_table(
         "Mean latency, s", ["scenario", "policy", "mean", "low", "high", "P99"],
         [[r["scenario"], r["policy"], *(f"{r[k]:.2f}" for k in

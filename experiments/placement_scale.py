@@ -1,7 +1,8 @@
 """Prism from 4 to 256 GPUs and from 100 to 1000 Mbps (Fig. 8), and what the settings decide.
 
 ``fig8a`` repeats the testbed's 1, 1, 2 pattern of GPUs at a fixed rate per server, ``fig8b``
-changes the bandwidth, ``sensitivity`` the link model, the messages and their cost.
+changes the bandwidth, ``sensitivity`` the link model, the messages and their cost. A point whose
+mean grows with the length of the run (column ``overloaded``) has no change in percent.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from servegym.experiments.placement_common import (
     band,
     few,
     measure,
+    overloaded,
+    ratio_of,
     run_figures,
     seconds_axis,
     setting,
+    told,
     versus,
 )
 from servegym.hardware_profiles.script import run
@@ -45,12 +49,35 @@ def _episodes(options: FigureOptions, gpus: int) -> int:
     return max(min(options.episodes, 2), options.episodes // (1 + gpus // 64))
 
 
-def _change(one: np.ndarray, other: np.ndarray) -> str:
-    """Change from ``other`` to ``one`` in % of ``other``, of independent episodes."""
-    rng = np.random.default_rng(0)
-    means = [x[rng.integers(len(x), size=(2000, len(x)))].mean(axis=1) for x in (one, other)]
-    low, high = np.percentile(100 * (means[0] / means[1] - 1), [2.5, 97.5])
-    return f"{100 * (one.mean() / other.mean() - 1):+.0f} % [{low:+.0f}, {high:+.0f}]"
+Found = tuple[np.ndarray, bool]
+"""Mean latency of each episode, and whether the point is overloaded."""
+
+
+def _compared(one: Found, other: Found, names: tuple[str, str], paired: bool = False) -> str:
+    """Change from ``other`` to ``one`` in words, or which of them, by name, is overloaded."""
+    grow = [name for name, found in zip(names, (one, other), strict=True) if found[1]]
+    if grow:
+        return f"none: overloaded ({', '.join(grow)})"
+    return versus(one[0], other[0]) if paired else told(ratio_of(one[0], other[0]), "+.0f")
+
+
+def _growing(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
+    """Which points are overloaded, as a note; none if none is."""
+    grow = [" ".join(str(row[key]) for key in keys) for row in rows if row["overloaded"]]
+    if not grow:
+        return ["no point is overloaded: twice the arrivals raise no mean by more than 20 %"]
+    return [
+        f"overloaded ({', '.join(keys)}), the mean is the length of the run's and grows by more "
+        f"than 20 % with twice the arrivals: {'; '.join(grow)}"
+    ]
+
+
+def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
+    """A cross on the points of overloaded queues, at the upper end of what is drawn."""
+    grow = [row for row in rows if row["overloaded"]]
+    top = axis.get_ylim()[1]
+    axis.plot([row[x] for row in grow], [min(row["mean_latency_s"], 0.97 * top) for row in grow],
+              "x", color="black", ms=8, mew=1.5, ls="none", label="overloaded")  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------- Fig. 8a
@@ -89,29 +116,33 @@ def fig8a(options: FigureOptions) -> None:
                 point = {"link_model": link, "gap_s": gap, "gpus": gpus}
                 found, own = measure(chosen, _episodes(options, gpus), point, **kwargs)
                 rows += found
-                latency |= {(link, gap, gpus, policy): x for policy, x in own.items()}
+                grow = overloaded(found)
+                latency |= {(link, gap, gpus, p): (x, p in grow) for p, x in own.items()}
     sizes = sorted({row["gpus"] for row in rows})
     first, last = sizes[0], sizes[-1]
     notes = []
     for link in LINKS:
-        told = []
+        said = []
         for gap, paper in zip(GAPS_S, ("-19 %", "-9 %"), strict=True):
-            change = _change(latency[link, gap, last, "prism"], latency[link, gap, first, "prism"])
-            told.append(f"{change} at {gap:g} s between requests (paper {paper})")
-        notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(told)}")
+            ends = (latency[link, gap, gpus, "prism"] for gpus in (last, first))
+            change = _compared(*ends, (f"{last} GPUs", f"{first} GPUs"))
+            said.append(f"{change} at {gap:g} s between requests (paper {paper})")
+        notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(said)}")
     for link in LINKS:
         wins = [
-            f"{gpus} GPUs at {gap:g} s {versus(latency[link, gap, gpus, 'prism'], other)}"
+            f"{gpus} GPUs at {gap:g} s "
+            + _compared(latency[link, gap, gpus, "prism"], latency[link, gap, gpus, "eplb"],
+                        ("prism", "eplb"), paired=True)
             for gap in GAPS_S
             for gpus in (first, last)
-            for other in [latency[link, gap, gpus, "eplb"]]
-        ]
+        ]  # fmt: skip
         notes.append(f"{link}: prism against eplb: {'; '.join(wins)}")
     notes.append(
         "the change with size depends on the link model: with pairwise links a server's bandwidth "
         "grows with the number of servers, with nic it does not"
     )
     notes += [holders(gpus) for gpus in (first, last)]
+    notes += _growing(rows, ("link_model", "gap_s", "gpus", "policy"))
     plt = pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
     panels = [(link, gap) for link in LINKS for gap in GAPS_S]
@@ -122,9 +153,12 @@ def fig8a(options: FigureOptions) -> None:
             if part:
                 band(axis, part, "gpus", "mean_latency_s", color=COLOURS[policy], marker="o", ms=3,
                      label=policy)  # fmt: skip
+        stable = [r["mean_latency_s"] for r in rows if (r["link_model"], r["gap_s"]) == (link, gap)
+                  and not r["overloaded"]]  # fmt: skip
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.set_ylim(0)
+        axis.set_ylim(0, 1.5 * max(stable, default=1.0))
+        _mark(axis, [r for r in rows if (r["link_model"], r["gap_s"]) == (link, gap)], "gpus")
         axis.set_xlabel("GPUs")
         axis.set_ylabel("mean latency, s")
         axis.set_title(f"link model {link}, {gap:g} s between requests", fontsize=10)
@@ -156,18 +190,20 @@ def fig8b(options: FigureOptions) -> None:
                 point = {"link_model": link, "h_ms": h, "gpus": gpus, "mbps": mbps}
                 found, own = measure(("prism",), _episodes(options, gpus), point, **kwargs)
                 rows += found
-                latency[link, h, gpus, mbps] = own["prism"]
+                latency[link, h, gpus, mbps] = own["prism"], bool(overloaded(found))
     notes = []
     for link, h in CASES:
-        told = []
+        said = []
         for gpus in sizes:
             ends = [latency[link, h, gpus, mbps] for mbps in (MBPS[-1], MBPS[0])]
-            told.append(f"{gpus} GPUs {_change(*ends)}")
+            change = _compared(*ends, tuple(f"{mbps} Mbps" for mbps in (MBPS[-1], MBPS[0])))
+            said.append(f"{gpus} GPUs {change}")
         notes.append(
-            f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(told)}; the "
+            f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(said)}; the "
             "paper: -55 % with 4 GPUs, -35 % with 256"
         )
     notes.append("15 s between the requests of a server, arrivals of 5 minutes")
+    notes += _growing(rows, ("link_model", "h_ms", "gpus", "mbps"))
     plt = pyplot()
     figure, axes = plt.subplots(1, len(CASES), figsize=(12, 4), layout="constrained")
     for axis, (link, h) in zip(axes, CASES, strict=True):
@@ -176,6 +212,7 @@ def fig8b(options: FigureOptions) -> None:
                     == (link, h, gpus)]  # fmt: skip
             band(axis, part, "mbps", "mean_latency_s", color=f"C{k}", marker="o", ms=3,
                  label=f"{gpus} GPUs")  # fmt: skip
+        _mark(axis, [r for r in rows if (r["link_model"], r["h_ms"]) == (link, h)], "mbps")
         seconds_axis(axis)
         axis.set_xlabel("bandwidth of a server, Mbps")
         axis.set_ylabel("mean latency, s")
@@ -211,7 +248,11 @@ def sensitivity(options: FigureOptions) -> None:
                     found, own = measure(chosen, options.episodes, point, **kwargs)
                     rows += found
                     order = sorted(own, key={k: x.mean() for k, x in own.items()}.__getitem__)
-                    gain = versus(own["prism"], own["eplb_global"])
+                    grow = overloaded(found)
+                    gain = _compared(
+                        *((own[name], name in grow) for name in ("prism", "eplb_global")),
+                        ("prism", "eplb_global"), paired=True,
+                    )  # fmt: skip
                     notes.append(f"{place}: {' < '.join(order)}; prism against eplb_global {gain}")
     points = list(dict.fromkeys(row["point"] for row in rows))
     cell = {(row["point"], row["policy"]): row for row in rows}
@@ -221,8 +262,9 @@ def sensitivity(options: FigureOptions) -> None:
         [[p, *(f"{cell[p, name]['mean_latency_s']:.2f}" for name in chosen)] for p in points],
     )
     first = {p: min(chosen, key=lambda n, p=p: cell[p, n]["mean_latency_s"]) for p in points}
-    told = [f"{name} in {list(first.values()).count(name)}" for name in chosen]
-    notes.insert(0, f"fastest of these six in {len(points)} settings: {', '.join(told)}")
+    wins = [f"{name} in {list(first.values()).count(name)}" for name in chosen]
+    notes.insert(0, f"fastest of these six in {len(points)} settings: {', '.join(wins)}")
+    notes += _growing(rows, ("point", "policy"))
     plt = pyplot()
     figure, axes = plt.subplots(
         1, len(points) // 8, figsize=(5.2 * (len(points) // 8), 5.2), layout="constrained",

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from servegym.baselines.placement.system import PlacementSystem as Description  # noqa: E402
+from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
 from servegym.experiments import placement_learning  # noqa: E402
 from servegym.experiments.placement_learning import (  # noqa: E402
@@ -60,10 +62,10 @@ def test_controls_place_once_by_the_decoder_alone():
 
 
 def test_a_verdict_says_whether_the_goal_is_met():
-    def rows_of(latency):
+    def rows_of(latency, number=5):
         episodes = [
             {"policy": name, "mean_latency_s": value + 0.01 * k}
-            for name, value in latency.items() for k in range(4)
+            for name, value in latency.items() for k in range(number)
         ]  # fmt: skip
         rows = [
             {"policy": name, "mean_latency_s": value, "mean_latency_s_low": value - 0.1,
@@ -73,7 +75,7 @@ def test_a_verdict_says_whether_the_goal_is_met():
         return placement_learning._verdict(rows, episodes)
 
     won = rows_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
-    assert "whole_layer: latency -19.9 %" in won[0] and "do not overlap" in won[0]
+    assert "whole_layer: latency -19.9 %" in won[0] and won[0].endswith("lower; intervals apart")
     assert not any("network" in line for line in won)
     same = rows_of({"prism": 9.0, "whole_layer": 5.0, "best_start": 4.0, "start": 4.0,
                     "ppo_placement": 4.0, "mappo_placement": 4.1})  # fmt: skip
@@ -81,7 +83,25 @@ def test_a_verdict_says_whether_the_goal_is_met():
     (said,) = [line for line in same if "adds nothing" in line]
     assert said.startswith("ppo_placement play")
     lost = rows_of({"whole_layer": 5.0, "ppo_placement": 5.05})
-    assert "latency +1.0 %" in lost[0] and "overlap or it is not lower" in lost[0]
+    assert "latency +1.0 %" in lost[0] and lost[0].endswith("not lower")
+    near = rows_of({"whole_layer": 5.0, "ppo_placement": 4.95, "latency_dp_usual": 4.97})
+    assert near[0].endswith("lower on the same episodes; intervals of the means overlap")
+    assert any("against latency_dp_usual: latency -0.4 %" in line for line in near)
+    few = rows_of({"whole_layer": 5.0, "ppo_placement": 4.0}, number=4)
+    assert few[0].endswith("4 episodes are too few for a verdict")
+
+
+def test_rivals_of_changing_tasks_know_their_mix():
+    kwargs = {"model": "toy", "epochs": 1, "action_mode": "placement"}
+    for rotate_s, shares in ((0.0, [1, 0]), (10.0, [0.5, 0.5])):
+        problem = build_problem(**kwargs, rotate_s=rotate_s)
+        described = Description.from_problem(problem)
+        tasks = len(described.task_counts)
+        wanted = described.task_counts[0] if rotate_s == 0 else described.task_counts.mean(axis=0)
+        np.testing.assert_allclose(placement_learning.usual_counts(described)[0], wanted)
+        assert tasks > 1 and shares[0] >= described.usual_shares.max() - 1e-12
+    fixed = placement_learning._latency_dp_usual(described)
+    assert fixed.name == "latency_dp_usual" and fixed.placement.any(axis=0).all()
 
 
 def test_a_repeated_command_plays_nothing_again(tmp_path, monkeypatch, capsys):

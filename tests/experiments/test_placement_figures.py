@@ -9,6 +9,7 @@ pytest.importorskip("matplotlib")
 
 from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.experiments import (  # noqa: E402
+    placement_common,
     placement_latency,
     placement_migration,
     placement_scale,
@@ -16,7 +17,16 @@ from servegym.experiments import (  # noqa: E402
 )
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 from servegym.experiments.figures import list_figures  # noqa: E402
-from servegym.experiments.placement_common import ENV_ID, drive, versus  # noqa: E402
+from servegym.experiments.placement_common import (  # noqa: E402
+    ENV_ID,
+    apart,
+    change,
+    drive,
+    interval,
+    measure,
+    ratio_of,
+    versus,
+)
 from servegym.experiments.placement_latency import PAPER, layer_times  # noqa: E402
 from servegym.experiments.placement_workload import covered, skew_of  # noqa: E402
 
@@ -137,6 +147,62 @@ def test_versus():
     other = np.array([10.0, 20.0, 30.0])
     assert versus(0.7 * other, other) == "-30.0 % [-30.0, -30.0]"
     assert versus(other, other) == "+0.0 % [+0.0, +0.0]"
+    assert versus(other[:1], other[1:2]) == "-50.0 % (one episode)"
+
+
+def test_intervals_of_few_episodes_are_students():
+    found = interval([9.0, 11.0, 10.0], "x")
+    assert found["x"] == 10.0  # t(0.975, 2) = 4.3027, standard error 1 / sqrt(3)
+    assert found["x_high"] - 10.0 == pytest.approx(4.302653 / 3**0.5) == 10.0 - found["x_low"]
+    assert interval([1.0, 3.0], "x")["x_low"] == 0.0  # no latency is negative
+    many = interval(np.arange(10.0), "x")
+    assert 2.5 < many["x_low"] < 3.0 and 6.0 < many["x_high"] < 6.5
+
+
+@pytest.mark.parametrize("count, paired", [(3, True), (5, True), (2, False)])
+def test_intervals_of_changes_hold_the_truth(count, paired):
+    """95 % of intervals, within chance; a bootstrap of three holds it in about 71 %."""
+    rng, held, runs = np.random.default_rng(0), 0, 600
+    for _ in range(runs):
+        shared = rng.normal(0, 1.0, count)
+        one = 8.0 + (shared if paired else rng.normal(0, 1.0, count)) + rng.normal(0, 0.3, count)
+        other = 10.0 + shared + rng.normal(0, 0.3, count)
+        found = change(one, other) if paired else ratio_of(one, other)
+        held += found.low <= -20.0 <= found.high
+    assert 0.92 < held / runs < 0.985
+
+
+def test_three_outcomes_and_none_for_few():
+    row = {"mean_latency_s_low": 4.0, "mean_latency_s_high": 5.0}
+    far = {"mean_latency_s_low": 5.1, "mean_latency_s_high": 6.0}
+    less = change(np.array([4.0, 4.4, 4.8, 4.2, 4.6]), np.array([4.5, 5.0, 5.2, 4.8, 5.1]))
+    assert apart(row, far, less, 5) == "lower; intervals apart"
+    assert apart(row, row, less, 5).startswith("lower on the same episodes; intervals of the means")
+    assert apart(row, row, less._replace(high=0.1), 5) == "not lower"
+    assert "too few" in apart(row, far, less, 4)
+
+
+def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
+    played = []
+
+    def evaluate(env_id, policies, episodes, env_kwargs):
+        """Latency in proportion to the time of arrivals, but of the second policy."""
+        played.append((policies[0], env_kwargs["epochs"]))
+        seconds = 0.2 * 300 * (env_kwargs["epochs"] if policies[0] == "prism" else 4)
+        keys = ("p99_latency_s", "mean_ttft_s", "local_token_ratio", "local_call_ratio",
+                "remote_layer_ratio", "migrations", "requests")  # fmt: skip
+        return [dict.fromkeys(keys, 1.0) | {"mean_latency_s": seconds}] * episodes
+
+    monkeypatch.setattr(placement_common, "evaluate", evaluate)
+    rows, _ = measure(("prism", "eplb"), 2, {}, epochs=4)
+    assert played == [("prism", 4), ("prism", 8), ("eplb", 4), ("eplb", 8)]
+    assert [row["overloaded"] for row in rows] == [1.0, 0.0]
+    assert rows[0]["doubled_s"] == 480.0
+    assert placement_common.overloaded(rows) == ["prism"]
+    found = placement_scale._compared(
+        (np.array([9.0, 9.0]), True), (np.array([3.0, 3.0]), False), ("256 GPUs", "4 GPUs")
+    )
+    assert found == "none: overloaded (256 GPUs)"
 
 
 def test_workload_figures(tmp_path, capsys):
