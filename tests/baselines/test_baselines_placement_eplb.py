@@ -174,6 +174,8 @@ def test_table(tmp_path, capsys, monkeypatch):
     main(["--out", str(tmp_path / "eplb.csv"), "--repeats", "1"])
     assert "rebalance_experts" in capsys.readouterr().out
     assert len((tmp_path / "eplb.csv").read_text().splitlines()) == 6
+    text = (tmp_path / "eplb.txt").read_text()
+    assert "--seed 0 --repeats 1" in text and f"note: {case.name}: balancedness" in text
 
 
 def test_bad_input_is_refused():
