@@ -28,13 +28,16 @@ class ServerlessMoEEnv(BatchEnv):
 
     ## Description
 
-    One mixture-of-experts model is served from functions billed by memory and time. The main
-    function holds the non-expert modules on a GPU and the *local* experts on CPU; each MoE layer has
-    one more function for its *remote* experts on CPU, in z_l replicas. Before each request the
-    controller chooses the remote ratio b, the main function's memory W, the remote functions' memory
-    Y_l and their replicas. Remote experts save memory that would be billed all the time; every call
-    of one pays an invocation overhead t_rem. Times and costs are Eq. 1-9 of [1], the constraints
-    10b-10i; `servegym.envs.serverless_moe.equations` states them one by one.
+    One mixture-of-experts model, L layers of K experts each, is served from functions billed by
+    memory and time. The main function holds the non-expert modules on a GPU and the *local* experts
+    on CPU; each MoE layer l has one more function for its *remote* experts on CPU, in z_l replicas.
+    Before each request the controller chooses the share b of experts that are remote, the main
+    function's memory W, the remote functions' memory Y_l and their replicas. Remote experts save
+    memory that would be billed all the time; every call of one pays an invocation overhead t_rem. A
+    GB of CPU memory costs c_c an hour, one of GPU memory c_g. Times and costs are Eq. 1-9 of [1], the
+    constraints 10b-10i; `servegym.envs.serverless_moe.equations` states them one by one. A request has
+    objectives (SLO): a limit of its time to first token (TTFT) and of its time per output token
+    (TPOT). MIX is the deployment with every expert local (b = 0), the measure of costs.
 
     The remote experts of a layer are the ceil(b K) of least predicted activation. The plan is made
     from the *predicted* activation matrix of the prompt; times and costs follow from its recorded
@@ -45,36 +48,45 @@ class ServerlessMoEEnv(BatchEnv):
     likewise for its layer. Idle time counts from the last completion; requests do not overlap. What
     a new plan does not ask for is released.
 
-    `deployment="cpu"` (`gpu`, `fetch`, `per_expert`) serves the same requests by one of the paper's
-    rivals, which are outside the action space: actions are checked and have no effect (the mask leaves
-    the first value of each part), functions are warm together if the last request ended less than `keep_alive_s` ago, `warm_main` tells only
-    whether they are, and reward and penalties are as ever, so that returns can be compared. Their
-    times and costs are those of `servegym.envs.serverless_moe.deployments`. The policies `cpu`,
-    `gpu`, `fetch` and `per_expert` ask for it.
+    `deployment=` can serve the same requests by one of the paper's rivals instead, which no action
+    can express: `"cpu"` and `"gpu"` hold the whole model in one kind of memory, `"fetch"` brings experts
+    to the GPU when they are needed, `"per_expert"` has one function an expert. Actions are then
+    checked and have no effect; the mask leaves the first value of each part. All functions are warm or
+    cold together: warm if the last request ended less than `keep_alive_s` ago, which is all that
+    `warm_main` tells. Reward and penalties are computed as for a plan, so that returns can be compared;
+    times and costs are those of `servegym.envs.serverless_moe.deployments`. The policies `cpu`, `gpu`,
+    `fetch` and `per_expert` ask for these deployments.
 
     All chance is drawn at reset. `preset="dynamic"` (default) has Azure's conversation lengths, idle
-    gaps of 20 s (70 %) and 1,500 s (30 %) in the mean, warm functions, billed cold starts, four SLO
-    classes and two regimes of t_rem. `preset="seed"` is the paper's setting: 115 prompt and 200
-    output tokens, constant t_rem, every request cold and no cold start billed; there a constant
+    gaps of 20 s (70 %) and 1,500 s (30 %) in the mean, functions that stay warm for 300 s, billed cold
+    starts, two regimes of t_rem (medians 0.2 and 1 ms, left with probability 0.1 a request) and four SLO
+    classes, drawn alike for each request: TTFT and TPOT of at most (8 s, 60 ms), (8 s, 120 ms),
+    (14 s, 50 ms) or (14 s, 80 ms). These are for `deepseek-v2-lite`; another model's classes are the
+    same multiples of what that model can reach (`slo_classes` in
+    `servegym.envs.serverless_moe.config`), for instance (14 s, 0.38 s) to (25 s, 0.51 s) for
+    `mixtral-8x7b`. `preset="seed"` is the paper's setting: 115 prompt and 200 output tokens, t_rem of
+    0.3 ms, one class (14 s, 120 ms), every request cold and no cold start billed; there a constant
     action is close to the optimum.
 
     ## Action Space
 
-    `MultiDiscrete([levels, 2, n_w, n_y, n_z])`:
+    `MultiDiscrete([levels, 2, n_w, n_y, n_z])`, with default arguments `[17, 2, 6, 7, 6]`. Each part is
+    an index; its values, which the arguments of the same names change, are:
 
-    | # | Action | Meaning |
-    |---|---|---|
-    | 0 | b | number of remote experts of each layer, `problem.levels[b]`: 0, K/16, ..., K |
-    | 1 | order | 0: by this prompt's prediction; 1: by the mean of the training prompts, which makes reuse of warm functions possible |
-    | 2 | w | main memory above the least that 10f allows for b: `w_headroom_mb` |
-    | 3 | y | memory of each remote function above the least that 10e allows: `y_headroom_mb` |
-    | 4 | z | replicas above the least with which 10g holds as predicted: `z_headroom` |
+    | # | Part | Values by index | Meaning |
+    |---|---|---|---|
+    | 0 | b | 0, K/16, ..., K experts (K < 16: 0, 1, ..., K) | remote experts of each layer; `env.unwrapped.problem.levels` lists them |
+    | 1 | order | 0, 1 | by which activation experts are ranked: 0, this prompt's prediction; 1, the mean of the training prompts, which makes reuse of warm functions possible |
+    | 2 | w | 0, 500, 1000, 2000, 4000, 8000 MB (`w_headroom_mb`) | memory of the main function above the least that holds the local experts and the longest answer's tokens (10f) |
+    | 3 | y | 0, 200, 400, 800, 1200, 1600, 2400 MB (`y_headroom_mb`) | memory of each remote function above the least that holds its experts and the tokens predicted for them (10e) |
+    | 4 | z | 0, 1, 2, 3, 5, 7 (`z_headroom`) | replicas above the least with which no body exceeds `payload_mb` as predicted (10g) |
 
-    Above the largest specification or `z_max` they are cut. `granularity="per_layer"` has y and z
+    A function has one virtual CPU a GB of its memory, up to the number that a profile uses. Memory is rounded up to the grids
+    `main_specs_mb` and `remote_specs_mb`; above the largest of these, or above `z_max`, it is cut. `granularity="per_layer"` has y and z
     for each of L layers: `MultiDiscrete([levels, 2, n_w, n_y x L, n_z x L])`.
-    `info["action_mask"]` (int8, the parts one after another) is 0 for a b that cannot be met as
-    predicted. A plan that the true routing makes infeasible (10d-10g) is not refused: a MIX
-    deployment (b = 0, cold) serves the request, both penalties are charged and
+    `info["action_mask"]` (int8, the parts one after another, 38 entries with default arguments) is 0 for a
+    b that memory or payload rule out as predicted. A plan that the true routing makes infeasible
+    (10d-10g) is not refused: a cold MIX deployment serves the request, both penalties are charged and
     `info["violations"]` names the constraint.
 
     ## Observation Space
@@ -119,7 +131,7 @@ class ServerlessMoEEnv(BatchEnv):
 
     | Name | Default | Meaning |
     |---|---|---|
-    | `model` | `"deepseek-v2-lite"` | `deepseek-v2-lite`, `gpt-oss-20b` (recorded routing), `mixtral-8x7b`, `gpt2-moe` (synthetic), `toy` |
+    | `model` | `"deepseek-v2-lite"` | with L x K experts: `deepseek-v2-lite` (26 x 64), `gpt-oss-20b` (24 x 32), both with recorded routing; `mixtral-8x7b` (32 x 8), `gpt2-moe` (12 x 8), synthetic; `toy` (4 x 8) |
     | `preset` | `"dynamic"` | `dynamic` or `seed`; sets what is None below |
     | `gpu` | `"eager"` | GPU profile: `eager` or `fused` |
     | `split` | `"train"` | prompts to draw from: `train`, `val`, `eval` or `all` |
@@ -128,22 +140,22 @@ class ServerlessMoEEnv(BatchEnv):
     | `activations` | the model's | an `Activations` object |
     | `episode_requests` | 200 | requests of an episode |
     | `levels` | min(K, 16) + 1 | values of b |
-    | `w_headroom_mb`, `y_headroom_mb`, `z_headroom` | see `problem` | what the steps of w, y and z add |
+    | `w_headroom_mb`, `y_headroom_mb`, `z_headroom` | see Action Space | what the values of w, y and z add; increasing from 0 |
     | `penalty` | 0.5 | price of a violated SLO in MIX costs |
-    | `deployment` | `"plan"` | `plan`: the action decides; `cpu`, `gpu`, `fetch`, `per_expert`: a deployment that takes no decision, see below |
+    | `deployment` | `"plan"` | `plan`: the action decides; `cpu`, `gpu`, `fetch`, `per_expert`: a deployment that takes no decision, see Description |
     | `decode_invocation` | `"per_call"` | `per_call` (Eq. 5 as printed) or `per_layer` |
     | `load_shared` | False | starting functions share one storage link |
-    | `prompt_tokens`, `output_tokens` | None | a number or `"azure"` |
+    | `prompt_tokens`, `output_tokens` | None | a number or `"azure"`; here and below None stands for the preset's value, see Description |
     | `max_prompt_tokens`, `max_output_tokens` | 1024, 400 | caps of the Azure law |
-    | `output_error` | None | sigma of the lognormal error of the predicted output length |
+    | `output_error` | None (0.3; `seed`: 0) | sigma of the lognormal error of the predicted output length |
     | `idle_s` | None | list of (probability, mean in s) of exponential idle gaps |
-    | `keep_alive_s`, `bill_cold_start` | None | see Description |
-    | `slo` | None | list of (TTFT s, TPOT s), one drawn per request; those of `dynamic` go by the model (`slo_classes`), of `seed` `mixtral-8x7b` needs its own: no plan meets the paper's |
-    | `trem_s`, `trem_switch`, `trem_sigma` | None | medians of the regimes of t_rem in s, probability of leaving one, sigma of one draw |
-    | `price_ratio`, `price_cpu_usd_mb_s` | 3, 1.6276e-8 | c_g / c_c, c_c |
-    | `bandwidth_mb_s`, `load_mb_s`, `container_start_s` | 1250, 2600, 1.0 | network, weight loading, container start |
-    | `z_max`, `payload_mb` | 8, 6 | most replicas, largest body |
-    | `main_specs_mb`, `remote_specs_mb` | the model's | memory grids (low, high, step) |
+    | `keep_alive_s`, `bill_cold_start` | None (300, True; `seed`: 0, False) | seconds that an unused function stays warm; whether starts are billed |
+    | `slo` | None | list of (TTFT s, TPOT s), one drawn per request; with `preset="seed"` `mixtral-8x7b` needs its own, for no plan meets the paper's |
+    | `trem_s`, `trem_switch`, `trem_sigma` | None ((0.0002, 0.001), 0.1, 0.25; `seed`: (0.0003,), 0, 0) | medians of the regimes of t_rem in s, probability of leaving one, sigma of one draw |
+    | `price_ratio`, `price_cpu_usd_mb_s` | 3, 1.6276e-8 | c_g / c_c; c_c in USD per MB and s (0.06 USD per GB and hour) |
+    | `bandwidth_mb_s`, `load_mb_s`, `container_start_s` | 1250, 2600, 1.0 | network between functions, loading of weights, start of a container in s |
+    | `z_max`, `payload_mb` | 8, 6 | most replicas of a layer, MB of the largest body of a call |
+    | `main_specs_mb`, `remote_specs_mb` | the model's | memory that functions are sold with, (low, high, step) in MB; `deepseek-v2-lite` (1000, 40000, 100), (1000, 5000, 100) |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |
 
