@@ -6,6 +6,7 @@ the picture, and beside them a text file with the command, the versions and the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -342,6 +343,7 @@ def run_figures(
     description: str | None,
     module: str,
     episodes: int,
+    own: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
     """The command line of a figure script.
 
@@ -351,6 +353,7 @@ def run_figures(
         description: The script's docstring.
         module: The script's module.
         episodes: Default number of episodes.
+        own: Adds the script's own options.
 
     Returns:
         0.
@@ -370,6 +373,8 @@ def run_figures(
     )
     parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
                         help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
+    if own is not None:
+        own(parser)
     options = command_line(parser, argv, Options())
     options.trained = tuple(find_runs(options.checkpoints))
     if options.shipped and options.checkpoints is not None:

@@ -6,19 +6,22 @@ Is it never below the heuristics?
 a range (``--routers rpi``, the default) with greedy_qos and priced_greedy on the same evaluation
 episodes, at every point of the sweeps over the arrival rate, the latency requirement L and the
 number of experts of each fleet, and under bursts; with ``--checkpoints FOLDER --figure seeds`` the
-trainings below a folder instead. The differences are paired by episode. The verdict counts the
-points where the router is above and below each heuristic, and where the 95 % interval says so.
+trainings below a folder instead. ``--sweeps bursts`` measures the points of that sweep anew and
+keeps the others of the table in the folder. The differences are paired by episode. The verdict
+counts the points where the router is above and below each heuristic, and where the 95 % interval
+says so.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from servegym.experiments.figure_run import legend, pyplot, tidy
-from servegym.experiments.output import print_table
+from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.routing_common import (
     Options,
     TrainedRun,
@@ -48,6 +51,9 @@ AXES = {
     "limit_ms": "latency requirement L, ms/token",
     "experts": "experts",
 }
+
+
+TEXT = ("sweep", "profiles", "policy", "interval_over")
 
 
 class Point(NamedTuple):
@@ -169,8 +175,15 @@ def seeds(options: Options) -> None:
 
 
 def _everywhere(options: Options, routers: Sequence[TrainedRun], stem: str) -> None:
+    table = options.out / f"{stem}.csv"
+    sweeps: Sequence[str] = vars(options).get("sweeps", ())
+    kept = read_rows(table, text=TEXT) if sweeps and table.exists() else []
     rows: list[dict[str, Any]] = []
     for point in points(options.quick):
+        if sweeps and point.sweep not in sweeps:
+            rows += [row for row in kept if (row["sweep"], row["profiles"], row["value"])
+                     == (point.sweep, point.fleet, point.value)]  # fmt: skip
+            continue
         rows += _measure(options, point, routers)
         print(f"{_where(rows[-1])}: {len(rows)} rows", flush=True)
     keys = ("over_greedy_qos", "over_priced_greedy")
@@ -227,7 +240,15 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"general": general, "seeds": seeds}, argv, __doc__, MODULE, episodes=50)
+
+    def own(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--sweeps", nargs="+", default=(), choices=[*AXES, "bursts"],
+            help="measure these anew and keep the rest of the table in the folder (all)",
+        )  # fmt: skip
+
+    figures = {"general": general, "seeds": seeds}
+    return run_figures(figures, argv, __doc__, MODULE, episodes=50, own=own)
 
 
 if __name__ == "__main__":

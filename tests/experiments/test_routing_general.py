@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tyro")
 
 from servegym.experiments import routing_general  # noqa: E402
+from servegym.experiments.output import write_csv  # noqa: E402
 
 
 def test_every_sweep_covers_every_fleet():
@@ -56,3 +57,19 @@ def test_a_point_surely_below_is_named():
     assert "of 3 points above greedy_qos at 1 (interval above zero at 1)" in lines[0]
     assert "below at 2 (its interval below zero at 1)" in lines[0]
     assert "surely below greedy_qos at paper-linear, 5 requests/s: -0.0300" in lines[1]
+
+
+def test_one_sweep_is_measured_anew_and_the_others_are_kept(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--episodes", "1", "--routers", "rpi"]
+    table = tmp_path / "general_router.csv"
+    assert routing_general.main(argv) == 0
+    first = table.read_text()
+    marked = [row | {"ceiling": "0.123"} for row in csv.DictReader(first.splitlines())]
+    write_csv(table, marked)
+    assert routing_general.main([*argv, "--sweeps", "bursts"]) == 0
+    again = list(csv.DictReader(table.open()))
+    assert {row["ceiling"] for row in again if row["sweep"] != "bursts"} == {"0.123"}
+    original = {row["policy"]: row for row in csv.DictReader(first.splitlines())
+                if row["sweep"] == "bursts"}  # fmt: skip
+    assert {row["policy"]: row for row in again if row["sweep"] == "bursts"} == original
+    assert len(again) == len(marked)
