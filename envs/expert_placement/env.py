@@ -43,33 +43,53 @@ class ExpertPlacementEnv(gym.Env):
     All chance (arrivals, prompts, lengths) is drawn at reset; the engine is deterministic and
     event-driven. Prompts carry recorded routing of single tokens where there is some.
 
+    The scenario sets cluster and load, which other arguments can change:
+
+    | Scenario | GPUs of the servers | Links | Load |
+    |---|---|---|---|
+    | `edge_hetero` (default) | 1, 1, 2 | 500, 500, 100 Mbit/s; 2 ms, 10 ms to and from the third; one message a server | each server its own task, 20 tokens an answer, a request in 10 s |
+    | `edge_decode` | 1, 1, 2 | 500 Mbit/s, 2 ms; one message a server | the same |
+    | `drift` | 1, 1, 2 | as `edge_hetero`; weights travel over the network | the same, tasks move to the next server every 900 s |
+    | `paper_testbed` | 1, 1, 2 | 500 Mbit/s, 0.5 ms; one message an expert, 1.5 ms each | each server its own task, 5 tokens an answer, a request in 10 s |
+    | `paper_testbed_multi` | 1, 1, 2 | as `paper_testbed` | other tasks, 20 tokens an answer, a request in 20 s |
+    | `scale_4`, `scale_8`, ... `scale_256` | 1, 1, 2, 1, 1, 2, ... to 4, 8, ... 256 GPUs | as `paper_testbed` | as `paper_testbed`, a request in 8 s |
+
+    The bandwidth is that of a server's sending interface, shared by its messages; a message also costs
+    0.2 ms to send unless the table says otherwise. GPUs have 40 GB, of which the model's share holds
+    experts: 543 of the 1,664 of `deepseek-v2-lite` on a server's first GPU, 693 on others.
+
     ## Action Space
 
-    A `Dict`. `migrate`, `Discrete(2)`: 0 keeps the placement. `plan`, by `action_mode`:
+    A `Dict` of both parts, always. `migrate`, `Discrete(2)`: 0 keeps the placement, whatever the plan;
+    1 adopts the plan. `plan`, by `action_mode`:
 
-    - `"layer_budget"` (default): `Box(0, 1, (N, L))`, the share of each server's slots for each
-      layer; which experts goes by their counts.
-    - `"expert_score"`: `Box(0, 1, (N, L, E))`; each server takes its best-scored experts.
-    - `"placement"`: `MultiBinary((G, L, E))`, the placement itself.
+    - `"layer_budget"` (default): `Box(0, 1, (N, L))`, how much of each server's slots each layer gets;
+      the numbers of a server are divided by their sum. Which experts of a layer a server has goes by
+      its counts.
+    - `"expert_score"`: `Box(0, 1, (N, L, E))`; each server fills its slots with its best-scored experts.
+    - `"placement"`: `MultiBinary((G, L, E))`, the placement itself: 1 puts an expert on a GPU.
 
-    Every plan is decoded to a feasible placement, see `decode.py`: uncovered experts replace second
-    copies. A plan that means the present placement changes nothing.
+    Numbers outside [0, 1] are clipped to it without a word; numbers that are not finite are refused.
+    Every plan is decoded to a feasible placement by `servegym.envs.expert_placement.decode`: an expert
+    that no server has replaces the least wanted expert of which there is a second copy, and a GPU
+    beyond its slots gives up second copies first. A plan that means the present placement changes
+    nothing.
 
     ## Observation Space
 
-    A `Dict` of float32 arrays in raw units, clipped at their bounds.
+    A `Dict` of float32 arrays in raw units, clipped at their bounds, which begin at 0.
 
-    | Key | Shape | Content |
+    | Key | Shape | Content (highest) |
     |---|---|---|
-    | `counts` | (N, L, E) | token-to-expert assignments of each server since the last adopted change |
-    | `placement` | (G, L, E) int8 | placement adopted last |
-    | `memory` | (G,) | slots in use / slots, above 1 while a staging slot is used |
-    | `loads_left` | (G,) | experts still to be loaded |
-    | `gpu_backlog_s`, `link_backlog_s` | (G,), (N,) | seconds of queued work |
-    | `in_system`, `arrivals` | (N,) | requests being served, requests arrived in the last epoch |
-    | `seconds_per_token` | (N, 2) | mean seconds per assigned token of local and remote calls (Eq. 4) |
-    | `window_s` | (1,) | seconds since the last adopted change, history included |
-    | `progress` | (1,) | share of the episode that has passed |
+    | `counts` | (N, L, E) | token-to-expert assignments of each server since the last adopted change [1e9] |
+    | `placement` | (G, L, E) int8 | placement adopted last [1] |
+    | `memory` | (G,) | slots in use / slots, above 1 while a staging slot is used [2] |
+    | `loads_left` | (G,) | experts still to be loaded [L E] |
+    | `gpu_backlog_s`, `link_backlog_s` | (G,), (N,) | seconds of queued work [1e6] |
+    | `in_system`, `arrivals` | (N,) | requests being served, requests arrived in the last epoch [1e6] |
+    | `seconds_per_token` | (N, 2) | mean seconds per assigned token of local and remote calls (Eq. 4) [1e6] |
+    | `window_s` | (1,) | seconds since the last adopted change, history included [1e9] |
+    | `progress` | (1,) | share of the episode that has passed [1] |
 
     ## Rewards
 
@@ -79,8 +99,9 @@ class ExpertPlacementEnv(gym.Env):
     ## Starting State
 
     No request is in the system, the experts are spread uniformly and `counts` holds those of
-    `history_requests` requests of each server, with other prompts than the episode's. The first
-    change of placement takes no time if `free_start`.
+    `history_requests` requests of each server, with other prompts than the episode's. If
+    `free_start`, a change at the first decision takes no time; any later one does, even if it is the
+    first change.
 
     ## Episode End
 
@@ -99,23 +120,23 @@ class ExpertPlacementEnv(gym.Env):
 
     | Name | Default | Meaning |
     |---|---|---|
-    | `scenario` | `"edge_hetero"` | cluster and load; see `cluster.list_scenarios()` |
+    | `scenario` | `"edge_hetero"` | cluster and load, see Description |
     | `model` | `"deepseek-v2-lite"` | or `mixtral-8x7b`, `gpt-oss-20b`, `toy` |
     | `action_mode` | `"layer_budget"` | see Action Space |
     | `epochs`, `epoch_s` | 12, 300 | decisions, seconds between them |
     | `split` | `"train"` | prompts of the episode: `train`, `val` or `eval` |
-    | `skew`, `activations_seed` | `"measured"`, 0 | of the activations |
+    | `skew`, `activations_seed` | `"measured"`, 0 | how tasks use the experts: as `measured`, or narrower, as in the `paper` (always synthetic); seed of what is not recorded |
     | `mean_interarrival_s` | the scenario's | mean seconds between requests, one number or one a server |
     | `output_tokens` | the scenario's | tokens of an answer, or a range |
     | `task_mix`, `rotate_s` | the scenario's | `by_server` (server n has task n, moving on every `rotate_s` seconds) or `mixed` |
     | `tasks` | the scenario's | names of the tasks in the order of the servers, in a ring; all of the model's unless the scenario has its own |
     | `history_requests` | 100 | requests of each server behind the first counts |
-    | `free_start` | True | whether the first change is free |
+    | `free_start` | True | whether a change at the first decision takes no time |
     | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | or `nearest`, `random`; copies looked at |
     | `migration_source` | the scenario's | weights come from the `host` or over the `network` |
     | `serving` | `"collaborative"` | or `offload`: every server has all experts in host memory, its GPUs cache some, a call that misses fetches (as [2]); plans then change nothing, "local" means found in the cache, `expert_loads` are fetches |
     | `cache`, `redirect` | `"activation_aware"`, False | with `offload`: or `lru`, `lfu`; whether a request goes as a whole to the server that serves fewest |
-    | `cluster_kwargs` | none | arguments of `cluster.build_cluster` |
+    | `cluster_kwargs` | none | arguments of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `gpu_speed`, ... |
     | `render_mode` | None | `ansi` or `rgb_array`: the map of servers and experts, local ratio over time |
     | `validate` | False | check every observation against the space (slow) |
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 
+import numpy as np
 import pytest
 
 FAMILIES = ("llm_routing", "serverless_moe", "expert_placement")
@@ -37,3 +38,71 @@ def test_serverless_states_the_values_of_actions_and_the_slo_classes():
     for name in ("main", "remote"):
         specs = getattr(problem.system, f"{name}_specs_mb")
         assert f"({specs[0]:g}, {specs[-1]:g}, {specs[1] - specs[0]:g})" in doc
+
+
+def placement_rows():
+    doc = module("expert_placement").ExpertPlacementEnv.__doc__ or ""
+    lines = (line.strip().strip("|").split("|") for line in doc.splitlines() if line.count("|") > 3)
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def test_placement_states_every_scenario_with_its_cluster_and_load():
+    cluster = module("expert_placement", "cluster")
+    config = module("expert_placement", "config")
+    told = {row[0].replace("`", "").removesuffix(" (default)"): row[1:] for row in placement_rows()}
+    scales = "scale_4, scale_8, ... scale_256"
+    names = [name for name in cluster.list_scenarios() if not name.startswith("scale")] + [scales]
+    assert set(names) <= set(told)
+    assert cluster.list_scenarios()[-1] == "scale_256" and "scale_8" in cluster.list_scenarios()
+    for name in names:
+        gpus, links, load = (  # one that is as another says so by name
+            cell + told.get(cell.partition("as `")[2].partition("`")[0], ["", "", ""])[k]
+            for k, cell in enumerate(told[name])
+        )
+        given = cluster.scenario("scale_8" if name == scales else name)
+        assert gpus.startswith(", ".join(map(str, given["gpus"])))
+        if name != "drift":
+            rates = given["nic_bps"]
+            rates = rates if isinstance(rates, tuple) else (rates,)
+            assert f"{', '.join(f'{rate / 1e6:g}' for rate in rates)} Mbit/s" in links
+            assert f"message a{'n expert' if 'expert' in given['messages'] else ' server'}" in links
+        if "tokens" in load:
+            assert f"{given['output_tokens']} tokens" in load or name == scales
+        if "in " in load:
+            assert f"{given['mean_interarrival_s']:g} s" in load
+        assert (f"every {given.get('rotate_s', 0):g} s" in load) == ("rotate_s" in given)
+    slots = config.build_problem().cluster
+    doc = module("expert_placement").ExpertPlacementEnv.__doc__
+    assert f"{slots.slots[0]} of the {slots.layers * slots.experts:,} of" in doc
+    assert f"{slots.slots[-1]} on others" in doc
+
+
+def test_placement_states_the_bounds_of_its_observations():
+    core = module("expert_placement", "core")
+    problem = module("expert_placement", "config").build_problem(model="toy")
+    space, found = core.observation_space(problem), {}
+    for row in placement_rows():
+        high = re.search(r"\[([^\]]+)\]$", row[-1])
+        if high:
+            for key in row[0].replace("`", "").split(", "):
+                cluster = problem.cluster
+                top = cluster.layers * cluster.experts if high[1] == "L E" else float(high[1])
+                found[key] = top
+    assert found == {key: float(box.high.max()) for key, box in space.items()}
+
+
+def test_placement_clips_plans_and_frees_the_first_decision_alone():
+    of = module("expert_placement").ExpertPlacementEnv
+
+    def played(plan, wait=0):
+        env = of(model="toy", epochs=4, epoch_s=30.0)
+        env.reset(seed=0)
+        for _ in range(wait):
+            env.step({"migrate": 0, "plan": plan})
+        observation, *_ = env.step({"migrate": 1, "plan": plan})
+        return observation, env.episode_kpis()
+
+    wild = np.random.default_rng(0).uniform(-1, 2, (3, 4)).astype(np.float32)
+    one, two = played(wild)[0], played(np.clip(wild, 0, 1))[0]
+    assert np.array_equal(one["placement"], two["placement"])
+    assert played(wild)[1]["expert_loads"] == 0 and played(wild, wait=1)[1]["expert_loads"] > 0
