@@ -78,9 +78,11 @@ def environments() -> list[dict[str, str]]:
     """A page an id in Gymnasium's form."""
     nav = []
     drawn: dict[str, str] = {}
+    pages: dict[type, str] = {}
     for env_id in servegym.ENV_IDS:
         name = env_id.partition("/")[2]
         cls = gymnasium.make(env_id).unwrapped.__class__
+        pages[cls] = name
         family = known_family(env_id).name
         if family not in drawn:
             drawn[family] = f"{family}.png"
@@ -89,8 +91,11 @@ def environments() -> list[dict[str, str]]:
         drawing = importlib.import_module(f"servegym.envs.{family}.render").__doc__ or ""
         lines = [f"# {env_id}", "", f"![A rendered frame of {env_id}]({drawn[family]})", "",
                  f"*{' '.join(drawing.split())}*", ""]  # fmt: skip
-        lines += [fenced(inspect.cleandoc(cls.__doc__ or ""))]
-        write(f"environments/{name}.md", "\n".join(lines))
+        text = fenced(inspect.cleandoc(cls.__doc__ or ""))
+        for other, page in pages.items():  # an id that refers to another's class links its page
+            if other is not cls:
+                text = text.replace(f"`{other.__name__}`", f"[`{other.__name__}`]({page}.md)")
+        write(f"environments/{name}.md", "\n".join([*lines, text]))
         nav.append({name: f"environments/{name}.md"})
     from servegym.envs.expert_placement import parallel_env as placement
     from servegym.envs.llm_routing import parallel_env as routing
@@ -310,6 +315,7 @@ def home() -> None:
         text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
         text = text.replace("](CHANGELOG.md)", "](changelog.md)")
         text = re.sub(r"\[([^\]]*)\]\((?:CITATION.cff|LICENSE)\)", r"`\1`", text)
+        text = text.replace("](experiments/results)", "](results/routing.md)")
         write(page, text)
 
 

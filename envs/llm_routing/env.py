@@ -103,14 +103,14 @@ class LLMRoutingEnv(BatchEnv):
     | `num_experts` | 6, or as many as `profiles` lists | N |
     | `profiles` | `"edge-6-heterogeneous"` | a fleet, a profile for all experts, or a list of profiles |
     | `models` | the fleet's | catalog model of each expert |
-    | `catalog`, `catalog_kwargs` | `"alpaca_eval_7b"` | requests with each model's score and length |
+    | `catalog`, `catalog_kwargs` | `"alpaca_eval_7b"` | requests with each model's score and length, and keywords; see below |
     | `split` | `"train"` | prompts to draw from: `train`, `val`, `eval` or `all` |
-    | `arrivals`, `arrivals_kwargs` | `"poisson"` | arrival process: `poisson`, `gamma`, `mmpp`, `burstgpt`, `azure`, `trace` |
+    | `arrivals`, `arrivals_kwargs` | `"poisson"` | arrival process and its keywords, see below |
     | `rate` | 5.0 | mean requests/s, or a range (low, high) drawn from for each episode |
     | `latency_requirement_s` | 0.030 | L in s per token, or a range |
     | `episode_requests` | 1000 | decisions in an episode |
     | `score_predictor`, `length_predictor` | `"confusion"` | `confusion`, `learned`, `zero` or `exact` |
-    | `predictor_kwargs` | none | further arguments, as `{"score": {...}, "length": {...}}` |
+    | `predictor_kwargs` | none | keywords of the predictors, see below |
     | `buckets`, `predictor_seed` | `"quantile"`, 0 | how predictions are bucketed; seed of their errors |
     | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
     | `scheduler` | `"orca"` | `orca` (prefills block decodes) or `chunked_prefill` |
@@ -123,6 +123,28 @@ class LLMRoutingEnv(BatchEnv):
     | `max_output_tokens` | the catalog's | longest answer |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |
+
+    What `arrivals_kwargs` takes by process; what is not given has the fitted value:
+
+    | `arrivals` | Process | Keywords |
+    |---|---|---|
+    | `poisson` | exponential gaps | none |
+    | `gamma` | gamma gaps | one of `cv` (coefficient of variation of the gaps), `shape`, `fit` |
+    | `mmpp` | Poisson with a calm and a busy state | `rate_ratio` (busy over calm), `busy_share` (of the time), `cycle_requests` (mean requests of a calm and a busy period), `fit` |
+    | `burstgpt`, `azure` | gamma gaps at a rate that varies slowly, fitted to that trace | `cv` (gaps), `rate_cv` (rate over blocks), `rho` (correlation of adjacent blocks), `block_requests` (mean requests of a block), `window` (True: each episode has the mean rate asked for) |
+    | `trace` | a file's arrivals, rescaled to `rate` | `path` (needed), `fmt` (`burstgpt`, `azure`, `mooncake`, `csv`, `jsonl`; else detected), `start_s` (drawn unless given), `window_s` |
+
+    `fit` is `"burstgpt"` (default) or `"azure"`. What `catalog_kwargs` takes by catalog:
+
+    | `catalog` | Requests | Keywords |
+    |---|---|---|
+    | `alpaca_eval_7b` | recorded answers of models of about 7B parameters | none |
+    | `synthetic` | drawn, with the moments of the recorded ones | `num_models` (12), `num_prompts` (1000), `seed` (0), `max_output_tokens` |
+    | `mix_instruct` | MixInstruct, from your copy | `path` (needed: file or folder), `models`, `score` (`"bertscore"`), `tokenizer`, `max_output_tokens`, `seed` |
+
+    `predictor_kwargs` has `{"score": {...}, "length": {...}}`, each with `table` (for `learned`: a file
+    written by `servegym.envs.workloads.predictions.write_table`; `alpaca_eval_7b` ships with one) and
+    `pool` (`"catalog"` or `"columns"`: whether buckets are taken of all models or of the experts').
 
     >>> import gymnasium, servegym
     >>> env = gymnasium.make("servegym/LLMRouting-v0", num_experts=3, rate=2.0)

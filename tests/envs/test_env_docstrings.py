@@ -106,3 +106,27 @@ def test_placement_clips_plans_and_frees_the_first_decision_alone():
     one, two = played(wild)[0], played(np.clip(wild, 0, 1))[0]
     assert np.array_equal(one["placement"], two["placement"])
     assert played(wild)[1]["expert_loads"] == 0 and played(wild, wait=1)[1]["expert_loads"] > 0
+
+
+def test_routing_states_the_keywords_of_arrivals_and_catalogs():
+    arrivals = importlib.import_module("servegym.envs.workloads.arrivals")
+    catalog = importlib.import_module("servegym.envs.workloads.catalog")
+    doc = module("llm_routing").LLMRoutingEnv.__doc__ or ""
+    told = {}
+    for line in doc.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 3:
+            told |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[2])
+    known = {**{name: arrivals.make_arrivals for name in arrivals.list_arrivals()},
+             **{name: catalog.load_catalog for name in catalog.list_catalogs()}}  # fmt: skip
+    for name, make in known.items():
+        rate = (1.0,) if make is arrivals.make_arrivals else ()
+        with pytest.raises(ValueError) as refused:  # the message lists what is allowed
+            make(name, *rate, no_such_keyword=1)
+        allowed = set(re.findall(r"'?(\w+)'?", str(refused.value).partition("no_such_keyword")[2]))
+        words = set(re.findall(r"`(\w+)`", told[name]))
+        assert words or told[name] == "none", name
+        if words:
+            assert {w for w in words if w in allowed} == words - {
+                "burstgpt", "azure", "mooncake", "csv", "jsonl",
+            }, (name, words, str(refused.value))  # fmt: skip
