@@ -57,7 +57,7 @@ def _compared(one: Found, other: Found, names: tuple[str, str], paired: bool = F
     """Change from ``other`` to ``one`` in words, or which of them, by name, is overloaded."""
     grow = [name for name, found in zip(names, (one, other), strict=True) if found[1]]
     if grow:
-        return f"none: overloaded ({', '.join(grow)})"
+        return f"no change to tell ({' and '.join(grow)} overloaded)"
     return versus(one[0], other[0]) if paired else told(ratio_of(one[0], other[0]), "+.0f")
 
 

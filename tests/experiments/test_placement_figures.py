@@ -187,7 +187,7 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
 
     def evaluate(env_id, policies, episodes, env_kwargs):
         """Latency in proportion to the time of arrivals, but of the second policy."""
-        played.append((policies[0], env_kwargs["epochs"]))
+        played.append((policies[0], env_kwargs["epochs"], env_kwargs.get("epoch_s", 300)))
         seconds = 0.2 * 300 * (env_kwargs["epochs"] if policies[0] == "prism" else 4)
         keys = ("p99_latency_s", "mean_ttft_s", "local_token_ratio", "local_call_ratio",
                 "remote_layer_ratio", "migrations", "requests")  # fmt: skip
@@ -195,14 +195,18 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
 
     monkeypatch.setattr(placement_common, "evaluate", evaluate)
     rows, _ = measure(("prism", "eplb"), 2, {}, epochs=4)
-    assert played == [("prism", 4), ("prism", 8), ("eplb", 4), ("eplb", 8)]
+    assert [(name, epochs) for name, epochs, _ in played] == [
+        ("prism", 4), ("prism", 8), ("eplb", 4), ("eplb", 8),
+    ]  # fmt: skip
     assert [row["overloaded"] for row in rows] == [1.0, 0.0]
     assert rows[0]["doubled_s"] == 480.0
     assert placement_common.overloaded(rows) == ["prism"]
+    measure(("prism",), 2, {}, epochs=1)  # no second decision: one epoch of twice the length
+    assert played[-2:] == [("prism", 1, 300), ("prism", 1, 600)]
     found = placement_scale._compared(
         (np.array([9.0, 9.0]), True), (np.array([3.0, 3.0]), False), ("256 GPUs", "4 GPUs")
     )
-    assert found == "none: overloaded (256 GPUs)"
+    assert found == "no change to tell (256 GPUs overloaded)"
 
 
 def test_workload_figures(tmp_path, capsys):
