@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,10 @@ def _clear_errors(command: Command) -> Command:
                 "tokenizers": "predict",
             }.get(name, "agents")
             _fail(f"{name} is not installed; pip install 'serve-gym[{extra}]'")
+        except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+            # What is still buffered must not be flushed into the closed pipe at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
         except (ValueError, OSError) as error:
             _fail(" ".join(str(error).split()) or type(error).__name__)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.checkpoint import shipped
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import list_policies, make_policy, policy_from_file
+from servegym.baselines.registry import FAMILIES, list_policies, make_policy, policy_from_file
 from servegym.experiments.families import Family, family_of
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
@@ -107,6 +107,12 @@ def resolve(
 
         loaded = load_policy(file, system)
         return Resolved(name if name in trained else loaded.name, loaded)
+    for other in FAMILIES:
+        if other != family and any(info.name == name for info in list_policies(other)):
+            raise ValueError(
+                f"policy is {name!r}, which is a policy for {other}, not for {family}; "
+                "see `servegym list`"
+            )
     names += trained
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

@@ -72,6 +72,19 @@ def test_profiles_put_the_name_first(run):
         assert "fit error" in line
 
 
+def test_a_closed_pipe_is_no_error():
+    code = "from servegym.experiments.cli import app; app(['profiles'])"
+    command = [sys.executable, "-u", "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()  # before anything is written
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
+
+
+def test_a_policy_of_another_family_is_told_so(run):
+    fails(run("evaluate", ENV_ID, "--policy", "remoe"), "'remoe'", "for serverless_moe, not for")
+
+
 def test_parse_settings():
     given = ["rate=8", "split=eval", "rate_=[4, 11]", "flag=true", "none=null", "path=a=b"]
     assert parse_settings(given) == {
