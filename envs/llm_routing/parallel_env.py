@@ -193,6 +193,10 @@ class LLMRoutingParallelEnv(ParallelEnv):
         index = self._index
         actor = int(self._owner[index])
         name = self.agents[actor]
+        if not isinstance(actions, dict):
+            raise ValueError(
+                f"actions={actions!r} must be a dict of a whole number for each agent."
+            )
         if name not in actions:
             raise ValueError(f"actions={actions!r} lacks {name!r}, which has the turn.")
         action = np.asarray(actions[name])

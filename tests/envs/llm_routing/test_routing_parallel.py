@@ -157,6 +157,7 @@ def test_bad_arguments_and_actions_are_refused():
         env.step({})
     env.reset(seed=0)
     for actions, word in (
+        (None, "must be a dict"),
         ({}, "lacks"),
         ({env.turn: 4}, "out of range"),
         ({env.turn: 0.5}, "whole"),
