@@ -52,7 +52,11 @@ register_policy(
     "greedy_qos less a price on busy capacity: the strongest heuristic",
 )
 register_policy("always_best", AlwaysBest, "best train mean score, the next best while it is full")
-register_policy("linucb", LinUcb, "linear bandit an expert, learns online from a train-split prior")
+register_policy(
+    "linucb",
+    LinUcb,
+    "linear bandit an expert, learns online from a train-split prior; told scores at acceptance",
+)
 register_policy("drop_all", DropAll, "control: drops every request")
 register_policy("always_busiest", AlwaysBusiest, "control: most requests; must lose")
 register_policy(

@@ -28,6 +28,11 @@ class LinUcb(RoutingPolicy):
 
     Features: 1, predicted score, predicted length, prompt, running, waiting, "no slot free" and
     memory use, each in [0, 1].
+
+    It asks for ``reward="paid_forward"``, which pays the true score of a request when it is
+    accepted and takes it back if the answer is late. So `feedback` tells it the score before the
+    answer exists, where a running system would learn it with the answer: its results are those of
+    a bandit without delay.
     """
 
     name = "linucb"
