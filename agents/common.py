@@ -141,6 +141,13 @@ def snapshot(path: Path, **content: Any) -> None:
     write_atomic(path, lambda stream: torch.save(content, stream))
 
 
+def has_snapshot(resume: bool, path: Path) -> bool:
+    """Whether a run goes on from a snapshot; says so where one was asked for and there is none."""
+    if resume and not path.exists():
+        print(f"no snapshot at {path}: the run begins anew", flush=True)
+    return resume and path.exists()
+
+
 def crossed(every: int, before: int, now: int) -> bool:
     """Whether a multiple of ``every`` lies between two counts; never for ``every`` = 0."""
     return every > 0 and now // every > before // every

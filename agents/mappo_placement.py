@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import crossed, keep, layer, parse_settings, snapshot, write_checkpoint
+from servegym.agents.common import (
+    crossed,
+    has_snapshot,
+    keep,
+    layer,
+    parse_settings,
+    snapshot,
+    write_checkpoint,
+)
 from servegym.agents.placement_features import SCALARS, Features, group_advantage, is_first
 from servegym.agents.placement_start import Start, find_start, setting_word
 from servegym.envs.expert_placement.core import observation_space
@@ -262,7 +270,7 @@ def train(args: Args) -> Path:
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
     best, first, kept = np.inf, 0, b""
-    if args.resume and (run / "state.pt").exists():
+    if has_snapshot(args.resume, run / "state.pt"):
         state = torch.load(run / "state.pt", weights_only=False)
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])

@@ -2,7 +2,8 @@
 
 ``--arch shared`` (the default where the environment has experts) runs one small network over every
 expert's part of the flat routing observation, so that what is learned at one expert serves all;
-``--arch mlp`` is the plain network. ``python agents/ppo.py --help`` lists the options.
+``--arch mlp`` is the plain network. It keeps no snapshots: a stopped run begins anew.
+``python agents/ppo.py --help`` lists the options.
 """
 
 from __future__ import annotations

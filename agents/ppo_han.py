@@ -32,6 +32,7 @@ from servegym.agents.common import (
     crossed,
     episode_seeds,
     follow,
+    has_snapshot,
     keep,
     make_envs,
     snapshot,
@@ -244,7 +245,7 @@ def train(args: Args) -> Path:
         "size": None,
         "mask": info["action_mask"], "shares": np.zeros(actions),
     }  # fmt: skip
-    if args.resume and (run / "snapshot.pt").exists():
+    if has_snapshot(args.resume, run / "snapshot.pt"):
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
         averaged.load_state_dict(saved["averaged"])

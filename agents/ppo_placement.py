@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from servegym.agents.common import (
     crossed,
     env_kwargs,
+    has_snapshot,
     keep,
     layer,
     parse_settings,
@@ -253,7 +254,7 @@ def train(args: Args) -> Path:
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
     best, first, kept = np.inf, 0, b""
-    if args.resume and (run / "state.pt").exists():
+    if has_snapshot(args.resume, run / "state.pt"):
         state = torch.load(run / "state.pt", weights_only=False)
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from servegym.agents.common import (
     RunLog,
     crossed,
+    has_snapshot,
     keep,
     layer,
     make_envs,
@@ -284,7 +285,7 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_serverless_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
 
-    resumed, start = args.resume and (run / "snapshot.pt").exists(), {}
+    resumed, start = has_snapshot(args.resume, run / "snapshot.pt"), {}
     if args.teacher and not resumed:
         start["imitation/log_likelihood"] = imitate(agent, args, run.parent)
         start |= {f"eval/{key}": value for key, value in evaluate(agent, args).items()}

@@ -41,6 +41,7 @@ from servegym.agents.common import (
     RunLog,
     crossed,
     episode_seeds,
+    has_snapshot,
     keep,
     make_envs,
     snapshot,
@@ -347,7 +348,7 @@ def train(args: Args) -> Path:
 
     agent = fresh()
     s: dict[str, Any] = {"step": 0, "labels": 0, "best": -np.inf, "log_size": 0, "fitted": False}
-    if args.resume and (run / "snapshot.pt").exists():
+    if has_snapshot(args.resume, run / "snapshot.pt"):
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
         s = saved["state"]

@@ -33,6 +33,7 @@ from servegym.agents.common import (
     crossed,
     episode_seeds,
     follow,
+    has_snapshot,
     keep,
     make_envs,
     snapshot,
@@ -315,7 +316,7 @@ def train(args: Args) -> Path:
         "obs": obs, "return": np.zeros(args.num_envs), "episodes": [], "qos": [],
         "shares": np.zeros(actions),
     }  # fmt: skip
-    if args.resume and (run / "snapshot.pt").exists():
+    if has_snapshot(args.resume, run / "snapshot.pt"):
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         for key, part in parts.items():
             part.load_state_dict(saved[key])

@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import load_policy, ppo_han  # noqa: E402
-from servegym.agents.common import Foresight, make_envs  # noqa: E402
+from servegym.agents.common import Foresight, has_snapshot, make_envs  # noqa: E402
 from servegym.agents.han import Layout  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
@@ -125,6 +125,16 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
 
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
     assert_goes_on(ppo_han, tiny, tmp_path, monkeypatch, 256, encoder="sets")
+
+
+def test_a_run_without_the_snapshot_asked_for_says_so(tmp_path, capsys):
+    path = tmp_path / "snapshot.pt"
+    assert not has_snapshot(False, path) and capsys.readouterr().out == ""
+    assert not has_snapshot(True, path)
+    assert f"no snapshot at {path}" in capsys.readouterr().out
+    path.touch()
+    assert has_snapshot(True, path) and not has_snapshot(False, path)
+    assert capsys.readouterr().out == ""
 
 
 def test_wrong_arguments_are_refused(tmp_path):
