@@ -215,6 +215,8 @@ def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{name}: overloaded, the mean grows by more than 20 % with twice the arrivals: "
             f"{', '.join(grow)}."
         )
+    if any(math.isnan(row.get("overloaded", math.nan)) for row in rows):  # of an older table
+        notes.append(f"{name}: not every policy was tried with twice the arrivals.")
     missing = [p.name for p in list_policies("expert_placement") if p.name not in by]
     if missing:
         notes.append(f"{name}: not measured: {', '.join(missing)}.")

@@ -65,6 +65,10 @@ def test_the_words_follow_the_numbers():
     # Explored: whole_layer < proxy_optimum < prism; here the last two are the other way round.
     assert "2 of 3 of its orders are confirmed; turned round: prism / proxy_optimum." in words
     assert "not measured: keep, uniform" in words
+    assert "not every policy was tried with twice the arrivals" in words
+    tried = [row | {"overloaded": float(row["policy"] == "prism")} for row in rows]
+    words = "\n".join(algorithms._verdict("edge_hetero", tried))
+    assert "twice the arrivals: prism." in words and "not every" not in words
 
 
 def test_a_resumed_run_keeps_its_rows(tmp_path, monkeypatch):
