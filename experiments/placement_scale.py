@@ -104,7 +104,7 @@ def holders(gpus: int) -> str:
 def fig8a(options: FigureOptions) -> None:
     """Latency against the number of GPUs at a fixed rate per server."""
     rows: list[dict[str, Any]] = []
-    latency: dict[tuple[Any, ...], np.ndarray] = {}
+    latency: dict[tuple[Any, ...], Found] = {}
     for link in LINKS:
         chosen = ("redundance", "eplb", "prism") if link == "nic" else ("eplb", "prism")
         for gap in GAPS_S:
@@ -124,8 +124,8 @@ def fig8a(options: FigureOptions) -> None:
     for link in LINKS:
         said = []
         for gap, paper in zip(GAPS_S, ("-19 %", "-9 %"), strict=True):
-            ends = (latency[link, gap, gpus, "prism"] for gpus in (last, first))
-            change = _compared(*ends, (f"{last} GPUs", f"{first} GPUs"))
+            late, early = (latency[link, gap, gpus, "prism"] for gpus in (last, first))
+            change = _compared(late, early, (f"{last} GPUs", f"{first} GPUs"))
             said.append(f"{change} at {gap:g} s between requests (paper {paper})")
         notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(said)}")
     for link in LINKS:
@@ -176,7 +176,7 @@ def fig8a(options: FigureOptions) -> None:
 def fig8b(options: FigureOptions) -> None:
     """Latency of Prism against the bandwidth of the servers."""
     rows: list[dict[str, Any]] = []
-    latency: dict[tuple[Any, ...], np.ndarray] = {}
+    latency: dict[tuple[Any, ...], Found] = {}
     sizes = (4, 16) if options.quick else (4, 64, 256)
     for link, h in CASES:
         for gpus in sizes:
@@ -195,8 +195,8 @@ def fig8b(options: FigureOptions) -> None:
     for link, h in CASES:
         said = []
         for gpus in sizes:
-            ends = [latency[link, h, gpus, mbps] for mbps in (MBPS[-1], MBPS[0])]
-            change = _compared(*ends, tuple(f"{mbps} Mbps" for mbps in (MBPS[-1], MBPS[0])))
+            fast, slow = (latency[link, h, gpus, mbps] for mbps in (MBPS[-1], MBPS[0]))
+            change = _compared(fast, slow, (f"{MBPS[-1]} Mbps", f"{MBPS[0]} Mbps"))
             said.append(f"{gpus} GPUs {change}")
         notes.append(
             f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(said)}; the "
@@ -249,10 +249,8 @@ def sensitivity(options: FigureOptions) -> None:
                     rows += found
                     order = sorted(own, key={k: x.mean() for k, x in own.items()}.__getitem__)
                     grow = overloaded(found)
-                    gain = _compared(
-                        *((own[name], name in grow) for name in ("prism", "eplb_global")),
-                        ("prism", "eplb_global"), paired=True,
-                    )  # fmt: skip
+                    prism_, rival = ((own[p], p in grow) for p in ("prism", "eplb_global"))
+                    gain = _compared(prism_, rival, ("prism", "eplb_global"), paired=True)
                     notes.append(f"{place}: {' < '.join(order)}; prism against eplb_global {gain}")
     points = list(dict.fromkeys(row["point"] for row in rows))
     cell = {(row["point"], row["policy"]): row for row in rows}

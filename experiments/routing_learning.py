@@ -145,10 +145,11 @@ def fig16(options: Options) -> None:
                     thousands, curve[:, 1], curve[:, 2], alpha=0.2, color=line.get_color()
                 )
             top, rise = int(np.argmax(curve[:, 0])), curve[-1, 0] - curve[2 * len(steps) // 3, 0]
+            ends = f" [{curve[top, 1]:.3f}, {curve[top, 2]:.3f}]" if len(seeds) > 1 else ""
             notes.append(
                 f"{group}, {point}: {variant} x{len(seeds)}: validation QoS {curve[0, 0]:.3f} "
-                f"after {steps[0]:,} steps, at most {curve[top, 0]:.3f} [{curve[top, 1]:.3f}, "
-                f"{curve[top, 2]:.3f}] after {steps[top]:,}, {curve[-1, 0]:.3f} after "
+                f"after {steps[0]:,} steps, at most {curve[top, 0]:.3f}{ends} after "
+                f"{steps[top]:,}, {curve[-1, 0]:.3f} after "
                 f"{steps[-1]:,} ({rise:+.3f} over the last third)"
             )
         for name, style in zip(REFERENCES, ("--", "-.", ":"), strict=True):
