@@ -64,8 +64,8 @@ def make_envs(args: Any, num_envs: int, **overrides: Any) -> gym.vector.VectorEn
     )
 
 
-def episode_seeds(seed: int, num_envs: int) -> list[int]:
-    """A seed for every environment of a training.
+def episode_seeds(seed: int, num_envs: int) -> Any:
+    """A list with a seed for every environment of a training.
 
     Of a single number a vector environment makes consecutive ones, so that two trainings of seeds
     1 and 2 would meet nearly the same episodes.
