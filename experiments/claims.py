@@ -323,12 +323,10 @@ def gpus(rows: Rows) -> Iterable[Finding]:
     """Prism's latency with 256 GPUs against 4."""
     for link in values(rows, "link_model"):
         for gap, paper in ((8.0, -19.0), (15.0, -9.0)):
-            own = {row["gpus"]: row["mean_latency_s"]
-                   for row in pick(rows, link_model=link, gap_s=gap, policy="prism")}  # fmt: skip
-            change = percent(own[256], own[4])
+            own = {row["gpus"]: row for row in pick(rows, link_model=link, gap_s=gap,
+                                                    policy="prism")}  # fmt: skip
             setting = f"links: {link}, {gap:g} s between requests"
-            told = f"{change:+.0f} % (paper {paper:.0f} %)"
-            yield Finding(setting, told, judge(change, paper))
+            yield _ends(setting, own[256], own[4], paper, ("256 GPUs", "4 GPUs"))
 
 
 def bandwidth(rows: Rows) -> Iterable[Finding]:
@@ -336,12 +334,24 @@ def bandwidth(rows: Rows) -> Iterable[Finding]:
     for link in values(rows, "link_model"):
         for cost in values(pick(rows, link_model=link), "h_ms"):
             for count, paper in ((4, -55.0), (256, -35.0)):
-                own = {row["mbps"]: row["mean_latency_s"]
+                own = {row["mbps"]: row
                        for row in pick(rows, link_model=link, h_ms=cost, gpus=count)}  # fmt: skip
-                change = percent(own[1000], own[100])
                 setting = f"links: {link}, {cost} ms a message, {count} GPUs"
-                told = f"{change:+.0f} % (paper {paper:.0f} %)"
-                yield Finding(setting, told, judge(change, paper))
+                yield _ends(setting, own[1000], own[100], paper, ("1000 Mbps", "100 Mbps"))
+
+
+def _ends(
+    setting: str, new: Mapping[str, Any], old: Mapping[str, Any], paper: float,
+    names: tuple[str, str],
+) -> Finding:  # fmt: skip
+    """A change of latency; of an overloaded queue only the sign says something."""
+    change = percent(new["mean_latency_s"], old["mean_latency_s"])
+    grow = [name for name, row in zip(names, (new, old), strict=True) if row["overloaded"]]
+    if not grow:
+        return Finding(setting, f"{change:+.0f} % (paper {paper:.0f} %)", judge(change, paper))
+    told = f"{'more' if change > 0 else 'less'}, overloaded with {' and '.join(grow)}"
+    verdict = OPEN if len(grow) == 2 else DIRECTION if change * paper > 0 else DISAGREES
+    return Finding(setting, f"{told} (paper {paper:.0f} %)", verdict)
 
 
 OVER_BASELINE = ("sac_han", "baseline_rl")

@@ -97,3 +97,18 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
 def test_unknown_family() -> None:
     with pytest.raises(ValueError, match=r"family='placment' is unknown.*placement"):
         main(["placment"])
+
+
+def test_of_an_overloaded_queue_only_the_sign_counts(tmp_path) -> None:
+    (tmp_path / "placement").mkdir()
+    seconds = {("nic", 4): (20.0, 0), ("nic", 256): (190.0, 1), ("pairwise", 4): (10.0, 0),
+               ("pairwise", 256): (8.0, 0)}  # fmt: skip
+    table = [
+        {"link_model": link, "gap_s": gap, "gpus": gpus, "policy": "prism",
+         "mean_latency_s": mean, "overloaded": over}
+        for gap in (8.0, 15.0) for (link, gpus), (mean, over) in seconds.items()
+    ]  # fmt: skip
+    write_csv(tmp_path / "placement" / "fig8a_gpus.csv", table)
+    nic, _, pairwise, _ = findings(claim("Fig. 8a", "fig8a_gpus"), tmp_path)
+    assert nic[1:] == ("more, overloaded with 256 GPUs (paper -19 %)", "disagrees")
+    assert pairwise[1:] == ("-20 % (paper -19 %)", "agrees")
