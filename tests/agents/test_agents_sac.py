@@ -393,7 +393,8 @@ def test_a_cut_episode_goes_on_in_the_critics_target(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sac_han.ReplayBuffer, "add", lambda self, **step: (kept.append(step), add(self, **step))
     )
-    sac_han.train(tiny(tmp_path, cut_after=7, total_timesteps=160, set=("num_experts=3",)))
+    changes = {"total_timesteps": 160, "set": ("num_experts=3",), "foresight": False}
+    sac_han.train(tiny(tmp_path, cut_after=7, **changes))
     done = np.array([step["done"] for step in kept])
     assert not np.any([step["terminated"] for step in kept])
     assert np.array_equal(np.flatnonzero(done[:, 0]), np.arange(6, len(kept), 7))
@@ -402,3 +403,18 @@ def test_a_cut_episode_goes_on_in_the_critics_target(tmp_path, monkeypatch):
     ]  # what follows the cut is the busy system, not the empty one of the next episode
     assert not np.array_equal(ended["next_obs"], kept[7]["obs"])
     assert np.array_equal(kept[4]["next_obs"], kept[5]["obs"])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"prior": -0.02}, "prior: must be 0 or a temperature"),
+        ({"n_step": 0}, "n_step: must be from 1"),
+        ({"buffer_size": 64, "num_envs": 16, "n_step": 8}, "n_step: must be from 1 to 4"),
+        ({"cut_after": 7}, "foresight: must be False with cut_after"),
+    ],
+)
+def test_arguments_that_would_train_something_else_are_refused(tmp_path, given, named):
+    with pytest.raises(ValueError, match=named):
+        sac_han.train(sac_han.Args(out_dir=str(tmp_path), **given))
+    assert not list(tmp_path.iterdir())
