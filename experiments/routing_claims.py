@@ -82,11 +82,11 @@ def claims(rows: Sequence[dict[str, Any]], paper: str) -> list[str]:
         if not kinds:
             lines += [f"{fleet}: {one}" for one in claim([], "sac_han", "baseline_rl", paper)]
         for kind in kinds:
-            found = {
-                point: claim(own, f"sac_han{kind}", f"baseline_rl{kind}", paper)[0]
-                for point, own in points.items()
-            }
-            lines += [f"{point}: {line}" for point, line in found.items()]
+            for point, own in points.items():
+                lines += [
+                    f"{point}: {one}"
+                    for one in claim(own, f"sac_han{kind}", f"baseline_rl{kind}", paper)
+                ]
         for point, own in points.items():
             lines += [f"{point}: {line}" for line in best_trained(own)]
     print("\n".join(lines))
