@@ -205,12 +205,13 @@ def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
             yield TrainingRun("zoo", variant, "het4-11", seed, steps, settings, agent)
 
 
-def _long() -> Iterator[TrainingRun]:
+def _long(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     """What more steps give: 1 million with the graph, three times its own for Baseline RL."""
-    for point in ("het8", "linear5"):
-        for variant in ("baseline_rl", "sac_han", "baseline_rl_dsa"):
-            steps = 3 * BASELINE_STEPS if variant == "baseline_rl" else LONG_STEPS
-            yield _run("long", variant, variant, point, 1, steps=steps)
+    for variant in ("sac_han", "baseline_rl", "baseline_rl_dsa"):
+        steps = 3 * BASELINE_STEPS if variant == "baseline_rl" else LONG_STEPS
+        for point in ("het8", "linear5"):
+            for seed in seeds:
+                yield _run("long", variant, variant, point, seed, steps=steps)
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
@@ -232,7 +233,7 @@ def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 RUNS: tuple[TrainingRun, ...] = (
     *_paper((1, 2, 3, 4, 5)),
     *_ppo((1, 2, 3)),
-    *_long(),
+    *_long((1, 2, 3, 4, 5)),
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
     *_short((1, 2, 3)),
