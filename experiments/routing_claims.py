@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from servegym.experiments.claims import judge, percent
+from servegym.experiments.claims import Change, judge, percent
 
 __all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
 
@@ -16,10 +15,11 @@ COLLAPSED = 0.9
 
 
 def claim(
-    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: str
+    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
 ) -> list[str]:  # fmt: skip
     """What the paper claims of ``method`` over ``reference`` against these rows, one line.
 
+    ``paper`` is the printed change, or words where it prints none.
     A reference that ends below shortest_queue counts as undertrained: a gain over it is no figure.
     """
     named = {row["policy"]: row for row in rows}
@@ -37,11 +37,10 @@ def claim(
     qos = percent(ours["qos"], theirs["qos"])
     latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
     most = percent(ceiling, theirs["qos"])
-    figure = re.search(r"[+-]\d+(\.\d+)?", paper)
-    verdict = judge(qos, float(figure[0]), "at least" in paper) if figure else "no figure"
+    verdict = judge(qos, paper.qos, paper.least) if isinstance(paper, Change) else "no figure"
     if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
         shares = [f"{row['policy']} {100 * row['top_share']:.0f} %" for row in (ours, theirs)]
-        paper += f"; COLLAPSED onto one expert: {', '.join(shares)}"
+        paper = f"{paper}; COLLAPSED onto one expert: {', '.join(shares)}"
     return [
         f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
         f"{paper}: {verdict}; the best score whatever the latency: {most:+.0f} %)"
@@ -68,7 +67,7 @@ def best_trained(
             f"{best['ceiling']:.3f}"]  # fmt: skip
 
 
-def claims(rows: Sequence[dict[str, Any]], paper: str) -> list[str]:
+def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
     """What the paper's claim comes to, and who is best, at every point."""
     lines = []
     for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym.experiments.claims import PRINTED
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.output import print_table
@@ -180,15 +181,15 @@ def fig17(options: Options) -> None:
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, trained, names)
     print_rows("fig17: ablation", rows, ["point"])
-    lines = []
+    lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
     for name in dict.fromkeys(row["point"] for row in rows):
         own = [row for row in rows if row["point"] == name]
         lines += [f"{name}: {one}" for one in (
-            *claim(own, "baseline_rl_dsa", "baseline_rl", "+17.27 %, -3.22 %"),
-            *claim(own, "sac_han", "baseline_rl_dsa", "+22.37 %, -2.15 %"),
+            *claim(own, "baseline_rl_dsa", "baseline_rl", state),
+            *claim(own, "sac_han", "baseline_rl_dsa", reward),
             *claim(own, "sac_han", "baseline_rl", "both together"),
-            *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", "+17.27 %, -3.22 %"),
-            *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", "+22.37 %, -2.15 %"),
+            *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
+            *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
             *claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
             *claim(own, "long: sac_han", "sac_han", "more steps of the same"),
         )]  # fmt: skip
@@ -228,7 +229,7 @@ def fig18(options: Options) -> None:
                 ratio = both["latency_ms_per_token"] / none["latency_ms_per_token"]
                 lines.append(
                     f"{fleet_point}: {policy} with predictors over without: QoS {qos:+.2f} %, "
-                    f"latency per token {100 * (ratio - 1):+.2f} % (paper: +17.94 %, -1.33 %)"
+                    f"latency per token {100 * (ratio - 1):+.2f} % (paper: {PRINTED['Fig. 18']})"
                 )
     print("\n".join(lines))
     plt = pyplot()

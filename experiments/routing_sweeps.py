@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from servegym.experiments.claims import PRINTED, Change
 from servegym.experiments.routing_claims import claims
 from servegym.experiments.routing_common import (
     Options,
@@ -38,7 +39,7 @@ def _few(options: Options, values: Sequence[Any]) -> Sequence[Any]:
     return values[:: max(len(values) - 1, 1)] if options.quick else values
 
 
-def _comparison(options: Options, stem: str, arrivals: str, paper: str, requests: int) -> None:
+def _comparison(options: Options, stem: str, arrivals: str, paper: Change, requests: int) -> None:
     rows = []
     for fleet in options.fleets:
         for rate in POINTS.get(fleet, (5.0,)):
@@ -54,12 +55,12 @@ def _comparison(options: Options, stem: str, arrivals: str, paper: str, requests
 
 def fig7(options: Options) -> None:
     """QoS and latency per token under Poisson arrivals."""
-    _comparison(options, "fig7_poisson", "poisson", "+35.78 %, -5.45 %", 1000)
+    _comparison(options, "fig7_poisson", "poisson", PRINTED["Fig. 7"], 1000)
 
 
 def fig9(options: Options) -> None:
     """QoS and latency per token over long episodes with the bursts of a published trace."""
-    _comparison(options, "fig9_burstgpt", "burstgpt", "at least +33.47 %, -3.35 %", 2000)
+    _comparison(options, "fig9_burstgpt", "burstgpt", PRINTED["Fig. 9"], 2000)
 
 
 def fig12(options: Options) -> None:
@@ -71,7 +72,7 @@ def fig12(options: Options) -> None:
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, chosen(options, fleet))
     print_rows("fig12: arrival rate", rows, ["point"])
-    lines = claims(rows, "at least +34.11 %, -4.17 %")
+    lines = claims(rows, PRINTED["Fig. 12"])
     title = "Poisson arrivals, six experts, L = 30 ms"
     figure = plot_lines(rows, "rate", "arrival rate, requests/s", "profiles", title)
     save(options, "fig12_rate", rows, figure, *lines)
@@ -112,7 +113,7 @@ def fig13(options: Options) -> None:
             trained = chosen(options, fleet, ("paper", "general", "limits", "other"))
             rows += measure(options, kwargs, point, trained)
     print_rows("fig13: latency requirement", rows, ["point"])
-    lines = claims(rows, "at least +18.31 %, -4.63 %")
+    lines = claims(rows, PRINTED["Fig. 13"])
     title = "Poisson arrivals, six experts"
     figure = plot_lines(rows, "limit_ms", "latency requirement L, ms/token", "panel", title)
     save(options, "fig13_requirement", rows, figure, *lines)

@@ -23,6 +23,7 @@ from servegym.experiments import (  # noqa: E402
     routing_training,
     routing_workload,
 )
+from servegym.experiments.claims import Change  # noqa: E402
 from servegym.experiments.routing_claims import claim, spread  # noqa: E402
 from servegym.experiments.routing_common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
@@ -107,8 +108,8 @@ def test_no_ratio_to_an_undertrained_baseline():
     assert (
         "QoS +20.00 %, latency per token -16.67 %" in claim(rows, "sac_han", "baseline_rl", "")[0]
     )
-    for paper, verdict in (("+15.00 %, -5 %", "agrees"), ("at least +30 %", "same direction"),
-                           ("-3.0 %", "disagrees"), ("better", "no figure")):  # fmt: skip
+    for paper, verdict in ((Change(15, -5), "agrees"), (Change(30, -5, True), "same direction"),
+                           (Change(-3, 0), "disagrees"), ("better", "no figure")):  # fmt: skip
         assert f"{paper}: {verdict};" in claim(rows, "sac_han", "baseline_rl", paper)[0]
     rows[0]["qos"], rows[1]["ceiling"] = 0.55, 0.75
     told = claim(rows, "sac_han", "baseline_rl", "")[0]
@@ -116,7 +117,7 @@ def test_no_ratio_to_an_undertrained_baseline():
     assert "is +36 % over shortest_queue" in told
     assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
     rows[1]["qos"] = 0.45  # a loss against a reference that learnt little is one all the same
-    assert "QoS -10.00 %" in claim(rows, "sac_han", "baseline_rl", "+15 %")[0]
+    assert "QoS -10.00 %" in claim(rows, "sac_han", "baseline_rl", Change(15, -5))[0]
 
 
 def test_differences_to_the_heuristics_are_paired(tmp_path):
