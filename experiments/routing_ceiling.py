@@ -24,13 +24,13 @@ from servegym.experiments.figure_run import legend, pyplot, tidy
 from servegym.experiments.routing_common import (
     Options,
     chosen,
+    gain,
     play,
     print_rows,
     run_figures,
     save,
     summarise_parts,
 )
-from servegym.experiments.stats import paired_difference
 from servegym.hardware_profiles.script import run
 
 __all__ = ["main"]
@@ -76,19 +76,17 @@ def ceiling(options: Options) -> None:
             name = f"rollout, {horizon} requests"
             policy = make_policy("rollout", system, horizon=horizon)
             found[name] = _measured(policy, name, options, kwargs)
-        base = [row["avg_qos"] for row in found[REFERENCE]]
         gained: dict[str, float] = {}
         for name, part in found.items():
-            gain = paired_difference([row["avg_qos"] for row in part], base)
-            gained[name] = gain.value
+            more = gain("gain", [part], found[REFERENCE])
+            gained[name] = more["gain"]
             point = {"policy": name, "rate": rate, "trainings": int("shipped" in name)}
-            rows.append(point | summarise_parts([part]) | {
-                "gain": round(gain.value, 6), "gain_low": round(gain.low, 6),
-                "gain_high": round(gain.high, 6),
-            })  # fmt: skip
+            rows.append(point | summarise_parts([part]) | more)
             if name != REFERENCE:
-                notes.append(f"{rate:g}/s: {name} over {REFERENCE}: QoS {gain.value:+.4f} "
-                             f"[{gain.low:+.4f}, {gain.high:+.4f}]")  # fmt: skip
+                notes.append(
+                    f"{rate:g}/s: {name} over {REFERENCE}: QoS {more['gain']:+.4f} "
+                    f"[{more['gain_low']:+.4f}, {more['gain_high']:+.4f}]"
+                )
         notes += [_horizons(rate, gained), _verdict(rate, gained, rows[-1]["ceiling"])]
     print_rows("ceiling", rows, ["rate"])
     print("\n".join(notes))
@@ -98,8 +96,8 @@ def ceiling(options: Options) -> None:
 def _horizons(rate: float, gained: Mapping[str, float]) -> str:
     """What clairvoyance gains by how far it sees."""
     told = [
-        f"{gain:+.4f} with {name.removeprefix('rollout, ')}"
-        for name, gain in gained.items()
+        f"{more:+.4f} with {name.removeprefix('rollout, ')}"
+        for name, more in gained.items()
         if name.startswith("rollout")
     ]
     return f"{rate:g}/s: gain of the rollouts by their horizon: {', '.join(told)}"
@@ -107,8 +105,8 @@ def _horizons(rate: float, gained: Mapping[str, float]) -> str:
 
 def _verdict(rate: float, gained: Mapping[str, float], best_score: float) -> str:
     """The best router's share of what the best clairvoyant rollout gains over the heuristic."""
-    learnt = {name: gain for name, gain in gained.items() if "shipped" in name}
-    seen = max(gain for name, gain in gained.items() if name.startswith("rollout"))
+    learnt = {name: more for name, more in gained.items() if "shipped" in name}
+    seen = max(more for name, more in gained.items() if name.startswith("rollout"))
     text = f"{rate:g}/s: the best rollout gains {seen:+.4f}; the best score is {best_score:.3f}"
     if learnt and seen > 0:
         name = max(learnt, key=lambda key: learnt[key])

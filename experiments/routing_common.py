@@ -41,6 +41,7 @@ __all__ = [
     "Options",
     "TrainedRun",
     "find_runs",
+    "gain",
     "measure",
     "play",
     "plot_bars",
@@ -243,14 +244,27 @@ def measure(
         | summarise_parts(parts)
         for name, parts in series.items()
     }
-    qos = {name: [[row["avg_qos"] for row in part] for part in parts]
-           for name, parts in series.items()}  # fmt: skip
     for reference in (name for name in REFERENCES if name in baselines):
         for name, row in found.items():
-            gain = over_trainings(qos[name], qos[reference][0])
-            ends = zip(("", "_low", "_high"), gain, strict=True)
-            row |= {f"over_{reference}{end}": round(value, 6) for end, value in ends}
+            row |= gain(f"over_{reference}", series[name], series[reference][0])
     return list(found.values())
+
+
+def gain(
+    column: str,
+    parts: Sequence[Sequence[Mapping[str, Any]]],
+    reference: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """QoS of one or several trainings' episodes less a reference's on the same ones.
+
+    Returns:
+        ``column``, ``column_low`` and ``column_high``, see `over_trainings`.
+    """
+    found = over_trainings(
+        [[row["avg_qos"] for row in part] for part in parts], [row["avg_qos"] for row in reference]
+    )
+    ends = zip(("", "_low", "_high"), found, strict=True)
+    return {f"{column}{end}": round(value, 6) for end, value in ends}
 
 
 def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

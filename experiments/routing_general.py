@@ -25,12 +25,12 @@ from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.routing_common import (
     Options,
     TrainedRun,
+    gain,
     play,
     run_figures,
     save,
     summarise_parts,
 )
-from servegym.experiments.stats import paired_difference
 from servegym.hardware_profiles.script import run
 
 __all__ = ["Point", "main", "points", "verdict"]
@@ -110,15 +110,12 @@ def _measure(options: Options, point: Point, routers: Sequence[TrainedRun]) -> l
         policy = load_policy(one.path, system)
         policy.name = one.label
         parts[one.label, one.seed] = measured(policy)
-    qos = {key: np.array([row["avg_qos"] for row in part]) for key, part in parts.items()}
     rows = []
     for (name, seed), part in parts.items():
         row = {"sweep": point.sweep, "profiles": point.fleet, "value": point.value,
                "policy": name, "training_seed": seed or ""} | summarise_parts([part])  # fmt: skip
         for other in HEURISTICS:
-            gain = paired_difference(qos[name, seed], qos[other, 0])
-            row |= {f"over_{other}": round(gain.value, 5), f"over_{other}_low": round(gain.low, 5),
-                    f"over_{other}_high": round(gain.high, 5)}  # fmt: skip
+            row |= gain(f"over_{other}", [part], parts[other, 0])
         rows.append(row)
     return rows
 
@@ -130,18 +127,18 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for name, seed in dict.fromkeys((row["policy"], row["training_seed"]) for row in trained):
         own = [row for row in trained if (row["policy"], row["training_seed"]) == (name, seed)]
         for other in HEURISTICS:
-            gain, low, high = (
+            more, low, high = (
                 np.array([row[f"over_{other}{end}"] for row in own])
                 for end in ("", "_low", "_high")
             )
-            worst = own[int(gain.argmin())]
+            worst = own[int(more.argmin())]
             line = (
                 f"{name}, seed {seed}, {own[0]['episodes']} episodes: of {len(own)} points "
-                f"above {other} at {(gain > 0).sum()} "
-                f"(interval above zero at {(low > 0).sum()}), below at {(gain < 0).sum()} (its "
-                f"interval below zero at {(high < 0).sum()}); worst {gain.min():+.4f} "
-                f"[{low[gain.argmin()]:+.4f}, {high[gain.argmin()]:+.4f}] at {_where(worst)}, "
-                f"mean {gain.mean():+.4f}"
+                f"above {other} at {(more > 0).sum()} "
+                f"(interval above zero at {(low > 0).sum()}), below at {(more < 0).sum()} (its "
+                f"interval below zero at {(high < 0).sum()}); worst {more.min():+.4f} "
+                f"[{low[more.argmin()]:+.4f}, {high[more.argmin()]:+.4f}] at {_where(worst)}, "
+                f"mean {more.mean():+.4f}"
             )
             lines.append(line)
             lines += [
@@ -221,10 +218,10 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
                         and (row["sweep"], row["profiles"]) == (sweep, fleet)
                     ]  # fmt: skip
                     at = [row["value"] for row in own]
-                    gain, low, high = (
+                    more, low, high = (
                         [row[f"over_{other}{end}"] for row in own] for end in ("", "_low", "_high")
                     )
-                    axis.plot(at, gain, styles[k % 3], color=colour, linewidth=1.6, marker="o",
+                    axis.plot(at, more, styles[k % 3], color=colour, linewidth=1.6, marker="o",
                               markersize=3.5, label=None if k else fleet)  # fmt: skip
                     axis.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
             tidy(axis)
