@@ -6,7 +6,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,40 @@ from torch import nn
 
 import servegym  # noqa: F401  (registers the environments)
 from servegym.envs.workloads._util import write_atomic
+
+
+@dataclass
+class RunArgs:
+    """What the command line of every agent says of its run."""
+
+    seed: int = 1
+    """seed of the networks, the exploration and the training episodes"""
+    torch_threads: int = 1
+    """threads of torch"""
+    track: bool = False
+    """log to wandb as well"""
+    wandb_project_name: str = "servegym"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team"""
+    save_model: bool = True
+    """write best.safetensors and last.safetensors"""
+    out_dir: str = "runs"
+    """folder of the runs"""
+    run_name: str = ""
+    """folder of this run (default: a name with the agent and the seed)"""
+
+
+@dataclass
+class LongRunArgs(RunArgs):
+    """The same, of a run that may be stopped and gone on with."""
+
+    cuda: bool = False
+    """run the networks on a GPU"""
+    checkpoint_every: int = 0
+    """steps between snapshots to resume from (0: none); a snapshot holds what was collected"""
+    resume: bool = False
+    """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:
@@ -192,15 +226,16 @@ class RunLog:
     def advance(self, step: int) -> float:
         """Show the step on the bar; returns `sps`."""
         self.sps = (step - self.first) / (time.perf_counter() - self.begin)
-        self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.0f} SPS")
+        self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.1f} SPS")
         return self.sps
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log numbers by name."""
-        self.file.write((json.dumps({"global_step": step, **metrics}) + "\n").encode())
+        row = {"global_step": step, **metrics}
+        self.file.write((json.dumps(row) + "\n").encode())
         self.file.flush()
         if self.wandb is not None:
-            self.wandb.log(dict(metrics), step=step)
+            self.wandb.log(row, step=step)
 
     def say(self, step: int, result: Mapping[str, float]) -> None:
         """Print the average QoS of an evaluation above the bar."""

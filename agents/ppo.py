@@ -9,7 +9,6 @@ expert's part of the flat routing observation, so that what is learned at one ex
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,18 +18,24 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from servegym.agents.common import episode_seeds, keep, layer, make_envs, masks, write_checkpoint
+from servegym.agents.common import (
+    RunArgs,
+    RunLog,
+    episode_seeds,
+    keep,
+    layer,
+    make_envs,
+    masks,
+    write_checkpoint,
+)
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     """Command line of the agent."""
 
-    seed: int = 1
-    """seed of the networks, the exploration and the training episodes"""
     env_id: str = "servegym/LLMRoutingFlat-v0"
     """an environment with one Box and Discrete actions"""
     profiles: str = "edge-6-heterogeneous"
@@ -81,22 +86,8 @@ class Args:
     """episodes per evaluation"""
     eval_rate: float = 9.0
     """arrival rate of the evaluation (routing ids only)"""
-    torch_threads: int = 1
-    """threads of torch"""
     cuda: bool = False
     """run the networks on a GPU"""
-    track: bool = False
-    """log to wandb as well"""
-    wandb_project_name: str = "servegym"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team"""
-    save_model: bool = True
-    """write best.safetensors and last.safetensors"""
-    out_dir: str = "runs"
-    """folder of the runs"""
-    run_name: str = ""
-    """folder of this run (default: ppo_arch_seed)"""
 
 
 class Agent(nn.Module):
@@ -186,12 +177,7 @@ def train(args: Args) -> Path:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     run = Path(args.out_dir) / (args.run_name or f"ppo_{args.arch}_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
-    log = open(run / "metrics.jsonl", "w")  # noqa: SIM115
-    if args.track:
-        import wandb
-
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                   name=run.name, dir=str(run))  # fmt: skip
+    log = RunLog(run, args, "ppo")
 
     shape = (args.num_steps, n)
     b_obs = torch.zeros((*shape, columns), device=device)
@@ -205,10 +191,6 @@ def train(args: Args) -> Path:
     returns, finished, step, best, evaluated = np.zeros(n), [], 0, -np.inf, 0
     updates = args.total_timesteps // (args.num_steps * n)
     size = args.num_steps * n
-    begin = time.perf_counter()
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = bar.add_task("ppo", total=updates)
-    bar.start()
     for iteration in range(updates):
         if args.anneal_lr:
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
@@ -259,9 +241,8 @@ def train(args: Args) -> Path:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
-        sps = step / (time.perf_counter() - begin)
         metrics = {
-            "global_step": step, "charts/SPS": sps, "losses/policy_loss": policy_loss.item(),
+            "charts/SPS": log.advance(step), "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(), "losses/entropy": entropy.item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
         }  # fmt: skip
@@ -271,18 +252,11 @@ def train(args: Args) -> Path:
             evaluated = step // args.eval_every
             result = evaluate(agent, args)
             metrics["eval/score"] = result
-            bar.console.print(f"step {step}: evaluation {result:.4f}")
+            log.bar.console.print(f"step {step}: evaluation {result:.4f}")
             best = keep(partial(save_policy, agent, args), args, run, result, best)
-        log.write(json.dumps(metrics) + "\n")
-        log.flush()
-        if args.track:
-            wandb.log(metrics, step=step)
-        bar.update(task, advance=1, description=f"ppo {sps:.0f} SPS")
-    bar.stop()
+        log.write(step, metrics)
     log.close()
     envs.close()
-    if args.track:
-        wandb.finish()
     return run
 
 

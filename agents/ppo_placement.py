@@ -19,7 +19,6 @@ of arrivals out of the advantage. ``python agents/ppo_placement.py --help`` list
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,10 +30,11 @@ import numpy as np
 import torch
 import tyro
 from numpy.typing import NDArray
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from servegym.agents.common import (
+    RunArgs,
+    RunLog,
     crossed,
     env_kwargs,
     has_snapshot,
@@ -50,11 +50,9 @@ from servegym.envs.expert_placement.env import make_problem
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     """Command line of the agent."""
 
-    seed: int = 1
-    """seed of the networks, the exploration and the training episodes"""
     env_id: str = "servegym/ExpertPlacement-v0"
     """the environment"""
     set: tuple[str, ...] = ("scenario=edge_hetero",)
@@ -105,22 +103,8 @@ class Args:
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
-    torch_threads: int = 1
-    """threads of torch"""
-    track: bool = False
-    """log to wandb as well"""
-    wandb_project_name: str = "servegym"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team"""
-    save_model: bool = True
-    """write best.safetensors, last.safetensors and what a stopped run needs to go on"""
     resume: bool = False
     """go on with the run of this name where it was stopped"""
-    out_dir: str = "runs"
-    """folder of the runs"""
-    run_name: str = ""
-    """folder of this run (default: ppo_placement_seed)"""
 
 
 class Agent(nn.Module):
@@ -253,42 +237,31 @@ def train(args: Args) -> Path:
     optimizer = torch.optim.Adam(groups, eps=1e-5)
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
-    best, first, kept = np.inf, 0, b""
+    best, first, log_size = np.inf, 0, 0
     if has_snapshot(args.resume, run / "state.pt"):
         state = torch.load(run / "state.pt", weights_only=False)
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        best, first = state["best"], state["iteration"]
-        kept = (run / "metrics.jsonl").read_bytes()[: state["log_bytes"]]
-    log = open(run / "metrics.jsonl", "wb")  # noqa: SIM115
-    log.write(kept)
-    if args.track:
-        import wandb
-
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, config=asdict(args),
-                   name=run.name, dir=str(run))  # fmt: skip
+        best, first, log_size = state["best"], state["iteration"], state["log_bytes"]
+    log = RunLog(run, args, "ppo_placement", first * size, log_size)
 
     servers, layers, _ = features.shape
     b_x = torch.zeros(steps, n, servers, layers, features.columns)
     b_z = torch.zeros(steps, n, servers, layers, features.outputs)
     b_moved, b_free, b_logp, b_reward, b_value = (torch.zeros(steps, n) for _ in range(5))
-    begin = time.perf_counter()
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    task = bar.add_task("ppo_placement", total=updates, completed=first)
-    bar.start()
 
     def check(step: int) -> dict[str, float]:
         """Evaluate and keep the policy."""
         nonlocal best
         latency, migrations = evaluate(agent, features, args)
-        bar.console.print(f"step {step}: validation latency {latency:.3f} s")
+        log.bar.console.print(f"step {step}: validation latency {latency:.3f} s")
         write = partial(save_policy, agent, args, step=step, start=start)
         best = -keep(write, args, run, -latency, -best)
         return {"eval/mean_latency_s": latency, "eval/migrations": migrations}
 
     if first == 0:
-        log.write((json.dumps({"global_step": 0} | check(0)) + "\n").encode())
+        log.write(0, check(0))
     for iteration in range(first, updates):
         gone = iteration / updates
         for group in optimizer.param_groups:
@@ -343,8 +316,7 @@ def train(args: Args) -> Path:
         step = (iteration + 1) * size
         kpis = info["episode_kpis"]
         metrics = {
-            "global_step": step,
-            "charts/SPS": (step - first * size) / (time.perf_counter() - begin),
+            "charts/SPS": log.advance(step),
             "charts/episodic_return": b_reward.sum(0).mean().item(),
             "charts/mean_latency_s": float(np.mean(kpis["mean_latency_s"])),
             "charts/migrations": float(np.mean(kpis["migrations"])),
@@ -354,20 +326,13 @@ def train(args: Args) -> Path:
         }  # fmt: skip
         if crossed(args.eval_every, step - size, step) or iteration + 1 == updates:
             metrics |= check(step)
-        log.write((json.dumps(metrics) + "\n").encode())
-        log.flush()
+        log.write(step, metrics)
         if args.save_model:
             snapshot(run / "state.pt", agent=agent.state_dict(), optimizer=optimizer.state_dict(),
                      random=torch.get_rng_state(), best=best, iteration=iteration + 1,
-                     log_bytes=log.tell())  # fmt: skip
-        if args.track:
-            wandb.log(metrics, step=step)
-        bar.update(task, advance=1, description=f"ppo_placement {metrics['charts/SPS']:.1f} SPS")
-    bar.stop()
+                     log_bytes=log.size)  # fmt: skip
     log.close()
     envs.close()
-    if args.track:
-        wandb.finish()
     return run
 
 

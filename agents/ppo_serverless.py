@@ -37,6 +37,7 @@ import tyro
 from torch import Tensor, nn
 
 from servegym.agents.common import (
+    LongRunArgs,
     RunLog,
     crossed,
     has_snapshot,
@@ -51,11 +52,9 @@ from servegym.agents.lessons import imitate
 
 
 @dataclass
-class Args:
+class Args(LongRunArgs):
     """Command line of the agent."""
 
-    seed: int = 1
-    """seed of the networks, the exploration and the training episodes"""
     env_id: str = "servegym/ServerlessMoEFlat-v0"
     """an environment with one Box and MultiDiscrete actions"""
     set: tuple[str, ...] = ()
@@ -104,26 +103,6 @@ class Args:
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 32
     """episodes per evaluation"""
-    torch_threads: int = 1
-    """threads of torch"""
-    cuda: bool = False
-    """run the networks on a GPU"""
-    track: bool = False
-    """log to wandb as well"""
-    wandb_project_name: str = "servegym"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team"""
-    save_model: bool = True
-    """write best.safetensors and last.safetensors"""
-    out_dir: str = "runs"
-    """folder of the runs"""
-    checkpoint_every: int = 0
-    """steps between snapshots to resume from (0: none)"""
-    resume: bool = False
-    """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
-    run_name: str = ""
-    """folder of this run (default: ppo_serverless_seed)"""
 
 
 class Agent(nn.Module):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from servegym.agents.common import (
     Foresight,
+    LongRunArgs,
     RunLog,
     crossed,
     episode_seeds,
@@ -57,11 +58,9 @@ from servegym.baselines.llm_routing.system import RoutingSystem
 
 
 @dataclass
-class Args:
+class Args(LongRunArgs):
     """Command line of the agent."""
 
-    seed: int = 1
-    """seed of the networks, the exploration and the training episodes"""
     env_id: str = "servegym/LLMRouting-v0"
     """a routing environment with the Dict observation"""
     profiles: str = "edge-6-heterogeneous"
@@ -142,26 +141,6 @@ class Args:
     """arrival rates of the evaluation"""
     eval_requests: int = 500
     """requests per evaluation episode"""
-    torch_threads: int = 1
-    """threads of torch"""
-    cuda: bool = False
-    """run the networks on a GPU"""
-    track: bool = False
-    """log to wandb as well"""
-    wandb_project_name: str = "servegym"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team"""
-    save_model: bool = True
-    """write best.safetensors and last.safetensors"""
-    checkpoint_every: int = 0
-    """steps between snapshots to resume from (0: none); a snapshot holds the replay buffer"""
-    resume: bool = False
-    """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
-    out_dir: str = "runs"
-    """folder of the runs"""
-    run_name: str = ""
-    """folder of this run (default: state_reward_head_seed)"""
 
 
 class Agent(nn.Module):
