@@ -306,7 +306,14 @@ class Foresight:
     WIDTH = 4 * len(AHEAD)
 
     def __init__(self, envs: Any) -> None:
-        """Take the native vector environment of a routing id."""
+        """Take the native vector environment of a routing id.
+
+        Raises:
+            ValueError: If it cuts episodes: what follows a cut is gone when its value is wanted.
+        """
+        if envs.unwrapped.max_episode_steps is not None:
+            raise ValueError("foresight: must be False with max_episode_steps, as what follows a "
+                             "cut is gone")  # fmt: skip
         self.batch = envs.unwrapped.batch
         table = self.batch.table
         self.length = table[:, :, 2].mean(1) / 150 - 1

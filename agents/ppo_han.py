@@ -273,7 +273,7 @@ def train(args: Args) -> Path:
                     final = {k: v[None] for k, v in info["final_obs"][i].items()}
                     x = torch.as_tensor(agent.rows(final), device=device).float()
                     ones = torch.ones((1, actions), device=device)
-                    b_next[t, i] = agent(x, ones, torch.zeros_like(inputs[:1]))[1][0]
+                    b_next[t, i] = agent(x, ones, inputs[:1])[1][0]
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
                 if terminated.any():
                     s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()

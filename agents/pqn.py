@@ -274,7 +274,7 @@ def train(args: Args) -> Path:
                     final = {k: v[None] for k, v in info["final_obs"][i].items()}
                     x = torch.as_tensor(agent.rows(final), device=device).float()
                     ones = torch.ones((1, actions), device=device)
-                    gain, value = agent(x, ones, torch.zeros_like(inputs[:1]))
+                    gain, value = agent(x, ones, inputs[:1])
                     b_best[t, i] = value[0] + gain.max()
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
                 if terminated.any():

@@ -79,6 +79,14 @@ def test_advantages_by_hand():
     assert got[:, 0].tolist() == pytest.approx([1 + 0.4 * 1, 1.0, 2.5])
 
 
+def test_foresight_refuses_episodes_that_are_cut(tmp_path):
+    cut = {"set": ("num_experts=3", "episode_requests=50", "max_episode_steps=20")}
+    with pytest.raises(ValueError, match="foresight: must be False with max_episode_steps"):
+        ppo_han.train(tiny(tmp_path, **cut))
+    run = ppo_han.train(tiny(tmp_path, foresight=False, **cut))
+    assert (run / "best.safetensors").exists()
+
+
 def test_foresight_by_hand():
     args = ppo_han.Args(set=("episode_requests=40",), rate_low=8.0, rate_high=8.0)
     envs = make_envs(args, 3)
