@@ -30,6 +30,7 @@ __all__ = [
     "change",
     "drive",
     "few",
+    "growing",
     "interval",
     "make",
     "measure",
@@ -182,6 +183,17 @@ def _doubled(policy: Any, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str,
 def overloaded(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Policies of rows whose latency grows with the length of the run."""
     return [row["policy"] for row in rows if row.get("overloaded", 0.0) > 0]
+
+
+def growing(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """Which points are overloaded, as a note; none if none is."""
+    grow = [" ".join(str(row[key]) for key in keys) for row in rows if row["overloaded"]]
+    if not grow:
+        return ["no point is overloaded: twice the arrivals raise no mean by more than 20 %"]
+    return [
+        f"overloaded ({', '.join(keys)}), the mean is the length of the run's and grows by more "
+        f"than 20 % with twice the arrivals: {'; '.join(grow)}"
+    ]
 
 
 def change(one: np.ndarray, other: np.ndarray) -> Interval:

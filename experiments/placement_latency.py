@@ -26,6 +26,7 @@ from servegym.experiments.placement_common import (
     band,
     drive,
     few,
+    growing,
     interval,
     measure,
     overloaded,
@@ -243,6 +244,7 @@ def table2(options: FigureOptions) -> None:
     ]
     head = ["", "server 1", "server 2", "server 3", "servers", "requests", "paper", "ratio"]
     print_table("Mean latency, s", head, body)
+    notes += growing(rows, ("workload", "model", "skew", "policy"))
     notes.append(
         "means over episodes of about 200 requests a server, 95 % intervals of Student's t over "
         "episodes; 'servers' weighs servers alike, 'requests' requests"

@@ -22,6 +22,7 @@ from servegym.experiments.placement_common import (
     SEED,
     band,
     few,
+    growing,
     measure,
     overloaded,
     ratio_of,
@@ -59,17 +60,6 @@ def _compared(one: Found, other: Found, names: tuple[str, str], paired: bool = F
     if grow:
         return f"no change to tell ({' and '.join(grow)} overloaded)"
     return versus(one[0], other[0]) if paired else told(ratio_of(one[0], other[0]), "+.0f")
-
-
-def _growing(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
-    """Which points are overloaded, as a note; none if none is."""
-    grow = [" ".join(str(row[key]) for key in keys) for row in rows if row["overloaded"]]
-    if not grow:
-        return ["no point is overloaded: twice the arrivals raise no mean by more than 20 %"]
-    return [
-        f"overloaded ({', '.join(keys)}), the mean is the length of the run's and grows by more "
-        f"than 20 % with twice the arrivals: {'; '.join(grow)}"
-    ]
 
 
 def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
@@ -142,7 +132,7 @@ def fig8a(options: FigureOptions) -> None:
         "grows with the number of servers, with nic it does not"
     )
     notes += [holders(gpus) for gpus in (first, last)]
-    notes += _growing(rows, ("link_model", "gap_s", "gpus", "policy"))
+    notes += growing(rows, ("link_model", "gap_s", "gpus", "policy"))
     plt = pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
     panels = [(link, gap) for link in LINKS for gap in GAPS_S]
@@ -203,7 +193,7 @@ def fig8b(options: FigureOptions) -> None:
             "paper: -55 % with 4 GPUs, -35 % with 256"
         )
     notes.append("15 s between the requests of a server, arrivals of 5 minutes")
-    notes += _growing(rows, ("link_model", "h_ms", "gpus", "mbps"))
+    notes += growing(rows, ("link_model", "h_ms", "gpus", "mbps"))
     plt = pyplot()
     figure, axes = plt.subplots(1, len(CASES), figsize=(12, 4), layout="constrained")
     for axis, (link, h) in zip(axes, CASES, strict=True):
@@ -262,7 +252,7 @@ def sensitivity(options: FigureOptions) -> None:
     first = {p: min(chosen, key=lambda n, p=p: cell[p, n]["mean_latency_s"]) for p in points}
     wins = [f"{name} in {list(first.values()).count(name)}" for name in chosen]
     notes.insert(0, f"fastest of these six in {len(points)} settings: {', '.join(wins)}")
-    notes += _growing(rows, ("point", "policy"))
+    notes += growing(rows, ("point", "policy"))
     plt = pyplot()
     figure, axes = plt.subplots(
         1, len(points) // 8, figsize=(5.2 * (len(points) // 8), 5.2), layout="constrained",
