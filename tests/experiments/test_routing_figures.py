@@ -244,7 +244,7 @@ def test_learning_figures(tmp_path, trained, capsys):
     ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
     assert ablation["sac_han"]["trainings"] == "2"
     predictors = rows_of(tmp_path / "fig18_predictors.csv")
-    assert len({row["predictors"] for row in predictors}) == 5
+    assert len({row["predictors"] for row in predictors}) == 6
     # shortest_queue reads no prediction.
     assert len({row["qos"] for row in predictors if row["policy"] == "shortest_queue"}) == 1
     table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
