@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -54,6 +54,32 @@ class LongRunArgs(RunArgs):
     """steps between snapshots to resume from (0: none); a snapshot holds what was collected"""
     resume: bool = False
     """continue from the snapshot in the run's folder; the log goes on as if uninterrupted"""
+
+
+@dataclass
+class RouterArgs(LongRunArgs):
+    """The same, of a router: what it is trained for and what it is evaluated on."""
+
+    env_id: str = "servegym/LLMRouting-v0"
+    """a routing environment with the Dict observation"""
+    profiles: str = "edge-6-heterogeneous"
+    """fleet of the experts"""
+    latency_requirement_s: float = 0.030
+    """latency requirement L, seconds per token"""
+    rate_low: float = 4.0
+    """lowest mean arrival rate, requests/s; each training episode draws its own"""
+    rate_high: float = 11.0
+    """highest mean arrival rate, requests/s"""
+    reward: Literal["qos_aware", "completed_qos", "paid_forward"] = "paid_forward"
+    """the environment's reward"""
+    set: tuple[str, ...] = ()
+    """further environment arguments, key=value with a JSON value, as in num_experts=3"""
+    eval_episodes: int = 8
+    """episodes per rate and evaluation on the validation split; the best policy is kept"""
+    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
+    """arrival rates of the evaluation"""
+    eval_requests: int = 500
+    """requests per evaluation episode"""
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:

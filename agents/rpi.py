@@ -38,7 +38,7 @@ from servegym.agents.branches import (
     noise_weights,
 )
 from servegym.agents.common import (
-    LongRunArgs,
+    RouterArgs,
     RunLog,
     crossed,
     episode_seeds,
@@ -55,15 +55,9 @@ from servegym.baselines.llm_routing.system import RoutingSystem
 
 
 @dataclass
-class Args(LongRunArgs):
+class Args(RouterArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRouting-v0"
-    """a routing environment with the Dict observation"""
-    profiles: str = "edge-6-heterogeneous"
-    """fleet of the experts"""
-    latency_requirement_s: float = 0.030
-    """latency requirement L, seconds per token"""
     rate_low: float = 3.0
     """lowest mean arrival rate, requests/s; each training episode draws its own"""
     rate_high: float = 11.5
@@ -115,8 +109,6 @@ class Args(LongRunArgs):
     """episodes per rate and evaluation on the validation split; the best policy is kept"""
     eval_rates: tuple[float, ...] = (3.0, 5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
-    eval_requests: int = 500
-    """requests per evaluation episode"""
 
 
 class Agent(nn.Module):

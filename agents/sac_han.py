@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from servegym.agents.common import (
     Foresight,
-    LongRunArgs,
+    RouterArgs,
     RunLog,
     crossed,
     episode_seeds,
@@ -58,23 +58,9 @@ from servegym.baselines.llm_routing.system import RoutingSystem
 
 
 @dataclass
-class Args(LongRunArgs):
+class Args(RouterArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRouting-v0"
-    """a routing environment with the Dict observation"""
-    profiles: str = "edge-6-heterogeneous"
-    """fleet of the experts"""
-    latency_requirement_s: float = 0.030
-    """latency requirement L, seconds per token"""
-    rate_low: float = 4.0
-    """lowest mean arrival rate, requests/s; each training episode draws its own"""
-    rate_high: float = 11.0
-    """highest mean arrival rate, requests/s"""
-    reward: Literal["qos_aware", "completed_qos", "paid_forward"] = "paid_forward"
-    """the environment's reward"""
-    set: tuple[str, ...] = ()
-    """further environment arguments, key=value with a JSON value, as in num_experts=3"""
     state: Literal["han", "expert"] = "han"
     """the whole graph, or the experts' rows of Eq. 7 alone (the paper's Baseline RL)"""
     head: Literal["expert", "arrived"] = "expert"
@@ -135,12 +121,6 @@ class Args(LongRunArgs):
     """keep the entropy bonus in the critics' target"""
     eval_every: int = 30_000
     """steps between evaluations on the validation split; the best policy is kept"""
-    eval_episodes: int = 8
-    """episodes per rate and evaluation"""
-    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
-    """arrival rates of the evaluation"""
-    eval_requests: int = 500
-    """requests per evaluation episode"""
 
 
 class Agent(nn.Module):
