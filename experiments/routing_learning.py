@@ -17,7 +17,7 @@ import numpy as np
 
 from servegym.experiments.claims import PRINTED, percent
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
-from servegym.experiments.figure_run import legend, pyplot, tidy
+from servegym.experiments.figure_run import pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.routing_claims import claim, spread
 from servegym.experiments.routing_common import (
@@ -25,12 +25,12 @@ from servegym.experiments.routing_common import (
     Options,
     chosen,
     measure,
-    plot_bars,
     print_rows,
     run_figures,
     save,
     shipped_runs,
 )
+from servegym.experiments.routing_plots import plot_bars, plot_groups
 from servegym.experiments.routing_runs import POINTS, RUNS
 from servegym.experiments.routing_training import RESULT
 from servegym.experiments.stats import student_interval
@@ -237,26 +237,7 @@ def fig18(options: Options) -> None:
                         f"latency per token {latency:+.2f} % (paper: {PRINTED['Fig. 18']})"
                     )
     print("\n".join(lines))
-    plt = pyplot()
-    points = list(dict.fromkeys(row["point"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(points), figsize=(6.2 * len(points), 3.8), squeeze=False, layout="constrained"
-    )
-    for axis, fleet_point in zip(axes[0], points, strict=True):
-        own = [row for row in rows if row["point"] == fleet_point]
-        names = list(dict.fromkeys(row["policy"] for row in own))
-        for index, name in enumerate(names):
-            mine = [row for row in own if row["policy"] == name]
-            at = np.array([list(PREDICTORS).index(row["predictors"]) for row in mine])
-            qos = np.array([(r["qos"], r["qos_low"], r["qos_high"]) for r in mine]).T
-            bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
-            width = 0.8 / len(names)
-            axis.bar(at + width * (index - (len(names) - 1) / 2), qos[0], width, yerr=bars,
-                     capsize=2, label=name)  # fmt: skip
-        axis.set_xticks(range(len(PREDICTORS)), list(PREDICTORS))
-        axis.set(title=fleet_point, ylabel="average QoS")
-        tidy(axis)
-    legend(figure, axes[0, 0])
+    figure = plot_groups(rows, "point", "predictors")
     note = (
         "P predicted (as often right as the paper's predictor), Z zero, S score, L length; "
         "learned: the predictor fine-tuned here; exact predictions are an upper bound"

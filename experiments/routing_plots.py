@@ -9,7 +9,7 @@ import numpy as np
 
 from servegym.experiments.figure_run import legend, pyplot, tidy
 
-__all__ = ["BASELINES", "plot_bars", "plot_lines", "policies_of", "style"]
+__all__ = ["BASELINES", "plot_bars", "plot_groups", "plot_lines", "policies_of", "style"]
 
 BASELINES = (
     "random",
@@ -112,4 +112,30 @@ def plot_bars(
         for axis in axes:
             tidy(axis)
     figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def plot_groups(rows: Sequence[Mapping[str, Any]], panels: str, groups: str) -> Any:
+    """QoS of every policy, side by side in groups, one panel a value of the column ``panels``."""
+    plt = pyplot()
+    values, names = (list(dict.fromkeys(row[key] for row in rows)) for key in (panels, groups))
+    order = policies_of(rows)
+    figure, axes = plt.subplots(
+        1, len(values), figsize=(6.2 * len(values), 3.8), squeeze=False, layout="constrained"
+    )
+    width = 0.8 / len(order)
+    for axis, value in zip(axes[0], values, strict=True):
+        for index, policy in enumerate(order):
+            found = {row[groups]: row for row in rows
+                     if (row[panels], row["policy"]) == (value, policy)}  # fmt: skip
+            qos = np.array([[found.get(name, {}).get(key, np.nan) for name in names]
+                            for key in ("qos", "qos_low", "qos_high")], np.float64)  # fmt: skip
+            bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
+            at = np.arange(len(names)) + width * (index - (len(order) - 1) / 2)
+            axis.bar(at, qos[0], width, yerr=bars, capsize=2, label=policy,
+                     color=style(policy, order)["color"])  # fmt: skip
+        axis.set_xticks(range(len(names)), names)
+        axis.set(title=value, ylabel="average QoS")
+        tidy(axis)
+    legend(figure, axes[0, 0])
     return figure
