@@ -114,16 +114,23 @@ def environments() -> list[dict[str, str]]:
 
 
 def options(path: Path) -> list[str]:
-    """The table of an agent's `Args`: option, default, meaning."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    (args,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args")
-    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
-    for field, text in zip(args.body, args.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            meaning = str(ast.literal_eval(text.value)).replace("|", "\\|").replace("\n", " ")
-            default = ast.unparse(field.value) if field.value else ""
-            lines.append(f"| `--{ast.unparse(field.target)}` | `{default}` | {meaning} |")
-    return lines
+    """The table of an agent's `Args`, its own options first: option, default, meaning."""
+    found: dict[str, str] = {}
+    shared = ast.parse((path.parent / "common.py").read_text(encoding="utf-8"))
+    classes = {n.name: n for n in shared.body if isinstance(n, ast.ClassDef)}
+    own = ast.parse(path.read_text(encoding="utf-8"))
+    classes |= {n.name: n for n in own.body if isinstance(n, ast.ClassDef)}
+    name = "Args"
+    while name:
+        args = classes[name]
+        for field, text in zip(args.body, args.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                meaning = " ".join(str(ast.literal_eval(text.value)).split()).replace("|", "\\|")
+                default = ast.unparse(field.value) if field.value else ""
+                option = ast.unparse(field.target)
+                found.setdefault(option, f"| `--{option}` | `{default}` | {meaning} |")
+        name = ast.unparse(args.bases[0]) if args.bases else ""
+    return ["| option | default | meaning |", "| --- | --- | --- |", *found.values()]
 
 
 def agents() -> list[dict[str, str]]:
