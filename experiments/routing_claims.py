@@ -13,6 +13,14 @@ __all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
 COLLAPSED = 0.9
 """Share of the sent requests above which a router counts as collapsed onto one expert."""
 
+PAIRS = (
+    ("sac_han", "baseline_rl"),
+    ("long: sac_han", "baseline_rl"),
+    ("sac_han (general)", "baseline_rl (general)"),
+)
+"""The paper's router and its baseline: trained alike, the router trained longer, and both trained
+for a range of rates."""
+
 
 def claim(
     rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
@@ -77,15 +85,12 @@ def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
             for point in dict.fromkeys(row["point"] for row in part)
         }
         trained = {row["policy"] for row in part}
-        kinds = [k for k in ("", " (general)") if {f"sac_han{k}", f"baseline_rl{k}"} <= trained]
-        if not kinds:
-            lines += [f"{fleet}: {one}" for one in claim([], "sac_han", "baseline_rl", paper)]
-        for kind in kinds:
+        pairs = [pair for pair in PAIRS if set(pair) <= trained]
+        if not pairs:
+            lines += [f"{fleet}: {one}" for one in claim([], *PAIRS[0], paper)]
+        for pair in pairs:
             for point, own in points.items():
-                lines += [
-                    f"{point}: {one}"
-                    for one in claim(own, f"sac_han{kind}", f"baseline_rl{kind}", paper)
-                ]
+                lines += [f"{point}: {one}" for one in claim(own, *pair, paper)]
         for point, own in points.items():
             lines += [f"{point}: {line}" for line in best_trained(own)]
     print("\n".join(lines))
