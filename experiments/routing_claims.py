@@ -17,9 +17,10 @@ PAIRS = (
     ("sac_han", "baseline_rl"),
     ("long: sac_han", "baseline_rl"),
     ("sac_han (general)", "baseline_rl (general)"),
+    ("sac_han (trained at N)", "baseline_rl (trained at N)"),
 )
-"""The paper's router and its baseline: trained alike, the router trained longer, and both trained
-for a range of rates."""
+"""The paper's router and its baseline: trained alike, the router trained longer, both trained for a
+range of rates, and both anew for each number of experts."""
 
 
 def claim(
