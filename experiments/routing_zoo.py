@@ -114,7 +114,8 @@ def _words(
     reference: Mapping[float, np.ndarray],
 ) -> list[str]:
     def line(row: Mapping[str, Any]) -> str:
-        apart = "above" if row["gain_low"] > 0 else "below" if row["gain_high"] < 0 else "about"
+        above, below = row["gain_low"] > 0, row["gain_high"] < 0
+        apart = "above" if above else "below" if below else "not told apart from"
         return (
             f"{row['policy']} ({row['network']}, starts at {row['starts_at']}, "
             f"{row['trainings']} seed(s), {row['steps']:,} steps, {row['minutes']:.1f} minutes): "
@@ -128,20 +129,26 @@ def _words(
 
 
 def _plot(table: Sequence[Mapping[str, Any]]) -> Any:
-    figure, axis = pyplot().subplots(figsize=(7, 0.45 * len(table) + 1.3), layout="constrained")
-    order = table[::-1]
-    at = np.arange(len(order))
-    gain, low, high = (np.array([row[key] for row in order])
-                       for key in ("gain", "gain_low", "gain_high"))  # fmt: skip
-    colours = ["0.5" if row["starts_at"] == "nothing" else "tab:blue" for row in order]
-    axis.barh(at, gain, color=colours, height=0.65)
-    axis.errorbar(gain, at, xerr=np.nan_to_num([gain - low, high - gain]), fmt="none",
-                  ecolor="0.2", capsize=3)  # fmt: skip
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(at, [f"{row['policy']}, {row['minutes']:.0f} min" for row in order])
-    axis.set_xlabel(f"QoS minus {REFERENCE}, mean over seeds and rates")
-    axis.set_title("blue: starts at the heuristic; grey: from nothing", fontsize=10)
-    tidy(axis)
+    """Two panels with scales of their own: what starts at nothing ends ten times as far off."""
+    starts = [name for name in (REFERENCE, "nothing")
+              if any(row["starts_at"] == name for row in table)]  # fmt: skip
+    parts = [[row for row in table[::-1] if row["starts_at"] == name] for name in starts]
+    figure, axes = pyplot().subplots(
+        len(parts), 1, figsize=(7, 0.42 * len(table) + 1.2 * len(parts)), squeeze=False,
+        layout="constrained", height_ratios=[len(part) for part in parts],
+    )  # fmt: skip
+    for axis, name, part in zip(axes[:, 0], starts, parts, strict=True):
+        at = np.arange(len(part))
+        gain, low, high = (np.array([row[key] for row in part])
+                           for key in ("gain", "gain_low", "gain_high"))  # fmt: skip
+        axis.barh(at, gain, color="tab:blue" if name == REFERENCE else "0.5", height=0.65)
+        axis.errorbar(gain, at, xerr=np.nan_to_num([gain - low, high - gain]), fmt="none",
+                      ecolor="0.2", capsize=3)  # fmt: skip
+        axis.axvline(0, color="black", linewidth=1)
+        axis.set_yticks(at, [f"{row['policy']}, {row['minutes']:.1f} min" for row in part])
+        axis.set_title(f"starts at {name}", fontsize=10)
+        tidy(axis)
+    axes[-1, 0].set_xlabel(f"QoS minus {REFERENCE}, mean over seeds and rates")
     return figure
 
 
