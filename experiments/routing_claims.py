@@ -91,7 +91,8 @@ def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
             lines += [f"{fleet}: {one}" for one in claim([], *PAIRS[0], paper)]
         for pair in pairs:
             for point, own in points.items():
-                lines += [f"{point}: {one}" for one in claim(own, *pair, paper)]
+                if set(pair) <= {row["policy"] for row in own}:
+                    lines += [f"{point}: {one}" for one in claim(own, *pair, paper)]
         for point, own in points.items():
             lines += [f"{point}: {line}" for line in best_trained(own)]
     print("\n".join(lines))

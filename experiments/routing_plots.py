@@ -34,7 +34,8 @@ def style(policy: str, order: Sequence[str]) -> dict[str, Any]:
         return {"color": colours[index], "linewidth": 1.2, "marker": "osD^v<>P"[index],
                 "markersize": 4, "zorder": 2}  # fmt: skip
     others = [name for name in order if name not in BASELINES]
-    shades = ("black", "#b30000", "#00441b", "#54278f", "#7f2704", "#08306b", "#525252")
+    shades = ("black", "#b30000", "#00441b", "#54278f", "#7f2704", "#08306b", "#525252", "#c51b8a",
+              "#0c8a8a", "#b8860b", "#6b8e23", "#4682b4")  # fmt: skip
     index = others.index(policy) if policy in others else 0
     return {"color": shades[index % len(shades)], "linewidth": 2.4, "marker": "*X"[index % 2],
             "markersize": 7, "zorder": 3}  # fmt: skip
@@ -58,10 +59,11 @@ def plot_lines(
     for axes, value in zip(grid, values, strict=True):
         for policy in order:
             own = [row for row in rows if row["policy"] == policy and row[panels] == value]
-            if not own:
+            look = style(policy, order)
+            if not own:  # in the legend all the same, which is made of the first panel
+                axes[0].plot([], [], label=policy, **look)
                 continue
             at = [row[x] for row in own]
-            look = style(policy, order)
             qos = np.array([(row["qos"], row["qos_low"], row["qos_high"]) for row in own]).T
             bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
             axes[0].errorbar(at, qos[0], bars, capsize=2, label=policy, **look)
