@@ -220,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
     parser.add_argument("--quick", action="store_true", help="short and not kept, for presubmits")
     parser.add_argument("--point", nargs="+", action="extend", metavar="NAME",
-                        help=f"which tables (all: {' '.join(names)}; with --at-least, those of "
-                        "the family that knows the name)")  # fmt: skip
+                        help=f"which tables (all: {' '.join(names)}; those of the family that "
+                        "knows the names of --policy and --at-least)")  # fmt: skip
     parser.add_argument("--policy", nargs="+", action="extend", default=[], metavar="NAME_OR_FILE",
                         help="only these: names, checkpoints, or .py files with act()")  # fmt: skip
     parser.add_argument(
@@ -236,11 +236,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         check_ray(args.ray)
     points = [names[choose("point", name, names)] for name in args.point or names]
-    if args.at_least:
-        if args.point is None:  # a family's policy can be compared at its points alone
-            every = dict.fromkeys(name for point in points for name in policies_for(point))
+    if args.point is None:  # a family's policies can be compared at its points alone
+        every = dict.fromkeys(name for point in points for name in policies_for(point))
+        if args.at_least:
             choose("at-least", args.at_least, every)
-            points = [point for point in points if args.at_least in policies_for(point)]
+        named = [name for name in [args.at_least, *args.policy] if name in every]
+        points = [point for point in points if set(named) <= set(policies_for(point))]
+        if not points:
+            raise ValueError(f"policy names {', '.join(named)}, which no one family knows all of; "
+                             "compare them family by family")  # fmt: skip
+    if args.at_least:
         for point in points:
             choose("at-least", args.at_least, policies_for(point))
         if not args.policy:

@@ -157,6 +157,11 @@ def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points
     assert len(measured) == 2 * len(POINTS)
     with pytest.raises(ValueError, match="Did you mean 'greedy_qos'"):
         main(["--quick", "--at-least", "gredy_qos", "--policy", "my_router.py"])
+    with pytest.raises(ValueError, match="prism, greedy_qos, which no one family knows"):
+        main(["--quick", "--policy", "prism", "greedy_qos"])
+    measured.clear()
+    main(["--quick", "--policy", "greedy_qos"])  # at the points of its family
+    assert {point for point, _ in measured} == set(routing)
     with pytest.raises(ValueError, match="at-least='greedy_qos'"):
         main([*shlex.split(line)[2:], "--point", "placement-edge"])
 
