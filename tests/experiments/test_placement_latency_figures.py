@@ -21,6 +21,7 @@ def measured(mean_s):
         for policy in policies:
             value = mean_s(policy, kwargs)
             row = {**point, "policy": policy, "episodes": episodes, "mean_of_servers_s": value}
+            row["overloaded"] = float(value > 100.0)
             for name, scale in (("", 1.0), ("_server_0", 2.0), ("_server_1", 0.5),
                                 ("_server_2", 0.5)):  # fmt: skip
                 key = f"mean_latency_s{name}"
@@ -79,9 +80,12 @@ def test_table2_compares_sizes_order_and_the_best(monkeypatch, tmp_path):
     def seconds(policy, _):
         if policy == "latency_dp":
             return 0.6 * printed["prism"]
+        if policy == "whole_layer":
+            return 200.0
         return (2.0 if policy == "uniform" else 1.2) * printed.get(policy, 9.0)
 
     rows, told = run(monkeypatch, tmp_path, "table2", seconds)
+    assert "twice the arrivals: BigBench Mixtral-8x7B measured whole_layer; BigBench" in told
     assert len(rows) == 2 * len(placement_latency.POLICIES)
     ratios = {row["policy"]: row["ratio_to_paper"] for row in rows}
     assert ratios["prism"] == pytest.approx(1.2) and ratios["uniform"] == pytest.approx(2.0)
