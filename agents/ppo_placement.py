@@ -104,7 +104,7 @@ class Args(RunArgs):
     eval_episodes: int = 4
     """episodes per evaluation"""
     resume: bool = False
-    """go on with the run of this name where it was stopped"""
+    """go on with the run of this name where it was stopped; needs what save_model writes"""
 
 
 class Agent(nn.Module):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from servegym.experiments.claims import Change, judge, percent
+from servegym.experiments.claims import AT_N, LONGER, OVER_BASELINE, Change, judge, percent
 
 __all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
 
@@ -14,10 +14,10 @@ COLLAPSED = 0.9
 """Share of the sent requests above which a router counts as collapsed onto one expert."""
 
 PAIRS = (
-    ("sac_han", "baseline_rl"),
-    ("long: sac_han", "baseline_rl"),
+    OVER_BASELINE,
+    LONGER,
     ("sac_han (general)", "baseline_rl (general)"),
-    ("sac_han (trained at N)", "baseline_rl (trained at N)"),
+    AT_N,
 )
 """The paper's router and its baseline: trained alike, the router trained longer, both trained for a
 range of rates, and both anew for each number of experts."""
