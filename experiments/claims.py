@@ -413,7 +413,6 @@ def _ends(
 
 
 OVER_BASELINE = ("sac_han", "baseline_rl")
-LONGER = ("long: sac_han", "baseline_rl")
 AT_N = ("sac_han (trained at N)", "baseline_rl (trained at N)")
 """Baseline RL serves no other number of experts than its own."""
 CLAIMS = (
@@ -422,16 +421,13 @@ CLAIMS = (
     changed("Fig. 7", "and takes less time a token",
             "fig7_poisson", *OVER_BASELINE, key="latency_ms_per_token"),
     changed("Fig. 9", "more QoS under BurstGPT's arrivals", "fig9_burstgpt", *OVER_BASELINE),
-    changed("Fig. 9", "the same, SAC-HAN with a million steps", "fig9_burstgpt", *LONGER),
     Claim("routing", "Fig. 10", "less time from end to end than every baseline",
           "at least -21.34 %", "fig10_end_to_end", end_to_end),
     Claim("routing", "Fig. 11", "more QoS for 3 to 12 experts",
           "above it everywhere", "fig11_experts", ahead(*AT_N, 1e-9, True)),
     changed("Fig. 12", "more QoS over the arrival rate", "fig12_rate", *OVER_BASELINE),
-    changed("Fig. 12", "the same, SAC-HAN with a million steps", "fig12_rate", *LONGER),
     changed("Fig. 13", "more QoS over the latency requirement", "fig13_requirement",
             *OVER_BASELINE),
-    changed("Fig. 13", "the same, SAC-HAN with a million steps", "fig13_requirement", *LONGER),
     changed("Fig. 17", "the graph as state (DSA) adds to Baseline RL",
             "fig17_ablation", "baseline_rl_dsa", "baseline_rl", part="state"),
     changed("Fig. 17", "the QoS-aware reward adds to that",

@@ -305,7 +305,7 @@ def concentration(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, flo
 
 
 def chosen(
-    options: Options, fleet: str, groups: Sequence[str] = ("paper", "long", "general", "other")
+    options: Options, fleet: str, groups: Sequence[str] = ("paper", "general", "other")
 ) -> list[TrainedRun]:
     """The trainings of some groups on a fleet, and what is shipped and can serve that fleet."""
     return [

@@ -181,7 +181,7 @@ def fig17(options: Options) -> None:
     for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
         if fleet in options.fleets:
             point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-            trained = chosen(options, fleet, ("paper", "ppo", "long", "general", "ablation"))
+            trained = chosen(options, fleet, ("paper", "ppo", "general", "ablation"))
             names = ("shortest_queue", "greedy_qos", "priced_greedy")
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, trained, names)
@@ -196,7 +196,6 @@ def fig17(options: Options) -> None:
             *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
             *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
             *claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
-            *claim(own, "long: sac_han", "sac_han", "more steps of the same"),
         )]  # fmt: skip
         lines += [f"{name}: {one}" for one in spread(own)]
     print("\n".join(lines))

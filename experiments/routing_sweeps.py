@@ -110,7 +110,7 @@ def fig13(options: Options) -> None:
             name = f"{fleet}, {rate:g}/s"
             point = {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
             kwargs = {"profiles": fleet, "rate": rate, "latency_requirement_s": limit / 1e3}
-            trained = chosen(options, fleet, ("paper", "long", "general", "limits", "other"))
+            trained = chosen(options, fleet, ("paper", "general", "limits", "other"))
             rows += measure(options, kwargs, point, trained)
     print_rows("fig13: latency requirement", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 13"])

@@ -1,6 +1,4 @@
-"""The shipped routers: found by name, better than greedy_qos, quick, and each has its card."""
-
-import time
+"""The shipped routers: found by name, better than greedy_qos, for any N, and each has its card."""
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import load_policy  # noqa: E402
 from servegym.agents.checkpoint import shipped  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 
@@ -41,15 +38,3 @@ def test_it_serves_another_number_of_experts(name):
     kwargs = {"episode_requests": 50, "rate": 4.0, "num_experts": 3}
     (row,) = evaluate("servegym/LLMRouting-v0", [name], 1, env_kwargs=kwargs)
     assert row["avg_qos"] > 0.4
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_one_decision_takes_about_a_millisecond(name, random_obs):
-    policy = load_policy(SHIPPED[name])
-    obs = random_obs(1, 6, 5, 5)
-    mask, times = np.ones((1, 7), np.int8), []
-    for _ in range(200):
-        begin = time.thread_time()
-        policy.act(obs, mask)
-        times.append(time.thread_time() - begin)
-    assert np.median(times) < 2e-3

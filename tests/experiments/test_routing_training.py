@@ -69,8 +69,10 @@ def test_the_papers_learners_start_at_nothing_and_have_its_rewards():
             assert run.settings["prior"] == run.settings["foresight"] == 0
             assert run.settings["reward"] == rewards[run.variant]
             assert run.settings["state"] == ("expert" if run.variant == "baseline_rl" else "han")
-            # The same computing time: without the graph a step costs a sixth.
-            assert run.steps == (450_000 if run.variant == "baseline_rl" else 150_000)
+            assert run.steps >= 1_000_000
+            # No less experience or fewer updates for the baseline: its steps cost a sixth.
+            if run.variant == "baseline_rl":
+                assert run.steps == 1_350_000 and run.settings["updates_per_step"] == 4
 
 
 def test_every_command_is_one_that_the_agent_takes(tmp_path):
@@ -129,7 +131,7 @@ def test_a_killed_run_goes_on_and_logs_the_same(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     child = subprocess.Popen(run.command(broken, 400), stdout=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 30
+        until = time.monotonic() + 200
         while not (folder / "snapshot.pt").exists() and time.monotonic() < until:
             time.sleep(0.01)
     finally:
