@@ -173,7 +173,7 @@ def fig16(options: Options) -> None:
 
 
 def fig17(options: Options) -> None:
-    """Ablation: state abstraction and reward (the paper's), and our own parts."""
+    """Ablation: state abstraction and reward, with SAC and with PPO."""
     if all(run.group == "shipped" for run in options.trained):
         print("fig17: no trained routers, left out")
         return
@@ -181,7 +181,7 @@ def fig17(options: Options) -> None:
     for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
         if fleet in options.fleets:
             point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-            trained = chosen(options, fleet, ("paper", "ppo", "general", "ablation"))
+            trained = chosen(options, fleet, ("paper", "ppo", "general"))
             names = ("shortest_queue", "greedy_qos", "priced_greedy")
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, trained, names)

@@ -82,19 +82,6 @@ PREDICTORS = {
 }
 """Predicted or zero scores and lengths (the paper's Fig. 18)."""
 
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "no_prior": {"prior": 0.0},
-    "no_foresight": {"foresight": False},
-    "no_impact": {"impact": False},
-    "no_law": {"law": False},
-    "arrived_head": {"head": "arrived"},
-    "qos_aware": {"reward": "qos_aware"},
-    "completed_qos": {"reward": "completed_qos"},
-}
-"""What changes in ``general``."""
-
-
 ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
     "rpi_sets": ("rpi", 30_000, {"encoder": "sets", "fit_every": 15_000}),
     "ppo_sets": ("ppo_han", 800_000, {"encoder": "sets"}),
@@ -125,7 +112,7 @@ class TrainingRun:
 
     Attributes:
         group: What it belongs to: ``paper``, ``ppo``, ``general``, ``zoo``,
-            ``predictors``, ``ablation``, ``experts`` or ``limits``.
+            ``predictors`` or ``experts``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
@@ -206,19 +193,14 @@ def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    """Shorter trainings of many variants, all of one seed before the next seed."""
+    """Shorter trainings of variants, all of one seed before the next; `_paper` has N = 6."""
     for seed in seeds:
         for name, given in PREDICTORS.items():
             yield _run("predictors", name, "sac_han", "het8", seed, set=given)
-        for name, changes in ABLATIONS.items():
-            yield _run("ablation", name, "general", "het4-11", seed, **changes)
-        for count in (3, 6, 9, 12):
+        for count in (3, 9, 12):
             for base in ("sac_han", "baseline_rl"):
                 given = (f"num_experts={count}",)
-                name = f"{base}_n{count}"
-                yield _run("experts", name, base, "linear5", seed, set=given)
-        given = ("latency_requirement_s=[0.02,0.045]",)
-        yield _run("limits", "sac_han", "general", "het4-11", seed, set=given)
+                yield _run("experts", f"{base}_n{count}", base, "linear5", seed, set=given)
 
 
 RUNS: tuple[TrainingRun, ...] = (
@@ -227,7 +209,6 @@ RUNS: tuple[TrainingRun, ...] = (
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
     *_short((1, 2, 3)),
-    *_general((4, 5)),
 )
 """All runs, the most useful first."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from servegym.experiments.claims import PRINTED, Change
+from servegym.experiments.claims import OVER_BASELINE, PRINTED, Change
 from servegym.experiments.routing_claims import claims
 from servegym.experiments.routing_common import (
     Options,
@@ -30,6 +30,7 @@ __all__ = ["main"]
 
 MODULE = "servegym.experiments.routing_sweeps"
 RATES = (3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0)
+FIG11_RATE = 5.0
 LIMITS_MS = (20.0, 25.0, 30.0, 35.0, 40.0, 45.0)
 POINTS = {"edge-6-heterogeneous": (5.0, 8.0), "paper-linear": (3.0, 5.0)}
 """Rates of the comparisons: the paper's, and the one where a fleet is loaded but not lost."""
@@ -86,17 +87,22 @@ def fig11(options: Options) -> None:
         counts = (3, 6, 9, 12) if largest >= 12 else (3, 4, 5, 6)
         for count in _few(options, [n for n in counts if n <= largest]):
             point = {"point": f"{fleet}, N={count}", "profiles": fleet, "experts": count}
-            kwargs = {"profiles": fleet, "rate": 5.0, "num_experts": count}
+            kwargs = {"profiles": fleet, "rate": FIG11_RATE, "num_experts": count}
             made = [
-                run._replace(label=f"{run.variant.partition('_n')[0]} (trained at N)")
-                for run in chosen(options, fleet, ("experts",))
-                if run.group == "experts" and run.experts == count
+                run._replace(label=f"{base} (trained at N)")
+                for base in OVER_BASELINE
+                for run in chosen(options, fleet, ("experts", "paper"))
+                if run.variant in (base, f"{base}_n{count}")
+                and (run.experts, *run.rates) == (count, FIG11_RATE, FIG11_RATE)
             ]
             rows += measure(options, kwargs, point, [*chosen(options, fleet), *made])
     print_rows("fig11: number of experts", rows, ["point"])
-    title = "Poisson arrivals at 5 requests/s, L = 30 ms"
+    title = f"Poisson arrivals at {FIG11_RATE:g} requests/s, L = 30 ms"
     figure = plot_lines(rows, "experts", "experts", "profiles", title)
-    note = "a router over the graph serves any N; 'trained at N' are trainings of their own"
+    note = (
+        "a router over the graph serves any N; 'trained at N' are trainings of their own, at N = 6 "
+        "the long ones"
+    )
     lines = claims(rows, "above the baselines at every N")
     save(options, "fig11_experts", rows, figure, note, *lines)
 
@@ -110,8 +116,7 @@ def fig13(options: Options) -> None:
             name = f"{fleet}, {rate:g}/s"
             point = {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
             kwargs = {"profiles": fleet, "rate": rate, "latency_requirement_s": limit / 1e3}
-            trained = chosen(options, fleet, ("paper", "general", "limits", "other"))
-            rows += measure(options, kwargs, point, trained)
+            rows += measure(options, kwargs, point, chosen(options, fleet))
     print_rows("fig13: latency requirement", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 13"])
     title = "Poisson arrivals, six experts"

@@ -217,6 +217,35 @@ def test_number_of_experts(tmp_path, trained):
         assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
 
 
+def test_trained_at_n_are_those_of_the_number_and_the_rate(tmp_path, monkeypatch):
+    def run(group, variant, experts, rate=5.0, fleet="paper-linear"):
+        return routing_common.TrainedRun(
+            variant, tmp_path, group, variant, fleet, (rate, rate), 1, experts, True
+        )
+
+    options, asked = routing_common.Options(), {}
+    options.quick, options.fleets, options.episodes = False, ("paper-linear", HET), 1
+    options.trained = [
+        run("paper", "sac_han", 6), run("paper", "baseline_rl", 6), run("paper", "sac_han", 6, 8.0),
+        run("paper", "baseline_rl_dsa", 6), run("paper", "sac_han", 6, 8.0, HET),
+        run("experts", "sac_han_n3", 3), run("experts", "baseline_rl_n3", 3),
+        run("experts", "sac_han_n12", 12), run("predictors", "sac_han", 3, 8.0),
+    ]  # fmt: skip
+
+    def measure(options, kwargs, point, trained):
+        own = [run.label for run in trained if "trained at N" in run.label]
+        asked[kwargs["profiles"], kwargs["num_experts"]] = own
+        return []
+
+    for name in ("measure", "print_rows", "plot_lines", "save"):
+        monkeypatch.setattr(routing_sweeps, name, measure if name == "measure" else print)
+    routing_sweeps.fig11(options)
+    both = ["sac_han (trained at N)", "baseline_rl (trained at N)"]
+    wanted = {("paper-linear", 3): both, ("paper-linear", 6): both, ("paper-linear", 12): both[:1]}
+    assert {key: labels for key, labels in asked.items() if labels} == wanted
+    assert len(asked) == 8
+
+
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET]
     assert routing_episodes.main(argv) == 0
