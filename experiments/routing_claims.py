@@ -6,7 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from servegym.experiments.claims import AT_N, OVER_BASELINE, Change, judge, percent
+from servegym.experiments.claims import (
+    AT_N,
+    OVER_BASELINE,
+    Change,
+    judge,
+    percent,
+    strongest,
+)
 
 __all__ = ["COLLAPSED", "best_trained", "claim", "claims", "spread"]
 
@@ -72,7 +79,11 @@ def best_trained(
 
 
 def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
-    """What the paper's claim comes to, and who is best, at every point."""
+    """What the paper's claim comes to, and who is best, at every point.
+
+    The paper's figures are over Baseline RL or over all its baselines: the trained one has its
+    line, and the strongest of them where that is a heuristic.
+    """
     lines = []
     for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
         part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
@@ -85,9 +96,12 @@ def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
         if not pairs:
             lines += [f"{fleet}: {one}" for one in claim([], *PAIRS[0], paper)]
         for pair in pairs:
+            method, reference = pair
             for point, own in points.items():
-                if set(pair) <= {row["policy"] for row in own}:
-                    lines += [f"{point}: {one}" for one in claim(own, *pair, paper)]
+                named = {row["policy"]: row for row in own}
+                if set(pair) <= set(named):
+                    for rival in dict.fromkeys((reference, strongest(named, reference))):
+                        lines += [f"{point}: {one}" for one in claim(own, method, rival, paper)]
         for point, own in points.items():
             lines += [f"{point}: {line}" for line in best_trained(own)]
     print("\n".join(lines))

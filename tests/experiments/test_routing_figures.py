@@ -24,7 +24,7 @@ from servegym.experiments import (  # noqa: E402
     routing_workload,
 )
 from servegym.experiments.claims import Change  # noqa: E402
-from servegym.experiments.routing_claims import claim, spread  # noqa: E402
+from servegym.experiments.routing_claims import claim, claims, spread  # noqa: E402
 from servegym.experiments.routing_common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
 
@@ -118,6 +118,22 @@ def test_no_ratio_to_an_undertrained_baseline():
     assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
     rows[1]["qos"] = 0.45  # a loss against a reference that learnt little is one all the same
     assert "QoS -10.00 %" in claim(rows, "sac_han", "baseline_rl", Change(15, -5))[0]
+
+
+def test_the_strongest_baseline_has_its_line(capsys):
+    qos = {"shortest_queue": 0.55, "bert_router": 0.3, "priced_greedy": 0.7, "baseline_rl": 0.5,
+           "sac_han": 0.66}  # fmt: skip
+    rows = [
+        {"policy": name, "qos": value, "latency_ms_per_token": 20, "trainings": 0, "ceiling": 0.7,
+         "point": "a", "profiles": HET}
+        for name, value in qos.items()
+    ]  # fmt: skip
+    weak, best = claims(rows, Change(18, -4, True))
+    assert weak.startswith("a: sac_han over baseline_rl: no ratio, baseline_rl is undertrained")
+    assert best.startswith("a: sac_han over shortest_queue: QoS +20.00 %") and "agrees" in best
+    rows[3]["qos"] = 0.6
+    (only,) = claims(rows, Change(18, -4, True))
+    assert only.startswith("a: sac_han over baseline_rl: QoS +10.00 %")
 
 
 def test_differences_to_the_heuristics_are_paired(tmp_path):
