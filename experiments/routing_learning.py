@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from servegym.experiments.claims import PRINTED, percent
+from servegym.experiments.claims_common import percent
+from servegym.experiments.claims_routing import PRINTED, claim, spread
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figure_run import pyplot, tidy
 from servegym.experiments.output import print_table
-from servegym.experiments.routing_claims import claim, spread
 from servegym.experiments.routing_common import (
     ENV_ID,
     Options,

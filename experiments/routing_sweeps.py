@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from servegym.experiments.claims import OVER_BASELINE, PRINTED, Change
-from servegym.experiments.routing_claims import claims
+from servegym.experiments.claims_routing import OVER_BASELINE, PRINTED, Change, claims
 from servegym.experiments.routing_common import (
     Options,
     chosen,

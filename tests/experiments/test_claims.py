@@ -2,8 +2,9 @@
 
 import pytest
 
-from servegym.experiments import claims
-from servegym.experiments.claims import CLAIMS, FAMILIES, OPEN, findings, judge, main
+from servegym.experiments.claims import CLAIMS, FAMILIES, findings, main
+from servegym.experiments.claims_common import OPEN, Claim, judge
+from servegym.experiments.claims_routing import ahead
 from servegym.experiments.output import write_csv
 
 
@@ -32,7 +33,7 @@ def rows(policies: dict[str, float], point: str, fleet: str) -> list[dict]:
     ]
 
 
-def claim(place: str, source: str) -> claims.Claim:
+def claim(place: str, source: str) -> Claim:
     return next(c for c in CLAIMS if c.place == place and c.source == source)
 
 
@@ -46,7 +47,7 @@ def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_does_
     table = rows(FAIR, "a", "one") + rows(POOR, "b", "one")
     table += rows(FAIR, "c", "two") + rows(WEAK, "d", "two") + rows({"random": 0.1}, "e", "three")
     table += rows(FAIR, "f", "four") + rows(LOST, "g", "four") + rows(WEAK, "h", "five")
-    one, two, three, four, five = claims.ahead("sac_han", "baseline_rl", 34.11, True)(table)
+    one, two, three, four, five = ahead("sac_han", "baseline_rl", 34.11, True)(table)
     assert one == ("one", "+10.0 to +36.0 % at 2 points", "same direction")
     poor = "+40.0 % at 1 point where the reference is below shortest_queue: undertrained"
     assert two == ("two", f"+36.0 % at 1 point; {poor}", "agrees")

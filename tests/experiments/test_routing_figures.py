@@ -23,8 +23,7 @@ from servegym.experiments import (  # noqa: E402
     routing_training,
     routing_workload,
 )
-from servegym.experiments.claims import Change  # noqa: E402
-from servegym.experiments.routing_claims import claim, claims, spread  # noqa: E402
+from servegym.experiments.claims_routing import Change, claim, claims, spread  # noqa: E402
 from servegym.experiments.routing_common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
 
