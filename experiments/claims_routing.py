@@ -244,10 +244,7 @@ def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
     lines = []
     for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
         part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
-        points = {
-            point: [row for row in part if row["point"] == point]
-            for point in dict.fromkeys(row["point"] for row in part)
-        }
+        points = {point: pick(part, point=point) for point in values(part, "point")}
         trained = {row["policy"] for row in part}
         pairs = [pair for pair in PAIRS if set(pair) <= trained]
         if not pairs:
