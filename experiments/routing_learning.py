@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from servegym.experiments.claims_common import percent
-from servegym.experiments.claims_routing import PRINTED, claim, spread
+from servegym.experiments.claims_routing import (
+    PAPER_HEURISTICS,
+    PRINTED,
+    TRAINED_SO,
+    claim,
+    spread,
+)
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figure_run import pyplot, tidy
 from servegym.experiments.output import print_table
@@ -203,9 +209,12 @@ def fig17(options: Options) -> None:
 
 
 def fig18(options: Options) -> None:
-    """Predictors: none, one or both of score and length; heuristics and routers trained so."""
+    """Predictors: none, one or both of score and length; heuristics and routers trained so.
+
+    Baseline RL reads the experts' rows alone, which hold no prediction: one training serves all.
+    """
     rows = []
-    heuristics = ("shortest_queue", "bert_router", "least_latency", "greedy_qos", "priced_greedy")
+    heuristics = (*PAPER_HEURISTICS, "least_latency", "greedy_qos", "priced_greedy")
     for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
         if fleet not in options.fleets:
             continue
@@ -213,11 +222,10 @@ def fig18(options: Options) -> None:
             point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
             variant = name.lower().replace("+", "_")
             trained = [
-                one._replace(label="sac_han (trained so)")
-                for one in chosen(options, fleet, ("predictors",))
-                if one.group == "predictors" and one.variant == variant
+                one._replace(label=TRAINED_SO) if one.group == "predictors" else one
+                for one in chosen(options, fleet, ("paper", "predictors"))
+                if one.group == "shipped" or one.variant in (variant, "baseline_rl")
             ]
-            trained += chosen(options, fleet, ("general",) if name == "PS+PL" else ())
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)
     print_rows("fig18: predictors", rows, ["point", "predictors"])

@@ -4,7 +4,7 @@ import pytest
 
 from servegym.experiments.claims import CLAIMS, FAMILIES, findings, main
 from servegym.experiments.claims_common import OPEN, Claim, judge
-from servegym.experiments.claims_routing import ahead
+from servegym.experiments.claims_routing import TRAINED_SO, ahead
 from servegym.experiments.output import write_csv
 
 
@@ -67,6 +67,24 @@ def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> 
     assert one == ("one", told, "same direction")
     assert two == ("two", "-25.0 % at 1 point over shortest_queue", "disagrees")
     assert three == ("three", "not trained here", OPEN)
+
+
+def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    blind = {"bert_router": 0.3, "shortest_queue": 0.45, TRAINED_SO: 0.6, "rpi (shipped)": 0.9}
+    seeing = {**blind, "bert_router": 0.5, TRAINED_SO: 0.7}
+    table = [
+        {"policy": name, "predictors": predictors, "point": point, "qos": qos}
+        for point, cases in (("a", {"ZS+ZL": blind, "PS+PL": seeing}), ("b", {"PS+PL": seeing}))
+        for predictors, policies in cases.items()
+        for name, qos in policies.items()
+    ]
+    write_csv(tmp_path / "routing" / "fig18_predictors.csv", table)
+    with_them, without = (one for one in CLAIMS if one.place == "Fig. 18")
+    assert ("a, sac_han (trained so)", "+16.7 %", "agrees") in findings(with_them, tmp_path)
+    found, nothing = findings(without, tmp_path)
+    assert found == ("a", "+20.0 % over bert_router", "same direction")
+    assert nothing == ("b", "not trained here", OPEN)
 
 
 def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:

@@ -23,7 +23,13 @@ from servegym.experiments import (  # noqa: E402
     routing_training,
     routing_workload,
 )
-from servegym.experiments.claims_routing import Change, claim, claims, spread  # noqa: E402
+from servegym.experiments.claims_routing import (  # noqa: E402
+    TRAINED_SO,
+    Change,
+    claim,
+    claims,
+    spread,
+)
 from servegym.experiments.routing_common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
 
@@ -55,7 +61,8 @@ def checkpoint(folder, run, **given):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    wanted = ("paper_sac_han_het8_s1", "paper_sac_han_het8_s2", "paper_baseline_rl_het8_s1")
+    wanted = ("paper_sac_han_het8_s1", "paper_sac_han_het8_s2", "paper_baseline_rl_het8_s1",
+              "predictors_zs_zl_het8_s1")  # fmt: skip
     for run in routing_training.RUNS:
         if run.name in wanted:
             checkpoint(folder, run)
@@ -71,9 +78,10 @@ def trained(tmp_path_factory):
 def test_finds_finished_runs_only(trained, capsys):
     found = find_runs(trained)
     assert sorted((run.label, run.seed) for run in found) == [
-        ("baseline_rl", 1), ("sac_han", 1), ("sac_han", 2),
+        ("baseline_rl", 1), ("predictors: zs_zl", 1), ("sac_han", 1), ("sac_han", 2),
     ]  # fmt: skip
-    assert {run.label: run.any_experts for run in found} == {"baseline_rl": False, "sac_han": True}
+    serve = {run.label: run.any_experts for run in found}
+    assert serve == {"baseline_rl": False, "sac_han": True, "predictors: zs_zl": True}
     assert "general_sac_han_het4-11_s1 is not finished" in capsys.readouterr().out
     assert {run.label for run in find_runs(None)} == {
         f"{name} (shipped)" for name in shipped("llm_routing")
@@ -289,8 +297,11 @@ def test_learning_figures(tmp_path, trained, capsys):
     assert ablation["sac_han"]["trainings"] == "2"
     predictors = rows_of(tmp_path / "fig18_predictors.csv")
     assert len({row["predictors"] for row in predictors}) == 6
-    # shortest_queue reads no prediction.
-    assert len({row["qos"] for row in predictors if row["policy"] == "shortest_queue"}) == 1
+    for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
+        own = [row["qos"] for row in predictors if row["policy"] == name]
+        assert len(own) == 6 and len(set(own)) == 1
+    so = [row["predictors"] for row in predictors if row["policy"] == TRAINED_SO]
+    assert so == ["ZS+ZL"] and "sac_han" not in {row["policy"] for row in predictors}
     table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
     # 4 input layers, 2 x (attention, K, q): counted by torch.
     assert 15_000 < int(table["HAN"]["parameters"]) < 60_000
