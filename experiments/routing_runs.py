@@ -8,9 +8,10 @@ other settings come from their sweeps on the validation split (`TUNED`). With th
 million steps, ten minutes of a core; without it a step costs a sixth, and Baseline RL takes 1.35
 million with twice the updates. The group ``general`` has one policy for all rates: ``residual`` is
 this package's default, ``baseline_rl`` the paper's baseline. The group ``zoo`` trains all agents at
-one task, each for about two minutes of one core. The group ``ppo`` trains the paper's three with
-PPO in SAC's place, from nothing too: what an abstraction of the state and a reward are worth is
-told by learners that learn.
+one task, each for about two minutes of one core. The group ``mixed`` has one policy for every
+fleet, load, requirement and number of experts, what ships as ``rpi``. The group ``ppo`` trains the
+paper's three with PPO in SAC's place, from nothing too: what an abstraction of the state and a
+reward are worth is told by learners that learn.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ POINTS: dict[str, dict[str, Any]] = {
         "rate_low": 4.0,
         "rate_high": 11.0,
         "eval_rates": (5.0, 8.0, 10.0),
+    },
+    "all": {
+        "profiles": "edge-6-heterogeneous",
+        "rate_low": 2.0,
+        "rate_high": 22.0,
+        "eval_rates": (3.0, 5.0, 8.0, 11.0, 16.0),
     },
 }
 """Fleet and arrival rates of training and of the evaluations on the validation split."""
@@ -106,12 +113,43 @@ same steps take eight times as long."""
 PPO_STEPS = 1_500_000
 
 
+MIXTURE = (
+    "rate=[3,12]",
+    "rate=[3,12]",
+    "rate=[3,22]",
+    "num_experts=9 rate=[3,16]",
+    "num_experts=12 rate=[3,22]",
+    "num_experts=3 rate=[2,12]",
+    "profiles=edge-6-homogeneous rate=[2,12]",
+    "profiles=edge-6-homogeneous rate=[3,22]",
+    "profiles=edge-6-homogeneous num_experts=9 rate=[2,14]",
+    "profiles=paper-linear rate=[2,12]",
+    "profiles=paper-linear rate=[3,22]",
+    "profiles=paper-linear num_experts=12 rate=[3,22]",
+    "profiles=paper-linear num_experts=3 rate=[2,12]",
+)
+"""What the router that ships as ``rpi`` is trained on, all together: fleets, numbers of experts and
+rates, each with every latency requirement L."""
+RPI: dict[str, Any] = {
+    "mixture": MIXTURE,
+    "set": ("episode_requests=400", "latency_requirement_s=[0.014,0.048]"),
+    "encoder": "sets",
+    "num_envs": 32 * len(MIXTURE),
+    "fit_every": 50_000,
+    "horizon_s": 5.0,
+    "near": 0.05,
+    "improve_from": 100_000,
+    "eval_episodes": 8,
+}
+RPI_LABELS = 200_000
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """One training.
 
     Attributes:
-        group: What it belongs to: ``paper``, ``ppo``, ``general``, ``zoo``,
+        group: What it belongs to: ``paper``, ``ppo``, ``general``, ``zoo``, ``mixed``,
             ``predictors`` or ``experts``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
@@ -192,6 +230,12 @@ def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
             yield TrainingRun("zoo", variant, "het4-11", seed, steps, settings, agent)
 
 
+def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        settings = {**POINTS["all"], "reward": "paid_forward", **RPI}
+        yield TrainingRun("mixed", "rpi", "all", seed, RPI_LABELS, settings, "rpi")
+
+
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     """Shorter trainings of variants, all of one seed before the next; `_paper` has N = 6."""
     for seed in seeds:
@@ -208,6 +252,7 @@ RUNS: tuple[TrainingRun, ...] = (
     *_ppo((1, 2, 3)),
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
+    *_mixed((1, 2)),
     *_short((1, 2, 3)),
 )
 """All runs, the most useful first."""
