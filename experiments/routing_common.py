@@ -25,7 +25,7 @@ from servegym.experiments.figure_run import (
     run_chosen,
     versions,
 )
-from servegym.experiments.output import print_table
+from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.routing_plots import (
     BASELINES,
     plot_bars,
@@ -40,6 +40,7 @@ __all__ = [
     "BASELINES",
     "Options",
     "TrainedRun",
+    "beside_kept",
     "find_runs",
     "gain",
     "measure",
@@ -114,6 +115,7 @@ class Options(FigureOptions):
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
+        keep: Whether the kept tables' other policies stay in them, see `beside_kept`.
     """
 
     checkpoints: Path | None
@@ -122,6 +124,7 @@ class Options(FigureOptions):
     fleets: Sequence[str]
     requests: int
     trained: Sequence[TrainedRun]
+    keep: bool = False
 
 
 Figure = Callable[[Options], None]
@@ -316,6 +319,68 @@ def chosen(
     ]
 
 
+def beside_kept(
+    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *columns: str
+) -> list[dict[str, Any]]:
+    """With ``--keep``, these rows among those of the policies that only the kept table has.
+
+    So a router can be put beside those of a figure without training them all. The heuristics are
+    measured every time: they have the same QoS as before if the episodes are the same.
+
+    Args:
+        options: The command line.
+        stem: Name of the table in the folder of the results.
+        rows: What was measured; a policy may have several rows at a point.
+        *columns: The columns that tell the point.
+
+    Raises:
+        ValueError: If there is no such table, or if a heuristic has another QoS in it.
+    """
+    if not options.keep:
+        return [dict(row) for row in rows]
+    table = options.out / f"{stem}.csv"
+    if not table.exists():
+        raise ValueError(f"keep: there is no {table} to keep rows of; leave --keep out")
+
+    def grouped(part: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, list[Any]]]:
+        found: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
+        for row in part:
+            point = found.setdefault(tuple(row[column] for column in columns), {})
+            point.setdefault(row["policy"], []).append(dict(row))
+        return found
+
+    now, before = grouped(rows), grouped(read_rows(table, empty=math.nan))
+    for point, policies in now.items():
+        for name in set(policies) & set(before.get(point, ())) & set(BASELINES):
+            new, old = (
+                [row["qos"] for row in part] for part in (policies[name], before[point][name])
+            )
+            if len(new) != len(old) or not np.allclose(new, old, atol=2e-6, equal_nan=True):
+                raise ValueError(
+                    f"keep: at {', '.join(map(str, point))} {name} has another QoS in {table} "
+                    "than here: other episodes; give the same --episodes, or leave --keep out"
+                )
+    found = []
+    for point in dict.fromkeys((*before, *now)):
+        for part in (before.get(point, {}) | now.get(point, {})).values():
+            found += part
+    return found
+
+
+def _kept(options: Options, stem: str) -> dict[str, str]:
+    """Where the rows come from that `beside_kept` added: lines for the text beside the table."""
+    text = options.out / f"{stem}.txt"
+    if not options.keep or not text.exists():
+        return {}
+    lines = text.read_text(encoding="utf-8").splitlines()
+    told = dict(line.split(": ", 1) for line in lines if ": " in line)
+    keys = ("command", "sources", "trained routers")
+    how = "; ".join(f"{key}: {told[key]}" for key in keys if key in told)
+    older = {key: value for key, value in told.items() if key.startswith("rows kept")}
+    name = f"rows kept of {told.get('date', 'an earlier day')}, number {len(older) + 1}"
+    return {**older, name: how}
+
+
 def save(
     options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: str
 ) -> None:
@@ -325,6 +390,7 @@ def save(
         **versions(("torch",)),
         "sources": source_digest(),
         "trained routers": trained or "none, baselines only",
+        **_kept(options, stem),
     }
     figure_run.save(options, stem, rows, figure, *notes, about=about)
 
@@ -358,6 +424,7 @@ def run_figures(
     module: str,
     episodes: int,
     own: Callable[[argparse.ArgumentParser], None] | None = None,
+    keeps: bool = False,
 ) -> int:
     """The command line of a figure script.
 
@@ -368,6 +435,7 @@ def run_figures(
         module: The script's module.
         episodes: Default number of episodes.
         own: Adds the script's own options.
+        keeps: Whether its figures go through `beside_kept`.
 
     Returns:
         0.
@@ -387,6 +455,11 @@ def run_figures(
     )
     parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
                         help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
+    if keeps:
+        parser.add_argument(
+            "--keep", action="store_true",
+            help="policies of the kept table that are not measured stay in it (not fig16, table2)",
+        )  # fmt: skip
     if own is not None:
         own(parser)
     options = command_line(parser, argv, Options())

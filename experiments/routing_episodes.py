@@ -6,7 +6,7 @@ training below the folder; without it, the baselines and the shipped routers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
     ENV_ID,
     Options,
+    beside_kept,
     chosen,
     measure,
     policies_of,
@@ -44,6 +45,8 @@ def fig10(options: Options) -> None:
         point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
         rows += measure(options, {"profiles": fleet, "rate": rate}, point, chosen(options, fleet))
     keys = ("policy", "point", *PARTS, "e2e_s", "qos", "drop_rate", "reject_rate")
+    rows = [{key: row[key] for key in keys} for row in rows]
+    rows = beside_kept(options, "fig10_end_to_end", rows, "point")
     body = [
         [row["policy"], row["point"], *(f"{1e3 * row[part]:.1f}" for part in PARTS)]
         + [f"{row['e2e_s']:.3f}", f"{row['qos']:.3f}"]
@@ -73,8 +76,7 @@ def fig10(options: Options) -> None:
         tidy(axis)
     legend(figure, axes[0, 0])
     note = "a request is shorter on a model with short answers: compare beside QoS and refusals"
-    table = [{key: row[key] for key in keys} for row in rows]
-    save(options, "fig10_end_to_end", table, figure, note, "paper: at least -21.34 %")
+    save(options, "fig10_end_to_end", rows, figure, note, "paper: at least -21.34 %")
 
 
 def long_run(
@@ -138,12 +140,7 @@ def fig14(options: Options) -> None:
     from servegym.agents import load_policy
 
     rows: list[dict[str, Any]] = []
-    plt = pyplot()
-    figure, grid = plt.subplots(
-        3, len(options.fleets), figsize=(6.5 * len(options.fleets), 7.5), squeeze=False,
-        sharex="col", layout="constrained",
-    )  # fmt: skip
-    for axes, fleet in zip(grid.T, options.fleets, strict=True):
+    for fleet in options.fleets:
         kwargs = {"profiles": fleet, "rate": 5.0, "arrivals": "burstgpt",
                   "episode_requests": 300 if options.quick else 6000}  # fmt: skip
         policies: list[Any] = list(LONG_RUN)
@@ -156,29 +153,16 @@ def fig14(options: Options) -> None:
                     continue
                 policy.name = one.label
                 policies.append(policy)
-        names = [p if isinstance(p, str) else p.name for p in policies]
-        for policy, name in zip(policies, names, strict=True):
+        for policy in policies:
             found = long_run(policy, kwargs, 1)
+            name = policy if isinstance(policy, str) else policy.name
             rows += [
                 {"profiles": fleet, "policy": name}
                 | {key: round(float(values[k]), 5) for key, values in found.items()}
                 for k in range(len(found["time_s"]))
             ]
-            # Averages from the start on: a window of a few requests says little.
-            count = found["requests"] * WINDOW_S
-            filled = np.nan_to_num(np.array([found["qos"], found["memory_use"]])) * count
-            with np.errstate(invalid="ignore"):
-                running = filled.cumsum(1) / count.cumsum()
-            look = style(name, names) | {"marker": ""}
-            axes[1].plot(found["time_s"], running[0], label=name, **look)
-            axes[2].plot(found["time_s"], 100 * found["memory_use"], **look)
-        axes[0].fill_between(found["time_s"], found["requests"], step="post", color="grey")
-        axes[0].set(ylabel="arrivals/s", title=fleet)
-        axes[1].set(ylabel="average QoS so far", ylim=(0, None))
-        axes[2].set(ylabel="GPU memory for KV in use, %", xlabel="seconds", ylim=(0, None))
-        for axis in axes:
-            tidy(axis)
-    legend(figure, grid[1, 0])
+    rows = beside_kept(options, "fig14_15_long_run", rows, "profiles")
+    figure = _plot_long_run(rows, options.fleets)
     body = []
     for fleet in options.fleets:
         for name in policies_of([row for row in rows if row["profiles"] == fleet]):
@@ -195,12 +179,42 @@ def fig14(options: Options) -> None:
     save(options, "fig14_15_long_run", rows, figure, note, *told)
 
 
+def _plot_long_run(rows: Sequence[Mapping[str, Any]], fleets: Sequence[str]) -> Any:
+    figure, grid = pyplot().subplots(
+        3, len(fleets), figsize=(6.5 * len(fleets), 7.5), squeeze=False, sharex="col",
+        layout="constrained",
+    )  # fmt: skip
+    for axes, fleet in zip(grid.T, fleets, strict=True):
+        names = policies_of([row for row in rows if row["profiles"] == fleet])
+        for name in names:
+            own = [row for row in rows if (row["policy"], row["profiles"]) == (name, fleet)]
+            time, requests, qos, use = (
+                np.array([row[key] for row in own])
+                for key in ("time_s", "requests", "qos", "memory_use")
+            )
+            # Averages from the start on: a window of a few requests says little.
+            with np.errstate(invalid="ignore"):
+                running = (np.nan_to_num(qos) * requests).cumsum() / requests.cumsum()
+            look = style(name, names) | {"marker": ""}
+            axes[1].plot(time, running, label=name, **look)
+            axes[2].plot(time, 100 * use, **look)
+            if name == names[0]:
+                axes[0].fill_between(time, requests, step="post", color="grey")
+        axes[0].set(ylabel="arrivals/s", title=fleet)
+        axes[1].set(ylabel="average QoS so far", ylim=(0, None))
+        axes[2].set(ylabel="GPU memory for KV in use, %", xlabel="seconds", ylim=(0, None))
+        for axis in axes:
+            tidy(axis)
+    legend(figure, grid[1, 0])
+    return figure
+
+
 FIGURES = {"fig10": fig10, "fig14": fig14}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50)
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50, keeps=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from servegym.experiments.output import print_table
 from servegym.experiments.routing_common import (
     ENV_ID,
     Options,
+    beside_kept,
     chosen,
     measure,
     print_rows,
@@ -180,7 +181,7 @@ def fig16(options: Options) -> None:
 
 def fig17(options: Options) -> None:
     """Ablation: state abstraction and reward, with SAC and with PPO."""
-    if all(run.group == "shipped" for run in options.trained):
+    if all(run.group == "shipped" for run in options.trained) and not options.keep:
         print("fig17: no trained routers, left out")
         return
     rows = []
@@ -191,6 +192,7 @@ def fig17(options: Options) -> None:
             names = ("shortest_queue", "greedy_qos", "priced_greedy")
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, trained, names)
+    rows = beside_kept(options, "fig17_ablation", rows, "point")
     print_rows("fig17: ablation", rows, ["point"])
     lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
     for name in dict.fromkeys(row["point"] for row in rows):
@@ -228,6 +230,7 @@ def fig18(options: Options) -> None:
             ]
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)
+    rows = beside_kept(options, "fig18_predictors", rows, "point", "predictors")
     print_rows("fig18: predictors", rows, ["point", "predictors"])
     lines = []
     for fleet_point in dict.fromkeys(row["point"] for row in rows):
@@ -385,7 +388,7 @@ FIGURES = {"fig16": fig16, "fig17": fig17, "fig18": fig18, "table2": table2}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50)
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50, keeps=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 from servegym.experiments.claims_routing import OVER_BASELINE, PRINTED, Change, claims
 from servegym.experiments.routing_common import (
     Options,
+    beside_kept,
     chosen,
     measure,
     plot_bars,
@@ -48,6 +49,7 @@ def _comparison(options: Options, stem: str, arrivals: str, paper: Change, reque
             if not options.quick:
                 kwargs["episode_requests"] = requests
             rows += measure(options, kwargs, point, chosen(options, fleet))
+    rows = beside_kept(options, stem, rows, "point")
     print_rows(f"{stem}: {arrivals} arrivals", rows, ["point"])
     lines = claims(rows, paper)
     save(options, stem, rows, plot_bars(rows, "point", f"{arrivals} arrivals"), *lines)
@@ -71,6 +73,7 @@ def fig12(options: Options) -> None:
             point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, chosen(options, fleet))
+    rows = beside_kept(options, "fig12_rate", rows, "point")
     print_rows("fig12: arrival rate", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 12"])
     title = "Poisson arrivals, six experts, L = 30 ms"
@@ -95,6 +98,7 @@ def fig11(options: Options) -> None:
                 and (run.experts, *run.rates) == (count, FIG11_RATE, FIG11_RATE)
             ]
             rows += measure(options, kwargs, point, [*chosen(options, fleet), *made])
+    rows = beside_kept(options, "fig11_experts", rows, "point")
     print_rows("fig11: number of experts", rows, ["point"])
     title = f"Poisson arrivals at {FIG11_RATE:g} requests/s, L = 30 ms"
     figure = plot_lines(rows, "experts", "experts", "profiles", title)
@@ -116,6 +120,7 @@ def fig13(options: Options) -> None:
             point = {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
             kwargs = {"profiles": fleet, "rate": rate, "latency_requirement_s": limit / 1e3}
             rows += measure(options, kwargs, point, chosen(options, fleet))
+    rows = beside_kept(options, "fig13_requirement", rows, "point")
     print_rows("fig13: latency requirement", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 13"])
     title = "Poisson arrivals, six experts"
@@ -128,7 +133,7 @@ FIGURES = {"fig7": fig7, "fig9": fig9, "fig11": fig11, "fig12": fig12, "fig13": 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50)
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50, keeps=True)
 
 
 if __name__ == "__main__":

@@ -240,6 +240,35 @@ def test_number_of_experts(tmp_path, trained):
         assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
 
 
+def test_a_router_joins_a_kept_table(tmp_path, trained):
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig17"]
+    with pytest.raises(ValueError, match="keep: there is no .*fig17_ablation.csv"):
+        routing_learning.main([*argv, "--keep"])
+    assert routing_learning.main([*argv, "--checkpoints", str(trained)]) == 0
+    alone = rows_of(tmp_path / "fig17_ablation.csv")
+    assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
+    both = rows_of(tmp_path / "fig17_ablation.csv")
+    assert both[:-1] == alone and both[-1]["policy"] == "rpi (shipped)"
+    text = (tmp_path / "fig17_ablation.txt").read_text()
+    assert "trained routers: rpi (shipped) s1\nrows kept of" in text and "sac_han s2" in text
+    assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
+    assert rows_of(tmp_path / "fig17_ablation.csv") == both
+    with pytest.raises(ValueError, match="keep: at .* has another QoS in .*give the same --epi"):
+        routing_learning.main([*argv, "--routers", "rpi", "--keep", "--episodes", "1"])
+    assert rows_of(tmp_path / "fig17_ablation.csv") == both
+
+
+def test_long_runs_of_other_policies_stay(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig14"]
+    assert routing_episodes.main([*argv, "--routers", "rpi"]) == 0
+    first = rows_of(tmp_path / "fig14_15_long_run.csv")
+    assert routing_episodes.main([*argv, "--routers", "ppo_sets", "--keep"]) == 0
+    rows = rows_of(tmp_path / "fig14_15_long_run.csv")
+    windows = len([row for row in rows if row["policy"] == "rpi (shipped)"])
+    assert rows[: len(first)] == first and windows > 1
+    assert [row["policy"] for row in rows[len(first) :]] == ["ppo_sets (shipped)"] * windows
+
+
 def test_trained_at_n_are_those_of_the_number_and_the_rate(tmp_path, monkeypatch):
     def run(group, variant, experts, rate=5.0, fleet="paper-linear"):
         return routing_common.TrainedRun(
