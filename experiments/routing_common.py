@@ -356,9 +356,11 @@ def beside_kept(
                 [row["qos"] for row in part] for part in (policies[name], before[point][name])
             )
             if len(new) != len(old) or not np.allclose(new, old, atol=2e-6, equal_nan=True):
+                count = before[point][name][0].get("episodes", "those of its command")
                 raise ValueError(
                     f"keep: at {', '.join(map(str, point))} {name} has another QoS in {table} "
-                    "than here: other episodes; give the same --episodes, or leave --keep out"
+                    f"than here, so the episodes are others; give its --episodes ({count}), or "
+                    "leave --keep out"
                 )
     found = []
     for point in dict.fromkeys((*before, *now)):

@@ -253,7 +253,7 @@ def test_a_router_joins_a_kept_table(tmp_path, trained):
     assert "trained routers: rpi (shipped) s1\nrows kept of" in text and "sac_han s2" in text
     assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
     assert rows_of(tmp_path / "fig17_ablation.csv") == both
-    with pytest.raises(ValueError, match="keep: at .* has another QoS in .*give the same --epi"):
+    with pytest.raises(ValueError, match=r"keep: at .* has another QoS in .*--episodes \(2\)"):
         routing_learning.main([*argv, "--routers", "rpi", "--keep", "--episodes", "1"])
     assert rows_of(tmp_path / "fig17_ablation.csv") == both
 
