@@ -113,35 +113,30 @@ same steps take eight times as long."""
 PPO_STEPS = 1_500_000
 
 
-MIXTURE = (
-    "rate=[3,12]",
-    "rate=[3,12]",
-    "rate=[3,22]",
-    "num_experts=9 rate=[3,16]",
-    "num_experts=12 rate=[3,22]",
-    "num_experts=3 rate=[2,12]",
-    "profiles=edge-6-homogeneous rate=[2,12]",
-    "profiles=edge-6-homogeneous rate=[3,22]",
-    "profiles=edge-6-homogeneous num_experts=9 rate=[2,14]",
-    "profiles=paper-linear rate=[2,12]",
-    "profiles=paper-linear rate=[3,22]",
-    "profiles=paper-linear num_experts=12 rate=[3,22]",
-    "profiles=paper-linear num_experts=3 rate=[2,12]",
-)
+MIXTURE = tuple(
+    f"profiles={fleet} num_experts={count} rate={rate}"
+    for fleet, counts in (
+        ("edge-6-heterogeneous", (3, 9, 12)), ("edge-6-homogeneous", (9,)),
+        ("paper-linear", (3, 9, 12)),
+    )
+    for count, rate in (
+        *((6, rate) for rate in ("[2,7]", "[4,12]", "[8,22]")), *((n, "[2,12]") for n in counts),
+    )
+)  # fmt: skip
 """What the router that ships as ``rpi`` is trained on, all together: fleets, numbers of experts and
 rates, each with every latency requirement L."""
 RPI: dict[str, Any] = {
     "mixture": MIXTURE,
     "set": ("episode_requests=400", "latency_requirement_s=[0.014,0.048]"),
     "encoder": "sets",
-    "num_envs": 32 * len(MIXTURE),
-    "fit_every": 50_000,
+    "num_envs": 24 * len(MIXTURE),
+    "fit_every": 80_000,
     "horizon_s": 5.0,
     "near": 0.05,
-    "improve_from": 100_000,
+    "improve_from": 160_000,
     "eval_episodes": 8,
 }
-RPI_LABELS = 200_000
+RPI_LABELS = 320_000
 
 
 @dataclass(frozen=True)
