@@ -56,6 +56,8 @@ __all__ = [
 ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 OUT = Path("experiments/results/routing")
+KEPT = Path(__file__).parent / "results" / "routing"
+"""The tables that come with the package."""
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
 GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
@@ -324,12 +326,14 @@ def beside_kept(
 ) -> list[dict[str, Any]]:
     """With ``--keep``, these rows among those of the policies that only the kept table has.
 
-    So a router can be put beside those of a figure without training them all. The heuristics are
-    measured every time: they have the same QoS as before if the episodes are the same.
+    So a router can be put beside those of a figure without training them all. The table is that in
+    the folder of the results or, if there is none, the one that comes with the package. The
+    heuristics are measured every time: they have the same QoS as before if the episodes are the
+    same.
 
     Args:
         options: The command line.
-        stem: Name of the table in the folder of the results.
+        stem: Name of the table.
         rows: What was measured; a policy may have several rows at a point.
         *columns: The columns that tell the point.
 
@@ -338,7 +342,7 @@ def beside_kept(
     """
     if not options.keep:
         return [dict(row) for row in rows]
-    table = options.out / f"{stem}.csv"
+    table = _table(options, stem)
     if not table.exists():
         raise ValueError(f"keep: there is no {table} to keep rows of; leave --keep out")
 
@@ -369,11 +373,18 @@ def beside_kept(
     return found
 
 
+def _table(options: Options, stem: str) -> Path:
+    own = options.out / f"{stem}.csv"
+    return own if own.exists() else KEPT / own.name
+
+
 def _kept(options: Options, stem: str) -> dict[str, str]:
     """Where the rows come from that `beside_kept` added: lines for the text beside the table."""
-    text = options.out / f"{stem}.txt"
-    if not options.keep or not text.exists():
+    text = _table(options, stem).with_suffix(".txt")
+    if not options.keep:
         return {}
+    if not text.exists():  # an installed package has the tables alone
+        return {"rows kept": f"from the table of serve-gym {versions()['serve-gym']}"}
     lines = text.read_text(encoding="utf-8").splitlines()
     told = dict(line.split(": ", 1) for line in lines if ": " in line)
     keys = ("command", "sources", "trained routers")
@@ -460,7 +471,7 @@ def run_figures(
     if keeps:
         parser.add_argument(
             "--keep", action="store_true",
-            help="policies of the kept table that are not measured stay in it (not fig16, table2)",
+            help="leave the policies that are not measured in the kept table (not fig16, table2)",
         )  # fmt: skip
     if own is not None:
         own(parser)

@@ -3,7 +3,9 @@
 ``python -m servegym.experiments.routing_training --list`` shows the runs in their order, the most
 useful first. Each is one process of an agent with one thread; it writes its
 folder below ``--runs`` and goes on from its last snapshot whenever the queue is started again,
-after being killed too. A finished run leaves ``result.json`` there and one row in ``--table``.
+after being killed too. A finished run leaves ``result.json`` there and one row in ``--table``. A
+training repeats exactly on the same kind of processor; on another one sums round differently, and
+after some ten thousand steps it is another training: what the seeds have in common is what counts.
 
 What is trained, and how, stands in `routing_runs`.
 """

@@ -240,8 +240,11 @@ def test_number_of_experts(tmp_path, trained):
         assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
 
 
-def test_a_router_joins_a_kept_table(tmp_path, trained):
+def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig17"]
+    with pytest.raises(ValueError, match=r"keep: at .*results/routing/fig17.*--episodes \(20\)"):
+        routing_learning.main([*argv, "--keep"])  # the package's own table: its episodes are longer
+    monkeypatch.setattr(routing_common, "KEPT", tmp_path / "nothing")
     with pytest.raises(ValueError, match="keep: there is no .*fig17_ablation.csv"):
         routing_learning.main([*argv, "--keep"])
     assert routing_learning.main([*argv, "--checkpoints", str(trained)]) == 0
