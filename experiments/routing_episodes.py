@@ -162,9 +162,10 @@ def fig14(options: Options) -> None:
                 for k in range(len(found["time_s"]))
             ]
     rows = beside_kept(options, "fig14_15_long_run", rows, "profiles")
-    figure = _plot_long_run(rows, options.fleets)
+    fleets = list(dict.fromkeys(row["profiles"] for row in rows))
+    figure = _plot_long_run(rows, fleets)
     body = []
-    for fleet in options.fleets:
+    for fleet in fleets:
         for name in policies_of([row for row in rows if row["profiles"] == fleet]):
             own = [r for r in rows if r["policy"] == name and r["profiles"] == fleet]
             weight = np.array([row["requests"] for row in own])
