@@ -136,7 +136,7 @@ RPI: dict[str, Any] = {
     "improve_from": 160_000,
     "eval_episodes": 8,
 }
-RPI_LABELS = 560_000
+RPI_LABELS = 480_000
 
 
 @dataclass(frozen=True)
