@@ -42,6 +42,12 @@ POINTS: dict[str, dict[str, Any]] = {
         "rate_high": 5.0,
         "eval_rates": (5.0,),
     },
+    "het5": {
+        "profiles": "edge-6-heterogeneous",
+        "rate_low": 5.0,
+        "rate_high": 5.0,
+        "eval_rates": (5.0,),
+    },
     "het4-11": {
         "profiles": "edge-6-heterogeneous",
         "rate_low": 4.0,
@@ -88,6 +94,9 @@ PREDICTORS = {
     "zs_zl": ('score_predictor="zero"', 'length_predictor="zero"'),
 }
 """Predicted or zero scores and lengths (the paper's Fig. 18)."""
+
+EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 4, 5, 6)}
+"""Numbers of experts to train for at the rate of the paper's Fig. 11, by point."""
 
 ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
     "rpi_sets": ("rpi", 30_000, {"encoder": "sets", "fit_every": 15_000}),
@@ -232,14 +241,17 @@ def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    """Shorter trainings of variants, all of one seed before the next; `_paper` has N = 6."""
+    """Shorter trainings of variants, all of one seed before the next; paper-linear's N = 6 is in
+    `_paper`.
+    """
     for seed in seeds:
         for name, given in PREDICTORS.items():
             yield _run("predictors", name, "sac_han", "het8", seed, set=given)
-        for count in (3, 9, 12):
-            for base in ("sac_han", "baseline_rl"):
-                given = (f"num_experts={count}",)
-                yield _run("experts", f"{base}_n{count}", base, "linear5", seed, set=given)
+        for point, counts in EXPERTS.items():
+            for count in counts:
+                for base in ("sac_han", "baseline_rl"):
+                    given = (f"num_experts={count}",)
+                    yield _run("experts", f"{base}_n{count}", base, point, seed, set=given)
 
 
 RUNS: tuple[TrainingRun, ...] = (

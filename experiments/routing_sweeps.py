@@ -104,7 +104,7 @@ def fig11(options: Options) -> None:
     figure = plot_lines(rows, "experts", "experts", "profiles", title)
     note = (
         "a router over the graph serves any N; 'trained at N' are trainings of their own, at N = 6 "
-        "the long ones"
+        "on paper-linear the long ones"
     )
     lines = claims(rows, "above the baselines at every N")
     save(options, "fig11_experts", rows, figure, note, *lines)
