@@ -241,9 +241,7 @@ def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    """Shorter trainings of variants, all of one seed before the next; paper-linear's N = 6 is in
-    `_paper`.
-    """
+    """Shorter trainings, all of one seed before the next; `_paper` has paper-linear's N = 6."""
     for seed in seeds:
         for name, given in PREDICTORS.items():
             yield _run("predictors", name, "sac_han", "het8", seed, set=given)
