@@ -95,7 +95,7 @@ PREDICTORS = {
 }
 """Predicted or zero scores and lengths (the paper's Fig. 18)."""
 
-EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 4, 5, 6)}
+EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 6, 9, 12)}
 """Numbers of experts to train for at the rate of the paper's Fig. 11, by point."""
 
 ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
