@@ -1,5 +1,5 @@
 """Learning agents: runnable single files, and the loader of their checkpoints."""
 
-from servegym.agents.checkpoint import load_policy, shipped
+from servegym.agents.lib.checkpoint import load_policy, shipped
 
 __all__ = ["load_policy", "shipped"]

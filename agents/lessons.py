@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import track
 
-from servegym.agents.common import env_kwargs
+from servegym.agents.lib.run import env_kwargs
 from servegym.baselines.registry import make_policy
-from servegym.baselines.serverless.system import ServerlessSystem
+from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.workloads._util import read_arrays, write_atomic
 
 EPISODES, BATCH = 64, 512

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from servegym.agents.common import parse_settings
-from servegym.baselines.placement.start import Start, best_start
-from servegym.baselines.placement.system import PlacementSystem
+from servegym.agents.lib.run import parse_settings
+from servegym.baselines.expert_placement.start import Start, best_start
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.env import make_problem
 
 

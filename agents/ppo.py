@@ -20,7 +20,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from servegym.agents.common import (
+from servegym.agents.lib.run import (
     RunArgs,
     RunLog,
     episode_seeds,

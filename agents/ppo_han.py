@@ -26,7 +26,18 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.common import (
+from servegym.agents.han import (
+    HAN,
+    WIDTH,
+    ExpertRows,
+    Head,
+    Layout,
+    Sets,
+    held_score,
+    prior,
+    scale_laws,
+)
+from servegym.agents.lib.run import (
     Foresight,
     RouterArgs,
     RunLog,
@@ -39,17 +50,6 @@ from servegym.agents.common import (
     snapshot,
     validate,
     write_checkpoint,
-)
-from servegym.agents.han import (
-    HAN,
-    WIDTH,
-    ExpertRows,
-    Head,
-    Layout,
-    Sets,
-    held_score,
-    prior,
-    scale_laws,
 )
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem

@@ -32,7 +32,7 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.common import (
+from servegym.agents.lib.run import (
     RunArgs,
     RunLog,
     crossed,

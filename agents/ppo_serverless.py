@@ -36,7 +36,8 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from servegym.agents.common import (
+from servegym.agents.lessons import imitate
+from servegym.agents.lib.run import (
     LongRunArgs,
     RunLog,
     crossed,
@@ -48,7 +49,6 @@ from servegym.agents.common import (
     snapshot,
     write_checkpoint,
 )
-from servegym.agents.lessons import imitate
 
 
 @dataclass

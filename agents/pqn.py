@@ -29,7 +29,8 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.common import (
+from servegym.agents.han import HAN, WIDTH, Layout, Sets, held_score, prior, scale_laws
+from servegym.agents.lib.run import (
     Foresight,
     RouterArgs,
     RunLog,
@@ -43,7 +44,6 @@ from servegym.agents.common import (
     validate,
     write_checkpoint,
 )
-from servegym.agents.han import HAN, WIDTH, Layout, Sets, held_score, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 

@@ -37,7 +37,8 @@ from servegym.agents.branches import (
     heuristic_values,
     noise_weights,
 )
-from servegym.agents.common import (
+from servegym.agents.han import HAN, Head, Layout, Sets, prior, scale_laws
+from servegym.agents.lib.run import (
     RouterArgs,
     RunLog,
     crossed,
@@ -49,7 +50,6 @@ from servegym.agents.common import (
     validate,
     write_checkpoint,
 )
-from servegym.agents.han import HAN, Head, Layout, Sets, prior, scale_laws
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 

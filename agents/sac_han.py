@@ -27,7 +27,17 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.common import (
+from servegym.agents.han import (
+    HAN,
+    ExpertRows,
+    Head,
+    Layout,
+    Sets,
+    held_score,
+    prior,
+    scale_laws,
+)
+from servegym.agents.lib.run import (
     Foresight,
     RouterArgs,
     RunLog,
@@ -41,16 +51,6 @@ from servegym.agents.common import (
     validate,
     what_followed,
     write_checkpoint,
-)
-from servegym.agents.han import (
-    HAN,
-    ExpertRows,
-    Head,
-    Layout,
-    Sets,
-    held_score,
-    prior,
-    scale_laws,
 )
 from servegym.agents.replay import ReplayBuffer
 from servegym.baselines.llm_routing.latency import LatencyModel

@@ -23,8 +23,8 @@ from servegym.baselines.protocol import (
 
 FAMILIES = {
     "llm_routing": "servegym.baselines.llm_routing",
-    "serverless_moe": "servegym.baselines.serverless",
-    "expert_placement": "servegym.baselines.placement",
+    "serverless_moe": "servegym.baselines.serverless_moe",
+    "expert_placement": "servegym.baselines.expert_placement",
 }
 """Family -> the module whose import registers its policies."""
 

@@ -19,15 +19,15 @@ import mkdocs_gen_files
 from safetensors import safe_open
 
 import servegym
-from servegym.agents.checkpoint import AGENTS, shipped
+from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import FAMILIES, list_policies
-from servegym.experiments.benchmark import short
-from servegym.experiments.claims import HEADINGS
-from servegym.experiments.claims import lines as claim_lines
+from servegym.experiments.bench.run import short
 from servegym.experiments.evaluate import known_family
+from servegym.experiments.figures.claims import HEADINGS
+from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.leaderboard import read_board, write_page
 from servegym.experiments.output import read_rows
-from servegym.experiments.render_episode import render_episode
+from servegym.experiments.render import render_episode
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

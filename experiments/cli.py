@@ -118,7 +118,7 @@ def list_command() -> None:
     import gymnasium
 
     import servegym  # noqa: F401
-    from servegym.agents.checkpoint import shipped
+    from servegym.agents.lib.checkpoint import shipped
     from servegym.baselines.registry import FAMILIES, list_policies
     from servegym.envs.workloads import list_catalogs
     from servegym.hardware_profiles import list_fleets, list_profiles
@@ -208,7 +208,7 @@ def evaluate(
 
     run = evaluation.evaluate
     if ray is not None:
-        from servegym.experiments import ray_evaluate
+        from servegym.experiments.cluster import evaluate as ray_evaluate
 
         run = functools.partial(ray_evaluate.evaluate, ray=ray)
     logs: dict[str, list[Any]] = {}
@@ -327,7 +327,7 @@ def render(
     if out is not None:
         check_writable(out, (".gif", ".png"))
 
-    from servegym.experiments.render_episode import render_episode
+    from servegym.experiments.render import render_episode
 
     render_episode(env_id, policy, steps, settings, seed=seed, fps=fps, out=out, echo=typer.echo)
 
@@ -340,7 +340,7 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 @_clear_errors
 def calibrate(context: typer.Context) -> None:
     """Fit a hardware profile to measurements; --check OTHER scores it on others."""
-    from servegym.hardware_profiles import check
+    from servegym.hardware_profiles.build import check
 
     raise typer.Exit(check.main(context.args))
 
@@ -349,7 +349,7 @@ def calibrate(context: typer.Context) -> None:
 @_clear_errors
 def measure(context: typer.Context) -> None:
     """Measure a machine: gpu, cpu-expert or server."""
-    from servegym.hardware_profiles import measure as measuring
+    from servegym.hardware_profiles.measure import command as measuring
 
     raise typer.Exit(measuring.main(context.args) or 0)
 
@@ -358,7 +358,7 @@ def measure(context: typer.Context) -> None:
 @_clear_errors
 def fidelity(context: typer.Context) -> None:
     """Replay a measured run and print how far the engine is from it."""
-    from servegym.experiments import fidelity as comparison
+    from servegym.experiments.fidelity import report as comparison
 
     raise typer.Exit(comparison.main(context.args) or 0)
 
@@ -375,7 +375,7 @@ def figures(
     ray: Ray = None,
 ) -> None:
     """Compute and draw the figures and tables of a family; other words go to each figure."""
-    from servegym.experiments.figures import list_figures, run_figures
+    from servegym.experiments.figures.run import list_figures, run_figures
 
     if list_:
         found = list_figures(family)
@@ -385,7 +385,7 @@ def figures(
         return
     run = run_figures
     if ray is not None:
-        from servegym.experiments import ray_figures
+        from servegym.experiments.cluster import figures as ray_figures
 
         run = functools.partial(ray_figures.run_figures, ray=ray)
     raise typer.Exit(int(run(family, only or (), context.args, typer.echo) > 0))
@@ -419,7 +419,7 @@ def sweep(
     ray: Ray = None,
 ) -> None:
     """Search an agent's hyper-parameters; stopped, a sweep goes on where it was."""
-    from servegym.experiments.sweep_file import list_sweeps, read_sweep
+    from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
 
     if list_:
         for name in list_sweeps():
@@ -433,12 +433,12 @@ def sweep(
 
     settings = parse_settings(fixed or [])
     if ray is not None:
-        from servegym.experiments import ray_sweep
+        from servegym.experiments.cluster import sweep as ray_sweep
 
         ray_sweep.run_sweep(chosen, trials, workers, out, seed, settings, typer.echo, ray)
         return
 
-    from servegym.experiments.sweep import run_sweep
+    from servegym.experiments.sweeps.run import run_sweep
 
     run_sweep(chosen, trials, workers or 1, out, seed, settings, typer.echo)
 
@@ -456,7 +456,7 @@ def leaderboard(context: typer.Context) -> None:
 @_clear_errors
 def claims(context: typer.Context) -> None:
     """Print the papers' claims beside what the kept results say of them."""
-    from servegym.experiments import claims as table
+    from servegym.experiments.figures import claims as table
 
     raise typer.Exit(table.main(context.args))
 
@@ -469,7 +469,7 @@ def bench(context: typer.Context) -> None:
 
     words = list(context.args)
     family = words.pop(0) if words and words[0] in _BENCHES else _BENCHES[0]
-    importlib.import_module(f"servegym.experiments.bench_{family}").main(words)
+    importlib.import_module(f"servegym.experiments.bench.{family}").main(words)
 
 
 _BENCHES = ("routing", "serverless", "placement")

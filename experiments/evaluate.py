@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
-from servegym.agents.checkpoint import shipped
+from servegym.agents.lib.checkpoint import shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import FAMILIES, list_policies, make_policy, policy_from_file
 from servegym.experiments.families import Family, family_of

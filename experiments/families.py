@@ -179,7 +179,7 @@ ROUTING = Family(
 
 
 def _serverless_system(problem: Any) -> Any:
-    from servegym.baselines.serverless.system import ServerlessSystem
+    from servegym.baselines.serverless_moe.system import ServerlessSystem
 
     return ServerlessSystem.from_problem(problem)
 
@@ -219,7 +219,7 @@ SERVERLESS = Family(
 
 
 def _placement_system(problem: Any) -> Any:
-    from servegym.baselines.placement.system import PlacementSystem
+    from servegym.baselines.expert_placement.system import PlacementSystem
 
     return PlacementSystem.from_problem(problem)
 

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from servegym.agents.checkpoint import AGENTS, shipped
+from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs._checks import choose
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import evaluate, known_family, resolve, summarise
-from servegym.experiments.figure_run import machine, versions
+from servegym.experiments.figures.script import machine, versions
 from servegym.experiments.output import print_table, read_rows, write_csv, write_text
 from servegym.hardware_profiles.script import run as run_script
 
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "local or local:N (this machine, N workers)")  # fmt: skip
     args = parser.parse_args(argv)
     if args.ray is not None:
-        from servegym.experiments.ray_cluster import check_ray
+        from servegym.experiments.cluster.jobs import check_ray
 
         check_ray(args.ray)
     points = [names[choose("point", name, names)] for name in args.point or names]
@@ -293,7 +293,7 @@ def _measured(
         for index, (point, policy) in enumerate(jobs):
             yield index, measure(point, policy, quick)
         return
-    from servegym.experiments.ray_leaderboard import measured
+    from servegym.experiments.cluster.leaderboard import measured
 
     yield from measured(jobs, quick, ray)
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import gymnasium
 
 import servegym
-from servegym.hardware_profiles import check, load, measure
+from servegym.hardware_profiles import load
+from servegym.hardware_profiles.build import check
+from servegym.hardware_profiles.measure import command as measure
 
 assert "servegym/LLMRouting-v0" in servegym.ENV_IDS  # importing servegym registers the ids
 

@@ -374,7 +374,7 @@ def top_expert_share(activations: Activations) -> dict[str, float]:
     return shares
 
 
-_FIX = "reinstall the package, or rebuild it with servegym.envs.workloads.build_activations"
+_FIX = "reinstall the package, or rebuild it with servegym.envs.workloads.build.activations"
 
 
 def list_activations() -> list[str]:

@@ -273,8 +273,8 @@ def _gaps_before(times: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def fitted_parameters() -> dict[str, Any]:
-    """Contents of ``data/arrivals.json``, made by ``servegym.envs.workloads.fit_arrivals``."""
-    return read_fitted("arrivals.json", "fit_arrivals")
+    """Contents of ``data/arrivals.json``, made by ``servegym.envs.workloads.build.arrivals``."""
+    return read_fitted("arrivals.json", "build.arrivals")
 
 
 def _fit(name: str, model: str) -> dict[str, float]:

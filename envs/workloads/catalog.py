@@ -203,7 +203,7 @@ def read_catalog(path: str | Path) -> Catalog:
         MalformedFileError: A file or array is missing, or a value is out of range.
     """
     path = Path(path)
-    remedy = "rebuild it with `python -m servegym.envs.workloads.build_catalog --csv PATH`"
+    remedy = "rebuild it with `python -m servegym.envs.workloads.build.catalog --csv PATH`"
     provenance = read_json(path.with_suffix(".json"), remedy)
     arrays = read_arrays(path, remedy)
     for key in ("models", "prompt_id", "max_output_tokens", *_FIELDS):

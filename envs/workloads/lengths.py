@@ -14,8 +14,8 @@ KINDS = ("prompt_tokens", "output_tokens")
 
 @lru_cache(maxsize=1)
 def fitted_lengths() -> dict[str, Any]:
-    """Contents of ``data/lengths.json``, made by ``servegym.envs.workloads.fit_lengths``."""
-    return read_fitted("lengths.json", "fit_lengths")
+    """Contents of ``data/lengths.json``, made by ``servegym.envs.workloads.build.lengths``."""
+    return read_fitted("lengths.json", "build.lengths")
 
 
 def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:

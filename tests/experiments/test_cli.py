@@ -278,7 +278,7 @@ def test_render_refuses(run, tmp_path):
 
 
 def test_bench_smoke(run, tmp_path, monkeypatch):
-    from servegym.experiments import bench_routing
+    from servegym.experiments.bench import routing as bench_routing
     from servegym.experiments.output import read_rows
 
     # The sizes shrink further than --quick: this is about the figures being there, not fast.
@@ -294,7 +294,7 @@ def test_bench_smoke(run, tmp_path, monkeypatch):
 
 
 def test_bench_refuses_before_any_work(run, monkeypatch):
-    from servegym.experiments import bench_routing
+    from servegym.experiments.bench import routing as bench_routing
 
     monkeypatch.setattr(bench_routing, "bench_vector", lambda *a: pytest.fail("work was done"))
     assert run("bench", "--out", "/proc/x.json").exit_code == 2

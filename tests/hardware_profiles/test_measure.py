@@ -13,8 +13,12 @@ from http.server import BaseHTTPRequestHandler
 import numpy as np
 import pytest
 
-from servegym.hardware_profiles import calibrate, load, measure, measure_cpu, measure_server
-from servegym.hardware_profiles.measure import ResumableTable, calibrate_arguments, repeat
+from servegym.hardware_profiles import load
+from servegym.hardware_profiles.build import calibrate
+from servegym.hardware_profiles.measure import command as measure
+from servegym.hardware_profiles.measure import cpu as measure_cpu
+from servegym.hardware_profiles.measure import server as measure_server
+from servegym.hardware_profiles.measure.command import ResumableTable, calibrate_arguments, repeat
 
 
 def rows_of(path):
@@ -293,7 +297,7 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path):
     # Interrupted: only what is missing is measured again.
     lines = (folder / "dense.csv").read_text().splitlines(keepends=True)
     (folder / "dense.csv").write_text("".join(lines[:-2]) + lines[-2][:5])
-    from servegym.hardware_profiles import measure_gpu
+    from servegym.hardware_profiles.measure import gpu as measure_gpu
 
     clock = measure_gpu.Clock("cpu", 3, 0.05, 2**31)
     assert measure_gpu.measure_dense("tiny", folder, clock) == 2
@@ -322,7 +326,7 @@ def test_what_the_user_gives_wins(tmp_path):
 
 def test_expert_layers(tmp_path):
     torch = pytest.importorskip("torch")
-    from servegym.hardware_profiles import measure_gpu
+    from servegym.hardware_profiles.measure import gpu as measure_gpu
 
     clock = measure_gpu.Clock("cpu", 3, 0.05, 2**30)
     assert measure_gpu.measure_moe("tiny-moe", tmp_path, clock) == 6
@@ -358,7 +362,7 @@ def test_expert_layers(tmp_path):
 @pytest.mark.parametrize(("chunk", "before"), [(16, 0), (16, 24)])
 def test_attention_is_causal_and_grouped(chunk, before):
     torch = pytest.importorskip("torch")
-    from servegym.hardware_profiles import measure_gpu
+    from servegym.hardware_profiles.measure import gpu as measure_gpu
 
     shape = measure_gpu.MODELS["tiny"]
     clock = measure_gpu.Clock("cpu", 3, 0.05, 2**30)

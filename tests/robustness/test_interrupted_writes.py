@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless.prediction_search import SimilarPromptsSearch
+from servegym.baselines.serverless_moe.prediction_search import SimilarPromptsSearch
 from servegym.envs.workloads import _util, load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.output import read_rows, write_csv, write_json
@@ -67,7 +67,7 @@ def _tree(path: Path, version: int) -> None:
 def _checkpoint(path: Path, version: int) -> None:
     import torch
 
-    from servegym.agents.common import write_checkpoint
+    from servegym.agents.lib.run import write_checkpoint
 
     net = torch.nn.Linear(300, 300)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def _read_checkpoint(path: Path) -> int:
 def _snapshot(path: Path, version: int) -> None:
     import torch
 
-    from servegym.agents.common import snapshot
+    from servegym.agents.lib.run import snapshot
 
     snapshot(path, weights=torch.full((300, 300), float(version)), text=b"x" * 4096)
 
@@ -198,7 +198,7 @@ def test_killed_in_the_middle(writer, tmp_path):
 
 def test_a_table_that_grows_row_by_row(tmp_path):
     """What a killed run leaves of its last row is dropped, the rows before it stay."""
-    from servegym.hardware_profiles.measure import ResumableTable
+    from servegym.hardware_profiles.measure.command import ResumableTable
 
     columns, key = ("op", "tokens", "time_us"), ("op", "tokens")
     path = tmp_path / "measured.csv"

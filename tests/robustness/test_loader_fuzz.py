@@ -23,17 +23,18 @@ import numpy as np
 import pytest
 
 from servegym import hardware_profiles
-from servegym.baselines.serverless.prediction_search import SimilarPromptsSearch
+from servegym.baselines.serverless_moe.prediction_search import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog, predictions
 from servegym.envs.workloads.activations import make_toy_activations, read_activations
-from servegym.envs.workloads.build_activations import write_activations
+from servegym.envs.workloads.build.activations import write_activations
 from servegym.envs.workloads.catalog import read_catalog
 from servegym.envs.workloads.mix_instruct import load_mix_instruct
 from servegym.envs.workloads.traces import load_trace
 from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
 from servegym.experiments.requests_csv import read_requests
-from servegym.hardware_profiles import check, measure
+from servegym.hardware_profiles.build import check
+from servegym.hardware_profiles.measure import command as measure
 
 FLIPS = int(os.environ.get("SERVEGYM_EXAMPLES", 0)) or 6
 SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 250

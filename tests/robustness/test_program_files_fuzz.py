@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from servegym.agents import load_policy
-from servegym.agents.checkpoint import shipped
+from servegym.agents.lib.checkpoint import shipped
 from servegym.baselines.registry import policy_from_file
 
 from .test_loader_fuzz import byte_damages
@@ -169,7 +169,7 @@ def sweep_damages():
 
 def test_damaged_sweeps(tmp_path):
     pytest.importorskip("optuna")
-    from servegym.experiments.sweep_file import read_sweep
+    from servegym.experiments.sweeps.spec import read_sweep
 
     path = tmp_path / "mine.yaml"
     path.write_text(SWEEP)

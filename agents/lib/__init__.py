@@ -1,0 +1,1 @@
+"""Run plumbing of the agents: logging, snapshots, checkpoints, evaluation."""

@@ -1,0 +1,335 @@
+"""An estimate of the time that remote experts add, from whole tokens instead of frequencies.
+
+A step waits if *any* expert of a layer is remote (the maximum in Eq. 1), which the frequencies of
+Eq. 2 do not say; recorded expert sets of tokens do. For a server that holds some experts of a
+layer, the estimate adds, per request: in the prefill the volume of remote tokens, a round trip if
+any token is remote and the fixed cost of further messages; in each decode step the same for one
+token.
+
+`LatencyModel.loaded` adds what depends on everybody's placement: which server is asked, and the
+wait at the links, each an M/G/1 queue of the messages that the placement causes. GPUs are taken as
+idle: links fill up first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.baselines.expert_placement import kernel
+from servegym.baselines.expert_placement.placement import Bools, Floats
+
+if TYPE_CHECKING:
+    from servegym.envs.expert_placement.cluster import Cluster
+
+Masks = NDArray[np.uint64]
+
+
+def expert_masks(held: ArrayLike) -> Masks:
+    """Bit masks (..., ) of the last axis of ``held`` (..., E), E <= 64."""
+    table = np.asarray(held).astype(np.bool_)
+    bits = np.uint64(1) << np.arange(table.shape[-1], dtype=np.uint64)
+    return np.where(table, bits, np.uint64(0)).sum(axis=-1, dtype=np.uint64)
+
+
+def mask_experts(masks: ArrayLike, experts: int) -> Bools:
+    """Inverse of `expert_masks`: bool (..., E)."""
+    words = np.asarray(masks, dtype=np.uint64)
+    return (words[..., None] >> np.arange(experts, dtype=np.uint64)) & np.uint64(1) > 0
+
+
+BUSIEST = 0.95
+"""Utilisation at which the wait at a link stops to grow: beyond 1 there would be no mean."""
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """What messages between servers cost, (N, N) from row to column.
+
+    Attributes:
+        token_s: Seconds that the activations of a token hold the sender's link.
+        delay_s: Seconds from there and back that hold nothing: latency, staging.
+        call_s: (N,) seconds of a remote call and one of its tokens on a GPU of a server, staging of
+            the activations of a token included.
+        layer_s: (N,) seconds of a decode step's layer apart from its experts.
+        message_s: Seconds that a message holds the link besides.
+    """
+
+    token_s: Floats
+    delay_s: Floats
+    call_s: Floats
+    layer_s: Floats
+    message_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class LatencyModel:
+    """Token rows of each server and what a remote expert costs it.
+
+    Attributes:
+        rows: uint64 (N, L, T), expert sets of T tokens of each server.
+        hit: (N, L, E) chance that a prompt of the server has a token for the expert.
+        par: (N, 7), the columns of `kernel.layer_cost`.
+        links: Of the cluster; None if only means are known, and then nothing depends on load.
+        by_layer: (N, L, 7), `par` of each layer as the others' placement makes it; None: `par`.
+    """
+
+    rows: Masks
+    hit: Floats
+    par: Floats
+    links: Links | None = None
+    by_layer: Floats | None = None
+
+    @classmethod
+    def build(
+        cls,
+        rows: Sequence[ArrayLike],
+        experts: int,
+        *,
+        prompt_tokens: ArrayLike,
+        output_tokens: ArrayLike,
+        round_trip_s: ArrayLike,
+        token_s: ArrayLike,
+        message_s: ArrayLike = 0.0,
+        weight: ArrayLike = 1.0,
+        max_messages: float = np.inf,
+        max_rows: int = 512,
+        seed: int = 0,
+    ) -> LatencyModel:
+        """Check the arguments and draw the same number of rows for every server.
+
+        Args:
+            rows: N arrays uint64 (T_n, L), T_n >= 1: recorded tokens like those of server n.
+            experts: E, at most 64.
+            prompt_tokens: Mean tokens of a prompt, one number or (N,).
+            output_tokens: Mean tokens of an answer.
+            round_trip_s: Seconds of one remote call and its answer, without its volume.
+            token_s: Seconds that a token there and back occupies links and devices.
+            message_s: Seconds that one more message and its answer take.
+            weight: Requests per time, to weigh servers against each other.
+            max_messages: Most messages of a step (N - 1 with one message a server).
+            max_rows: Rows kept of each server.
+            seed: Of the draw.
+
+        Returns:
+            The model.
+
+        Raises:
+            ValueError: If rows are missing or an argument is out of range.
+        """
+        if not 1 <= experts <= 64:
+            raise ValueError(f"experts must be between 1 and 64, got {experts!r}")
+        tables = [np.asarray(table, dtype=np.uint64) for table in rows]
+        if not tables or any(t.ndim != 2 or 0 in t.shape for t in tables):
+            raise ValueError("rows must hold one array (tokens, layers) a server, none empty")
+        if len({t.shape[1] for t in tables}) != 1:
+            raise ValueError("rows: the servers must have the same number of layers")
+        if experts < 64 and any((t >> np.uint64(experts)).any() for t in tables):
+            raise ValueError(f"rows: a set names an expert above {experts - 1}")
+        number = min(max_rows, max(len(t) for t in tables))
+        rng = np.random.default_rng(seed)
+        kept = [
+            t[rng.choice(len(t), number, replace=len(t) < number)] if len(t) != number else t
+            for t in tables
+        ]
+        stacked = np.ascontiguousarray(np.stack(kept).transpose(0, 2, 1))
+        par = np.empty((len(tables), 7))
+        columns = {
+            "weight": weight,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "round_trip_s": round_trip_s,
+            "token_s": token_s,
+            "message_s": message_s,
+        }
+        for at, (name, given) in enumerate(columns.items()):
+            value = np.asarray(given, dtype=np.float64)
+            if value.shape not in ((), (len(tables),)) or not np.isfinite(value).all():
+                raise ValueError(f"{name} must be a finite number or one a server, got {given!r}")
+            if (value < 0).any():
+                raise ValueError(f"{name} must not be negative, got {given!r}")
+            par[:, at] = value
+        par[:, kernel.DECODES] = np.maximum(par[:, kernel.DECODES] - 1.0, 0.0)
+        par[:, kernel.TARGETS] = max_messages
+        share = np.stack([mask_experts(t, experts).mean(axis=0) for t in kept])
+        hit = 1.0 - (1.0 - share) ** par[:, kernel.PROMPT][:, None, None]
+        return cls(stacked, np.ascontiguousarray(hit), par)
+
+    @classmethod
+    def of_cluster(
+        cls,
+        cluster: Cluster,
+        rows: Sequence[ArrayLike],
+        *,
+        prompt_tokens: ArrayLike,
+        output_tokens: ArrayLike,
+        weight: ArrayLike = 1.0,
+        max_rows: int = 512,
+        seed: int = 0,
+    ) -> LatencyModel:
+        """The model of a cluster's links and GPUs.
+
+        Links to the other servers count by the slots there.
+
+        Args:
+            cluster: The cluster.
+            rows: As `build`.
+            prompt_tokens: As `build`.
+            output_tokens: As `build`.
+            weight: As `build`.
+            max_rows: As `build`.
+            seed: As `build`.
+
+        Returns:
+            The model.
+        """
+        servers = cluster.num_servers
+        near = np.where(np.eye(servers, dtype=bool), 0.0, cluster.cap[None, :].astype(np.float64))
+        total = near.sum(axis=1, keepdims=True)
+        near = np.divide(near, total, out=np.zeros_like(near), where=total > 0)
+        byte_s = 1.0 / cluster.link_bytes_s
+        both = byte_s + byte_s.T
+        delay = cluster.latency_s + cluster.latency_s.T
+        slots = np.maximum(np.bincount(cluster.gpu_server, minlength=servers), 1)
+        base = np.bincount(cluster.gpu_server, cluster.expert_base_s, servers) / slots
+        slope = np.bincount(cluster.gpu_server, cluster.expert_token_s, servers) / slots
+        staging = 2.0 * cluster.activation_bytes / cluster.pcie_bytes_s
+        message = 2.0 * cluster.message_cost_s
+        links = Links(
+            token_s=byte_s * cluster.activation_bytes,
+            delay_s=delay + base[None, :] + message + 2.0 * cluster.pcie_latency_s,
+            call_s=slope + staging,
+            layer_s=cluster.dense_base_s + cluster.dense_token_s,
+            message_s=float(cluster.message_cost_s),
+        )
+        model = cls.build(
+            rows,
+            cluster.experts,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            round_trip_s=(near * (delay + base)).sum(axis=1)
+            + message
+            + 2.0 * cluster.pcie_latency_s,
+            token_s=(near * (both * cluster.activation_bytes + slope)).sum(axis=1) + staging,
+            message_s=message,
+            weight=weight,
+            max_messages=servers - 1 if cluster.messages == "per_server" else np.inf,
+            max_rows=max_rows,
+            seed=seed,
+        )
+        return replace(model, links=links)
+
+    def loaded(self, held: ArrayLike, counts: ArrayLike) -> LatencyModel:
+        """The model as the others' placement and the load that it causes make it.
+
+        A missing expert is called at the holder that takes least time without load; of equal ones
+        each gets the same. The messages of a step are one job at the link of its server and, by the
+        shares of the servers called, at theirs. A message waits as in an M/G/1 queue
+        (Pollaczek-Khinchine), but requests send one step at a time: one that is held up sends
+        nothing meanwhile, so its steps wait at most the time between two of its messages times
+        rho / (1 - rho), as if the link slowed it down by the part that others use. With pairwise
+        links, where every pair has its own, the wait is too long.
+
+        Args:
+            held: (N, L, E), every expert somewhere.
+            counts: (N, L, E), by which servers use the experts.
+
+        Returns:
+            The model; itself if it has no links.
+        """
+        links = self.links
+        if links is None:
+            return self
+        view, f = np.asarray(held, dtype=np.bool_), np.asarray(counts, dtype=np.float64)
+        servers, layers, _ = view.shape
+        token = links.token_s + links.token_s.T + links.call_s[None, :]
+        trip = links.delay_s + token
+        near = np.zeros((servers, layers, servers))
+        for n in range(servers):
+            others = view & (np.arange(servers) != n)[:, None, None]
+            time = np.where(others, trip[n][:, None, None], np.inf)
+            asked = others & (time <= time.min(axis=0))
+            need = np.where(view[n], 0.0, f[n] + 1e-9) / np.maximum(asked.sum(axis=0), 1)
+            near[n] = (asked * need).sum(axis=2).T
+        near /= np.maximum(near.sum(axis=2, keepdims=True), 1e-300)
+        par = np.repeat(self.par[:, None], layers, axis=1)
+        par[:, :, kernel.TOKEN] = np.einsum("nlm,nm->nl", near, token)
+        par[:, :, kernel.ROUND_TRIP] = np.einsum("nlm,nm->nl", near, links.delay_s)
+        par[:, :, kernel.ROUND_TRIP] += self._waits(expert_masks(view), near, par, links)
+        return replace(self, by_layer=par)
+
+    def _waits(self, masks: Masks, near: Floats, par: Floats, links: Links) -> Floats:
+        """Mean seconds (N, L) that the two messages of a round trip wait in all."""
+        servers, layers = masks.shape
+        # Of the jobs at a link: share of time that they take, rate times squared size.
+        busy, square = np.zeros(servers), np.zeros(servers)
+        calls = np.zeros((servers, servers))  # of a decode step, at each server
+        step = links.layer_s * layers
+        for n in range(servers):
+            for layer in range(layers):
+                rate, prompt, decodes = par[
+                    n, layer, [kernel.WEIGHT, kernel.PROMPT, kernel.DECODES]
+                ]
+                targets = par[n, layer, kernel.TARGETS]
+                some, volume, hits = kernel.remote_share(
+                    self.rows[n, layer], self.hit[n, layer], masks[n, layer], targets
+                )
+                to = near[n, layer]
+                calls[n] += some * to
+                step[n] += some * par[n, layer, kernel.ROUND_TRIP]
+                each = volume / max(some, 1e-9)
+                jobs = (
+                    (rate * (1.0 - (1.0 - some) ** prompt), prompt * volume, min(hits, targets)),
+                    (rate * decodes * some, each, each),
+                )
+                for times, tokens, messages in jobs:
+                    out = tokens * float(to @ links.token_s[n]) + messages * links.message_s
+                    busy[n] += times * out
+                    square[n] += times * out**2
+                    back = to * (tokens * links.token_s[:, n] + messages * links.message_s)
+                    busy += times * back
+                    square += times * back**2
+        idle = 1.0 - np.minimum(busy, BUSIEST)
+        open_wait, slowed = square / (2.0 * idle), (1.0 - idle) / idle
+        own = np.minimum(open_wait, step / np.maximum(calls.sum(axis=1), 1e-9) * slowed)
+        theirs = np.minimum(open_wait, step[:, None] / np.maximum(calls, 1e-9) * slowed)
+        return own[:, None] + np.einsum("nlm,nm->nl", near, theirs)
+
+    def cost(self, held: ArrayLike) -> Floats:
+        """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
+        masks = expert_masks(held)
+        out = np.empty(self.hit.shape[:2])
+        for n in range(self.hit.shape[0]):
+            for layer in range(self.hit.shape[1]):
+                out[n, layer] = kernel.cost_of(
+                    self._par(n)[layer], self.rows[n, layer], self.hit[n, layer], masks[n, layer]
+                )
+        return out
+
+    def prefix_costs(self, n: int, order: Any) -> Floats:
+        """Costs (L, E + 1) of server n if it holds the c first experts of ``order`` (L, E)."""
+        table = np.ascontiguousarray(order, dtype=np.int64)
+        return kernel.prefix_costs(self._par(n), self.rows[n], self.hit[n], table)
+
+    def _par(self, n: int) -> Floats:
+        """(L, 7)."""
+        return self.each_par()[n]
+
+    def each_par(self) -> Floats:
+        """(N, L, 7), the columns of `kernel.layer_cost` for every server and layer."""
+        if self.by_layer is not None:
+            return np.ascontiguousarray(self.by_layer)
+        return np.repeat(self.par[:, None], self.rows.shape[1], axis=1)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Check that the model is for counts of this shape (N, L, E).
+
+        Raises:
+            ValueError: If not.
+        """
+        if self.hit.shape != tuple(shape):
+            raise ValueError(f"model is for counts of shape {self.hit.shape}, got {tuple(shape)}")

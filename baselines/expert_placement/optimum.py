@@ -1,0 +1,82 @@
+"""The exact optimum of the proxy, Eq. 2, as a linear program."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import linprog
+from scipy.sparse import csr_array, vstack
+
+from servegym.baselines.expert_placement.placement import (
+    Bools,
+    assign_gpus,
+    check_instance,
+    fill_slots,
+)
+
+
+def proxy_optimum(
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    *,
+    expert_bytes: ArrayLike | None = None,
+    min_holders: int = 1,
+) -> Bools:
+    """The placement with the least Eq. 2. It is no optimum of latency.
+
+    maximise sum f z subject to sum_n z >= min_holders for each expert and sum z <= cap_n for each
+    server. Every variable is in one row of each kind, so the matrix is totally unimodular and the
+    vertex that the simplex method returns is a placement.
+
+    Invariants: no feasible placement has a smaller Eq. 2; every server's slots used up, one copy of
+    an expert a server.
+
+    Args:
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+        expert_bytes: Sizes of the experts if known, one number or (L, E); must all be equal.
+        min_holders: Servers that must hold each expert, 1..N.
+
+    Returns:
+        z, bool (G, L, E).
+
+    Raises:
+        ValueError: On a wrong shape or value, unequal sizes, or too little memory.
+    """
+    if expert_bytes is not None and np.unique(np.asarray(expert_bytes)).size != 1:
+        raise ValueError(
+            "expert_bytes: the linear program is exact only if all experts have one size; with "
+            "unequal sizes it is a knapsack"
+        )
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    servers, layers, experts = f.shape
+    size = layers * experts
+    if not 1 <= min_holders <= servers:
+        raise ValueError(f"min_holders must be between 1 and {servers}, got {min_holders!r}")
+    missing = min_holders * size - int(np.minimum(cap, size).sum())
+    if missing > 0:
+        raise ValueError(f"min_holders={min_holders}: {missing} slots are missing")
+    # Scaled to about 1, where the solver's absolute tolerances belong.
+    weight = f.reshape(servers, size)
+    used = weight[weight > 0]
+    scale = float(used.mean()) if used.size else 1.0
+    columns = np.arange(servers * size)
+    ones = np.ones(columns.size)
+    coverage = csr_array((-ones, (columns % size, columns)))
+    memory = csr_array((ones, (columns // size, columns)))
+    solution = linprog(
+        -(weight / scale).ravel(),
+        A_ub=vstack([coverage, memory], format="csc"),
+        b_ub=np.concatenate([np.full(size, -float(min_holders)), cap.astype(np.float64)]),
+        bounds=(0.0, 1.0),
+        method="highs-ds",
+    )
+    if not solution.success:
+        raise RuntimeError(f"the linear program of Eq. 2 was not solved: {solution.message}")
+    held = solution.x > 0.5
+    if np.abs(solution.x - held).max() > 1e-6:
+        raise RuntimeError("the linear program of Eq. 2 has no integral vertex")
+    view = fill_slots(held.reshape(f.shape), f, cap)
+    return assign_gpus(view, f, room, home)

@@ -1,0 +1,206 @@
+"""Prism: Algorithm 1 (how many experts of a layer) and Algorithm 2 (which), corrected.
+
+Corrections to the print: the layer counts are clamped at E; what floor and clamp leave over is
+spent; only layers above E give experts away; a server without duplicates is passed over.
+`prism_printed` leaves slots unused as the print does, for comparison.
+
+Theorem 1 does not bound Algorithm 2 (it is bound by layer counts and coverage, which the theorem's
+optimum is not); `local_utility` reports the ratio, and nothing here relies on it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from servegym.baselines.expert_placement.placement import (
+    Bools,
+    Floats,
+    Ints,
+    assign_gpus,
+    check_instance,
+)
+
+
+def activation_entropy(counts: Floats) -> Floats:
+    """Entropy v of Algorithm 1: the Shannon entropy in bits of each server's layers.
+
+    Args:
+        counts: (N, L, E).
+
+    Returns:
+        (N, L); log2 E for a layer without counts, 1 everywhere for a server with no entropy at all.
+    """
+    total = counts.sum(axis=2, keepdims=True)
+    p = np.divide(counts, total, out=np.full_like(counts, 1.0 / counts.shape[2]), where=total > 0)
+    v = -(p * np.log2(p, out=np.zeros_like(p), where=p > 0)).sum(axis=2)
+    v = np.maximum(v, 0.0)
+    v[v.sum(axis=1) <= 0] = 1.0
+    return v
+
+
+def layer_counts(counts: Floats, cap: Ints, *, fill: bool = True) -> Ints:
+    """Algorithm 1: experts of each layer on each server.
+
+    Args:
+        counts: (N, L, E).
+        cap: (N,) slots, sum_n min(cap_n, L E) >= L E.
+        fill: Spend what floor and clamp leave over; the printed algorithm does not.
+
+    Returns:
+        C (N, L), 0 <= C <= E, each layer's sum at least E and, if filled, each server's sum
+        min(cap_n, L E).
+
+    Raises:
+        ValueError: If the slots left by ``fill=False`` cannot cover every expert.
+    """
+    servers, layers, experts = counts.shape
+    v = activation_entropy(counts)
+    q = cap[:, None] * v / v.sum(axis=1, keepdims=True)
+    c = np.minimum(experts, np.floor(q)).astype(np.int64)
+    # Rounding of q may push a floor above the server's memory by one.
+    while (over := np.flatnonzero(c.sum(axis=1) > cap)).size:
+        c[over[0], np.argmax(c[over[0]] - q[over[0]])] -= 1
+    if fill:
+        for n in range(servers):
+            for _ in range(min(int(cap[n]), layers * experts) - int(c[n].sum())):
+                wish = np.where(c[n] < experts, q[n] - c[n], -np.inf)
+                c[n, np.argmax(wish)] += 1
+    total = c.sum(axis=0)
+    if total.sum() < layers * experts:
+        raise ValueError(
+            f"counts: rounding down leaves {total.sum()} slots for {layers * experts} experts, so "
+            "the printed Algorithm 1 cannot cover them"
+        )
+    order = np.argsort(-cap, kind="stable")
+    for layer in range(layers):
+        while total[layer] < experts:
+            moved = False
+            for n in order:
+                if total[layer] == experts:
+                    break
+                donors = (total > experts) & (c[n] > 0)
+                if c[n, layer] == experts or not donors.any():
+                    continue
+                donor = int(np.argmax(np.where(donors, total, -1)))
+                c[n, donor] -= 1
+                c[n, layer] += 1
+                total[donor] -= 1
+                total[layer] += 1
+                moved = True
+            if not moved:
+                raise RuntimeError("Algorithm 1 found no donor although slots suffice")
+    return c
+
+
+def assign_experts(c: Ints, counts: Floats) -> Bools:
+    """Algorithm 2: each server's most frequent experts, then every expert somewhere.
+
+    Args:
+        c: (N, L) experts of each layer on each server, each layer's sum at least E.
+        counts: (N, L, E).
+
+    Returns:
+        held, bool (N, L, E), with c[n, l] experts in (n, l) and every expert on a server.
+    """
+    servers, layers, experts = counts.shape
+    rank = np.argsort(np.argsort(-counts, axis=2, kind="stable"), axis=2, kind="stable")
+    held = rank < c[:, :, None]
+    for layer in range(layers):
+        view, f = held[:, layer], counts[:, layer]
+        copies = view.sum(axis=0)
+        while (copies == 0).any():
+            placed = False
+            duplicates = (view & (copies > 1)).sum(axis=1)
+            for n in np.argsort(duplicates, kind="stable"):
+                spare = view[n] & (copies > 1)
+                if not spare.any():
+                    continue
+                missing = copies == 0
+                if not missing.any():
+                    break
+                e = int(np.argmax(np.where(missing, f[n], -1.0)))
+                x = int(np.argmin(np.where(spare, f[n], np.inf)))
+                view[n, x], view[n, e] = False, True
+                copies[x] -= 1
+                copies[e] += 1
+                placed = True
+            if not placed:
+                raise RuntimeError("Algorithm 2 found no duplicate although places suffice")
+    return held
+
+
+def prism(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
+    """Prism's placement, Algorithms 1 and 2 corrected.
+
+    Invariants: every expert somewhere; every GPU within its slots; every server's slots used up,
+    one copy of an expert a server. Apart from the GPUs of a server, nothing changes if all counts
+    are multiplied by one number.
+
+    Args:
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+
+    Returns:
+        z, bool (G, L, E).
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    return assign_gpus(assign_experts(layer_counts(f, cap), f), f, room, home)
+
+
+def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
+    """Prism without spending the slots that rounding down leaves over.
+
+    Invariants: those of `prism` but for unused slots, at most L of each server.
+
+    Args:
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+
+    Returns:
+        z, bool (G, L, E).
+
+    Raises:
+        ValueError: As `prism`, and when the remaining slots cannot cover every expert (with
+            Mixtral's tight memory they often cannot).
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    return assign_gpus(assign_experts(layer_counts(f, cap, fill=False), f), f, room, home)
+
+
+def coverage_bound(p: ArrayLike, delta: float, *, printed: bool = False) -> float:
+    """A lower bound on the experts needed to cover 1 - delta of the activations (Lemma 1).
+
+    The corrected bound is log2 k >= (H(p) - h(delta) - delta log2 E) / (1 - delta) with the binary
+    entropy h; the printed one, k >= 2^(H(p) - delta log2 E), is false.
+
+    Args:
+        p: (E,) probabilities.
+        delta: In (0, 1/2].
+        printed: The bound as printed.
+
+    Returns:
+        The bound on k.
+
+    Raises:
+        ValueError: If p is no distribution or delta is out of range.
+    """
+    shares = np.asarray(p, dtype=np.float64)
+    if shares.ndim != 1 or (shares < 0).any() or not math.isclose(shares.sum(), 1.0, abs_tol=1e-9):
+        raise ValueError("p must be a vector of probabilities that sum to 1")
+    if not 0 < delta <= 0.5:
+        raise ValueError(f"delta must be above 0 and at most 0.5, got {delta!r}")
+    positive = shares[shares > 0]
+    entropy = float(-(positive * np.log2(positive)).sum())
+    spread = delta * math.log2(shares.size)
+    if printed:
+        return 2.0 ** (entropy - spread)
+    binary = -delta * math.log2(delta) - (1 - delta) * math.log2(1 - delta)
+    return 2.0 ** ((entropy - binary - spread) / (1 - delta))

@@ -1,0 +1,337 @@
+"""Placements by estimated latency: exact layer budgets, annealing, a search with few moves.
+
+All of them minimise `LatencyModel`, so they see that a step waits when any expert is remote. They
+differ in where they look: `latency_dp` takes each server's most frequent experts of a layer and
+chooses only how many; `annealing` goes on from there with single experts; `local_search` starts
+from the placement in use and loads a bounded number of experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from servegym.baselines.expert_placement import kernel
+from servegym.baselines.expert_placement.latency_model import (
+    LatencyModel,
+    expert_masks,
+    mask_experts,
+)
+from servegym.baselines.expert_placement.placement import (
+    Bools,
+    Floats,
+    Ints,
+    assign_gpus,
+    check_instance,
+    check_placement,
+    server_view,
+)
+
+TURNS = 8
+"""Parts of the servers that `latency_dp` plans anew one after another: of up to so many, each."""
+ROUNDS = 4
+"""Times that `annealing` estimates anew what links and holders cost under the load by then."""
+
+
+def latency_dp(
+    model: LatencyModel,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    *,
+    rounds: int = 3,
+) -> Bools:
+    """Layer budgets by an exact knapsack over estimated latency, then coverage at least loss.
+
+    Whom a server asks and how long its messages wait depend on all placements. So then one server
+    after another (of more than `TURNS` an eighth at a time) is planned anew against the placement
+    of the others, under the load that all of them cause, until none gains: a fixed point.
+
+    Coverage by layers (one that nobody would hold whole gets an owner, by another knapsack) and by
+    single experts (a missing one replaces a duplicate) are both tried; the better one is taken.
+
+    The estimate is not convex in a layer's budget (the last experts of a layer gain most), so a
+    greedy choice would be wrong.
+
+    Invariants: every server's slots used up, one copy of an expert a server; a server's budgets are
+    optimal for the estimate before coverage is seen to.
+
+    Args:
+        model: Estimated latency.
+        counts: (N, L, E); a server's most frequent experts of a layer come first.
+        slots: (G,).
+        gpu_server: (G,).
+        rounds: Most times that each server is planned anew; 0 plans for idle links, as does a model
+            without links.
+
+    Returns:
+        z, bool (G, L, E).
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    if rounds < 0:
+        raise ValueError(f"rounds must not be negative, got {rounds!r}")
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    held = _budgets(model, f, cap)
+    if model.links is not None:
+        held = _settle_servers(model, held, f, cap, rounds)
+    return assign_gpus(held, f, room, home)
+
+
+def _settle_servers(model: LatencyModel, held: Bools, f: Floats, cap: Ints, rounds: int) -> Bools:
+    """Plan one server after another against the placement of the others, while that pays."""
+    servers, layers, experts = f.shape
+    order = np.argsort(-f, axis=2, kind="stable")
+    rank = np.argsort(order, axis=2)
+    now = model.loaded(held, f)
+    cheapest = float(now.cost(held).sum())
+    for _ in range(rounds):
+        before = cheapest
+        for part in np.array_split(np.arange(servers), min(servers, TURNS)):
+            costs = np.stack([now.prefix_costs(m, order[m]) for m in range(servers)])
+            full = held.all(axis=2)
+            bound = costs.copy()
+            bound[full & (full.sum(axis=0) == 1), :experts] = np.inf
+            for table in (costs, bound):
+                trial = held.copy()
+                for n in part:
+                    number = kernel.knapsack(table[n], int(min(cap[n], layers * experts)))
+                    trial[n] = rank[n] < number[:, None]
+                _cover(trial, f, costs)
+                loaded = model.loaded(trial, f)
+                cost = float(loaded.cost(trial).sum())
+                if cost < cheapest:
+                    held, now, cheapest = trial, loaded, cost
+        if cheapest == before:
+            break
+    return held
+
+
+def _budgets(model: LatencyModel, f: Floats, cap: Ints) -> Bools:
+    model.check(f.shape)
+    servers, layers, experts = f.shape
+    order = np.argsort(-f, axis=2, kind="stable")
+    costs = np.stack([model.prefix_costs(n, order[n]) for n in range(servers)])
+    room = np.minimum(cap, layers * experts)
+    number = np.stack([kernel.knapsack(costs[n], int(room[n])) for n in range(servers)])
+    owned = number.copy()
+    _own_layers(owned, costs, room)
+    best, cheapest = np.zeros(f.shape, dtype=np.bool_), np.inf
+    for budgets in (owned, number):
+        held = np.argsort(order, axis=2) < budgets[:, :, None]
+        _cover(held, f, costs)
+        cost = float(model.cost(held).sum())
+        if cost < cheapest:
+            best, cheapest = held, cost
+    return best
+
+
+def _own_layers(number: Ints, costs: Floats, room: Ints) -> None:
+    """Give layers that no server holds whole an owner, while one has room; changes ``number``.
+
+    The owner is the server whose budgets then cost least more, with the layers kept whole that
+    only it holds so. Single experts moved in afterwards would leave such layers in pieces, which
+    cost almost as much as layers that are not there at all.
+    """
+    servers, layers = number.shape
+    whole = costs.shape[2] - 1
+    every = np.arange(layers)
+    for layer in range(layers):
+        full = number == whole
+        if full[:, layer].any():
+            continue
+        best, owner, chosen = np.inf, -1, number[0]
+        for n in range(servers):
+            forced = full[n] & (full.sum(axis=0) == 1)
+            forced[layer] = True
+            if forced.sum() * whole > room[n]:
+                continue
+            bound = costs[n].copy()
+            bound[forced, :whole] = np.inf
+            found = kernel.knapsack(bound, int(room[n]))
+            more = costs[n, every, found].sum() - costs[n, every, number[n]].sum()
+            if more < best:
+                best, owner, chosen = more, n, found
+        if owner >= 0:
+            number[owner] = chosen
+
+
+def _cover(held: Bools, f: Floats, costs: Floats) -> None:
+    """Place missing experts for duplicates, the least loss first; changes ``held``.
+
+    The loss of a layer that gives up its least frequent duplicate is taken as that of holding one
+    expert less.
+    """
+    copies = held.sum(axis=0)
+    number = held.sum(axis=2)
+    missing = np.argwhere(copies == 0)
+    for layer, e in missing[np.argsort(-f.sum(axis=0)[tuple(missing.T)], kind="stable")]:
+        c = np.maximum(number, 1)
+        loss = (
+            np.take_along_axis(costs, (c - 1)[:, :, None], axis=2)[:, :, 0]
+            - (np.take_along_axis(costs, c[:, :, None], axis=2)[:, :, 0])
+        )
+        loss = np.where((held & (copies > 1)).any(axis=2), loss, np.inf)
+        # Of equal losses the server that uses the missing expert most.
+        n, x_layer = np.unravel_index(
+            np.lexsort((np.repeat(-f[:, layer, e], f.shape[1]), loss.ravel()))[0], loss.shape
+        )
+        spare = held[n, x_layer] & (copies[x_layer] > 1)
+        x = int(np.argmin(np.where(spare, f[n, x_layer], np.inf)))
+        held[n, x_layer, x], held[n, layer, e] = False, True
+        copies[x_layer, x] -= 1
+        copies[layer, e] += 1
+        number[n, x_layer] -= 1
+        number[n, layer] += 1
+
+
+def annealing(
+    model: LatencyModel,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    *,
+    start: ArrayLike | None = None,
+    steps: int = 600_000,
+    hot: float = 1e-3,
+    cold: float = 1e-6,
+    seed: int = 0,
+) -> Bools:
+    """Simulated annealing of the estimated latency, from `latency_dp` or a given placement.
+
+    What a missing expert costs depends on who holds it and how busy the links are
+    (`LatencyModel.loaded`). That is taken from the placement and kept while it is annealed, then
+    taken anew, `ROUNDS` times, each with its part of the proposals and from a lower temperature; a
+    round counts only if the placement costs less under the load that it causes itself.
+
+    Invariants: never worse by the estimate than its start; the number of experts of each server
+    does not change; one copy of an expert a server.
+
+    Args:
+        model: Estimated latency.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+        start: Server view (N, L, E) to start from, covered and within memory; its size stays.
+        steps: Proposals.
+        hot: First temperature, in shares of the start's cost.
+        cold: Last temperature, in shares of the start's cost.
+        seed: Of the proposals.
+
+    Returns:
+        z, bool (G, L, E), never worse by the estimate than the start.
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    model.check(f.shape)
+    if not 0 < cold <= hot:
+        raise ValueError(f"cold and hot must be 0 < cold <= hot, got {cold!r} and {hot!r}")
+    if steps < 0:
+        raise ValueError(f"steps must be at least 0, got {steps!r}")
+    if start is None:
+        held = server_view(latency_dp(model, f, room, home), home)
+    else:
+        held = np.asarray(start).astype(np.bool_)
+    if held.shape != f.shape:
+        raise ValueError(f"start must have shape {f.shape}, got {held.shape}")
+    check_placement(held, cap)
+    rounds = 1 if model.links is None else ROUNDS
+    now = model.loaded(held, f)
+    cheapest = float(now.cost(held).sum())
+    for k in range(rounds):
+        masks, cost = expert_masks(held), now.cost(held)
+        if cheapest <= 0:
+            break
+        warm = hot * (cold / hot) ** (k / rounds)
+        kernel.anneal(
+            now.each_par(), model.rows, model.hit, masks, cost, steps // rounds,
+            warm * cheapest, cold * cheapest, seed + k,
+        )  # fmt: skip
+        trial = mask_experts(masks, f.shape[2])
+        loaded = model.loaded(trial, f)
+        found = float(loaded.cost(trial).sum())
+        if found < cheapest:
+            held, now, cheapest = trial, loaded, found
+    return assign_gpus(held, f, room, home)
+
+
+def local_search(
+    model: LatencyModel,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+    start: ArrayLike,
+    *,
+    max_moved_share: float = 0.1,
+) -> Bools:
+    """Improve a placement by its best single loads, at most a share of all slots.
+
+    Invariants: never worse by the estimate than its start; at most the given share of slots is
+    loaded, each expert of a server that stays keeps its GPU.
+
+    Args:
+        model: Estimated latency.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+        start: z (G, L, E) in use.
+        max_moved_share: Loads over the slots of all servers, at most.
+
+    Returns:
+        z, bool (G, L, E), never worse by the estimate. Experts that stay on a server stay on their
+        GPU.
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    model.check(f.shape)
+    old = check_placement(start, room)
+    if not 0 <= max_moved_share <= 1:
+        raise ValueError(f"max_moved_share must be between 0 and 1, got {max_moved_share!r}")
+    masks = expert_masks(server_view(old, home))
+    budget = int(max_moved_share * cap.sum() + 1e-9)
+    kernel.descend(model.par, model.rows, model.hit, masks, cap, budget)
+    return settle(mask_experts(masks, f.shape[2]), old, f, room, home)
+
+
+def settle(
+    held: ArrayLike,
+    old: ArrayLike,
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+) -> Bools:
+    """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
+
+    Args:
+        held: (N, L, E) bool, at most cap_n a server.
+        old: z (G, L, E) in use.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+
+    Returns:
+        z, bool (G, L, E) with one copy of an expert a server.
+    """
+    view, before = np.asarray(held).astype(np.bool_), np.asarray(old).astype(np.bool_)
+    home = np.asarray(gpu_server, dtype=np.int64)
+    total = np.asarray(counts, dtype=np.float64).sum(axis=0)
+    z = np.zeros(before.shape, dtype=np.bool_)
+    for n in range(view.shape[0]):
+        gpus = np.flatnonzero(home == n)
+        placed = np.zeros(view.shape[1:], dtype=np.bool_)
+        for g in gpus:
+            z[g] = before[g] & view[n] & ~placed
+            placed |= z[g]
+        free = np.asarray(slots, dtype=np.int64)[gpus] - z[gpus].sum(axis=(1, 2))
+        load = (z[gpus] * total).sum(axis=2)
+        for layer, e in np.argwhere(view[n] & ~placed):
+            at = int(np.argmin(np.where(free > 0, load[:, layer], np.inf)))
+            z[gpus[at], layer, e] = True
+            free[at] -= 1
+            load[at, layer] += total[layer, e]
+    return z

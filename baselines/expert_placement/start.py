@@ -1,0 +1,179 @@
+"""One placement for all times: annealed by estimated latency, chosen and refined by simulation.
+
+The candidates are simple placements and some annealed by the estimate of `queue_model`, with
+several factors on what links wait. Each serves the same recorded requests in the simulator, and the
+fastest is taken. Then layers of it are exchanged two by two, as long as that gains. Nothing of the
+episode to come is used: prompts and task shares are those that an operator has recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from servegym.baselines.expert_placement.optimum import proxy_optimum
+from servegym.baselines.expert_placement.placement import Bools, assign_gpus, server_view
+from servegym.baselines.expert_placement.prism import prism
+from servegym.baselines.expert_placement.queue_model import QueueModel
+from servegym.baselines.expert_placement.rehearsal import Rehearsal
+from servegym.baselines.expert_placement.simple import whole_layer
+from servegym.envs._checks import whole
+
+if TYPE_CHECKING:
+    from servegym.baselines.expert_placement.system import PlacementSystem
+
+HEURISTICS = {"whole_layer": whole_layer, "prism": prism, "proxy_optimum": proxy_optimum}
+WAITS = (0.1, 0.3, 1.0)
+"""Factors on the waiting time of a queue with random arrivals that are tried."""
+TRIES, SWAPS = 3, 160
+"""Annealed placements of each factor, exchanges of two layers at last."""
+MOST_STEPS, STEPS_EACH = 3_000_000, 600
+"""Proposals of an annealing at most, and for every expert of every server."""
+REQUESTS, SHORT = 2000, 300
+"""Requests that every candidate serves, and those of every exchange; more for many servers."""
+MOST_SERVERS = 8
+"""Larger clusters start from a heuristic: their estimate takes too long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """A placement and how it was found.
+
+    Attributes:
+        held: Bool (N, L, E), experts of each server.
+        name: The candidate.
+        latency_s: Mean latency of every candidate on the same requests.
+        calls: Expert calls simulated to find it.
+        cpu_s: CPU seconds that this took.
+    """
+
+    held: Bools
+    name: str
+    latency_s: dict[str, float]
+    calls: int
+    cpu_s: float = 0.0
+
+    def to_json(self) -> str:
+        """As text; the placement as hexadecimal digits."""
+        packed = np.packbits(self.held).tobytes().hex()
+        return json.dumps(asdict(self) | {"held": packed, "shape": self.held.shape})
+
+    @classmethod
+    def from_json(cls, text: str) -> Start:
+        """Inverse of `to_json`."""
+        found = json.loads(text)
+        shape = tuple(found.pop("shape"))
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(found["held"]), np.uint8))
+        return cls(**(found | {"held": bits[: np.prod(shape)].reshape(shape) > 0}))
+
+
+def best_start(
+    system: PlacementSystem,
+    *,
+    waits: Sequence[float] = WAITS,
+    tries: int = TRIES,
+    steps: int | None = None,
+    requests: int = REQUESTS,
+    swaps: int = SWAPS,
+    seed: int = 0,
+) -> Start:
+    """The fastest of the heuristics and of the annealed placements on recorded requests.
+
+    Args:
+        system: The cluster, its recorded prompts and its load.
+        waits: Factors to anneal with.
+        tries: Annealed placements of each factor.
+        steps: Proposals of one annealing; by default `STEPS_EACH` for every expert of every
+            server, `MOST_STEPS` at most.
+        requests: Requests that every candidate serves, at least ten a server.
+        swaps: Exchanges of two layers to try at last.
+        seed: Of everything drawn.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    for name, value, low in (("tries", tries, 0), ("requests", requests, 1), ("swaps", swaps, 0),
+                             ("seed", seed, 0)):  # fmt: skip
+        whole(name, value, low)
+    if steps is not None:
+        whole("steps", steps, 0)
+    begin = time.process_time()
+    c = system.cluster
+    if steps is None:
+        steps = min(MOST_STEPS, STEPS_EACH * c.num_servers * c.layers * c.experts)
+    about = QueueModel(system, seed=seed)
+    draw = np.random.default_rng([seed, 1]).integers(1 << 31, size=2)
+    rehearsal = _rehearsal(system, requests, int(draw[0]))
+    held: dict[str, Bools] = {
+        name: server_view(place(about.counts, c.slots, c.gpu_server), c.gpu_server)
+        for name, place in HEURISTICS.items()
+    }
+    latency = {name: _play(rehearsal, system, about.counts, view) for name, view in held.items()}
+    best = min(latency, key=lambda name: latency[name])
+    if c.num_servers <= MOST_SERVERS:
+        first = held[best]
+        for wait in waits:
+            for k in range(tries):
+                name = f"annealed, wait {wait:g}, try {k}"
+                held[name] = about.anneal(first, wait, steps, seed + k)
+                latency[name] = _play(rehearsal, system, about.counts, held[name])
+        best = min(latency, key=lambda name: latency[name])
+    short = _rehearsal(system, SHORT, int(draw[1]))
+    found, gained = climb(short, system, held[best], about.counts, swaps, seed)
+    return Start(
+        held=found,
+        name=f"{best}, {gained} of {swaps} exchanges of layers" if swaps else best,
+        latency_s=latency,
+        calls=rehearsal.calls + short.calls,
+        cpu_s=time.process_time() - begin,
+    )
+
+
+def _rehearsal(system: PlacementSystem, requests: int, seed: int) -> Rehearsal:
+    number = max(requests, 10 * system.cluster.num_servers)
+    return Rehearsal(system, system.usual_shares, number, seed=seed)
+
+
+def _play(rehearsal: Rehearsal, system: PlacementSystem, counts: Any, held: Bools) -> float:
+    return rehearsal.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
+
+
+def climb(
+    rehearsal: Rehearsal, system: PlacementSystem, held: Bools, counts: Any, swaps: int, seed: int
+) -> tuple[Bools, int]:
+    """Exchange layers of a placement two by two where that is faster in the simulator.
+
+    Two layers change places at all servers: who holds how many experts of them, the most used
+    first.
+
+    Args:
+        rehearsal: The requests, the same for all proposals.
+        system: The cluster.
+        held: Bool (N, L, E), covered.
+        counts: (N, L, E) assignments, which say which experts are most used.
+        swaps: Exchanges to try.
+        seed: Of the exchanges.
+
+    Returns:
+        The placement (N, L, E) and how many exchanges were kept.
+    """
+    layers = held.shape[1]
+    if swaps < 1 or layers < 2:
+        return held, 0
+    random = np.random.default_rng([seed, 2])
+    order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
+    least, gained = _play(rehearsal, system, counts, held), 0
+    for _ in range(swaps):
+        a, b = random.choice(layers, 2, replace=False)
+        new = held.copy()
+        new[:, a, order[a]] = held[:, b, order[b]]
+        new[:, b, order[b]] = held[:, a, order[a]]
+        seconds = _play(rehearsal, system, counts, new)
+        if seconds < least:
+            held, least, gained = new, seconds, gained + 1
+    return held, gained

@@ -1,0 +1,194 @@
+"""What an operator knows about a cluster before an episode, and the latency estimate made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from servegym.baselines.expert_placement.latency_model import LatencyModel, mask_experts
+from servegym.baselines.expert_placement.placement import Floats, Ints
+from servegym.baselines.expert_placement.rehearsal import Rehearsal
+
+if TYPE_CHECKING:
+    from servegym.envs.expert_placement.cluster import Cluster
+    from servegym.envs.expert_placement.config import Problem
+    from servegym.envs.expert_placement.simulator import Prompts
+
+
+@dataclass(frozen=True, eq=False)
+class PlacementSystem:
+    """Static description of a cluster, its load and routing recorded before.
+
+    It holds nothing of an episode: the token rows are of prompts that no episode draws.
+
+    Attributes:
+        cluster: Servers, links, times and sizes.
+        interarrival_s: (N,) mean seconds between the requests of a server.
+        output_tokens: Mean tokens of an answer.
+        epoch_s: Seconds between decisions, the horizon of Eq. 4.
+        free_start: Whether the first placement of an episode costs nothing.
+        migration_source: ``"host"`` or ``"network"``.
+        output_range: Least and most tokens of an answer.
+        prompts: The recorded prompts.
+        task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
+        usual_shares: (N, K) shares of the tasks in each server's requests in the long run.
+        replica_choice: How the engine chooses among remote copies.
+        replica_candidates: Remote copies it looks at.
+        task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
+        task_counts: (K, L, E) mean assignments of one request of each task.
+        task_prompt_tokens: (K,) mean tokens of a prompt.
+        tasks: Names of the tasks.
+    """
+
+    cluster: Cluster
+    interarrival_s: Floats
+    output_tokens: float
+    epoch_s: float
+    free_start: bool
+    migration_source: str
+    output_range: tuple[int, int]
+    prompts: Prompts
+    task_prompts: tuple[Ints, ...]
+    usual_shares: Floats
+    replica_choice: str
+    replica_candidates: int
+    task_rows: tuple[NDArray[np.uint64], ...]
+    task_counts: Floats
+    task_prompt_tokens: Floats
+    tasks: tuple[str, ...]
+
+    @classmethod
+    def from_problem(cls, problem: Problem, *, own: bool = False) -> PlacementSystem:
+        """The description of an environment's problem (``env.unwrapped.problem``).
+
+        Args:
+            problem: The problem.
+            own: Whether the recorded prompts are those that its episodes draw, as an agent in
+                training knows them.
+        """
+        prompts, of_tasks = problem.prompts, problem.rows if own else problem.history_rows
+        mean_output = float(np.mean(problem.output_tokens))
+        rows, counts, tokens = [], [], []
+        for of_task in of_tasks:
+            bank = np.concatenate(
+                [prompts.bank[prompts.bank_start[p] : prompts.bank_start[p + 1]] for p in of_task]
+            )
+            decode = mask_experts(bank, problem.cluster.experts).mean(axis=0)
+            rows.append(bank)
+            counts.append(prompts.counts[of_task].mean(axis=0) + (mean_output - 1.0) * decode)
+            tokens.append(float(prompts.tokens[of_task].mean()))
+        tasks, servers = len(of_tasks), problem.cluster.num_servers
+        shares = np.full((servers, tasks), 1.0 / tasks)
+        if problem.task_mix == "by_server" and problem.rotate_s == 0:
+            shares = np.eye(tasks)[np.arange(servers) % tasks]
+        return cls(
+            cluster=problem.cluster,
+            interarrival_s=np.asarray(problem.interarrival_s, dtype=np.float64),
+            output_tokens=mean_output,
+            epoch_s=float(problem.epoch_s),
+            free_start=bool(problem.free_start),
+            migration_source=problem.migration_source,
+            output_range=problem.output_tokens,
+            prompts=prompts,
+            task_prompts=of_tasks,
+            usual_shares=shares,
+            replica_choice=problem.replica_choice,
+            replica_candidates=problem.replica_candidates,
+            task_rows=tuple(rows),
+            task_counts=np.stack(counts),
+            task_prompt_tokens=np.array(tokens),
+            tasks=tuple(problem.tasks),
+        )
+
+    @property
+    def slots(self) -> Ints:
+        """(G,) slots of each GPU."""
+        return self.cluster.slots
+
+    @property
+    def gpu_server(self) -> Ints:
+        """(G,) server of each GPU."""
+        return self.cluster.gpu_server
+
+    def load_bytes_s(self) -> Floats:
+        """(G,) speed at which a GPU loads experts, Eq. 3.
+
+        From the host, its channel; over the network, the mean rate of the links to its server.
+        """
+        c = self.cluster
+        speed = np.full(c.num_gpus, float(c.pcie_bytes_s))
+        if self.migration_source == "network" and c.num_servers > 1:
+            rate = np.where(np.eye(c.num_servers, dtype=bool), 0.0, c.link_bytes_s)
+            speed = np.minimum(speed, (rate.sum(axis=0) / (c.num_servers - 1))[c.gpu_server])
+        return speed
+
+    def task_shares(self, counts: Floats) -> Floats:
+        """Which tasks a server's requests have, by its counts.
+
+        Args:
+            counts: (N, L, E).
+
+        Returns:
+            (N, K) shares of requests; equal for a server without counts.
+        """
+        tasks = len(self.task_counts)
+        basis = self.task_counts.reshape(tasks, -1).T
+        shares = np.full((counts.shape[0], tasks), 1.0 / tasks)
+        for n in range(counts.shape[0]):
+            found = nnls(basis, counts[n].reshape(-1))[0]
+            if found.sum() > 0:
+                shares[n] = found / found.sum()
+        return shares
+
+    def rehearsal(self, counts: Floats, number: int, *, seed: int = 0) -> Rehearsal:
+        """Requests of the tasks that these counts tell of, to compare placements on.
+
+        Args:
+            counts: (N, L, E).
+            number: Requests of all servers.
+            seed: Of the draw.
+        """
+        shares = self.task_shares(np.asarray(counts, dtype=np.float64))
+        return Rehearsal(self, shares, number, seed=seed)
+
+    def latency_model(self, counts: Floats, *, rows: int = 512, seed: int = 0) -> LatencyModel:
+        """The latency estimate for servers that see these counts.
+
+        Rows of a task are taken by its share of a server's tokens.
+
+        Args:
+            counts: (N, L, E).
+            rows: Tokens of each server.
+            seed: Of their draw.
+
+        Returns:
+            The model; its cost is in seconds a second of wall time.
+        """
+        shares = self.task_shares(np.asarray(counts, dtype=np.float64))
+        rng = np.random.default_rng(seed)
+        tokens = shares * (self.task_prompt_tokens + self.output_tokens - 1.0)
+        chosen = []
+        for n in range(len(shares)):
+            exact = rows * tokens[n] / tokens[n].sum()
+            number = np.floor(exact).astype(np.int64)
+            number[np.argsort(number - exact, kind="stable")[: rows - number.sum()]] += 1
+            chosen.append(
+                np.concatenate(
+                    [
+                        table[rng.choice(len(table), size, replace=size > len(table))]
+                        for table, size in zip(self.task_rows, number, strict=True)
+                    ]
+                )
+            )
+        return LatencyModel.of_cluster(
+            self.cluster,
+            chosen,
+            prompt_tokens=shares @ self.task_prompt_tokens,
+            output_tokens=self.output_tokens,
+            weight=1.0 / self.interarrival_s,
+            max_rows=rows,
+        )

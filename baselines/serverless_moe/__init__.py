@@ -1,0 +1,97 @@
+"""Policies for the serverless MoE environments; importing this registers them."""
+
+from servegym.baselines.registry import register_policy
+from servegym.baselines.serverless_moe.clairvoyant import GridOptimum, Lookahead
+from servegym.baselines.serverless_moe.deployments import Cpu, Fetch, Gpu, PerExpert
+from servegym.baselines.serverless_moe.policies import (
+    BestConstant,
+    GreedyWarm,
+    KeepAlive,
+    Mix,
+    Random,
+    Remoe,
+    RemoeCost,
+    RemoeSticky,
+)
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
+
+__all__ = ["ServerlessSystem"]
+
+_FAMILY = "serverless_moe"
+register_policy("random", Random, "uniform over the legal actions", family=_FAMILY)
+register_policy(
+    "remoe",
+    Remoe,
+    "the paper's controller: largest worst-case feasible b, P2, replicas by Eq. 15",
+    family=_FAMILY,
+)
+register_policy(
+    "remoe_cost", RemoeCost, "remoe with the feasible b of least expected cost", family=_FAMILY
+)
+register_policy(
+    "remoe_sticky",
+    RemoeSticky,
+    "remoe_cost in the shared order; keeps a warm configuration while that pays",
+    family=_FAMILY,
+)
+register_policy("mix", Mix, "all experts local on the main function's CPU (b = 0)", family=_FAMILY)
+register_policy(
+    "cpu",
+    Cpu,
+    "deployment: the whole model on one CPU function; takes no decision",
+    family=_FAMILY,
+)
+register_policy(
+    "gpu", Gpu, "deployment: the whole model in GPU memory; takes no decision", family=_FAMILY
+)
+register_policy(
+    "fetch",
+    Fetch,
+    "deployment: experts in CPU memory, copied to the GPU when needed; takes no decision",
+    family=_FAMILY,
+)
+register_policy(
+    "per_expert",
+    PerExpert,
+    "deployment: one CPU function for every expert; takes no decision",
+    family=_FAMILY,
+)
+register_policy(
+    "keep_alive",
+    KeepAlive,
+    "the one configuration that is best while warm, never changed",
+    family=_FAMILY,
+)
+register_policy(
+    "best_constant",
+    BestConstant,
+    "the best constant action, searched on the train split",
+    family=_FAMILY,
+)
+register_policy(
+    "greedy_warm",
+    GreedyWarm,
+    "one-step: greatest expected reward now, given what is warm, and what that saves if kept",
+    family=_FAMILY,
+)
+register_policy(
+    "warm_planner",
+    WarmPlanner,
+    "value iteration over what is left warm, on statistics of the train split",
+    family=_FAMILY,
+)
+register_policy(
+    "grid_optimum",
+    GridOptimum,
+    "clairvoyant: the best action for the request's true routing, lengths and overhead",
+    family=_FAMILY,
+    clairvoyant=True,
+)
+register_policy(
+    "lookahead",
+    Lookahead,
+    "clairvoyant: dynamic programme over kept configurations for the whole episode",
+    family=_FAMILY,
+    clairvoyant=True,
+)

@@ -1,0 +1,277 @@
+"""The expected reward of actions of a serverless environment: cost, penalties, cold starts.
+
+Actions come as `Choices`: S remote sets, and for each of them W main memories, Y settings of the
+remote memories and Z of the replicas, all combined. Two things are approximate: experts are on
+replicas as at the mean prompt length (the environment puts them there at the request's own), and
+for a predicted load the slowest replica is taken at expected times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from servegym.baselines.serverless_moe import kernel
+from servegym.baselines.serverless_moe.loads import Load, expert_line, fixed_s
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe import equations as eq
+
+Floats = NDArray[np.float64]
+LOAD_SPREAD = 0.12
+"""Relative standard deviation of a replica's true tokens about the expected ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Warm:
+    """Functions that are warm, as observed.
+
+    Attributes:
+        main_mb: Memory of the main function.
+        level: Index of its b.
+        order: 0 prompt, 1 shared.
+        same: Whether the prompt's own order gives the warm sets (asked if ``order`` is 0).
+        remote_mb: (L,) memory of the remote functions.
+        replicas: (L,).
+    """
+
+    main_mb: float
+    level: int
+    order: int
+    same: bool
+    remote_mb: Floats
+    replicas: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """Actions to be valued. The first set is empty and its first W the least: MIX.
+
+    Attributes:
+        members: int (S,) remote experts of a layer.
+        order: int (S,) 0 prompt, 1 shared.
+        remote: bool (S, L, K).
+        replica: int8 (S, L, Zmax, K) replica of each expert if there are 1..Zmax.
+        top: (S, L, Zmax) predicted share of the most loaded replica.
+        main_mb: (S, W).
+        local_mb: (S,) weights that the main function reads.
+        memory_mb: (S, L, Y), of no meaning where nothing is remote.
+        replicas: int (S, L, Z).
+    """
+
+    members: NDArray[np.int64]
+    order: NDArray[np.int64]
+    remote: NDArray[np.bool_]
+    replica: NDArray[np.int8]
+    top: Floats
+    main_mb: Floats
+    local_mb: Floats
+    memory_mb: Floats
+    replicas: NDArray[np.int64]
+
+    def one(self, s: int, w: int, y: NDArray[np.int64], z: NDArray[np.int64]) -> Choices:
+        """MIX and one action; ``y`` and ``z`` (L,) index the settings of each layer."""
+        sets = np.array([0, s])
+        layers = np.arange(self.memory_mb.shape[1])
+        return Choices(
+            self.members[sets],
+            self.order[sets],
+            self.remote[sets],
+            self.replica[sets],
+            self.top[sets],
+            np.stack([self.main_mb[0, :1], self.main_mb[s, w : w + 1]]),
+            self.local_mb[sets],
+            self.memory_mb[sets][:, layers, y][..., None],
+            self.replicas[sets][:, layers, z][..., None],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Of every action: shape (S, W, Y, Z) each; (levels, 2, W, Y, Z) in an action table.
+
+    Attributes:
+        reward: Expected reward.
+        cost_usd: Cost.
+        ttft_s: TTFT.
+        tpot_s: TPOT.
+        mix_usd: The request's MIX cost, a number.
+    """
+
+    reward: Floats
+    cost_usd: Floats
+    ttft_s: Floats
+    tpot_s: Floats
+    mix_usd: float
+
+
+def busiest(replica: NDArray[np.int8], weight: Floats) -> Floats:
+    """Largest sum of weights (S, L, K) on a replica (S, L, Z, K), (S, L, Z) for 1..Z of them."""
+    shape = replica.shape
+    rows = np.ascontiguousarray(weight, np.float64).reshape(-1, shape[-1])
+    found = kernel.busiest(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
+    return found.reshape(shape[:3])
+
+
+def value(
+    system: ServerlessSystem,
+    choices: Choices,
+    load: Load,
+    *,
+    ttft_limit_s: float,
+    tpot_limit_s: float,
+    warm: Warm | None = None,
+    spread: float = 0.0,
+    starts: bool = True,
+) -> Values:
+    """Expected reward of every action.
+
+    Args:
+        system: The system.
+        choices: The actions.
+        load: What is expected, or the true load (then the values are clairvoyant).
+        ttft_limit_s: Limit of 10b.
+        tpot_limit_s: Limit of 10c.
+        warm: What is warm; None if nothing is.
+        spread: Relative standard deviation of the times about their expectation; the chance of a
+            missed SLO is normal, and so is that of a plan which the true routing makes infeasible.
+            0: as expected.
+        starts: False: everything is warm whatever the action.
+    """
+    model, price, c = system.model, system.model.price_cpu, choices
+    used = c.members > 0
+    n_in, n_out, top_k, layers = load.n_in, load.n_out, model.top_k, model.moe_layers
+    first, more = expert_line(model, c.memory_mb)
+    wire = model.transfer_s
+
+    # Sums over the remote experts by a product of matrices: fast and exact enough.
+    tokens = np.einsum("slk,lk->sl", c.remote, load.tokens)
+    active = np.einsum("slk,lk->sl", c.remote, load.active)
+    if load.decode_sets is None:
+        top_all = c.top * (top_k * n_in)
+        top_first = active[..., None] / np.arange(1, model.z_max + 1)
+    else:
+        top_all = busiest(c.replica, np.where(c.remote, load.tokens, 0.0))
+        top_first = busiest(c.replica, np.where(c.remote, load.active, 0.0))
+    step = np.maximum(c.replicas, 1) - 1
+    top = np.take_along_axis(top_all, step, axis=2)  # (S, L, Z)
+    calls = np.take_along_axis(top_first, step, axis=2)
+    invoked = np.minimum(c.replicas, np.ceil(active - 1e-9)[..., None]) * used[:, None, None]
+    trem = load.trem_s[:, None]
+    slowest = (
+        first[..., None] * calls[:, :, None]
+        + (more + wire)[..., None] * top[:, :, None]
+        + np.where(invoked > 0, trem, 0.0)[:, :, None]
+    )
+    jobs = first * active[..., None] + (more + wire) * tokens[..., None]
+    busy = jobs[..., None] + (invoked * trem)[:, :, None]  # (S, L, Y, Z)
+
+    own_first, own_more = expert_line(model, c.main_mb)  # (S, W)
+    local = (
+        own_first[:, None] * (load.active.sum(axis=1) - active)[..., None]
+        + own_more[:, None] * (load.tokens.sum(axis=1) - tokens)[..., None]
+    )
+    prefill = np.maximum(local[:, :, :, None, None], slowest[:, :, None]).sum(axis=1)
+    fixed_prefill, fixed_decode = fixed_s(model, load)
+    prefill += fixed_prefill + layers * 2.0 * model.swap_s(n_in)
+
+    r = np.arange(top_k + 1)
+    far = eq.call_seconds(
+        first + more + wire, load.trem_s[:, None], top_k, system.decode_invocation
+    )
+    histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
+    own = model.expert_cpu_s(c.main_mb, 1)[..., None] * (top_k - r)
+    slower = np.maximum(own[:, None, :, None], far[:, :, None])
+    decode = np.einsum("slr,slwyr->swy", histogram, slower)
+    decode += fixed_decode + n_out * layers * 2.0 * model.swap_s(top_k)
+    remote_decode = np.einsum("slr,slyr->sly", histogram, far)
+
+    paid = np.where(used[:, None, None], c.memory_mb, 0.0)
+    remote_usd = price * np.einsum("sly,slyz->syz", paid, busy + remote_decode[..., None])
+    gpu = model.price_gpu * eq.gpu_memory_mb(model, n_in, n_out)
+    rate = gpu + price * (c.main_mb + model.runtime_cpu_mb)
+    cost = rate[:, :, None, None] * (prefill + decode[..., None]) + remote_usd[:, None]
+
+    start, start_usd = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
+    if starts:
+        start, start_usd = cold_starts(system, c, rate, warm)
+    ttft = prefill + start
+    tpot = np.broadcast_to((decode / max(n_out, 1))[..., None], ttft.shape)
+    mix_usd = float(cost[0, 0, 0, 0])
+    if system.bill_cold_start:
+        cost = cost + start_usd
+        mix_start = model.container_start_main_s
+        mix_start += (model.all_non_expert_mb + model.all_experts_mb) / model.load_mb_s
+        mix_usd += mix_start * float(rate[0, 0])
+    late = _chance(ttft, ttft_limit_s, spread) + _chance(tpot, tpot_limit_s, spread)
+    reward = -cost / mix_usd - system.penalty * late
+    fits = _feasible(system, c, tokens, top, load.decode_sets is not None, spread)
+    if fits is not None:
+        reward = fits * reward - (1.0 - fits) * (1.0 + 2.0 * system.penalty)
+    return Values(reward, cost, ttft, tpot, mix_usd)
+
+
+def _feasible(
+    system: ServerlessSystem, c: Choices, tokens: Floats, top: Floats, known: bool, spread: float
+) -> Floats | None:
+    """Chance (S, 1, Y, Z) that the true routing leaves 10e and 10g intact; None for surely."""
+    model, used = system.model, c.members > 0
+    weights = model.expert_mb * c.members[:, None]
+    if known:
+        small = ((weights + model.token_mb * tokens)[..., None] > c.memory_mb) & used[:, None, None]
+        heavy = (top * model.token_mb > model.payload_mb).any(axis=1) & used[:, None]
+        bad = np.asarray(small.any(axis=1))[:, :, None] | np.asarray(heavy)[:, None]
+        return 1.0 - bad[:, None].astype(np.float64)
+    if spread <= 0.0:
+        return None
+    slack = (c.memory_mb - weights[..., None]) / np.maximum(
+        model.token_mb * tokens[..., None], 1e-9
+    )
+    body = top * model.token_mb / model.payload_mb
+    held = np.where(used[:, None], ndtr((slack - 1.0) / LOAD_SPREAD).prod(axis=1), 1.0)
+    room = ndtr((1.0 / np.maximum(body, 1e-9) - 1.0) / LOAD_SPREAD).prod(axis=1)
+    return held[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
+
+
+def cold_starts(
+    system: ServerlessSystem, c: Choices, rate: Floats, warm: Warm | None
+) -> tuple[Floats, Floats]:
+    """Cold start (S, W, Y, Z) in seconds and USD; ``rate`` (S, W) is the main function's USD/s."""
+    model, used = system.model, c.members > 0
+    fresh = np.broadcast_to(c.replicas[:, :, None], (*c.memory_mb.shape, c.replicas.shape[2]))
+    fresh = fresh * used[:, None, None, None]
+    main_cold = np.ones(c.main_mb.shape)
+    if warm is not None and system.keep_alive_s > 0.0:
+        # All or no experts remote: both orders give the same sets.
+        either = (c.members == 0) | (c.members == model.num_experts)
+        own = (c.order == warm.order) & ((c.order == 1) | warm.same)
+        match = (c.members == int(system.levels[warm.level])) & (either | own)
+        main_cold = 1.0 - (match[:, None] & (np.abs(c.main_mb - warm.main_mb) < 0.5))
+        alike = match[:, None, None] & (np.abs(c.memory_mb - warm.remote_mb[:, None]) < 0.5)
+        rest = np.maximum(c.replicas - warm.replicas[:, None], 0)[:, :, None]
+        fresh = np.where(alike[..., None], np.minimum(fresh, rest), fresh)
+    cold = fresh > 0
+    far_mb = c.members[:, None] * model.expert_mb  # (S, L)
+    if system.load_shared:
+        total = np.einsum("slyz,sl->syz", fresh, far_mb)[:, None]
+        total = total + (main_cold * c.local_mb[:, None])[:, :, None, None]
+        seconds = total / model.load_mb_s
+        main = main_cold[:, :, None, None] * (model.container_start_main_s + seconds)
+        other = np.asarray(cold.any(axis=1))[:, None] * (model.container_start_remote_s + seconds)
+        held = np.einsum("slyz,sly->syz", fresh, c.memory_mb)[:, None]
+        usd = model.price_cpu * held * (model.container_start_remote_s + seconds)
+    else:
+        alone = model.container_start_main_s + c.local_mb / model.load_mb_s
+        main = (main_cold * alone[:, None])[:, :, None, None]
+        each = model.container_start_remote_s + far_mb / model.load_mb_s
+        other = (cold * each[:, :, None, None]).max(axis=1)[:, None]
+        usd = model.price_cpu * np.einsum("slyz,sly,sl->syz", fresh, c.memory_mb, each)[:, None]
+    return np.maximum(main, other), rate[:, :, None, None] * main + usd
+
+
+def _chance(time: Floats, limit: float, spread: float) -> Floats:
+    if spread <= 0.0:
+        return (time > limit).astype(np.float64)
+    return ndtr((time / limit - 1.0) / spread)

@@ -1,0 +1,330 @@
+"""The best plan on the grid of specifications for utility-ordered remote sets.
+
+Given b and W each layer chooses (Y, z) and the two SLOs are budgets over sums of layer times: a
+multiple-choice knapsack with two budgets, solved as an integer program with its proven gap.
+Replicas hold their experts by LPT. For a known load this is the clairvoyant optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import optimize, sparse
+
+from servegym.baselines.serverless_moe.loads import (
+    Load,
+    Options,
+    fixed_s,
+    job_times,
+    layer_options,
+    option_terms,
+    predict,
+)
+from servegym.baselines.serverless_moe.lpt import lpt
+from servegym.baselines.serverless_moe.selection import remote_set
+from servegym.envs.serverless_moe import equations as eq
+
+Floats = NDArray[np.float64]
+TOLERANCE = 1e-6
+"""Relative distance from a limit within which the solver calls it met."""
+
+
+@dataclass(frozen=True, eq=False)
+class Knapsack:
+    """A choice of one option a layer.
+
+    Attributes:
+        chosen: int (L,), -1 each if there is no feasible choice.
+        cost: Its cost, inf if there is none.
+        bound: Proven lower bound on the cost.
+    """
+
+    chosen: NDArray[np.int64]
+    cost: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """Relative duality gap."""
+        return 0.0 if self.cost == self.bound else (self.cost - self.bound) / abs(self.cost)
+
+
+def _efficient(cost: Floats, one: Floats, two: Floats) -> NDArray[np.int64]:
+    """Options that no other one beats or equals in cost and both times."""
+    order = np.lexsort((two, one, cost))
+    order = order[np.isfinite(cost[order])]
+    kept: list[int] = []
+    best_one, best_two = np.empty(order.size), np.empty(order.size)
+    for i in order.tolist():
+        k = len(kept)
+        if not ((best_one[:k] <= one[i]) & (best_two[:k] <= two[i])).any():
+            best_one[k], best_two[k] = one[i], two[i]
+            kept.append(i)
+    return np.array(kept, dtype=np.int64)
+
+
+def solve_knapsack(
+    cost: ArrayLike,
+    first: ArrayLike,
+    second: ArrayLike,
+    first_limit: float = np.inf,
+    second_limit: float = np.inf,
+    *,
+    gap: float = 1e-6,
+    time_limit_s: float = 10.0,
+) -> Knapsack:
+    """Choose one option in each layer at least cost within two budgets.
+
+    Args:
+        cost: (L, O), inf where an option is not allowed.
+        first: (L, O) use of the first budget.
+        second: (L, O) use of the second budget.
+        first_limit: First budget.
+        second_limit: Second budget.
+        gap: Relative gap at which the search may stop.
+        time_limit_s: Seconds at which it stops.
+    """
+    price = np.asarray(cost, np.float64)
+    times = [np.broadcast_to(np.asarray(t, np.float64), price.shape) for t in (first, second)]
+    limits = (float(first_limit), float(second_limit))
+    layers = price.shape[0]
+    none = Knapsack(np.full(layers, -1, dtype=np.int64), np.inf, np.inf)
+    if not np.isfinite(price).any(axis=1).all():
+        return none
+    at = np.arange(layers)
+    chosen = price.argmin(axis=1)
+    bound = float(price[at, chosen].sum())
+    if all(t[at, chosen].sum() <= b for t, b in zip(times, limits, strict=True)):
+        return Knapsack(chosen, bound, bound)
+    usable = np.isfinite(price)
+    if any(
+        np.where(usable, t, np.inf).min(axis=1).sum() > b
+        for t, b in zip(times, limits, strict=True)
+    ):
+        return none
+    kept = [_efficient(price[k], times[0][k], times[1][k]) for k in range(layers)]
+    layer = np.repeat(at, [k.size for k in kept])
+    option = np.concatenate(kept)
+    scale = max(abs(bound), 1e-300) / layers
+    rows = [sparse.csr_array((np.ones(layer.size), (layer, np.arange(layer.size))))]
+    low, high = [np.ones(layers)], [np.ones(layers)]
+    for t, b in zip(times, limits, strict=True):
+        if np.isfinite(b):
+            rows.append(sparse.csr_array((t[layer, option] / b)[None]))
+            low.append(np.array([-np.inf]))
+            high.append(np.array([1.0]))
+    proven = bound
+    # The solver may pass a limit by its tolerance; then once more with limits that much lower.
+    for room in (0.0, TOLERANCE):
+        # SciPy's annotations know numbers only as limits, its documentation arrays too.
+        most = np.concatenate([high[0], *(h - room for h in high[1:])])
+        limit: tuple[Any, Any] = (np.concatenate(low), most)
+        result = optimize.milp(
+            price[layer, option] / scale,
+            constraints=optimize.LinearConstraint(sparse.vstack(rows), *limit),
+            integrality=np.ones(layer.size),
+            bounds=optimize.Bounds(0.0, 1.0),
+            options={"mip_rel_gap": gap, "time_limit": time_limit_s},
+        )
+        dual = result.mip_dual_bound
+        if room == 0.0 and dual is not None and np.isfinite(dual):
+            proven = max(bound, float(dual) * scale)
+        if result.x is None:
+            return Knapsack(none.chosen, np.inf, np.inf if result.status == 2 else proven)
+        taken = np.flatnonzero(result.x > 0.5)
+        found = np.full(layers, -1, dtype=np.int64)
+        found[layer[taken]] = option[taken]
+        if all(t[at, found].sum() <= b for t, b in zip(times, limits, strict=True)):
+            break
+    total = float(price[at, found].sum())
+    return Knapsack(found, total, min(proven, total))
+
+
+@dataclass(frozen=True, eq=False)
+class GridOptimum:
+    """The best plan found.
+
+    Attributes:
+        plan: The plan, or None if none meets the constraints.
+        ratio: b.
+        cost_usd: Its cost under the load it was made for.
+        bound_usd: Proven lower bound over all b and W tried.
+        outcome: Its outcome under that load.
+    """
+
+    plan: eq.Plan | None
+    ratio: float
+    cost_usd: float
+    bound_usd: float
+    outcome: eq.Outcome | None
+
+    @property
+    def gap(self) -> float:
+        """Relative gap between the cost and the proven bound."""
+        if not np.isfinite(self.cost_usd):
+            return 0.0
+        return (self.cost_usd - self.bound_usd) / self.cost_usd
+
+
+def plan_of(
+    system: eq.SystemModel, load: Load, options: Options, chosen: NDArray, main_mb: float
+) -> eq.Plan:
+    """The plan of one option a layer (index ``v Z + z - 1``)."""
+    remote, used = options.remote, options.used
+    at, z = np.divmod(np.asarray(chosen), system.z_max)
+    remote_mb = np.where(used, options.spec_mb[at], 0.0)
+    replicas = np.where(used, z + 1, 0)
+    assignment = np.full(remote.shape, -1, dtype=np.int64)
+    jobs = job_times(system, load, np.where(used, remote_mb, 1024.0))
+    for layer in np.flatnonzero(used):
+        members = np.flatnonzero(remote[layer])
+        assignment[layer, members] = lpt(jobs[layer, members], int(replicas[layer]))
+    return eq.Plan(remote, float(main_mb), remote_mb, replicas, assignment)
+
+
+def grid_optimum(
+    system: eq.SystemModel,
+    load: Load,
+    *,
+    score: ArrayLike | None = None,
+    ttft_limit_s: float = np.inf,
+    tpot_limit_s: float = np.inf,
+    ratios: Sequence[float] | None = None,
+    main_specs_mb: ArrayLike | None = None,
+    decode_invocation: str = "per_call",
+    cold_start: bool = True,
+    bill_cold_start: bool = False,
+    gap: float = 1e-6,
+) -> GridOptimum:
+    """The cheapest feasible plan over b, W, Y and z.
+
+    Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
+    price alone is above the cost of a plan already had is no candidate.
+
+    Args:
+        system: The system.
+        load: The load; a known one gives the clairvoyant optimum.
+        score: (L, K) utility by which remote sets are formed; default the load's frequencies.
+        ttft_limit_s: Limit of 10b.
+        tpot_limit_s: Limit of 10c.
+        ratios: b to try; default every ``m / K``.
+        main_specs_mb: W to try; default all. Those that cannot hold the local experts are passed
+            over.
+        decode_invocation: As `evaluate_plan`.
+        cold_start: Whether everything starts cold.
+        bill_cold_start: As `evaluate_plan`.
+        gap: Relative gap of the integer programs.
+
+    Raises:
+        ValueError: If a limit is not above 0.
+    """
+    eq.check_limits(ttft_limit_s, tpot_limit_s)
+    order = load.frequency if score is None else np.asarray(score, np.float64)
+    experts = system.num_experts
+    tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
+    specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
+    fixed_prefill, fixed_decode = fixed_s(system, load)
+    fixed, candidates, had = fixed_prefill + fixed_decode, [], np.inf
+    limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
+    layers = np.arange(system.moe_layers)
+    for b in tried.tolist():
+        remote = remote_set(order, b)
+        options = layer_options(system, load, remote, decode_invocation)
+        own = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
+        if not own.size:
+            continue
+        # No W takes less time than the largest, so the price of W for that time is a lower bound.
+        prefill, decode, _ = _priced(system, load, options, own[-1], np.zeros((1, 1, 1)))
+        shortest = fixed + float((prefill + decode).min(axis=1).sum())
+        for w in own.tolist():
+            if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > had:
+                break
+            base, start, price = _start(
+                system, load, options, w, fixed, cold_start, bill_cold_start
+            )
+            prefill, decode, cost = _priced(system, load, options, w, price)
+            at = cost.argmin(axis=1)
+            bound = float(base + cost[layers, at].sum())
+            if np.isfinite(bound):
+                candidates.append((bound, b, w, options, start, base, price))
+                if (
+                    prefill[layers, at].sum() <= limits[0] - start
+                    and decode[layers, at].sum() <= limits[1]
+                ):
+                    had = min(had, bound)
+    candidates.sort(key=lambda c: c[0])
+    best, lowest = GridOptimum(None, 0.0, np.inf, np.inf, None), np.inf
+    for bound, b, w, options, start, base, price in candidates:
+        if bound >= best.cost_usd:
+            lowest = min(lowest, bound)
+            break
+        prefill, decode, cost = _priced(system, load, options, w, price)
+        found = solve_knapsack(
+            cost,
+            prefill,
+            decode,
+            limits[0] - start,
+            limits[1],
+            gap=gap,
+        )
+        lowest = min(lowest, base + found.bound)
+        if base + found.cost < best.cost_usd and (found.chosen >= 0).all():
+            plan = plan_of(system, load, options, found.chosen, w)
+            cold = eq.Cold(
+                cold_start, plan.replicas if cold_start else np.zeros_like(plan.replicas)
+            )
+            outcome = predict(
+                system,
+                load,
+                plan,
+                decode_invocation=decode_invocation,
+                cold=cold,
+                bill_cold_start=bill_cold_start,
+                ttft_limit_s=ttft_limit_s,
+                tpot_limit_s=tpot_limit_s,
+            )
+            best = GridOptimum(plan, b, base + found.cost, np.inf, outcome)
+    return GridOptimum(
+        best.plan, best.ratio, best.cost_usd, min(lowest, best.cost_usd), best.outcome
+    )
+
+
+def _start(
+    system: eq.SystemModel,
+    load: Load,
+    options: Options,
+    main_mb: float,
+    fixed: float,
+    cold_start: bool,
+    bill_cold_start: bool,
+) -> tuple[float, float, Floats]:
+    """Cost that no layer's choice changes, cold start, and its price (L, V, Z) by choice."""
+    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
+    base, zero = rate * fixed, np.zeros((1, 1, 1))
+    if not cold_start:
+        return base, 0.0, zero
+    used = options.used.astype(np.int64)
+    plan = eq.Plan(options.remote, main_mb, used.astype(float), used, options.remote - 1)
+    main, others = eq.cold_starts_s(system, plan, eq.Cold(True, used))
+    start = max(main, float(others.max(initial=0.0)))
+    if not bill_cold_start:
+        return base, start, zero
+    z = np.arange(1, system.z_max + 1)
+    price = system.price_cpu * others[:, None, None] * options.spec_mb[:, None] * z
+    return base + main * rate, start, price
+
+
+def _priced(
+    system: eq.SystemModel, load: Load, options: Options, main_mb: float, price: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """Prefill, decode and cost as (L, V Z), inf where 10e or 10g forbids an option."""
+    prefill, decode, cost = option_terms(system, load, options, main_mb)
+    allowed = options.allowed | ~options.used[:, None, None]
+    cost = np.where(allowed, cost + price, np.inf)
+    layers = cost.shape[0]
+    decode = np.broadcast_to(decode[..., None], cost.shape)
+    return prefill.reshape(layers, -1), decode.reshape(layers, -1), cost.reshape(layers, -1)

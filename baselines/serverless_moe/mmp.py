@@ -1,0 +1,183 @@
+"""Algorithm 2 (MMP): the remote ratio b and the main function's memory from worst cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.baselines.serverless_moe.bounds import corollary1, theorem1
+from servegym.baselines.serverless_moe.loads import Load, expert_line, fixed_s
+from servegym.envs.serverless_moe import equations as eq
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class WorstCases:
+    """The worst case of every ratio ``m / K``, m = K, K - 1, ..., 0 (the order of Algorithm 2).
+
+    Attributes:
+        members: (C,) m, remote experts of each layer.
+        ratio: (C,) b.
+        main_mb: (C,) specification of the main function.
+        ttft_s: (C,) worst TTFT, cold start included.
+        tpot_s: (C,) worst TPOT.
+        excess: (C,) largest relative excess over the two limits; feasible where it is <= 0.
+    """
+
+    members: NDArray[np.int64]
+    ratio: Floats
+    main_mb: Floats
+    ttft_s: Floats
+    tpot_s: Floats
+    excess: Floats
+
+    @property
+    def feasible(self) -> NDArray[np.bool_]:
+        """(C,) both limits are met in the worst case."""
+        return self.excess <= 0.0
+
+    def only(self, members: ArrayLike) -> WorstCases:
+        """The cases of these numbers of remote experts alone."""
+        keep = np.isin(self.members, np.asarray(members))
+        if not keep.any():
+            raise ValueError(f"members must be in 0..{self.members[0]}, got {members}")
+        return WorstCases(*(getattr(self, field.name)[keep] for field in fields(self)))
+
+    def chosen(self) -> int:
+        """Index of the largest feasible b; else of the least excess."""
+        good = np.flatnonzero(self.feasible)
+        return int(good[0]) if good.size else int(np.argmin(self.excess))
+
+
+@dataclass(frozen=True)
+class MmpResult:
+    """What Algorithm 2 returns.
+
+    Attributes:
+        ratio: b.
+        members: Remote experts of each layer.
+        main_mb: W.
+        feasible: False if no b meets both limits in the worst case; then b has the least excess.
+        ttft_s: Worst TTFT at b.
+        tpot_s: Worst TPOT at b.
+    """
+
+    ratio: float
+    members: int
+    main_mb: float
+    feasible: bool
+    ttft_s: float
+    tpot_s: float
+
+
+def worst_cases(
+    system: eq.SystemModel,
+    load: Load,
+    ttft_limit_s: float = np.inf,
+    tpot_limit_s: float = np.inf,
+    *,
+    max_tokens: int | None = None,
+    main_start: bool = True,
+    decode_invocation: str = "per_call",
+    load_shared: bool = False,
+) -> WorstCases:
+    """Worst-case times of every b (lines 4-9 of Algorithm 2).
+
+    Remote calls follow the corrected Corollary 1 in prefill and, over all steps, in decoding; the
+    other calls are local. Remote functions have their largest memory and z_max replicas, the
+    slowest of which is bounded by Theorem 4 with the corrected Theorem 1 for the largest job; the
+    overhead is its 95 % quantile.
+
+    Args:
+        system: The system.
+        load: What is expected.
+        ttft_limit_s: Limit of 10b.
+        tpot_limit_s: Limit of 10c.
+        max_tokens: Nmax of line 1, tokens that the main function must hold; default n_out.
+        main_start: Whether a cold start is part of the TTFT.
+        decode_invocation: As `evaluate_plan`.
+        load_shared: As `evaluate_plan`.
+    """
+    experts, top_k, layers = system.num_experts, system.top_k, system.moe_layers
+    m = np.arange(experts, -1, -1)
+    tokens = load.n_out if max_tokens is None else int(max_tokens)
+    need = system.token_mb * tokens + (experts - m) * float(system.expert_mb.sum())
+    # Line 8: no less than the largest remote memory, so that local experts are not the slower.
+    need = np.maximum(need, float(system.remote_specs_mb[-1]))
+    main_mb = eq.smallest_specs(system.main_specs_mb, need - 1e-9)
+
+    big = float(system.remote_specs_mb[-1])
+    first, more = (float(x) for x in expert_line(system, big))
+    wire = system.transfer_s
+    trem = load.trem_worst_s
+
+    calls = corollary1(load.n_in, m, experts, top_k)
+    total = np.minimum(m, calls) * first + (more + wire) * calls
+    single = np.minimum(theorem1(load.n_in, experts, top_k), load.n_in)
+    largest = np.where(calls > 0, first + (more + wire) * np.minimum(single, calls), 0.0)
+    z = np.clip(m, 1, system.z_max)
+    slowest = (z - 1.0) / z * largest + total / z
+    own_first, own_more = expert_line(system, main_mb)
+    kept = load.n_in * top_k - calls
+    local = np.minimum(experts - m, kept) * own_first + own_more * kept
+    remote = np.where(m > 0, slowest, 0.0)[:, None] + np.where(m > 0, 1.0, 0.0)[:, None] * trem
+    prefill = np.maximum(local[:, None], remote).sum(axis=1)
+    fixed_prefill, fixed_decode = fixed_s(system, load)
+    prefill = prefill + fixed_prefill + layers * 2.0 * system.swap_s(load.n_in)
+
+    steps = max(load.n_out, 1)
+    r = corollary1(load.n_out, m, experts, top_k) / steps
+    one_remote = float(system.expert_cpu_s(big, 1)) + wire
+    if decode_invocation == "per_call":
+        remote = r[:, None] * (one_remote + trem)
+    else:
+        remote = r[:, None] * one_remote + np.minimum(r, 1.0)[:, None] * trem
+    own = (top_k - r) * system.expert_cpu_s(main_mb, 1)
+    decode = np.maximum(own[:, None], remote).sum(axis=1)
+    tpot = decode + layers * 2.0 * system.swap_s(top_k) + fixed_decode / steps
+
+    cold = np.zeros(m.size)
+    if main_start:
+        main_load = system.all_non_expert_mb + (experts - m) * float(system.expert_mb.sum())
+        remote_load = m * float(system.expert_mb.max())
+        if load_shared:
+            main_load = remote_load = main_load + m * float(system.expert_mb.sum())
+        main = system.container_start_main_s + main_load / system.load_mb_s
+        other = system.container_start_remote_s + remote_load / system.load_mb_s
+        cold = np.maximum(main, np.where(m > 0, other, 0.0))
+    ttft = prefill + cold
+    excess = np.maximum(ttft / ttft_limit_s, tpot / tpot_limit_s) - 1.0
+    return WorstCases(m, m / experts, main_mb, ttft, tpot, excess)
+
+
+def mmp(
+    system: eq.SystemModel,
+    load: Load,
+    ttft_limit_s: float = np.inf,
+    tpot_limit_s: float = np.inf,
+    **kwargs: object,
+) -> MmpResult:
+    """Algorithm 2: the largest b whose worst case meets both limits, and its main memory.
+
+    With loose limits that is b = 1, which need not be the cheapest.
+
+    Args:
+        system: The system.
+        load: What is expected.
+        ttft_limit_s: Limit of 10b.
+        tpot_limit_s: Limit of 10c.
+        **kwargs: As `worst_cases`.
+    """
+    cases = worst_cases(system, load, ttft_limit_s, tpot_limit_s, **kwargs)  # type: ignore[arg-type]
+    at = cases.chosen()
+    return MmpResult(
+        float(cases.ratio[at]),
+        int(cases.members[at]),
+        float(cases.main_mb[at]),
+        bool(cases.feasible[at]),
+        float(cases.ttft_s[at]),
+        float(cases.tpot_s[at]),
+    )

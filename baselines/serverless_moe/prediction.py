@@ -1,0 +1,258 @@
+"""Prediction of expert activations from a prompt's embedding (Sec. IV-B, V-B).
+
+Every predictor is fitted on historical prompts and returns, for new ones, the share of the calls
+of a layer that each expert gets: ``(Q, L, K)``, each layer summing to 1. Use::
+
+    predictor = make_predictor("sps", alpha=5, beta=60)
+    predictor.fit(embeddings, activations)
+    shares = predictor.predict(new_embeddings)
+
+| name | prediction |
+|---|---|
+| bf | softmax-weighted mean of the ``alpha`` most similar prompts, found by brute force |
+| sps | the same of the prompts that Algorithm 1 finds in a tree of k-medoids |
+| varpam | SPS with a tree of Partitioning Around Medoids |
+| vared | SPS with a tree clustered by the Euclidean distance of activations |
+| dop | mean activation of all historical prompts |
+| fate | a linear softmax gate a layer on the prompt's embedding |
+| ef | equal frequencies |
+| category | mean activation of the prompt's task |
+| ridge | ridge regression on the embeddings |
+
+The last two are not the paper's. Fate's gates are the model's own in the paper and read the
+embedding in place of the layers' inputs; recordings do not hold these weights, so here they are
+fitted to the history, which favours Fate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from servegym.baselines.serverless_moe.prediction_base import (
+    Array,
+    Indexes,
+    Predictor,
+    js_divergence,
+)
+from servegym.baselines.serverless_moe.prediction_search import (
+    LARGE_DATA,
+    BruteForce,
+    SimilarPromptsSearch,
+    VarED,
+    VarPAM,
+)
+from servegym.baselines.serverless_moe.prediction_tree import unit_rows
+from servegym.envs._checks import choose, real, whole
+
+__all__ = [
+    "LARGE_DATA",
+    "PREDICTORS",
+    "BruteForce",
+    "CategoryMean",
+    "DistributionOnly",
+    "EqualFrequency",
+    "Fate",
+    "Predictor",
+    "Ridge",
+    "SimilarPromptsSearch",
+    "VarED",
+    "VarPAM",
+    "js_divergence",
+    "make_predictor",
+]
+
+
+class EqualFrequency(Predictor):
+    """EF: all experts of a layer are called equally often."""
+
+    name = "ef"
+
+    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+        pass
+
+    def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
+        return np.full((len(vectors), *self._shape), 1.0 / self._shape[1])
+
+
+class DistributionOnly(Predictor):
+    """DOP: the mean activation of the history, whatever the prompt."""
+
+    name = "dop"
+
+    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+        self._mean = shares.mean(axis=0)
+
+    def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
+        return np.repeat(self._mean[None], len(vectors), axis=0)
+
+
+class CategoryMean(Predictor):
+    """The mean activation of the prompt's task; of all prompts for a task without history."""
+
+    name = "category"
+
+    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+        if tasks is None:
+            raise ValueError("tasks is None; the predictor 'category' needs the tasks of prompts.")
+        self._tasks = np.unique(tasks)
+        self._means = np.stack(
+            [shares[tasks == t].mean(axis=0) for t in self._tasks] + [shares.mean(axis=0)]
+        )
+
+    def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
+        if tasks is None:
+            raise ValueError("task is None; the predictor 'category' needs the tasks of prompts.")
+        row = np.minimum(np.searchsorted(self._tasks, tasks), len(self._tasks) - 1)
+        return self._means[np.where(self._tasks[row] == tasks, row, len(self._tasks))]
+
+
+class Ridge(Predictor):
+    """Ridge regression of activations on unit embeddings, in closed form.
+
+    ``W = (X'X + lambda I)^-1 X'Y`` on centred X and Y. The regulariser is the one of ``grid`` with
+    the least mean JS divergence over ``folds`` parts of the history, each predicted from the
+    others. Predictions below 0 are cut to 0 and each layer is scaled to sum 1.
+
+    Args:
+        grid: Regularisers to choose from.
+        folds: Parts of the cross-validation; a history of fewer prompts is left out one by one.
+        seed: Seed of the parts.
+    """
+
+    name = "ridge"
+
+    def __init__(
+        self,
+        grid: tuple[float, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+        folds: int = 5,
+        seed: int = 0,
+    ):
+        if not len(grid):
+            raise ValueError(f"grid={grid!r} must hold at least one regulariser.")
+        self.grid = tuple(real("grid", value, 0.0, open_low=True) for value in grid)
+        self.folds = whole("folds", folds, 2)
+        self.seed = whole("seed", seed, 0)
+
+    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+        units = unit_rows(vectors).astype(np.float64)
+        targets = shares.reshape(len(shares), -1)
+        self.regulariser = self.grid[-1]
+        if len(self.grid) > 1 and len(units) > 1:
+            part = np.random.default_rng(self.seed).permutation(len(units)) % self.folds
+            loss = np.zeros(len(self.grid))
+            for fold in range(min(self.folds, len(units))):
+                held = part == fold
+                for i, law in enumerate(self._solve(units[~held], targets[~held], self.grid)):
+                    found = self._apply(law, units[held], shares.shape[1:])
+                    loss[i] += js_divergence(found, shares[held]).sum()
+            self.regulariser = self.grid[int(loss.argmin())]
+        (self._law,) = self._solve(units, targets, (self.regulariser,))
+
+    @staticmethod
+    def _solve(
+        units: Array, targets: Array, grid: tuple[float, ...]
+    ) -> list[tuple[Array, Array, Array]]:
+        """Centre, mean and weights for each regulariser, by one decomposition."""
+        centre, mean = units.mean(axis=0), targets.mean(axis=0)
+        inputs = units - centre
+        values, basis = np.linalg.eigh(inputs.T @ inputs)
+        right = basis.T @ (inputs.T @ (targets - mean))
+        values = np.maximum(values, 0.0)[:, None]
+        return [(centre, mean, basis @ (right / (values + weight))) for weight in grid]
+
+    @staticmethod
+    def _apply(law: tuple[Array, Array, Array], units: Array, shape: tuple[int, ...]) -> Array:
+        centre, mean, weights = law
+        found = np.maximum((units - centre) @ weights + mean, 0.0).reshape(len(units), *shape)
+        # The law's layers sum to 1 before the cut, so a layer keeps a positive sum after it.
+        return found / found.sum(axis=2, keepdims=True)
+
+    def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
+        return self._apply(self._law, unit_rows(vectors).astype(np.float64), self._shape)
+
+
+class Fate(Predictor):
+    """Fate, adjusted to prompts as in Sec. V-B: every layer's gate reads the embedding.
+
+    Gate l is ``softmax(W_l e + b_l)`` over the layer's experts, with e the unit embedding. The
+    weights minimise the mean cross-entropy to the historical shares plus ``decay/2 |W|^2``, by
+    L-BFGS.
+
+    Args:
+        decay: Weight of the penalty.
+        iterations: Most steps of L-BFGS.
+    """
+
+    name = "fate"
+
+    def __init__(self, decay: float = 1e-4, iterations: int = 100):
+        self.decay = real("decay", decay, 0.0)
+        self.iterations = whole("iterations", iterations, 1)
+
+    def _fit(self, vectors: Array, shares: Array, tasks: Indexes | None) -> None:
+        units = unit_rows(vectors).astype(np.float64)
+        self._centre = units.mean(axis=0)
+        inputs = np.hstack([units - self._centre, np.ones((len(units), 1))])
+        prompts, layers, experts = shares.shape
+        start = np.zeros((inputs.shape[1], layers, experts))
+        start[-1] = np.log(shares.mean(axis=0) + 1e-6)
+        keep = np.ones((inputs.shape[1], 1, 1)) * self.decay
+        keep[-1] = 0.0  # the intercept
+
+        def loss(flat: Array) -> tuple[float, Array]:
+            weights = flat.reshape(start.shape)
+            logits = np.tensordot(inputs, weights, 1)
+            logits -= logsumexp(logits, axis=2, keepdims=True)
+            value = -(shares * logits).sum() / prompts + 0.5 * float((keep * weights**2).sum())
+            slope = np.tensordot(inputs.T, np.exp(logits) - shares, 1) / prompts
+            return value, (slope + keep * weights).ravel()
+
+        found = minimize(
+            loss, start.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": self.iterations}
+        )
+        self._weights = found.x.reshape(start.shape)
+
+    def _predict(self, vectors: Array, tasks: Indexes | None) -> Array:
+        units = unit_rows(vectors).astype(np.float64)
+        inputs = np.hstack([units - self._centre, np.ones((len(units), 1))])
+        logits = np.tensordot(inputs, self._weights, 1)
+        return np.exp(logits - logsumexp(logits, axis=2, keepdims=True))
+
+
+PREDICTORS: dict[str, Callable[..., Predictor]] = {
+    kind.name: kind
+    for kind in (
+        BruteForce,
+        SimilarPromptsSearch,
+        VarPAM,
+        VarED,
+        DistributionOnly,
+        Fate,
+        EqualFrequency,
+        CategoryMean,
+        Ridge,
+    )
+}
+"""Predictors by name."""
+
+
+def make_predictor(name: str, **settings: Any) -> Predictor:
+    """Make a predictor, not yet fitted.
+
+    Args:
+        name: One of ``bf sps varpam vared dop fate ef category ridge``.
+        settings: Arguments of its class.
+
+    Raises:
+        ValueError: If the name or a setting is not allowed.
+    """
+    kind = PREDICTORS[choose("name", name, PREDICTORS)]
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise ValueError(f"settings of {name!r}: {error}") from None

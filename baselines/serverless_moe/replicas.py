@@ -1,0 +1,152 @@
+"""Replicas of the remote functions by their potential (Eq. 15)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.serverless_moe.bounds import ConformalBound, theorem4
+from servegym.baselines.serverless_moe.loads import (
+    Load,
+    expert_line,
+    fixed_s,
+    job_times,
+    local_prefill_s,
+    spread,
+)
+from servegym.baselines.serverless_moe.lpt import assign
+from servegym.envs.serverless_moe import equations as eq
+
+Floats = NDArray[np.float64]
+
+HOEFFDING_Q = float(np.sqrt(1.5))
+"""q of a single expert where nothing was calibrated: the deviation of Theorem 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """Replicas of each layer and where its experts are.
+
+    Attributes:
+        count: int (L,), 0 for a layer without remote experts.
+        assignment: int (L, K), -1 for a local expert.
+        worst_ttft_s: TTFT with the bound of Theorem 4.
+        meets_ttft: Whether that is within the limit.
+        fits: Whether 10g holds for the (expected) load.
+    """
+
+    count: NDArray[np.int64]
+    assignment: NDArray[np.int64]
+    worst_ttft_s: float
+    meets_ttft: bool
+    fits: bool
+
+
+def choose_replicas(
+    system: eq.SystemModel,
+    load: Load,
+    remote: NDArray[np.bool_],
+    main_mb: float,
+    remote_mb: Floats,
+    *,
+    ttft_limit_s: float = np.inf,
+    cold_s: float = 0.0,
+    bound: ConformalBound | None = None,
+    payload_margin: float = 1.0,
+) -> Replicas:
+    """Replicas by Eq. 15: first for 10g, then for the TTFT, then for the cost.
+
+    1. The least z that holds the payloads. 2. While the worst-case TTFT is missed: among the layers
+    whose increment lowers the prefill time, the greatest potential (fall of the cost) goes up.
+    3. While a potential is positive: the best goes up. Nowhere above z_max.
+
+    Args:
+        system: The system.
+        load: The load, expected as a rule.
+        remote: (L, K).
+        main_mb: W.
+        remote_mb: (L,) Y.
+        ttft_limit_s: Limit of 10b.
+        cold_s: Cold start in the TTFT.
+        bound: Bound on single experts' loads for Theorem 4; default Hoeffding's deviation.
+        payload_margin: 10g is kept for this multiple of the expected payload where z_max allows,
+            as the true routing differs from the expected one.
+    """
+    used = np.flatnonzero(remote.any(axis=1))
+    layers, z_max = remote.shape[0], system.z_max
+    safe = np.where(remote_mb > 0, remote_mb, 1024.0)
+    jobs = np.where(remote, job_times(system, load, safe), 0.0)
+    body = load.tokens * system.token_mb
+    table = spread(jobs, body, z_max)
+
+    z = np.ones(layers, dtype=np.int64)
+    fit = table.payload_mb * payload_margin <= system.payload_mb
+    # Where no number holds the margin the smallest largest body is what can be done.
+    fallback = np.argmin(table.payload_mb, axis=1)
+    z[used] = np.where(fit.any(axis=1), fit.argmax(axis=1), fallback)[used] + 1
+
+    local = local_prefill_s(system, load, remote, main_mb)
+    numbers = np.arange(1, z_max + 1)
+    trem = load.trem_s[:, None]
+    slowest = np.where(table.invoked > 0, table.slowest_s + trem, 0.0)
+    seconds = np.maximum(local[:, None], slowest)
+    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
+    billed = jobs.sum(axis=1)[:, None] + table.invoked * trem
+    cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
+
+    first, more = expert_line(system, safe)
+    wire = system.transfer_s
+    law = bound or ConformalBound(HOEFFDING_Q, system.top_k)
+    upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)
+    largest = np.where(upper > 0, first + (more + wire) * upper, 0.0)
+    total = jobs.sum(axis=1)
+    worst_slowest = theorem4(largest[:, None], total[:, None], numbers, load.trem_worst_s[:, None])
+    worst_slowest[np.setdiff1d(np.arange(layers), used)] = 0.0
+    worst = np.maximum(local[:, None], worst_slowest)
+
+    fixed = fixed_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
+    at = np.arange(layers)
+
+    def potential() -> Floats:
+        higher = np.minimum(z, z_max - 1)
+        gain = cost[at, z - 1] - cost[at, higher]
+        gain[z >= z_max] = -np.inf
+        mask = np.ones(layers, dtype=bool)
+        mask[used] = False
+        gain[mask] = -np.inf
+        return gain
+
+    while used.size and fixed + worst[at, z - 1].sum() > ttft_limit_s:
+        higher = np.minimum(z, z_max - 1)
+        lowers = worst[at, higher] < worst[at, z - 1]
+        gain = np.where(lowers, potential(), -np.inf)
+        best = int(np.argmax(gain))
+        if not np.isfinite(gain[best]):
+            break
+        z[best] += 1
+    while used.size:
+        gain = potential()
+        best = int(np.argmax(gain))
+        if not gain[best] > 0.0:
+            break
+        z[best] += 1
+
+    assignment = np.full(remote.shape, -1, dtype=np.int64)
+    fits = True
+    for layer in used:
+        members = np.flatnonzero(remote[layer])
+        found = assign(
+            jobs[layer, members],
+            int(z[layer]),
+            body[layer, members],
+            system.payload_mb,
+            z_max,
+        )
+        assignment[layer, members] = found.replica
+        z[layer] = found.replicas
+        fits = fits and found.fits
+    worst_ttft = float(fixed + worst[at, z - 1].sum())
+    count = np.where(remote.any(axis=1), z, 0)
+    return Replicas(count, assignment, worst_ttft, worst_ttft <= ttft_limit_s, fits)

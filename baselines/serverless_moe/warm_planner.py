@@ -1,0 +1,204 @@
+"""A planner for what stays warm: value iteration over kept configurations and overhead regimes.
+
+It sees what a controller sees. Before the first request it plans on requests of the train split;
+at a request it adds what the configuration it leaves behind is worth to the reward expected now.
+
+The chain that is solved: a request comes, drawn from the sample; it finds configuration ``a``
+warm with chance ``p`` if ``a`` served the last one, else nothing; the regime ``r`` of the last
+overhead is known, that of the request itself is not. With ``C_i(r, a)`` the reward of request i
+with a cold start, ``W_i(r, a)`` with everything warm (both expected over the regime to come),
+``F_i(r)`` the best cold one that leaves nothing of use, and ``T`` the switching of regimes,
+
+    D(r, a) = p E_i[max(0, W_i(r, a) + (T D)(r, a) - B_i(r))]
+    B_i(r) = max(F_i(r), max_a C_i(r, a) + (T D)(r, a))
+
+iterated from D = 0. D is the difference of the relative values of average-reward dynamic
+programming with ``a`` and with nothing warm; the values themselves are not needed, because no
+action changes the regime. As nothing is warm with chance 1 - p, each iteration shrinks the error
+(the span over what is warm) by p.
+
+Approximate are: only the same global action in the shared order counts as warm (the memory that an
+action stands for varies with the prompt; a warm main function under another action is worth
+nothing, in the plan alone), and rewards are those of `ActionTable`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.serverless_moe.loads import Load
+from servegym.baselines.serverless_moe.policies import Actions, Seen, ServerlessPolicy, best
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+
+__all__ = ["WarmPlanner", "kept_worth", "regime_switching", "train_requests"]
+
+Floats = NDArray[np.float64]
+MOST_CHANCE = 0.99
+"""Chance of finding things warm is taken as no more, so that the iteration ends."""
+
+
+def kept_worth(
+    free: Floats,
+    cold: Floats,
+    kept: Floats,
+    *,
+    chance: float,
+    switching: Floats,
+    tolerance: float = 1e-5,
+) -> tuple[Floats, Floats]:
+    """Value iteration over what is warm; the equations are at the top of the file.
+
+    Args:
+        free: (n, R) best reward of each request with a cold start that leaves nothing of use.
+        cold: (n, R, A) reward with a cold start of each configuration.
+        kept: (n, R, A) reward with each configuration if it is warm.
+        chance: Probability in [0, 1) that a request finds warm what served the last one.
+        switching: (R, R) probabilities of the next regime, rows of the last.
+        tolerance: Largest error of a worth, in units of the reward.
+
+    Returns:
+        ``worth`` (R, A): how much more all later requests bring if the configuration has served
+        the last request, which was in regime r, than if nothing of use has; and ``cold_value``
+        (R,): mean over the requests of ``B``. Its mean over the stationary regimes is the greatest
+        average reward.
+
+    Raises:
+        ValueError: If ``chance`` is not in [0, 1) or ``tolerance`` is not positive.
+    """
+    if not 0.0 <= chance < 1.0:
+        raise ValueError(f"chance is {chance}; allowed is 0 to below 1")
+    if tolerance <= 0.0:
+        raise ValueError(f"tolerance is {tolerance}; allowed is above 0")
+    worth = np.zeros(cold.shape[1:])
+    # Error after a change: at most change * p / (1 - p), twice that for the two ends of the span.
+    small = tolerance * (1.0 - chance) / 2.0
+    while True:
+        later = switching @ worth
+        value = np.maximum(free, (cold + later).max(axis=2))
+        saved = kept + later
+        saved -= value[:, :, None]
+        new = chance * np.maximum(saved, 0.0, out=saved).mean(axis=0)
+        change = float(np.abs(new - worth).max())
+        worth = new
+        if change <= small:
+            return worth, value.mean(axis=0)
+
+
+def regime_switching(system: ServerlessSystem) -> Floats:
+    """(R, R) probability of the next overhead regime: one of the others with ``trem_switch``."""
+    count = system.trem_s.size
+    if count == 1:
+        return np.ones((1, 1))
+    other = system.trem_switch / (count - 1)
+    return np.full((count, count), other) + np.eye(count) * (1.0 - system.trem_switch - other)
+
+
+def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Seen]:
+    """Requests of the train split as a policy would see them, nothing warm.
+
+    Args:
+        system: The system; its ``arguments`` make the environment they are drawn from, whatever
+            split these name.
+        requests: How many.
+        seed: Seed of the draw.
+    """
+    from servegym.envs.serverless_moe import kernel
+    from servegym.envs.serverless_moe.config import build_problem
+    from servegym.envs.serverless_moe.core import ServerlessBatch
+
+    arguments = {**system.arguments, "split": "train", "episode_requests": requests}
+    problem = build_problem(view=kernel.DICT, **arguments)
+    batch = ServerlessBatch(problem, 1)
+    batch.draw(0, np.random.default_rng(seed))
+    return [
+        Seen(
+            frequency=problem.predicted[int(asked["prompt"])],
+            n_in=int(asked["n_in"]),
+            n_out=max(1, round(float(asked["n_out_predicted"]))),
+            ttft_limit_s=float(asked["ttft_limit"]),
+            tpot_limit_s=float(asked["tpot_limit"]),
+            last_trem_s=0.0,
+            warm=None,
+        )
+        for asked in batch.arrays.requests[0]
+    ]
+
+
+class WarmPlanner(ServerlessPolicy):
+    """Greatest expected reward now and worth of what it leaves warm, by value iteration.
+
+    It takes its statistics from requests drawn from the train split (what is predicted of them,
+    not their routing) and from the system's constants: the chance that functions stay warm and the
+    regimes of the overhead. Of an episode it reads the observation alone.
+
+    With an action a layer every layer takes the same step, as in the other policies that value all
+    global actions.
+
+    Args:
+        system: The system.
+        requests: Train requests that it plans on.
+        seed: Seed of their draw.
+
+    Raises:
+        ValueError: If ``requests`` is less than 1.
+    """
+
+    name = "warm_planner"
+
+    def __init__(self, system: ServerlessSystem, *, requests: int = 200, seed: int = 0) -> None:
+        if requests < 1:
+            raise ValueError(f"requests must be at least 1, got {requests}")
+        super().__init__(system)
+        self._switching = regime_switching(system)
+        self.chance = min(system.reuse_chance(), MOST_CHANCE)
+        tables = [
+            [
+                np.array([self.rewards(seen, load, starts=starts) for load in self._loads(seen)])
+                for starts in (True, False)
+            ]
+            for seen in train_requests(system, requests, seed)
+        ]
+        count, shape = len(self._switching), tables[0][0].shape  # (R, levels, 2, W, Y, Z)
+        # Expected over the regime of the request, given the last one's.
+        cold, kept = (
+            np.array([np.tensordot(self._switching, table[k], axes=1) for table in tables])
+            for k in (0, 1)
+        )
+        worth, _ = kept_worth(
+            cold[:, :, :, 0].reshape(requests, count, -1).max(axis=2),
+            cold[:, :, :, 1].reshape(requests, count, -1),
+            kept[:, :, :, 1].reshape(requests, count, -1),
+            chance=self.chance,
+            switching=self._switching,
+        )
+        self.worth = np.zeros(shape)
+        """(R, levels, 2, W, Y, Z): worth of leaving an action's configuration warm; 0 in the
+        prompt's order."""
+        self.worth[:, :, 1] = worth.reshape(count, shape[1], *shape[3:])
+
+    def _loads(self, seen: Seen) -> list[Load]:
+        """The expected load in each regime of the overhead."""
+        model = self.system.model
+        mean = self.system.trem_s * np.exp(0.5 * self.system.trem_sigma**2)
+        return [
+            Load.predicted(model, seen.frequency, seen.n_in, seen.n_out, float(trem))
+            for trem in mean
+        ]
+
+    def regimes(self, row: int, seen: Seen) -> Floats:
+        """(R,) how likely each regime of the overhead is at a row's request."""
+        return self._switching[self.system.regime(seen.last_trem_s)]
+
+    def now(self, row: int, seen: Seen) -> Floats:
+        """(R, levels, 2, W, Y, Z) expected rewards of a row's request, by its regime."""
+        return np.array([self.rewards(seen, load) for load in self._loads(seen)])
+
+    def later(self, row: int) -> Floats:
+        """(R, levels, 2, W, Y, Z) what is expected of leaving things warm, by the regime."""
+        return self.worth
+
+    def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
+        total = self.now(row, seen) + self.later(row)
+        return best(np.einsum("r,r...->...", self.regimes(row, seen), total), legal)

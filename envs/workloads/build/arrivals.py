@@ -1,0 +1,340 @@
+"""Fit the arrival presets to BurstGPT and Azure; writes ``data/arrivals.json``.
+
+    python -m servegym.envs.workloads.build.arrivals --data FOLDER
+
+FOLDER (default: ``$SERVEGYM_DATA``) holds ``burstgpt/burstgpt_1_first500_reconstructed.csv``,
+``burstgpt/burstgpt_1_hourly_requests.csv`` and ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``.
+All fits are in units of the trace's mean gap, with fixed seeds.
+
+How each model is fitted:
+
+- gamma: coefficient of variation (CV) of the gaps.
+- mmpp: maximum likelihood of the gaps of a two-state Markov-modulated Poisson process.
+- modulated (the presets), a gamma renewal process on the clock of a slowly varying gamma rate.
+  BurstGPT: a block is one hour at the mean rate of the 500 rows; ``cv`` is the CV of the gaps
+  within hours, each hour's scaled to mean one; ``rate_cv`` and ``rho`` minimise the squared log
+  error of CV and index of dispersion of the 500 rows, of the CV of the 61 days' hourly counts
+  (each day's scaled to mean one) and the squared error of their lag-one autocorrelation. An
+  episode of 1,000 requests so is about a day of the trace, played at the rate asked for.
+  Azure: a block is five seconds; ``cv``, ``rate_cv``, ``rho`` minimise the squared log error of CV
+  and index of dispersion.
+
+The index of dispersion at a window w is the variance over the mean of the counts in windows of w.
+The model's side is the median over simulated traces of the same length with the same estimator, of
+so many that their noise is below what parameters differ by; the least of several starts is taken.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.workloads._util import fit_arguments, write_json
+from servegym.envs.workloads.arrivals import (
+    Arrivals,
+    GammaArrivals,
+    MMPPArrivals,
+    ModulatedArrivals,
+)
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.traces import load_trace
+
+TRACES = (
+    "burstgpt/burstgpt_1_first500_reconstructed.csv",
+    "burstgpt/burstgpt_1_hourly_requests.csv",
+    "azure_llm_2023/AzureLLMInferenceTrace_conv.csv",
+)
+BURSTGPT_WINDOWS = (1, 2, 5, 10, 20, 50)
+AZURE_WINDOWS = (1, 5, 10, 50, 150, 300, 600)
+AZURE_BLOCK_S = 5.0
+BURSTGPT_TRACES, AZURE_TRACES = 600, 48
+"""Simulated traces that a loss looks at."""
+
+
+def burstiness(times: np.ndarray, windows: Sequence[float]) -> np.ndarray:
+    """CV of the gaps and index of dispersion of counts.
+
+    Args:
+        times: float64 (n,), non-decreasing.
+        windows: Window lengths in mean gaps.
+
+    Returns:
+        float64 (1 + len(windows),).
+    """
+    gaps = np.diff(times)
+    mean = gaps.mean()
+    values = [gaps.std() / mean]
+    for window in windows:
+        edges = np.arange(times[0], times[-1] + 1e-9, window * mean)
+        counts = np.histogram(times, edges)[0]
+        values.append(counts.var() / counts.mean())
+    return np.array(values)
+
+
+def hourly_shape(rates: np.ndarray) -> np.ndarray:
+    """CV and lag-one autocorrelation within days of hourly rates.
+
+    Args:
+        rates: float64 (days, 24), requests per hour.
+
+    Returns:
+        float64 (2,), each day's rates scaled to mean one and pooled.
+    """
+    off = rates / rates.mean(axis=1, keepdims=True) - 1
+    return np.array([np.sqrt(np.mean(off**2)), np.sum(off[:, 1:] * off[:, :-1]) / np.sum(off**2)])
+
+
+def simulated(
+    process: Arrivals, n: int, windows: Sequence[float], repeats: int, seed: int
+) -> np.ndarray:
+    """:func:`burstiness` of simulated traces of ``n`` requests: float64 (repeats, ...)."""
+    rng = np.random.default_rng(seed)
+    return np.array([burstiness(process.sample(n, rng, 1.0), windows) for _ in range(repeats)])
+
+
+def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
+    """Log likelihood of gaps (of mean about one) under a two-state MMPP of mean rate one.
+
+    The density of the gaps is  p  prod_k exp((Q - L) g_k) L  1  with p the state law just after an
+    arrival. The product is taken pairwise, so that it is a few array operations.
+    """
+    share, ratio = process.busy_share, process.rate_ratio
+    calm = 1 / (1 - share + share * ratio)
+    rates = np.array([calm, calm * ratio])
+    leave = 1 / (np.array([1 - share, share]) * process.cycle_requests)
+    generator = np.array([[-leave[0], leave[0]], [leave[1], -leave[1]]]) - np.diag(rates)
+    values, vectors = np.linalg.eig(generator)
+    decay = np.exp(values * gaps[:, None])
+    product = np.einsum("ij,kj,jl->kil", vectors, decay, np.linalg.inv(vectors)) * rates
+    total = 0.0
+    while len(product) > 1:
+        if len(product) % 2:
+            product = np.concatenate([product, np.eye(2)[None]])
+        product = product[0::2] @ product[1::2]
+        scale = np.maximum(product.sum(axis=(1, 2)), 1e-300)
+        total += np.log(scale).sum()
+        product /= scale[:, None, None]
+    start = np.array([1 - share * rates[1], share * rates[1]])
+    return float(total + np.log(max((start @ product[0]).sum(), 1e-300)))
+
+
+def _minimise(
+    loss: Callable[[np.ndarray], float], *starts: Sequence[float]
+) -> np.ndarray:  # fmt: skip
+    """The least point that Nelder-Mead finds from several starts."""
+    return min((_descend(loss, start) for start in starts), key=loss)
+
+
+def _descend(loss: Callable[[np.ndarray], float], start: Sequence[float]) -> np.ndarray:
+    """Nelder-Mead from ``start`` and once more from where it ends, first steps of one half."""
+    from scipy.optimize import minimize
+
+    point = np.asarray(start, dtype=float)
+    for _ in range(2):
+        # The default's steps, 5 % of a coordinate or .00025 of a zero, may already meet xatol.
+        simplex = np.vstack([point, point + 0.5 * np.eye(point.size)])
+        options = {"xatol": 1e-3, "fatol": 1e-5, "maxiter": 400, "initial_simplex": simplex}
+        point = minimize(loss, point, method="Nelder-Mead", options=options).x
+    return point
+
+
+def _logistic(x: float) -> float:
+    return float(1 / (1 + np.exp(-x)))
+
+
+def fit_mmpp(gaps: np.ndarray) -> dict[str, float]:
+    """Maximum-likelihood MMPP of gaps scaled to mean one; the best of three starts."""
+
+    def process(x: np.ndarray) -> MMPPArrivals:
+        x = np.clip(x, -12, 12)
+        return MMPPArrivals(1.0, 1 + float(np.exp(x[0])), _logistic(x[1]), float(np.exp(x[2])))
+
+    def loss(x: np.ndarray) -> float:
+        return -mmpp_log_likelihood(gaps, process(x)) / len(gaps)
+
+    best = process(_minimise(loss, [1.0, -1.0, 3.0], [3.0, -2.0, 5.0], [-1.0, 0.0, 6.0]))
+    return {
+        "rate_ratio": best.rate_ratio,
+        "busy_share": best.busy_share,
+        "cycle_requests": best.cycle_requests,
+    }
+
+
+def model_hourly_shape(rate_cv: float, rho: float, days: int) -> np.ndarray:
+    """:func:`hourly_shape` of simulated rates, mean of 20 traces of ``days``: float64 (2,)."""
+    from scipy.special import gammaincinv, ndtr
+
+    levels = np.random.default_rng(2).standard_normal((20, 24 * days))
+    levels[:, 1:] *= np.sqrt(1 - rho**2)
+    for k in range(1, levels.shape[1]):
+        levels[:, k] += rho * levels[:, k - 1]
+    rates = gammaincinv(rate_cv**-2, ndtr(levels)) + 1e-9  # a day may have no requests at all
+    return np.mean([hourly_shape(trace.reshape(-1, 24)) for trace in rates], axis=0)
+
+
+def fit_burstgpt(times: np.ndarray, hourly: np.ndarray) -> dict[str, float]:
+    """Parameters of the modulated model for BurstGPT.
+
+    Args:
+        times: float64 (n,), the rows' times, s after the start of an hour.
+        hourly: float64 (days, 24), requests per hour.
+    """
+    gaps, hours = np.diff(times), (times // 3600).astype(int)
+    same = hours[1:] == hours[:-1]
+    scaled = []
+    for hour in np.unique(hours):
+        inside = gaps[same & (hours[1:] == hour)]
+        if len(inside) >= 5:
+            scaled.append(inside / inside.mean())
+    cv = float(np.concatenate(scaled).std())
+    block = 3600 / gaps.mean()
+    measured, shape = burstiness(times, BURSTGPT_WINDOWS), hourly_shape(hourly)
+
+    def loss(x: np.ndarray) -> float:
+        rate_cv, rho = float(np.exp(x[0])), _logistic(x[1])
+        process = ModulatedArrivals(1.0, cv, rate_cv, rho, block)
+        model = np.median(
+            simulated(process, len(times), BURSTGPT_WINDOWS, BURSTGPT_TRACES, 1), axis=0
+        )
+        model_shape = model_hourly_shape(rate_cv, rho, len(hourly))
+        error = np.sum(np.log(model / measured) ** 2) + np.log(model_shape[0] / shape[0]) ** 2
+        return float(error + (model_shape[1] - shape[1]) ** 2)
+
+    x = _minimise(loss, [0.2, 0.0], [0.9, 1.0], [0.9, -1.0])
+    return {"cv": cv, "rate_cv": np.exp(x[0]), "rho": _logistic(x[1]), "block_requests": block}
+
+
+def fit_azure(times: np.ndarray) -> dict[str, float]:
+    """Parameters of the modulated model for the Azure trace; ``times`` float64 (n,), s."""
+    measured = burstiness(times, AZURE_WINDOWS)
+    block = AZURE_BLOCK_S / np.diff(times).mean()
+
+    def loss(x: np.ndarray) -> float:
+        process = ModulatedArrivals(1.0, np.exp(x[0]), np.exp(x[1]), _logistic(x[2]), block)
+        model = np.median(simulated(process, len(times), AZURE_WINDOWS, AZURE_TRACES, 3), axis=0)
+        return float(np.sum(np.log(model / measured) ** 2))
+
+    x = _minimise(loss, [0.0, -1.4, 3.0], [-0.3, -0.7, 2.0])
+    return {
+        "cv": np.exp(x[0]),
+        "rate_cv": np.exp(x[1]),
+        "rho": _logistic(x[2]),
+        "block_requests": block,
+    }
+
+
+def read_hourly(path: Path) -> np.ndarray:
+    """Requests per hour of the whole days with more than 100 an hour: float64 (days, 24)."""
+    counts: dict[int, float] = {}
+    fix = "give the table with columns hour_start_s, requests"
+    with path.open(newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        for row in reader:
+            try:
+                counts[int(row["hour_start_s"]) // 3600] = float(row["requests"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise MalformedFileError(
+                    path, reader.line_num, "hour_start_s/requests", f"unreadable ({error})", fix
+                ) from error
+    filled = np.zeros((max(counts) + 1) // 24 * 24)
+    for hour, count in counts.items():
+        if hour < filled.size:
+            filled[hour] = count
+    days = filled.reshape(-1, 24)
+    return days[days.mean(axis=1) > 100]
+
+
+def _entry(
+    times: np.ndarray, windows: Sequence[float], modulated: dict[str, float], notes: dict[str, Any]
+) -> dict[str, Any]:
+    """One trace's part of the file: provenance, measured values, fits and their errors."""
+    gaps = np.diff(times)
+    measured = burstiness(times, windows)
+    labels = ["cv", *(f"index_of_dispersion_{window}_mean_gaps" for window in windows)]
+    parameters = {
+        "gamma": {"cv": float(measured[0])},
+        "mmpp": fit_mmpp(gaps / gaps.mean()),
+        "modulated": modulated,
+    }
+    makers: dict[str, Callable[..., Arrivals]] = {
+        "gamma": GammaArrivals,
+        "mmpp": MMPPArrivals,
+        "modulated": ModulatedArrivals,
+    }
+    repeats = max(40, min(400, 400_000 // len(times)))
+    errors: dict[str, Any] = {}
+    for name, maker in makers.items():
+        parameters[name] = {key: float(f"{value:.5g}") for key, value in parameters[name].items()}
+        runs = simulated(maker(1.0, **parameters[name]), len(times), windows, repeats, 4)
+        low, middle, high = np.quantile(runs, (0.05, 0.5, 0.95), axis=0)
+        errors[name] = {
+            label: {
+                "measured": float(f"{m:.4g}"),
+                "model_median": float(f"{b:.4g}"),
+                "model_5_95": [float(f"{a:.4g}"), float(f"{c:.4g}")],
+            }
+            for label, m, a, b, c in zip(labels, measured, low, middle, high, strict=True)
+        }
+    return {
+        "kind": "fitted",
+        **notes,
+        "requests": len(times),
+        "mean_gap_s": float(f"{gaps.mean():.6g}"),
+        **parameters,
+        "fit_error": errors,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry; see the module's docstring."""
+    (rows, hours, conversations), out = fit_arguments(__doc__, "arrivals.json", TRACES, argv)
+    # The first row is 5 s after the hour; load_trace counts from the first row.
+    burst = load_trace(rows).timestamps_s + 5.0
+    hourly = read_hourly(hours)
+    azure = load_trace(conversations).timestamps_s
+    shape = hourly_shape(hourly)
+    modulated = fit_burstgpt(burst, hourly)
+    model_shape = model_hourly_shape(modulated["rate_cv"], modulated["rho"], len(hourly))
+    content = {
+        "burstgpt": _entry(
+            burst,
+            BURSTGPT_WINDOWS,
+            modulated,
+            {
+                "source": "BurstGPT: first 500 rows of BurstGPT_1.csv recovered from replay logs "
+                "(liao4s/BurstGPT_test), hourly counts of its 61 days (perryz0/BurstGPT)",
+                "commit": "a9d14bacf75c; 971d50577870",
+                "licence": "BurstGPT data CC-BY-4.0",
+                "hourly": {
+                    "days": len(hourly),
+                    "cv_within_days": float(f"{shape[0]:.4g}"),
+                    "lag_one_autocorrelation_within_days": float(f"{shape[1]:.4g}"),
+                    "model_cv_within_days": float(f"{model_shape[0]:.4g}"),
+                    "model_lag_one_autocorrelation_within_days": float(f"{model_shape[1]:.4g}"),
+                },
+            },
+        ),
+        "azure": _entry(
+            azure,
+            AZURE_WINDOWS,
+            fit_azure(azure),
+            {
+                "source": "Azure/AzurePublicDataset, data/AzureLLMInferenceTrace_conv.csv (2023)",
+                "commit": "b469a113cedc",
+                "licence": "CC-BY-4.0",
+            },
+        ),
+        "command": "python -m servegym.envs.workloads.build.arrivals --data FOLDER",
+        "date": datetime.date.today().isoformat(),
+    }
+    write_json(out, content)
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Build the packaged catalog ``alpaca_eval_7b`` from the per-answer table.
+
+The table has one row for each (LLM, prompt): token counts and a score, no text. Run
+
+    python -m servegym.envs.workloads.build.catalog --csv PATH
+
+with the path of ``alpaca_eval_7b.csv``, or set ``SERVEGYM_DATA`` to the folder that holds
+``routing_catalog/alpaca_eval_7b.csv``. Two builds from one table give the same bytes, but for the
+date in the ``.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.workloads._util import DATA_DIR, data_file, write_atomic, write_json
+from servegym.envs.workloads.catalog import (
+    MAX_OUTPUT_TOKENS,
+    SPLIT_SHARES,
+    SPLITS,
+    Catalog,
+    make_split,
+)
+from servegym.envs.workloads.errors import MalformedFileError
+
+NAME = "alpaca_eval_7b"
+SPLIT_SEED = 20240801
+COLUMNS = (
+    "prompt_id",
+    "dataset",
+    "prompt_tokens",
+    "model",
+    "output_tokens_max300",
+    "bertscore_f1_minilm",
+)
+_FIX = "rebuild the table, or pass the right file with --csv"
+
+
+def _number(path: Path, line: int, row: dict[str, str], name: str) -> float:
+    text = row[name]
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        raise MalformedFileError(path, line, name, f"{text!r} is not a number", _FIX) from None
+    if not math.isfinite(value):
+        raise MalformedFileError(path, line, name, f"{text!r} is not finite", _FIX)
+    return value
+
+
+def read_table(path: str | Path) -> tuple[Catalog, dict[str, Any]]:
+    """Read the table and make the catalog of it.
+
+    Args:
+        path: CSV with the columns of :data:`COLUMNS`, every (model, prompt) pair once.
+
+    Returns:
+        The catalog (provenance still empty) and the counts for the provenance: rows, prompts,
+        models, prompts per dataset, outputs raised from 0 to 1 token.
+
+    Raises:
+        MalformedFileError: A missing column, pair or value, or one out of range.
+    """
+    path = Path(path)
+    cells: dict[tuple[int, str], tuple[int, float]] = {}
+    prompt_tokens: dict[int, int] = {}
+    datasets: dict[int, str] = {}
+    try:
+        stream = path.open(newline="", encoding="utf-8")
+    except OSError as error:
+        raise MalformedFileError(path, None, None, f"cannot be read ({error})", _FIX) from error
+    with stream:
+        reader = csv.DictReader(stream)
+        for name in COLUMNS:
+            if name not in (reader.fieldnames or ()):
+                raise MalformedFileError(path, 1, name, "column is missing", _FIX)
+        for row in reader:
+            line = reader.line_num
+            prompt = int(_number(path, line, row, "prompt_id"))
+            tokens = _number(path, line, row, "prompt_tokens")
+            output = _number(path, line, row, "output_tokens_max300")
+            score = _number(path, line, row, "bertscore_f1_minilm")
+            if not 0 <= score <= 1:
+                problem = f"{score} is not in [0, 1]"
+                raise MalformedFileError(path, line, "bertscore_f1_minilm", problem, _FIX)
+            if not (0 <= output <= MAX_OUTPUT_TOKENS and output == int(output)):
+                problem = f"{output} is not a whole number in [0, {MAX_OUTPUT_TOKENS}]"
+                raise MalformedFileError(path, line, "output_tokens_max300", problem, _FIX)
+            if not (tokens >= 1 and tokens == int(tokens)):
+                problem = f"{tokens} is not a whole number >= 1"
+                raise MalformedFileError(path, line, "prompt_tokens", problem, _FIX)
+            if prompt_tokens.setdefault(prompt, int(tokens)) != tokens:
+                problem = f"{int(tokens)} differs from an earlier row of prompt {prompt}"
+                raise MalformedFileError(path, line, "prompt_tokens", problem, _FIX)
+            datasets.setdefault(prompt, row["dataset"])
+            if (prompt, row["model"]) in cells:
+                problem = f"prompt {prompt} of {row['model']!r} occurs twice"
+                raise MalformedFileError(path, line, "prompt_id", problem, _FIX)
+            cells[prompt, row["model"]] = (int(output), score)
+    if not cells:
+        raise MalformedFileError(path, None, None, "has no rows", _FIX)
+    prompts = sorted(prompt_tokens)
+    models = sorted({model for _, model in cells})
+    output_tokens = np.empty((len(prompts), len(models)), dtype=np.int32)
+    scores = np.empty((len(prompts), len(models)), dtype=np.float32)
+    for i, prompt in enumerate(prompts):
+        for j, model in enumerate(models):
+            if (prompt, model) not in cells:
+                problem = f"no row for prompt {prompt} of {model!r}"
+                raise MalformedFileError(path, None, "prompt_id", problem, _FIX)
+            output_tokens[i, j], scores[i, j] = cells[prompt, model]
+    names = sorted(set(datasets.values()))
+    groups = np.array([names.index(datasets[prompt]) for prompt in prompts])
+    counts = {
+        "rows": len(cells),
+        "prompts": len(prompts),
+        "models": len(models),
+        "prompts_per_dataset": {n: int(np.sum(groups == k)) for k, n in enumerate(names)},
+        "outputs_raised_from_0_to_1_token": int(np.sum(output_tokens == 0)),
+    }
+    catalog = Catalog(
+        name=NAME,
+        models=tuple(models),
+        prompt_tokens=np.array([prompt_tokens[prompt] for prompt in prompts]),
+        scores=scores,
+        output_tokens=np.maximum(output_tokens, 1),
+        split=make_split(groups, SPLIT_SEED),
+        max_output_tokens=MAX_OUTPUT_TOKENS,
+        provenance={},
+        prompt_ids=np.array(prompts),
+    )
+    return catalog, counts
+
+
+def write_catalog(catalog: Catalog, counts: dict[str, Any], folder: str | Path) -> Path:
+    """Write ``<name>.npz`` and ``<name>.json`` to ``folder``.
+
+    Args:
+        catalog: What :func:`read_table` made.
+        counts: Its counts.
+        folder: An existing folder.
+
+    Returns:
+        Path of the ``.npz``.
+    """
+    folder = Path(folder)
+    path = folder / f"{catalog.name}.npz"
+    arrays = {
+        "models": np.array(catalog.models),
+        "prompt_id": np.asarray(catalog.prompt_ids).astype(np.int16),
+        "prompt_tokens": catalog.prompt_tokens.astype(np.int16),
+        "scores": catalog.scores,
+        "output_tokens": catalog.output_tokens.astype(np.int16),
+        "split": catalog.split,
+        "max_output_tokens": np.int16(catalog.max_output_tokens),
+    }
+    write_atomic(path, lambda stream: np.savez_compressed(stream, **arrays))
+    provenance = {
+        "name": catalog.name,
+        "kind": "derived",
+        "source": "tatsu-lab/alpaca_eval, results/*/model_outputs.json",
+        "commit": "cd543a149df8",
+        "licence": (
+            "repository Apache-2.0; the AlpacaEval prompts are CC-BY-NC-4.0 on their dataset page "
+            "and the answers carry the terms of their models; only numbers computed from them are "
+            "kept here, no text"
+        ),
+        "scores": (
+            "F1 of greedy token matching (the BERTScore method, without idf and without "
+            "rescaling) between the answer and the gpt4_1106_preview answer, both cut at 300 "
+            "tokens, last layer of all-MiniLM-L6-v2; not the official BERTScore backbone"
+        ),
+        "tokens": (
+            f"WordPiece tokens of all-MiniLM-L6-v2; outputs cut at {MAX_OUTPUT_TOKENS}, empty "
+            "outputs counted as 1 token"
+        ),
+        "split": {
+            "rule": "stratified by dataset: ordered by (dataset, random key), dealt in tens",
+            "seed": SPLIT_SEED,
+            "shares": dict(zip(SPLITS, SPLIT_SHARES, strict=True)),
+            "prompts": {name: len(catalog.rows(name)) for name in SPLITS},
+        },
+        "counts": counts,
+        "command": "python -m servegym.envs.workloads.build.catalog --csv alpaca_eval_7b.csv",
+        "date": datetime.date.today().isoformat(),
+    }
+    write_json(path.with_suffix(".json"), provenance)
+    return path
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--csv", type=Path, help="the table (default: from $SERVEGYM_DATA)")
+    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
+    args = parser.parse_args(argv)
+    path = args.csv or data_file("routing_catalog", "alpaca_eval_7b.csv")
+    if path is None:
+        parser.error("give --csv PATH, or set SERVEGYM_DATA to the folder with the measured data")
+    written = write_catalog(*read_table(path), args.out)
+    print(f"{written} ({written.stat().st_size} bytes)")
+
+
+if __name__ == "__main__":
+    main()

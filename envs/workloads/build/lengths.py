@@ -1,0 +1,93 @@
+"""Fit the laws of prompt and output lengths to Azure's conversations; writes ``data/lengths.json``.
+
+    python -m servegym.envs.workloads.build.lengths --data FOLDER
+
+FOLDER (default: ``$SERVEGYM_DATA``) holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``.
+
+A law is the quantiles of the lengths at 0, 5, ..., 100 %, rounded to whole tokens and linear in
+between. Prompt and output lengths are drawn independently; the file records the correlation of
+their logarithms that this leaves out. The error of a law is its Kolmogorov-Smirnov distance to the
+lengths and the relative error of its mean, as a whole and cut at the environments' longest lengths.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import numpy as np
+
+from servegym.envs.workloads._util import fit_arguments, write_json
+from servegym.envs.workloads.lengths import sample_lengths
+from servegym.envs.workloads.traces import load_trace
+
+TRACE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv"
+STEPS = 20
+CAPS = {"prompt_tokens": 1024, "output_tokens": 400}
+_GRID = (np.arange(100_000) + 0.5) / 100_000
+
+
+def distance(lengths: np.ndarray, quantiles: np.ndarray) -> float:
+    """Kolmogorov-Smirnov distance between lengths ``(n,)`` and their law ``(m,)``."""
+    model = np.sort(sample_lengths(quantiles, _GRID))
+    at = np.unique(np.concatenate([lengths, model]))
+    real = np.searchsorted(np.sort(lengths), at, side="right") / len(lengths)
+    return float(np.abs(real - np.searchsorted(model, at, side="right") / len(model)).max())
+
+
+def fit(lengths: np.ndarray, cap: int) -> dict[str, Any]:
+    """The law of lengths ``(n,)`` and its errors, uncut and cut at ``cap``.
+
+    Raises:
+        ValueError: If there are fewer lengths than steps, or one is below 1.
+    """
+    if len(lengths) <= STEPS:
+        raise ValueError(f"lengths has {len(lengths)} values; more than {STEPS} are needed.")
+    if lengths.min() < 1:
+        raise ValueError(f"lengths holds {lengths.min()}; at least 1 token is allowed.")
+    quantiles = np.rint(np.quantile(lengths, np.linspace(0.0, 1.0, STEPS + 1)))
+    errors = {}
+    for name, most in (("uncut", np.inf), (f"cut_at_{cap}", cap)):
+        real, law = np.minimum(lengths, most), np.minimum(quantiles, most)
+        mean = sample_lengths(law, _GRID).mean() / real.mean() - 1.0
+        errors[name] = {
+            "kolmogorov_smirnov": float(f"{distance(real, law):.3g}"),
+            "relative_error_of_mean": float(f"{mean:.3g}"),
+        }
+    return {
+        "quantiles": quantiles.astype(int).tolist(),
+        "mean": float(f"{lengths.mean():.5g}"),
+        "share_above_cap": float(f"{(lengths > cap).mean():.4g}"),
+        "fit_error": errors,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry; see the module's docstring."""
+    (path,), out = fit_arguments(__doc__, "lengths.json", [TRACE], argv)
+    trace = load_trace(path, "azure")
+    assert trace.prompt_tokens is not None and trace.output_tokens is not None
+    lengths = {"prompt_tokens": trace.prompt_tokens, "output_tokens": trace.output_tokens}
+    correlation = np.corrcoef(np.log(trace.prompt_tokens), np.log(trace.output_tokens))[0, 1]
+    content = {
+        "kind": "fitted",
+        "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded to tokens",
+        "traces": {
+            "azure": {
+                "source": "Azure/AzurePublicDataset, data/AzureLLMInferenceTrace_conv.csv (2023)",
+                "commit": "b469a113cedc",
+                "licence": "CC-BY-4.0",
+                "requests": len(trace.prompt_tokens),
+                "correlation_of_logarithms": float(f"{correlation:.3g}"),
+                **{name: fit(values, CAPS[name]) for name, values in lengths.items()},
+            }
+        },
+        "command": "python -m servegym.envs.workloads.build.lengths --data FOLDER",
+        "date": datetime.date.today().isoformat(),
+    }
+    write_json(out, content)
+    print(out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Speed of every family beside yardsticks of the same run."""

@@ -1,0 +1,231 @@
+"""Speed of the serverless MoE family, with the yardsticks of the same run.
+
+    OMP_NUM_THREADS=1 servegym bench serverless
+
+It writes ``bench.csv`` and ``bench.txt``: requests per second of the vector environments beside
+Gymnasium's CartPole, the time of a decision of Remoe's readings, and the tree search of similar
+prompts beside a brute force on the same pooled vectors. Seconds are processor time of one thread,
+so that other load on the machine matters less, and what is compared is timed in turn.
+
+Environments: uniform actions drawn beforehand, observations copied out, episodes beginning anew
+inside the timed part; 200 output tokens. Decisions: requests of the eval split, everything that is
+cached for a prediction dropped before each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from servegym.experiments.bench.run import Goal, bench_options, interleave, report, row, seconds
+
+__all__ = ["GOALS", "decisions", "environments", "main", "searches"]
+
+ENV_ID = "servegym/ServerlessMoE-v0"
+OUTPUTS = 200
+PROMPTS = 5_000
+POLICIES = ("remoe", "remoe_cost", "remoe_sticky")
+WARM_UP = 8
+GOALS: dict[str, Goal] = {
+    "requests, global": Goal(">=", 20_000.0),
+    "requests, per_layer": Goal(">=", 5_000.0),
+    **{f"decision, {name}, p{q}": Goal("<", 50.0) for name in POLICIES for q in (50, 99)},
+    "decision and prediction, slowest p99": Goal("<", 50.0),
+    "search of one prompt": Goal(">=", 10.0, "ratio"),
+    "search of a batch": Goal(">=", 10.0, "ratio"),
+    "tree build": Goal("<=", 0.5),
+}
+"""What each figure should reach."""
+
+
+def environments(
+    model: str = "deepseek-v2-lite", num_envs: int = 64, steps: int = 200, repeats: int = 7
+) -> list[dict[str, Any]]:
+    """Requests per second of both granularities and views, and CartPole's steps.
+
+    Args:
+        model: the MoE model.
+        num_envs: systems stepped together.
+        steps: steps of one timing.
+        repeats: timings of each, taken in turn; the median counts, lowest and highest are shown.
+
+    Returns:
+        Rows of the table.
+    """
+    import gymnasium
+    import numpy as np
+    from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+
+    import servegym  # noqa: F401
+
+    rng = np.random.default_rng(0)
+    runs: dict[str, tuple[Any, Any]] = {}
+    for name, env_id, granularity in (
+        ("requests, global", ENV_ID, "global"),
+        ("requests, per_layer", ENV_ID, "per_layer"),
+        ("requests, global, flat view", ENV_ID.replace("MoE", "MoEFlat"), "global"),
+    ):
+        envs = gymnasium.make_vec(
+            env_id,
+            num_envs=num_envs,
+            vectorization_mode="vector_entry_point",
+            model=model,
+            granularity=granularity,
+            output_tokens=OUTPUTS,
+        )
+        nvec = envs.unwrapped.problem.nvec  # pyright: ignore[reportAttributeAccessIssue]
+        runs[name] = envs, (rng.random((steps, num_envs, len(nvec))) * nvec).astype(np.int64)
+    envs, actions = runs["requests, global"]
+    runs["requests, global, nothing remote"] = envs, np.zeros_like(actions)
+    cart = CartPoleVectorEnv(num_envs=num_envs)
+    runs["cartpole"] = cart, rng.integers(0, 2, (steps, num_envs))
+
+    def timer(envs: Any, actions: Any) -> float:
+        envs.reset(seed=0)
+
+        def play() -> None:
+            for action in actions:
+                envs.step(action)
+
+        return num_envs * steps / seconds(play)
+
+    speeds = interleave({name: lambda run=run: timer(*run) for name, run in runs.items()}, repeats)
+    for envs in {id(envs): envs for envs, _ in runs.values()}.values():
+        envs.close()
+    about: dict[str, Any] = {
+        "model": model,
+        "systems": num_envs,
+        "outputs": OUTPUTS,
+        "repeats": repeats,
+    }
+    yardstick = "steps of CartPoleVectorEnv", speeds.pop("cartpole")
+    return [row(name, x, "1/s", GOALS.get(name), yardstick, **about) for name, x in speeds.items()]
+
+
+def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict[str, Any]]:
+    """Milliseconds of a decision of each of Remoe's readings, and of a prediction before it.
+
+    Args:
+        model: the MoE model.
+        requests: requests decided by each, in turn; one episode of the eval split.
+
+    Returns:
+        Rows of the table.
+    """
+    import gymnasium
+    import numpy as np
+
+    import servegym  # noqa: F401
+    from servegym.baselines.registry import make_policy
+    from servegym.baselines.serverless_moe import ServerlessSystem
+    from servegym.baselines.serverless_moe.prediction import LARGE_DATA, make_predictor
+
+    envs = gymnasium.make_vec(
+        ENV_ID,
+        num_envs=1,
+        vectorization_mode="vector_entry_point",
+        model=model,
+        split="eval",
+        episode_requests=requests + WARM_UP,
+    ).unwrapped
+    system = ServerlessSystem.from_env(envs)
+    rows, slowest = [], 0.0
+    rng = np.random.default_rng(0)
+    numbers = rng.random(1_000_000)
+    sorts = [1e3 * seconds(lambda: np.sort(numbers)) for _ in range(9)]
+    yardstick = "sorting a million numbers", sorts
+    for name in POLICIES:
+        policy: Any = make_policy(name, system, family="serverless_moe")
+        observation, info = envs.reset(seed=0)
+        policy.reset(1, seed=0)
+        taken = []
+        for _ in range(requests + WARM_UP):
+            policy.table.forget()
+            start = time.process_time()
+            action = policy.act(observation, info["action_mask"])
+            taken.append(1e3 * (time.process_time() - start))
+            observation, _, _, _, info = envs.step(action)
+        times = np.array(taken[WARM_UP:])
+        slowest = max(slowest, float(np.quantile(times, 0.99)))
+        for q in (50, 99):
+            what, value = f"decision, {name}, p{q}", float(np.quantile(times, q / 100))
+            about: dict[str, Any] = {"model": model, "requests": requests}
+            rows.append(row(what, [value], "ms", GOALS[what], yardstick, **about))
+    envs.close()
+    vectors = rng.normal(size=(PROMPTS, 384))
+    shape = (system.model.moe_layers, system.model.num_experts)
+    shares = rng.dirichlet(np.ones(shape[1]), (PROMPTS, shape[0])).astype(np.float32)
+    predictor = make_predictor("sps", **LARGE_DATA).fit(vectors, shares)
+    taken = []
+    for k in range(100 + WARM_UP):
+        taken.append(1e3 * seconds(lambda k=k: predictor.predict(vectors[k : k + 1])))
+    p99 = float(np.quantile(taken[WARM_UP:], 0.99))
+    about: dict[str, Any] = {"prompts": PROMPTS, **LARGE_DATA}
+    rows.append(row("prediction, sps, p99", [p99], "ms", None, yardstick, **about))
+    what = "decision and prediction, slowest p99"
+    rows.append(row(what, [slowest + p99], "ms", GOALS[what], yardstick, model=model))
+    return rows
+
+
+def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
+    """The tree of similar prompts beside a brute force on the same pooled vectors.
+
+    Args:
+        prompts: Historical prompts, resampled with noise from those of GPT-OSS-20B.
+        repeats: Runs of which the fastest counts, in turns.
+
+    Returns:
+        Rows of the table, for the paper's setting at so many prompts.
+    """
+    from servegym.envs.workloads.activations import load_activations
+    from servegym.experiments.figures.serverless.prediction import times
+
+    embeddings = load_activations("gpt-oss-20b").embeddings["token"]
+    found = times(embeddings, prompts, repeats, pam=False)[-1]
+    about: dict[str, Any] = {
+        name: found[name] for name in ("prompts", "alpha", "beta", "fork", "recall")
+    }
+    brute = "brute force on the same vectors"
+    return [
+        row("search of one prompt", [found["sps_one_us"]], "us", GOALS["search of one prompt"],
+            (brute, [found["bf_one_us"]]), **about),
+        row("search of a batch", [found["sps_batch_us"]], "us", GOALS["search of a batch"],
+            (brute, [found["bf_batch_us"]]), **about),
+        row("tree build", [found["build_s"]], "s", GOALS["tree build"], **about),
+    ]  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, print it and write ``bench.csv`` and ``bench.txt``.
+
+    Args:
+        argv: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+    """
+
+    def model(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", default="deepseek-v2-lite", help="the MoE model")
+
+    options = bench_options("serverless", __doc__, argv, model)
+    if options.quick:
+        rows = environments(options.model, 8, 10, 2)
+        rows += decisions(options.model, 5)
+        rows += searches(1_000, 2)
+    else:
+        rows = environments(options.model, repeats=options.repeats)
+        rows += decisions(options.model)
+        rows += searches(repeats=options.repeats + 2)
+    ratio = next(r["ratio"] for r in rows if r["what"] == "requests, global")
+    note = f"a request of all layers costs as much as {1 / ratio:.0f} steps of CartPole"
+    report(options, rows, note)
+    return 0
+
+
+if __name__ == "__main__":
+    from servegym.hardware_profiles.script import run
+
+    run(main)

@@ -1,0 +1,1 @@
+"""Evaluations, figures, sweeps and RLlib on a Ray cluster."""

@@ -1,0 +1,127 @@
+"""What Ray gains on one machine: an evaluation in one process and on workers, timed in turn.
+
+``python -m servegym.experiments.cluster.bench`` runs the same evaluation in this process and on
+local clusters, several times in turn, checks that all rows are equal, and writes ``scaling.csv``
+and ``scaling.txt``. Times are of the wall clock, since that is what workers save; the start of a
+cluster, with its workers' imports, is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from servegym.experiments import evaluate as local
+from servegym.experiments.cluster import evaluate as ray_evaluate
+from servegym.experiments.cluster.jobs import check_ray, cluster
+from servegym.experiments.figures.script import FigureOptions, save, versions
+from servegym.experiments.output import print_table
+from servegym.hardware_profiles.script import run as run_script
+
+__all__ = ["main"]
+
+MODULE = "servegym.experiments.cluster.bench"
+OUT = Path("experiments/results/scaling")
+ENV_ID = "servegym/LLMRouting-v0"
+POLICIES = ("least_latency", "greedy_qos", "priced_greedy", "linucb")
+
+
+class Options(FigureOptions):
+    """The command line.
+
+    Attributes:
+        workers: Workers of the local clusters.
+        repeats: Turns.
+    """
+
+    quick = False
+    workers: list[int]
+    repeats: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time, check, print and save; see ``--help``.
+
+    Returns:
+        0, or 1 if rows differ.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--episodes", type=int, default=96, help="episodes a policy (96)")
+    parser.add_argument("--requests", type=int, default=1000, help="requests of an episode (1000)")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="of clusters (1 2)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns; medians count (3)")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
+    options = parser.parse_args(argv, Options())
+    for name in ("episodes", "requests", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} is {getattr(options, name)}; allowed is 1 or more")
+    for workers in options.workers:
+        check_ray(f"local:{workers}")
+    words = sys.argv[1:] if argv is None else argv
+    options.command = shlex.join([*parser.prog.split(), *words])
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    given: dict[str, Any] = {
+        "episodes": options.episodes, "num_envs": 8,
+        "env_kwargs": {"episode_requests": options.requests, "rate": 8.0},
+    }  # fmt: skip
+    warm = {**given, "episodes": 8, "env_kwargs": {"episode_requests": 20, "rate": 8.0}}
+    local.evaluate(ENV_ID, POLICIES, **warm)
+    times: dict[int, list[float]] = {0: [], **{workers: [] for workers in options.workers}}
+    starts: dict[int, list[float]] = {workers: [] for workers in options.workers}
+    wanted, equal = "", True
+    for _ in range(options.repeats):
+        for workers, spent in times.items():
+            if workers == 0:
+                begin = time.monotonic()
+                rows = local.evaluate(ENV_ID, POLICIES, **given)
+                spent.append(time.monotonic() - begin)
+                wanted = wanted or repr(rows)
+            else:
+                begin = time.monotonic()
+                with cluster(f"local:{workers}"):
+                    ray_evaluate.evaluate(ENV_ID, POLICIES, ray="auto", **warm)
+                    starts[workers].append(time.monotonic() - begin)
+                    begin = time.monotonic()
+                    rows = ray_evaluate.evaluate(ENV_ID, POLICIES, ray="auto", **given)
+                    spent.append(time.monotonic() - begin)
+            equal &= repr(rows) == wanted
+    base = statistics.median(times[0])
+    found = []
+    for workers, spent in times.items():
+        median = statistics.median(spent)
+        found.append({
+            "how": f"--ray local:{workers}" if workers else "one process",
+            "seconds": round(median, 2), "fastest_s": round(min(spent), 2),
+            "slowest_s": round(max(spent), 2), "times_as_fast": round(base / median, 2),
+            "start_s": round(statistics.median(starts[workers]), 1) if workers else 0.0,
+        })  # fmt: skip
+    print_table(
+        f"{len(POLICIES)} policies, {options.episodes} episodes of {options.requests} requests",
+        list(found[0]), [[str(value) for value in row.values()] for row in found],
+    )  # fmt: skip
+    said = "equal bit for bit" if equal else "NOT EQUAL"
+    save(
+        options, "scaling", found, None,
+        f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} requests each, "
+        f"jobs of 8 episodes; medians of {options.repeats} turns, wall clock; rows are {said}.",
+        "start_s: start of a cluster and its workers' first jobs (imports, compiled code read).",
+        about={
+            "ray": versions(("ray",))["ray"],
+            "load": f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores",
+        },
+    )  # fmt: skip
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,267 @@
+r"""RLlib's PPO on the environments: train, save a checkpoint, compare it with the baselines.
+
+::
+
+    python -m servegym.experiments.cluster.rllib servegym/LLMRoutingFlat-v0 --set rate=8 \
+        --ray local:2
+    python -m servegym.experiments.cluster.rllib servegym/expert_placement-v0 --set model=toy
+
+One agent acts in the ids with ``Flat``; in the PettingZoo id every server is an agent, and all
+share one policy. Episodes are sampled by ``--env-runners`` processes wherever the cluster has a
+processor. The checkpoint is RLlib's own (``Algorithm.from_checkpoint`` takes it); what is evaluated
+is read back from it, with the likeliest action, on the evaluator's episodes. Action masks are not
+used in training; the evaluation leaves illegal actions out. Made for Ray's new API stack.
+"""
+
+# Ray is an extra that need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+import servegym
+from servegym.envs._checks import choose
+from servegym.experiments.cli import parse_settings
+from servegym.experiments.cluster.jobs import check_ray, cluster
+from servegym.experiments.cluster.rllib_policy import (
+    SEVERAL,
+    SHARED,
+    compare,
+    draw,
+    graph_id,
+    make_parallel,
+    untrained,
+    verdict,
+)
+from servegym.experiments.evaluate import evaluate, known_family
+from servegym.experiments.figures.script import FigureOptions, save, versions
+from servegym.experiments.output import print_table, write_csv
+from servegym.hardware_profiles.script import run as run_script
+
+__all__ = ["ENV_IDS", "main", "parser", "ppo", "register", "train"]
+
+SINGLE = tuple(env_id for env_id in servegym.ENV_IDS if "Flat" in env_id)
+ENV_IDS = (*SINGLE, *SEVERAL)
+"""Ids that can be trained on: those of one agent, and those of PettingZoo."""
+
+MODULE = "servegym.experiments.cluster.rllib"
+OUT = Path("rllib")
+
+
+def register(env_id: str) -> str:
+    """Make an id known to RLlib under its own name.
+
+    Args:
+        env_id: One of `ENV_IDS`.
+
+    Returns:
+        The id, for ``AlgorithmConfig.environment``.
+
+    Raises:
+        ValueError: If it is none of them.
+    """
+    choose("env_id", env_id, ENV_IDS)
+    from ray import tune
+
+    if env_id in SEVERAL:
+        from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
+
+        tune.register_env(env_id, lambda config: ParallelPettingZooEnv(make_parallel(config)))
+    else:
+        # The prefix has a process that knows nothing of this package import it.
+        tune.register_env(env_id, lambda config: gymnasium.make(f"servegym:{env_id}", **config))
+    return env_id
+
+
+def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) -> Any:
+    """RLlib's configuration of PPO for an id.
+
+    Args:
+        env_id: One of `ENV_IDS`; it is registered.
+        env_config: Arguments of the environment.
+        args: The command line.
+    """
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+
+    steps = max(args.batch // (max(args.env_runners, 1) * args.num_envs), 1)
+    several = env_id in SEVERAL
+    config = (
+        PPOConfig()
+        .environment(register(env_id), env_config=dict(env_config))
+        .env_runners(
+            num_env_runners=args.env_runners,
+            # RLlib does not put several copies of a multi-agent environment side by side.
+            num_envs_per_env_runner=1 if several else args.num_envs,
+            rollout_fragment_length="auto" if several else steps,
+            sample_timeout_s=900.0,  # on a busy machine the default of 60 s loses whole batches
+        )
+        .learners(num_learners=0)
+        .training(
+            lr=args.learning_rate, gamma=args.gamma, lambda_=0.95, clip_param=0.2,
+            entropy_coeff=args.ent_coef, vf_clip_param=math.inf, grad_clip=0.5,
+            train_batch_size=args.batch, minibatch_size=max(args.batch // 8, 1), num_epochs=6,
+        )
+        .rl_module(model_config=DefaultModelConfig(
+            fcnet_hiddens=[args.width, args.width], fcnet_activation="tanh", vf_share_layers=False))
+        .debugging(seed=args.seed, log_level="ERROR")
+        .fault_tolerance(restart_failed_env_runners=True)
+    )  # fmt: skip
+    if several:
+        config = config.multi_agent(
+            policies={SHARED}, policy_mapping_fn=lambda agent, *args, **kwargs: SHARED
+        )
+    return config
+
+
+def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]]:
+    """Train, and save RLlib's checkpoints: the last one, and the one before the first batch.
+
+    Args:
+        config: What `ppo` returned.
+        iterations: Batches to learn from.
+        checkpoint: Folder of the last checkpoint; the first one has ``_untrained`` in its name.
+
+    Returns:
+        A row an iteration: ``iteration``, ``steps``, ``episodes`` ended, their mean return
+        ``episode_return_mean``, ``seconds`` so far.
+    """
+    algorithm = config.build_algo()
+    rows: list[dict[str, Any]] = []
+    begin, episodes = time.monotonic(), 0
+    try:
+        algorithm.save_to_path(str(untrained(checkpoint).resolve()))
+        for iteration in range(1, iterations + 1):
+            # Without numbers where the process that samples was lost and is started again.
+            result = algorithm.train().get("env_runners", {})
+            episodes += int(result.get("num_episodes", 0))
+            before = rows[-1]["steps"] if rows else 0
+            rows.append({
+                "iteration": iteration,
+                "steps": int(result.get("num_env_steps_sampled_lifetime", before)),
+                "episodes": episodes,
+                "episode_return_mean": float(result.get("episode_return_mean", math.nan)),
+                "seconds": round(time.monotonic() - begin, 1),
+            })  # fmt: skip
+            last = rows[-1]
+            told = f"mean return {last['episode_return_mean']:.3f} ({last['seconds']:.0f} s)"
+            print(f"{iteration}/{iterations}: {last['steps']} steps, {told}", flush=True)
+        algorithm.save_to_path(str(checkpoint.resolve()))
+    finally:
+        algorithm.stop()
+    return rows
+
+
+class Options(FigureOptions):
+    """The command line; `FigureOptions` has the parts that results are saved with."""
+
+    quick = False
+    figure = ()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    words = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}", description=(__doc__ or "").partition("\n")[0]
+    )
+    words.add_argument("env_id", metavar="ENV_ID", help=", ".join(ENV_IDS))
+    words.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="argument of the environment; repeatable")  # fmt: skip
+    words.add_argument("--ray", default="local", metavar="WHERE",
+                        help="auto (a cluster that runs), local or local:N (local)")  # fmt: skip
+    for name, value, told in (
+        ("iterations", 40, "batches to learn from"),
+        ("batch", 4000, "steps of a batch"),
+        ("env-runners", 1, "processes that sample; 0 samples in the learner's"),
+        ("num-envs", 8, "environments side by side in each, where there is one agent"),
+        ("width", 128, "hidden units of both layers"),
+        ("seed", 1, "of networks and exploration"),
+        ("episodes", 20, "evaluation episodes"),
+        ("learning-rate", 3e-4, "of Adam"),
+        ("gamma", 0.97, "discount"),
+        ("ent-coef", 0.003, "weight of the entropy"),
+    ):
+        words.add_argument(f"--{name}", type=type(value), default=value, help=f"{told} ({value})")
+    words.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
+    words.add_argument("--name", help="name of the files (rllib_ppo)", default="rllib_ppo")
+    words.add_argument("--checkpoint", type=Path, help="folder of the checkpoint (OUT/NAME)")
+    return words
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, save, evaluate and draw; see ``--help``. Returns 0.
+
+    Raises:
+        ValueError: If an argument is not valid, before anything runs.
+    """
+    options = parser().parse_args(argv, Options())
+    options.command = shlex.join(
+        [*parser().prog.split(), *(sys.argv[1:] if argv is None else argv)]
+    )
+    choose("env_id", options.env_id, ENV_IDS)
+    for name in ("iterations", "batch", "num_envs", "width", "episodes"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} is {getattr(options, name)}; allowed is 1 or more")
+    if options.env_runners < 0:
+        raise ValueError(f"env_runners is {options.env_runners}; allowed is 0 or more")
+    workers = check_ray(options.ray, "torch", "ray.tune", "ray.rllib")
+    env_config = parse_settings(options.set)
+    several = options.env_id in SEVERAL
+    family = known_family(graph_id(options.env_id))
+    env: Any = (
+        make_parallel(env_config) if several else gymnasium.make(options.env_id, **env_config)
+    )
+    servers = len(env.possible_agents) if several else 1
+    env.close()
+    checkpoint = options.checkpoint or options.out / options.name
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    import torch
+
+    torch.set_num_threads(1)
+    # The learner's process takes a processor beside those that sample.
+    with cluster(options.ray, workers or options.env_runners + 1):
+        rows = train(ppo(options.env_id, env_config, options), options.iterations, checkpoint)
+    if several and env_config.get("shared_reward"):  # every server is paid the reward of the whole
+        for row in rows:
+            row["episode_return_mean"] /= servers
+    found = compare(options.env_id, env_config, checkpoint, options.episodes)
+    told = {key: value for key, value in env_config.items() if key != "shared_reward"}
+    bar = evaluate(graph_id(options.env_id), ["random"], options.episodes,
+                   env_kwargs={"split": "train", **told})  # fmt: skip
+    level = float(np.mean([row["return"] for row in bar]))
+    headline, heading = family.headline
+    keys = (headline, f"{headline}_low", f"{headline}_high", "return_mean")
+    print_table(
+        f"{options.env_id}, {options.episodes} evaluation episodes",
+        ["policy", heading, "low", "high", "return"],
+        [[row["policy"], *(f"{row[key]:.3f}" for key in keys)] for row in found],
+    )
+    write_csv(options.out / f"{options.name}_curve.csv", rows)
+    first, last = rows[0], rows[-1]
+    save(
+        options, options.name, found, draw(rows, found, level, headline, heading),
+        verdict(found, headline, family.higher_is_better),
+        f"learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
+        f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
+        f"random {level:.3f} on training episodes.",
+        "one training run: intervals are over episodes, not over trainings.",
+        about={**{k: v for k, v in versions(("ray", "torch")).items() if k in ("ray", "torch")},
+               "time": f"{last['seconds']:.0f} s of training"},
+    )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

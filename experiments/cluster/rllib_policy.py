@@ -1,0 +1,249 @@
+"""What RLlib has trained, in the evaluator: the servers' view, the checkpoint's policy, the table.
+
+See `ray_rllib`, which trains.
+"""
+
+# Ray is an extra that need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+from pettingzoo.utils.wrappers import BaseParallelWrapper
+
+from servegym.baselines.protocol import BasePolicy
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate, known_family
+from servegym.experiments.figures.script import errors, pyplot, tidy
+from servegym.experiments.stats import iqm, stratified_bootstrap
+
+__all__ = [
+    "SEVERAL", "SHARED", "FlatAgents", "RLlibPolicy", "compare", "draw", "graph_id",
+    "make_parallel", "play", "untrained", "verdict",
+]  # fmt: skip
+
+SEVERAL = ("servegym/expert_placement-v0",)
+"""PettingZoo ids, in which every server is an agent."""
+
+SHARED = "shared"
+"""The policy of all agents of a PettingZoo environment."""
+
+YARDSTICKS = {
+    "llm_routing": ("random", "shortest_queue", "greedy_qos"),
+    "serverless_moe": ("random", "mix", "greedy_warm"),
+    "expert_placement": ("random", "keep", "uniform", "whole_layer"),
+}
+"""Policies that the trained one is compared with."""
+
+
+def untrained(checkpoint: Path) -> Path:
+    """Folder of the checkpoint that was saved before the first batch."""
+    return checkpoint.with_name(f"{checkpoint.name}_untrained")
+
+
+def graph_id(env_id: str) -> str:
+    """The id that the evaluator takes in an id's place."""
+    return "servegym/ExpertPlacement-v0" if env_id in SEVERAL else env_id
+
+
+class FlatAgents(BaseParallelWrapper):
+    """Every server's ``Dict`` observation as one vector in [0, 1].
+
+    Counts become each layer's shares, and what has no tight end (times, queues) x / (1 + x).
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        first = env.observation_space(env.possible_agents[0])
+        self.inner: dict[str, Any] = dict(first.spaces)
+        size = sum(int(np.prod(space.shape)) for space in self.inner.values())
+        self.flat = spaces.Box(0.0, 1.0, (size,), np.float32)
+
+    def observation_space(self, agent: Any) -> spaces.Space:
+        """The vector's space, the same for all."""
+        return self.flat
+
+    def vector(self, observation: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """The vector (n,) of an observation."""
+        parts = []
+        for key, space in self.inner.items():
+            value = np.asarray(observation[key], np.float64)
+            if key == "counts":
+                value = value / np.maximum(value.sum(-1, keepdims=True), 1.0)
+            elif np.max(space.high) > 1.0:
+                value = value / (1.0 + value)
+            parts.append(value.ravel())
+        return np.concatenate(parts).astype(np.float32)
+
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        """Everyone's first vector."""
+        observations, infos = self.env.reset(seed=seed, options=options)
+        return {agent: self.vector(seen) for agent, seen in observations.items()}, infos
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        """Everyone's next vector and the rest as it is."""
+        observations, *rest = self.env.step(actions)
+        return ({agent: self.vector(seen) for agent, seen in observations.items()}, *rest)
+
+
+def make_parallel(env_config: Mapping[str, Any]) -> FlatAgents:
+    """The placement environment with a vector for every server."""
+    from servegym.envs.expert_placement.parallel_env import parallel_env
+
+    return FlatAgents(parallel_env(**env_config))
+
+
+class RLlibPolicy(BasePolicy):
+    """The policy of an RLlib checkpoint, for the evaluator.
+
+    Args:
+        checkpoint: Folder that `train` wrote.
+        action_space: Space of one action.
+        module: Name of the policy in the checkpoint.
+
+    Raises:
+        ValueError: If there is no such policy in the folder.
+    """
+
+    name, env_view = "rllib_ppo", "flat"
+
+    def __init__(
+        self, checkpoint: Path, action_space: spaces.Space, module: str = "default_policy"
+    ) -> None:
+        from ray.rllib.core.rl_module.rl_module import RLModule
+
+        folder = checkpoint.resolve() / "learner_group" / "learner" / "rl_module" / module
+        if not folder.is_dir():
+            raise ValueError(f"checkpoint is {str(checkpoint)!r}; there is no policy in {folder}")
+        self.module: Any = RLModule.from_checkpoint(str(folder))
+        self.action_space = action_space
+
+    def act(self, observation: Any, action_mask: Any = None) -> Any:
+        """The likeliest action (B, ...) of every row (B, n); of a `Discrete` space, a legal one."""
+        import torch
+        from ray.rllib.core.columns import Columns
+        from ray.rllib.utils.spaces.space_utils import unsquash_action
+
+        with torch.no_grad():
+            seen = torch.as_tensor(np.asarray(observation, np.float32))
+            logits = self.module.forward_inference({Columns.OBS: seen})[Columns.ACTION_DIST_INPUTS]
+            if isinstance(self.action_space, spaces.Discrete) and action_mask is not None:
+                legal = torch.as_tensor(np.asarray(action_mask) != 0)
+                logits = logits.masked_fill(~legal, -torch.inf)
+            law = self.module.get_inference_action_dist_cls().from_logits(logits)
+            found = law.to_deterministic().sample()
+        if isinstance(found, Mapping):  # boxes are learned as [-1, 1]
+            assert isinstance(self.action_space, spaces.Dict)
+            return {key: unsquash_action(part.numpy(), self.action_space[key])
+                    for key, part in found.items()}  # fmt: skip
+        return found.numpy().astype(np.int64)
+
+
+def play(policy: RLlibPolicy, env_config: Mapping[str, Any], episodes: int) -> list[dict[str, Any]]:
+    """Rows like the evaluator's of servers that share a policy.
+
+    Args:
+        policy: The policy of each of them.
+        env_config: Arguments of the environment; the split is "eval" unless given.
+        episodes: Episode i has the evaluator's seed, and so the same requests as there.
+    """
+    env = make_parallel({"split": "eval", **env_config})
+    rows = []
+    copies = len(env.possible_agents) if env_config.get("shared_reward") else 1
+    for episode in range(episodes):
+        observations, infos = env.reset(seed=DEFAULT_SEED + episode)
+        total = 0.0
+        while env.agents:
+            agents = list(env.agents)
+            found = policy.act(np.stack([observations[agent] for agent in agents]))
+            actions = {agent: {key: part[n] for key, part in found.items()}
+                       for n, agent in enumerate(agents)}  # fmt: skip
+            observations, rewards, _, _, infos = env.step(actions)
+            total += sum(rewards.values()) / copies
+        kpis = next(iter(infos.values()))["episode_kpis"]
+        row = {"policy": policy.name, "seed": DEFAULT_SEED + episode, "episode": episode}
+        rows.append({**row, **{key: float(kpis[key]) for key in kpis}, "return": total})
+    env.close()
+    return rows
+
+
+def compare(
+    env_id: str, env_config: Mapping[str, Any], checkpoint: Path, episodes: int
+) -> list[dict[str, Any]]:
+    """A row a policy: the checkpoint's and the yardsticks' numbers on the same episodes.
+
+    Returns:
+        ``policy``, the family's headline (interquartile mean) with ``_low`` and ``_high``, its
+        mean, the mean return and the number of episodes.
+    """
+    family = known_family(graph_id(env_id))
+    headline, several = family.headline[0], env_id in SEVERAL
+    told = {key: value for key, value in env_config.items() if key != "shared_reward"}
+    if several:
+        space = make_parallel(env_config).action_space("server_0")
+    else:
+        space = gymnasium.make(env_id, **env_config).action_space
+    rows: list[dict[str, Any]] = []
+    for name, folder in (("rllib_ppo", checkpoint), ("untrained", untrained(checkpoint))):
+        policy = RLlibPolicy(folder, space, SHARED if several else "default_policy")
+        policy.name = name
+        if several:
+            rows += play(policy, env_config, episodes)
+        else:
+            rows += evaluate(env_id, [policy], episodes, env_kwargs=told)
+    rows += evaluate(graph_id(env_id), list(YARDSTICKS[family.name]), episodes, env_kwargs=told)
+    found = []
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == name]
+        value = stratified_bootstrap([row[headline] for row in own], iqm)
+        found.append({
+            "policy": name, headline: value.value, f"{headline}_low": value.low,
+            f"{headline}_high": value.high,
+            f"{headline}_mean": float(np.mean([row[headline] for row in own])),
+            "return_mean": float(np.mean([row["return"] for row in own])), "episodes": len(own),
+        })  # fmt: skip
+    return found
+
+
+def verdict(found: Sequence[Mapping[str, Any]], headline: str, higher_is_better: bool) -> str:
+    """Whether the trained policy is beyond random and the untrained one, in words."""
+    own, parts = found[0], []
+    for bar in (row for row in found if row["policy"] in ("random", "untrained")):
+        if higher_is_better:
+            beyond = own[f"{headline}_low"] > bar[f"{headline}_high"]
+        else:
+            beyond = own[f"{headline}_high"] < bar[f"{headline}_low"]
+        said = "better than" if beyond else "not told apart from, or worse than,"
+        parts.append(f"{said} {bar['policy']}")
+    ranked = sorted(found, key=lambda row: row[headline], reverse=higher_is_better)
+    order = ", ".join(f"{row['policy']} {row[headline]:.3f}" for row in ranked)
+    return f"the trained policy is {' and '.join(parts)} (95 % intervals); best first: {order}."
+
+
+def draw(
+    rows: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], level: float,
+    headline: str, heading: str,
+) -> Any:  # fmt: skip
+    """The learning curve beside the comparison on evaluation episodes."""
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    axes[0].plot([r["steps"] / 1e3 for r in rows], [r["episode_return_mean"] for r in rows])
+    axes[0].axhline(level, color="0.5", linestyle="--", linewidth=1.2)
+    axes[0].annotate("random", (1, level), xycoords=("axes fraction", "data"),
+                     ha="right", va="bottom", color="0.4", fontsize=9)  # fmt: skip
+    axes[0].set(xlabel="thousand steps of training", ylabel="mean return of an episode")
+    values, bars = errors(found, headline)
+    places = np.arange(len(found))[::-1]
+    axes[1].barh(
+        places, values, xerr=bars, color=["#4c72b0", "#b8c7e0"] + ["0.75"] * (len(found) - 2)
+    )
+    axes[1].set_yticks(places, [row["policy"] for row in found])
+    axes[1].set(xlabel=f"{heading}, evaluation episodes")
+    for axis in axes:
+        tidy(axis)
+    return figure

@@ -1,0 +1,1 @@
+"""How far the engines are from measured systems and from theory."""

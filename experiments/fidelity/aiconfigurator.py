@@ -1,0 +1,185 @@
+"""Step latencies of our profiles against those of ``aiconfigurator-core``.
+
+``aiconfigurator-core`` composes an iteration from kernel latencies that NVIDIA measured under
+vLLM. It is no dependency of this package and is imported by this script alone; give it an
+environment of its own::
+
+    python -m venv .venv-check && .venv-check/bin/pip install . aiconfigurator-core
+    .venv-check/bin/python -m servegym.experiments.fidelity.aiconfigurator
+
+A profile of ours may rest on the same kernel timings: then this checks how an iteration is put
+together and interpolated, not the measurement. The column ``source`` says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.experiments.fidelity.report import Table, update_document
+from servegym.experiments.output import check_writable, print_table, write_csv
+from servegym.hardware_profiles import Profile, list_profiles, load
+
+__all__ = ["compare", "main"]
+
+# Our devices and models by their names in aiconfigurator.
+SYSTEMS = {
+    "a100": "a100_sxm",
+    "h100": "h100_sxm",
+    "l40s": "l40s",
+    "rtxpro6000": "rtx_pro_6000_server",
+}
+MODELS = {
+    "Llama-3.1-8B": "meta-llama/Meta-Llama-3.1-8B",
+    "Meta-Llama-3-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
+}
+PROMPTS = (64, 128, 256, 512, 1024, 2048, 4096)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 512, 1024, 2048, 4096)
+CHUNKS = (256, 512, 1024)
+
+
+def system_of(profile: Profile) -> str | None:
+    """The system's name in aiconfigurator, or None if it has none."""
+    squeezed = "".join(c for c in profile.name.lower() if c.isalnum())
+    return next((name for key, name in SYSTEMS.items() if squeezed.startswith(key)), None)
+
+
+def compare(profile: Profile, engine: Any) -> list[dict[str, Any]]:
+    """Relative differences of the profile's steps, ours over theirs minus 1.
+
+    Args:
+        profile: One of ours.
+        engine: An ``EngineHandle`` of aiconfigurator for the same device and model.
+
+    Returns:
+        One row a step: ``kind``, ``batch``, ``tokens``, ``ours_ms``, ``theirs_ms``,
+        ``difference``.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def add(kind: str, batch: int, tokens: int, ours_s: float, theirs_ms: float) -> None:
+        ours_ms = 1e3 * ours_s
+        rows.append(
+            {
+                "kind": kind,
+                "batch": batch,
+                "tokens": tokens,
+                "ours_ms": ours_ms,
+                "theirs_ms": theirs_ms,
+                "difference": ours_ms / theirs_ms - 1.0,
+            }
+        )
+
+    for prompt in PROMPTS:
+        add(
+            "prefill",
+            1,
+            prompt,
+            profile.prefill_s(prompt),
+            engine.predict_prefill_latency(1, prompt),
+        )
+    for batch in BATCHES:
+        for context in CONTEXTS:
+            # Generating 2 tokens after `context` prompt tokens is one decode step.
+            theirs = engine.predict_decode_latency(batch, context, 2)
+            add("decode", batch, context, profile.decode_s(batch, batch * (context + 1)), theirs)
+    for batch in (8, 32):
+        for chunk in CHUNKS:
+            # Their mixed step has decodes about as long as the prompt.
+            ours = profile.mixed_step_s([(chunk, 0)], batch, batch * (chunk + 1))
+            add("mixed", batch, chunk, ours, engine.mixed_step_latency(chunk, batch, chunk, 2))
+    return rows
+
+
+def summary(profile: Profile, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Mean absolute, mean signed and largest difference of each kind of step."""
+    out = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        difference = np.array([row["difference"] for row in rows if row["kind"] == kind])
+        out.append(
+            {
+                "profile": profile.name,
+                "kind_of_profile": profile.kind,
+                "step": kind,
+                "points": len(difference),
+                "mape": float(np.abs(difference).mean()),
+                "bias": float(difference.mean()),
+                "largest": float(np.abs(difference).max()),
+                "source": "aiconfigurator" in str(profile.provenance).lower(),
+            }
+        )
+    return out
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return Table(
+        "aiconfigurator",
+        "Step latency against aiconfigurator-core",
+        ["profile", "step", "points", "MAPE", "bias", "largest", "same kernel timings"],
+        [
+            [
+                row["profile"],
+                row["step"],
+                str(row["points"]),
+                f"{100 * row['mape']:.1f} %",
+                f"{100 * row['bias']:+.1f} %",
+                f"{100 * row['largest']:.1f} %",
+                "yes" if row["source"] else "no",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: compare every profile that aiconfigurator knows the device and model of.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0, or 1 when the package is missing.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--profile", action="append", help="profile to check; repeatable")
+    parser.add_argument("--out", type=Path, help="write the summary to FILE.csv")
+    parser.add_argument("--steps", type=Path, help="write every step to FILE.csv")
+    parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
+    options = parser.parse_args(arguments)
+    for path in (options.out, options.steps):
+        if path is not None:
+            check_writable(path, (".csv",))
+    try:
+        from aiconfigurator_core.sdk.engine import EngineHandle  # type: ignore[import-not-found]
+    except ImportError:
+        print("aiconfigurator-core is not installed; pip install aiconfigurator-core")
+        return 1
+    found: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
+    for name in options.profile or list_profiles():
+        profile = load(name)
+        system, model = system_of(profile), MODELS.get(profile.model["name"])
+        if system is None or model is None:
+            continue
+        engine = EngineHandle.compile(model, system, "vllm")
+        rows = compare(profile, engine)
+        steps += [{"profile": profile.name, **row} for row in rows]
+        found += summary(profile, rows)
+    table = _table(found)
+    print_table(table.title, table.columns, table.rows)
+    if options.document is not None:
+        update_document(options.document, [table])
+    if options.out is not None:
+        write_csv(options.out, found)
+    if options.steps is not None:
+        write_csv(options.steps, steps)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Figures and tables that go beyond the three papers."""

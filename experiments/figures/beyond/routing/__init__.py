@@ -1,0 +1,1 @@
+"""LLM routing beyond the paper."""

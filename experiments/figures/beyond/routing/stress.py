@@ -1,0 +1,184 @@
+"""What routers do when their inputs fail them: shuffled scores, old states, experts that die.
+
+``python -m servegym.experiments.figures.beyond.routing.stress`` compares the baselines and the
+shipped routers (``--checkpoints FOLDER``: your own) on three tables:
+
+- ``shuffle``: the predicted scores of every request dealt to the experts at random. A control: a
+  router that loses nothing by it does not use them;
+- ``stale``: the experts' rows and the mask are as old as ``staleness_s``;
+- ``failures``: experts that die and come back; what they held is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
+from servegym.baselines.registry import make_policy
+from servegym.experiments.figures.routing.common import (
+    Options,
+    chosen,
+    measure,
+    play,
+    plot_lines,
+    print_rows,
+    run_figures,
+    save,
+    summarise_parts,
+)
+from servegym.experiments.stats import paired_difference
+from servegym.hardware_profiles.script import run
+
+__all__ = ["ShuffledScores", "main"]
+
+MODULE = "servegym.experiments.figures.beyond.routing.stress"
+FLEET = "edge-6-heterogeneous"
+BASELINES = ("shortest_queue", "least_latency", "greedy_qos", "priced_greedy")
+RATES = (5.0, 8.0, 10.0)
+STALENESS_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+UPTIMES_S = (30.0, 60.0, 120.0, 300.0, 1200.0)
+REPAIR_S = 20.0
+
+
+class ShuffledScores(WrappedPolicy):
+    """A router that sees every new request's predicted scores dealt to the experts at random."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Wrap a policy that reads the Dict observation."""
+        super().__init__(policy, f"{policy.name}, shuffled")
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        request = np.array(observation["request"])
+        request[..., 1] = self.rng.permuted(request[..., 1], axis=1)
+        return super().act({**observation, "request": request}, action_mask)
+
+
+def _routers(options: Options, kwargs: Mapping[str, Any]) -> list[Policy]:
+    from servegym.agents import load_policy
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    system = RoutingSystem.from_kwargs(**kwargs)
+    found: list[Policy] = []
+    for name in BASELINES:
+        found.append(make_policy(name, system))
+        found[-1].name = name  # not that of which it is an alias
+    for one in chosen(options, FLEET):
+        policy = load_policy(one.path, system)
+        policy.name = one.label
+        found.append(policy)
+    return found
+
+
+def shuffle(options: Options) -> None:
+    """QoS with the predicted scores as they are and dealt at random, on the same episodes."""
+    rows, notes = [], []
+    for rate in RATES[-1:] if options.quick else RATES:
+        kwargs = {"profiles": FLEET, "rate": rate}
+        played = {**kwargs, "episode_requests": options.requests}
+        for policy in _routers(options, kwargs):
+            parts = {
+                scores: play([router], options.episodes, played)
+                for scores, router in (("predicted", policy), ("shuffled", ShuffledScores(policy)))
+            }
+            for scores, part in parts.items():
+                head = {"policy": policy.name, "rate": rate, "scores": scores, "trainings": 0}
+                rows.append(head | summarise_parts([part]))
+            qos = {name: [row["avg_qos"] for row in part] for name, part in parts.items()}
+            loss = paired_difference(qos["shuffled"], qos["predicted"])
+            notes.append(
+                f"{rate:g}/s: {policy.name} with shuffled scores: QoS {loss.value:+.4f} "
+                f"[{loss.low:+.4f}, {loss.high:+.4f}]"
+            )
+    print_rows("shuffled scores", rows, ["rate", "scores"])
+    print("\n".join(notes))
+    save(options, "control_shuffled_scores", rows, _plot_shuffle(rows), *notes)
+
+
+def _plot_shuffle(rows: Sequence[Mapping[str, Any]]) -> Any:
+    from servegym.experiments.figures.script import legend, pyplot, tidy
+
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    figure, axes = pyplot().subplots(
+        1, len(rates), figsize=(3.8 * len(rates) + 1, 3.4), squeeze=False, sharey=True,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, rate in zip(axes[0], rates, strict=True):
+        for shift, scores in ((-0.2, "predicted"), (0.2, "shuffled")):
+            own = [row for row in rows if row["rate"] == rate and row["scores"] == scores]
+            qos = np.array([(row["qos"], row["qos_low"], row["qos_high"]) for row in own]).T
+            bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
+            axis.barh(-np.arange(len(own)) - shift, qos[0], 0.38, xerr=bars, capsize=2,
+                      label=f"{scores} scores")  # fmt: skip
+        axis.set_yticks(-np.arange(len(own)), [row["policy"] for row in own])
+        axis.set(title=f"{rate:g} requests/s", xlabel="average QoS")
+        tidy(axis)
+    legend(figure, axes[0, 0])
+    return figure
+
+
+def losses(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """QoS of every policy at the lowest and the highest value of ``key``, a line a panel."""
+    lines = []
+    for panel in dict.fromkeys(row["panel"] for row in rows):
+        own = [row for row in rows if row["panel"] == panel]
+        ends = sorted({row[key] for row in own})
+        told = []
+        for name in dict.fromkeys(row["policy"] for row in own):
+            qos = {row[key]: row["qos"] for row in own if row["policy"] == name}
+            told.append(f"{name} {qos[ends[0]]:.3f} and {qos[ends[-1]]:.3f}")
+        lines.append(f"{panel}, {key} {ends[0]:g} and {ends[-1]:g}: QoS {', '.join(told)}")
+    print("\n".join(lines))
+    return lines
+
+
+def stale(options: Options) -> None:
+    """QoS against the age of what the router sees of the experts."""
+    rows = []
+    ages = STALENESS_S[::6] if options.quick else STALENESS_S
+    for rate in (5.0, 8.0):
+        for age in ages:
+            point = {"panel": f"{rate:g} requests/s", "staleness_s": age}
+            kwargs = {"profiles": FLEET, "rate": rate, "staleness_s": age}
+            rows += measure(options, kwargs, point, chosen(options, FLEET), BASELINES)
+    print_rows("stale states", rows, ["panel", "staleness_s"])
+    title = f"{FLEET}: age of the state that the router sees"
+    figure = plot_lines(rows, "staleness_s", "age of the state, s", "panel", title)
+    save(options, "stress_staleness", rows, figure, *losses(rows, "staleness_s"))
+
+
+def failures(options: Options) -> None:
+    """QoS against the mean time between failures of an expert."""
+    rows = []
+    for rate in (5.0, 8.0):
+        for uptime in UPTIMES_S[::4] if options.quick else UPTIMES_S:
+            point = {"panel": f"{rate:g} requests/s", "mean_time_to_failure_s": uptime}
+            given = {"mean_time_to_failure_s": uptime, "mean_time_to_repair_s": REPAIR_S}
+            kwargs = {"profiles": FLEET, "rate": rate, "failures": given}
+            rows += measure(options, kwargs, point, chosen(options, FLEET), BASELINES)
+    print_rows("failures", rows, ["panel", "mean_time_to_failure_s"])
+    title = f"{FLEET}: experts that fail, {REPAIR_S:g} s to repair"
+    label = "mean time to failure of an expert, s"
+    figure = plot_lines(rows, "mean_time_to_failure_s", label, "panel", title)
+    for axis in figure.axes:
+        axis.set_xscale("log")
+    notes = losses(rows, "mean_time_to_failure_s")
+    save(options, "stress_failures", rows, figure, f"mean time to repair: {REPAIR_S:g} s", *notes)
+
+
+FIGURES = {"shuffle": shuffle, "stale": stale, "failures": failures}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and save; see ``--help``."""
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=20)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""Serverless partitioning beyond the paper."""

@@ -1,0 +1,357 @@
+"""What PPO learns on the serverless family: curves, and a table against the heuristics.
+
+``python -m servegym.experiments.figures.beyond.serverless.learning --checkpoints runs/serverless``
+reads the folders of ``agents/ppo_serverless.py`` in there, one a seed. ``--figure baselines`` runs
+the policies that it is compared with (``learning_baselines.csv``, one row an episode; what is there
+is not run again), ``learning`` the checkpoints on the same episodes of the eval split, and
+``seed_preset`` asks what is left to learn where every request is alike and cold.
+
+The share of a gap that is closed is ``(PPO - policy) / (lookahead - policy)``, its interval from a
+bootstrap over the shared episodes. `lookahead` knows all requests, gaps and overheads to come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.agents import load_policy
+from servegym.baselines.protocol import Observation, WrappedPolicy
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
+from servegym.experiments.figures.script import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    pyplot,
+    run_chosen,
+    tidy,
+)
+from servegym.experiments.figures.serverless.common import OUT, save, with_interval
+from servegym.experiments.output import print_table, read_rows, write_csv
+from servegym.experiments.stats import mean, paired_difference
+from servegym.hardware_profiles.script import run
+
+__all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
+
+MODULE = "servegym.experiments.figures.beyond.serverless.learning"
+ENV_ID = "servegym/ServerlessMoE-v0"
+BASELINES = (
+    "mix",
+    "keep_alive",
+    "best_constant",
+    "greedy_warm",
+    "remoe_sticky",
+    "warm_planner",
+    "lookahead",
+)
+BLOCK = 5
+"""Episodes that run side by side; finished blocks are kept."""
+RIVALS = ("best_constant", "remoe_sticky", "greedy_warm", "warm_planner")
+AIMED = RIVALS[:3]
+"""Rivals of whose gap to `lookahead` the aimed share is to be closed."""
+PARTS = ("b", "order", "w", "y", "z")
+KEYS = (
+    "mean_reward", "cost_over_mix", "ttft_violation_rate", "tpot_violation_rate",
+    "infeasible_rate", "main_warm_rate", "mean_remote_ratio",
+)  # fmt: skip
+GOAL = 0.5
+
+
+class Options(FigureOptions):
+    """The command line.
+
+    Attributes:
+        checkpoints: Folder of the training runs, None without.
+    """
+
+    checkpoints: Path | None
+
+
+class Recorder(WrappedPolicy):
+    """A policy that remembers the actions of another.
+
+    Attributes:
+        actions: The actions (B, parts) of every call.
+    """
+
+    def __init__(self, policy: Any, name: str) -> None:
+        super().__init__(policy, name)
+        self.actions: list[NDArray[np.int64]] = []
+
+    def act(
+        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
+    ) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        self.actions.append(super().act(observation, action_mask))
+        return self.actions[-1]
+
+
+def shares(actions: Sequence[NDArray[np.int64]]) -> dict[str, float]:
+    """How varied the actions (T arrays of (B, parts)) are.
+
+    Returns:
+        ``repeated``: share of requests with the plan of the request before; ``plans``: different
+        plans; for each part ``entropy_<part>`` of its choices over requests in nats and
+        ``commonest_<part>``, the share of the commonest choice. A constant has 1, 1, 0 and 1.
+    """
+    told = np.stack(actions)
+    flat = told.reshape(-1, told.shape[-1])
+    found = {
+        "repeated": float((told[1:] == told[:-1]).all(2).mean()),
+        "plans": float(len(np.unique(flat, axis=0))),
+    }
+    for k, part in enumerate(PARTS):
+        share = np.unique(flat[:, k], return_counts=True)[1] / len(flat)
+        found[f"entropy_{part}"] = float(abs((share * np.log(share)).sum()))
+        found[f"commonest_{part}"] = float(share.max())
+    return found
+
+
+def closed(
+    policy: NDArray[np.float64],
+    rival: NDArray[np.float64],
+    bound: NDArray[np.float64],
+    repetitions: int = 2_000,
+) -> tuple[float, float, float]:
+    """Share of the gap from ``rival`` to ``bound`` that ``policy`` closes, with its 95 % interval.
+
+    Args:
+        policy: Mean rewards of the episodes (E,).
+        rival: Of the same episodes.
+        bound: Of the same episodes.
+        repetitions: Bootstrap samples of episodes.
+    """
+    rng = np.random.default_rng(0)
+    at = np.concatenate(
+        [np.arange(len(policy))[None], rng.integers(0, len(policy), (repetitions, len(policy)))]
+    )
+    gained, gap = (policy - rival)[at].mean(1), (bound - rival)[at].mean(1)
+    ratio = gained / gap
+    low, high = np.percentile(ratio[1:], [2.5, 97.5])
+    return float(ratio[0]), float(low), float(high)
+
+
+def curves(folder: Path) -> list[dict[str, Any]]:
+    """Training and validation rewards by step of all runs in a folder.
+
+    Returns:
+        Rows of ``run``, ``step``, ``quantity`` (``val_reward``: the greedy policy on the same
+        validation episodes; ``train_reward``: the exploring policy, mean since the last row;
+        ``entropy``: of the exploring policy in nats, gate and parts) and ``value``.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*/metrics.jsonl")):
+        kept: dict[str, list[float]] = {"train_reward": [], "entropy": []}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            if entry["global_step"]:  # at 0 there is the policy that imitates, nothing of PPO
+                kept["train_reward"].append(entry["charts/reward"])
+                kept["entropy"].append(entry["losses/entropy"])
+            if "eval/score" not in entry:
+                continue
+            values = {"val_reward": entry["eval/score"]}
+            values |= {name: float(np.mean(found)) for name, found in kept.items() if found}
+            kept = {name: [] for name in kept}
+            rows += [{"run": path.parent.name, "step": entry["global_step"], "quantity": name,
+                      "value": round(value, 5)} for name, value in values.items()]  # fmt: skip
+    return rows
+
+
+def measure(policy: Any, first: int, episodes: int, **kwargs: Any) -> list[dict[str, Any]]:
+    """One row of numbers an episode of the eval split, from episode ``first`` on."""
+    rows = evaluate(
+        ENV_ID, [policy], episodes, DEFAULT_SEED + first, env_kwargs=kwargs, num_envs=episodes
+    )
+    return [
+        {"policy": row["policy"], "seed": row["seed"]} | {key: float(row[key]) for key in KEYS}
+        for row in rows
+    ]
+
+
+def baselines(options: Options) -> list[dict[str, Any]]:
+    """Episodes of the policies that PPO is compared with, kept block by block."""
+    path = options.out / "learning_baselines.csv"
+    rows = read_rows(path) if path.exists() else []
+    for name in BASELINES:
+        while (have := sum(row["policy"] == name for row in rows)) < options.episodes:
+            rows += measure(name, have, min(BLOCK, options.episodes - have))
+            write_csv(path, rows)
+            print(f"baselines: {name}, {have + BLOCK} episodes", flush=True)
+    return [row for row in rows if row["seed"] < DEFAULT_SEED + options.episodes]
+
+
+def _summary(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"policy": name, "episodes": len(rows)}
+    found |= with_interval("mean_reward", np.array([row["mean_reward"] for row in rows]))
+    for key in KEYS[1:]:
+        found[key] = float(np.mean([row[key] for row in rows]))
+    return found
+
+
+def learning(options: Options) -> None:
+    """Curves of the runs, and their checkpoints against the baselines."""
+    if options.checkpoints is None:
+        print("learning: no training runs (--checkpoints FOLDER), left out")
+        return
+    runs = sorted(path.parent for path in options.checkpoints.glob("*/best.safetensors"))
+    if not runs:
+        raise ValueError(f"checkpoints: no run with best.safetensors in {options.checkpoints}")
+    told = baselines(options)
+    learnt, variety = [], {}
+    for path in runs:
+        policy = Recorder(load_policy(path), f"ppo_serverless {path.name}")
+        learnt += measure(policy, 0, options.episodes)
+        variety[policy.name] = shares(policy.actions)
+    rewards = {
+        name: np.array([row["mean_reward"] for row in told if row["policy"] == name])
+        for name in BASELINES
+    }
+    each = np.array([[r["mean_reward"] for r in learnt if r["policy"] == n] for n in variety])
+    rows = [_summary([r for r in told if r["policy"] == name], name) for name in BASELINES]
+    pooled = _summary(learnt, "ppo_serverless, all seeds") | with_interval(
+        "mean_reward", each.mean(0)
+    )
+    for row, values in [(pooled, each.mean(0))] + [
+        (_summary([r for r in learnt if r["policy"] == name], name), one)
+        for name, one in zip(variety, each, strict=True)
+    ]:
+        for rival in RIVALS:
+            share = closed(values, rewards[rival], rewards["lookahead"])
+            ends = ("", "_low", "_high")
+            row |= {f"closed_{rival}{e}": v for e, v in zip(ends, share, strict=True)}
+            more = paired_difference(values, rewards[rival], mean)
+            row |= {f"minus_{rival}{e}": v for e, v in zip(ends, more, strict=True)}
+        rows.append(row | variety.get(row["policy"], {}))
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    rows = [{key: row.get(key, "") for key in keys} for row in rows]
+    _print(rows)
+    points = curves(options.checkpoints)
+    write_csv(options.out / "learning_curves.csv", points)
+    about = {
+        "environment": f"{ENV_ID}, preset dynamic, split eval",
+        "training": ", ".join(path.name for path in runs),
+    }
+    save(options, "learning", rows, _draw(points, rows), *_verdicts(rows), about=about)
+
+
+def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    by_name = {row["policy"]: row for row in rows}
+    ours = by_name["ppo_serverless, all seeds"]
+    lines = []
+    for rival in RIVALS:
+        other = by_name[rival]
+        apart = ours["mean_reward_low"] > other["mean_reward_high"]
+        share, low, high = (ours[f"closed_{rival}{end}"] for end in ("", "_low", "_high"))
+        aim = f", {'at least' if share >= GOAL else 'less than'} the {100 * GOAL:.0f} % aimed at"
+        lines.append(
+            f"{rival}: {'beaten, intervals apart' if apart else 'not clearly beaten'} "
+            f"({ours['mean_reward']:.3f} [{ours['mean_reward_low']:.3f}, "
+            f"{ours['mean_reward_high']:.3f}] against {other['mean_reward']:.3f} "
+            f"[{other['mean_reward_low']:.3f}, {other['mean_reward_high']:.3f}], on the same "
+            f"episodes {ours[f'minus_{rival}']:+.4f} [{ours[f'minus_{rival}_low']:+.4f}, "
+            f"{ours[f'minus_{rival}_high']:+.4f}]); closes "
+            f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of its gap to lookahead"
+            + (aim if rival in AIMED else "")
+        )
+    each = [row for row in rows if row.get("plans")]
+    for row in each:
+        parts = ", ".join(
+            f"{part} {row[f'entropy_{part}']:.2f} ({100 * row[f'commonest_{part}']:.0f} %)"
+            for part in PARTS
+        )
+        lines.append(
+            f"{row['policy']}: {row['plans']:.0f} different plans, {100 * row['repeated']:.0f} % "
+            f"repeat the one before; entropy in nats (share of the commonest choice): {parts}"
+        )
+    return lines
+
+
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    print_table(
+        "preset dynamic, split eval",
+        ["policy", "reward", "95 %", "cost/MIX", "late TTFT %", "late TPOT %", "warm %",
+         *(f"closed {rival}" for rival in RIVALS)],
+        [
+            [
+                row["policy"],
+                f"{row['mean_reward']:.4f}",
+                f"{row['mean_reward_low']:.3f}..{row['mean_reward_high']:.3f}",
+                f"{row['cost_over_mix']:.3f}",
+                *(f"{100 * row[key]:.1f}"
+                  for key in ("ttft_violation_rate", "tpot_violation_rate", "main_warm_rate")),
+                *(f"{100 * row[f'closed_{rival}']:.0f} %" if row[f"closed_{rival}"] != "" else ""
+                  for rival in RIVALS),
+            ]
+            for row in sorted(rows, key=lambda row: -row["mean_reward"])
+        ],
+    )  # fmt: skip
+
+
+def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Any:
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.0), layout="constrained")
+    colours = {"val_reward": "tab:blue", "train_reward": "tab:grey"}
+    labels = {"val_reward": "greedy, validation", "train_reward": "exploring, training"}
+    for quantity, colour in colours.items():
+        for k, name in enumerate(dict.fromkeys(p["run"] for p in points)):
+            own = [p for p in points if (p["run"], p["quantity"]) == (name, quantity)]
+            left.plot([p["step"] / 1e6 for p in own], [p["value"] for p in own], color=colour,
+                      alpha=0.8, label=labels[quantity] if not k else None)  # fmt: skip
+    least = min(p["value"] for p in points if p["quantity"] in colours)
+    left.set(xlabel="requests (million)", ylabel="mean reward a request",
+             title="Training, one line a seed", ylim=(max(least - 0.02, -1.0), None))  # fmt: skip
+    left.legend(frameon=False, loc="lower right")
+    shown = sorted(rows, key=lambda row: row["mean_reward"])
+    values = np.array([row["mean_reward"] for row in shown])
+    ends = np.array([[row["mean_reward_low"], row["mean_reward_high"]] for row in shown]).T
+    names = [row["policy"] + (" (clairvoyant)" if row["policy"] == "lookahead" else "")
+             for row in shown]  # fmt: skip
+    tint = ["tab:blue" if name.startswith("ppo") else "tab:grey" for name in names]
+    for k, colour in enumerate(tint):
+        right.errorbar(values[k], k, xerr=[[values[k] - ends[0, k]], [ends[1, k] - values[k]]],
+                       fmt="o", color=colour, capsize=3, markersize=4)  # fmt: skip
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.set(xlabel="mean reward a request, 95 % interval", title="Held-out prompts")
+    for axis in (left, right):
+        tidy(axis)
+    return figure
+
+
+def seed_preset(options: Options) -> None:
+    """The paper's preset: how far one constant action is from the optimum."""
+    names = ("mix", "best_constant", "greedy_warm", "grid_optimum")
+    count = min(options.episodes, 8)
+    rows = [
+        _summary(measure(name, 0, count, preset="seed", episode_requests=50), name)
+        for name in names
+    ]
+    constant, best = -rows[1]["mean_reward"], -rows[3]["mean_reward"]
+    note = (
+        f"preset seed: cost and penalties of best_constant are {constant:.4f} of MIX, those of "
+        f"the clairvoyant optimum of every request {best:.4f}: {100 * (constant / best - 1):.2f} % "
+        "are left, so that nothing learnt there would prove anything"
+    )
+    save(options, "learning_seed_preset", rows, None, note)
+
+
+FIGURES = {"baselines": baselines, "learning": learning, "seed_preset": seed_preset}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the figures that the command line names.
+
+    Args:
+        argv: The command line; that of the process by default.
+    """
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20, OUT)
+    parser.add_argument("--checkpoints", type=Path, help="folder of the training runs")
+    return run_chosen(FIGURES, command_line(parser, argv, Options()))
+
+
+if __name__ == "__main__":
+    run(main)

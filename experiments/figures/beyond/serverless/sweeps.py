@@ -1,0 +1,192 @@
+"""What decides the cost of a request: invocation overhead, price of GPU memory, network rate.
+
+``python -m servegym.experiments.figures.beyond.serverless.sweeps`` makes all figures, ``--figure
+trem`` one, in the setting of `servegym.experiments.figures.serverless.costs` but for the swept
+number.
+
+* ``trem``: the overhead t_rem, with both readings of a remote call in decoding.
+* ``prices``: GPU memory at 1.83 (a list price), 3 (the paper) and 5 times the price of CPU memory.
+* ``slo``: the TPOT limit, at a TTFT limit of 8 s.
+* ``bandwidth``: network rate between the main and the remote functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from servegym.baselines.serverless_moe.remoe import READINGS
+from servegym.envs.serverless_moe.equations import DECODE_INVOCATIONS
+from servegym.experiments.figures.serverless.common import MODELS, save
+from servegym.experiments.figures.serverless.methods import (
+    GPUS,
+    Options,
+    Setting,
+    few,
+    gap_lines,
+    main_of,
+    pick,
+    plot_lines,
+    show,
+    sweep,
+)
+from servegym.hardware_profiles.script import run
+
+__all__ = ["break_even", "main"]
+
+MODULE = "servegym.experiments.figures.beyond.serverless.sweeps"
+OVERHEADS_MS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
+PRICE_RATIOS = (1.83, 3.0, 5.0)
+TPOT_LIMITS_MS = (45.0, 50.0, 60.0, 80.0, 120.0)
+BANDWIDTHS_MB_S = (75.0, 150.0, 300.0, 600.0, 1250.0)
+
+
+def break_even(overheads: Sequence[float], over_mix: Sequence[float]) -> float:
+    """The first overhead at which the cost over MIX passes 1, linear between points.
+
+    Returns:
+        0 if it is above 1 from the first point on, infinity if it stays below.
+    """
+    if over_mix[0] > 1.0:
+        return 0.0
+    for at in range(1, len(over_mix)):
+        low, high = over_mix[at - 1], over_mix[at]
+        if high > 1.0:
+            step = overheads[at] - overheads[at - 1]
+            return overheads[at - 1] + step * (1.0 - low) / (high - low)
+    return float("inf")
+
+
+def trem(options: Options) -> None:
+    """Cost over MIX against t_rem; the break-even of each method."""
+    overheads = few(options, OVERHEADS_MS)
+    rows = sweep(
+        options,
+        "cost_trem",
+        [
+            Setting(model, gpu, trem_ms=ms, invocation=how)
+            for model in MODELS
+            for how in DECODE_INVOCATIONS
+            for gpu in GPUS
+            for ms in overheads
+        ],
+    )
+    show("Cost / MIX against t_rem", rows, "trem_ms")
+    panels = [
+        {"model": model, "gpu": gpu, "invocation": how}
+        for model in MODELS
+        for how in DECODE_INVOCATIONS
+        for gpu in GPUS
+    ]
+    figure = plot_lines(rows, "trem_ms", "t_rem, ms", panels, 4)
+    lines = []
+    for panel in panels:
+        parts = []
+        for method in (*READINGS, "per_expert", "optimum"):
+            costs = [row["over_mix"] for row in pick(rows, method=method, **panel)]
+            even = break_even(overheads, costs)
+            where = f"{even:.2f} ms" if np.isfinite(even) else f"none up to {overheads[-1]:g} ms"
+            if even == 0.0:
+                where = f"below {overheads[0]:g} ms"
+            listed = "/".join(f"{cost:.2f}" for cost in costs)
+            parts.append(f"{method} {listed} of MIX, break-even {where}")
+            if min(np.diff(costs)) < -0.01:
+                parts[-1] += " (falls where the TPOT limit forbids the largest b)"
+        lines.append(f"{', '.join(panel.values())}: {'; '.join(parts)}")
+    told = "at t_rem = " + "/".join(f"{ms:g}" for ms in overheads) + " ms"
+    save(options, "cost_trem", rows, figure, told, *lines, *gap_lines(rows))
+
+
+def prices(options: Options) -> None:
+    """Cost over MIX against the price of GPU memory."""
+    rows = sweep(
+        options,
+        "cost_prices",
+        [
+            Setting(model, gpu, price_ratio=ratio)
+            for model in MODELS
+            for gpu in GPUS
+            for ratio in few(options, PRICE_RATIOS)
+        ],
+    )
+    show("Cost / MIX against the price of GPU memory", rows, "price_ratio")
+    panels = [{"model": model, "gpu": gpu} for model in MODELS for gpu in GPUS]
+    figure = plot_lines(rows, "price_ratio", "c_g / c_c", panels, 4, top=None)
+    save(options, "cost_prices", rows, figure, *_points(rows, "price_ratio"), *gap_lines(rows))
+
+
+def slo(options: Options) -> None:
+    """Cost over MIX and missed SLOs against the TPOT limit."""
+    limits = few(options, TPOT_LIMITS_MS)
+    rows = sweep(
+        options,
+        "cost_slo",
+        [
+            Setting(model, gpu, ttft_limit_s=8.0, tpot_limit_s=1e-3 * limit)
+            for model in MODELS
+            for gpu in GPUS
+            for limit in limits
+        ],
+    )
+    for row in rows:
+        row["tpot_limit_ms"] = round(1e3 * row["tpot_limit_s"], 6)
+    show("Cost / MIX against the TPOT limit", rows, "tpot_limit_ms")
+    panels = [{"model": model, "gpu": gpu} for model in MODELS for gpu in GPUS]
+    figure = plot_lines(rows, "tpot_limit_ms", "TPOT limit, ms", panels, 4)
+    lines = _points(rows, "tpot_limit_ms")
+    for panel in panels:
+        parts = []
+        for method in dict.fromkeys(row["method"] for row in rows):
+            own = pick(rows, method=method, **panel)
+            if any(row["late"] for row in own):
+                parts.append(f"{method} " + "/".join(f"{100 * row['late']:.0f}" for row in own))
+        at = "/".join(f"{limit:g}" for limit in limits)
+        found = "; ".join(parts) or "none of any method"
+        lines.append(f"{', '.join(panel.values())}, % late (or no plan) at {at} ms: {found}")
+    save(options, "cost_slo", rows, figure, *lines, *gap_lines(rows))
+
+
+def bandwidth(options: Options) -> None:
+    """Cost over MIX against the network rate."""
+    rows = sweep(
+        options,
+        "cost_bandwidth",
+        [
+            Setting(model, gpu, bandwidth_mb_s=rate)
+            for model in MODELS
+            for gpu in GPUS
+            for rate in few(options, BANDWIDTHS_MB_S)
+        ],
+    )
+    show("Cost / MIX against the network rate", rows, "bandwidth_mb_s")
+    panels = [{"model": model, "gpu": gpu} for model in MODELS for gpu in GPUS]
+    figure = plot_lines(rows, "bandwidth_mb_s", "MB/s", panels, 4)
+    lines = _points(rows, "bandwidth_mb_s")
+    save(options, "cost_bandwidth", rows, figure, *lines, *gap_lines(rows))
+
+
+def _points(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
+    """Cost over MIX of every method along a sweep, a sentence a panel."""
+    lines = []
+    for model, gpu in dict.fromkeys((row["model"], row["gpu"]) for row in rows):
+        parts = []
+        for method in dict.fromkeys(row["method"] for row in rows):
+            own = pick(rows, model=model, gpu=gpu, method=method)
+            parts.append(f"{method} " + "/".join(f"{row['over_mix']:.2f}" for row in own))
+        at = "/".join(f"{row[key]:g}" for row in own)
+        lines.append(f"{model}, {gpu}, of MIX at {key} = {at}: {'; '.join(parts)}")
+    return lines
+
+
+FIGURES = {"trem": trem, "prices": prices, "slo": slo, "bandwidth": bandwidth}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; ``--figure`` names figures, all by default. Returns 0."""
+    return main_of(FIGURES, argv, __doc__, MODULE, 8)
+
+
+if __name__ == "__main__":
+    run(main)

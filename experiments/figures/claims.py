@@ -1,0 +1,86 @@
+"""The papers' claims beside what the committed results say: ``servegym claims [FAMILY]``.
+
+Nothing is computed anew: each claim reads the CSV that the script of its figure left, so the table
+follows the results. One rule judges every figure in percent: within a factor of two of the paper's
+it *agrees* ("at least": from there on), with the same sign it is the *same direction*, else it
+*disagrees*; what cannot be told is *open*, as a gain over a reference that learnt too little is.
+The verdicts go by the means; whether a difference is sure is told by the tables' intervals.
+Claims without a figure agree where they hold in every setting looked at, *in part* where they hold
+in some.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from servegym.envs._checks import choose
+from servegym.experiments.figures.placement import claims as claims_placement
+from servegym.experiments.figures.routing import claims as claims_routing
+from servegym.experiments.figures.serverless import claims as claims_serverless
+from servegym.experiments.figures.verdicts import OPEN, Claim, Finding
+from servegym.experiments.output import print_table, read_rows
+from servegym.hardware_profiles.script import run as run_script
+
+__all__ = ["CLAIMS", "FAMILIES", "findings", "main"]
+
+RESULTS = Path(__file__).parents[1] / "results"
+FAMILIES = {
+    "routing": "LLM routing",
+    "serverless": "Serverless MoE partitioning (Remoe)",
+    "placement": "Expert placement (Prism)",
+}
+CLAIMS: tuple[Claim, ...] = (
+    *claims_routing.CLAIMS,
+    *claims_serverless.CLAIMS,
+    *claims_placement.CLAIMS,
+)
+"""Every claim that a committed table can be held against, paper by paper in its order."""
+
+
+def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
+    """What the committed results say of a claim; one open finding where there are none.
+
+    Raises:
+        MalformedFileError: The table is damaged.
+    """
+    path = folder / claim.family / f"{claim.source}.csv"
+    if not path.exists():
+        return [Finding("", "not measured here", OPEN)]
+    return list(claim.read(read_rows(path)))
+
+
+def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
+    """The table of a family: place, claim, the paper's figure, setting, ours, verdict."""
+    table = []
+    for claim in CLAIMS:
+        if claim.family == family:
+            told = [claim.place, claim.text, claim.paper]
+            for one in findings(claim, folder):
+                table.append([*told, one.setting, one.here, one.verdict])
+                told = ["", "", ""]
+    return table
+
+
+HEADINGS = ("where", "claim", "the paper", "setting", "here", "verdict")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; see ``servegym claims --help``.
+
+    Raises:
+        ValueError: If a family is unknown.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("family", nargs="*", help=f"which papers ({', '.join(FAMILIES)}; all)")
+    chosen = [choose("family", name, FAMILIES) for name in parser.parse_args(argv).family]
+    for family in chosen or FAMILIES:
+        print_table(FAMILIES[family], HEADINGS, lines(family), left=len(HEADINGS))
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

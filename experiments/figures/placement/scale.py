@@ -1,0 +1,287 @@
+"""Prism from 4 to 256 GPUs and from 100 to 1000 Mbps (Fig. 8), and what the settings decide.
+
+``fig8a`` repeats the testbed's 1, 1, 2 pattern of GPUs at a fixed rate per server, ``fig8b``
+changes the bandwidth, ``sensitivity`` the link model, the messages and their cost. A point whose
+mean grows with the length of the run (column ``overloaded``) has no change in percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from servegym.baselines.expert_placement.prism import prism
+from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.experiments.figures.placement.common import (
+    COLOURS,
+    SEED,
+    band,
+    few,
+    growing,
+    measure,
+    overloaded,
+    ratio_of,
+    run_figures,
+    seconds_axis,
+    setting,
+    told,
+    versus,
+)
+from servegym.experiments.figures.script import FigureOptions, errors, legend, pyplot, save, tidy
+from servegym.experiments.output import print_table
+from servegym.hardware_profiles.script import run
+
+__all__ = ["main"]
+
+MODULE = "servegym.experiments.figures.placement.scale"
+GPUS = (4, 8, 16, 32, 64, 128, 256)
+GAPS_S = (8.0, 15.0)
+MBPS = (100, 200, 300, 500, 750, 1000)
+LINKS = ("nic", "pairwise")
+CASES = (("nic", 0.2), ("nic", 1.5), ("pairwise", 1.5))
+"""Link model and cost of a message, ms, of Fig. 8b."""
+
+
+def _episodes(options: FigureOptions, gpus: int) -> int:
+    """Fewer episodes of large clusters, which hold more requests each: 7,200 with 256 GPUs."""
+    return max(min(options.episodes, 2), options.episodes // (1 + gpus // 64))
+
+
+Found = tuple[np.ndarray, bool]
+"""Mean latency of each episode, and whether the point is overloaded."""
+
+
+def _compared(one: Found, other: Found, names: tuple[str, str], paired: bool = False) -> str:
+    """Change from ``other`` to ``one`` in words, or which of them, by name, is overloaded."""
+    grow = [name for name, found in zip(names, (one, other), strict=True) if found[1]]
+    if grow:
+        return f"no change to tell ({' and '.join(grow)} overloaded)"
+    return versus(one[0], other[0]) if paired else told(ratio_of(one[0], other[0]), "+.0f")
+
+
+def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
+    """A cross on the points of overloaded queues, at the upper end of what is drawn."""
+    grow = [row for row in rows if row["overloaded"]]
+    top = axis.get_ylim()[1]
+    axis.plot([row[x] for row in grow], [min(row["mean_latency_s"], 0.97 * top) for row in grow],
+              "x", color="black", ms=8, mew=1.5, ls="none", label="overloaded")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- Fig. 8a
+
+
+def holders(gpus: int) -> str:
+    """How many servers hold an expert with Prism's first placement, and what the rarest serve."""
+    problem = build_problem(scenario=f"scale_{gpus}", split="eval")
+    system = PlacementSystem(problem)
+    system.begin(np.random.default_rng(SEED))
+    counts, cluster = system.counts(), problem.cluster
+    view = cluster.server_view(prism(counts, cluster.slots, cluster.gpu_server))
+    copies = view.sum(axis=0)
+    away = (counts * ~view).sum(axis=0)
+    # Remote calls go to the holders of an expert alike.
+    busy = (view * (away / copies)).sum(axis=(1, 2))
+    return (
+        f"{gpus} GPUs: Prism leaves {100 * (copies == 1).mean():.0f} % of the experts on one of "
+        f"{cluster.num_servers} servers (median {np.median(copies):.0f}); the busiest server gets "
+        f"{busy.max() / busy.mean():.1f} x the remote tokens of the mean one"
+    )
+
+
+def fig8a(options: FigureOptions) -> None:
+    """Latency against the number of GPUs at a fixed rate per server."""
+    rows: list[dict[str, Any]] = []
+    latency: dict[tuple[Any, ...], Found] = {}
+    for link in LINKS:
+        chosen = ("redundance", "eplb", "prism") if link == "nic" else ("eplb", "prism")
+        for gap in GAPS_S:
+            for gpus in few(options, GPUS[:3] if options.quick else GPUS):
+                kwargs: dict[str, Any] = {
+                    "scenario": f"scale_{gpus}", "mean_interarrival_s": gap,
+                    "epochs": 1, "cluster_kwargs": {"link_model": link},
+                }  # fmt: skip
+                point = {"link_model": link, "gap_s": gap, "gpus": gpus}
+                found, own = measure(chosen, _episodes(options, gpus), point, **kwargs)
+                rows += found
+                grow = overloaded(found)
+                latency |= {(link, gap, gpus, p): (x, p in grow) for p, x in own.items()}
+    sizes = sorted({row["gpus"] for row in rows})
+    first, last = sizes[0], sizes[-1]
+    notes = []
+    for link in LINKS:
+        said = []
+        for gap, paper in zip(GAPS_S, ("-19 %", "-9 %"), strict=True):
+            late, early = (latency[link, gap, gpus, "prism"] for gpus in (last, first))
+            change = _compared(late, early, (f"{last} GPUs", f"{first} GPUs"))
+            said.append(f"{change} at {gap:g} s between requests (paper {paper})")
+        notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(said)}")
+    for link in LINKS:
+        wins = [
+            f"{gpus} GPUs at {gap:g} s "
+            + _compared(latency[link, gap, gpus, "prism"], latency[link, gap, gpus, "eplb"],
+                        ("prism", "eplb"), paired=True)
+            for gap in GAPS_S
+            for gpus in (first, last)
+        ]  # fmt: skip
+        notes.append(f"{link}: prism against eplb: {'; '.join(wins)}")
+    notes.append(
+        "the change with size depends on the link model: with pairwise links a server's bandwidth "
+        "grows with the number of servers, with nic it does not"
+    )
+    notes += [holders(gpus) for gpus in (first, last)]
+    notes += growing(rows, ("link_model", "gap_s", "gpus", "policy"))
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    panels = [(link, gap) for link in LINKS for gap in GAPS_S]
+    for axis, (link, gap) in zip(axes, panels, strict=True):
+        for policy in ("redundance", "eplb", "prism"):
+            part = [r for r in rows if (r["link_model"], r["gap_s"], r["policy"])
+                    == (link, gap, policy)]  # fmt: skip
+            if part:
+                band(axis, part, "gpus", "mean_latency_s", color=COLOURS[policy], marker="o", ms=3,
+                     label=policy)  # fmt: skip
+        stable = [r["mean_latency_s"] for r in rows if (r["link_model"], r["gap_s"]) == (link, gap)
+                  and not r["overloaded"]]  # fmt: skip
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.set_ylim(0, 1.5 * max(stable, default=1.0))
+        _mark(axis, [r for r in rows if (r["link_model"], r["gap_s"]) == (link, gap)], "gpus")
+        axis.set_xlabel("GPUs")
+        axis.set_ylabel("mean latency, s")
+        axis.set_title(f"link model {link}, {gap:g} s between requests", fontsize=10)
+        tidy(axis)
+    figure.suptitle("DeepSeek-V2-Lite, per-expert messages, h = 1.5 ms, 500 Mbps", fontsize=10)
+    legend(figure, axes[0])
+    about = {"setting": setting(build_problem(scenario=f"scale_{last}", split="eval"))}
+    save(options, "fig8a_gpus", rows, figure, *notes, about=about)
+    print("\n".join(notes))
+
+
+# --------------------------------------------------------------------------------------- Fig. 8b
+
+
+def fig8b(options: FigureOptions) -> None:
+    """Latency of Prism against the bandwidth of the servers."""
+    rows: list[dict[str, Any]] = []
+    latency: dict[tuple[Any, ...], Found] = {}
+    sizes = (4, 16) if options.quick else (4, 64, 256)
+    for link, h in CASES:
+        for gpus in sizes:
+            for mbps in few(options, MBPS):
+                kwargs: dict[str, Any] = {
+                    "scenario": f"scale_{gpus}", "mean_interarrival_s": 15.0, "epochs": 1,
+                    "cluster_kwargs": {
+                        "nic_bps": mbps * 1e6, "message_cost_s": h * 1e-3, "link_model": link,
+                    },
+                }  # fmt: skip
+                point = {"link_model": link, "h_ms": h, "gpus": gpus, "mbps": mbps}
+                found, own = measure(("prism",), _episodes(options, gpus), point, **kwargs)
+                rows += found
+                latency[link, h, gpus, mbps] = own["prism"], bool(overloaded(found))
+    notes = []
+    for link, h in CASES:
+        said = []
+        for gpus in sizes:
+            fast, slow = (latency[link, h, gpus, mbps] for mbps in (MBPS[-1], MBPS[0]))
+            change = _compared(fast, slow, (f"{MBPS[-1]} Mbps", f"{MBPS[0]} Mbps"))
+            said.append(f"{gpus} GPUs {change}")
+        notes.append(
+            f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(said)}; the "
+            "paper: -55 % with 4 GPUs, -35 % with 256"
+        )
+    notes.append("15 s between the requests of a server, arrivals of 5 minutes")
+    notes += growing(rows, ("link_model", "h_ms", "gpus", "mbps"))
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(CASES), figsize=(12, 4), layout="constrained")
+    for axis, (link, h) in zip(axes, CASES, strict=True):
+        for k, gpus in enumerate(sizes):
+            part = [row for row in rows if (row["link_model"], row["h_ms"], row["gpus"])
+                    == (link, h, gpus)]  # fmt: skip
+            band(axis, part, "mbps", "mean_latency_s", color=f"C{k}", marker="o", ms=3,
+                 label=f"{gpus} GPUs")  # fmt: skip
+        _mark(axis, [r for r in rows if (r["link_model"], r["h_ms"]) == (link, h)], "mbps")
+        seconds_axis(axis)
+        axis.set_xlabel("bandwidth of a server, Mbps")
+        axis.set_ylabel("mean latency, s")
+        axis.set_title(f"Prism, link model {link}, h = {h:g} ms", fontsize=10)
+        tidy(axis)
+    legend(figure, axes[0])
+    about = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
+    save(options, "fig8b_bandwidth", rows, figure, *notes, about=about)
+    print("\n".join(notes))
+
+
+# ----------------------------------------------------------------------------------- sensitivity
+
+
+def sensitivity(options: FigureOptions) -> None:
+    """Which placement is fastest by link model, kind and cost of messages and link speed."""
+    chosen = ("redundance", "eplb", "eplb_global", "prism", "proxy_optimum", "whole_layer")
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for scenario in few(options, ("paper_testbed", "edge_hetero")):
+        for link in LINKS:
+            for messages in ("per_expert", "per_server"):
+                for h in (0.2, 1.5):
+                    kwargs: dict[str, Any] = {
+                        "scenario": scenario, "epochs": 1 if options.quick else 4,
+                        "cluster_kwargs": {
+                            "link_model": link, "messages": messages, "message_cost_s": h * 1e-3,
+                        },
+                    }  # fmt: skip
+                    place = f"{scenario}, {link}, {messages}, h = {h:g} ms"
+                    point = {"point": place, "scenario": scenario, "link_model": link}
+                    point |= {"messages": messages, "h_ms": h}
+                    found, own = measure(chosen, options.episodes, point, **kwargs)
+                    rows += found
+                    order = sorted(own, key={k: x.mean() for k, x in own.items()}.__getitem__)
+                    grow = overloaded(found)
+                    prism_, rival = ((own[p], p in grow) for p in ("prism", "eplb_global"))
+                    gain = _compared(prism_, rival, ("prism", "eplb_global"), paired=True)
+                    notes.append(f"{place}: {' < '.join(order)}; prism against eplb_global {gain}")
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    cell = {(row["point"], row["policy"]): row for row in rows}
+    print_table(
+        "Mean latency, s",
+        ["", *chosen],
+        [[p, *(f"{cell[p, name]['mean_latency_s']:.2f}" for name in chosen)] for p in points],
+    )
+    first = {p: min(chosen, key=lambda n, p=p: cell[p, n]["mean_latency_s"]) for p in points}
+    wins = [f"{name} in {list(first.values()).count(name)}" for name in chosen]
+    notes.insert(0, f"fastest of these six in {len(points)} settings: {', '.join(wins)}")
+    notes += growing(rows, ("point", "policy"))
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, len(points) // 8, figsize=(5.2 * (len(points) // 8), 5.2), layout="constrained",
+        squeeze=False,
+    )  # fmt: skip
+    for axis, scenario in zip(axes[0], dict.fromkeys(r["scenario"] for r in rows), strict=True):
+        own = [p for p in points if cell[p, chosen[0]]["scenario"] == scenario]
+        for k, name in enumerate(chosen):
+            values, bars = errors([cell[p, name] for p in own], "mean_latency_s")
+            axis.bar(np.arange(len(own)) + 0.14 * k, values, 0.14, yerr=bars, color=COLOURS[name],
+                     label=name, error_kw={"lw": 0.7})  # fmt: skip
+        labels = [p.partition(", ")[2] for p in own]
+        axis.set_xticks(np.arange(len(own)) + 0.35, labels, rotation=60, ha="right", fontsize=8)
+        seconds_axis(axis)
+        axis.set_ylabel("mean latency, s")
+        axis.set_title(f"{scenario}, DeepSeek-V2-Lite", fontsize=10)
+        tidy(axis)
+    legend(figure, axes[0, 0])
+    save(options, "sensitivity_links", rows, figure, *notes)
+    print("\n".join(notes))
+
+
+FIGURES = {"fig8a": fig8a, "fig8b": fig8b, "sensitivity": sensitivity}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and save; see ``--help``."""
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=5)
+
+
+if __name__ == "__main__":
+    run(main)

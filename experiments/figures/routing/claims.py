@@ -1,0 +1,328 @@
+"""The routing paper's claims: what they come to in the tables, and in words for each figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from servegym.experiments.figures.verdicts import (
+    OPEN,
+    Claim,
+    Finding,
+    Reader,
+    Rows,
+    holds,
+    judge,
+    percent,
+    pick,
+    span,
+    values,
+)
+
+__all__ = [
+    "CLAIMS", "COLLAPSED", "OVER_BASELINE", "PAPER_HEURISTICS", "PRINTED", "TRAINED_SO", "Change",
+    "ahead", "best_trained", "claim", "claims", "spread", "strongest",
+]  # fmt: skip
+
+
+class Change(NamedTuple):
+    """A change from one router to another as the routing paper prints it, percent.
+
+    Attributes:
+        qos: Of the average QoS.
+        latency: Of the latency per token.
+        least: Whether the paper says "at least" of the QoS.
+    """
+
+    qos: float
+    latency: float
+    least: bool = False
+
+    def __str__(self) -> str:
+        return f"{'at least ' * self.least}{self.qos:+.2f} %, {self.latency:+.2f} %"
+
+
+PRINTED = {
+    "Fig. 7": Change(35.78, -5.45),
+    "Fig. 9": Change(33.47, -3.35, True),
+    "Fig. 12": Change(34.11, -4.17, True),
+    "Fig. 13": Change(18.31, -4.63, True),
+    "Fig. 17, state": Change(17.27, -3.22),
+    "Fig. 17, reward": Change(22.37, -2.15),
+    "Fig. 18": Change(17.94, -1.33),
+    "Fig. 18, none": Change(21.74, math.nan, True),
+}
+"""What the routing paper prints of its figures."""
+
+OVER_BASELINE = ("sac_han", "baseline_rl")
+AT_N = ("sac_han (trained at N)", "baseline_rl (trained at N)")
+"""Baseline RL serves no other number of experts than its own."""
+PAIRS = (OVER_BASELINE, ("sac_han (general)", "baseline_rl (general)"), AT_N)
+"""The paper's router and its baseline: both trained for one rate, for a range of rates, and anew
+for each number of experts."""
+
+PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
+"""The paper's baselines beside Baseline RL."""
+
+TRAINED_SO = "sac_han (trained so)"
+"""SAC-HAN trained anew for each of the predictors that it is measured with (Fig. 18)."""
+
+COLLAPSED = 0.9
+"""Share of the sent requests above which a router counts as collapsed onto one expert."""
+
+
+def strongest(named: Mapping[str, Mapping[str, Any]], reference: str) -> str:
+    """The routing paper's baseline with the most QoS: its heuristics or its trained reference."""
+    known = [name for name in (*PAPER_HEURISTICS, reference) if name in named]
+    return max(known, key=lambda name: named[name]["qos"])
+
+
+def ahead(
+    method: str, reference: str, paper: float, least: bool = False, key: str = "qos",
+    best: bool = False,
+) -> Reader:  # fmt: skip
+    """QoS (or another column) of one trained router over another's at every point, by fleet.
+
+    The worst point counts. Where the reference is below shortest_queue it has learnt too little: a
+    gain over it says nothing and does not count, a loss does. With ``best`` the reference is the
+    `strongest` of the paper's baselines at each point.
+    """
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        column = "panel" if "panel" in rows[0] else "profiles"
+        for fleet in values(rows, column):
+            part = pick(rows, **{column: fleet})
+            points = [
+                {row["policy"]: row for row in pick(part, point=point)}
+                for point in values(part, "point")
+            ]
+            points = [point for point in points if {method, reference} <= set(point)]
+            if not points:
+                yield Finding(fleet, "not trained here", OPEN)
+                continue
+            counted, weak, rivals = [], [], []
+            for point in points:
+                rival = strongest(point, reference) if best else reference
+                change = percent(point[method][key], point[rival][key])
+                poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
+                (weak if poor and change * paper > 0 else counted).append(change)
+                rivals.append(rival)
+            told = [f"{span(part)} at {_points(part)}{why}" for part, why in (
+                (counted, f" over {' or '.join(dict.fromkeys(rivals))}" * best),
+                (weak, " where the reference is below shortest_queue: undertrained"),
+            ) if part]  # fmt: skip
+            worst = min((one / paper for one in counted), default=None)
+            verdict = OPEN if worst is None else judge(worst * paper, paper, least)
+            yield Finding(fleet, "; ".join(told), verdict)
+
+    return read
+
+
+def _points(part: Sequence[float]) -> str:
+    return f"{len(part)} point{'s'[: len(part) > 1]}"
+
+
+def changed(
+    place: str, text: str, source: str, method: str, reference: str, key: str = "qos",
+    part: str = "", best: bool = False,
+) -> Claim:  # fmt: skip
+    """The claim that a change between two routers is the one of `PRINTED`, see `ahead`."""
+    printed = PRINTED[f"{place}, {part}" if part else place]
+    figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
+    told = f"{'at least ' * least}{figure:+.2f} %"
+    read = ahead(method, reference, figure, least, key, best)
+    return Claim("routing", place, text, told, source, read)
+
+
+def end_to_end(rows: Rows) -> Iterable[Finding]:
+    """End-to-end latency of the trained router against the quickest of the paper's baselines."""
+    for point in values(rows, "point"):
+        seconds = {row["policy"]: row["e2e_s"] for row in pick(rows, point=point)}
+        if "sac_han" not in seconds:
+            yield Finding(point, "not trained here", OPEN)
+            continue
+        own = seconds["sac_han"]
+        names = (*PAPER_HEURISTICS, "baseline_rl")
+        others = {name: seconds[name] for name in names if name in seconds}
+        quickest = min(others, key=others.__getitem__)
+        change = percent(own, others[quickest])
+        yield Finding(point, f"{change:+.1f} % against {quickest}", judge(change, -21.34, True))
+
+
+def with_predictors(rows: Rows) -> Iterable[Finding]:
+    """QoS with predicted scores and lengths over that with none."""
+    for point in values(rows, "point"):
+        own = pick(rows, point=point)
+        for policy in ("priced_greedy", "rpi (shipped)", TRAINED_SO):
+            qos = {row["predictors"]: row["qos"] for row in pick(own, policy=policy)}
+            if {"PS+PL", "ZS+ZL"} <= set(qos):
+                change = percent(qos["PS+PL"], qos["ZS+ZL"])
+                yield Finding(
+                    f"{point}, {policy}", f"{change:+.1f} %", judge(change, PRINTED["Fig. 18"].qos)
+                )
+
+
+def without_predictors(rows: Rows) -> Iterable[Finding]:
+    """QoS of SAC-HAN with no predictions over the strongest of the paper's baselines with them."""
+    for point in values(rows, "point"):
+        own = pick(rows, point=point)
+        named = {row["policy"]: row for row in pick(own, predictors="PS+PL")}
+        none = pick(own, predictors="ZS+ZL", policy=TRAINED_SO)
+        if not none:
+            yield Finding(point, "not trained here", OPEN)
+            continue
+        rival = strongest(named, "baseline_rl")
+        change = percent(none[0]["qos"], named[rival]["qos"])
+        paper = PRINTED["Fig. 18, none"]
+        yield Finding(point, f"{change:+.1f} % over {rival}", judge(change, paper.qos, paper.least))
+
+
+def decision_time(rows: Rows) -> Iterable[Finding]:
+    """Latency of one decision on a processor core."""
+    for row in rows:
+        if "one decision" in row["component"] and "torch" not in row["component"]:
+            ms = row["p99_ms"]
+            yield Finding(row["component"], f"P99 {ms:.2f} ms", holds([ms < 1]))
+
+
+def predictor(quantity: str, top1: float, top3: float) -> Reader:
+    """Accuracy of the fine-tuned predictor beside naming the commonest bucket."""
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for buckets in values(rows, "buckets"):
+            own = pick(rows, quantity=quantity, split="eval", buckets=buckets)
+            (tuned,), (common,) = (pick(own, predictor=p) for p in ("fine-tuned", "most common"))
+            told = "/".join(f"{100 * tuned[key]:.1f}" for key in ("top1", "top3"))
+            blind = "/".join(f"{100 * common[key]:.1f}" for key in ("top1", "top3"))
+            met = holds([100 * tuned["top1"] >= top1, 100 * tuned["top3"] >= top3])
+            yield Finding(f"{buckets} buckets", f"{told} % (the commonest alone {blind} %)", met)
+
+    return read
+
+
+def claim(
+    rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
+) -> list[str]:  # fmt: skip
+    """What the paper claims of ``method`` over ``reference`` against these rows, one line.
+
+    ``paper`` is the printed change, or words where it prints none.
+    A reference that ends below shortest_queue counts as undertrained: a gain over it is no figure.
+    """
+    named = {row["policy"]: row for row in rows}
+    if method not in named or reference not in named:
+        return [f"{method} over {reference}: not trained here (paper: {paper})"]
+    ours, theirs = named[method], named[reference]
+    ceiling, queue = ours.get("ceiling", math.nan), named.get("shortest_queue")
+    if queue is not None and theirs["qos"] < min(queue["qos"], ours["qos"]):
+        return [
+            f"{method} over {reference}: no ratio, {reference} is undertrained "
+            f"({theirs['qos']:.3f}, below shortest_queue {queue['qos']:.3f}; {method} "
+            f"{ours['qos']:.3f}) (paper: {paper}; the best score whatever the latency is "
+            f"{percent(ceiling, queue['qos']):+.0f} % over shortest_queue)"
+        ]
+    qos = percent(ours["qos"], theirs["qos"])
+    latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
+    most = percent(ceiling, theirs["qos"])
+    verdict = judge(qos, paper.qos, paper.least) if isinstance(paper, Change) else "no figure"
+    if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
+        shares = [f"{row['policy']} {100 * row['top_share']:.0f} %" for row in (ours, theirs)]
+        paper = f"{paper}; COLLAPSED onto one expert: {', '.join(shares)}"
+    return [
+        f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
+        f"{paper}: {verdict}; the best score whatever the latency: {most:+.0f} %)"
+    ]
+
+
+def best_trained(
+    rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
+) -> list[str]:
+    """The best trained router of these rows against the best heuristics, one line or none."""
+    named = {row["policy"]: row for row in rows if row["policy"] in references}
+    trained = [row for row in rows if row["trainings"]]
+    if not trained or len(named) < len(references):
+        return []
+    best = max(trained, key=lambda row: row["qos"])
+    told = [
+        f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; on "
+        f"the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
+        f"{best[f'over_{name}_high']:+.4f}])"
+        for name in references
+    ]
+    return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
+            f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
+            f"{best['ceiling']:.3f}"]  # fmt: skip
+
+
+def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
+    """What the paper's claim comes to, and who is best, at every point.
+
+    The paper's figures are over Baseline RL or over all its baselines: the trained one has its
+    line, and the strongest of them where that is a heuristic.
+    """
+    lines = []
+    for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
+        part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
+        points = {point: pick(part, point=point) for point in values(part, "point")}
+        trained = {row["policy"] for row in part}
+        pairs = [pair for pair in PAIRS if set(pair) <= trained]
+        if not pairs:
+            lines += [f"{fleet}: {one}" for one in claim([], *PAIRS[0], paper)]
+        for pair in pairs:
+            method, reference = pair
+            for point, own in points.items():
+                named = {row["policy"]: row for row in own}
+                if set(pair) <= set(named):
+                    for rival in dict.fromkeys((reference, strongest(named, reference))):
+                        lines += [f"{point}: {one}" for one in claim(own, method, rival, paper)]
+        for point, own in points.items():
+            lines += [f"{point}: {line}" for line in best_trained(own)]
+    print("\n".join(lines))
+    return lines
+
+
+def spread(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How the trained routers of these rows spread what they send, and whether one collapsed."""
+    return [
+        f"{row['policy']}: busiest expert {100 * row['top_share']:.0f} % of what is sent, entropy "
+        f"of the shares {row['share_entropy']:.2f}"
+        + (" (COLLAPSED)" if row["top_share"] > COLLAPSED else "")
+        for row in rows
+        if row["trainings"]
+    ]
+
+
+CLAIMS = (
+    changed("Fig. 7", "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals",
+            "fig7_poisson", *OVER_BASELINE),
+    changed("Fig. 7", "and takes less time a token",
+            "fig7_poisson", *OVER_BASELINE, key="latency_ms_per_token"),
+    changed("Fig. 7", "more QoS than the best of the paper's baselines",
+            "fig7_poisson", *OVER_BASELINE, best=True),
+    changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", *OVER_BASELINE,
+            best=True),
+    Claim("routing", "Fig. 10", "less time from end to end than every baseline",
+          "at least -21.34 %", "fig10_end_to_end", end_to_end),
+    Claim("routing", "Fig. 11", "more QoS than the baselines with 3 to 12 experts",
+          "above them everywhere", "fig11_experts", ahead(*AT_N, 1e-9, True, best=True)),
+    changed("Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate",
+            *OVER_BASELINE, best=True),
+    changed("Fig. 13", "more QoS than the baselines over the latency requirement",
+            "fig13_requirement", *OVER_BASELINE, best=True),
+    changed("Fig. 17", "the graph as state (DSA) adds to Baseline RL",
+            "fig17_ablation", "baseline_rl_dsa", "baseline_rl", part="state"),
+    changed("Fig. 17", "the QoS-aware reward adds to that",
+            "fig17_ablation", "sac_han", "baseline_rl_dsa", part="reward"),
+    changed("Fig. 17", "the same with PPO in the place of SAC",
+            "fig17_ablation", "ppo: qos_aware", "ppo: baseline_rl_dsa", part="reward"),
+    Claim("routing", "Fig. 18", "predicted scores and lengths add QoS",
+          f"{PRINTED['Fig. 18'].qos:+} %", "fig18_predictors", with_predictors),
+    Claim("routing", "Fig. 18", "and without any SAC-HAN is above every baseline",
+          f"at least {PRINTED['Fig. 18, none'].qos:+} %", "fig18_predictors", without_predictors),
+    Claim("routing", "Table II", "the router decides in less than a millisecond",
+          "< 1 ms each part", "table2_router", decision_time),
+    Claim("routing", "Section V", "the score's bucket is predicted, top 1 and top 3",
+          "63.39/97.78 %", "learned_predictors", predictor("score", 63.39, 97.78)),
+    Claim("routing", "Section V", "the length's bucket is predicted, top 1 and top 3",
+          "72.97/84.71 %", "learned_predictors", predictor("length", 72.97, 84.71)),
+)  # fmt: skip

@@ -1,0 +1,491 @@
+"""What the figure scripts of the routing experiments share.
+
+Baselines and trained routers on the same episodes, their summaries with intervals, the tidy CSV,
+the picture, and beside them a text file with the command, the versions and the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym.envs._checks import choose
+from servegym.experiments.evaluate import evaluate
+from servegym.experiments.figures import script as figure_run
+from servegym.experiments.figures.routing.plots import (
+    BASELINES,
+    plot_bars,
+    plot_lines,
+    policies_of,
+    style,
+)
+from servegym.experiments.figures.routing.training import LOCK, RESULT, source_digest
+from servegym.experiments.figures.script import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    run_chosen,
+    versions,
+)
+from servegym.experiments.output import print_table, read_rows
+from servegym.experiments.stats import Interval, over_trainings
+
+__all__ = [
+    "BASELINES",
+    "Options",
+    "TrainedRun",
+    "beside_kept",
+    "find_runs",
+    "gain",
+    "measure",
+    "play",
+    "plot_bars",
+    "plot_lines",
+    "policies_of",
+    "run_figures",
+    "save",
+    "style",
+]
+
+ENV_ID = "servegym/LLMRouting-v0"
+FLEETS = ("edge-6-heterogeneous", "paper-linear")
+OUT = Path("experiments/results/routing")
+KEPT = Path(__file__).parents[2] / "results" / "routing"
+"""The tables that come with the package."""
+REFERENCES = ("greedy_qos", "priced_greedy")
+"""Heuristics that everything is compared with episode by episode, where they are measured."""
+GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
+
+COLUMNS = {
+    "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),
+    "p99_latency_ms_per_token": ("p99_latency_s_per_token", 1e3),
+    "ttft_ms": ("mean_ttft_s", 1e3),
+    "e2e_s": ("mean_e2e_s", 1.0),
+    "communication_s": ("mean_communication_s", 1.0),
+    "routing_s": ("mean_routing_s", 1.0),
+    "waiting_s": ("mean_waiting_s", 1.0),
+    "inference_s": ("mean_inference_s", 1.0),
+    "late_rate": ("violation_rate", 1.0),
+    "drop_rate": ("drop_rate", 1.0),
+    "reject_rate": ("reject_rate", 1.0),
+    "memory_use": ("memory_use", 1.0),
+    "goodput_rps": ("goodput_rps", 1.0),
+    "ceiling": ("ceiling", 1.0),
+}
+"""Column of a table -> number of `evaluate` and its scale; means over episodes."""
+
+
+class TrainedRun(NamedTuple):
+    """A finished training.
+
+    Attributes:
+        label: What it is called in tables and pictures; runs of one label differ in their seed.
+        path: Its checkpoint.
+        group: Group of the training queue, or ``other``.
+        variant: Variant of the training queue, or what the checkpoint calls itself.
+        profiles: Fleet that it was trained on.
+        rates: Lowest and highest arrival rate of its training.
+        seed: Seed of its training.
+        experts: Number of experts that it was trained for.
+        any_experts: Whether it can serve another number of experts.
+    """
+
+    label: str
+    path: Path
+    group: str
+    variant: str
+    profiles: str
+    rates: tuple[float, float]
+    seed: int
+    experts: int
+    any_experts: bool
+
+
+class Options(FigureOptions):
+    """What the command line of a routing figure says, beside `FigureOptions`.
+
+    Attributes:
+        checkpoints: Folder of the trainings, or None.
+        shipped: Whether the shipped routers join them.
+        routers: Names of the shipped routers to compare; none: all.
+        fleets: Fleets to measure.
+        requests: Requests of an episode.
+        trained: The finished trainings.
+        keep: Whether the kept tables' other policies stay in them, see `beside_kept`.
+    """
+
+    checkpoints: Path | None
+    shipped: bool
+    routers: Sequence[str]
+    fleets: Sequence[str]
+    requests: int
+    trained: Sequence[TrainedRun]
+    keep: bool = False
+
+
+Figure = Callable[[Options], None]
+
+
+def find_runs(folder: Path | None) -> list[TrainedRun]:
+    """The finished trainings below a folder.
+
+    A run of the training queue counts once it has its result; any other folder counts if it has a
+    ``best.safetensors``.
+
+    Args:
+        folder: Folder of the runs; None: the checkpoints that come with the package.
+
+    Raises:
+        ValueError: If the folder does not exist.
+    """
+    if folder is None:
+        return shipped_runs()
+    if not folder.is_dir():
+        raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
+    from servegym.agents import load_policy
+
+    found = []
+    for path in sorted(folder.glob("**/best.safetensors")):
+        run = path.parent
+        told: dict[str, Any] = {}
+        if (run / RESULT).exists():
+            told = json.loads((run / RESULT).read_text(encoding="utf-8"))
+        elif (run / LOCK).exists():
+            print(f"{run.name} is not finished and left out")
+            continue
+        policy = load_policy(path)
+        if policy.agent not in GRAPH_AGENTS:
+            continue
+        group, variant = told.get("group", "other"), told.get("variant", policy.name)
+        label = {
+            "paper": variant,
+            "general": f"{'sac_han' if variant == 'residual' else variant} (general)",
+            "other": f"{policy.name} ({run.name})",
+        }.get(group, f"{group}: {variant}")
+        found.append(_trained(label, path, group, variant, policy))
+    return found
+
+
+def shipped_runs() -> list[TrainedRun]:
+    """The checkpoints that come with the package; they serve every fleet that they can."""
+    from servegym.agents import load_policy
+    from servegym.agents.lib.checkpoint import shipped
+
+    return [
+        _trained(f"{name} (shipped)", path, "shipped", name, load_policy(path))
+        for name, path in shipped("llm_routing").items()
+    ]
+
+
+def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> TrainedRun:
+    args = policy.args
+    rates = (float(args.rate_low), float(args.rate_high))
+    any_experts = getattr(getattr(policy.net, "actor", None), "per_expert", True)
+    return TrainedRun(label, path, group, variant, args.profiles, rates, int(args.seed),
+                      int(getattr(policy, "experts", 0)), any_experts)  # fmt: skip
+
+
+def play(
+    policies: Sequence[Any], episodes: int, env_kwargs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of every policy's episodes, see `evaluate`.
+
+    Up to 64 side by side: one call decides for all of them, far quicker than a few at a time.
+    """
+    return evaluate(ENV_ID, policies, episodes, env_kwargs=env_kwargs, num_envs=min(episodes, 64))
+
+
+def measure(
+    options: Options,
+    env_kwargs: Mapping[str, Any],
+    point: Mapping[str, Any],
+    trained: Sequence[TrainedRun] = (),
+    baselines: Sequence[str] = BASELINES,
+    episodes: int | None = None,
+) -> list[dict[str, Any]]:
+    """Summaries of baselines and trained routers at one point, on the same episodes.
+
+    The interval of a baseline, or of a router trained once, is over episodes; that of a router
+    trained with several seeds is over trainings. ``interval_over`` says which. ``over_X`` is the
+    difference to the heuristic X on the same episodes.
+
+    Args:
+        options: The command line.
+        env_kwargs: Arguments of the environment.
+        point: Columns that tell the point, put first in every row.
+        trained: Trained routers.
+        baselines: Registered names.
+        episodes: Episodes; those of the command line by default.
+    """
+    from servegym.agents import load_policy
+
+    kwargs = {"episode_requests": options.requests, **env_kwargs}
+    number = episodes or options.episodes
+    rows = []
+    if baselines:
+        rows = play(baselines, number, kwargs)
+    series: dict[str, list[list[dict[str, Any]]]] = {
+        name: [[row for row in rows if row["policy"] == name]] for name in baselines
+    }
+    system = None
+    for run in trained:
+        if system is None:
+            from servegym.baselines.llm_routing.system import RoutingSystem
+
+            system = RoutingSystem.from_kwargs(**kwargs)
+        if not run.any_experts and run.experts != system.num_experts:
+            continue
+        policy = load_policy(run.path, system)
+        policy.name = run.label
+        series.setdefault(run.label, []).append(play([policy], number, kwargs))
+    found = {
+        name: {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}
+        | summarise_parts(parts)
+        for name, parts in series.items()
+    }
+    for reference in (name for name in REFERENCES if name in baselines):
+        for name, row in found.items():
+            row |= gain(f"over_{reference}", series[name], series[reference][0])
+    return list(found.values())
+
+
+def gain(
+    column: str,
+    parts: Sequence[Sequence[Mapping[str, Any]]],
+    reference: Sequence[Mapping[str, Any]],
+) -> dict[str, float]:
+    """QoS of one or several trainings' episodes less a reference's on the same ones.
+
+    Returns:
+        ``column``, ``column_low`` and ``column_high``, see `over_trainings`.
+    """
+    found = over_trainings(
+        [[row["avg_qos"] for row in part] for part in parts], [row["avg_qos"] for row in reference]
+    )
+    ends = zip(("", "_low", "_high"), found, strict=True)
+    return {f"{column}{end}": round(value, 6) for end, value in ends}
+
+
+def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """QoS with its interval and the means of `COLUMNS`, of one or several trainings' episodes.
+
+    The QoS of a training is the interquartile mean over its episodes, see `over_trainings`.
+    """
+    qos = over_trainings([[row["avg_qos"] for row in part] for part in parts])
+    row: dict[str, Any] = {"qos": qos.value, "qos_low": qos.low, "qos_high": qos.high}
+    row |= {"interval_over": "trainings" if len(parts) > 1 else "episodes"}
+    row |= {"episodes": len(parts[0])}
+    for column, (key, scale) in COLUMNS.items():
+        values = np.array([one[key] for part in parts for one in part], dtype=np.float64)
+        values = values[np.isfinite(values)]
+        row[column] = scale * float(values.mean()) if values.size else math.nan
+    row |= concentration(parts)
+    return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def concentration(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """How the sent requests spread over the experts: what tells a collapsed router.
+
+    Returns:
+        ``top_share``, the busiest expert's share of the requests sent to any, and
+        ``share_entropy``, 1 for even shares and 0 for one expert; of the training where they are
+        furthest from even. NaN without requests.
+    """
+    found = []
+    for part in parts:
+        names = [key for key in part[0] if key.startswith("share_")]
+        sent = np.array([np.mean([row[key] for row in part]) for key in names])
+        if sent.sum() > 0:
+            sent = sent / sent.sum()
+            entropy = -(sent[sent > 0] * np.log(sent[sent > 0])).sum() / np.log(max(len(sent), 2))
+            found.append((float(sent.max()), float(entropy)))
+    top, entropy = max(found, default=(math.nan, math.nan))
+    return {"top_share": top, "share_entropy": entropy}
+
+
+def chosen(
+    options: Options, fleet: str, groups: Sequence[str] = ("paper", "general", "other")
+) -> list[TrainedRun]:
+    """The trainings of some groups on a fleet, and what is shipped and can serve that fleet."""
+    return [
+        run
+        for run in options.trained
+        if (run.group == "shipped" and (run.any_experts or run.profiles == fleet))
+        or (run.group in groups and run.profiles == fleet)
+    ]
+
+
+def beside_kept(
+    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *columns: str
+) -> list[dict[str, Any]]:
+    """With ``--keep``, these rows among those of the policies that only the kept table has.
+
+    So a router can be put beside those of a figure without training them all. The table is that in
+    the folder of the results or, if there is none, the one that comes with the package. The
+    heuristics are measured every time: they have the same QoS as before if the episodes are the
+    same.
+
+    Args:
+        options: The command line.
+        stem: Name of the table.
+        rows: What was measured; a policy may have several rows at a point.
+        *columns: The columns that tell the point.
+
+    Raises:
+        ValueError: If there is no such table, or if a heuristic has another QoS in it.
+    """
+    if not options.keep:
+        return [dict(row) for row in rows]
+    table = _table(options, stem)
+    if not table.exists():
+        raise ValueError(f"keep: there is no {table} to keep rows of; leave --keep out")
+
+    def grouped(part: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, list[Any]]]:
+        found: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
+        for row in part:
+            point = found.setdefault(tuple(row[column] for column in columns), {})
+            point.setdefault(row["policy"], []).append(dict(row))
+        return found
+
+    now, before = grouped(rows), grouped(read_rows(table, empty=math.nan))
+    for point, policies in now.items():
+        for name in set(policies) & set(before.get(point, ())) & set(BASELINES):
+            new, old = (
+                [row["qos"] for row in part] for part in (policies[name], before[point][name])
+            )
+            if len(new) != len(old) or not np.allclose(new, old, atol=2e-6, equal_nan=True):
+                count = before[point][name][0].get("episodes", "those of its command")
+                raise ValueError(
+                    f"keep: at {', '.join(map(str, point))} {name} has another QoS in {table} "
+                    f"than here, so the episodes are others; give its --episodes ({count}), or "
+                    "leave --keep out"
+                )
+    found = []
+    for point in dict.fromkeys((*before, *now)):
+        for part in (before.get(point, {}) | now.get(point, {})).values():
+            found += part
+    return found
+
+
+def _table(options: Options, stem: str) -> Path:
+    own = options.out / f"{stem}.csv"
+    return own if own.exists() else KEPT / own.name
+
+
+def _kept(options: Options, stem: str) -> dict[str, str]:
+    """Where the rows come from that `beside_kept` added: lines for the text beside the table."""
+    text = _table(options, stem).with_suffix(".txt")
+    if not options.keep:
+        return {}
+    if not text.exists():  # an installed package has the tables alone
+        return {"rows kept": f"from the table of serve-gym {versions()['serve-gym']}"}
+    lines = text.read_text(encoding="utf-8").splitlines()
+    told = dict(line.split(": ", 1) for line in lines if ": " in line)
+    keys = ("command", "sources", "trained routers")
+    how = "; ".join(f"{key}: {told[key]}" for key in keys if key in told)
+    older = {key: value for key, value in told.items() if key.startswith("rows kept")}
+    name = f"rows kept of {told.get('date', 'an earlier day')}, number {len(older) + 1}"
+    return {**older, name: how}
+
+
+def save(
+    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: str
+) -> None:
+    """As `figure_run.save`, with the trained routers that the figure compares."""
+    trained = ", ".join(f"{run.label} s{run.seed}" for run in options.trained)
+    about = {
+        **versions(("torch",)),
+        "sources": source_digest(),
+        "trained routers": trained or "none, baselines only",
+        **_kept(options, stem),
+    }
+    figure_run.save(options, stem, rows, figure, *notes, about=about)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    """Print summaries: the columns ``keys``, QoS with its interval, latency, refused requests."""
+
+    def text(row: Mapping[str, Any]) -> str:
+        qos = Interval(row["qos"], row["qos_low"], row["qos_high"])
+        return f"{qos.value:.3f} [{qos.low:.3f}, {qos.high:.3f}]"
+
+    body = [
+        [
+            row["policy"] + (f" x{row['trainings']}" if row["trainings"] else ""),
+            *(str(row[key]) for key in keys),
+            text(row),
+            f"{row['latency_ms_per_token']:.1f}",
+            f"{100 * row['late_rate']:.1f}",
+            f"{100 * row['drop_rate']:.1f}",
+            f"{100 * row['reject_rate']:.1f}",
+        ]
+        for row in rows
+    ]
+    print_table(title, ["policy", *keys, "QoS", "ms/token", "late %", "drop %", "reject %"], body)
+
+
+def run_figures(
+    figures: Mapping[str, Figure],
+    argv: Sequence[str] | None,
+    description: str | None,
+    module: str,
+    episodes: int,
+    own: Callable[[argparse.ArgumentParser], None] | None = None,
+    keeps: bool = False,
+) -> int:
+    """The command line of a figure script.
+
+    Args:
+        figures: Figure by name, in order.
+        argv: Arguments, those of the process by default.
+        description: The script's docstring.
+        module: The script's module.
+        episodes: Default number of episodes.
+        own: Adds the script's own options.
+        keeps: Whether its figures go through `beside_kept`.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument is not valid.
+    """
+    parser = figure_parser(tuple(figures), description, module, episodes, OUT)
+    parser.add_argument(
+        "--checkpoints", type=Path, help="folder of trainings; default: the shipped ones"
+    )
+    parser.add_argument(
+        "--routers", nargs="+", default=(), metavar="NAME", help="of the shipped ones only these"
+    )
+    parser.add_argument(
+        "--shipped", action="store_true", help="with --checkpoints: and the shipped ones"
+    )
+    parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
+                        help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
+    if keeps:
+        parser.add_argument(
+            "--keep", action="store_true",
+            help="leave the policies that are not measured in the kept table (not fig16, table2)",
+        )  # fmt: skip
+    if own is not None:
+        own(parser)
+    options = command_line(parser, argv, Options())
+    options.trained = tuple(find_runs(options.checkpoints))
+    if options.shipped and options.checkpoints is not None:
+        options.trained += tuple(shipped_runs())
+    if options.routers:
+        known = [run.variant for run in shipped_runs()]
+        names = [choose("routers", name, known) for name in options.routers]
+        options.trained = tuple(
+            run for run in options.trained if run.group != "shipped" or run.variant in names
+        )
+    options.requests = 100 if options.quick else 1000
+    if not options.trained:
+        print("no trained routers: baselines only")
+    return run_chosen(figures, options)

@@ -1,0 +1,395 @@
+"""How the routers learn and what their parts are worth (Fig. 16-18, Table II).
+
+``python -m servegym.experiments.figures.routing.learning --checkpoints runs/routing`` reads the
+logs and checkpoints of the training queue. Without ``--checkpoints``: the heuristics under the
+predictors of Fig. 18, and Table II with untrained weights, whose sizes and times are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
+from servegym.experiments.figures.routing.claims import (
+    PAPER_HEURISTICS,
+    PRINTED,
+    TRAINED_SO,
+    claim,
+    spread,
+)
+from servegym.experiments.figures.routing.common import (
+    ENV_ID,
+    Options,
+    beside_kept,
+    chosen,
+    measure,
+    print_rows,
+    run_figures,
+    save,
+    shipped_runs,
+)
+from servegym.experiments.figures.routing.plots import plot_bars, plot_groups
+from servegym.experiments.figures.routing.runs import POINTS, RUNS
+from servegym.experiments.figures.routing.training import RESULT
+from servegym.experiments.figures.script import pyplot, tidy
+from servegym.experiments.figures.verdicts import percent
+from servegym.experiments.output import print_table
+from servegym.experiments.stats import student_interval
+from servegym.hardware_profiles.script import run
+
+__all__ = ["learning_curves", "main", "profile_router"]
+
+MODULE = "servegym.experiments.figures.routing.learning"
+HET = "edge-6-heterogeneous"
+PREDICTORS = {
+    "PS+PL": {},
+    "ZS+PL": {"score_predictor": "zero"},
+    "PS+ZL": {"length_predictor": "zero"},
+    "ZS+ZL": {"score_predictor": "zero", "length_predictor": "zero"},
+    "learned": {"score_predictor": "learned", "length_predictor": "learned"},
+    "exact": {"score_predictor": "exact", "length_predictor": "exact"},
+}
+"""Fig. 18: predictions as often right as the paper's, or zero, of score and length; those of the
+predictor that was fine-tuned here (`agents.train_predictor`); the truth, an upper bound."""
+
+
+REFERENCES = ("shortest_queue", "greedy_qos", "priced_greedy")
+"""Heuristics drawn into the training curves."""
+
+
+def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
+    """Validation and training QoS by step of all runs of the training queue, finished or not.
+
+    Args:
+        folder: Folder of the runs; None has none.
+
+    Returns:
+        Rows of ``run``, ``group``, ``variant``, ``point``, ``seed``, ``step``, ``quantity``
+        (``val_qos``: the averaged policy on the same validation episodes each time; ``train_qos``:
+        the exploring policy on training episodes) and ``value``.
+    """
+    rows: list[dict[str, Any]] = []
+    names = {"eval/avg_qos": "val_qos", "charts/avg_qos": "train_qos"}
+    for one in RUNS:
+        path = folder / one.name / "metrics.jsonl" if folder is not None else None
+        if path is None or not path.exists():
+            continue
+        told = {"run": one.name, "group": one.group, "variant": one.variant, "point": one.point}
+        found: dict[str, dict[int, list[float]]] = {name: {} for name in names.values()}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:  # cut off by a stop
+                continue
+            for key, name in names.items():
+                if key in entry:
+                    every = 1 if name == "val_qos" else 20_000
+                    step = int(entry["global_step"]) // every * every
+                    found[name].setdefault(step, []).append(entry[key])
+        for name, points in found.items():
+            rows += [
+                {**told, "seed": one.seed, "step": step, "quantity": name,
+                 "value": round(float(np.mean(values)), 5)}
+                for step, values in points.items()
+            ]  # fmt: skip
+    return rows
+
+
+def reference_levels(point: str) -> dict[str, float]:
+    """Validation QoS of `REFERENCES` on the episodes that the learning curves are measured on.
+
+    Args:
+        point: Key of `routing_runs.POINTS`.
+    """
+    from servegym.agents.lib.run import validate
+    from servegym.agents.sac_han import Args
+    from servegym.baselines.llm_routing.system import RoutingSystem
+    from servegym.baselines.registry import make_policy
+
+    args, found = Args(**POINTS[point]), {}
+    for name in REFERENCES:
+        policy = make_policy(name, RoutingSystem.from_kwargs(profiles=args.profiles))
+        policy.reset(args.eval_episodes * len(args.eval_rates), seed=0)
+        found[name] = validate(policy.act, args)["eval/avg_qos"]
+    return found
+
+
+def fig16(options: Options) -> None:
+    """Training curves: mean and interval over the seeds of each variant."""
+    rows = learning_curves(options.checkpoints)
+    if options.checkpoints is None or not rows:
+        print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
+        return
+    plt = pyplot()
+    done = {row["run"] for row in rows if (options.checkpoints / row["run"] / RESULT).exists()}
+    rows = [row for row in rows if row["run"] in done or not done]
+    # Trainings in changed environments have other reference levels: their tables are Fig. 11 to 18.
+    changed = {one.name for one in RUNS if one.settings.get("set")}
+    rows = [row for row in rows if row["run"] not in changed]
+    panels = list(dict.fromkeys((row["group"], row["point"]) for row in rows))
+    levels = {point: reference_levels(point) for point in dict.fromkeys(p for _, p in panels)}
+    notes: list[str] = []
+    across = 2 if len(panels) == 4 else min(len(panels), 3)
+    down = -(-len(panels) // across)
+    figure, axes = plt.subplots(
+        down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained"
+    )
+    for spare in axes.flat[len(panels) :]:
+        spare.set_axis_off()
+    for axis, (group, point) in zip(axes.flat, panels, strict=False):
+        own = [r for r in rows if (r["group"], r["point"]) == (group, point)]
+        own = [r for r in own if r["quantity"] == "val_qos"]
+        for variant in dict.fromkeys(row["variant"] for row in own):
+            series = [row for row in own if row["variant"] == variant]
+            seeds = {row["seed"] for row in series}
+            steps = sorted({row["step"] for row in series})
+            values = [[r["value"] for r in series if r["step"] == step] for step in steps]
+            curve = np.array([student_interval(v) for v in values])
+            thousands = np.array(steps) / 1e3
+            line = axis.plot(thousands, curve[:, 0], label=f"{variant}, {len(seeds)} seed(s)")[0]
+            if len(seeds) > 1:
+                axis.fill_between(
+                    thousands, curve[:, 1], curve[:, 2], alpha=0.2, color=line.get_color()
+                )
+            top, rise = int(np.argmax(curve[:, 0])), curve[-1, 0] - curve[2 * len(steps) // 3, 0]
+            ends = f" [{curve[top, 1]:.3f}, {curve[top, 2]:.3f}]" if len(seeds) > 1 else ""
+            notes.append(
+                f"{group}, {point}: {variant} x{len(seeds)}: validation QoS {curve[0, 0]:.3f} "
+                f"after {steps[0]:,} steps, at most {curve[top, 0]:.3f}{ends} after "
+                f"{steps[top]:,}, {curve[-1, 0]:.3f} after "
+                f"{steps[-1]:,} ({rise:+.3f} over the last third)"
+            )
+        for name, style in zip(REFERENCES, ("--", "-.", ":"), strict=True):
+            axis.axhline(
+                levels[point][name], color="grey", linestyle=style, linewidth=1, label=name
+            )
+        told = ", ".join(f"{name} {level:.3f}" for name, level in levels[point].items())
+        notes.append(f"{group}, {point}: on the same episodes {told}")
+        axis.set(title=f"{group}, {point}", xlabel="thousand steps", ylabel="validation QoS")
+        axis.legend(fontsize=7)
+        tidy(axis)
+    print("\n".join(notes))
+    note = "line: mean over seeds; band: Student's 95 % interval"
+    save(options, "fig16_training", rows, figure, note, *notes)
+
+
+def fig17(options: Options) -> None:
+    """Ablation: state abstraction and reward, with SAC and with PPO."""
+    if all(run.group == "shipped" for run in options.trained) and not options.keep:
+        print("fig17: no trained routers, left out")
+        return
+    rows = []
+    for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
+        if fleet in options.fleets:
+            point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
+            trained = chosen(options, fleet, ("paper", "ppo", "general"))
+            names = ("shortest_queue", "greedy_qos", "priced_greedy")
+            kwargs = {"profiles": fleet, "rate": rate}
+            rows += measure(options, kwargs, point, trained, names)
+    rows = beside_kept(options, "fig17_ablation", rows, "point")
+    print_rows("fig17: ablation", rows, ["point"])
+    lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
+    for name in dict.fromkeys(row["point"] for row in rows):
+        own = [row for row in rows if row["point"] == name]
+        lines += [f"{name}: {one}" for one in (
+            *claim(own, "baseline_rl_dsa", "baseline_rl", state),
+            *claim(own, "sac_han", "baseline_rl_dsa", reward),
+            *claim(own, "sac_han", "baseline_rl", "both together"),
+            *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
+            *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
+            *claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
+        )]  # fmt: skip
+        lines += [f"{name}: {one}" for one in spread(own)]
+    print("\n".join(lines))
+    save(options, "fig17_ablation", rows, plot_bars(rows, "point", "Ablation"), *lines)
+
+
+def fig18(options: Options) -> None:
+    """Predictors: none, one or both of score and length; heuristics and routers trained so.
+
+    Baseline RL reads the experts' rows alone, which hold no prediction: one training serves all.
+    """
+    rows = []
+    heuristics = (*PAPER_HEURISTICS, "least_latency", "greedy_qos", "priced_greedy")
+    for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
+        if fleet not in options.fleets:
+            continue
+        for name, given in PREDICTORS.items():
+            point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
+            variant = name.lower().replace("+", "_")
+            trained = [
+                one._replace(label=TRAINED_SO) if one.group == "predictors" else one
+                for one in chosen(options, fleet, ("paper", "predictors"))
+                if one.group == "shipped" or one.variant in (variant, "baseline_rl")
+            ]
+            kwargs = {"profiles": fleet, "rate": rate, **given}
+            rows += measure(options, kwargs, point, trained, heuristics)
+    rows = beside_kept(options, "fig18_predictors", rows, "point", "predictors")
+    print_rows("fig18: predictors", rows, ["point", "predictors"])
+    lines = []
+    for fleet_point in dict.fromkeys(row["point"] for row in rows):
+        by_name = {
+            (row["policy"], row["predictors"]): row for row in rows if row["point"] == fleet_point
+        }
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            none = by_name.get((policy, "ZS+ZL"))
+            for name, words in (("PS+PL", "predictors"), ("learned", "the fine-tuned predictor")):
+                with_it = by_name.get((policy, name))
+                if with_it and none and none["qos"] > 0:
+                    qos = percent(with_it["qos"], none["qos"])
+                    per_token = "latency_ms_per_token"
+                    latency = percent(with_it[per_token], none[per_token])
+                    lines.append(
+                        f"{fleet_point}: {policy} with {words} over without: QoS {qos:+.2f} %, "
+                        f"latency per token {latency:+.2f} % (paper: {PRINTED['Fig. 18']})"
+                    )
+    print("\n".join(lines))
+    figure = plot_groups(rows, "point", "predictors")
+    note = (
+        "P predicted (as often right as the paper's predictor), Z zero, S score, L length; "
+        "learned: the predictor fine-tuned here; exact predictions are an upper bound"
+    )
+    save(options, "fig18_predictors", rows, figure, note, *lines)
+
+
+def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]:
+    """P50 and P99 of the wall time and P99 of the processor time of a call, milliseconds."""
+    for index in range(min(20, count)):
+        call(index)
+    wall, used = np.empty(count), np.empty(count)
+    for index in range(count):
+        begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        call(index)
+        used[index] = time.thread_time_ns() - cpu
+        wall[index] = time.perf_counter_ns() - begin
+    wall, used = wall / 1e6, used / 1e6
+    middle, late = np.percentile(wall, [50, 99])
+    return float(middle), float(late), float(np.percentile(used, 99))
+
+
+def _served_size(net: Any) -> int:
+    """Parameters of a router without those that only its training uses."""
+    training = ("critic.", "q1.", "q2.", "value.")
+    return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
+
+
+def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, Any]]:
+    """Parameters of the router's parts and the time of one decision on one core.
+
+    Args:
+        decisions: Decisions to time, on the observations of one evaluation episode.
+        seed: Seed of the episode.
+
+    Returns:
+        Rows of ``component``, ``parameters`` and, in milliseconds, ``p50_ms``, ``p99_ms`` (wall)
+        and ``cpu_p99_ms`` (without what other processes took), with the paper's numbers beside.
+    """
+    import torch
+
+    from servegym.agents import load_policy
+    from servegym.agents.han import Layout
+    from servegym.agents.lib.checkpoint import GraphPolicy
+    from servegym.agents.sac_han import Agent, Args
+    from servegym.agents.single import SingleDecision
+    from servegym.baselines.registry import make_policy
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kwargs = {"split": "eval", "rate": 8.0, "episode_requests": decisions}
+    envs = make_envs(ENV_ID, 1, kwargs)
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    system = RoutingSystem.from_env(envs)
+    greedy = make_policy("greedy_qos", system)
+    priced = make_policy("priced_greedy", system)
+    observation, info = envs.reset(seed=[seed])
+    seen = []
+    for _ in range(decisions):
+        mask = info["action_mask"]
+        seen.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
+        observation, _, _, _, info = envs.step(priced.act(observation, mask))
+    problem = envs.unwrapped.problem
+    envs.close()
+    served = {run.label: load_policy(run.path, system) for run in shipped_runs()}
+    args = Args()
+    layout = Layout(problem.num_experts, problem.running_capacity, problem.waiting_capacity, True)
+    net = Agent(layout, args, system).eval()
+    policy = GraphPolicy("sac_han", "graph", Path(), "sac_han", args, net)
+    policy.experts, single = problem.num_experts, SingleDecision(net)
+    rows_of = [policy._rows(one) for one, _ in seen]
+
+    def size(*modules: Any) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    def torch_path(index: int) -> None:
+        policy.single = None
+        policy.act(*seen[index])
+
+    def short_path(index: int) -> None:
+        policy.single = single
+        policy.act(*seen[index])
+
+    parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
+        ("HAN", size(net.encoder), None, "19K, < 1 ms"),
+        ("actor", size(net.actor), None, "10K with the critic, < 1 ms"),
+        ("two critics (training only)", size(net.q1, net.q2), None, ""),
+        ("features", "", lambda i: policy._rows(seen[i][0]), ""),
+        ("HAN and actor, numpy", "", lambda i: single.logits(rows_of[i], layout), ""),
+        ("one decision, numpy (served)", "", short_path, "< 1 ms"),
+        ("one decision, torch", "", torch_path, ""),
+    ]
+    for label, shipped in served.items():
+        parts.append((f"{label}, one decision", _served_size(shipped.net),
+                      lambda i, shipped=shipped: shipped.act(*seen[i]), "< 1 ms"))  # fmt: skip
+    parts += [
+        ("priced_greedy", 0, lambda i: priced.act(*seen[i]), ""),
+        ("greedy_qos", 0, lambda i: greedy.act(*seen[i]), ""),
+    ]
+    table = []
+    for name, parameters, call, paper in parts:
+        wall = _times(call, decisions) if call is not None else ("", "", "")
+        cells = [round(value, 4) if isinstance(value, float) else value for value in wall]
+        table.append(
+            {"component": name, "parameters": parameters, "p50_ms": cells[0], "p99_ms": cells[1],
+             "cpu_p99_ms": cells[2], "paper": paper}
+        )  # fmt: skip
+    return table
+
+
+def table2(options: Options) -> None:
+    """Parameters and latency of the router's parts."""
+    rows = profile_router(100 if options.quick else 1000)
+    print_table(
+        "table2: one core, one decision at a time",
+        list(rows[0]),
+        [[str(value) for value in row.values()] for row in rows],
+    )
+    note = ("predictions are read from tables here; the paper's two predictors have 67M "
+            "parameters and take 5 ms each on a GPU")  # fmt: skip
+    save(
+        options,
+        "table2_router",
+        rows,
+        None,
+        note,
+        "the parts: default architecture of sac_han, untrained weights, the shipped routers below",
+        "cpu_p99_ms leaves out what other processes took of the core",
+    )
+
+
+FIGURES = {"fig16": fig16, "fig17": fig17, "fig18": fig18, "table2": table2}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and save; see ``--help``."""
+    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50, keeps=True)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,1 @@
+"""Figures and tables of Remoe, the serverless partitioning paper."""

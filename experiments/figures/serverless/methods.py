@@ -1,0 +1,360 @@
+"""Serve held-out prompts by Remoe, its rivals and the optimum; what the cost figures share.
+
+Remoe plans from *predicted* activations; all plans are judged on the recorded tokens of held-out
+prompts, each request cold and no cold start billed. The optimum knows the tokens
+(`servegym.baselines.serverless_moe.grid_optimum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.serverless_moe.grid_optimum import grid_optimum
+from servegym.baselines.serverless_moe.loads import Load
+from servegym.baselines.serverless_moe.prediction import make_predictor
+from servegym.baselines.serverless_moe.remoe import READINGS, remoe
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import build_system
+from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
+from servegym.envs.workloads.activations import Activations, load_activations
+from servegym.experiments.figures.script import (
+    FigureOptions,
+    command_line,
+    errors,
+    figure_parser,
+    legend,
+    pyplot,
+    run_chosen,
+    tidy,
+)
+from servegym.experiments.figures.serverless.common import (
+    N_IN,
+    N_OUT,
+    OUT,
+    TPOT_S,
+    TREM_S,
+    TTFT_S,
+    recorded_request,
+    with_interval,
+)
+from servegym.experiments.output import print_table, read_rows, write_csv
+
+__all__ = [
+    "AT_B",
+    "COLOURS",
+    "GPUS",
+    "Options",
+    "Setting",
+    "few",
+    "gap_lines",
+    "main_of",
+    "measure",
+    "pick",
+    "plot_lines",
+    "predictions",
+    "rows_of",
+    "show",
+    "sweep",
+]
+
+GPUS = ("eager", "fused")
+COLOURS = {
+    "cpu": "tab:brown",
+    "gpu": "tab:gray",
+    "fetch": "tab:purple",
+    "mix": "black",
+    "per_expert": "tab:cyan",
+    "remoe": "tab:red",
+    "remoe_cost": "tab:orange",
+    "optimum, own order": "tab:olive",
+    "optimum": "tab:green",
+}
+"""The methods in plots. ``optimum, own order`` knows the request but ranks experts as predicted."""
+AT_B = {name: f"optimum at {name}'s b" for name in READINGS}
+"""Reading -> the best plan with its b, in its order: what is lost beyond the choice of b."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a figure.
+
+    Attributes:
+        model: Name of the model.
+        gpu: GPU profile.
+        trem_ms: Overhead of a remote invocation.
+        price_ratio: c_g / c_c.
+        bandwidth_mb_s: B.
+        invocation: ``per_call`` or ``per_layer``.
+        n_in: Prompt tokens.
+        n_out: Generated tokens after the first.
+        ttft_limit_s: 10b.
+        tpot_limit_s: 10c.
+    """
+
+    model: str
+    gpu: str = "eager"
+    trem_ms: float = 1e3 * TREM_S
+    price_ratio: float = 3.0
+    bandwidth_mb_s: float = 1250.0
+    invocation: str = "per_call"
+    n_in: int = N_IN
+    n_out: int = N_OUT
+    ttft_limit_s: float = TTFT_S
+    tpot_limit_s: float = TPOT_S
+
+
+@lru_cache(maxsize=4)
+def predictions(activations: Activations) -> NDArray[np.float64]:
+    """Activations ``(P, L, K)`` predicted from the train split: by SPS where there is text.
+
+    Prompts recorded without text get the mean of their task.
+    """
+    train, shares = activations.rows("train"), activations.frequencies()
+    vectors = activations.embeddings.get("output")
+    predictor = make_predictor("category" if vectors is None else "sps")
+    if vectors is None:
+        vectors = np.zeros((len(shares), 1))
+    predictor.fit(vectors[train], shares[train], tasks=activations.task[train])
+    return predictor.predict(vectors, task=activations.task)
+
+
+def measure(
+    setting: Setting, prompts: int, *, exact: bool = False
+) -> dict[str, dict[str, NDArray[np.float64]]]:
+    """Serve held-out prompts by every method.
+
+    Args:
+        setting: The point.
+        prompts: Prompts, spread evenly over the held-out ones.
+        exact: Whether the optimum tries every ``m / K``, and ``optimum, own order`` and the
+            plans of `AT_B` are made too; else it tries 17 ratios.
+
+    Returns:
+        Method -> name of a number -> array ``(prompts,)``: ``cost`` (USD), ``ttft_s``, ``tpot_ms``,
+        ``remote`` (b), ``main_mb`` (W; both NaN for deployments), and as 0 or 1 under the true
+        routing ``late_ttft``, ``late_tpot``, ``late`` (either) and ``infeasible`` (10d-10g).
+    """
+    activations = load_activations(setting.model)
+    system = build_system(
+        activations.model,
+        setting.gpu,
+        price_ratio=setting.price_ratio,
+        bandwidth_mb_s=setting.bandwidth_mb_s,
+        max_output_tokens=setting.n_out,
+    )
+    limits: dict[str, Any] = {
+        "ttft_limit_s": setting.ttft_limit_s,
+        "tpot_limit_s": setting.tpot_limit_s,
+    }
+    how = {"decode_invocation": setting.invocation, **limits}
+    experts = system.num_experts
+    steps = experts if exact else min(experts, 16)
+    ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
+    held = activations.rows("eval")
+    held = held[np.unique(np.linspace(0, len(held) - 1, min(prompts, len(held))).astype(int))]
+    optima = {"optimum, own order": True, "optimum": False} if exact else {"optimum": False}
+    names = [*DEPLOYMENTS, *READINGS, *optima, *(AT_B.values() if exact else ())]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    trem = setting.trem_ms * 1e-3
+    for prompt in held.tolist():
+        request = recorded_request(activations, prompt, setting.n_in, setting.n_out, trem)
+        share = predictions(activations)[prompt]
+        for name in DEPLOYMENTS:
+            found[name].append(_numbers(deployment_cost(name, system, request, **limits)))
+        expected = Load.predicted(system, share, setting.n_in, setting.n_out, trem)
+        known = Load.known(request)
+        for name in READINGS:
+            decision = remoe(system, expected, reading=name, **how)
+            outcome = eq.evaluate_plan(system, request, decision.plan, **how)
+            found[name].append(_numbers(outcome, decision.ratio, decision.plan))
+            if exact:
+                best = grid_optimum(system, known, score=share, ratios=[decision.ratio], **how)
+                found[AT_B[name]].append(_numbers(best.outcome, best.ratio, best.plan))
+        for name, predicted in optima.items():
+            score = share if predicted else None
+            best = grid_optimum(system, known, score=score, ratios=ratios.tolist(), **how)
+            found[name].append(_numbers(best.outcome, best.ratio, best.plan))
+    return {
+        name: {key: np.array([row[key] for row in served]) for key in served[0]}
+        for name, served in found.items()
+    }
+
+
+def _numbers(
+    outcome: eq.Outcome | None, ratio: float = np.nan, plan: eq.Plan | None = None
+) -> dict[str, float]:
+    if outcome is None:  # no plan meets the limits
+        lost = ("late_ttft", "late_tpot", "late", "infeasible")
+        undefined = ("cost", "ttft_s", "tpot_ms", "remote", "main_mb")
+        return {**dict.fromkeys(lost, 1.0), **dict.fromkeys(undefined, np.nan)}
+    broken = dict(outcome.violations)
+    ttft, tpot = broken.pop("ttft"), broken.pop("tpot")
+    return {
+        "cost": outcome.cost_usd,
+        "ttft_s": outcome.ttft_s,
+        "tpot_ms": 1e3 * outcome.tpot_s,
+        "remote": ratio,
+        "main_mb": np.nan if plan is None else plan.main_mb,
+        "late_ttft": float(ttft),
+        "late_tpot": float(tpot),
+        "late": float(ttft or tpot),
+        "infeasible": float(any(broken.values())),
+    }
+
+
+def rows_of(
+    setting: Setting, found: Mapping[str, Mapping[str, NDArray[np.float64]]]
+) -> list[dict[str, Any]]:
+    """One row a method: means over prompts, with 95 % intervals of the costs.
+
+    ``over_mix`` and ``over_optimum`` are means of the cost of a request relative to MIX and to the
+    optimum of the same request.
+    """
+    rows = []
+    for name, numbers in found.items():
+        cost = numbers["cost"]
+        row = asdict(setting) | {"method": name, "prompts": len(cost)}
+        row |= with_interval("usd_per_1000", 1e3 * cost)
+        row |= with_interval("over_mix", cost / found["mix"]["cost"])
+        row |= with_interval("over_optimum", cost / found["optimum"]["cost"])
+        rows.append(row | {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"})
+    return rows
+
+
+class Options(FigureOptions):
+    """The command line; ``episodes`` is the number of held-out prompts of a point.
+
+    Attributes:
+        redraw: Whether to take the numbers from the CSV files of an earlier run.
+        resume: Whether to measure only the points that those do not have.
+    """
+
+    redraw: bool
+    resume: bool
+
+
+def main_of(
+    figures: Mapping[str, Callable[[Options], object]],
+    argv: Sequence[str] | None,
+    description: str | None,
+    module: str,
+    prompts: int,
+) -> int:
+    """Command line of a script with `Options`; see `serverless_common.run_figures`. Returns 0."""
+    parser = figure_parser(tuple(figures), description, module, prompts, OUT)
+    parser.add_argument("--redraw", action="store_true", help="take the numbers from the CSV files")
+    parser.add_argument("--resume", action="store_true", help="keep the points of the CSV files")
+    options = command_line(parser, argv, Options())
+    if options.redraw:
+        options.command += " (from the CSV files of the run without --redraw)"
+    return run_chosen(figures, options)
+
+
+def sweep(
+    options: Options, stem: str, settings: Iterable[Setting], **given: Any
+) -> list[dict[str, Any]]:
+    """Rows of all points, measured by `measure` or read from ``stem.csv``.
+
+    The file has every point as soon as it is measured, so that ``--resume`` can go on from there.
+    """
+    path = options.out / f"{stem}.csv"
+    if options.redraw:
+        return read_rows(path)
+    known = read_rows(path) if options.resume and path.exists() else []
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
+        own = pick(known, **asdict(setting))
+        rows += own or rows_of(setting, measure(setting, options.episodes, **given))
+        if not own:
+            others = [row for row in known if row not in rows]
+            write_csv(path, rows + others)
+            print(".", end="", flush=True)
+    print()
+    return rows
+
+
+def few(options: Options, values: Sequence[Any]) -> Sequence[Any]:
+    """The first and the last value in a smoke run, else all."""
+    return values[:: max(len(values) - 1, 1)] if options.quick else values
+
+
+def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """Rows with these values."""
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
+    """Print cost over MIX: a line a point, a column a method."""
+    points = dict.fromkeys((r["model"], r["gpu"], r["invocation"], r[key]) for r in rows)
+    body = []
+    for point in points:
+        own = pick(rows, **dict(zip(("model", "gpu", "invocation", key), point, strict=True)))
+        cells = {row["method"]: f"{row['over_mix']:.3f}" for row in own}
+        shown = [name for name in COLOURS if name in cells]
+        body.append([*map(str, point), *(cells[name] for name in shown)])
+    print_table(title, ["model", "GPU", "invocation", key, *shown], body)
+
+
+def plot_lines(
+    rows: Sequence[dict[str, Any]], key: str, label: str, panels: Sequence[dict[str, Any]],
+    columns: int, value: str = "over_mix", log: bool = True, top: float | None = 2.5,
+) -> Any:  # fmt: skip
+    """A panel for each of ``panels`` (values of columns), a line for each method."""
+    plt = pyplot()
+    columns = min(columns, len(panels))
+    height = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        height, columns, figsize=(3.6 * columns, 2.9 * height + 0.5), squeeze=False,
+        sharex=True, layout="constrained",
+    )  # fmt: skip
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        for name, colour in COLOURS.items():
+            own = pick(rows, method=name, **panel)
+            if not own:
+                continue
+            x = [row[key] for row in own]
+            values, bars = errors(own, value)
+            dashed = name in DEPLOYMENTS
+            axis.errorbar(
+                x, values, yerr=bars, color=colour, label=name, lw=1.2, elinewidth=0.7,
+                marker="" if dashed else "o", ms=3, ls="--" if dashed else "-",
+            )  # fmt: skip
+        axis.set_title(", ".join(str(part) for part in panel.values()), fontsize=9)
+        if log:
+            axis.set_xscale("log")
+            axis.set_xticks(x, [f"{number:g}" for number in x], fontsize=8)
+            axis.minorticks_off()
+        axis.set_ylim(0.0, top)
+        tidy(axis)
+    for axis in axes[-1]:
+        axis.set_xlabel(label)
+    unit = "cost / MIX" if value == "over_mix" else "USD per 1,000 requests"
+    for axis in axes[:, 0]:
+        axis.set_ylabel(unit)
+    legend(figure, axes[0, 0], 9)
+    return figure
+
+
+def gap_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Range over all points of a panel of how far Remoe lies above the optimum."""
+    lines = []
+    for model, gpu, how in dict.fromkeys((r["model"], r["gpu"], r["invocation"]) for r in rows):
+        for method in READINGS:
+            own = pick(rows, model=model, gpu=gpu, invocation=how, method=method)
+            gaps = [100 * (row["over_optimum"] - 1) for row in own]
+            met = [gap for gap in gaps if np.isfinite(gap)]
+            late = [100 * max(row["late"], row["infeasible"]) for row in own]
+            line = f"{model}, {gpu}, {how}: {method}"
+            if met:
+                line += f" costs {min(met):.1f} to {max(met):.1f} % more than the optimum"
+            if len(met) < len(gaps):
+                line += f" ({len(gaps) - len(met)} of {len(gaps)} points have requests that no plan"
+                line += " serves within the limits, and no optimum)"
+            lines.append(f"{line}; late or infeasible in at most {max(late):.0f} % of requests")
+    return lines

@@ -1,0 +1,381 @@
+"""Run a sweep file on this machine: Optuna chooses, every run is a process of the agent.
+
+The files are those that ``wandb sweep`` takes. ``bayes`` is Optuna's tree-structured Parzen
+estimator, ``random`` and ``grid`` what they say, and early termination its hyperband pruner. A
+run's value is the best evaluation of its log, since that is the checkpoint that an agent keeps.
+Stopped at any time, a sweep goes on where it was: finished runs are kept, unfinished ones are run
+again with the same arguments.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import itertools
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from servegym.experiments.figures.script import pyplot, tidy
+from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments.sweeps.spec import Parameter, Sweep
+
+__all__ = ["run_sweep"]
+
+POLL_S = 0.5
+FEW = 4
+"""Finished runs below which nothing is said of a parameter's importance."""
+
+Echo = Callable[[str], object]
+
+
+def run_sweep(
+    sweep: Sweep,
+    trials: int,
+    workers: int = 1,
+    out: Path | None = None,
+    seed: int = 0,
+    fixed: Mapping[str, Any] | None = None,
+    echo: Echo = print,
+) -> Path:
+    """Run a sweep, or go on with it, until it has ``trials`` finished runs.
+
+    Args:
+        sweep: The sweep.
+        trials: Finished runs in the end, earlier ones included; a grid ends when it is complete.
+        workers: Runs at a time, each a process with one thread.
+        out: Folder of the sweep; ``sweeps/NAME`` by default.
+        seed: Seed of the choice of parameters.
+        fixed: Arguments of the agent that take precedence over the file's.
+        echo: Prints a line.
+
+    Returns:
+        The folder: ``trials.csv``, ``importance.csv``, ``sweep.png``, ``runs/``.
+
+    Raises:
+        ValueError: If an argument is out of range, another process runs the sweep, or its folder
+            holds another sweep.
+        RuntimeError: If every run fails.
+    """
+    import optuna
+
+    for name, value in (("trials", trials), ("workers", workers)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; allowed is 1 or more")
+    folder = out or Path("sweeps") / sweep.path.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder), _end_on_sigterm():
+        _same_sweep(folder, sweep, fixed or {})
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = _study(optuna, sweep, folder, seed)
+        _requeue(optuna, study, sweep)
+        work = _Work(optuna, study, sweep, folder, trials, dict(fixed or {}), echo)
+        with ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(work.loop) for _ in range(workers)]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                work.stop.set()
+                raise
+        _report(optuna, study, sweep, folder, echo)
+        if work.failed and not _finished(optuna, study):
+            raise RuntimeError(f"every run failed; see {folder / 'runs'}")
+    return folder
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with open(folder / "lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs") from None
+        yield
+
+
+@contextmanager
+def _end_on_sigterm() -> Iterator[None]:
+    """End as by Ctrl-C when asked to terminate, so that no agent outlives its sweep."""
+
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _same_sweep(folder: Path, sweep: Sweep, fixed: Mapping[str, Any], note: str = "") -> None:
+    """Refuse to mix runs of different files, fixed arguments or runners in one folder."""
+    text = sweep.path.read_text(encoding="utf-8")
+    if note:
+        text += f"\n# {note}\n"
+    if fixed:
+        text += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
+    kept = folder / "sweep.yaml"
+    if kept.exists() and kept.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"out is {str(folder)!r}, which holds another sweep or another version of this one; "
+            "name another folder"
+        )
+    write_text(kept, text)
+
+
+def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    storage = optuna.storages.JournalStorage(backend)
+    known = optuna.study.get_all_study_names(storage)
+    done = len(optuna.load_study(study_name="sweep", storage=storage).trials) if known else 0
+    samplers = optuna.samplers
+    # A sampler begins anew with every process, so that its seed must not be the one of before.
+    if sweep.method == "bayes":
+        sampler = samplers.TPESampler(seed=seed + done, multivariate=True)
+    else:
+        sampler = samplers.RandomSampler(seed=seed + done)
+    pruner = optuna.pruners.NopPruner()
+    if sweep.min_iter:
+        pruner = optuna.pruners.HyperbandPruner(
+            min_resource=sweep.min_iter, reduction_factor=sweep.eta
+        )
+    study = optuna.create_study(
+        storage=storage, study_name="sweep", sampler=sampler, pruner=pruner, load_if_exists=True,
+        direction="maximize" if sweep.maximize else "minimize",
+    )  # fmt: skip
+    if sweep.method == "grid" and not study.trials:
+        names = list(sweep.searched)
+        for point in itertools.product(*(sweep.searched[name].values for name in names)):
+            study.enqueue_trial(dict(zip(names, point, strict=True)))
+    return study
+
+
+def _requeue(optuna: Any, study: Any, sweep: Sweep) -> None:
+    """Put runs that a stopped process left behind first in the queue."""
+    states = optuna.trial.TrialState
+    for trial in study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+        study.tell(trial.number, state=states.FAIL)
+        if set(trial.params) == set(sweep.searched):
+            study.enqueue_trial(trial.params)
+
+
+def _finished(optuna: Any, study: Any) -> list[Any]:
+    states = optuna.trial.TrialState
+    return study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+
+
+def _ask(trial: Any, parameter: Parameter) -> Any:
+    if parameter.values:
+        return trial.suggest_categorical(parameter.name, list(parameter.values))
+    if parameter.whole:
+        return trial.suggest_int(parameter.name, int(parameter.low), int(parameter.high))
+    return trial.suggest_float(
+        parameter.name, float(parameter.low), float(parameter.high), log=parameter.log
+    )
+
+
+class _Work:
+    """What the workers of one sweep share."""
+
+    def __init__(
+        self, optuna: Any, study: Any, sweep: Sweep, folder: Path, trials: int,
+        fixed: dict[str, Any], echo: Echo,
+    ) -> None:  # fmt: skip
+        self.states = optuna.trial.TrialState
+        self.optuna, self.study, self.sweep, self.folder = optuna, study, sweep, folder
+        self.trials, self.fixed, self.echo = trials, fixed, echo
+        self.lock, self.stop = threading.Lock(), threading.Event()
+        self.running, self.failed = 0, 0
+
+    def next_trial(self) -> Any | None:
+        """The next run with its arguments, or None when there is no more to begin."""
+        with self.lock:
+            done = len(_finished(self.optuna, self.study))
+            if self.stop.is_set() or done + self.running >= self.trials:
+                return None
+            waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
+            if self.sweep.method == "grid" and not waiting:
+                return None
+            trial = self.study.ask()
+            for parameter in self.sweep.searched.values():
+                _ask(trial, parameter)
+            self.running += 1
+            return trial
+
+    def loop(self) -> None:
+        """Run trials one after another until there are enough."""
+        while (trial := self.next_trial()) is not None:
+            try:
+                self.run(trial)
+            finally:
+                with self.lock:
+                    self.running -= 1
+
+    def run(self, trial: Any) -> None:
+        """One run: start the agent, follow its evaluations, tell the study."""
+        begin = time.monotonic()
+        name = f"trial_{trial.number:04d}"
+        run = self.folder / "runs" / name
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True)
+        words = _words(self.sweep, {**trial.params, **self.fixed}, run)
+        values: list[float] = []
+        with open(run / "output.log", "wb") as log:
+            process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+            try:
+                pruned = self._follow(process, run / "metrics.jsonl", trial, values)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        seconds = time.monotonic() - begin
+        if self.stop.is_set():
+            return  # left as running: the next process runs it again
+        best = (max if self.sweep.maximize else min)(values) if values else math.nan
+        with self.lock:
+            trial.set_user_attr("seconds", round(seconds, 1))
+            trial.set_user_attr("evaluations", len(values))
+            if pruned:
+                trial.set_user_attr("best", best)
+                self.study.tell(trial, state=self.states.PRUNED)
+                said = f"stopped early at {best:.5g}"
+            elif process.returncode == 0 and values:
+                trial.set_user_attr("best", best)
+                self.study.tell(trial, best)
+                said = f"{self.sweep.metric} {best:.5g}"
+            else:
+                self.study.tell(trial, state=self.states.FAIL)
+                self.failed += 1
+                said = f"failed with status {process.returncode}, see {run / 'output.log'}"
+                if self.failed >= 3 and not _finished(self.optuna, self.study):
+                    self.stop.set()
+            write_csv(self.folder / "trials.csv", _rows(self.study, self.sweep))
+        chosen = ", ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+                           for key, value in trial.params.items())  # fmt: skip
+        self.echo(f"{name}: {said} ({seconds:.0f} s; {chosen})")
+
+    def _follow(self, process: Any, log: Path, trial: Any, values: list[float]) -> bool:
+        """Read evaluations until the process ends; True if the pruner stopped it."""
+        read = 0
+        while True:
+            over = process.poll() is not None
+            fresh, read = _evaluations(log, read, self.sweep.metric)
+            for value in fresh:
+                values.append(value)
+                with self.lock:
+                    trial.report(value, len(values))
+                    if not over and self.sweep.min_iter and trial.should_prune():
+                        return True
+            if over or self.stop.is_set():
+                return False
+            self.stop.wait(POLL_S)
+
+
+def _evaluations(log: Path, read: int, metric: str) -> tuple[list[float], int]:
+    """Values of the metric in the whole lines after byte ``read`` of a log, and where they end."""
+    try:
+        with open(log, "rb") as stream:
+            stream.seek(read)
+            text = stream.read()
+    except FileNotFoundError:
+        return [], read
+    end = text.rfind(b"\n") + 1
+    found = (json.loads(line).get(metric) for line in text[:end].splitlines())
+    return [float(value) for value in found if value is not None], read + end
+
+
+def _words(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:
+    """The agent's command line: as wandb writes it, but with no account and our folder."""
+    constants = {name: p.values[0] for name, p in sweep.parameters.items() if len(p.values) == 1}
+    arguments = {**constants, **chosen, "track": False, "out_dir": run.parent, "run_name": run.name}
+    return [sys.executable, "-m", sweep.module, *(f"--{k}={v}" for k, v in arguments.items())]
+
+
+def _rows(study: Any, sweep: Sweep) -> list[dict[str, Any]]:
+    """A row a run, the best first."""
+    rows = []
+    for trial in study.get_trials(deepcopy=False):
+        if trial.state.name in ("COMPLETE", "PRUNED", "FAIL"):
+            about = trial.user_attrs
+            row = {"trial": trial.number, "state": trial.state.name.lower(),
+                   sweep.metric: about.get("best", math.nan)}  # fmt: skip
+            row |= {key: about.get(key, "") for key in ("evaluations", "seconds")}
+            rows.append(row | {name: trial.params.get(name, "") for name in sweep.searched})
+    sign = -1 if sweep.maximize else 1
+    rows.sort(key=lambda row: (math.isnan(row[sweep.metric]), sign * row[sweep.metric]))
+    return rows
+
+
+def _report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> None:
+    """Print the best runs, write the table, the importances and the plot."""
+    rows = _rows(study, sweep)
+    write_csv(folder / "trials.csv", rows)
+    shown = [[str(row["trial"]), row["state"], f"{row[sweep.metric]:.5g}",
+              *(f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n])
+                for n in sweep.searched)] for row in rows[:10]]  # fmt: skip
+    names = ["trial", "state", sweep.metric, *sweep.searched]
+    print_table(f"Best runs of {len(rows)}", names, shown)
+    complete = [row for row in rows if row["state"] == "complete"]
+    importance: dict[str, float] = {}
+    varied = [n for n in sweep.searched if len({row[n] for row in complete}) > 1]
+    if len(complete) >= FEW and varied:
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        importance = optuna.importance.get_param_importances(
+            study, evaluator=evaluator, params=varied
+        )
+        table = [{"parameter": k, "importance": round(v, 4)} for k, v in importance.items()]
+        write_csv(folder / "importance.csv", table)
+    else:
+        echo(f"no importances from {len(complete)} complete runs; {FEW} are needed")
+    if complete:
+        _plot(rows, importance, sweep, folder / "sweep.png")
+    echo(f"{folder}: trials.csv" + (", importance.csv" if importance else "") + ", sweep.png")
+
+
+def _plot(
+    rows: list[dict[str, Any]], importance: Mapping[str, float], sweep: Sweep, path: Path
+) -> None:
+    plt = pyplot()
+    leading = list(importance)[:2] or list(sweep.searched)[:2]
+    count = 1 + bool(importance) + len(leading)
+    figure, axes = plt.subplots(1, count, figsize=(4 * count, 3.4), layout="constrained")
+    axes = list(axes) if count > 1 else [axes]
+    done = sorted((row for row in rows if row["state"] != "fail"), key=lambda row: row["trial"])
+    best = list(itertools.accumulate((row[sweep.metric] for row in done),
+                                     max if sweep.maximize else min))  # fmt: skip
+    colours = ["#4c72b0" if row["state"] == "complete" else "#bbbbbb" for row in done]
+    numbers = [row["trial"] for row in done]
+    axes[0].scatter(numbers, [row[sweep.metric] for row in done], s=16, c=colours)
+    axes[0].step(numbers, best, where="post", color="#b30000", linewidth=1.2)
+    axes[0].set(xlabel="run (grey: stopped early)", ylabel=sweep.metric, title="best so far")
+    if importance:
+        names = list(importance)[::-1]
+        axes[1].barh(names, [importance[name] for name in names], color="#4c72b0")
+        axes[1].set(xlabel="share of variance (PED-ANOVA)", title="importance")
+    for axis, name in zip(axes[count - len(leading) :], leading, strict=True):
+        values = [row[name] for row in done]
+        axis.scatter([v if isinstance(v, int | float) else str(v) for v in values],
+                     [row[sweep.metric] for row in done], s=16, c=colours)  # fmt: skip
+        if sweep.parameters[name].log:
+            axis.set_xscale("log")
+        axis.set(xlabel=name, ylabel=sweep.metric)
+    for axis in axes:
+        tidy(axis)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    write_text(path, picture.getvalue())
+    plt.close(figure)

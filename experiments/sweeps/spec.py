@@ -1,0 +1,191 @@
+"""Sweep files in wandb's format, read and checked, so that they run with and without an account.
+
+What is supported is what the sweeps of this package need: ``method`` bayes, random or grid; a
+``metric`` with ``name`` and ``goal``; parameters by ``value``, by ``values``, or by ``min`` and
+``max`` with the distributions uniform, int_uniform and log_uniform_values; and early termination by
+hyperband. See wandb's documentation, "Sweep configuration".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from servegym.envs._checks import choose
+
+__all__ = ["Parameter", "Sweep", "list_sweeps", "read_sweep"]
+
+METHODS = ("bayes", "random", "grid")
+GOALS = ("minimize", "maximize")
+DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values")
+KEYS = ("program", "name", "description", "method", "metric", "parameters", "early_terminate",
+        "run_cap", "command")  # fmt: skip
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of the program.
+
+    Attributes:
+        name: Its name.
+        values: What it may be; one value is a constant. Empty for a range.
+        low: Low end of a range.
+        high: High end of a range, included.
+        whole: Whether a range is of whole numbers.
+        log: Whether a range is uniform in the logarithm.
+    """
+
+    name: str
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    whole: bool = False
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep file.
+
+    Attributes:
+        path: The file.
+        program: Script of the agent, relative to the root of the repository.
+        method: How parameters are chosen.
+        metric: Name of the number in the run's log.
+        maximize: Whether more of it is better.
+        parameters: Arguments by name.
+        min_iter: Evaluations before hyperband may stop a run; 0 never stops one.
+        eta: Hyperband's reduction factor.
+        run_cap: Number of runs, or None.
+    """
+
+    path: Path
+    program: str
+    method: str
+    metric: str
+    maximize: bool
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    min_iter: int = 0
+    eta: int = 3
+    run_cap: int | None = None
+
+    @property
+    def module(self) -> str:
+        """Import name of the program, as in ``servegym.agents.sac_han``."""
+        return "servegym." + ".".join(Path(self.program).with_suffix("").parts)
+
+    @property
+    def searched(self) -> dict[str, Parameter]:
+        """The parameters that differ between runs."""
+        return {name: p for name, p in self.parameters.items() if len(p.values) != 1}
+
+
+def list_sweeps() -> list[str]:
+    """Names of the sweeps that ship with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def read_sweep(name: str | Path) -> Sweep:
+    """Read a sweep file, or a shipped sweep by name.
+
+    Args:
+        name: A path to a YAML file, or a name of `list_sweeps`.
+
+    Raises:
+        ValueError: naming the file, the key, what was given and what is allowed.
+    """
+    import yaml
+
+    path = Path(name)
+    if path.suffix not in (".yaml", ".yml"):
+        path = FOLDER / f"{choose('sweep', str(name), list_sweeps())}.yaml"
+    if not path.is_file():
+        raise ValueError(f"sweep is {str(name)!r}, which is no file; shipped: {list_sweeps()}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    try:
+        return _checked(path, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _checked(path: Path, content: Any) -> Sweep:
+    if not isinstance(content, dict):
+        raise ValueError("a sweep is a mapping")
+    for key in content:
+        choose("key", key, KEYS)
+    for key in ("program", "method", "metric", "parameters"):
+        if key not in content:
+            raise ValueError(f"{key} is missing")
+    method = choose("method", content["method"], METHODS)
+    metric = content["metric"]
+    if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
+        raise ValueError("metric must have a name and a goal")
+    goal = choose("metric.goal", metric.get("goal", "minimize"), GOALS)
+    given = content["parameters"]
+    if not isinstance(given, dict) or not given:
+        raise ValueError("parameters must name at least one argument")
+    parameters = {name: _parameter(str(name), about) for name, about in given.items()}
+    if method == "grid":
+        for parameter in parameters.values():
+            if not parameter.values:
+                raise ValueError(f"parameters.{parameter.name}: a grid needs values")
+    early = content.get("early_terminate") or {}
+    if not isinstance(early, dict):
+        raise ValueError(f"early_terminate is {early!r}; it is a mapping with a type")
+    if early and early.get("type") != "hyperband":
+        raise ValueError(f"early_terminate.type is {early.get('type')!r}; allowed is 'hyperband'")
+    min_iter, eta = early.get("min_iter", 1) if early else 0, early.get("eta", 3)
+    for key, value, low in (("min_iter", min_iter, 0), ("eta", eta, 2)):
+        if not isinstance(value, int) or value < low:
+            raise ValueError(f"early_terminate.{key} is {value!r}; allowed is {low} or more")
+    cap = content.get("run_cap")
+    if cap is not None and (not isinstance(cap, int) or cap < 1):
+        raise ValueError(f"run_cap is {cap!r}; allowed is 1 or more")
+    sweep = Sweep(
+        path, str(content["program"]), method, metric["name"], goal == "maximize", parameters,
+        min_iter, eta, cap,
+    )  # fmt: skip
+    if not sweep.program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
+        raise ValueError(f"program is {sweep.program!r}; no agent of servegym has it")
+    return sweep
+
+
+def _parameter(name: str, about: Any) -> Parameter:
+    where = f"parameters.{name}"
+    if not isinstance(about, dict):
+        raise ValueError(f"{where} must be a mapping, as in {{value: 1}} or {{values: [1, 2]}}")
+    for key in about:
+        choose(f"{where}, key", key, ("value", "values", "min", "max", "distribution"))
+    if "value" in about or "values" in about:
+        values = [about["value"]] if "value" in about else about["values"]
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{where}.values must be a list with at least one value")
+        for value in values:
+            if not isinstance(value, str | int | float):
+                raise ValueError(f"{where}: {value!r} is no number, text, true or false")
+        return Parameter(name, tuple(values))
+    if "min" not in about or "max" not in about:
+        raise ValueError(f"{where} needs value, values, or min and max")
+    low, high = about["min"], about["max"]
+    for key, value in (("min", low), ("max", high)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            raise ValueError(f"{where}.{key} is {value!r}; allowed is a finite number")
+    if low >= high:
+        raise ValueError(f"{where}: min {low} is not below max {high}")
+    both_whole = isinstance(low, int) and isinstance(high, int)
+    usual = "int_uniform" if both_whole else "uniform"
+    law = choose(f"{where}.distribution", about.get("distribution", usual), DISTRIBUTIONS)
+    if law == "int_uniform" and not both_whole:
+        raise ValueError(f"{where}: int_uniform needs whole numbers as min and max")
+    if law == "log_uniform_values" and low <= 0:
+        raise ValueError(f"{where}: log_uniform_values needs a min above 0")
+    return Parameter(name, (), low, high, law == "int_uniform", law == "log_uniform_values")

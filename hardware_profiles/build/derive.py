@@ -1,0 +1,524 @@
+"""Profiles of cards without kernel tables, the routing paper's linear profiles, the fleet files.
+
+A card that has no kernel tables of its own takes the tables of the RTX 4090, scaled by two
+ratios: one for what memory bandwidth bounds (small batches, decode attention, the head), one for
+what arithmetic bounds (long prefills). Both ratios come from published figures; the file of
+each card records them, what they were chosen from, and how far the result is from kernel
+timings of that card where such exist.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.hardware_profiles.build.calibrate import _spread, fit_estimator
+from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
+from servegym.hardware_profiles.fleet import served_models
+from servegym.hardware_profiles.profiles import FORMAT, Profile, load, write_json
+
+BASE = "rtx4090-llama-3.1-8b"
+# Iteration size at which the prefill ratio is defined: well above every card's ridge point.
+PREFILL_TOKENS = 1024
+
+_KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1/dense.csv"
+_LLAMA_CPP = "gpu_benchmarks/llamacpp_llama3_tok_s.csv"
+_GEMM = "aiconfigurator/{}_vllm_gemm_perf.csv"
+_VIDUR = "vidur/compute/{}/{}/mlp.csv"
+_SOURCES = (
+    "XiongjieDai/GPU-Benchmarks-on-LLM-Inference @aa72e0ec86c3 (README tables); "
+    "microsoft/vidur @7d47513363ec (mlp.csv); aiconfigurator-core 0.12.0 (vLLM GEMM tables); "
+    "vendor data sheets (memory bandwidth, dense 16-bit tensor rate); "
+    "tables scaled: profile rtx4090-llama-3.1-8b"
+)
+_LICENCES = (
+    "vidur MIT; aiconfigurator-core Apache-2.0; GPU-Benchmarks: no licence stated, "
+    "numbers only; LLMServingSim MIT"
+)
+
+# Memory as the driver reports it with ECC on; bandwidth and dense 16-bit tensor rate
+# (float32 accumulation) from the vendor's data sheets.
+CARDS: dict[str, dict[str, Any]] = {
+    "rtx4090": {
+        "name": "NVIDIA GeForce RTX 4090",
+        "memory_bandwidth_bytes_per_s": 1.008e12,
+        "tensor_flop_per_s": 165.2e12,
+    },
+    "a100-80g": {
+        "name": "NVIDIA A100-SXM4-80GB",
+        "memory_bytes": 81920 * 2**20,
+        "memory_bandwidth_bytes_per_s": 2.039e12,
+        "tensor_flop_per_s": 312e12,
+    },
+    "l40s": {
+        "name": "NVIDIA L40S",
+        "memory_bytes": 46068 * 2**20,
+        "memory_bandwidth_bytes_per_s": 8.64e11,
+        "tensor_flop_per_s": 362e12,
+    },
+    "a40": {
+        "name": "NVIDIA A40",
+        "memory_bytes": 46068 * 2**20,
+        "memory_bandwidth_bytes_per_s": 6.96e11,
+        "tensor_flop_per_s": 149.7e12,
+    },
+    "a10": {
+        "name": "NVIDIA A10",
+        "memory_bytes": 23028 * 2**20,
+        "memory_bandwidth_bytes_per_s": 6.00e11,
+        "tensor_flop_per_s": 125e12,
+    },
+}
+
+MODELS = (
+    "Mistral-7B-Instruct-v0.2",
+    "vicuna-7b-v1.5",
+    "chatglm2-6b",
+    "alpaca-7b",
+    "Qwen1.5-7B-Chat",
+    "gemma-7b-it",
+    "zephyr-7b-beta",
+    "Meta-Llama-3-8B-Instruct",
+    "tulu-2-dpo-7b",
+    "openbuddy-falcon-7b-v6",
+    "baize-v2-7b",
+    "llama-2-7b-chat-hf",
+)
+_STANDARD_CARDS = ("a100-80g", "rtx4090", "rtx4090", "l40s", "a40", "a10")
+
+
+def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [c for c in columns if c not in (reader.fieldnames or [])]
+            if missing:
+                raise ValueError(f"{path}:1: field {missing[0]!r}: column missing")
+            return list(reader)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: not a CSV text file: {error}") from error
+
+
+def _llama_cpp(data: Path, card: str, phase: str) -> float:
+    for row in _rows(data / _LLAMA_CPP, ("phase", "gpu", "model", "tokens_per_s")):
+        if (row["phase"], row["gpu"], row["model"]) == (phase, card, "8B F16"):
+            return float(row["tokens_per_s"])
+    raise ValueError(f"{data / _LLAMA_CPP}: no row for {phase}, {card}, 8B F16")
+
+
+def _gemm_s(data: Path, card: str) -> Callable[[int], float]:
+    """Seconds of the four matrix products of a Llama-3-8B layer, by tokens.
+
+    The table ends at 16,384 output features and inner size 5,120: gate_up (28,672 x 4,096) and
+    down (4,096 x 14,336) are the 16,384 x 4,096 product scaled by their size.
+    """
+    path = data / _GEMM.format(card)
+    times = {
+        (int(r["n"]), int(r["m"])): 1e-3 * float(r["latency"])
+        for r in _rows(path, ("m", "n", "k", "latency"))
+        if r["k"] == "4096"
+    }
+
+    def seconds(m: int) -> float:
+        wide = (28672 + 14336) / 16384
+        return times[6144, m] + times[4096, m] + wide * times[16384, m]
+
+    return seconds
+
+
+def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
+    """Seconds of some ops of one layer on the RTX 4090, by tokens."""
+    path = data / _KERNELS
+    times = {
+        (r["layer"], int(r["tokens"])): 1e-6 * float(r["time_us"])
+        for r in _rows(path, ("layer", "tokens", "time_us"))
+    }
+    return lambda m: sum(times[op, m] for op in ops)
+
+
+_ALL_OPS = (
+    "layernorm",
+    "layernorm",
+    "qkv_proj",
+    "rotary_emb",
+    "o_proj",
+    "gate_up_proj",
+    "act_fn",
+    "down_proj",
+)
+_GEMM_OPS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def _vidur_s(data: Path, card: str, model: str) -> dict[int, float]:
+    """Seconds of one layer's ops but attention, by tokens (residual additions counted twice)."""
+    ops = {
+        "input_layernorm": 1,
+        "post_attention_layernorm": 1,
+        "attn_pre_proj": 1,
+        "attn_rope": 1,
+        "attn_post_proj": 1,
+        "mlp_up_proj": 1,
+        "mlp_act": 1,
+        "mlp_down_proj": 1,
+        "add": 2,
+    }
+    columns = [f"time_stats.{op}.median" for op in ops]
+    path = data / _VIDUR.format(card, model)
+    return {
+        int(r["num_tokens"]): 1e-3
+        * sum(n * float(r[c]) for n, c in zip(ops.values(), columns, strict=True))
+        for r in _rows(path, ("num_tokens", "num_tensor_parallel_workers", *columns))
+        if r["num_tensor_parallel_workers"] == "1"
+    }
+
+
+def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """Time ratios of each card to the RTX 4090, by bound and by source.
+
+    Args:
+        data: folder of the published tables.
+
+    Returns:
+        ``{card: {"decode" | "prefill": {source: ratio}}}``; a ratio above 1 is slower.
+
+    Raises:
+        ValueError: naming the file that is missing or malformed.
+    """
+    base = CARDS["rtx4090"]
+    out: dict[str, dict[str, dict[str, float]]] = {}
+    for card, facts in CARDS.items():
+        if card != "rtx4090":
+            bandwidth = base["memory_bandwidth_bytes_per_s"] / facts["memory_bandwidth_bytes_per_s"]
+            rate = base["tensor_flop_per_s"] / facts["tensor_flop_per_s"]
+            out[card] = {"decode": {"data_sheet": bandwidth}, "prefill": {"data_sheet": rate}}
+
+    for card, label in (
+        ("a100-80g", "A100 PCIe 80GB"),
+        ("l40s", "L40S 48GB"),
+        ("a40", "A40 48GB"),
+    ):
+        for bound, phase in (("decode", "generation_1024"), ("prefill", "prompt_1024")):
+            ratio = _llama_cpp(data, "4090 24GB", phase) / _llama_cpp(data, label, phase)
+            out[card][bound]["llama_cpp_f16"] = ratio
+
+    products = _ops_s(data, _GEMM_OPS)
+    for card, file in (("a100-80g", "a100_sxm"), ("l40s", "l40s")):
+        gemm = _gemm_s(data, file)
+        out[card]["decode"]["vllm_gemm"] = gemm(1) / products(1)
+        out[card]["prefill"]["vllm_gemm"] = gemm(PREFILL_TOKENS) / products(PREFILL_TOKENS)
+
+    layer = _ops_s(data, _ALL_OPS)
+    a100 = _vidur_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
+    a100_7b = _vidur_s(data, "a100", "meta-llama/Llama-2-7b-hf")
+    a40_7b = _vidur_s(data, "a40", "meta-llama/Llama-2-7b-hf")
+    for bound, tokens in (("decode", 1), ("prefill", PREFILL_TOKENS)):
+        ratio = a100[tokens] / layer(tokens)
+        out["a100-80g"][bound]["vidur"] = ratio
+        out["a40"][bound]["vidur"] = ratio * a40_7b[tokens] / a100_7b[tokens]
+    return out
+
+
+def chosen_ratios(
+    published: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> dict[str, tuple[float, float, str, str]]:
+    """Pick the decode and the prefill ratio of each card, with the reason.
+
+    Args:
+        published: as :func:`published_ratios` returns them.
+
+    Returns:
+        ``{card: (decode ratio, prefill ratio, decode reason, prefill reason)}``.
+    """
+    p = published
+    bandwidth = "memory bandwidth of the data sheets (both cards use GDDR6 or GDDR6X)"
+    slower = (
+        "; the timed ratios, vidur 1.65 and llama.cpp 1.60, are 11 to 14 % slower (an unloaded "
+        "token of 27 ms) but compare different software on either card"
+    )
+    a40 = p["a40"]["prefill"]["vidur"]
+    rates = CARDS["a40"]["tensor_flop_per_s"] / CARDS["a10"]["tensor_flop_per_s"]
+    return {
+        "a40": (
+            p["a40"]["decode"]["data_sheet"],
+            a40,
+            bandwidth + slower,
+            "vidur: A40 to A100 on Llama-2-7b times A100 to RTX 4090 on Llama-3-8B",
+        ),
+        "a10": (
+            p["a10"]["decode"]["data_sheet"],
+            a40 * rates,
+            bandwidth,
+            "the A40's ratio times the data sheets' tensor rates of A40 and A10",
+        ),
+    }
+
+
+def derive_card(
+    base: Profile,
+    card: str,
+    decode_ratio: float,
+    prefill_ratio: float,
+    provenance: Mapping[str, Any],
+    fit_error: Mapping[str, Any],
+) -> Profile:
+    """Scale a profile's tables to another card.
+
+    The dense table is ``decode_ratio * F + s * (dense(t) - F)`` with ``F = dense(1)`` and ``s``
+    such that the ratio at 1,024 tokens is ``prefill_ratio``. Prefill attention takes
+    ``prefill_ratio``, decode attention and the head take ``decode_ratio``.
+
+    Args:
+        base: a tabulated profile.
+        card: a key of :data:`CARDS`.
+        decode_ratio: time ratio where memory bandwidth is the bound (above 1 is slower).
+        prefill_ratio: time ratio where arithmetic is the bound.
+        provenance: the provenance field of the new file.
+        fit_error: the fit_error field of the new file.
+
+    Returns:
+        The derived profile.
+
+    Raises:
+        ValueError: for a base without tables, or ratios that would make long iterations
+            shorter than short ones.
+    """
+    if base.law["kind"] != "tabulated":
+        raise ValueError(f"base: got {base.name!r} with a linear law; must be tabulated")
+    for label, ratio in (("decode_ratio", decode_ratio), ("prefill_ratio", prefill_ratio)):
+        if not (np.isfinite(ratio) and ratio > 0.0):
+            raise ValueError(f"{label}: got {ratio}; must be a finite number > 0")
+    floor, long = base.dense_s(1), base.dense_s(PREFILL_TOKENS)
+    slope = (prefill_ratio * long - decode_ratio * floor) / (long - floor)
+    if slope <= 0.0:
+        raise ValueError(
+            f"prefill_ratio: got {prefill_ratio:.3g}; must exceed {decode_ratio * floor / long:.3g}"
+            " so that longer iterations take longer"
+        )
+    t = base.tables()
+
+    def rounded(values: np.ndarray) -> Any:
+        return np.vectorize(lambda v: float(f"{v:.6g}"))(values).tolist()
+
+    law = dict(base.law)
+    law["dense_s"] = rounded(decode_ratio * floor + slope * (t.dense_s - floor))
+    law["chunk_attention_s"] = rounded(prefill_ratio * t.chunk_attention_s)
+    law["decode_attention_s"] = rounded(decode_ratio * t.decode_attention_s)
+    law["head_s"] = rounded(decode_ratio * t.head_s)
+    if "mixed_decode_attention_s" in law:
+        law["mixed_decode_attention_s"] = rounded(decode_ratio * base.mixed_decode_attention_s())
+    data = base.to_dict()
+    name = f"{card}-llama-3.1-8b"
+    data.update(
+        name=name,
+        description=f"{CARDS[card]['name']}, {base.model['name']}, scaled from {base.name}",
+        kind="derived",
+        device=CARDS[card] | {"usable_memory_fraction": base.device["usable_memory_fraction"]},
+        law=law,
+        fit_error=dict(fit_error),
+        provenance=dict(provenance),
+    )
+    draft = Profile.from_dict(data, name)
+    data["estimator"], errors = fit_estimator(draft)
+    data["fit_error"] = dict(fit_error) | {"linear_estimator_against_law": errors}
+    return Profile.from_dict(data, name)
+
+
+def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
+    """Derive the cards without kernel tables from the base and published ratios.
+
+    Args:
+        data: folder of the published tables.
+        base: the RTX 4090 profile.
+
+    Returns:
+        Profiles by card.
+
+    Raises:
+        ValueError: naming the file that is missing or malformed.
+    """
+    published = published_ratios(data)
+    out: dict[str, Profile] = {}
+    for card, (decode, prefill, why_decode, why_prefill) in chosen_ratios(published).items():
+        provenance = {
+            "source": _SOURCES,
+            "licence": _LICENCES,
+            "date": "2026-11-21",
+            "command": "python -m servegym.hardware_profiles.build.derive DATA",
+            "decode_ratio": float(f"{decode:.4g}"),
+            "decode_ratio_reason": why_decode,
+            "prefill_ratio": float(f"{prefill:.4g}"),
+            "prefill_ratio_reason": why_prefill,
+            "published_ratios": {
+                bound: {source: float(f"{ratio:.4g}") for source, ratio in found.items()}
+                for bound, found in published[card].items()
+            },
+            "notes": [
+                "time ratios to the RTX 4090; above 1 is slower",
+                "activation_reserve_bytes is the RTX 4090's",
+            ],
+        }
+        draft = derive_card(base, card, decode, prefill, provenance, {})
+        fit_error = _check_card(data, card, draft)
+        out[card] = derive_card(base, card, decode, prefill, provenance, fit_error)
+    return out
+
+
+def _check_card(data: Path, card: str, draft: Profile) -> dict[str, Any]:
+    """Distance of a derived dense table from kernel timings of that card, 1 to 2,048 tokens.
+
+    The A40 was timed with Llama-2-7b: times the ratio of the two models' layers on the A100.
+    """
+    if card != "a40":
+        return {"measure": "no kernel timings of this card were to be had"}
+    a40, a100 = (_vidur_s(data, c, "meta-llama/Llama-2-7b-hf") for c in ("a40", "a100"))
+    large = _vidur_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
+    points = [m for m in a40 if m <= 2048 and m in a100 and m in large]
+    layers = draft.model["layers"]
+    timed = [layers * a40[m] * large[m] / a100[m] for m in points]
+    error = np.array([draft.dense_s(m) / t - 1.0 for m, t in zip(points, timed, strict=True)])
+    return {
+        "measure": "absolute relative error against kernel timings of this card",
+        "dense_against_vidur": _spread(error),
+        "dense_against_vidur_mean_signed": float(f"{error.mean():.4g}"),
+        "dense_against_vidur_one_token_signed": float(f"{error[points.index(1)]:.4g}"),
+    }
+
+
+def paper_linear(index: int) -> Profile:
+    """One expert of the fleet that follows Eq. 13 and 14 of the routing paper alone.
+
+    Args:
+        index: 1 to 12; sets the deviation from the common k1 and k2, a few percent.
+
+    Returns:
+        The profile.
+    """
+    spread = np.random.default_rng(1314).uniform(-0.04, 0.04, (12, 2)).round(3)
+    k1, k2 = (float(f"{v:.4g}") for v in np.array([7e-5, 2.5e-5]) * (1 + spread[index - 1]))
+    linear = {
+        "base_s": 0.0,
+        "prefill_s_per_token": k1,
+        "decode_s_per_sequence": 0.0,
+        "decode_s_per_context_token": k2,
+    }
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "name": f"paper-linear-{index:02d}",
+        "description": "latency estimator of the routing paper taken as the law (Eq. 13, 14)",
+        "kind": "derived",
+        "device": {
+            "name": CARDS["rtx4090"]["name"],
+            "memory_bytes": 25_250_627_584,
+            "usable_memory_fraction": 0.9,
+        },
+        "model": served_models()["Llama-3.1-8B"],
+        "engine": {
+            "name": "none",
+            "version": "none",
+            "dtype": "bf16",
+            "activation_reserve_bytes": 1_237_000_000,
+        },
+        "law": {"kind": "linear", **linear},
+        "estimator": linear,
+        "domain": {
+            "max_decode_sequences": 256,
+            "max_iteration_tokens": 8192,
+            "max_context_tokens": 8192,
+        },
+        "fit_error": {"measure": "the law is the estimator itself: no error"},
+        "provenance": {
+            "source": "form of Eq. 13 and 14 of the QoS-aware LLM routing paper; k1 near 7e-5 and "
+            "k2 near 2.5e-5 s/token, up to 4 % apart between experts (fixed draw)",
+            "licence": "MIT",
+            "date": "2026-11-21",
+            "command": "python -m servegym.hardware_profiles.build.derive",
+            "notes": ["KV memory as in profile rtx4090-llama-3.1-8b"],
+        },
+    }
+    return Profile.from_dict(data, data["name"])
+
+
+def fleets() -> dict[str, dict[str, Any]]:
+    """The fleet files, by name."""
+    law = (
+        "The latency law is that of an 8B model on the card; KV memory is that of the model served."
+    )
+    cards = [f"{card}-llama-3.1-8b" for card in (*_STANDARD_CARDS, *_STANDARD_CARDS)]
+    table = {
+        "edge-6-heterogeneous": (
+            "served_model",
+            f"A100, two RTX 4090, L40S, A40 and A10, twice; the first six are standard. {law}",
+            cards,
+        ),
+        "edge-6-homogeneous": (
+            "served_model",
+            f"RTX 4090 for every expert; the first six are standard. {law}",
+            [BASE] * 12,
+        ),
+        "paper-linear": (
+            "profile",
+            "The routing paper's estimator as the law (Eq. 13, 14), a few percent apart.",
+            [f"paper-linear-{i:02d}" for i in range(1, 13)],
+        ),
+    }
+    return {
+        name: {
+            "format": FLEET_FORMAT,
+            "name": name,
+            "description": text,
+            "memory": memory,
+            "experts": [
+                {"profile": profile, "model": model}
+                for profile, model in zip(profiles, MODELS, strict=True)
+            ],
+        }
+        for name, (memory, text, profiles) in table.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: write the derived profiles and the fleet files.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0, or 2 when the input was refused.
+    """
+    import argparse
+    import sys
+
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.hardware_profiles.build.derive",
+        description="Derived cards (needs the published tables), linear profiles and fleets.",
+    )
+    parser.add_argument("data", nargs="?", help="folder of the published tables")
+    parser.add_argument("--out", default=".", help="folder to write to")
+    options = parser.parse_args(arguments)
+    out = Path(options.out)
+    try:
+        made = [paper_linear(i) for i in range(1, 13)]
+        if options.data:
+            made += derive_cards(Path(options.data), load(BASE)).values()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for profile in made:
+        profile.save(out / f"{profile.name}.json")
+        print(
+            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
+            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
+        )
+    for name, fleet in fleets().items():
+        write_json(fleet, out / f"fleet-{name}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Measure a machine: GPU kernels, CPU experts, a running server."""

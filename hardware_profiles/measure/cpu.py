@@ -1,0 +1,274 @@
+"""Time of one mixture-of-experts expert on a CPU, through numpy.
+
+Every number of threads gets a process of its own, because a BLAS library reads it when it is
+loaded; the process is pinned to as many processors. Weights are drawn at random, in float32, and
+enough copies are used in turn that they do not stay in the cache.
+
+Times are wall time: processor time adds up over the threads, and it is the wait for the slowest of
+them that more threads shorten. On a shared machine the least of many runs is what to fit; that is
+the column ``ms_min``, beside the quartile and the median that show how busy the machine was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.hardware_profiles.measure.command import (
+    ResumableTable,
+    positive,
+    progress,
+    repeat,
+    whole_numbers,
+)
+from servegym.hardware_profiles.profiles import unknown_name
+from servegym.hardware_profiles.script import run
+
+__all__ = ["SHAPES", "ExpertShape", "main", "measure"]
+
+COLUMNS = (
+    "model",
+    "threads",
+    "tokens",
+    "expert_params",
+    "ms_min",
+    "ms_p25",
+    "ms_median",
+    "repeats",
+)
+# Weights that are used in turn together exceed any cache.
+_WORKING_SET_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Shape of one expert.
+
+    Attributes:
+        hidden: Width of the model.
+        intermediate: Width inside the expert.
+        matrices: 3 for a gated expert (SwiGLU), 2 for a plain one (GELU).
+    """
+
+    hidden: int
+    intermediate: int
+    matrices: int = 3
+
+    @property
+    def parameters(self) -> int:
+        """Weights of one expert."""
+        return self.hidden * self.intermediate * self.matrices
+
+
+SHAPES = {
+    "deepseek-v2-lite": ExpertShape(2048, 1408),
+    "gpt-oss-20b": ExpertShape(2880, 2880),
+    "gpt2-moe": ExpertShape(768, 3072, 2),
+    "mixtral-8x7b": ExpertShape(4096, 14336),
+    "qwen3-30b-a3b": ExpertShape(2048, 768),
+    "tiny": ExpertShape(64, 128),
+}
+
+
+def forward(x: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
+    """The expert: ``(n, hidden)`` to ``(n, hidden)``; SwiGLU with three matrices, else GELU."""
+    inner = x @ weights[0]
+    if len(weights) == 3:
+        inner = inner / (1.0 + np.exp(-inner)) * (x @ weights[1])
+    else:
+        inner = 0.5 * inner * (1.0 + np.tanh(0.7978845608 * (inner + 0.044715 * inner**3)))
+    return inner @ weights[-1]
+
+
+def _worker(job: dict[str, Any]) -> None:
+    """Measure the points of one process; one JSON list a line on standard output."""
+    if hasattr(os, "sched_setaffinity"):
+        free = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, set(free[-job["threads"] :]))
+    rng = np.random.default_rng(0)
+    for name, tokens_list in job["points"].items():
+        shape = SHAPES[name]
+        size = 4 * shape.parameters
+        room = min(_WORKING_SET_BYTES, job["memory_bytes"])
+        copies = max(1, min(64, room // size))
+        wide = (shape.hidden, shape.intermediate)
+        sets = [
+            [
+                rng.standard_normal(wide if i < shape.matrices - 1 else wide[::-1], np.float32)
+                * np.float32(0.02)
+                for i in range(shape.matrices)
+            ]
+            for _ in range(copies)
+        ]
+        for tokens in tokens_list:
+            x = rng.standard_normal((tokens, shape.hidden), np.float32)
+            turn = 0
+
+            def once(x: np.ndarray = x, sets: list[list[np.ndarray]] = sets) -> float:
+                nonlocal turn
+                turn += 1
+                start = time.perf_counter()
+                forward(x, sets[turn % len(sets)])
+                return time.perf_counter() - start
+
+            times = repeat(once, warm_up=3, repeats=job["repeats"], seconds=job["seconds"])
+            print(json.dumps([name, tokens, times.tolist()]), flush=True)
+
+
+def _run_worker(job: dict[str, Any]) -> Iterator[tuple[str, int, np.ndarray]]:
+    threads = str(job["threads"])
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+    environment = {**os.environ, **dict.fromkeys(names, threads)}
+    command = [sys.executable, "-m", "servegym.hardware_profiles.measure.cpu", "--worker"]
+    with subprocess.Popen(
+        [*command, json.dumps(job)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                name, tokens, times = json.loads(line)
+                yield name, tokens, np.array(times)
+        finally:
+            process.terminate()
+    # Ended by us only after its last line.
+    if process.returncode not in (0, -15):
+        raise ValueError(
+            f"measuring with {threads} threads failed with exit status {process.returncode} "
+            "(out of memory? lower --memory-gb)"
+        )
+
+
+def measure(
+    out: str | os.PathLike[str],
+    *,
+    models: Sequence[str],
+    threads: Sequence[int] = (1,),
+    tokens: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    repeats: int = 100,
+    seconds: float = 2.0,
+    memory_bytes: int = 2 * 2**30,
+) -> int:
+    """Time experts and append the rows to a CSV file; points that are in it are left out.
+
+    Args:
+        out: CSV file: model, threads, tokens, expert_params, ms_min, ms_p25, ms_median, repeats.
+        models: Names of ``SHAPES``.
+        threads: Numbers of threads; the process is pinned to as many processors.
+        tokens: Tokens that the expert gets in one call.
+        repeats: Most runs of a point, after 3 for warming up.
+        seconds: Time after which a point is not repeated any more.
+        memory_bytes: Most memory for weights.
+
+    Returns:
+        Points measured now.
+
+    Raises:
+        ValueError: For a bad argument, or an expert that does not fit in the memory.
+    """
+    for name in models:
+        if name not in SHAPES:
+            raise ValueError(unknown_name("model", name, list(SHAPES)))
+        if 4 * SHAPES[name].parameters > memory_bytes:
+            raise ValueError(
+                f"memory is {memory_bytes / 2**30:.2g} GB; one expert of {name} takes "
+                f"{4 * SHAPES[name].parameters / 2**30:.2g} GB"
+            )
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if max(threads) > (available or 1):
+        raise ValueError(f"threads is {max(threads)}; this machine gives us {available} processors")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}; it must be >= 1")
+    positive("seconds", seconds)
+    table = ResumableTable(out, COLUMNS, ("model", "threads", "tokens"))
+    jobs = []
+    for count in threads:
+        points = {m: [n for n in tokens if (m, count, n) not in table] for m in models}
+        points = {m: list(missing) for m, missing in points.items() if missing}
+        if points:
+            jobs.append(
+                {
+                    "threads": count,
+                    "points": points,
+                    "repeats": repeats,
+                    "seconds": seconds,
+                    "memory_bytes": memory_bytes,
+                }
+            )
+    total = sum(len(p) for job in jobs for p in job["points"].values())
+    with progress(total, "cpu-expert") as step:
+        for job in jobs:
+            for name, count, times in _run_worker(job):
+                row = dict(zip(("ms_min", "ms_p25", "ms_median"), _quantiles(times), strict=True))
+                table.add(
+                    {
+                        "model": name,
+                        "threads": job["threads"],
+                        "tokens": count,
+                        "expert_params": SHAPES[name].parameters,
+                        **{key: f"{1e3 * value:.5g}" for key, value in row.items()},
+                        "repeats": len(times),
+                    }
+                )
+                step(f"{name}, {count} tokens: {1e3 * times[0]:.3g} ms")
+    return total
+
+
+def _quantiles(times: np.ndarray) -> tuple[float, float, float]:
+    return float(times[0]), float(times[len(times) // 4]), float(np.median(times))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument cannot be used.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--worker"]:
+        _worker(json.loads(words[1]))
+        return 0
+    parser = argparse.ArgumentParser(
+        prog="servegym measure cpu-expert",
+        description="Time one expert's feed-forward pass on this CPU: pinned, warm, repeated.",
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("expert_ffn_ms.csv"), help="CSV file to write or go on")
+    add("--model", action="append", help=f"shape, repeatable: {', '.join(SHAPES)}")
+    add("--threads", default="1", help="numbers of threads, such as 1,2,4")
+    add("--tokens", default="1,2,4,8,16,32,64,128,256", help="tokens in one call")
+    add("--repeats", type=int, default=100, help="most runs of a point")
+    add("--seconds", type=float, default=2.0, help="longest time for the runs of a point")
+    add("--memory-gb", type=float, default=2.0, help="most memory for weights")
+    options = parser.parse_args(words)
+    models = options.model or [name for name in SHAPES if name != "tiny"]
+    measured = measure(
+        options.out,
+        models=models,
+        threads=whole_numbers("threads", options.threads),
+        tokens=whole_numbers("tokens", options.tokens),
+        repeats=options.repeats,
+        seconds=options.seconds,
+        memory_bytes=int(positive("memory-gb", options.memory_gb) * 2**30),
+    )
+    print(f"{measured} points measured, {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,647 @@
+"""Kernel times of a model shape on this machine's GPU, through torch and with random weights.
+
+For a dense shape this writes ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` in the
+layout that ``servegym calibrate`` reads, with ``model.json``, ``meta.yaml`` and ``calibrate.json``
+beside them; for a mixture-of-experts shape ``moe_eager.csv`` (one expert after another) and
+``moe_grouped.csv`` (all in grouped matrix products): one layer's router, experts and shared
+experts.
+
+The kernels are torch's own (matrix products, scaled-dot-product attention over contiguous keys and
+values), so a serving engine's fused or paged kernels can be faster or slower. On a GPU every point
+is a CUDA graph replayed between two events where the operation allows it, which leaves out launch
+gaps as an engine's graphs do; weights and caches in turn exceed the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from servegym.hardware_profiles.measure.command import (
+    SETTINGS_FILE,
+    ResumableTable,
+    positive,
+    progress,
+    repeat,
+)
+from servegym.hardware_profiles.profiles import unknown_name, write_json
+from servegym.hardware_profiles.script import run
+
+__all__ = ["MODELS", "MOE_MODELS", "DenseShape", "MoeShape", "main", "measure_dense", "measure_moe"]
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where a dense shape is measured; every list increases."""
+
+    tokens: tuple[int, ...]
+    chunks: tuple[int, ...]
+    before: tuple[int, ...]
+    decodes: tuple[int, ...]
+    contexts: tuple[int, ...]
+    sequences: tuple[int, ...]
+
+
+_POWERS = tuple(2**k for k in range(12))
+_FINE = (
+    *range(1, 9),
+    *range(16, 513, 16),
+    *range(544, 1025, 32),
+    *range(1088, 2049, 64),
+)
+GRID = Grid(
+    tokens=_FINE,
+    chunks=_POWERS[4:],
+    before=(0, *_POWERS[4:], 4096, 8192, 16384),
+    decodes=_POWERS[:9],
+    contexts=(*_POWERS[4:], 4096, 8192, 16384),
+    sequences=(*range(1, 9), *range(16, 257, 16)),
+)
+SMALL_GRID = Grid(
+    tokens=(1, 2, 4, 16, 64, 256),
+    chunks=(16, 64, 256),
+    before=(0, 64, 512),
+    decodes=(1, 4, 16),
+    contexts=(16, 128, 1024),
+    sequences=(1, 4, 16, 64),
+)
+
+
+@dataclass(frozen=True)
+class DenseShape:
+    """Shape of a dense decoder-only model with gated feed-forward layers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+    grid: Grid = field(default=GRID, repr=False)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the model, embedding and head apart."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
+
+
+MODELS = {
+    "llama-2-7b": DenseShape(32, 4096, 32, 32, 128, 11008, 32000),
+    "llama-3.1-8b": DenseShape(32, 4096, 32, 8, 128, 14336, 128256),
+    "mistral-7b": DenseShape(32, 4096, 32, 8, 128, 14336, 32000),
+    "qwen2.5-7b": DenseShape(28, 3584, 28, 4, 128, 18944, 152064),
+    "tiny": DenseShape(2, 1024, 8, 4, 64, 4096, 4096, SMALL_GRID),
+}
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """Shape of one mixture-of-experts layer of gated experts."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    shared: int = 0
+    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+MOE_MODELS = {
+    "deepseek-v2-lite": MoeShape(2048, 1408, 64, 6, 2),
+    "gpt-oss-20b": MoeShape(2880, 2880, 32, 4),
+    "mixtral-8x7b": MoeShape(4096, 14336, 8, 2),
+    "qwen3-30b-a3b": MoeShape(2048, 768, 128, 8),
+    "tiny-moe": MoeShape(32, 48, 8, 2, 1, (1, 4, 32)),
+}
+
+
+# ----------------------------------------------------------------------------------------- timing
+
+
+class Clock:
+    """Times operations on one device.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``.
+        repeats: Most runs of a point.
+        seconds: Time after which a point is not repeated any more.
+        memory_bytes: Most memory for the tensors of a point.
+        seed: Of the random weights.
+    """
+
+    def __init__(
+        self, device: str, repeats: int, seconds: float, memory_bytes: float, seed: int = 0
+    ) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.repeats = repeats
+        self.seconds = seconds
+        self.memory_bytes = memory_bytes
+        self.cache_bytes = 0
+        if self.cuda:
+            facts = torch.cuda.get_device_properties(self.device)
+            self.cache_bytes = int(getattr(facts, "L2_cache_size", 64 * 2**20))
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+
+    def random(self, *shape: int, scale: float = 0.02) -> torch.Tensor:
+        """Normal numbers of the device's working type."""
+        numbers = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return numbers.normal_(0.0, scale, generator=self.generator)
+
+    def copies(self, size: float) -> int:
+        """Tensors of ``size`` bytes to use in turn so that the cache does not hold them all."""
+        wanted = 1 if not self.cuda else math.ceil(2 * self.cache_bytes / max(size, 1))
+        return max(1, min(wanted, 16, int(self.memory_bytes // (2 * max(size, 1)))))
+
+    def time_s(self, steps: Sequence[Step], *, graph: bool = True) -> float:
+        """Seconds of one step: the median on a GPU, the fastest on a CPU.
+
+        Args:
+            steps: The same operation on different tensors, run one after another.
+            graph: Whether the steps may be captured (no copy to the host, no shape of data).
+
+        Returns:
+            Seconds.
+        """
+        if not self.cuda:
+            turn = 0
+
+            def once() -> float:
+                nonlocal turn
+                turn += 1
+                start = time.perf_counter()
+                steps[turn % len(steps)]()
+                return time.perf_counter() - start
+
+            return float(repeat(once, repeats=self.repeats, seconds=self.seconds)[0])
+
+        def plain() -> None:
+            for step in steps:
+                step()
+
+        run = self._capture(plain) if graph else plain
+
+        def timed() -> float:
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            return 1e-3 * begin.elapsed_time(end) / len(steps)
+
+        return float(np.median(repeat(timed, repeats=self.repeats, seconds=self.seconds)))
+
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        return captured.replay
+
+
+# -------------------------------------------------------------------------------------- operations
+
+
+def _rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+
+
+def _dense_steps(clock: Clock, shape: DenseShape) -> dict[str, Callable[[int], list[Step]]]:
+    """For every op of ``dense.csv``: tokens to the steps to time."""
+    h, f, d = shape.hidden, shape.intermediate, shape.head_size
+    size = torch.finfo(clock.dtype).bits // 8
+
+    def linear(inner: int, outer: int) -> Callable[[int], list[Step]]:
+        copies = clock.copies(size * inner * outer)
+        weights = [clock.random(outer, inner) for _ in range(copies)]
+
+        def steps(tokens: int) -> list[Step]:
+            x = clock.random(tokens, inner, scale=1.0)
+            return [lambda w=w: functional.linear(x, w) for w in weights]
+
+        return steps
+
+    gain = torch.ones(h, device=clock.device, dtype=clock.dtype)
+
+    def norm(tokens: int) -> list[Step]:
+        x, residual = clock.random(tokens, h, scale=1.0), clock.random(tokens, h, scale=1.0)
+        return [lambda: functional.rms_norm(x + residual, (h,), gain)]
+
+    def rotary(tokens: int) -> list[Step]:
+        x = clock.random(tokens, shape.heads + shape.kv_heads, d, scale=1.0)
+        angles = clock.random(tokens, 1, d // 2, scale=1.0)
+        cosine, sine = angles.cos(), angles.sin()
+        return [lambda: _rotate(x, cosine, sine)]
+
+    def activation(tokens: int) -> list[Step]:
+        x = clock.random(tokens, 2 * f, scale=1.0)
+        return [lambda: functional.silu(x[:, :f]) * x[:, f:]]
+
+    table = clock.random(shape.vocabulary, h)
+
+    def embedding(tokens: int) -> list[Step]:
+        ids = torch.arange(tokens, device=clock.device) * 7919 % shape.vocabulary
+        return [lambda: functional.embedding(ids, table)]
+
+    return {
+        "layernorm": norm,
+        "qkv_proj": linear(h, d * (shape.heads + 2 * shape.kv_heads)),
+        "rotary_emb": rotary,
+        "o_proj": linear(d * shape.heads, h),
+        "gate_up_proj": linear(h, 2 * f),
+        "act_fn": activation,
+        "down_proj": linear(f, h),
+        "embedding": embedding,
+        "final_layernorm": norm,
+    }
+
+
+def _head_steps(clock: Clock, shape: DenseShape) -> dict[str, Callable[[int], list[Step]]]:
+    weight = clock.random(shape.vocabulary, shape.hidden)
+
+    def head(sequences: int) -> list[Step]:
+        x = clock.random(sequences, shape.hidden, scale=1.0)
+        return [lambda: functional.linear(x, weight)]
+
+    def sampler(sequences: int) -> list[Step]:
+        logits = clock.random(sequences, shape.vocabulary, scale=1.0).float()
+        return [lambda: logits.argmax(-1)]
+
+    return {"lm_head": head, "sampler": sampler}
+
+
+def _chunk_steps(clock: Clock, shape: DenseShape, chunk: int, before: int) -> list[Step]:
+    """Attention of a prefill chunk over what came before it and, causally, over itself."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    d = shape.head_size
+    q = clock.random(1, shape.heads, chunk, d, scale=1.0)
+    k, v = (clock.random(1, shape.kv_heads, before + chunk, d, scale=1.0) for _ in range(2))
+    grouped = shape.heads != shape.kv_heads
+    attend = functional.scaled_dot_product_attention
+    if before == 0:
+        return [lambda: attend(q, k, v, is_causal=True, enable_gqa=grouped)]
+    mask = causal_lower_right(chunk, before + chunk)
+    return [lambda: attend(q, k, v, attn_mask=mask, enable_gqa=grouped)]
+
+
+def _decode_steps(clock: Clock, shape: DenseShape, decodes: int, context: int) -> list[Step]:
+    """Attention of one new token a sequence; heads that share keys go in as a short query."""
+    d, group = shape.head_size, shape.heads // shape.kv_heads
+    q = clock.random(decodes, shape.kv_heads, group, d, scale=1.0)
+    size = 2 * decodes * shape.kv_heads * context * d * q.element_size()
+    caches = [
+        [clock.random(decodes, shape.kv_heads, context, d, scale=1.0) for _ in range(2)]
+        for _ in range(clock.copies(size))
+    ]
+    attend = functional.scaled_dot_product_attention
+    return [lambda k=k, v=v: attend(q, k, v) for k, v in caches]
+
+
+def _cut(clock: Clock, shape: DenseShape) -> Grid:
+    """The grid without the longest contexts that the memory cap does not allow."""
+    size = torch.finfo(clock.dtype).bits // 8
+    weights = size * (2 * shape.vocabulary * shape.hidden + shape.parameters // shape.layers)
+    if weights > clock.memory_bytes:
+        raise ValueError(
+            f"memory-gb is {clock.memory_bytes / 2**30:.3g}; one layer, embedding and head take "
+            f"{weights / 2**30:.3g}"
+        )
+    token = 2 * size * shape.kv_heads * shape.head_size
+    grid = shape.grid
+    most = clock.memory_bytes / (2 * token * grid.decodes[-1])
+    contexts = tuple(x for x in grid.contexts if x <= most)
+    if len(contexts) < 3:
+        raise ValueError(
+            f"memory-gb is {clock.memory_bytes / 2**30:.3g}; the keys and values of "
+            f"{grid.decodes[-1]} sequences of {grid.contexts[2]} tokens need "
+            f"{2 * token * grid.decodes[-1] * grid.contexts[2] / 2**30:.3g}"
+        )
+    before = tuple(x for x in grid.before if x <= contexts[-1])
+    return Grid(grid.tokens, grid.chunks, before, grid.decodes, contexts, grid.sequences)
+
+
+# ------------------------------------------------------------------------------------------ dense
+
+
+def measure_dense(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
+    """Measure a dense shape; points that are in the folder's tables are left out.
+
+    Args:
+        name: A key of ``MODELS``.
+        folder: Where the tables are written; made if missing.
+        clock: Times the kernels.
+
+    Returns:
+        Points measured now.
+
+    Raises:
+        ValueError: For an unknown shape, too little memory, or tables of something else.
+    """
+    shape = MODELS[name]
+    grid = _cut(clock, shape)
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    _describe(root, name, shape, clock)
+    dense = ResumableTable(root / "dense.csv", ("layer", "tokens", "time_us"), ("layer", "tokens"))
+    heads = ResumableTable(
+        root / "per_sequence.csv", ("layer", "sequences", "time_us"), ("layer", "sequences")
+    )
+    axes = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+    attention = ResumableTable(root / "attention.csv", (*axes, "time_us"), axes)
+
+    work: list[tuple[ResumableTable, tuple[Any, ...], Callable[[], list[Step]]]] = []
+    for op, make in _dense_steps(clock, shape).items():
+        work += [(dense, (op, n), lambda make=make, n=n: make(n)) for n in grid.tokens]
+    for op, make in _head_steps(clock, shape).items():
+        work += [(heads, (op, n), lambda make=make, n=n: make(n)) for n in grid.sequences]
+    for c in grid.chunks:
+        for k in grid.before:
+            work.append(
+                (attention, (c, k, 0, 0), lambda c=c, k=k: _chunk_steps(clock, shape, c, k))
+            )
+    for b in grid.decodes:
+        for x in grid.contexts:
+            work.append(
+                (attention, (0, 0, b, x), lambda b=b, x=x: _decode_steps(clock, shape, b, x))
+            )
+    missing = [item for item in work if item[1] not in item[0]]
+    with progress(len(missing), f"gpu {name}") as step, torch.inference_mode():
+        for table, key, make in missing:
+            seconds = clock.time_s(make())
+            row = dict(zip(table.key, key, strict=True))
+            table.add({**row, "time_us": f"{1e6 * seconds:.6g}"})
+            step(f"{key[0] if table is not attention else 'attention'}: {1e6 * seconds:.1f} us")
+    for table in (dense, heads, attention):
+        table.sort()
+    return len(missing)
+
+
+def _device_name(clock: Clock) -> str:
+    if clock.cuda:
+        return torch.cuda.get_device_name(clock.device)
+    return f"CPU {platform.machine()}"
+
+
+def _device_memory(clock: Clock) -> int:
+    if clock.cuda:
+        return int(torch.cuda.get_device_properties(clock.device).total_memory)
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def _describe(root: Path, name: str, shape: DenseShape, clock: Clock) -> None:
+    """Write what is measured, and refuse to go on with a folder of another device or model."""
+    size = torch.finfo(clock.dtype).bits // 8
+    device = _device_name(clock)
+    facts = {
+        "name": name,
+        "layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "attention_heads": shape.heads,
+        "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+        "bytes_per_value": size,
+        "parameters": shape.parameters,
+        "weight_bytes": size * shape.parameters,
+        "kv_bytes_per_token": 2 * size * shape.layers * shape.kv_heads * shape.head_size,
+        "source": "the model's published configuration; random weights",
+    }
+    meta = root / "meta.yaml"
+    mark = f"gpu: {device}\nmodel: {name}\nvariant: {str(clock.dtype).removeprefix('torch.')}\n"
+    if meta.is_file():
+        if not meta.read_text(encoding="utf-8").startswith(mark):
+            raise ValueError(
+                f"out is {str(root)!r}, which holds measurements of another device or model: name "
+                "another folder"
+            )
+        return
+    write_json(facts, root / "model.json")
+    write_json(
+        {
+            "--name": f"{_slug(device)}-{name}",
+            "--model": "model.json",
+            "--device-name": device,
+            "--memory-bytes": _device_memory(clock),
+            "--source": f"own measurement on {device}: torch {torch.__version__} kernels",
+            "--licence": "own measurement",
+            "--note": "torch kernels with random weights, not those of a serving engine",
+        },
+        root / SETTINGS_FILE,
+    )
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    temporary = meta.with_name("meta.yaml.tmp")
+    temporary.write_text(f"{mark}torch: {torch.__version__}\nprofiled_at: {when}\n", "utf-8")
+    os.replace(temporary, meta)
+
+
+# -------------------------------------------------------------------------------------------- MoE
+
+
+class MoeLayer:
+    """One mixture-of-experts layer with random weights.
+
+    Args:
+        clock: Gives the device and the working type.
+        shape: The layer's shape.
+    """
+
+    def __init__(self, clock: Clock, shape: MoeShape) -> None:
+        h, f, e = shape.hidden, shape.intermediate, shape.experts
+        size = torch.finfo(clock.dtype).bits // 8
+        needed = 3 * size * h * f * (e + shape.shared)
+        if 1.5 * needed > clock.memory_bytes:
+            raise ValueError(
+                f"memory-gb is {clock.memory_bytes / 2**30:.3g}; the layer takes "
+                f"{1.5 * needed / 2**30:.3g} with room to work"
+            )
+        self.shape = shape
+        self.router = clock.random(e, h, scale=1.0)
+        self.gate_up = clock.random(e, 2 * f, h)
+        self.down = clock.random(e, h, f)
+        width = f * shape.shared
+        self.shared_gate_up = clock.random(2 * width, h) if width else None
+        self.shared_down = clock.random(h, width) if width else None
+        self.grouped_mm = getattr(functional, "grouped_mm", None)
+        if self.grouped_mm is None and clock.cuda:
+            self.grouped_mm = getattr(torch, "_grouped_mm", None)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates ``(n, k)`` and experts ``(n, k)`` of the tokens ``(n, hidden)``."""
+        gates = functional.linear(x, self.router).softmax(-1)
+        return gates.topk(self.shape.top_k, -1)
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shared_gate_up is None or self.shared_down is None:
+            return torch.zeros_like(x)
+        gate, up = functional.linear(x, self.shared_gate_up).chunk(2, -1)
+        return functional.linear(functional.silu(gate) * up, self.shared_down)
+
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        """One expert after another, each over the tokens that chose it."""
+        gates, chosen = self.route(x)
+        out = self._shared(x)
+        for e in chosen.unique().tolist():
+            rows, place = (chosen == e).nonzero(as_tuple=True)
+            gate, up = functional.linear(x[rows], self.gate_up[e]).chunk(2, -1)
+            y = functional.linear(functional.silu(gate) * up, self.down[e])
+            out.index_add_(0, rows, y * gates[rows, place, None])
+        return out
+
+    def grouped(self, x: torch.Tensor) -> torch.Tensor:
+        """All experts in two grouped matrix products; padded batches where torch has none."""
+        gates, chosen = self.route(x)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        rows = order // self.shape.top_k
+        counts = torch.zeros(self.shape.experts, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        ends = counts.cumsum(0)
+        sorted_x = x[rows]
+        if self.grouped_mm is not None:
+            offsets = ends.to(torch.int32)
+            inner = self.grouped_mm(sorted_x, self.gate_up.transpose(-2, -1), offs=offsets)
+            gate, up = inner.chunk(2, -1)
+            y = self.grouped_mm(
+                functional.silu(gate) * up, self.down.transpose(-2, -1), offs=offsets
+            )
+        else:
+            experts = flat[order]
+            place = torch.arange(len(order), device=x.device) - (ends - counts)[experts]
+            # The widest group is at most all tokens, a bound that needs no look at the data.
+            padded = x.new_zeros(self.shape.experts, len(x), self.shape.hidden)
+            padded[experts, place] = sorted_x
+            gate, up = torch.bmm(padded, self.gate_up.transpose(1, 2)).chunk(2, -1)
+            y = torch.bmm(functional.silu(gate) * up, self.down.transpose(1, 2))[experts, place]
+        weights = gates.flatten()[order, None].to(y.dtype)
+        return self._shared(x).index_add_(0, rows, y * weights)
+
+
+def measure_moe(name: str, folder: str | os.PathLike[str], clock: Clock) -> int:
+    """Measure one mixture-of-experts layer; points that are in the tables are left out.
+
+    Args:
+        name: A key of ``MOE_MODELS``.
+        folder: Where the tables are written; made if missing.
+        clock: Times the kernels.
+
+    Returns:
+        Points measured now.
+
+    Raises:
+        ValueError: For too little memory, or tables of something else.
+    """
+    shape = MOE_MODELS[name]
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    columns = ("tokens", "activated_experts", "time_us")
+    tables = {
+        way: ResumableTable(root / f"moe_{way}.csv", columns, ("tokens",))
+        for way in ("eager", "grouped")
+    }
+    missing = [(way, n) for way in tables for n in shape.tokens if (n,) not in tables[way]]
+    if not missing:
+        return 0
+    layer = MoeLayer(clock, shape)
+    with progress(len(missing), f"gpu {name}") as step, torch.inference_mode():
+        for way, n in missing:
+            inputs = [clock.random(n, shape.hidden, scale=1.0) for _ in range(4)]
+            active = np.mean([len(layer.route(x)[1].unique()) for x in inputs])
+            run = getattr(layer, way)
+            # One token touches few experts: different inputs keep the cache from holding them.
+            steps: list[Step] = [lambda x=x, run=run: run(x) for x in inputs]
+            seconds = clock.time_s(steps, graph=way == "grouped" and layer.grouped_mm is not None)
+            tables[way].add(
+                {
+                    "tokens": n,
+                    "activated_experts": f"{active:.4g}",
+                    "time_us": f"{1e6 * seconds:.6g}",
+                }
+            )
+            step(f"{way}, {n} tokens: {1e6 * seconds:.0f} us")
+    for table in tables.values():
+        table.sort()
+    return len(missing)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument cannot be used, or there is no GPU.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym measure gpu",
+        description="Time the kernels of a model shape with random weights through torch.",
+    )
+    add = parser.add_argument
+    add("--model", required=True, help=f"shape: {', '.join((*MODELS, *MOE_MODELS))}")
+    add("--out", type=Path, help="folder of the tables (default: measured/MODEL)")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu is for trying it out")
+    add("--repeats", type=int, default=30, help="most runs of a point, after 3 for warming up")
+    add("--seconds", type=float, default=0.5, help="longest time for the runs of a point")
+    add("--memory-gb", type=float, help="most memory for tensors (default: 0.8 of what is free)")
+    options = parser.parse_args(arguments)
+    names = [*MODELS, *MOE_MODELS]
+    if options.model not in names:
+        raise ValueError(unknown_name("model", options.model, names))
+    if options.repeats < 1:
+        raise ValueError(f"repeats is {options.repeats}; it must be >= 1")
+    positive("seconds", options.seconds)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no GPU; --device cpu tries it out")
+    if options.memory_gb is not None:
+        memory = positive("memory-gb", options.memory_gb) * 2**30
+    elif options.device == "cuda":
+        memory = 0.8 * torch.cuda.mem_get_info()[0]
+    else:
+        memory = 2.0 * 2**30
+    clock = Clock(options.device, options.repeats, options.seconds, memory)
+    folder = options.out or Path("measured", options.model)
+    if options.model in MOE_MODELS:
+        count = measure_moe(options.model, folder, clock)
+        print(f"{count} points measured, {folder}")
+        return 0
+    count = measure_dense(options.model, folder, clock)
+    print(f"{count} points measured; now: servegym calibrate {folder} -o profile.json")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,393 @@
+"""Latencies of a running server that speaks OpenAI's protocol, at several loads.
+
+For every load (requests in flight) and prompt length a fixed number of streaming requests is sent,
+each worker sending its next one when the last has ended. Prompts are random words, different in
+every request, so that no prefix cache helps. Nothing but the standard library is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import math
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from servegym.hardware_profiles.measure.command import (
+    ResumableTable,
+    positive,
+    progress,
+    whole_numbers,
+)
+from servegym.hardware_profiles.script import run
+
+__all__ = ["Endpoint", "Reply", "ask", "main", "measure", "summary"]
+
+COLUMNS = (
+    "load",
+    "prompt_words",
+    "request",
+    "started_s",
+    "ttft_s",
+    "tpot_s",
+    "e2e_s",
+    "prompt_tokens",
+    "output_tokens",
+    "error",
+)
+APIS = {"completions": "/completions", "chat": "/chat/completions"}
+MAX_REQUESTS = 100_000
+_WORDS = (
+    "river stone market winter engine garden letter number signal window mountain paper "
+    "bridge copper silver forest harbor island kitchen lantern meadow needle orchard pencil"
+).split()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where and how to ask.
+
+    Attributes:
+        url: Base address, such as ``http://127.0.0.1:8000/v1``.
+        model: Name of the model, as the server knows it.
+        api: ``"completions"`` or ``"chat"``.
+        output_tokens: Tokens to generate.
+        timeout_s: Longest silence of the server, seconds.
+        api_key: Bearer token, or empty.
+    """
+
+    url: str
+    model: str
+    api: str = "completions"
+    output_tokens: int = 64
+    timeout_s: float = 60.0
+    api_key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url is {self.url!r}; give one such as http://127.0.0.1:8000/v1")
+        if self.api not in APIS:
+            raise ValueError(f"api is {self.api!r}; it must be one of {', '.join(APIS)}")
+        if self.output_tokens < 2:
+            raise ValueError(f"output-tokens is {self.output_tokens}; it must be >= 2")
+        positive("timeout", self.timeout_s)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one request took.
+
+    Attributes:
+        ttft_s: Seconds to the first token.
+        tpot_s: Seconds a token after the first; NaN if there is one token.
+        e2e_s: Seconds to the last token.
+        prompt_tokens: As the server counts them, or 0 if it does not say.
+        output_tokens: As the server counts them, else pieces of text received.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    e2e_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def _has_text(event: Mapping[str, Any]) -> bool:
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+            return True
+    return False
+
+
+def ask(endpoint: Endpoint, prompt: str) -> Reply:
+    """Send one streaming request and time its tokens.
+
+    Args:
+        endpoint: Where and how.
+        prompt: The text.
+
+    Returns:
+        The times.
+
+    Raises:
+        OSError: If the server cannot be reached or falls silent.
+        ValueError: If it answers with an error or not in the protocol.
+    """
+    parts = urlsplit(endpoint.url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    body: dict[str, Any] = {
+        "model": endpoint.model,
+        "max_tokens": endpoint.output_tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        # Servers that know it generate the full length, which is what is being timed.
+        "ignore_eos": True,
+    }
+    if endpoint.api == "chat":
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    if endpoint.api_key:
+        headers["Authorization"] = f"Bearer {endpoint.api_key}"
+    connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
+    first = last = math.nan
+    pieces = 0
+    usage: Mapping[str, Any] = {}
+    try:
+        start = time.perf_counter()
+        path = parts.path.rstrip("/") + APIS[endpoint.api]
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            text = response.read(200).decode("utf-8", "replace").strip()
+            raise ValueError(f"status {response.status}: {text or response.reason}")
+        while line := response.readline(1 << 20):
+            now = time.perf_counter()
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                break
+            try:
+                event = json.loads(data)
+            except ValueError:
+                raise ValueError(f"not JSON: {data[:80]!r}") from None
+            if not isinstance(event, dict):
+                raise ValueError(f"not an object: {data[:80]!r}")
+            if event.get("error"):
+                raise ValueError(f"error: {event['error']}")
+            usage = event.get("usage") or usage
+            if _has_text(event):
+                pieces += 1
+                last = now
+                if pieces == 1:
+                    first = now
+    except http.client.HTTPException as error:
+        raise ValueError(f"not HTTP as expected: {type(error).__name__}") from error
+    finally:
+        connection.close()
+    if pieces == 0:
+        raise ValueError("no token came; does the server stream?")
+    tokens = int(usage.get("completion_tokens") or pieces)
+    spread = (last - first) / (tokens - 1) if tokens > 1 and pieces > 1 else math.nan
+    return Reply(first - start, spread, last - start, int(usage.get("prompt_tokens") or 0), tokens)
+
+
+def measure(
+    endpoint: Endpoint,
+    out: str | os.PathLike[str],
+    *,
+    loads: Sequence[int] = (1, 2, 4, 8),
+    prompt_words: Sequence[int] = (128,),
+    requests: int = 16,
+    seconds: float = 300.0,
+    seed: int = 0,
+) -> ResumableTable:
+    """Profile a server; requests that are in the file are not sent again, unless they failed.
+
+    Args:
+        endpoint: Where and how to ask.
+        out: CSV file, one row a request.
+        loads: Requests in flight.
+        prompt_words: Lengths of the prompts in words (about as many tokens).
+        requests: Requests a load and length.
+        seconds: Time after which no further request is sent.
+        seed: Of the words.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: For a bad argument, or if no request succeeds (with the first reason).
+    """
+    if requests < 1 or len(loads) * len(prompt_words) * requests > MAX_REQUESTS:
+        raise ValueError(
+            f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
+        )
+    positive("seconds", seconds)
+    table = ResumableTable(out, COLUMNS, ("load", "prompt_words", "request"))
+    stop = time.monotonic() + seconds
+    began = time.perf_counter()
+    lock = threading.Lock()
+
+    def done(*key: int) -> bool:
+        row = table.rows.get(tuple(map(str, key)))
+        return row is not None and not row["error"]
+
+    missing = {
+        (load, words): [i for i in range(requests) if not done(load, words, i)]
+        for load in loads
+        for words in prompt_words
+    }
+    fatal: list[BaseException] = []
+    with progress(sum(map(len, missing.values())), "server") as step:
+        for (load, words), numbers in missing.items():
+            todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+            for number in numbers:
+                todo.put(number)
+
+            def work(
+                load: int = load, words: int = words, todo: queue.SimpleQueue[int] = todo
+            ) -> None:
+                while time.monotonic() < stop and not fatal:
+                    try:
+                        number = todo.get_nowait()
+                    except queue.Empty:
+                        return
+                    # Text seeds are hashed the same everywhere; every prompt differs early on.
+                    rng = random.Random(f"{seed}/{load}/{words}/{number}")
+                    prompt = " ".join(rng.choice(_WORDS) for _ in range(words))
+                    row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
+                    row.update(load=load, prompt_words=words, request=number)
+                    row["started_s"] = f"{time.perf_counter() - began:.6f}"
+                    try:
+                        reply = ask(endpoint, prompt)
+                    except (OSError, ValueError) as error:
+                        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                    else:
+                        row.update(
+                            ttft_s=f"{reply.ttft_s:.6f}",
+                            tpot_s=f"{reply.tpot_s:.6f}",
+                            e2e_s=f"{reply.e2e_s:.6f}",
+                            prompt_tokens=reply.prompt_tokens,
+                            output_tokens=reply.output_tokens,
+                        )
+                    with lock:
+                        try:
+                            table.add(row)
+                        except BaseException as error:  # a full disk must not pass unseen
+                            fatal.append(error)
+                        step(f"{load} in flight, {words} words")
+
+            workers = [
+                threading.Thread(target=work, daemon=True) for _ in range(min(load, len(numbers)))
+            ]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            if fatal:
+                raise fatal[0]
+    table.sort()
+    if not any(row["ttft_s"] for row in table.rows.values()):
+        reason = next((row["error"] for row in table.rows.values()), "time was up")
+        raise ValueError(f"no request to {endpoint.url} succeeded: {reason}")
+    return table
+
+
+def summary(table: ResumableTable) -> list[dict[str, Any]]:
+    """Quantiles of the latencies, one row a load and prompt length.
+
+    Args:
+        table: As :func:`measure` leaves it.
+
+    Returns:
+        Rows with ``load, prompt_words, requests, failed``, median and P90 of TTFT and TPOT in
+        seconds, median end-to-end latency, and ``output_tokens_per_s`` over the time that the
+        requests took.
+    """
+    groups: dict[tuple[int, int], list[Mapping[str, str]]] = {}
+    for row in table.rows.values():
+        groups.setdefault((int(row["load"]), int(row["prompt_words"])), []).append(row)
+    out = []
+    for (load, words), rows in sorted(groups.items()):
+        good = [row for row in rows if row["ttft_s"]]
+        line: dict[str, Any] = {
+            "load": load,
+            "prompt_words": words,
+            "requests": len(rows),
+            "failed": len(rows) - len(good),
+        }
+        for name in ("ttft_s", "tpot_s", "e2e_s"):
+            values = np.array([float(row[name]) for row in good])
+            values = values[np.isfinite(values)]
+            for label, q in (("median", 0.5), ("p90", 0.9)):
+                line[f"{label}_{name}"] = float(np.quantile(values, q)) if len(values) else math.nan
+        starts = [float(row["started_s"]) for row in good]
+        ends = [float(row["started_s"]) + float(row["e2e_s"]) for row in good]
+        span = max(ends) - min(starts) if good else math.nan
+        tokens = sum(int(row["output_tokens"]) for row in good)
+        line["output_tokens_per_s"] = tokens / span if span and span > 0 else math.nan
+        out.append(line)
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: If an argument cannot be used, or no request succeeds.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym measure server",
+        description="Time streaming requests to a server that speaks OpenAI's protocol.",
+    )
+    add = parser.add_argument
+    add("--url", required=True, help="base address, such as http://127.0.0.1:8000/v1")
+    add("--model", required=True, help="the model's name on the server")
+    add("--api", default="completions", choices=tuple(APIS), help="completions or chat")
+    add("--loads", default="1,2,4,8", help="requests in flight")
+    add("--prompt-words", default="128", help="prompt lengths in words")
+    add("--output-tokens", type=int, default=64, help="tokens to generate")
+    add("--requests", type=int, default=16, help="requests a load and length")
+    add("--seconds", type=float, default=300.0, help="no request is sent after this time")
+    add("--timeout", type=float, default=60.0, help="longest silence of the server in seconds")
+    add("--api-key-env", help="environment variable that holds the bearer token")
+    add("--out", type=Path, default=Path("server.csv"), help="CSV file to write or go on")
+    options = parser.parse_args(arguments)
+    key = ""
+    if options.api_key_env:
+        key = os.environ.get(options.api_key_env, "")
+        if not key:
+            raise ValueError(f"api-key-env is {options.api_key_env!r}, which is not set")
+    endpoint = Endpoint(
+        options.url, options.model, options.api, options.output_tokens, options.timeout, key
+    )
+    table = measure(
+        endpoint,
+        options.out,
+        loads=whole_numbers("loads", options.loads),
+        prompt_words=whole_numbers("prompt-words", options.prompt_words),
+        requests=options.requests,
+        seconds=options.seconds,
+    )
+    print(
+        f"{'load':>5} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
+        f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
+    )
+    for row in summary(table):
+        times = " ".join(
+            f"{1e3 * row[key]:9.2f}"
+            for key in ("median_ttft_s", "p90_ttft_s", "median_tpot_s", "p90_tpot_s")
+        )
+        print(
+            f"{row['load']:5d} {row['prompt_words']:6d} {row['requests']:5d} {row['failed']:6d} "
+            f"{times} {row['output_tokens_per_s']:9.1f}"
+        )
+    print(f"written to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

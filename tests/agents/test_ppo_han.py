@@ -1,0 +1,152 @@
+"""PPO over the graph: masks, the start, advantages by hand, runs, resuming, checkpoints."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+tyro = pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+from servegym.agents import load_policy, ppo_han  # noqa: E402
+from servegym.agents.han import Layout  # noqa: E402
+from servegym.agents.lib.run import Foresight, has_snapshot, make_envs  # noqa: E402
+from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
+from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+
+from .runs import assert_goes_on, lines  # noqa: E402
+
+
+def tiny(tmp_path, **changes):
+    settings = {
+        "total_timesteps": 512,
+        "num_envs": 4,
+        "num_steps": 32,
+        "num_minibatches": 2,
+        "critic_warmup": 0.2,
+        "eval_every": 256,
+        "eval_episodes": 2,
+        "eval_rates": (8.0,),
+        "eval_requests": 20,
+        "out_dir": str(tmp_path),
+        "run_name": "run",
+        "set": ("num_experts=3", "episode_requests=50"),
+    }
+    return ppo_han.Args(**(settings | changes))
+
+
+def an_agent(encoder="han", **changes):
+    torch.manual_seed(0)
+    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+    args = ppo_han.Args(encoder=encoder, **changes)
+    return ppo_han.Agent(Layout(4, 3, 2, impact=True), args, system), system
+
+
+@pytest.mark.parametrize("encoder", ["han", "sets"])
+def test_experts_that_trade_places_trade_probabilities(encoder, random_obs):
+    agent, system = an_agent(encoder)
+    order = np.array([2, 0, 3, 1])
+    other = ppo_han.Agent(agent.layout, ppo_han.Args(encoder=encoder), system.permuted(order))
+    weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
+    other.load_state_dict(weights, strict=False)
+    obs = random_obs(5)
+    moved = {k: v[:, order] if k != "latency_requirement" else v for k, v in obs.items()}
+    mask = torch.tensor([[1, 1, 0, 1, 1]] * 5)
+    there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
+    inputs = torch.rand(5, Foresight.WIDTH)
+    with torch.no_grad():
+        one, value = agent(torch.from_numpy(agent.rows(obs)).float(), mask, inputs)
+        two, same = other(torch.from_numpy(other.rows(moved)).float(), there, inputs)
+    assert (one.exp()[mask == 0] == 0).all() and torch.isfinite(one).all()
+    torch.testing.assert_close(one[:, 1:][:, order], two[:, 1:], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(value, same, atol=1e-4, rtol=1e-4)
+
+
+def test_the_untrained_policy_is_nearly_the_heuristic(random_obs):
+    agent, system = an_agent(prior=0.001)  # so cold that what the network adds is nothing
+    obs, mask = random_obs(200, seed=2), np.ones((200, 5), np.int8)
+    with torch.no_grad():
+        log_pi, _ = agent(torch.from_numpy(agent.rows(obs)).float(), torch.from_numpy(mask))
+    wanted = PricedGreedy(system).act(obs, mask)
+    assert (log_pi.argmax(-1).numpy() == wanted).mean() > 0.9 and len(set(wanted)) > 3
+
+
+def test_advantages_by_hand():
+    reward, value = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.5], [1.0], [1.5]])
+    following, done = torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[0.0], [1.0], [0.0]])
+    got = ppo_han.advantages(reward, done, value, following, 0.5, 0.8)
+    # deltas 1 + 0.5 - 0.5 = 1, 2 + 0 - 1 = 1, 3 + 1 - 1.5 = 2.5; the end cuts the third off.
+    assert got[:, 0].tolist() == pytest.approx([1 + 0.4 * 1, 1.0, 2.5])
+
+
+def test_foresight_refuses_episodes_that_are_cut(tmp_path):
+    cut = {"set": ("num_experts=3", "episode_requests=50", "max_episode_steps=20")}
+    with pytest.raises(ValueError, match="foresight: must be False with max_episode_steps"):
+        ppo_han.train(tiny(tmp_path, **cut))
+    run = ppo_han.train(tiny(tmp_path, foresight=False, **cut))
+    assert (run / "best.safetensors").exists()
+
+
+def test_foresight_by_hand():
+    args = ppo_han.Args(set=("episode_requests=40",), rate_low=8.0, rate_high=8.0)
+    envs = make_envs(args, 3)
+    foresight = Foresight(envs)
+    envs.reset(seed=4)
+    for _ in range(30):
+        envs.step(np.ones(3, np.int64))
+    batch = envs.unwrapped.batch
+    got = foresight()[1].reshape(4, 4)
+    for column, ahead in enumerate(Foresight.AHEAD):
+        count = min(ahead, 10)  # requests 30 to 39 are left
+        gap = batch.arrivals[1, min(30 + ahead, 39)] - batch.arrivals[1, 30] + 0.1
+        rows = batch.table[batch.rows[1, 30 : 30 + count]]
+        wanted = [
+            -np.log(gap / (min(ahead, count) + 0.5)) - 2,
+            count / ahead,
+            rows[:, :, 2].mean() / 150 - 1,
+            4 * rows[:, :, 1].max(1).mean() - 3,
+        ]
+        assert got[:, column].tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-4)
+
+
+def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
+    runs = [
+        ppo_han.train(tiny(tmp_path, run_name=name, seed=seed))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    logs = [lines(run) for run in runs]
+    assert logs[0] == logs[1] != logs[2]
+    keys = {key for row in logs[0] for key in row}
+    assert {"eval/avg_qos_rate_8", "eval/share_3", "charts/avg_qos", "charts/share_0"} <= keys
+    policy = load_policy(runs[0])
+    assert policy.name == "ppo_han" and policy.single is not None
+    args = tiny(tmp_path)
+    envs = make_envs(args, 2, split="eval")
+    obs, info = envs.reset(seed=3)
+    for _ in range(20):
+        both = policy.act(obs, info["action_mask"])
+        for i in range(2):
+            alone = {key: value[i : i + 1] for key, value in obs.items()}
+            assert policy.act(alone, info["action_mask"][i : i + 1])[0] == both[i]
+        obs, *_, info = envs.step(both)
+
+
+def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
+    assert_goes_on(ppo_han, tiny, tmp_path, monkeypatch, 256, encoder="sets")
+
+
+def test_a_run_without_the_snapshot_asked_for_says_so(tmp_path, capsys):
+    path = tmp_path / "snapshot.pt"
+    assert not has_snapshot(False, path) and capsys.readouterr().out == ""
+    assert not has_snapshot(True, path)
+    assert f"no snapshot at {path}" in capsys.readouterr().out
+    path.touch()
+    assert has_snapshot(True, path) and not has_snapshot(False, path)
+    assert capsys.readouterr().out == ""
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="env_id"):
+        ppo_han.train(tiny(tmp_path, env_id="servegym/LLMRoutingFlat-v0"))
+    with pytest.raises(ValueError, match="prior"):
+        ppo_han.train(tiny(tmp_path, prior=-1.0))

@@ -1,0 +1,420 @@
+"""The discrete SAC: losses by hand, replay, determinism, resuming, checkpoints, arguments."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+tyro = pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+import gymnasium as gym  # noqa: E402
+
+import servegym  # noqa: E402, F401
+from servegym.agents import load_policy, sac_han  # noqa: E402
+from servegym.agents.han import held_score  # noqa: E402
+from servegym.agents.lib.run import Foresight, make_envs, parse_settings, validate  # noqa: E402
+from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
+from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+from servegym.baselines.protocol import Policy  # noqa: E402
+
+from .runs import assert_goes_on, lines  # noqa: E402
+
+
+def tiny(tmp_path, **changes):
+    settings = {
+        "total_timesteps": 480,
+        "num_envs": 4,
+        "learning_starts": 120,
+        "batch_size": 16,
+        "updates_per_step": 1,
+        "n_step": 3,
+        "eval_every": 200,
+        "eval_episodes": 2,
+        "eval_rates": (8.0,),
+        "eval_requests": 20,
+        "buffer_size": 400,
+        "out_dir": str(tmp_path),
+        "run_name": "run",
+        "set": ("num_experts=3", "episode_requests=30"),
+    }
+    return sac_han.Args(**(settings | changes))
+
+
+# ---------------------------------------------------------------------------------- the losses
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_critic_target_by_hand(average, entropy):
+    pi = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
+    q1 = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
+    q2 = torch.tensor([[3.0, 0.0, 3.0], [4.0, 0.0, 0.0]])
+    batch = {
+        "return": torch.tensor([10.0, 20.0]),
+        "discount": torch.tensor([0.5, 0.5]),
+        "terminated": torch.tensor([False, True]),
+    }
+    args = sac_han.Args(average_q=average, entropy_in_target=entropy)
+    log_pi = torch.where(pi > 0, pi.log(), torch.tensor(-1e8))
+    got = sac_han.critic_target(batch, log_pi, q1, q2, 0.1, args)
+    # min: 1, 0, 3 -> 0.5 + 0 + 0.75; mean: 2, 1, 3 -> 1 + 0.25 + 0.75; a sum, not a mean.
+    value = 2.0 if average else 1.25
+    if entropy:
+        value += 0.1 * (0.5 * np.log(2) + 2 * 0.25 * np.log(4))
+    assert got.tolist() == pytest.approx([10 + 0.5 * value, 20.0], rel=1e-6)
+
+
+def random_batch(layout, size, random_obs, rng):
+    columns = layout.rows(random_obs(size, layout.experts, layout.running, layout.waiting))
+    mask = (rng.random((size, layout.experts + 1)) < 0.6).astype(np.int8)
+    mask[:, 0] = 1
+    action = (rng.random(mask.shape) * mask).argmax(-1)
+    return {
+        "obs": torch.from_numpy(columns).float(),
+        "next_obs": torch.from_numpy(columns[::-1].copy()).float(),
+        "mask": torch.from_numpy(mask),
+        "next_mask": torch.from_numpy(mask[::-1].copy()),
+        "action": torch.from_numpy(action),
+        "return": torch.from_numpy(rng.random(size).astype(np.float32)),
+        "discount": torch.full((size,), 0.9),
+        "terminated": torch.zeros(size, dtype=torch.bool),
+        "inputs": torch.from_numpy(rng.random((size, Foresight.WIDTH)).astype(np.float32)),
+        "next_inputs": torch.from_numpy(rng.random((size, Foresight.WIDTH)).astype(np.float32)),
+    }
+
+
+def test_losses_sum_over_actions_and_the_target_entropy_counts_legal_ones(random_obs):
+    torch.manual_seed(0)
+    args = sac_han.Args(law=False, alpha=0.3, autotune=True)
+    layout = sac_han.Layout(4, 3, 2)
+    agent = sac_han.Agent(layout, args, None)
+    target = sac_han.deepcopy(agent).requires_grad_(False)
+    log_alpha = torch.tensor(np.log(0.3), requires_grad=True)
+    batch = random_batch(layout, 8, random_obs, np.random.default_rng(0))
+    with torch.no_grad():
+        h = agent.encode(batch["obs"])
+        log_pi = agent.log_policy(h, batch["mask"]).double()
+        q1, q2 = (q.double() for q in agent.values(h, batch["inputs"]))
+    actor, gap = 0.0, 0.0
+    for i in range(8):
+        entropy = 0.0
+        for a in range(5):
+            if batch["mask"][i, a]:
+                p = log_pi[i, a].exp()
+                actor += float(p * (0.3 * log_pi[i, a] - min(q1[i, a], q2[i, a]))) / 8
+                entropy -= float(p * log_pi[i, a])
+        gap += (entropy - args.target_entropy_scale * np.log(int(batch["mask"][i].sum()))) / 8
+    optimizer = torch.optim.SGD([*agent.parameters(), log_alpha], lr=1.0)
+    losses = sac_han.update(agent, target, log_alpha, optimizer, batch, args)
+    assert float(losses["losses/actor_loss"]) == pytest.approx(actor, rel=1e-4)
+    # d/d(log alpha) of alpha * gap is alpha * gap: the step of plain gradient descent.
+    assert np.log(0.3) - log_alpha.item() == pytest.approx(0.3 * gap, rel=1e-3)
+
+
+def test_the_actor_does_not_train_the_encoder_and_the_target_follows_slowly(random_obs):
+    torch.manual_seed(0)
+    args, layout = sac_han.Args(law=False, tau=0.25), sac_han.Layout(4, 3, 2)
+    agent = sac_han.Agent(layout, args, None)
+    target = sac_han.deepcopy(agent).requires_grad_(False)
+    before = target.actor.out.weight.clone()
+    log_alpha = torch.tensor(-2.0, requires_grad=True)
+    batch = random_batch(layout, 8, random_obs, np.random.default_rng(0))
+    q = [p for head in (agent.q1, agent.q2) for p in head.parameters()]
+    for p in q:
+        p.requires_grad_(False)
+    batch["discount"] *= 0
+    with torch.no_grad():
+        h = agent.encode(batch["obs"])
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
+    encoder = [p.clone() for p in agent.encoder.parameters()]
+    with torch.no_grad():  # a perfect critic has no gradient
+        args.average_q = True
+        q1, _ = agent.values(h, batch["inputs"])
+        batch["return"] = q1.gather(1, batch["action"][:, None]).squeeze(1)
+        agent.q2.load_state_dict(agent.q1.state_dict())
+    sac_han.update(agent, target, log_alpha, optimizer, batch, args)
+    for old, new in zip(encoder, agent.encoder.parameters(), strict=True):
+        torch.testing.assert_close(old, new, atol=1e-7, rtol=0)
+    moved = agent.actor.out.weight - before
+    assert moved.abs().max() > 1e-6
+    torch.testing.assert_close(target.actor.out.weight, before + 0.25 * moved)
+
+
+def test_actor_and_critics_start_at_the_heuristic(random_obs):
+    torch.manual_seed(0)
+    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+    layout = sac_han.Layout(4, 3, 2, impact=True)
+    agent = sac_han.Agent(layout, sac_han.Args(prior=0.05), system)
+    with torch.no_grad():
+        for head in (agent.actor, agent.q1, agent.q2):
+            for last in (head.out, head.request[2]):
+                last.weight.zero_()
+    obs, mask = random_obs(200, seed=2), np.ones((200, 5), np.int8)
+    wanted = PricedGreedy(system).act(obs, mask)
+    with torch.no_grad():
+        h = agent.encode(torch.from_numpy(agent.rows(obs)).float())
+        log_pi = agent.log_policy(h, torch.from_numpy(mask))
+        q1, q2 = agent.values(h, torch.zeros(200, Foresight.WIDTH))
+    # Not quite all: where the heuristic refuses to push a request over L, this weighs its score.
+    assert (log_pi.argmax(-1).numpy() == wanted).mean() > 0.9 and len(set(wanted)) > 3
+    gap = log_pi - log_pi[:, :1]
+    torch.testing.assert_close(gap, (q1 - q1[:, :1]) / 0.05, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(q1, q2)
+
+
+# ------------------------------------------------------------------------------------- replay
+
+
+def test_n_step_sums_stop_at_episode_ends():
+    buffer = sac_han.ReplayBuffer(8, 1, 1, 2)
+    for t in range(6):
+        buffer.add(
+            obs=np.full((1, 1), t),
+            next_obs=np.full((1, 1), t + 0.5),
+            mask=np.array([[1, t % 2]]),
+            next_mask=np.array([[1, (t + 1) % 2]]),
+            action=np.array([0]),
+            reward=np.array([10.0**t]),
+            terminated=np.array([t == 2]),
+            done=np.array([t in (2, 4)]),  # step 4 truncates
+        )
+    got = buffer.sample(500, 3, 0.5, 1.0, np.random.default_rng(0))
+    starts = got["obs"][:, 0].astype(int)
+    assert set(starts) == {0, 1, 2, 3}
+    # start -> return of (reward - 1), discount, next_obs, terminated
+    expected = {
+        0: (0 + 4.5 + 24.75, 0.125, 2.5, True),
+        1: (9 + 49.5, 0.25, 2.5, True),
+        2: (99, 0.5, 2.5, True),
+        3: (999 + 4999.5, 0.25, 4.5, False),
+    }
+    for start, (total, discount, after, terminated) in expected.items():
+        rows = starts == start
+        assert got["return"][rows] == pytest.approx(total, rel=1e-6)
+        assert got["discount"][rows] == pytest.approx(discount)
+        assert (got["next_obs"][rows] == after).all()
+        assert (got["terminated"][rows] == terminated).all()
+        assert (got["mask"][rows, 1] == start % 2).all()
+        assert (got["next_mask"][rows, 1] == int(after + 0.5) % 2).all()
+
+
+def test_a_full_ring_never_mixes_old_and_new():
+    buffer = sac_han.ReplayBuffer(5, 1, 1, 2)
+    one = np.zeros(1)
+    for t in range(13):
+        buffer.add(
+            obs=np.full((1, 1), t), next_obs=np.full((1, 1), t + 1), mask=np.ones((1, 2)),
+            next_mask=np.ones((1, 2)), action=one, reward=one, terminated=one, done=one,
+        )  # fmt: skip
+    got = buffer.sample(300, 2, 0.9, 0.0, np.random.default_rng(0))
+    assert set(got["obs"][:, 0]) == {8, 9, 10, 11}
+    assert (got["next_obs"] == got["obs"] + 2).all()
+
+
+def test_transitions_of_a_run_link_up(tmp_path, monkeypatch):
+    steps = []
+    add = sac_han.ReplayBuffer.add
+
+    def spy(self, **step):
+        steps.append({k: np.array(v) for k, v in step.items()})
+        add(self, **step)
+
+    monkeypatch.setattr(sac_han.ReplayBuffer, "add", spy)
+    args = tiny(tmp_path, save_model=False, rate_low=30.0, rate_high=40.0, prior=0.0)
+    sac_han.train(args)
+    ends = 0
+    for now, then in zip(steps, steps[1:], strict=False):
+        assert np.take_along_axis(now["mask"], now["action"][:, None], 1).all()
+        on = ~now["done"]
+        np.testing.assert_array_equal(now["next_obs"][on], then["obs"][on])
+        np.testing.assert_array_equal(now["next_mask"][on], then["mask"][on])
+        off = now["done"]
+        ends += off.sum()
+        assert now["terminated"][off].all() and (now["next_mask"][off] == 1).all()
+        # The final observation is an empty system without a request; only L stays.
+        assert (now["next_obs"][off][:, 1] > 0).all()
+        assert not now["next_obs"][off][:, 2 + 3 * 10 :].any()
+    assert ends == 4 * (len(steps) // 30) - (4 if len(steps) % 30 == 0 else 0)
+    assert any((step["mask"] == 0).any() for step in steps)
+
+
+def test_the_holding_cost_makes_the_shaping_exact_for_a_discounted_return():
+    kwargs = {"num_envs": 2, "rate": 8.0, "episode_requests": 60, "score_predictor": "exact"}
+    totals, gamma = {}, 0.9
+    for reward in ("paid_forward", "completed_qos"):
+        env = gym.make_vec(
+            "servegym/LLMRouting-v0",
+            vectorization_mode="vector_entry_point",
+            reward=reward,
+            **kwargs,
+        )
+        obs, info = env.reset(seed=5)
+        rng, total = np.random.default_rng(0), np.zeros(2)
+        for t in range(60):
+            action = (rng.random((2, 7)) * info["action_mask"]).argmax(-1)
+            obs, got, *_, info = env.step(action)
+            if reward == "paid_forward":
+                got = got - (1 - gamma) * held_score(obs)
+            total += gamma**t * got
+        totals[reward] = total
+    np.testing.assert_allclose(totals["paid_forward"], totals["completed_qos"], atol=1e-4)
+    assert (totals["completed_qos"] > 0.1).all()
+
+
+# ------------------------------------------------------------------------------------ the runs
+
+
+def test_one_seed_one_log_and_another_seed_another(tmp_path):
+    logs = [
+        lines(sac_han.train(tiny(tmp_path, run_name=name, seed=seed)))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert logs[0] == logs[1] != logs[2]
+    keys = {key for row in logs[0] for key in row}
+    assert {"charts/avg_qos", "charts/episodic_return", "charts/policy_entropy"} <= keys
+    assert {"losses/qf1_loss", "losses/actor_loss", "losses/alpha", "charts/share_0"} <= keys
+    assert {"eval/avg_qos", "eval/avg_qos_rate_8", "eval/share_3"} <= keys
+
+
+def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
+    assert_goes_on(sac_han, tiny, tmp_path, monkeypatch, 240)
+
+
+@pytest.mark.parametrize(
+    ("state", "head", "reward", "name"),
+    [
+        ("han", "expert", "paid_forward", "sac_han"),
+        ("han", "arrived", "qos_aware", "sac_han"),
+        ("han", "expert", "completed_qos", "baseline_rl_dsa"),
+        ("expert", "arrived", "completed_qos", "baseline_rl"),
+    ],
+)
+def test_checkpoint_round_trip(tmp_path, state, head, reward, name):
+    args = tiny(tmp_path, state=state, head=head, reward=reward, total_timesteps=160)
+    run = sac_han.train(args)
+    assert not list(run.glob("*.tmp"))
+    policy = load_policy(run / "last.safetensors")
+    assert isinstance(policy, Policy)
+    assert (policy.name, policy.env_view, policy.clairvoyant) == (name, "graph", False)
+    assert policy.args == args
+    envs = make_envs(args, 3)
+    obs, info = envs.reset(seed=3)
+    policy.reset(3, seed=0)
+    for _ in range(10):
+        action = policy.act(obs, info["action_mask"])
+        assert action.shape == (3,) and action.dtype == np.int64
+        assert np.take_along_axis(info["action_mask"], action[:, None], 1).all()
+        obs, *_, info = envs.step(action)
+    assert len(load_policy(run).net.state_dict()) == len(policy.net.state_dict())
+
+
+def test_a_graph_policy_serves_another_fleet_given_its_system(tmp_path):
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    run = sac_han.train(tiny(tmp_path, total_timesteps=160))
+    kwargs = {"num_experts": 5, "profiles": "paper-linear", "running_capacity": 4}
+    envs = gym.make_vec(
+        "servegym/LLMRouting-v0", 2, vectorization_mode="vector_entry_point", **kwargs
+    )
+    obs, info = envs.reset(seed=0)
+    with pytest.raises(ValueError, match="made for 3 experts, got 5"):
+        load_policy(run).act(obs, info["action_mask"])
+    policy = load_policy(run, RoutingSystem.from_kwargs(**kwargs))
+    assert policy.act(obs, info["action_mask"]).max() <= 5
+
+
+def test_load_policy_names_what_is_wrong(tmp_path):
+    from safetensors.torch import save_file
+
+    with pytest.raises(ValueError, match="no checkpoint at"):
+        load_policy(tmp_path / "none.safetensors")
+    (tmp_path / "text.safetensors").write_text("not a checkpoint")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        load_policy(tmp_path / "text.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="field 'agent' is None"):
+        load_policy(tmp_path / "other.safetensors")
+
+
+# ------------------------------------------------------------------------------- the arguments
+
+
+def test_flags_take_values_as_sweeps_write_them():
+    parse = lambda *a: tyro.cli(  # noqa: E731
+        sac_han.Args, args=list(a), config=(tyro.conf.FlagConversionOff,)
+    )
+    args = parse(
+        "--track=False", "--save_model=False", "--average_q=True", "--set", "num_experts=3"
+    )
+    assert (args.track, args.save_model, args.average_q) == (False, False, True)
+    assert args.set == ("num_experts=3",)
+    assert parse() == sac_han.Args()
+
+
+def test_settings():
+    got = parse_settings(["num_experts=3", "catalog=synthetic", "rate=[4,8]", "validate=true"])
+    assert got == {"num_experts": 3, "catalog": "synthetic", "rate": [4, 8], "validate": True}
+    with pytest.raises(ValueError, match="'num_experts' is not of the form key=value"):
+        parse_settings(["num_experts"])
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no Dict observation"):
+        sac_han.train(tiny(tmp_path, env_id="servegym/LLMRoutingFlat-v0"))
+
+
+def test_a_collapsed_policy_is_warned_of(tmp_path):
+    args = tiny(tmp_path, state="expert")
+    agent = sac_han.Agent(sac_han.Layout(3, 5, 5), args, None)
+    with torch.no_grad():
+        for p in agent.actor.parameters():
+            p.zero_()
+        agent.actor.request[2].bias[0] = 5.0
+    with pytest.warns(UserWarning, match="action 0 takes 100%"):
+        got = validate(agent.act, args)
+    assert got["eval/avg_qos"] == 0.0
+
+
+@pytest.mark.parametrize(("prior", "moves"), [(0.0, True), (0.02, False)])
+def test_the_actor_waits_for_the_critics_only_where_it_starts_at_a_heuristic(
+    tmp_path, monkeypatch, prior, moves
+):
+    told, update = [], sac_han.update
+    monkeypatch.setattr(
+        sac_han, "update", lambda *given: (told.append(given[-1]), update(*given))[1]
+    )
+    sac_han.train(tiny(tmp_path, prior=prior, critic_warmup=2.0, total_timesteps=160))
+    assert set(told) == {moves}
+
+
+def test_a_cut_episode_goes_on_in_the_critics_target(tmp_path, monkeypatch):
+    kept, add = [], sac_han.ReplayBuffer.add
+    monkeypatch.setattr(
+        sac_han.ReplayBuffer, "add", lambda self, **step: (kept.append(step), add(self, **step))
+    )
+    changes = {"total_timesteps": 160, "set": ("num_experts=3",), "foresight": False}
+    sac_han.train(tiny(tmp_path, cut_after=7, **changes))
+    done = np.array([step["done"] for step in kept])
+    assert not np.any([step["terminated"] for step in kept])
+    assert np.array_equal(np.flatnonzero(done[:, 0]), np.arange(6, len(kept), 7))
+    ended = kept[
+        6
+    ]  # what follows the cut is the busy system, not the empty one of the next episode
+    assert not np.array_equal(ended["next_obs"], kept[7]["obs"])
+    assert np.array_equal(kept[4]["next_obs"], kept[5]["obs"])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"prior": -0.02}, "prior: must be 0 or a temperature"),
+        ({"n_step": 0}, "n_step: must be from 1"),
+        ({"buffer_size": 64, "num_envs": 16, "n_step": 8}, "n_step: must be from 1 to 4"),
+        ({"cut_after": 7}, "foresight: must be False with cut_after"),
+    ],
+)
+def test_arguments_that_would_train_something_else_are_refused(tmp_path, given, named):
+    with pytest.raises(ValueError, match=named):
+        sac_han.train(sac_han.Args(out_dir=str(tmp_path), **given))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,154 @@
+"""Placement policies on the environment: feasible, adaptive, independent rows, better ones win."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.expert_placement import PlacementSystem
+from servegym.baselines.expert_placement.placement import check_placement, server_view
+from servegym.baselines.registry import list_policies, make_policy
+
+env_module = pytest.importorskip("servegym.envs.expert_placement.env")
+NAMES = [info.name for info in list_policies("expert_placement")]
+
+
+ARGUMENTS = {"model": "toy", "epochs": 3, "action_mode": "placement"}
+
+
+def make_env(**kwargs):
+    return env_module.ExpertPlacementEnv(**(ARGUMENTS | kwargs))
+
+
+def make(name, env, **kwargs):
+    system = PlacementSystem.from_problem(env.unwrapped.problem)
+    if name == "best_start":
+        kwargs = {"tries": 1, "steps": 1_000, "swaps": 4} | kwargs
+    return make_policy(name, system, family="expert_placement", **kwargs)
+
+
+def batch(observation):
+    return {key: value[None] for key, value in observation.items()}
+
+
+def play(name, env, seed=0):
+    policy = make(name, env)
+    if policy.env_kwargs.get("serving"):
+        env = env_module.ExpertPlacementEnv(**ARGUMENTS | dict(policy.env_kwargs))
+    policy.reset(1, seed)
+    observation, _ = env.reset(seed=seed)
+    total, done, plans, info = 0.0, False, [], {}
+    while not done:
+        action = policy.act(batch(observation), None)
+        assert action["plan"].shape == (1, *observation["placement"].shape)
+        check_placement(action["plan"][0], env.unwrapped.problem.cluster.slots)
+        action = {"migrate": int(action["migrate"][0]), "plan": action["plan"][0]}
+        before = observation["placement"]
+        observation, reward, done, _, info = env.step(action)
+        if action["migrate"]:
+            # Feasible plans are carried out unchanged.
+            assert (observation["placement"] == action["plan"]).all()
+        else:
+            assert (observation["placement"] == before).all()
+        total += reward
+        plans.append(observation["placement"].copy())
+    return total, plans, info["episode_kpis"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_plays_an_episode(name):
+    env = make_env()
+    first = play(name, env)
+    again = play(name, env)
+    assert first[0] == again[0]
+    if name in ("keep", "uniform", "redundance", "whole_layer", "best_start"):
+        assert first[2]["migrations"] <= 1
+
+
+def test_caches_are_a_way_of_serving_not_a_placement():
+    from servegym.experiments.evaluate import evaluate
+
+    kwargs = {"model": "toy", "epochs": 2, "epoch_s": 60.0}
+    system = PlacementSystem.from_problem(make_env().problem)
+    names = [
+        make_policy("moe_infinity", system, family="expert_placement", cache=cache)
+        for cache in ("lru", "lfu", "activation_aware")
+    ]
+    rows = evaluate("servegym/ExpertPlacement-v0", [*names, "moe_infinity_lb"], 2, 0, kwargs)
+    assert [row["policy"] for row in rows[::2]] == [
+        "moe_infinity", "moe_infinity #2", "moe_infinity #3", "moe_infinity_lb",
+    ]  # fmt: skip
+    for row in rows:
+        assert row["migrations"] == 0 and row["expert_loads"] > 0
+        assert 0.0 < row["local_call_ratio"] < 1.0
+        assert np.isfinite(row["return"]), "the reward is the same"
+        assert (row["messages"] > 0) == (row["policy"] == "moe_infinity_lb")
+    assert len({row["expert_loads"] for row in rows}) > 4, "the caches differ"
+    with pytest.raises(ValueError, match="lru"):
+        make_policy("moe_infinity", system, family="expert_placement", cache="mru")
+
+
+def test_rows_do_not_influence_each_other():
+    env = make_env()
+    observations = [env.reset(seed=s)[0] for s in (3, 4)]
+    both = {k: np.stack([o[k] for o in observations]) for k in observations[0]}
+    for name in ("prism", "latency_dp", "local_search", "redundance"):
+        policy = make(name, env)
+        policy.reset(2, 0)
+        plans = policy.act(both, None)["plan"]
+        if name != "redundance":
+            for b in range(2):
+                policy.reset(1, 0)
+                alone = policy.act(batch(observations[b]), None)["plan"][0]
+                assert (alone == plans[b]).all()
+        else:
+            assert (plans[0] != plans[1]).any()
+
+
+def test_migration_waits_until_it_pays():
+    env = make_env(free_start=False)
+    policy = make("prism", env)
+    policy.reset(1, 0)
+    observation = batch(env.reset(seed=0)[0])
+    observation["seconds_per_token"] = np.full((1, 3, 2), 1e-9, np.float32)
+    assert policy.act(observation, None)["migrate"][0] == 0
+    observation["seconds_per_token"][:, :, 1] = 1.0
+    assert policy.act(observation, None)["migrate"][0] == 1
+    observation["counts"][:] = 0
+    assert policy.act(observation, None)["migrate"][0] == 0
+
+
+def test_bounded_search_moves_few_experts():
+    env = make_env(free_start=False)
+    policy = make("local_search", env, max_moved_share=0.1)
+    policy.reset(1, 0)
+    observation, _ = env.reset(seed=1)
+    action = policy.act(batch(observation), None)
+    moved = ((action["plan"][0] > 0) & (observation["placement"] == 0)).sum()
+    assert action["migrate"][0] == 1
+    assert 0 < moved <= 0.1 * env.unwrapped.problem.cluster.slots.sum()
+
+
+def test_informed_policies_beat_blind_ones():
+    env = make_env(mean_interarrival_s=3.0)
+    mean = {
+        name: np.mean([play(name, env, seed)[0] for seed in range(3)])
+        for name in ("random", "uniform", "proxy_optimum", "latency_dp", "annealing")
+    }
+    for name in ("proxy_optimum", "latency_dp", "annealing"):
+        assert mean[name] > 0.95 * mean["uniform"]
+        assert mean[name] > mean["random"]
+
+
+def test_the_system_tells_tasks_from_counts():
+    env = make_env()
+    system = PlacementSystem.from_problem(env.unwrapped.problem)
+    tasks = len(system.task_counts)
+    shares = system.task_shares(system.task_counts[[0, tasks - 1]] * 7)
+    np.testing.assert_allclose(shares, np.eye(tasks)[[0, tasks - 1]], atol=1e-9)
+    empty = system.task_shares(np.zeros_like(system.task_counts[:1]))
+    np.testing.assert_allclose(empty, 1 / tasks)
+    counts = np.stack([system.task_counts[n % tasks] for n in range(3)])
+    model = system.latency_model(counts)
+    everything = np.ones(counts.shape, bool)
+    assert model.cost(everything).sum() == 0
+    plan = server_view(np.ones((4, *counts.shape[1:]), bool), system.gpu_server)
+    assert plan.all()

@@ -1,0 +1,212 @@
+"""The search by the simulator: feasible, never worse, within its budget, blind to the future."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.expert_placement import PlacementSystem
+from servegym.baselines.expert_placement.optimum import proxy_optimum
+from servegym.baselines.expert_placement.placement import check_placement, server_view
+from servegym.baselines.expert_placement.prism import prism
+from servegym.baselines.expert_placement.rehearsal import Rehearsal, exchange, latency_local_search
+from servegym.baselines.expert_placement.simple import uniform, whole_layer
+from servegym.baselines.registry import make_policy
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
+
+
+def make_env(**kwargs):
+    arguments = {"model": "toy", "epochs": 3, "action_mode": "placement", "epoch_s": 60.0}
+    return ExpertPlacementEnv(**(arguments | kwargs))
+
+
+def make_system(**kwargs):
+    env = make_env(**kwargs)
+    observation, _ = env.reset(seed=0)
+    return PlacementSystem.from_problem(env.problem), observation["counts"].astype(float)
+
+
+def batch(observation):
+    return {key: value[None] for key, value in observation.items()}
+
+
+def test_exchanges_keep_coverage_and_memory():
+    rng = np.random.default_rng(0)
+    changed = 0
+    for _ in range(400):
+        servers, layers, experts = rng.integers(2, 5), rng.integers(2, 5), rng.integers(1, 9)
+        held = rng.random((servers, layers, experts)) < 0.4
+        held[rng.integers(servers)] |= ~held.any(axis=0)
+        cap = held.sum(axis=(1, 2)) + rng.integers(0, 2, servers)
+        counts = rng.poisson(5.0, held.shape).astype(float)
+        gains, gives = rng.choice(layers, 2, replace=False)
+        n, number = int(rng.integers(servers)), int(rng.integers(1, experts + 1))
+        before = held.copy()
+        new = exchange(held, counts, cap, n, int(gains), int(gives), number)
+        np.testing.assert_array_equal(held, before)
+        if new is None:
+            continue
+        changed += 1
+        assert new.any(axis=0).all() and (new.sum(axis=(1, 2)) <= cap).all()
+        taken = (new[n, gains] & ~held[n, gains]).sum()
+        assert 1 <= taken <= number
+    assert changed > 200
+
+
+def test_two_servers_swap_whole_layers():
+    held = np.zeros((2, 2, 4), bool)
+    held[0, 0] = held[1, 1] = True
+    new = exchange(held, np.ones(held.shape), np.array([4, 4]), 0, 1, 0, 4)
+    np.testing.assert_array_equal(new, held[:, ::-1])
+    # Nothing to take, nothing to give.
+    assert exchange(held, np.ones(held.shape), np.array([4, 4]), 0, 0, 1, 4) is None
+    full = np.ones((2, 2, 4), bool)
+    assert exchange(full, np.ones(held.shape), np.array([8, 8]), 0, 0, 1, 1) is None
+
+
+def test_from_a_blind_start_it_finds_what_no_other_method_sees():
+    """Room for every expert once: neither Eq. 2's optimum nor whole layers are what waits least."""
+    system, counts = make_system(
+        scenario="edge_decode", cluster_kwargs={"gpus": (1, 1), "slots": (16, 16)}
+    )
+    slots, home = system.slots, system.gpu_server
+    rehearsal = system.rehearsal(counts, 10)
+    others = [f(counts, slots, home) for f in (uniform, whole_layer, prism, proxy_optimum)]
+    found = latency_local_search(rehearsal, counts, slots, home, others[:1], steps=400, seed=1)
+    assert rehearsal.latency_s(found) < 0.97 * min(rehearsal.latency_s(z) for z in others)
+
+
+def test_it_is_never_worse_than_its_starts_and_keeps_to_its_budget():
+    system, counts = make_system()
+    slots, home = system.slots, system.gpu_server
+    starts = [uniform(counts, slots, home), prism(counts, slots, home)]
+    rehearsal = system.rehearsal(counts, 12)
+    one = [rehearsal.latency_s(z) for z in starts]
+    each = rehearsal.calls // 2
+    for budget in (0, 20 * each):
+        before = rehearsal.calls
+        found = latency_local_search(rehearsal, counts, slots, home, starts, budget_calls=budget)
+        used = rehearsal.calls - before
+        assert max(budget, 2 * each) <= used <= max(budget + each, 2 * each)
+        assert rehearsal.latency_s(found) <= min(one)
+        check_placement(found, slots)
+    again = latency_local_search(
+        system.rehearsal(counts, 12), counts, slots, home, starts,
+        budget_calls=20 * each,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found, again)
+
+
+def test_experts_that_stay_on_a_server_stay_on_their_gpu():
+    system, counts = make_system()
+    slots, home = system.slots, system.gpu_server
+    start = prism(counts, slots, home)
+    found = latency_local_search(
+        system.rehearsal(counts, 10), counts, slots, home, [start], steps=100
+    )
+    view = server_view(found, home) & server_view(start, home)
+    for g, n in enumerate(home):
+        assert found[g][start[g] & view[n]].all()
+
+
+def test_a_rehearsal_has_the_tasks_and_rates_that_are_known():
+    system, _ = make_system(mean_interarrival_s=(1.0, 3.0, 3.0), output_tokens=(2, 5))
+    shares = np.eye(2)[[0, 1, 0]]
+    requests = Rehearsal(system, shares, 3000, seed=3).requests
+    share = np.bincount(requests.home, minlength=3) / 3000
+    np.testing.assert_allclose(share, [0.6, 0.2, 0.2], atol=0.03)
+    assert np.diff(requests.arrival).mean() == pytest.approx(0.6, rel=0.1)
+    for n, task in enumerate((0, 1, 0)):
+        assert set(requests.prompt[requests.home == n]) <= set(system.task_prompts[task].tolist())
+    assert set(requests.outputs.tolist()) == {2, 3, 4, 5}
+    assert not set(requests.prompt) & set(np.concatenate(make_env().problem.rows))
+
+
+def test_loads_take_their_time_in_the_engine():
+    system, counts = make_system(
+        migration_source="network", cluster_kwargs={"nic_bps": 2e6}, mean_interarrival_s=1.0
+    )
+    rehearsal = system.rehearsal(counts, 30)
+    start = uniform(counts, system.slots, system.gpu_server, seed=1)
+    plan = uniform(counts, system.slots, system.gpu_server, seed=2)
+    assert rehearsal.latency_s(start, then=plan) > rehearsal.latency_s(plan)
+    assert rehearsal.latency_s(start, then=start) == rehearsal.latency_s(start)
+
+
+def play(env, policy, seed=0):
+    policy.reset(1, seed)
+    observation, _ = env.reset(seed=seed)
+    plans, done = [], False
+    while not done:
+        action = policy.act(batch(observation), None)
+        plans.append(action["plan"][0])
+        observation, _, done, _, _ = env.step(
+            {"migrate": int(action["migrate"][0]), "plan": plans[-1]}
+        )
+    return plans
+
+
+def test_the_policy_sees_nothing_of_what_is_to_come():
+    """Other requests after the first epoch leave the first two plans as they are."""
+    env = make_env(epochs=2)
+    policy = make_policy(
+        "latency_local_search",
+        PlacementSystem.from_problem(env.problem),
+        family="expert_placement",
+        steps=40,
+    )
+    first = play(env, policy)
+    assert policy.calls > 0
+    draw = env.system._draw_requests
+
+    def scrambled(random):
+        requests = draw(random)
+        late = np.flatnonzero(requests.arrival > env.problem.epoch_s)
+        requests.prompt[late] = np.random.default_rng(1).permutation(requests.prompt[late])
+        requests.home[late] = requests.home[late][::-1]
+        return requests
+
+    env.system._draw_requests = scrambled
+    for one, other in zip(first, play(env, policy), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_it_searches_again_when_tasks_change():
+    env = make_env(epochs=4, rotate_s=120.0, mean_interarrival_s=1.0)
+    policy = make_policy(
+        "latency_local_search",
+        PlacementSystem.from_problem(env.problem),
+        family="expert_placement",
+        steps=0,
+    )
+    policy.reset(1, 0)
+    observation, _ = env.reset(seed=0)
+    used = []
+    for _ in range(4):
+        before = policy.calls
+        action = policy.act(batch(observation), None)
+        used.append(policy.calls - before)
+        observation = env.step({"migrate": int(action["migrate"][0]), "plan": action["plan"][0]})[0]
+    # Tasks rotate at 120 s, so the epoch from 120 s to 180 s is the first with the others.
+    assert used[0] > 0 and used[1] == used[2] == 0 and used[3] > 0
+
+
+@pytest.mark.parametrize(
+    "kwargs, word",
+    [
+        ({"budget_calls": -1}, "budget_calls"),
+        ({"steps": -1}, "steps"),
+        ({"starts": []}, "starts"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, word):
+    system, counts = make_system()
+    arguments = {"starts": [uniform(counts, system.slots, system.gpu_server)]} | kwargs
+    with pytest.raises(ValueError, match=word):
+        latency_local_search(
+            system.rehearsal(counts, 2), counts, system.slots, system.gpu_server, **arguments
+        )
+    with pytest.raises(ValueError, match="number"):
+        system.rehearsal(counts, 0)
+    with pytest.raises(ValueError, match="shares"):
+        Rehearsal(system, np.ones((1, 2)), 3)
+    with pytest.raises(ValueError, match="requests"):
+        make_policy("latency_local_search", system, family="expert_placement", requests=0)

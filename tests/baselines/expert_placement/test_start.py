@@ -1,0 +1,153 @@
+"""The search for one good placement: the estimate by hand, what annealing keeps, the policy."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.expert_placement.latency_model import expert_masks
+from servegym.baselines.expert_placement.placement import assign_gpus, check_placement, server_view
+from servegym.baselines.expert_placement.queue_kernel import look, number_of
+from servegym.baselines.expert_placement.queue_model import QueueModel
+from servegym.baselines.expert_placement.rehearsal import Rehearsal
+from servegym.baselines.expert_placement.simple import uniform, whole_layer
+from servegym.baselines.expert_placement.start import Start, best_start, climb
+from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.baselines.registry import make_policy
+from servegym.envs.expert_placement.config import build_problem
+
+
+def toy(**kwargs):
+    problem = build_problem(**{"model": "toy", "action_mode": "placement", **kwargs})
+    return PlacementSystem.from_problem(problem)
+
+
+def view(system, place, counts):
+    z = place(counts, system.slots, system.gpu_server)
+    return server_view(z, system.gpu_server)
+
+
+@pytest.mark.parametrize("messages", ["per_server", "per_expert"])
+def test_what_tokens_do_elsewhere_is_what_sets_say(messages):
+    about = QueueModel(toy(cluster_kwargs={"messages": messages}), tokens=40)
+    known, rng = about.known, np.random.default_rng(0)
+    held = rng.random((3, 4, 8)) < 0.5
+    held[2] |= ~held.any(axis=0)
+    masks = expert_masks(held)
+    for n in range(3):
+        order = known.near[n]
+        assert order[0] == n
+        for layer in range(4):
+            want = np.zeros((3, 4))
+            for row in known.rows[n, layer]:
+                missing = {e for e in range(8) if (int(row) >> e) & 1 and not held[n, layer, e]}
+                for m in order[1:]:
+                    there = {e for e in missing if held[m, layer, e]}
+                    missing -= there
+                    if there:
+                        want[m, 0] += 1 / 40
+                        want[m, 1] += (len(there) if messages == "per_expert" else 1) / 40
+                        farthest = m
+                if any((int(row) >> e) & 1 and not held[n, layer, e] for e in range(8)):
+                    want[farthest, 2] += 1 / 40
+            out = np.empty((3, 4))
+            look(known, n, layer, masks, out)
+            np.testing.assert_allclose(out[:, :3], want[:, :3])
+    assert number_of(np.uint64(0xFFFF_0000_0000_0001)) == 17
+
+
+def test_one_remote_server_by_hand():
+    """All of layer 0 of server 0 is at server 1: a round trip a step and no queue."""
+    system = toy(
+        cluster_kwargs={
+            "gpus": [1, 1], "slots": [32, 32], "nic_bps": [3e8, 2e8], "latency_s": 0.002,
+        }
+    )  # fmt: skip
+    about = QueueModel(system)
+    held = np.ones((2, 4, 8), bool)
+    assert about.cost(held, 0.3) == 0
+    held[0, 0] = False
+    known, (_, tokens, _, decodes) = about.known, about.known.load[0]
+    both = known.token[0, 1] + known.token[1, 0]
+    step = known.delay[0, 1] + 2 * known.cost
+    want = decodes * (step + both) + step + tokens * both
+    assert about.cost(held, 0.0) == pytest.approx(want / 2)  # half of the requests
+    assert about.cost(held, 1.0) > about.cost(held, 0.3) > about.cost(held, 0.0)
+
+
+def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
+    system = toy()
+    about = QueueModel(system)
+    start = view(system, uniform, about.counts)
+    found = about.anneal(start, 0.3, 4_000, 0)
+    assert about.cost(found, 0.3) < 0.8 * about.cost(start, 0.3)
+    assert (found.sum(axis=(1, 2)) == start.sum(axis=(1, 2))).all() and found.any(axis=0).all()
+    np.testing.assert_array_equal(found, about.anneal(start, 0.3, 4_000, 0))
+
+
+def test_the_counts_are_those_of_the_usual_tasks():
+    """What `PlacementSystem` says of its tasks, weighted by their shares."""
+    for kwargs in ({}, {"task_mix": "mixed"}, {"rotate_s": 60.0}):
+        system = toy(**kwargs)
+        shares = system.usual_shares
+        assert (shares.max(axis=1) == 1).all() == (not kwargs)
+        np.testing.assert_allclose(shares.sum(axis=1), 1)
+        about = QueueModel(system, tokens=4_000)
+        want = np.einsum("nk,kle->nle", shares, system.task_counts)
+        np.testing.assert_allclose(about.counts, want, rtol=0.1, atol=0.5)
+        assert about.known.load[:, 1] == pytest.approx(shares @ system.task_prompt_tokens)
+        assert about.known.load[:, 3] == pytest.approx(system.output_tokens - 1)
+        assert (about.known.hit <= 1).all() and about.known.hit.max() > 0.5
+    with pytest.raises(ValueError, match="tokens"):
+        QueueModel(system, tokens=0)
+
+
+def test_the_start_is_the_fastest_candidate_in_the_simulator():
+    system = toy()
+    found = best_start(system, waits=(0.3,), tries=1, steps=2_000, requests=100, swaps=0)
+    assert set(found.latency_s) == {"whole_layer", "prism", "proxy_optimum",
+                                    "annealed, wait 0.3, try 0"}  # fmt: skip
+    assert found.latency_s[found.name] == min(found.latency_s.values()) and found.calls > 0
+    assert len(set(found.latency_s.values())) == 4 and found.cpu_s > 0
+    assert found.held.any(axis=0).all()
+    assert (found.held.sum(axis=(1, 2)) <= system.cluster.cap).all()
+    again = Start.from_json(found.to_json())
+    np.testing.assert_array_equal(again.held, found.held)
+    for name in ("name", "latency_s", "calls", "cpu_s"):
+        assert getattr(again, name) == getattr(found, name)
+
+
+def test_exchanges_are_kept_where_they_are_faster():
+    system = toy()
+    counts = QueueModel(system).counts
+    start = view(system, whole_layer, counts)
+    rehearsal = Rehearsal(system, system.usual_shares, 60)
+
+    def seconds(held):
+        return rehearsal.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
+
+    found, gained = climb(rehearsal, system, start, counts, 12, 0)
+    assert 0 < gained < 12 and seconds(found) < seconds(start)
+    np.testing.assert_array_equal(found.sum(axis=(1, 2)), start.sum(axis=(1, 2)))
+    assert found.any(axis=0).all()
+    # A place moves as a whole: how many experts the servers hold of a layer.
+    places = [sorted(map(tuple, held.sum(axis=2).T)) for held in (found, start)]
+    assert places[0] == places[1]
+    same, none = climb(rehearsal, system, start, counts, 0, 0)
+    assert same is start and none == 0
+
+
+def test_the_policy_searches_once_and_stays():
+    system = toy()
+    policy = make_policy("best_start", system, family="expert_placement", tries=1, steps=2_000)
+    start = policy.start
+    counts = np.ones(start.held.shape)
+    current = uniform(counts, system.slots, system.gpu_server)
+    plan = policy.plan(0, counts, current, True)
+    check_placement(plan, system.slots)
+    np.testing.assert_array_equal(server_view(plan, system.gpu_server), start.held)
+    assert policy.plan(0, 0 * counts, plan, True) is plan and policy.start is start
+    assert policy.static
+    for name in ("tries", "steps", "swaps", "seed"):
+        with pytest.raises(ValueError, match=name):
+            make_policy("best_start", system, family="expert_placement", **{name: -1})
+        with pytest.raises(ValueError, match=name):
+            best_start(system, **{name: -1})

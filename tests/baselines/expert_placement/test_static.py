@@ -1,0 +1,388 @@
+"""Placement algorithms on arrays: invariants on random instances and known answers."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from servegym.baselines.expert_placement.eplb import eplb, eplb_global
+from servegym.baselines.expert_placement.optimum import proxy_optimum
+from servegym.baselines.expert_placement.placement import (
+    adopts,
+    assign_gpus,
+    check_instance,
+    check_memory,
+    check_placement,
+    expected_cost,
+    fill_slots,
+    local_utility,
+    migration_time,
+    proxy,
+    remote_share,
+    server_view,
+)
+from servegym.baselines.expert_placement.prism import (
+    activation_entropy,
+    assign_experts,
+    coverage_bound,
+    layer_counts,
+    prism,
+    prism_printed,
+)
+from servegym.baselines.expert_placement.simple import (
+    even_quotas,
+    redundance,
+    smartmoe,
+    uniform,
+    whole_layer,
+)
+
+ONE_TWO = np.array([0, 1, 2, 2])
+ALGORITHMS = [
+    uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer, proxy_optimum,
+]  # fmt: skip
+
+
+def skewed(rng, servers, layers, experts, tokens=20_000, sharpness=0.3):
+    """Counts of Dirichlet popularities with a different load of each server."""
+    p = rng.dirichlet(np.full(experts, sharpness), size=(servers, layers))
+    load = rng.integers(1, 9, servers) * tokens // 8
+    return np.stack([[rng.multinomial(load[n], p[n, x]) for x in range(layers)] for n in
+                     range(servers)])  # fmt: skip
+
+
+def instance(seed):
+    """A random feasible instance: tight, loose, several GPUs, servers without counts."""
+    rng = np.random.default_rng(seed)
+    servers, layers, experts = rng.integers(1, 5), rng.integers(1, 7), rng.integers(1, 13)
+    gpus = rng.integers(1, 4, servers)
+    home = np.repeat(np.arange(servers), gpus)
+    size = layers * experts
+    while True:
+        slots = rng.integers(0, max(2, int(2.2 * size / home.size) + 1), home.size)
+        cap = np.bincount(home, slots, servers)
+        if np.minimum(cap, size).sum() >= size:
+            break
+    counts = skewed(rng, servers, layers, experts, 400)
+    if seed % 5 == 0:
+        counts[0] = 0
+    if seed % 7 == 0:
+        counts[:, 0] = 0
+    return counts, slots, home
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: a.__name__)
+def test_every_placement_covers_and_fits(algorithm):
+    for seed in range(60):
+        counts, slots, home = instance(seed)
+        z = check_placement(algorithm(counts, slots, home), slots)
+        assert z.shape == (slots.size, *counts.shape[1:])
+        again = algorithm(counts, slots, home)
+        assert (z == again).all()
+
+
+@pytest.mark.parametrize("algorithm", [prism, whole_layer, proxy_optimum])
+def test_servers_hold_no_expert_twice_and_waste_no_slot(algorithm):
+    for seed in range(60):
+        counts, slots, home = instance(seed)
+        z = algorithm(counts, slots, home)
+        held = server_view(z, home)
+        assert z.sum() == held.sum()
+        cap = np.bincount(home, slots).astype(int)
+        assert (held.sum((1, 2)) == np.minimum(cap, held[0].size)).all()
+
+
+BLIND = (uniform, redundance)
+POOLED = (smartmoe, eplb, eplb_global)
+OWN = (prism, whole_layer, proxy_optimum)
+
+
+def test_what_each_algorithm_sees_of_the_counts():
+    """Nothing, the sum over servers, or each server's own counts up to their unit."""
+    reacted = dict.fromkeys((*POOLED, *OWN), 0)
+    for seed in range(40):
+        counts, slots, home = instance(seed)
+        rng = np.random.default_rng(seed)
+        other = rng.permutation(counts.ravel()).reshape(counts.shape)
+        for algorithm in BLIND:
+            z = algorithm(counts, slots, home)
+            assert (z == algorithm(other, slots, home)).all()
+        for algorithm in POOLED:
+            z = algorithm(counts, slots, home)
+            assert (z == algorithm(counts[::-1], slots, home)).all()
+            reacted[algorithm] += (z != algorithm(other, slots, home)).any()
+        for algorithm in OWN:
+            held = server_view(algorithm(counts, slots, home), home)
+            scaled = server_view(algorithm(8 * counts, slots, home), home)
+            assert (held == scaled).all()
+            reacted[algorithm] += (held != server_view(algorithm(other, slots, home), home)).any()
+    assert min(reacted.values()) > 5, "the test must be able to fail"
+
+
+def test_experts_are_never_twice_on_a_gpu_and_once_where_promised():
+    for seed in range(40):
+        counts, slots, home = instance(seed)
+        even, filled = (f(counts, slots, home, seed=seed) for f in BLIND)
+        assert (even.sum(axis=0) == 1).all() and (smartmoe(counts, slots, home).sum(0) == 1).all()
+        assert filled[even].all(), "redundance only adds"
+        assert (filled.sum(axis=(1, 2)) == np.minimum(slots, counts[0].size)).all()
+        for algorithm in POOLED[1:]:
+            z = check_placement(algorithm(counts, slots, home), slots)
+            assert z.dtype == np.bool_
+        cap = np.bincount(home, slots).astype(int)
+        try:
+            printed = server_view(prism_printed(counts, slots, home), home).sum(axis=(1, 2))
+        except ValueError:
+            continue
+        lost = np.minimum(cap, counts[0].size) - printed
+        assert (lost >= 0).all()
+
+
+def test_the_layers_that_are_whole_do_not_depend_on_the_counts():
+    for seed in range(40):
+        counts, slots, home = instance(seed)
+        cap, experts = np.bincount(home, slots).astype(int), counts.shape[2]
+        held = server_view(whole_layer(counts, slots, home), home)
+        whole = np.minimum(cap // experts, counts.shape[1])
+        assert (held.all(axis=2).sum(axis=1) >= whole).all()
+
+
+def test_optimum_bounds_every_placement_and_enumeration_agrees():
+    for seed in range(60):
+        counts, slots, home = instance(seed)
+        best = proxy(counts, server_view(proxy_optimum(counts, slots, home), home))
+        for algorithm in ALGORITHMS:
+            assert best <= proxy(counts, server_view(algorithm(counts, slots, home), home))
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        counts = rng.integers(0, 9, (2, 2, 2))
+        slots = np.array([2, 3])
+        choices = [
+            [np.isin(np.arange(4), c) for c in itertools.combinations(range(4), k)] for k in slots
+        ]
+        every = [
+            proxy(counts, held.reshape(2, 2, 2))
+            for a in choices[0]
+            for b in choices[1]
+            if (held := np.stack([a, b])).any(0).all()
+        ]
+        z = proxy_optimum(counts, slots, [0, 1])
+        assert proxy(counts, server_view(z, [0, 1])) == min(every)
+
+
+def test_layer_counts_spend_every_slot_and_cover_every_layer():
+    for seed in range(80):
+        counts, slots, home = instance(seed)
+        f, _, _, cap = check_instance(counts, slots, home)
+        c = layer_counts(f, cap)
+        assert (c >= 0).all() and (c <= f.shape[2]).all()
+        assert (c.sum(1) == np.minimum(cap, f[0].size)).all()
+        assert (c.sum(0) >= f.shape[2]).all()
+        held = assign_experts(c, f)
+        assert (held.sum(2) == c).all() and held.any(0).all()
+        # Scaling a server's counts changes neither algorithm.
+        scaled = f * np.arange(2, 2 + f.shape[0])[:, None, None]
+        assert (layer_counts(scaled, cap) == c).all()
+        assert (assign_experts(c, scaled) == held).all()
+
+
+def test_entropy():
+    counts = np.array([[[1.0, 1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]], np.eye(4)[:3] * 5])
+    np.testing.assert_allclose(activation_entropy(counts)[0], [2, 0, 2])
+    np.testing.assert_array_equal(activation_entropy(counts)[1], [1, 1, 1])
+
+
+def test_theorem_1_is_not_a_guarantee():
+    counts = np.zeros((2, 1, 8))
+    counts[:, 0, :4] = 0.25
+    home = [0, 1]
+    held = server_view(prism(counts, [4, 4], home), home)
+    ratios = local_utility(counts, held)
+    assert (ratios < 1 - 1 / np.e).any()
+    np.testing.assert_allclose(ratios, 0.5)
+    assert remote_share(counts, held) == 0.5
+    best = server_view(proxy_optimum(counts, [4, 4], home), home)
+    assert proxy(counts, best) == proxy(counts, held)
+
+
+def test_lemma_1_is_false_as_printed():
+    p = np.full(64, 0.1 / 63)
+    p[0] = 0.9
+    needed = 1  # the first expert alone covers 0.9
+    assert coverage_bound(p, 0.1, printed=True) == pytest.approx(1.38, abs=0.005)
+    assert coverage_bound(p, 0.1, printed=True) > needed >= coverage_bound(p, 0.1)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        p = np.sort(rng.dirichlet(np.full(rng.integers(2, 65), rng.uniform(0.05, 2))))[::-1]
+        delta = rng.uniform(0.01, 0.5)
+        k = int(np.searchsorted(np.cumsum(p), 1 - delta - 1e-12) + 1)
+        assert k >= coverage_bound(p, delta) - 1e-9
+    with pytest.raises(ValueError, match="delta"):
+        coverage_bound(p, 0.7)
+    with pytest.raises(ValueError, match="sum to 1"):
+        coverage_bound([0.5, 0.4], 0.1)
+
+
+def test_one_server_with_room_is_all_local():
+    counts = skewed(np.random.default_rng(1), 1, 5, 8)
+    for algorithm in ALGORITHMS:
+        held = server_view(algorithm(counts, [25, 20], [0, 0]), [0, 0])
+        assert held.all() and remote_share(counts, held) == 0
+
+
+def test_exactly_tight_memory_holds_every_expert_once():
+    counts = skewed(np.random.default_rng(2), 3, 32, 8)
+    slots = np.array([64, 64, 64, 64])
+    z = prism(counts, slots, ONE_TWO)
+    held = server_view(z, ONE_TWO)
+    assert (layer_counts(counts.astype(float), np.array([64, 64, 128])).sum(0) == 8).all()
+    assert (held.sum(0) == 1).all() and (z.sum(0) == 1).all()
+
+
+def test_a_server_with_all_the_room_holds_everything():
+    counts = skewed(np.random.default_rng(2), 3, 32, 8)
+    held = server_view(prism(counts, [60, 60, 200, 200], ONE_TWO), ONE_TWO)
+    assert held[2].all()
+    assert held[:2].sum((1, 2)).tolist() == [60, 60]
+
+
+def test_the_printed_algorithm_loses_slots_and_cannot_always_cover():
+    rng = np.random.default_rng(4)
+    counts = skewed(rng, 3, 26, 64)
+    slots = np.array([543, 543, 543, 693])
+    full = prism(counts, slots, ONE_TWO)
+    printed = prism_printed(counts, slots, ONE_TWO)
+    check_placement(printed, slots)
+    lost = int(full.sum() - printed.sum())
+    assert 26 <= lost <= 3 * 26
+    shares = [remote_share(counts, server_view(z, ONE_TWO)) for z in (printed, full)]
+    best = remote_share(counts, server_view(proxy_optimum(counts, slots, ONE_TWO), ONE_TWO))
+    assert best <= shares[1] < shares[0]
+    mixtral = skewed(rng, 3, 32, 8)
+    with pytest.raises(ValueError, match="rounding down leaves"):
+        prism_printed(mixtral, [66, 66, 66, 66], ONE_TWO)
+    check_placement(prism(mixtral, [66, 66, 66, 66], ONE_TWO), [66, 66, 66, 66])
+
+
+def test_whole_layers_on_the_paper_machines():
+    counts = skewed(np.random.default_rng(5), 3, 26, 64)
+    slots = np.array([543, 543, 543, 693])
+    z = check_placement(whole_layer(counts, slots, ONE_TWO), slots)
+    whole = server_view(z, ONE_TWO).all(axis=2)
+    assert whole.sum(axis=1).tolist() == [8, 8, 19]
+    assert whole.any(axis=0).all()
+    assert whole[2, :19].all()
+
+
+def test_the_hand_made_whole_layer_placement():
+    held = np.zeros((3, 26, 64), bool)
+    held[2, :19] = True
+    held[:2, 18:] = True
+    slots = np.array([512, 512, 608, 608])
+    z = check_placement(assign_gpus(held, np.ones((3, 26, 64)), slots, ONE_TWO), slots)
+    assert (server_view(z, ONE_TWO) == held).all()
+    # Uniform popularity and equal load: (18 + 18 + 7) of 78 layer steps are remote.
+    assert remote_share(np.ones((3, 26, 64)), held) == pytest.approx(43 / 78)
+
+
+def test_assign_gpus_spreads_the_load_of_a_layer():
+    counts = np.zeros((1, 2, 4))
+    counts[0] = [[8, 7, 2, 1], [4, 4, 4, 0]]
+    z = assign_gpus(np.ones((1, 2, 4), bool), counts, [4, 4], [0, 0])
+    load = (z * counts.sum(0)).sum(2)
+    assert sorted(load[:, 0]) == [9, 9]
+    assert sorted(load[:, 1]) == [4, 8]
+    with pytest.raises(ValueError, match="server 0 holds 8 experts in 7 slots"):
+        assign_gpus(np.ones((1, 2, 4), bool), counts, [4, 3], [0, 0])
+
+
+def test_uniform_and_smartmoe_are_even():
+    counts = skewed(np.random.default_rng(6), 3, 26, 64)
+    slots = np.array([543, 543, 543, 693])
+    for algorithm in (uniform, smartmoe):
+        z = algorithm(counts, slots, ONE_TWO)
+        assert (z.sum(0) == 1).all()
+        assert (z.sum(2) == 16).all()
+    load = [(a(counts, slots, ONE_TWO) * counts.sum(0)).sum(2) for a in (uniform, smartmoe)]
+    assert load[1].max(0).sum() < load[0].max(0).sum()
+    assert (uniform(counts, slots, ONE_TWO, seed=1) != uniform(counts, slots, ONE_TWO)).any()
+    quota = even_quotas(3, 5, np.array([1, 9, 9, 9]))
+    assert (quota.sum(0) == 5).all() and quota[0].sum() == 1
+
+
+def test_redundance_fills_every_gpu():
+    counts = skewed(np.random.default_rng(6), 3, 26, 64)
+    slots = np.array([543, 543, 543, 693])
+    z = redundance(counts, slots, ONE_TWO)
+    assert (z.sum((1, 2)) == slots).all()
+    assert redundance(counts, [1700, 1, 1, 1], ONE_TWO)[0].all()
+
+
+def test_min_holders():
+    counts = skewed(np.random.default_rng(7), 3, 6, 8)
+    slots = np.array([40, 40, 20, 20])
+    for least in (1, 2):
+        held = server_view(proxy_optimum(counts, slots, ONE_TWO, min_holders=least), ONE_TWO)
+        assert (held.sum(0) >= least).all()
+    with pytest.raises(ValueError, match="min_holders=3: 24 slots are missing"):
+        proxy_optimum(counts, slots, ONE_TWO, min_holders=3)
+    with pytest.raises(ValueError, match="between 1 and 3"):
+        proxy_optimum(counts, slots, ONE_TWO, min_holders=4)
+    with pytest.raises(ValueError, match="one size"):
+        proxy_optimum(counts, slots, ONE_TWO, expert_bytes=[1, 2])
+
+
+def test_migration_time():
+    old = np.zeros((2, 1, 4), bool)
+    old[0, 0, :2] = old[1, 0, 2:] = True
+    new = np.zeros((2, 1, 4), bool)
+    new[0, 0, 1:3] = new[1, 0, [0, 3]] = True
+    assert migration_time(old, new, 10, 5.0) == 4.0
+    assert migration_time(old, new, 10, [5.0, 10.0]) == 3.0
+    assert migration_time(old, new, 10, 5.0, count_removals=True) == 8.0
+    assert migration_time(old, old, 10, 5.0) == 0
+
+
+def test_adoption_weighs_seconds():
+    counts = np.ones((2, 1, 4))
+    old = np.array([[[1, 1, 0, 0]], [[0, 0, 1, 1]]], bool)
+    new = np.ones((2, 1, 4), bool)
+    cost = expected_cost(counts, old, [0.5, 1.0], horizon_s=300, window_s=100)
+    assert cost == 3 * (2 * 0.5 + 2 * 1.0)
+    assert expected_cost(counts, new, [0.5, 1.0], 300, 100) == 0
+    assert adopts(0.0, cost - 0.1, cost) and not adopts(0.0, cost, cost)
+    with pytest.raises(ValueError, match="window_s"):
+        expected_cost(counts, old, [1, 1], 300, 0)
+
+
+def test_fill_slots_takes_the_most_frequent():
+    counts = np.array([[[5.0, 1, 3, 4]]])
+    held = np.array([[[False, True, False, False]]])
+    assert fill_slots(held, counts, np.array([3])).tolist() == [[[True, True, False, True]]]
+    assert fill_slots(held, counts, np.array([99])).all()
+
+
+def test_bad_input_is_refused():
+    counts = np.ones((2, 1, 4))
+    with pytest.raises(ValueError, match="1 slots \\(17 bytes\\) are missing"):
+        check_memory([1, 2], 4, 17)
+    with pytest.raises(ValueError, match="1 slots are missing"):
+        prism(counts, [1, 2], [0, 1])
+    with pytest.raises(ValueError, match="servers, layers, experts"):
+        prism(np.ones((2, 4)), [2, 2], [0, 1])
+    with pytest.raises(ValueError, match="not negative"):
+        prism(-counts, [2, 2], [0, 1])
+    with pytest.raises(ValueError, match="one entry a GPU"):
+        prism(counts, [2, 2], [0, 1, 1])
+    with pytest.raises(ValueError, match="whole numbers"):
+        prism(counts, [2.0, 2.0], [0, 1])
+    with pytest.raises(ValueError, match="every server"):
+        prism(counts, [2, 2], [0, 0])
+    z = np.zeros((2, 1, 4), bool)
+    with pytest.raises(ValueError, match="4 experts are on no GPU"):
+        check_placement(z, [2, 2])
+    z[:] = True
+    with pytest.raises(ValueError, match="GPU 0 holds 4 experts in 2 slots"):
+        check_placement(z, [2, 4])
+    with pytest.raises(ValueError, match="shape"):
+        check_placement(z, [2, 4, 4])

@@ -1,0 +1,104 @@
+"""The paper's rival deployments: their cost function, and what the evaluator makes of them."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.registry import make_policy
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe.config import DEPLOYMENTS
+from servegym.envs.serverless_moe.deployments import deployment_cost
+from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
+from servegym.experiments.evaluate import evaluate
+
+NAMES = [name for name in DEPLOYMENTS if name != "plan"]
+TOY = {"model": "toy", "episode_requests": 12, "split": "eval"}
+# Limits that some requests of every deployment miss and some meet.
+SLO = [[1.2, 0.02], [4.0, 0.3]]
+
+
+def by_hand(name, seed, **kwargs):
+    """Rewards and costs of an episode by the cost function, warm functions tracked here."""
+    env = ServerlessMoEVectorEnv(1, **kwargs)  # serves by plans: draws the same requests
+    env.reset(seed=[seed])
+    problem, idle, first = env.problem, 0.0, True
+    cfg = problem.tables.cfg[0]
+    found = []
+    for index in range(problem.episode_requests):
+        asked, request = env.batch.arrays.requests[0, index], env.batch.request(0, index)
+        idle = float(asked["gap"])  # a request is served at once, nothing goes on in between
+        limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}
+        cold = first or not 0.0 < idle <= float(cfg["keep_alive"])
+        bill = bool(cfg["bill"])
+        outcome = deployment_cost(
+            name, problem.system, request, cold=cold, bill_cold_start=bill, **limits
+        )
+        mix = deployment_cost("mix", problem.system, request, bill_cold_start=bill)
+        late = outcome.violations["ttft"] + outcome.violations["tpot"]
+        found.append(
+            (-outcome.cost_usd / mix.cost_usd - late * float(cfg["penalty"]), outcome, late, cold)
+        )
+        first = False
+    return found
+
+
+@pytest.mark.parametrize("preset", ["dynamic", "seed"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_evaluator_says_what_the_cost_function_says(name, preset):
+    kwargs = {**TOY, "preset": preset, "slo": SLO}
+    logs = {}
+    rows = evaluate(
+        "servegym/ServerlessMoE-v0", [name, "mix"], 2, seed=7, env_kwargs=kwargs, logs=logs
+    )
+    own = [row for row in rows if row["policy"] == name]
+    kinds = set()
+    for row, log in zip(own, logs[name], strict=True):
+        told = by_hand(name, row["seed"], **kwargs)
+        rewards = [reward for reward, *_ in told]
+        assert row["return"] == pytest.approx(sum(rewards), rel=1e-9)
+        assert row["mean_reward"] == pytest.approx(np.mean(rewards), rel=1e-9)
+        assert row["cost_usd"] == pytest.approx(sum(o.cost_usd for _, o, *_ in told), rel=1e-9)
+        assert row["mean_ttft_s"] == pytest.approx(np.mean([o.ttft_s for _, o, *_ in told]))
+        assert row["mean_tpot_s"] == pytest.approx(np.mean([o.tpot_s for _, o, *_ in told]))
+        assert row["mean_remote_ratio"] == (name == "per_expert")
+        for line, (reward, outcome, late, cold) in zip(log, told, strict=True):
+            assert line["reward"] == pytest.approx(reward, rel=1e-9)
+            for key in ("cost_main_usd", "cost_prefill_usd", "cost_decode_usd", "cost_cold_usd"):
+                assert line[key] == pytest.approx(getattr(outcome, key), rel=1e-9, abs=1e-30)
+            assert bool(line["main_warm"]) == (not cold)
+            kinds.add((cold, late))
+    # The same requests as any policy, and the unit is theirs.
+    mix = [row for row in rows if row["policy"] == "mix"]
+    assert [row["seed"] for row in own] == [row["seed"] for row in mix]
+    assert mix[0]["return"] != pytest.approx(own[0]["return"], rel=1e-3)
+    if preset == "dynamic":
+        assert {cold for cold, _ in kinds} == {True, False}, "all starts alike: nothing is tested"
+
+
+def test_actions_have_no_effect_and_states_come_back():
+    env = ServerlessMoEVectorEnv(2, deployment="per_expert", granularity="per_layer", **TOY)
+    observation, info = env.reset(seed=0)
+    mask = info["action_mask"]
+    parts = np.split(mask, np.cumsum(env.problem.nvec)[:-1], axis=1)
+    assert all((part[:, 0] == 1).all() and (part.sum(axis=1) == 1).all() for part in parts)
+    state = env.batch.clone(0)
+    env.batch.restore(1, state)
+    actions = np.zeros((2, len(env.problem.nvec)), dtype=np.int64)
+    actions[1] = env.problem.nvec - 1
+    for _ in range(5):
+        observation, reward, *_ = env.step(actions)
+        assert reward[0] == reward[1]
+    assert observation["warm_main"][0, 2] == 0.0
+    actions[1] = env.problem.nvec
+    with pytest.raises(ValueError, match="out of range"):
+        env.step(actions)
+
+
+def test_a_deployment_is_not_taken_for_another():
+    env = ServerlessMoEVectorEnv(1, **TOY)
+    policy = make_policy("gpu", ServerlessSystem.from_env(env), family="serverless_moe")
+    observation, info = env.reset(seed=0)
+    policy.reset(1)
+    with pytest.raises(ValueError, match="deployment='gpu'"):
+        policy.act(observation, info["action_mask"])
+    with pytest.raises(ValueError, match="Did you mean 'per_expert'"):
+        ServerlessMoEVectorEnv(1, deployment="per_experts", **TOY)

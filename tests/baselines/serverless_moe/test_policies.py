@@ -1,0 +1,357 @@
+"""Serverless policies: the table of actions, every registered policy, the clairvoyant ones."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from servegym.baselines.registry import list_policies, make_policy
+from servegym.baselines.serverless_moe.action_values import Warm
+from servegym.baselines.serverless_moe.actions import ActionTable
+from servegym.baselines.serverless_moe.kernel import lpt_rows
+from servegym.baselines.serverless_moe.loads import Load
+from servegym.baselines.serverless_moe.lpt import lpt
+from servegym.baselines.serverless_moe.policies import search_constant, see
+from servegym.baselines.serverless_moe.remoe import remoe
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe import kernel
+from servegym.envs.serverless_moe.config import build_problem
+from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
+
+FAMILY = "serverless_moe"
+NAMES = [info.name for info in list_policies(FAMILY)]
+SMALL = {"best_constant": {"rows": 2, "requests": 10}, "warm_planner": {"requests": 20}}
+"""Arguments of policies that rehearse or plan at length before the first request."""
+DEPLOYMENTS = ("cpu", "gpu", "fetch", "per_expert")
+
+
+def make_env(rows=3, **kwargs):
+    kwargs = {"model": "toy", "split": "eval", "episode_requests": 30, **kwargs}
+    return ServerlessMoEVectorEnv(rows, autoreset_mode="SameStep", **kwargs)
+
+
+def run(name, env, seed=0, **kwargs):
+    """One episode a row: rewards (B, J), actions (J, B, n) and the policy."""
+    policy = make_policy(name, ServerlessSystem.from_env(env), family=FAMILY, **kwargs)
+    if policy.needs_env:
+        policy.bind(env)
+    observation, info = env.reset(seed=seed)
+    policy.reset(env.num_envs, seed=0)
+    rewards, actions = [], []
+    for _ in range(env.problem.episode_requests):
+        action = policy.act(observation, info["action_mask"])
+        observation, reward, *_, info = env.step(action)
+        rewards.append(reward.copy())
+        actions.append(action.copy())
+    return np.array(rewards).T, np.array(actions), policy
+
+
+def test_system_describes_the_problem():
+    env = make_env()
+    system = ServerlessSystem.from_env(env)
+    assert system.nvec.tolist() == env.problem.nvec.tolist()
+    assert system.bill_cold_start and system.keep_alive_s == 300.0
+    assert system.reuse_chance() == pytest.approx(
+        0.7 * (1 - np.exp(-300 / 20)) + 0.3 * (1 - np.exp(-300 / 1500))
+    )
+    assert [system.regime(x) for x in (0.0, 2e-4, 4e-4, 6e-4, 2e-3)] == [0, 0, 0, 1, 1]
+    same = ServerlessSystem.from_kwargs(model="toy", split="train")
+    assert same.shared == pytest.approx(system.shared)
+    with pytest.raises(ValueError, match="serverless"):
+        ServerlessSystem.from_env(object())
+    with pytest.raises(ValueError, match="modle"):
+        ServerlessSystem.from_kwargs(modle="toy")
+
+
+def test_lpt_rows_is_lpt():
+    rng = np.random.default_rng(0)
+    jobs = rng.exponential(size=(7, 9))
+    found = lpt_rows(jobs, 4)
+    for row, z in itertools.product(range(7), range(1, 5)):
+        assert found[row, z - 1].tolist() == lpt(jobs[row], z).tolist()
+
+
+@pytest.mark.parametrize("model", ["toy", "deepseek-v2-lite"])
+@pytest.mark.parametrize("changes", [{}, {"load_shared": True}])
+def test_table_agrees_with_the_equations(model, changes):
+    problem = build_problem(view=kernel.DICT, model=model, **changes)
+    system = ServerlessSystem.from_problem(problem)
+    table, book, rng = ActionTable(system), problem.activations, np.random.default_rng(1)
+    prompt, n_in, n_out = int(problem.rows[3]), 300, 60
+    bank = book.bank[book.bank_start[prompt] : book.bank_start[prompt + 1]]
+    tokens = bank[np.arange(n_in + n_out) % len(bank)]
+    counts = eq.set_bits(tokens[:n_in], system.model.num_experts).sum(axis=0)
+    request = eq.Request(counts, tokens[n_in:], np.full(system.model.moe_layers, 3e-4), n_in)
+    frequency = problem.predicted[prompt]
+    values = table.values(Load.known(request), frequency, ttft_limit_s=8.0, tpot_limit_s=0.06)
+    for _ in range(40):
+        action = np.array([rng.integers(n) for n in values.reward.shape])
+        at = tuple(action)
+        plan = problem.plan(prompt, n_in, action)
+        true = eq.evaluate_plan(
+            system.model,
+            request,
+            plan,
+            bill_cold_start=True,
+            load_shared=system.load_shared,
+            ttft_limit_s=8.0,
+            tpot_limit_s=0.06,
+        )
+        assert values.tpot_s[at] == pytest.approx(true.tpot_s, rel=1e-9)
+        # Experts are put on replicas at another prompt length than the environment's.
+        assert values.ttft_s[at] == pytest.approx(true.ttft_s, rel=0.02)
+        assert values.cost_usd[at] == pytest.approx(true.cost_usd, rel=0.005)
+    mix = eq.evaluate_plan(
+        system.model, request, eq.mix_plan(system.model, 400), bill_cold_start=True
+    )
+    assert values.mix_usd == pytest.approx(mix.cost_usd, rel=1e-9)
+
+
+def test_table_knows_what_is_warm():
+    problem = build_problem(view=kernel.DICT, model="toy")
+    system = ServerlessSystem.from_problem(problem)
+    table, frequency = ActionTable(system), problem.predicted[0]
+    load = Load.predicted(system.model, frequency, 100, 50, 3e-4)
+    limits = {"ttft_limit_s": 8.0, "tpot_limit_s": 0.06}
+    cold = table.values(load, frequency, **limits)
+    all_warm = table.values(load, frequency, starts=False, **limits)
+    sets = table.sets(frequency)
+    level, at = 4, (4, 1, 2, 1, 1)
+    warm = Warm(
+        main_mb=float(table.main_mb[2 * level + 1, 2]),
+        level=level,
+        order=1,
+        same=True,
+        remote_mb=table.memory_mb(sets, 100)[2 * level + 1, :, 1],
+        replicas=table.replicas(sets, 100)[2 * level + 1, :, 1],
+    )
+    mine = table.values(load, frequency, warm=warm, **limits)
+    assert mine.ttft_s[at] == pytest.approx(all_warm.ttft_s[at])
+    assert mine.cost_usd[at] == pytest.approx(all_warm.cost_usd[at])
+    assert mine.cost_usd[at] < cold.cost_usd[at]
+    # Another W starts main alone; another b everything.
+    assert all_warm.cost_usd[4, 1, 3, 1, 1] < mine.cost_usd[4, 1, 3, 1, 1]
+    assert mine.cost_usd[4, 1, 3, 1, 1] < cold.cost_usd[4, 1, 3, 1, 1]
+    assert mine.cost_usd[5] == pytest.approx(cold.cost_usd[5])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_policy_runs_and_is_deterministic(name):
+    kwargs = SMALL.get(name, {})
+    asked = {"deployment": name} if name in DEPLOYMENTS else {}
+    env = make_env(2, episode_requests=12, **asked)
+    rewards, actions, _ = run(name, env, **kwargs)
+    again = run(name, make_env(2, episode_requests=12, **asked), **kwargs)[1]
+    assert (actions == again).all() and actions.dtype == np.int64
+    assert (actions < env.problem.nvec).all() and np.isfinite(rewards).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["greedy_warm", "warm_planner", "remoe", "remoe_sticky", "random", "mix"]
+)
+def test_per_layer_actions(name):
+    env = make_env(2, episode_requests=5, granularity="per_layer")
+    _, actions, _ = run(name, env, **SMALL.get(name, {}))
+    assert actions.shape == (5, 2, 3 + 2 * 4)
+
+
+@pytest.mark.parametrize("name", ["remoe", "remoe_sticky"])
+def test_remoe_meets_a_plan_layer_by_layer(name):
+    """A plan that actions of single layers can make is found again, on any layer's own steps."""
+    env = make_env(1, episode_requests=30, granularity="per_layer", payload_mb=0.4)
+    problem, system = env.problem, ServerlessSystem.from_env(env)
+    policy = make_policy(name, system, family=FAMILY)
+    observation, _ = env.reset(seed=0)
+    seen, rng, kinds = see(system, observation, 0), np.random.default_rng(0), 0
+    prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
+    for _ in range(40):
+        action = (rng.random(len(problem.nvec)) * problem.nvec).astype(np.int64)
+        action[1] = policy.order
+        plan = problem.plan(prompt, seen.n_in, action)
+        again = problem.plan(prompt, seen.n_in, policy.on_grid(seen, plan))
+        assert (again.remote == plan.remote).all() and again.main_mb == plan.main_mb
+        assert (again.remote_mb == plan.remote_mb).all()
+        assert (again.replicas == plan.replicas).all()
+        kinds += len(set(plan.remote_mb)) > 1 and len(set(plan.replicas)) > 1
+    assert kinds > 10, "the plans hardly differ between layers"
+
+
+@pytest.mark.parametrize("name", ["remoe", "remoe_cost", "remoe_sticky"])
+def test_remoe_uses_what_an_action_a_layer_offers(name):
+    """Layers differ, and what is deployed is no further from Remoe's plan than with equal steps."""
+    kwargs = {"model": "deepseek-v2-lite", "episode_requests": 10, "granularity": "per_layer"}
+    env = make_env(1, **kwargs)
+    _, actions, policy = run(name, env)
+    layers = policy.system.model.moe_layers
+    assert actions.shape == (10, 1, 3 + 2 * layers)
+    steps = actions[:, 0, 3 : 3 + layers]
+    assert (steps != steps[:, :1]).any() or (actions[:, 0, -layers:] != actions[:, 0, -1:]).any()
+    even = make_policy(
+        name,
+        ServerlessSystem.from_env(
+            make_env(
+                1,
+                **kwargs,
+            )
+        ),
+        family=FAMILY,
+    )
+    even.system = dataclasses.replace(even.system, per_layer=False)
+    observation, info = env.reset(seed=0)
+    seen = see(policy.system, observation, 0)
+    legal = info["action_mask"][0, : len(policy.system.levels)] > 0
+    for other in (policy, even):
+        other.reset(1, seed=0)
+    decided = remoe(
+        policy.system.model,
+        policy.expected(seen),
+        ttft_limit_s=seen.ttft_limit_s,
+        tpot_limit_s=seen.tpot_limit_s,
+        reading=policy.reading,
+        max_tokens=400,
+        bill_cold_start=True,
+        members=policy.system.levels[legal].tolist(),
+        candidates=9,
+        score=policy.system.shared if policy.order else None,
+    ).plan
+    prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
+    own, same = (
+        env.problem.plan(prompt, seen.n_in, policy.system.full_action(x.on_grid(seen, decided)))
+        for x in (policy, even)
+    )
+    off = [np.abs(p.remote_mb - decided.remote_mb).sum() for p in (own, same)]
+    assert off[0] <= off[1]
+
+
+def test_the_reward_of_one_action_is_that_of_the_table():
+    env = make_env(1, model="toy")
+    system = ServerlessSystem.from_env(env)
+    layered = ServerlessSystem.from_env(make_env(1, model="toy", granularity="per_layer"))
+    policy, other = (make_policy("remoe_sticky", x, family=FAMILY) for x in (system, layered))
+    observation, _ = env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        seen = see(system, observation, 0)
+        rewards = policy.rewards(seen)
+        for _ in range(5):
+            action = np.array([rng.integers(n) for n in rewards.shape])
+            assert policy.reward(seen, action) == pytest.approx(rewards[tuple(action)], rel=1e-12)
+            spread_out = layered.full_action(action)
+            assert len(spread_out) > 5
+            assert other.reward(seen, spread_out) == pytest.approx(
+                rewards[tuple(action)], rel=1e-12
+            )
+        observation, *_ = env.step(action[None])
+
+
+def test_rows_do_not_influence_one_another():
+    many = run("remoe_sticky", make_env(3, episode_requests=10))[1]
+    one = run("remoe_sticky", make_env(1, episode_requests=10))[1]
+    assert (many[:, :1] == one).all()
+
+
+@pytest.mark.parametrize("name", [i.name for i in list_policies(FAMILY) if not i.clairvoyant])
+def test_the_true_routing_is_not_seen(name):
+    """Another true routing behind the same predictions changes no action."""
+    kwargs = SMALL.get(name, {})
+    chosen = []
+    for turn in (0, 1):
+        asked = {"deployment": name} if name in DEPLOYMENTS else {}
+        env = make_env(2, episode_requests=6, **asked)
+        system = ServerlessSystem.from_env(env)
+        policy = make_policy(name, system, family=FAMILY, **kwargs)
+        assert not policy.needs_env
+        observation, info = env.reset(seed=3)
+        if turn:
+            env.batch.arrays.requests["offset"] = 0
+        policy.reset(2, seed=0)
+        chosen.append(policy.act(observation, info["action_mask"]))
+    assert (chosen[0] == chosen[1]).all()
+
+
+def test_grid_optimum_is_the_best_of_all_actions():
+    env = make_env(
+        1,
+        episode_requests=3,
+        levels=3,
+        w_headroom_mb=(0, 500),
+        y_headroom_mb=(0, 400),
+        z_headroom=(0, 1),
+    )
+    policy = make_policy("grid_optimum", ServerlessSystem.from_env(env), family=FAMILY)
+    policy.bind(env)
+    observation, info = env.reset(seed=1)
+    policy.reset(1)
+    action = policy.act(observation, info["action_mask"])
+    state = env.batch.clone(0)
+    found = {}
+    for tried in itertools.product(*(range(n) for n in env.problem.nvec)):
+        env.batch.restore(0, state)
+        env.batch.step(np.array([tried], dtype=np.int64), np.ones(1, dtype=np.int8))
+        found[tried] = float(env.batch.out[0, :3].sum())
+    assert found[tuple(action[0].tolist())] == pytest.approx(max(found.values()), rel=1e-3)
+    assert max(found.values()) > min(found.values()) + 0.1
+
+
+def test_order_of_the_policies():
+    mean = {}
+    for name in ("random", "mix", "keep_alive", "greedy_warm", "grid_optimum", "lookahead"):
+        rewards, _, policy = run(name, make_env(4, episode_requests=60))
+        mean[name] = rewards.mean()
+        if name == "lookahead":
+            bound = np.mean([policy.reward_bound(row) for row in range(4)]) / 60
+    assert mean["random"] < mean["mix"] < mean["greedy_warm"]
+    assert max(mean.values()) == mean["lookahead"] <= bound
+
+
+def test_best_constant_beats_where_it_starts():
+    count = 30 if hasattr(kernel.step, "signatures") else 6  # compiled or not
+    system = ServerlessSystem.from_kwargs(model="toy", episode_requests=count)
+    action = search_constant(system, 2, count, 0)
+    env = make_env(2, split="train", episode_requests=count)
+    for row in range(2):
+        env.reset(seed=0)
+        env.batch.draw(row, np.random.default_rng((0, row)))
+    which = np.ones(2, dtype=np.int8)
+
+    def score(a):
+        env.batch.draw(0, np.random.default_rng((0, 0)))
+        env.batch.draw(1, np.random.default_rng((0, 1)))
+        env.batch.begin(which)
+        for _ in range(count):
+            env.batch.step(np.repeat(np.asarray(a)[None], 2, axis=0), which)
+        return env.batch.env["total_reward"].sum()
+
+    best = score(action)
+    for i, size in enumerate(env.problem.nvec):
+        for value in range(size):
+            other = action.copy()
+            other[i] = value
+            assert score(other) <= best + 1e-9
+
+
+def test_see_reads_the_warm_state():
+    env = make_env(1)
+    system = ServerlessSystem.from_env(env)
+    observation, _ = env.reset(seed=0)
+    first = see(system, observation, 0)
+    assert first.warm is None and first.live
+    action = np.array([[4, 1, 1, 2, 1]])
+    for _ in range(20):
+        observation, *_ = env.step(action)
+        warm = see(system, observation, 0).warm
+        if warm is not None:
+            break
+    assert warm is not None and (warm.level, warm.order) == (4, 1)
+    assert warm.main_mb in system.model.main_specs_mb
+    assert np.isin(warm.remote_mb, system.model.remote_specs_mb).all()
+
+
+def test_clairvoyant_policies_are_marked():
+    marked = {info.name for info in list_policies(FAMILY) if info.clairvoyant}
+    assert marked == {"grid_optimum", "lookahead"}
+    system = ServerlessSystem.from_kwargs(model="toy")
+    with pytest.raises(ValueError, match="native"):
+        make_policy("grid_optimum", system, family=FAMILY).bind(object())

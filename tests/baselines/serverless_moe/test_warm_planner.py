@@ -1,0 +1,206 @@
+"""warm_planner: its value iteration against all plans of tiny chains, its reward, what it sees."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from servegym.baselines.registry import make_policy
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.baselines.serverless_moe.warm_planner import kept_worth, regime_switching
+from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
+from servegym.envs.workloads.activations import make_toy_activations
+
+FAMILY = "serverless_moe"
+
+
+def make_env(rows, **kwargs):
+    kwargs = {"model": "toy", "split": "eval", "episode_requests": 12, **kwargs}
+    return ServerlessMoEVectorEnv(rows, autoreset_mode="SameStep", **kwargs)
+
+
+def planner(env, requests=30, **kwargs):
+    system = ServerlessSystem.from_env(env)
+    return make_policy("warm_planner", system, family=FAMILY, requests=requests, **kwargs)
+
+
+def evaluate_plan(choice, free, cold, kept, chance, switching):
+    """Average reward and relative values of a plan by one linear system.
+
+    A state is (last regime, last configuration or 0 for nothing), ``choice[i][state]`` the next
+    configuration when request i comes and the last one is found warm, ``choice[i][cold state]``
+    when it is not.
+    """
+    n, regimes, actions = cold.shape
+    states = list(itertools.product(range(regimes), range(actions + 1)))
+    at = {state: k for k, state in enumerate(states)}
+    size = len(states)
+    step, reward = np.zeros((size, size)), np.zeros(size)
+    for (r, had), i in itertools.product(states, range(n)):
+        for found, share in ((had, chance), (0, 1.0 - chance)):
+            taken = choice[i][at[r, found]]
+            if taken == 0:
+                got = free[i, r]
+            else:
+                got = (kept if found == taken else cold)[i, r, taken - 1]
+            reward[at[r, had]] += share / n * got
+            for k in range(regimes):
+                step[at[r, had], at[k, taken]] += share / n * switching[r, k]
+    # v + g = reward + step v, and v = 0 in the first state.
+    matrix = np.zeros((size + 1, size + 1))
+    matrix[:size, :size], matrix[:size, size], matrix[size, 0] = np.eye(size) - step, 1.0, 1.0
+    solved = np.linalg.solve(matrix, np.append(reward, 0.0))
+    return solved[-1], solved[:-1].reshape(regimes, actions + 1)
+
+
+def greedy_plan(worth, free, cold, kept, switching):
+    """What is best in each state given the worth of what is left warm."""
+    n, regimes, actions = cold.shape
+    later = switching @ worth
+    choice = np.zeros((n, regimes * (actions + 1)), dtype=np.int64)
+    for i, r, had in itertools.product(range(n), range(regimes), range(actions + 1)):
+        options = np.append(free[i, r], cold[i, r] + later[r])
+        if had:
+            options[had] = kept[i, r, had - 1] + later[r, had - 1]
+        choice[i, r * (actions + 1) + had] = options.argmax()
+    return choice
+
+
+@pytest.mark.parametrize(("n", "regimes", "actions"), [(2, 2, 1), (2, 1, 2), (3, 1, 1)])
+@pytest.mark.parametrize("seed", range(4))
+def test_value_iteration_finds_the_best_of_all_plans(n, regimes, actions, seed):
+    """Every plan of a tiny chain is valued by a linear system; none is better than the iterated."""
+    rng = np.random.default_rng(seed)
+    cold = -rng.uniform(0.5, 1.0, (n, regimes, actions))
+    kept = cold + rng.uniform(0.0, 0.5, cold.shape)
+    free = cold.max(axis=2) + rng.uniform(0.0, 0.2, (n, regimes))
+    switching = np.array([[0.8, 0.2], [0.2, 0.8]]) if regimes == 2 else np.ones((1, 1))
+    worth, value = kept_worth(free, cold, kept, chance=0.7, switching=switching, tolerance=1e-10)
+    states = regimes * (actions + 1)
+
+    def gain_and_values(plan):
+        choice = np.reshape(plan, (n, states))
+        return evaluate_plan(choice, free, cold, kept, 0.7, switching)
+
+    gain, relative = gain_and_values(greedy_plan(worth, free, cold, kept, switching))
+    assert worth == pytest.approx(relative[:, 1:] - relative[:, :1], abs=1e-9)
+    assert value.mean() == pytest.approx(gain, abs=1e-9)
+    gains = [
+        gain_and_values(plan)[0]
+        for plan in itertools.product(range(actions + 1), repeat=n * states)
+    ]
+    assert gain == pytest.approx(max(gains), abs=1e-9)
+    assert min(gains) < gain - 1e-3 and worth.max() > 0.0
+
+
+def test_worth_by_hand():
+    """One request, one configuration: kept for good, it saves (kept - cold) with chance p."""
+    one = np.ones((1, 1))
+    worth, value = kept_worth(
+        -1.0 * one, -1.1 * one[None], -0.6 * one[None], chance=0.5, switching=one, tolerance=1e-12
+    )
+    # D = p (W + D - (C + D)) = 0.5 * 0.5, and the cold start, C + D = -0.85, beats F = -1.
+    assert worth == pytest.approx(np.array([[0.25]])) and value == pytest.approx([-0.85])
+    nothing, value = kept_worth(
+        -1.0 * one, -1.1 * one[None], -0.6 * one[None], chance=0.0, switching=one
+    )
+    assert nothing == 0.0 and value == -1.0
+
+
+def test_bad_arguments():
+    one = np.ones((1, 1))
+    for argument, value in (("chance", 1.0), ("chance", -0.1), ("tolerance", 0.0)):
+        kwargs = {"chance": 0.5, argument: value}
+        with pytest.raises(ValueError, match=argument):
+            kept_worth(one, one[None], one[None], switching=one, **kwargs)
+    with pytest.raises(ValueError, match="requests"):
+        planner(make_env(1), requests=0)
+
+
+@pytest.mark.parametrize("trem_s", [(1e-3,), (2e-4, 1e-3), (2e-4, 5e-4, 1e-3)])
+def test_regime_switching_is_the_environments(trem_s):
+    env = make_env(1, trem_s=trem_s, trem_switch=0.3, trem_sigma=0.0, episode_requests=4000)
+    env.reset(seed=0)
+    system = ServerlessSystem.from_env(env)
+    regime = np.array([system.regime(x) for x in env.batch.arrays.trem[0].mean(axis=1)])
+    seen = np.zeros((len(trem_s), len(trem_s)))
+    np.add.at(seen, (regime[:-1], regime[1:]), 1.0)
+    seen /= seen.sum(axis=1, keepdims=True)
+    assert regime_switching(system) == pytest.approx(seen, abs=0.05)
+    assert regime_switching(system).sum(axis=1) == pytest.approx(1.0)
+
+
+def test_better_than_one_step():
+    """More reward than greedy_warm on the same eval episodes of the registered model."""
+    rewards = []
+    for plan in (True, False):
+        env = make_env(4, model="deepseek-v2-lite", episode_requests=40)
+        system = ServerlessSystem.from_env(env)
+        kwargs = {"requests": 60} if plan else {}
+        name = "warm_planner" if plan else "greedy_warm"
+        policy = make_policy(name, system, family=FAMILY, **kwargs)
+        observation, info = env.reset(seed=0)
+        policy.reset(4, seed=0)
+        total = np.zeros(4)
+        for _ in range(40):
+            observation, reward, *_, info = env.step(policy.act(observation, info["action_mask"]))
+            total += reward
+        rewards.append(total / 40)
+    assert (rewards[0] - rewards[1]).mean() > 0.01
+
+
+def test_worthless_where_nothing_stays_warm():
+    """With no keep-alive the plan is worth nothing and the best of the request is taken."""
+    env = make_env(1, keep_alive_s=0.0)
+    policy = planner(env)
+    assert not policy.worth.any()
+    assert planner(make_env(1)).worth.max() > 0.1
+
+
+def test_routing_and_future_change_no_action():
+    """Other routing, true lengths, overheads and later requests behind what is seen: same actions.
+
+    Every few requests of an episode the hidden part of the state is replaced and the observation
+    made anew; a policy that starts there acts as the one that came along.
+    """
+    env = make_env(1)
+    policy, rng, batch = planner(env), np.random.default_rng(0), env.batch
+    observation, info = env.reset(seed=3)
+    policy.reset(1, seed=0)
+    for t in range(env.problem.episode_requests - 1):
+        action = policy.act(observation, info["action_mask"])
+        true = batch.clone(0)
+        other = batch.clone(0)
+        other.requests["offset"] = 0
+        other.requests["n_out"][t:] = rng.integers(1, 400, len(other.requests) - t)
+        other.requests[t + 1 :] = rng.permutation(other.requests[t + 1 :])
+        other.trem[t + 1 :] *= 7.0
+        assert (other.requests["offset"] != true.requests["offset"]).any()
+        batch.restore(0, other)
+        fresh = planner(env) if t == 5 else policy
+        fresh.reset(1, seed=0)
+        again = fresh.act(batch.fresh_observation(), info["action_mask"])
+        assert (again == action).all()
+        batch.restore(0, true)
+        observation, *_, info = env.step(action)
+
+
+def test_the_plan_is_of_the_train_split():
+    """Other routing of the val and eval prompts, or another split of the episodes: same plan."""
+    toy = make_toy_activations()
+    counts, bank = toy.counts.copy(), toy.bank.copy()
+    for prompt in np.flatnonzero(toy.split != 0):
+        counts[prompt] = counts[prompt, :, ::-1]
+        own = slice(toy.bank_start[prompt], toy.bank_start[prompt + 1])
+        bank[own] = bank[own][::-1]
+    changed = dataclasses.replace(toy, counts=counts, bank=bank)
+    plans = [
+        planner(make_env(1, activations=book, split=split)).worth
+        for book, split in ((toy, "eval"), (changed, "eval"), (toy, "train"))
+    ]
+    assert (plans[0] == plans[1]).all() and (plans[0] == plans[2]).all()
+    on_train = counts.copy()
+    on_train[toy.split == 0] = on_train[toy.split == 0][:, :, ::-1]
+    moved = dataclasses.replace(toy, counts=on_train)
+    assert (planner(make_env(1, activations=moved)).worth != plans[0]).any()

@@ -1,0 +1,72 @@
+"""Layer steps that wait for another server, against a recount from the recorded rows."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.expert_placement.optimum import proxy_optimum
+from servegym.baselines.expert_placement.placement import assign_gpus
+from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.expert_placement.core import PlacementSystem
+
+from .reference import COMPILED
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="thousands of requests")
+
+
+def served(place, **kwargs):
+    """The system after an epoch with a placement from the start, and who holds what."""
+    problem = build_problem(split="eval", action_mode="placement", epochs=1, **kwargs)
+    system = PlacementSystem(problem)
+    system.begin(np.random.default_rng(0))
+    c = problem.cluster
+    z = place(system.counts(), c.slots, c.gpu_server).astype(np.uint8)
+    assert system.advance(z)[2]
+    return system, c.server_view(z)
+
+
+def recount(system, held):
+    """Layer steps of each server with a remote expert, and all of them, row by row."""
+    prompts, requests = system.problem.prompts, system.requests
+    servers, layers, _ = held.shape
+    remote, steps = np.zeros(servers, np.int64), np.zeros(servers, np.int64)
+    for r, (n, p) in enumerate(zip(requests.home, requests.prompt, strict=True)):
+        remote[n] += ((prompts.counts[p] > 0) & ~held[n]).any(axis=1).sum()
+        a, b = prompts.bank_start[p : p + 2]
+        for k in range(requests.outputs[r] - 1):
+            row = prompts.chosen[a + (requests.offset[r] + k) % (b - a)].astype(np.int64)
+            remote[n] += (~np.take_along_axis(held[n], row, 1)).any(axis=1).sum()
+        steps[n] += layers * requests.outputs[r]
+    return remote, steps
+
+
+@pytest.mark.parametrize("scenario", ["edge_hetero", "paper_testbed"])
+def test_remote_layer_steps_are_those_of_the_rows(scenario):
+    system, held = served(proxy_optimum, scenario=scenario)
+    remote, steps = recount(system, held)
+    server = system.simulator.state.server
+    np.testing.assert_array_equal(server["remote_layer_steps"], remote)
+    np.testing.assert_array_equal(server["layer_steps"], steps)
+    assert system.kpis()["remote_layer_ratio"] == pytest.approx(remote.sum() / steps.sum())
+
+
+def test_whole_layers_wait_less_often_than_eq_2s_optimum():
+    """Recorded popularity: more remote tokens, and still fewer layer steps that wait."""
+    view = np.zeros((3, 26, 64), bool)
+    view[2, :19] = True
+    view[:2, 18:] = True
+
+    def by_hand(counts, slots, home):
+        return assign_gpus(view, counts, slots, home)
+
+    whole, held = served(by_hand, scenario="paper_testbed")
+    np.testing.assert_array_equal(held, view)
+    best, _ = served(proxy_optimum, scenario="paper_testbed")
+    number = np.bincount(whole.requests.home, weights=whole.requests.outputs, minlength=3)
+    ours, theirs = whole.kpis(), best.kpis()
+    # Every step of a layer that is not there waits, whatever the experts.
+    wanted = number @ np.array([18, 18, 7]) / (26 * number.sum())
+    assert ours["remote_layer_ratio"] == pytest.approx(wanted)
+    assert 0.50 < ours["remote_layer_ratio"] < 0.60
+    assert 0.68 < theirs["remote_layer_ratio"] < 0.80
+    assert ours["local_token_ratio"] < theirs["local_token_ratio"]
+    assert ours["local_token_ratio"] == pytest.approx(1 - 0.503, abs=0.06)

@@ -1,0 +1,222 @@
+"""Servers that cache experts: equal to the slow reference, and known answers."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from servegym.envs.expert_placement.cluster import build_cluster
+from servegym.envs.expert_placement.simulator import Requests, Simulator, make_prompts
+
+from .reference import COMPILED
+from .reference_offload import Offload
+from .test_kernel_reference import (
+    one_prompt,
+    random_cluster,
+    random_placement,
+    random_prompts,
+    random_requests,
+    requests_at,
+    small_model,
+)
+
+CACHES = ("lru", "lfu", "activation_aware")
+
+
+def compare(sim, ref):
+    state = sim.state
+    assert sim.now == ref.now
+    for name in ("first", "finish"):
+        mine = state.request[name]
+        np.testing.assert_array_equal(mine, [getattr(r, name) for r in ref.requests])
+    np.testing.assert_array_equal(state.gpu_free, [g.queue.free for g in ref.gpus])
+    np.testing.assert_array_equal(state.channel_free, [c.channel for c in ref.caches])
+    for g, cache in zip(ref.gpus, ref.caches, strict=True):
+        assert set(np.flatnonzero(state.resident[g.number])) == g.holds
+        coming = {int(i): state.ready[g.number, i] for i in np.flatnonzero(state.ready[g.number])}
+        assert coming == cache.coming
+        assert state.used[g.number] == len(g.holds) + len(coming) <= g.slots
+    for key, lane in ref.links.items():
+        at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
+        assert state.link_free[at] == lane.free
+    for (n, i), x in ref.counts.items():
+        assert state.counts[n, i] == x
+    assert state.counts.sum() == sum(ref.counts.values())
+    for n in range(sim.cluster.num_servers):
+        v = state.server[n]
+        for mine, theirs in ((v["local_s"], ref.local), (v["remote_s"], ref.remote)):
+            assert mine == pytest.approx(theirs[n][0], rel=1e-9, abs=1e-12)
+        assert (v["local_tokens"], v["remote_tokens"]) == (ref.local[n][1], ref.remote[n][1])
+        assert v["serving"] == len(ref.serving[n])
+    assert state.meta["loads"][0] == ref.loads
+    assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
+
+
+@settings(max_examples=60 if COMPILED else 6, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["nic", "pairwise"]),
+    st.sampled_from(CACHES),
+    st.booleans(),
+    st.booleans(),
+)
+def test_equal_to_the_reference_at_every_look(seed, link_model, cache, redirect, tight):
+    rng = np.random.default_rng(seed)
+    cluster = random_cluster(rng, link_model=link_model)
+    prompts = random_prompts(rng, cluster)
+    requests = random_requests(rng, cluster, prompts, 25, 0.3)
+    placement = random_placement(rng, cluster)
+    sim = Simulator(cluster, prompts, serving="offload", cache=cache, redirect=redirect)
+    sim.begin(requests, placement)
+    ref = Offload(cluster, prompts, requests, placement, cache=cache, redirect=redirect)
+    for until in np.sort(rng.uniform(0, 0.1 if tight else 1.0, 6)):
+        sim.run(until)
+        ref.run(until)
+        compare(sim, ref)
+    sim.run()
+    ref.run()
+    compare(sim, ref)
+    assert not ref.heap and not np.isnan(sim.latencies()).any()
+    assert (sim.state.ready == 0).all() and sim.state.meta["free"][0] == len(sim.state.free)
+    assert (sim.state.peak <= cluster.slots).all()
+    server = sim.state.server
+    assert server["in_system"].sum() == server["serving"].sum() == 0
+    assert server["area"].sum() == pytest.approx(sim.latencies().sum())
+    outputs = requests.outputs - 1
+    tokens = (prompts.tokens[requests.prompt] + outputs).sum() * cluster.layers * cluster.top_k
+    assert server["all_local_tokens"].sum() + server["all_remote_tokens"].sum() == tokens
+    if not redirect:
+        assert sim.state.meta["messages"][0] == 0, "servers have nothing to say to each other"
+
+
+def test_the_comparison_notices_a_difference():
+    rng = np.random.default_rng(3)
+    cluster = random_cluster(rng)
+    prompts = random_prompts(rng, cluster)
+    requests = random_requests(rng, cluster, prompts, 25, 0.3)
+    placement = random_placement(rng, cluster)
+    sim = Simulator(cluster, prompts, serving="offload", cache="lru")
+    sim.begin(requests, placement)
+    ref = Offload(cluster, prompts, requests, placement, cache="lfu", redirect=False)
+    sim.run()
+    ref.run()
+    with pytest.raises(AssertionError):
+        compare(sim, ref)
+
+
+# ----------------------------------------------------------------------------------- by hand
+
+DENSE, CALL = 1e-3 + 1e-5, 2e-3 + 1e-4
+
+
+def run(sets, homes, times, cache="lru", redirect=False, slots=(2, 2)):
+    """Requests of one token, request i for expert sets[i]; GPU 0 begins with experts 0 and 1."""
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=4, top_k=1), gpus=(1, 1), slots=slots,
+        message_cost_s=0.1, latency_s=0.5, nic_bps=32.0,
+    )  # fmt: skip
+    counts = np.zeros((4, 1, 4), np.int32)
+    counts[np.arange(4), 0, np.arange(4)] = 1
+    bank = (np.uint64(1) << np.arange(4, dtype=np.uint64)).reshape(4, 1)
+    prompts = make_prompts(np.ones(4, int), counts, bank, np.arange(5), 4, 1)
+    ones = np.ones(len(sets), int)
+    requests = Requests(np.array(homes), np.array(times, float), np.array(sets), ones, 0 * ones)
+    sim = Simulator(cluster, prompts, serving="offload", cache=cache, redirect=redirect)
+    sim.begin(requests, np.array([[[1, 1, 0, 0]], [[0, 0, 0, 0]]], np.uint8))
+    sim.run()
+    load = cluster.expert_bytes / cluster.pcie_bytes_s + 0.1
+    return sim, sim.latencies(), load
+
+
+def test_a_miss_costs_a_fetch():
+    sim, latency, load = run([0, 2, 2], [0, 0, 0], [0.0, 10.0, 20.0])
+    np.testing.assert_allclose(latency, [DENSE + CALL, DENSE + load + CALL, DENSE + CALL])
+    assert np.flatnonzero(sim.state.resident[0]).tolist() == [0, 2], "1 was never used"
+    assert sim.state.meta["loads"][0] == sim.state.meta["drops"][0] == 1
+    server = sim.state.server[0]
+    assert (server["all_local_calls"], server["all_remote_calls"]) == (2, 1)
+
+
+def test_two_requests_share_a_fetch():
+    sim, latency, load = run([2, 2], [0, 0], [0.0, 0.0])
+    assert sim.state.meta["loads"][0] == 1
+    np.testing.assert_allclose(latency, [DENSE + load + CALL, DENSE + load + 2 * CALL])
+
+
+def test_fetches_of_a_gpu_follow_one_another():
+    _, latency, load = run([2, 3], [0, 0], [0.0, 0.0])
+    np.testing.assert_allclose(latency, [DENSE + load + CALL, DENSE + 2 * load + CALL])
+
+
+def test_two_gpus_fetch_side_by_side():
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=4), gpus=(2,), slots=(2, 2), message_cost_s=0.1
+    )
+    sim = Simulator(cluster, one_prompt(cluster, 10, [(2, 3)]), serving="offload", cache="lru")
+    sim.begin(requests_at([0.0]), np.zeros((2, 1, 4), np.uint8))
+    sim.run()
+    load = cluster.expert_bytes / cluster.pcie_bytes_s + 0.1
+    assert sim.latencies()[0] == pytest.approx(1e-3 + 10e-5 + load + 2e-3 + 10e-4)
+    np.testing.assert_array_equal(np.argwhere(sim.state.resident), [[0, 2], [1, 3]])
+
+
+@pytest.mark.parametrize("cache, left", [("lru", [1, 2]), ("lfu", [0, 2])])
+def test_what_goes_first(cache, left):
+    times = [0.0, 10.0, 20.0, 30.0]
+    sim, _, _ = run([0, 0, 1, 2], [0] * 4, times, cache=cache)
+    assert np.flatnonzero(sim.state.resident[0]).tolist() == left
+
+
+def test_late_layers_go_first_and_the_next_layer_is_fetched_ahead():
+    """Two layers of two experts; all tokens take expert 0 of both, and there is time between."""
+    cluster = build_cluster(
+        sizes=small_model(layers=2, experts=2, top_k=1, dense=1.0), gpus=(1, 1), slots=(2, 2)
+    )
+    prompts = one_prompt(cluster, 10, [(0,), (0,)])
+    z = np.zeros((2, 2, 2), np.uint8)
+    z[0, 0] = 1
+    results = []
+    for cache in ("activation_aware", "lfu"):
+        sim = Simulator(cluster, prompts, serving="offload", cache=cache)
+        # Another prompt's tokens have been seen before: expert 0 of layer 1 is known to be used.
+        sim.begin(requests_at([0.0, 60.0], outputs=1), z)
+        sim.run(30.0)
+        sim.state.resident[0, 2], sim.state.resident[0, 1] = 0, 1
+        before = int(sim.state.meta["loads"][0])
+        sim.run()
+        assert sim.state.meta["loads"][0] == before + 1
+        results.append(sim.latencies()[1])
+    load = cluster.expert_bytes / cluster.pcie_bytes_s + cluster.message_cost_s
+    assert results[1] - results[0] == pytest.approx(load), "the fetch hides behind the next layer"
+
+
+def test_requests_go_to_the_server_that_serves_fewest():
+    """The second finds its server busy; 4 bytes at 4 bytes/s, 0.1 s a message, 0.5 s latency."""
+    sim, latency, load = run([0, 0, 0], [0, 0, 0], [0.0, 0.0, 0.0], redirect=True)
+    away = 1.0 + 0.1 + 0.5 + DENSE + load + CALL + 1.0 + 0.1 + 0.5
+    # With one request on each server the third stays and shares the GPU with the first.
+    np.testing.assert_allclose(latency, [2 * DENSE + CALL, away, 2 * DENSE + 2 * CALL])
+    assert sim.state.meta["messages"][0] == 2 and sim.state.meta["network_bytes"][0] == 8.0
+    first = sim.state.request["first"][1]
+    assert first == pytest.approx(away - 1.1)
+    np.testing.assert_array_equal(sim.state.server["arrived"], [3, 0])
+
+
+def test_caches_adopt_no_placement():
+    cluster = build_cluster(sizes=small_model(layers=1, experts=4), gpus=(1,), slots=(4,))
+    prompts = one_prompt(cluster, 1, [(0, 1)])
+    sim = Simulator(cluster, prompts, serving="offload")
+    sim.begin(requests_at([0.0]), np.ones((1, 1, 4), np.uint8))
+    with pytest.raises(ValueError, match="caches"):
+        sim.adopt(np.ones((1, 1, 4), np.uint8))
+    for bad, word in (
+        ({"serving": "offloaded"}, "collaborative"),
+        ({"cache": "fifo"}, "lru"),
+        ({"redirect": True}, "offload"),
+        ({"serving": "offload", "redirect": 1}, "redirect"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            Simulator(cluster, prompts, **bad)
+    none = build_cluster(sizes=small_model(layers=1, experts=4), gpus=(1, 1), slots=(4, 0))
+    with pytest.raises(ValueError, match="slot"):
+        Simulator(none, prompts, serving="offload")

@@ -1,0 +1,145 @@
+"""Text and pixels of a placement: what they show is what the system is."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import servegym  # noqa: F401
+from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.envs.expert_placement.parallel_env import parallel_env
+from servegym.envs.expert_placement.render import HEIGHT, WIDTH, expert_colours, render
+from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
+
+SHORT = {"model": "toy", "epochs": 4, "epoch_s": 20.0, "mean_interarrival_s": 1.0}
+
+
+def played(steps=2, mode="rgb_array", **kwargs):
+    env = ExpertPlacementEnv(**SHORT, action_mode="placement", render_mode=mode, **kwargs)
+    env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for i in range(steps):
+        shape = env.action_space["plan"].shape
+        env.step({"migrate": int(i == 0), "plan": rng.integers(0, 2, shape).astype(np.int8)})
+    return env
+
+
+@pytest.fixture
+def pixels():
+    pytest.importorskip("matplotlib")
+
+
+def test_the_text_says_who_holds_what():
+    env = played(mode="ansi")
+    text = env.render()
+    cluster, sim = env.problem.cluster, env.system.simulator
+    lines = text.splitlines()
+    assert "edge_hetero, toy" in lines[0] and "decision 2 of 4" in lines[0]
+    assert "1 changes" in lines[0] and f"{env.episode_kpis()['mean_latency_s']:.2f} s" in lines[0]
+    assert len(lines) == 2 + cluster.num_servers
+    view = cluster.server_view(sim.placement())
+    for n, line in enumerate(lines[2:]):
+        assert f"{view[n].sum()}/{cluster.cap[n]}" in line or cluster.gpus[n] > 1
+        column = lines[1].index("experts of each layer")
+        drawn = line[column : column + cluster.layers]
+        for layer, mark in enumerate(drawn):
+            share = view[n, layer].mean()
+            assert (mark == "█") == (share == 1.0) and (mark == " ") == (share == 0.0)
+
+
+def test_the_local_ratio_is_that_of_each_epoch():
+    env = played(steps=0, mode="ansi")
+    totals = np.zeros((2, 3))
+    for epoch in range(4):
+        plan = np.zeros(env.action_space["plan"].shape, np.int8)
+        env.step({"migrate": 0, "plan": plan})
+        server = env.system.simulator.state.server
+        now = np.array([server["all_local_tokens"], server["all_remote_tokens"]])
+        local, remote = now - totals
+        totals = now
+        np.testing.assert_allclose(env.system.local_ratio[epoch], local / (local + remote))
+        assert np.isnan(env.system.local_ratio[epoch + 1 :]).all()
+    state = env.clone_state()
+    env.reset(seed=1)
+    assert np.isnan(env.system.local_ratio).all()
+    env.restore_state(state)
+    np.testing.assert_allclose(env.system.local_ratio[3], local / (local + remote))
+
+
+def test_an_epoch_without_requests_has_no_ratio():
+    env = ExpertPlacementEnv(**SHORT | {"mean_interarrival_s": 1e9, "model": "toy"})
+    env.reset(seed=0)
+    env.step({"migrate": 0, "plan": np.ones((3, 4), np.float32)})
+    assert np.isnan(env.system.local_ratio).all()
+    assert "·" in render(env.system, "ansi")
+
+
+def test_colours_tell_held_missing_and_coming():
+    held = np.array([[True, False, False, False]])
+    coming = np.array([[False, False, True, False]])
+    colours = expert_colours(held, coming, np.array([[9, 9, 9, 0]]))[0]
+    green, red, yellow, white = colours
+    assert green[1] > green[0] and red[0] > 2 * red[1]
+    assert yellow[0] > yellow[2] and yellow[1] > yellow[2]
+    np.testing.assert_array_equal(white, 1.0)
+    light = expert_colours(held, coming, np.array([[0, 9, 9, 0]]))[0, 0]
+    assert light.sum() > green.sum(), "deeper the more it is used"
+
+
+@pytest.mark.parametrize("scenario", ["edge_hetero", "scale_8", "scale_4"])
+def test_pixels_follow_the_system(pixels, scenario):
+    kwargs = {"migration_source": "network"} if scenario == "edge_hetero" else {}
+    env = played(steps=1, scenario=scenario, **kwargs)
+    first = env.render()
+    assert first.shape == (HEIGHT, WIDTH, 3) and first.dtype == np.uint8
+    np.testing.assert_array_equal(first, env.render())
+    assert len(np.unique(first.reshape(-1, 3), axis=0)) > 50, "more than a blank sheet"
+    shape = env.action_space["plan"].shape
+    env.step({"migrate": 1, "plan": np.eye(4, 8, dtype=np.int8) * np.ones(shape, np.int8)})
+    assert (env.render() != first).any()
+
+
+def test_before_the_first_decision_there_is_a_picture(pixels):
+    env = ExpertPlacementEnv(**SHORT, render_mode="rgb_array")
+    env.reset(seed=0)
+    assert env.render().shape == (HEIGHT, WIDTH, 3)
+
+
+def test_all_kinds_of_environments_render(pixels):
+    env = gym.make("servegym/ExpertPlacement-v0", **SHORT, render_mode="ansi")
+    env.reset(seed=0)
+    single = env.render()
+    envs = ExpertPlacementVectorEnv(2, **SHORT, render_mode="ansi")
+    envs.reset(seed=0)
+    frames = envs.render()
+    assert len(frames) == 2 and frames[0] == single
+    every = parallel_env(**SHORT, render_mode="ansi")
+    every.reset(seed=0)
+    assert every.render() == single
+    every = parallel_env(**SHORT, render_mode="rgb_array")
+    every.reset(seed=0)
+    assert every.render().shape == (HEIGHT, WIDTH, 3)
+
+
+def test_without_a_mode_nothing_is_drawn():
+    env = ExpertPlacementEnv(**SHORT)
+    env.reset(seed=0)
+    with pytest.warns(UserWarning, match="render_mode"):
+        assert env.render() is None
+    assert parallel_env(**SHORT).render() is None
+    for make in (ExpertPlacementEnv, parallel_env):
+        with pytest.raises(ValueError, match="rgb_array"):
+            make(**SHORT, render_mode="human")
+    with pytest.raises(ValueError, match="ansi"):
+        render(env.system, "human")
+
+
+def test_the_command_writes_pictures(pixels, tmp_path):
+    from servegym.experiments.render import render_episode
+
+    said = []
+    kwargs = {**SHORT, "epochs": 2}
+    name = "servegym/ExpertPlacement-v0"
+    render_episode(name, "prism", 2, kwargs, echo=said.append)
+    assert sum("decision" in line for line in said) >= 2 and any("slots used" in x for x in said)
+    render_episode(name, "prism", 2, kwargs, out=tmp_path / "a.gif", echo=said.append)
+    assert (tmp_path / "a.gif").read_bytes()[:3] == b"GIF"

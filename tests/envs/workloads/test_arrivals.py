@@ -1,0 +1,264 @@
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.envs.workloads import list_arrivals, make_arrivals
+from servegym.envs.workloads.arrivals import fitted_parameters
+from servegym.envs.workloads.build.arrivals import (
+    AZURE_WINDOWS,
+    BURSTGPT_WINDOWS,
+    burstiness,
+    hourly_shape,
+    mmpp_log_likelihood,
+    read_hourly,
+)
+from servegym.envs.workloads.traces import load_trace
+
+FITTED = ("burstgpt", "azure")
+
+
+def measured(*parts):
+    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
+    for root in roots:
+        if root and Path(root, *parts).is_file():
+            return Path(root, *parts)
+    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trace") / "trace.csv"
+    times = np.cumsum(np.random.default_rng(8).exponential(3.0, 300))
+    path.write_text("timestamp\n" + "\n".join(f"{t:.6f}" for t in times) + "\n")
+    return path
+
+
+def process(name, rate, trace_file, **kwargs):
+    if name == "trace":
+        kwargs["path"] = trace_file
+    return make_arrivals(name, rate, **kwargs)
+
+
+def everything():
+    return [
+        ("poisson", {}),
+        ("gamma", {}),
+        ("gamma", {"shape": 4.0}),
+        ("mmpp", {}),
+        ("mmpp", {"fit": "azure"}),
+        ("burstgpt", {}),
+        ("burstgpt", {"window": False}),
+        ("azure", {}),
+        ("azure", {"window": False}),
+        ("trace", {}),
+        ("trace", {"window_s": 200.0}),
+        ("trace", {"start_s": 100.0, "window_s": 200.0}),
+    ]
+
+
+def test_every_process_is_covered():
+    assert {name for name, _ in everything()} == set(list_arrivals())
+
+
+@pytest.mark.parametrize(("name", "kwargs"), everything())
+def test_shape_order_and_reproducibility(name, kwargs, trace_file):
+    arrivals = process(name, 5.0, trace_file, **kwargs)
+    times = arrivals.sample(500, np.random.default_rng(3), 5.0)
+    assert times.dtype == np.float64
+    assert times.shape == (500,)
+    assert np.isfinite(times).all()
+    assert times[0] >= 0
+    assert (np.diff(times) >= 0).all()
+    assert np.array_equal(times, arrivals.sample(500, np.random.default_rng(3), 5.0))
+    if "start_s" not in kwargs:
+        assert not np.array_equal(times, arrivals.sample(500, np.random.default_rng(4), 5.0))
+    doubled = arrivals.sample(500, np.random.default_rng(3), 10.0)
+    np.testing.assert_allclose(doubled, times / 2)
+    np.testing.assert_array_equal(times, arrivals.sample(500, np.random.default_rng(3)))
+    assert arrivals.sample(0, np.random.default_rng(3), 5.0).shape == (0,)
+    assert arrivals.sample(1, np.random.default_rng(3), 5.0).shape == (1,)
+
+
+@pytest.mark.parametrize(("name", "kwargs"), everything())
+def test_global_numpy_state_is_not_used(name, kwargs, trace_file):
+    arrivals = process(name, 5.0, trace_file, **kwargs)
+    np.random.seed(1)
+    before = np.random.get_state()[1].copy()
+    first = arrivals.sample(50, np.random.default_rng(3))
+    np.random.seed(2)
+    assert np.array_equal(first, arrivals.sample(50, np.random.default_rng(3)))
+    np.random.seed(1)
+    assert np.array_equal(before, np.random.get_state()[1])
+
+
+@pytest.mark.parametrize(("name", "kwargs"), everything())
+@pytest.mark.parametrize("n", [40, 400])
+def test_mean_rate(name, kwargs, n, trace_file):
+    arrivals = process(name, 5.0, trace_file, **kwargs)
+    rng = np.random.default_rng(17)
+    ends = np.array([arrivals.sample(n, rng, 5.0)[-1] for _ in range(1500)])
+    error = ends.std(ddof=1) / np.sqrt(len(ends))
+    # A fixed window has no chance in it: n arrivals of its cyclic gaps, to within a few of them.
+    slack = 0.2 * n / 5 if "start_s" in kwargs else 1e-9
+    assert abs(ends.mean() - n / 5) < 4 * error + slack
+
+
+def test_poisson_and_gamma_gaps():
+    rng = np.random.default_rng(0)
+    gaps = np.diff(make_arrivals("poisson", 2.0).sample(100_000, rng, 2.0))
+    assert gaps.mean() == pytest.approx(0.5, rel=0.02)
+    assert gaps.std() / gaps.mean() == pytest.approx(1.0, abs=0.02)
+    for kwargs, cv in (({"cv": 2.0}, 2.0), ({"shape": 4.0}, 0.5), ({"cv": 0.0}, 0.0)):
+        gaps = np.diff(make_arrivals("gamma", 2.0, **kwargs).sample(200_000, rng))
+        assert gaps.std() / gaps.mean() == pytest.approx(cv, abs=0.03)
+
+
+def test_mmpp_matches_theory():
+    # Asymptotic index of dispersion of a two-state MMPP:
+    # 1 + 2 p0 p1 (l0 - l1)^2 / ((q0 + q1) mean).
+    arrivals = make_arrivals("mmpp", 1.0, rate_ratio=6.0, busy_share=0.3, cycle_requests=20.0)
+    calm = 1 / (0.7 + 0.3 * 6)
+    variance = 0.3 * 0.7 * (calm * 5) ** 2
+    leave = 1 / (0.7 * 20) + 1 / (0.3 * 20)
+    times = arrivals.sample(400_000, np.random.default_rng(2))
+    assert burstiness(times, (2000,))[1] == pytest.approx(1 + 2 * variance / leave, rel=0.2)
+    gaps = np.diff(times)[:20_000]
+    truth = mmpp_log_likelihood(gaps, arrivals)
+    for other in ({"rate_ratio": 3.0}, {"busy_share": 0.6}, {"cycle_requests": 60.0}):
+        wrong = {"rate_ratio": 6.0, "busy_share": 0.3, "cycle_requests": 20.0} | other
+        assert mmpp_log_likelihood(gaps, make_arrivals("mmpp", 1.0, **wrong)) < truth - 10
+
+
+def test_mmpp_likelihood_of_equal_states_is_exponential():
+    arrivals = make_arrivals("mmpp", 1.0, rate_ratio=1.0, busy_share=0.4, cycle_requests=9.0)
+    gaps = np.random.default_rng(0).exponential(1.0, 777)
+    assert mmpp_log_likelihood(gaps, arrivals) == pytest.approx(-gaps.sum(), rel=1e-9)
+
+
+def test_modulated_without_modulation_is_its_renewal_process():
+    times = make_arrivals("burstgpt", 1.0, rate_cv=0.0, cv=1.0, window=False).sample(
+        100_000, np.random.default_rng(1)
+    )
+    assert burstiness(times, (10, 100))[1:] == pytest.approx([1, 1], abs=0.1)
+
+
+def test_modulated_rate_has_the_stated_variance():
+    # Long blocks without correlation: counts per block vary as the rate does.
+    arrivals = make_arrivals(
+        "burstgpt", 1.0, rate_cv=0.8, cv=1.0, rho=0.0, block_requests=500.0, window=False
+    )
+    times = arrivals.sample(2_000_000, np.random.default_rng(5))
+    inside = np.histogram(times, np.arange(0, times[-1], 100.0))[0]
+    assert inside.std() / inside.mean() == pytest.approx(0.8, abs=0.06)
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_preset_has_the_measured_burstiness(name):
+    entry = fitted_parameters()[name]
+    arrivals = make_arrivals(name, 1.0)
+    windows = BURSTGPT_WINDOWS if name == "burstgpt" else AZURE_WINDOWS
+    rng = np.random.default_rng(23)
+    repeats = 300 if name == "burstgpt" else 40
+    runs = [burstiness(arrivals.sample(entry["requests"], rng), windows) for _ in range(repeats)]
+    middle = np.median(runs, axis=0)
+    target = [row["measured"] for row in entry["fit_error"]["modulated"].values()]
+    np.testing.assert_allclose(middle, target, rtol=0.35)
+    assert middle[0] == pytest.approx(target[0], rel=0.2)
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_gamma_fit_has_the_measured_cv(name):
+    gaps = np.diff(make_arrivals("gamma", 3.0, fit=name).sample(300_000, np.random.default_rng(1)))
+    target = fitted_parameters()[name]["fit_error"]["gamma"]["cv"]["measured"]
+    assert gaps.std() / gaps.mean() == pytest.approx(target, rel=0.04)
+
+
+def test_burstgpt_swings_and_azure_does_not():
+    rng = np.random.default_rng(6)
+    spread = {}
+    for name in ("poisson", *FITTED):
+        rates = []
+        for _ in range(100):
+            times = make_arrivals(name, 5.0).sample(1000, rng)
+            rates.append(np.histogram(times, np.arange(0, times[-1], 10.0))[0] / 10)
+        spread[name] = np.quantile(np.concatenate(rates), (0.1, 0.9))
+    assert spread["burstgpt"][0] < 1
+    assert spread["burstgpt"][1] > 9
+    assert 3 < spread["poisson"][0] < spread["poisson"][1] < 7
+    assert 3 < spread["azure"][0] < spread["azure"][1] < 8
+
+
+def test_fitted_numbers_are_of_the_measured_traces():
+    rows = load_trace(measured("burstgpt", "burstgpt_1_first500_reconstructed.csv"))
+    hours = read_hourly(measured("burstgpt", "burstgpt_1_hourly_requests.csv"))
+    azure = load_trace(measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv"))
+    for name, trace, windows in (
+        ("burstgpt", rows, BURSTGPT_WINDOWS),
+        ("azure", azure, AZURE_WINDOWS),
+    ):
+        stored = fitted_parameters()[name]["fit_error"]["modulated"]
+        found = burstiness(trace.timestamps_s, windows)
+        np.testing.assert_allclose(found, [v["measured"] for v in stored.values()], rtol=2e-3)
+    stored = fitted_parameters()["burstgpt"]["hourly"]
+    shape = [stored["cv_within_days"], stored["lag_one_autocorrelation_within_days"]]
+    np.testing.assert_allclose(hourly_shape(hours), shape, rtol=2e-3)
+
+
+def test_trace_replays_its_gaps(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"timestamp": t}) for t in (10, 11, 13, 16)))
+    fixed = make_arrivals("trace", 1.0, path=path, start_s=0.0)
+    # Mean gap 2: gaps 1/2, 1, 3/2, then one mean gap to the first event again.
+    expected = np.cumsum([1, 0.5, 1, 1.5, 1, 0.5])
+    np.testing.assert_allclose(fixed.sample(6, np.random.default_rng(0), 1.0), expected)
+    window = make_arrivals("trace", 1.0, path=path, start_s=1.0, window_s=5.0)
+    np.testing.assert_allclose(
+        window.sample(4, np.random.default_rng(0), 1.0), np.cumsum([1, 0.8, 1.2, 1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "needs path="),
+        ({"path": "nowhere.csv"}, "nowhere.csv"),
+        ({"start_s": -1.0}, "start_s"),
+        ({"window_s": 0.0}, "window_s"),
+        ({"start_s": 1e9}, "0 event"),
+        ({"window_s": 1e9}, "no window"),
+        ({"windows": 3.0}, "Did you mean 'window_s'"),
+        ({"fmt": "azur"}, "Did you mean 'azure'"),
+    ],
+)
+def test_trace_refuses(kwargs, message, trace_file):
+    if kwargs and "path" not in kwargs:
+        kwargs = kwargs | {"path": trace_file}
+    with pytest.raises(ValueError, match=message):
+        make_arrivals("trace", 5.0, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "kwargs", "message"),
+    [
+        ("poison", 5.0, {}, "Did you mean 'poisson'"),
+        ("poisson", 0.0, {}, "rate=0.0"),
+        ("poisson", float("nan"), {}, "rate=nan"),
+        ("poisson", "fast", {}, "rate='fast'"),
+        ("poisson", 5.0, {"cv": 1.0}, "cv"),
+        ("gamma", 5.0, {"cv": -1.0}, "cv=-1.0"),
+        ("gamma", 5.0, {"cv": 1.0, "shape": 1.0}, "one of"),
+        ("gamma", 5.0, {"fit": "burst"}, "Did you mean 'burstgpt'"),
+        ("mmpp", 5.0, {"busy_share": 1.0}, "busy_share"),
+        ("mmpp", 5.0, {"rate_ratio": 0.5}, "rate_ratio"),
+        ("mmpp", 5.0, {"cycle": 5}, "Did you mean 'cycle_requests'"),
+        ("burstgpt", 5.0, {"rho": 1.0}, "rho"),
+        ("azure", 5.0, {"window": 1}, "window"),
+        ("azure", 5.0, {"block_requests": 0}, "block_requests"),
+    ],
+)
+def test_make_arrivals_refuses(name, rate, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make_arrivals(name, rate, **kwargs)

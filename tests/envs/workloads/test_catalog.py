@@ -1,0 +1,256 @@
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.envs.workloads import Catalog, MalformedFileError, list_catalogs, load_catalog
+from servegym.envs.workloads._util import DATA_DIR
+from servegym.envs.workloads.build.catalog import main as build
+from servegym.envs.workloads.build.catalog import read_table, write_catalog
+from servegym.envs.workloads.catalog import make_split, read_catalog
+from servegym.envs.workloads.synthetic import fitted, moments, synthetic_catalog
+
+HEADER = "prompt_id,dataset,prompt_tokens,model,output_tokens_max300,bertscore_f1_minilm\n"
+SPLIT_SHA256 = "d45f80a514597f1525273e94ff310ec536bd585eab221064beb80ac517a17c51"
+
+
+def measured(*parts):
+    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
+    for root in roots:
+        if root and Path(root, *parts).is_file():
+            return Path(root, *parts)
+    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
+
+
+def tiny(**changes):
+    values = {
+        "name": "tiny",
+        "models": ("a", "b"),
+        "prompt_tokens": np.array([3, 4, 5]),
+        "scores": np.full((3, 2), 0.5),
+        "output_tokens": np.full((3, 2), 7),
+        "split": np.array([0, 1, 2]),
+        "max_output_tokens": 10,
+        "provenance": {},
+    }
+    return Catalog(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def catalog():
+    return load_catalog("alpaca_eval_7b")
+
+
+def test_alpaca_shapes_types_and_ranges(catalog):
+    assert (catalog.num_prompts, catalog.num_models) == (805, 16)
+    assert catalog.prompt_tokens.dtype == np.int32
+    assert catalog.scores.dtype == np.float32
+    assert catalog.output_tokens.dtype == np.int32
+    assert catalog.split.dtype == np.int8
+    assert catalog.output_tokens.min() == 1
+    assert catalog.output_tokens.max() == catalog.max_output_tokens == 300
+    assert 0 <= catalog.scores.min() < catalog.scores.max() <= 1
+    means = catalog.scores.mean(axis=0)
+    assert means.min() == pytest.approx(0.606, abs=1e-3)
+    assert means.max() == pytest.approx(0.712, abs=1e-3)
+    assert catalog.scores.max(axis=1).mean() == pytest.approx(0.764, abs=1e-3)
+
+
+def test_arrays_are_read_only(catalog):
+    for array in (catalog.scores, catalog.output_tokens, catalog.prompt_tokens, catalog.split):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_splits_are_disjoint_complete_and_fixed(catalog):
+    parts = [catalog.rows(name) for name in ("train", "val", "eval")]
+    assert [len(part) for part in parts] == [483, 80, 242]
+    assert np.array_equal(np.sort(np.concatenate(parts)), catalog.rows("all"))
+    assert parts[0].dtype == np.int32
+    assert hashlib.sha256(catalog.split.tobytes()).hexdigest() == SPLIT_SHA256
+
+
+def test_packaged_data_is_small_and_numbers_only():
+    for path in DATA_DIR.iterdir():
+        if path.name.startswith("__"):
+            continue
+        assert path.suffix in (".npz", ".json"), path
+        assert path.stat().st_size < 1_000_000, path
+    with np.load(DATA_DIR / "alpaca_eval_7b.npz") as archive:
+        assert all(archive[k].dtype.kind in "iuf" for k in archive.files if k != "models")
+    notes = json.loads((DATA_DIR / "alpaca_eval_7b.json").read_text())
+    assert {"source", "commit", "licence", "date", "command", "scores", "counts"} <= set(notes)
+
+
+def test_split_is_stratified_to_two_prompts():
+    groups = np.repeat([0, 1, 2], [100, 57, 33])
+    split = make_split(groups, 5)
+    for group in range(3):
+        inside = split[groups == group]
+        for part, share in enumerate((0.6, 0.1, 0.3)):
+            assert abs(np.sum(inside == part) - share * len(inside)) < 2
+    assert np.array_equal(split, make_split(groups, 5))
+    assert not np.array_equal(split, make_split(groups, 6))
+
+
+def test_columns_and_rows_refuse_unknown_names(catalog):
+    assert catalog.columns(["zephyr-7b-beta", "alpaca-7b", "alpaca-7b"]).tolist() == [15, 3, 3]
+    with pytest.raises(ValueError, match="Did you mean 'vicuna-7b-v1.5'"):
+        catalog.columns(["vicuna-7b"])
+    with pytest.raises(ValueError, match="sequence"):
+        catalog.columns("alpaca-7b")
+    with pytest.raises(ValueError, match="Did you mean 'eval'"):
+        catalog.rows("evla")
+
+
+def test_load_catalog_refuses_unknown_names_and_arguments():
+    assert list_catalogs() == ["alpaca_eval_7b", "mix_instruct", "synthetic"]
+    with pytest.raises(ValueError, match="Did you mean 'alpaca_eval_7b'"):
+        load_catalog("alpaca_eval")
+    with pytest.raises(ValueError, match="num_modles.*Did you mean 'num_models'"):
+        load_catalog("synthetic", num_modles=3)
+    with pytest.raises(ValueError, match="path"):
+        load_catalog("alpaca_eval_7b", path="x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": np.full((3, 2), np.nan)}, r"scores\[0, 0\] is nan"),
+        ({"scores": np.full((3, 2), 1.5)}, r"scores\[0, 0\] is 1.5.*\[0, 1\]"),
+        ({"scores": np.full((2, 3), 0.5)}, r"scores has shape \(2, 3\)"),
+        ({"output_tokens": np.zeros((3, 2))}, r"output_tokens\[0, 0\] is 0"),
+        ({"output_tokens": np.full((3, 2), 11)}, r"output_tokens\[0, 0\] is 11"),
+        ({"output_tokens": np.full((3, 2), 1.5)}, "whole"),
+        ({"prompt_tokens": np.array([3, 0, 5])}, r"prompt_tokens\[1\] is 0"),
+        ({"prompt_tokens": np.array([])}, "P >= 1"),
+        ({"split": np.array([0, 1, 3])}, r"split\[2\] is 3"),
+        ({"models": ("a", "a")}, "each once"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_catalog_refuses_bad_arrays(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
+
+
+def test_catalog_pickles():
+    again = pickle.loads(pickle.dumps(tiny()))
+    assert np.array_equal(again.scores, tiny().scores)
+
+
+def test_read_catalog_names_file_and_field(tmp_path):
+    path = write_catalog(tiny(), {}, tmp_path)
+    assert np.array_equal(read_catalog(path).scores, tiny().scores)
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    np.savez(path, **(arrays | {"scores": arrays["scores"] * np.nan}))
+    with pytest.raises(MalformedFileError, match="tiny.npz: field 'scores'.*nan.*rebuild"):
+        read_catalog(path)
+    np.savez(path, **{k: v for k, v in arrays.items() if k != "split"})
+    with pytest.raises(MalformedFileError, match="field 'split': is missing"):
+        read_catalog(path)
+    path.write_bytes(b"PK\x03\x04 broken")
+    with pytest.raises(MalformedFileError, match="tiny.npz"):
+        read_catalog(path)
+    path.with_suffix(".json").unlink()
+    with pytest.raises(MalformedFileError, match="tiny.json"):
+        read_catalog(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEADER.replace("prompt_tokens,", ""), r":1: field 'prompt_tokens': column is missing"),
+        (HEADER, "has no rows"),
+        (HEADER + "0,d,5,m,3,nan\n", r":2: field 'bertscore_f1_minilm'.*not finite"),
+        (HEADER + "0,d,5,m,3,1.2\n", r":2: field 'bertscore_f1_minilm'.*\[0, 1\]"),
+        (HEADER + "0,d,5,m,301,.2\n", r":2: field 'output_tokens_max300'"),
+        (HEADER + "0,d,0,m,3,.2\n", r":2: field 'prompt_tokens'"),
+        (HEADER + "0,d,x,m,3,.2\n", r":2: field 'prompt_tokens'.*not a number"),
+        (HEADER + "0,d,5,m,3,.2\n0,d,5,m,3,.2\n", r":3: field 'prompt_id'.*twice"),
+        (HEADER + "0,d,5,m,3,.2\n0,d,6,k,3,.2\n", r":3: field 'prompt_tokens'.*differs"),
+        (HEADER + "0,d,5,m,3,.2\n1,d,5,k,3,.2\n", r"no row for prompt 0 of 'k'"),
+    ],
+)
+def test_build_refuses_bad_tables(tmp_path, text, message):
+    path = tmp_path / "table.csv"
+    path.write_text(text)
+    with pytest.raises(MalformedFileError, match=message):
+        read_table(path)
+
+
+def test_build_clamps_empty_outputs(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(HEADER + "0,d,5,m,0,.2\n1,d,5,m,300,.2\n")
+    made, counts = read_table(path)
+    assert made.output_tokens.ravel().tolist() == [1, 300]
+    assert counts["outputs_raised_from_0_to_1_token"] == 1
+
+
+def test_build_gives_the_packaged_catalog(tmp_path):
+    table = measured("routing_catalog", "alpaca_eval_7b.csv")
+    build(["--csv", str(table), "--out", str(tmp_path)])
+    fresh, packaged = read_catalog(tmp_path / "alpaca_eval_7b.npz"), load_catalog("alpaca_eval_7b")
+    for name in ("prompt_tokens", "scores", "output_tokens", "split", "prompt_ids"):
+        assert np.array_equal(getattr(fresh, name), getattr(packaged, name)), name
+    once = (tmp_path / "alpaca_eval_7b.npz").read_bytes()
+    build(["--csv", str(table), "--out", str(tmp_path)])
+    assert (tmp_path / "alpaca_eval_7b.npz").read_bytes() == once
+
+
+def test_synthetic_comes_near_the_fit():
+    made = synthetic_catalog(num_models=120, num_prompts=2000, seed=11)
+    found = moments(made.prompt_tokens, made.scores, made.output_tokens)
+    errors = fitted()["fit_error"]
+    bounds = {"mean": 0.03, "std": 0.06, "correlation": 0.06}
+    for name in ("score_mean", "length_mean", "score_std", "length_std"):
+        bound = bounds[name.split("_")[1]]
+        assert found[name] == pytest.approx(errors[name]["measured"], rel=bound), name
+    for name in ("score_correlation", "length_correlation", "residual_score_length"):
+        assert found[name] == pytest.approx(errors[name]["measured"], abs=0.06), name
+    for name in ("score_model_std", "length_model_std"):
+        assert found[name] == pytest.approx(errors[name]["measured"], rel=0.2), name
+
+
+def test_synthetic_fit_is_of_the_real_train_prompts(catalog):
+    rows = catalog.rows("train")
+    real = moments(catalog.prompt_tokens[rows], catalog.scores[rows], catalog.output_tokens[rows])
+    for name, value in real.items():
+        assert fitted()["fit_error"][name]["measured"] == pytest.approx(value, rel=2e-3), name
+
+
+def test_synthetic_seed_and_growth():
+    few = load_catalog("synthetic", num_models=3, num_prompts=50, seed=4)
+    many = load_catalog("synthetic", num_models=9, num_prompts=50, seed=4)
+    other = load_catalog("synthetic", num_models=3, num_prompts=50, seed=5)
+    assert np.array_equal(few.scores, many.scores[:, :3])
+    assert np.array_equal(few.output_tokens, many.output_tokens[:, :3])
+    assert not np.array_equal(few.scores, other.scores)
+    assert [len(few.rows(s)) for s in ("train", "val", "eval")] == [30, 5, 15]
+    cut = load_catalog("synthetic", num_models=3, num_prompts=50, seed=4, max_output_tokens=100)
+    assert cut.output_tokens.max() == cut.max_output_tokens == 100
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"num_models": 0}, {"num_prompts": 1}, {"seed": -1}, {"num_models": 2.5}],
+)
+def test_synthetic_refuses(kwargs):
+    with pytest.raises(ValueError, match=next(iter(kwargs))):
+        load_catalog("synthetic", **kwargs)
+
+
+def test_import_is_light():
+    code = (
+        "import sys, servegym.envs.workloads as w; w.load_catalog('alpaca_eval_7b');"
+        "print([m for m in ('numba', 'torch', 'pandas', 'scipy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

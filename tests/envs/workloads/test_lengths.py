@@ -1,0 +1,88 @@
+"""The fitted length laws: the fit on known lengths, the shipped file, draws, refusals."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.envs.workloads.build import lengths as fit_lengths
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
+
+
+def write(folder, rows):
+    path = folder / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
+    path.parent.mkdir(parents=True)
+    lines = [f"2023-11-16 18:15:{i / 1000:09.6f},{a},{b}" for i, (a, b) in enumerate(rows)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    return path
+
+
+def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(1, 2001, 5_000)  # uniform: quantile q is 2,000 q
+    write(tmp_path, zip(prompt, 2001 - prompt, strict=True))
+    out = tmp_path / "lengths.json"
+    fit_lengths.main(["--data", str(tmp_path), "--out", str(out)])
+    law = json.loads(out.read_text())["traces"]["azure"]
+    assert law["requests"] == 5_000 and law["correlation_of_logarithms"] < -0.5
+    assert law["prompt_tokens"]["quantiles"] == pytest.approx(np.linspace(1, 2000, 21), abs=40)
+    assert law["prompt_tokens"]["share_above_cap"] == pytest.approx(976 / 2000, abs=0.02)
+    for kind in ("prompt_tokens", "output_tokens"):
+        for error in law[kind]["fit_error"].values():
+            # A cut inside an interval of 5 % bends the law there.
+            assert error["kolmogorov_smirnov"] < 0.05
+            assert abs(error["relative_error_of_mean"]) < 0.02
+
+
+def test_the_distance_sees_a_wrong_law():
+    lengths = np.repeat([10, 1000], 500)
+    assert fit_lengths.distance(lengths, np.linspace(10, 1000, 21)) == pytest.approx(0.5, abs=0.01)
+    assert fit_lengths.distance(lengths, np.array([10] * 10 + [1000] * 11)) < 0.06
+
+
+def test_the_shipped_law_is_that_of_the_trace():
+    shipped = fitted_lengths()["traces"]["azure"]
+    assert shipped["requests"] == 19_366
+    assert [length_quantiles("azure", k)[10] for k in shipped if "tokens" in k] == [1020, 129]
+    for kind, cap in fit_lengths.CAPS.items():
+        assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
+    root = os.environ.get("SERVEGYM_DATA")
+    path = Path(root or "none", "azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
+    if not path.is_file():
+        pytest.skip("SERVEGYM_DATA does not hold the trace")
+    trace = fit_lengths.load_trace(path, "azure")
+    assert fit_lengths.fit(trace.prompt_tokens, 1024) == shipped["prompt_tokens"]
+    assert fit_lengths.fit(trace.output_tokens, 400) == shipped["output_tokens"]
+
+
+def test_draws_follow_the_quantiles_and_the_cap():
+    law = length_quantiles("azure", "prompt_tokens", 1024)
+    assert law.max() == 1024 and law[9] == 984 and (np.diff(law) >= 0).all()
+    draws = sample_lengths(law, np.random.default_rng(0).random(20_000))
+    for i in (2, 5, 8):
+        assert (draws <= law[i]).mean() == pytest.approx(0.05 * i, abs=0.015)
+    assert (draws == np.rint(draws)).all()
+    # Nine of twenty steps, and what the step from 1,020 rounds up.
+    assert (draws == 1024).mean() == pytest.approx(0.45 + 0.05 / 8, abs=0.01)
+    assert sample_lengths(np.array([7.0]), np.array([0.1, 0.9])).tolist() == [7.0, 7.0]
+
+
+def test_bad_input_is_refused(tmp_path, capsys):
+    with pytest.raises(ValueError, match="azure"):
+        length_quantiles("azur", "prompt_tokens")
+    with pytest.raises(ValueError, match="output_tokens"):
+        length_quantiles("azure", "outputs")
+    with pytest.raises(ValueError, match="more than 20"):
+        fit_lengths.fit(np.arange(1, 10), 1024)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        fit_lengths.fit(np.arange(100), 1024)
+    with pytest.raises(SystemExit):
+        fit_lengths.main(["--data", str(tmp_path), "--out", str(tmp_path / "x.json")])
+    assert "missing" in capsys.readouterr().err
+    write(tmp_path, [(3, "many")] * 3)
+    with pytest.raises(MalformedFileError, match="GeneratedTokens"):
+        fit_lengths.main(["--data", str(tmp_path), "--out", str(tmp_path / "x.json")])
+    assert not (tmp_path / "x.json").exists()

@@ -1,0 +1,59 @@
+"""What ``--ray`` takes, and what is said where Ray is missing; no cluster is started here."""
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from servegym.experiments import evaluate, leaderboard
+from servegym.experiments.cli import app
+from servegym.experiments.cluster.jobs import check_ray
+from servegym.experiments.figures import run as figures
+
+WORDS = {
+    "evaluate": ["evaluate", "servegym/LLMRouting-v0", "--policy", "random"],
+    "figures": ["figures", "routing"],
+    "leaderboard": ["leaderboard", "--run"],
+    "sweep": ["sweep", "ppo"],
+}
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    for module, name in ((evaluate, "plan_for"), (figures, "list_figures"),
+                         (leaderboard, "measure")):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("work was begun"))
+
+
+@pytest.mark.parametrize("where", ["", "remote", "local:", "local:0", "local:-1", "local:two",
+                                   "auto:2", "Local", "local:2:3"])  # fmt: skip
+def test_other_values_are_refused(where):
+    with pytest.raises(ValueError, match="allowed are 'auto' .* 'local' .* 'local:N'"):
+        check_ray(where)
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_a_wrong_value_stops_a_command_before_any_work(command, no_work, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*WORDS[command], "--ray", "remote"])
+    assert result.exit_code == 2
+    assert "ray is 'remote'; allowed are 'auto'" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", WORDS)
+def test_without_ray_a_command_says_what_to_install(command, no_work, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    result = CliRunner().invoke(app, [*WORDS[command], "--ray", "local"])
+    assert result.exit_code == 2
+    assert "ray is not installed; pip install 'serve-gym[ray]'" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_are_read_from_the_value(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", sys)  # any module
+    assert check_ray("local:12") == 12
+    assert check_ray("local") is None and check_ray("auto") is None
+    with pytest.raises(ModuleNotFoundError, match=r"ray\.no_such is not installed; pip install"):
+        check_ray("local", "ray.no_such")

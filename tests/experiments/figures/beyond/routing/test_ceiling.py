@@ -1,0 +1,41 @@
+"""The study of what is left above the routers."""
+
+import csv
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from servegym.experiments.figures.beyond.routing import ceiling as routing_ceiling  # noqa: E402
+
+
+def test_clairvoyance_gains_and_the_verdict_says_how_much(tmp_path):
+    argv = ["--quick", "--out", str(tmp_path), "--episodes", "4"]
+    argv += ["--routers", "ppo_sets"]
+    assert routing_ceiling.main(argv) == 0
+    rows = {row["policy"]: row for row in csv.DictReader(open(tmp_path / "ceiling.csv"))}
+    assert [name for name in rows if "shipped" in name] == ["ppo_sets (shipped)"]
+    rollout = rows["rollout, 30 requests"]
+    assert float(rollout["gain"]) > 0
+    for row in rows.values():
+        assert float(row["qos"]) < float(row["ceiling"])
+    text = (tmp_path / "ceiling.txt").read_text()
+    assert f"the best rollout gains {float(rollout['gain']):+.4f}" in text
+    assert (tmp_path / "ceiling.png").stat().st_size > 5000
+
+
+def test_the_share_of_the_gain_by_hand():
+    gained = {"priced_greedy": 0.0, "one (shipped)": 0.01, "two (shipped)": 0.02}
+    gained |= {"rollout, 30 requests": 0.03, "rollout, 100 requests": 0.05}
+    text = routing_ceiling._verdict(8.0, gained, 0.75)
+    assert routing_ceiling._horizons(8.0, gained) == (
+        "8/s: gain of the rollouts by their horizon: +0.0300 with 30 requests, +0.0500 with 100 "
+        "requests"
+    )
+    assert text == ("8/s: the best rollout gains +0.0500; the best score is 0.750; "
+                    "two (shipped) has 40 % of that gain")  # fmt: skip
+
+
+def test_a_router_that_does_not_ship_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ppo_sets"):
+        routing_ceiling.main(["--quick", "--out", str(tmp_path), "--routers", "ppo_set"])

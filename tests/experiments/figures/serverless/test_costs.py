@@ -1,0 +1,185 @@
+"""Cost figures and the table of policies of the serverless family: known answers, smoke runs."""
+
+import csv
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+
+from servegym.baselines.registry import list_policies  # noqa: E402
+from servegym.envs.serverless_moe.config import build_system  # noqa: E402
+from servegym.envs.serverless_moe.deployments import deployment_cost  # noqa: E402
+from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
+from servegym.experiments.figures.beyond.serverless import policies as serverless_policies
+from servegym.experiments.figures.beyond.serverless import sweeps as serverless_sweeps
+from servegym.experiments.figures.serverless import costs as serverless_costs
+from servegym.experiments.figures.serverless import methods as serverless_methods
+from servegym.experiments.figures.serverless.common import TREM_S, recorded_request  # noqa: E402
+from servegym.experiments.figures.serverless.methods import Setting, measure, rows_of  # noqa: E402
+
+TOY = Setting("toy", n_in=20, n_out=12)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    activations = make_toy_activations(prompts=40)
+    monkeypatch.setattr(serverless_methods, "load_activations", lambda name: activations)
+    for module in (serverless_costs, serverless_sweeps):
+        monkeypatch.setattr(module, "MODELS", ("toy",))
+    monkeypatch.setattr(serverless_costs, "SYNTHETIC", "toy")
+    return activations
+
+
+def rows_in(path):
+    with path.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_measures_the_held_out_prompts_of_the_recording(toy):
+    found = measure(TOY, 3)
+    held = toy.rows("eval")
+    system = build_system(toy.model)
+    for name in ("mix", "cpu"):
+        costs = [
+            deployment_cost(name, system, recorded_request(toy, p, 20, 12, TREM_S)).cost_usd
+            for p in (held[0], held[(len(held) - 1) // 2], held[-1])
+        ]
+        assert found[name]["cost"] == pytest.approx(costs)
+
+
+def test_no_plan_is_cheaper_than_the_optimum_of_its_kind(toy):
+    found = measure(TOY, 6, exact=True)
+    for reading, at in serverless_methods.AT_B.items():
+        best, own = found[at]["cost"], found["optimum, own order"]["cost"]
+        assert (own <= best * (1 + 1e-6)).all()
+        feasible = found[reading]["infeasible"] + found[reading]["late"] == 0
+        assert feasible.any()
+        assert (best <= found[reading]["cost"] * (1 + 1e-6))[feasible].all()
+        assert found[at]["remote"] == pytest.approx(found[reading]["remote"])
+    assert (found["optimum"]["cost"] <= found["mix"]["cost"] * (1 + 1e-6)).all()
+
+
+def test_one_invocation_a_layer_costs_no_more_than_one_a_call(toy):
+    calls = measure(TOY, 4)["optimum"]["cost"]
+    layers = measure(Setting("toy", invocation="per_layer", n_in=20, n_out=12), 4)
+    assert (layers["optimum"]["cost"] <= calls * (1 + 1e-6)).all()
+
+
+def test_a_limit_that_no_plan_meets_is_told(toy):
+    found = measure(Setting("toy", n_in=20, n_out=12, tpot_limit_s=1e-6), 2)
+    assert found["mix"]["late_tpot"].tolist() == [1.0, 1.0]
+    assert np.isnan(found["optimum"]["cost"]).all() and found["optimum"]["late"].all()
+    assert not found["mix"]["late_ttft"].any() and not found["mix"]["infeasible"].any()
+
+
+def test_rows_are_means_of_ratios():
+    numbers = dict.fromkeys(("ttft_s", "late"), np.zeros(2))
+    found = {
+        "mix": {"cost": np.array([1.0, 4.0]), **numbers},
+        "optimum": {"cost": np.array([0.5, 1.0]), **numbers},
+    }
+    mix, best = rows_of(TOY, found)
+    assert (mix["over_mix"], mix["over_optimum"], mix["usd_per_1000"]) == (1.0, 3.0, 2500.0)
+    assert (best["over_mix"], best["over_mix_low"], best["over_mix_high"]) == (0.375, 0.25, 0.5)
+
+
+def test_predictions_are_made_from_other_prompts(toy):
+    held, shares = toy.rows("eval"), toy.frequencies()
+    predicted = serverless_methods.predictions(toy)
+    assert predicted.sum(axis=2) == pytest.approx(1.0)
+    assert (abs(predicted[held] - shares[held]).max(axis=(1, 2)) > 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    "costs, expected",
+    [((0.5, 0.8, 1.2), 2.0), ((1.1, 1.2, 1.3), 0.0), ((0.4, 0.6, 0.9), np.inf)],
+)
+def test_break_even(costs, expected):
+    assert serverless_sweeps.break_even((1.0, 1.5, 2.5), costs) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "module, stem",
+    [
+        (serverless_costs, "fig09_cost"),
+        (serverless_sweeps, "cost_trem"),
+        pytest.param(serverless_costs, "fig10_ratio", marks=pytest.mark.slow),
+        pytest.param(serverless_sweeps, "cost_prices", marks=pytest.mark.slow),
+        pytest.param(serverless_sweeps, "cost_slo", marks=pytest.mark.slow),
+        pytest.param(serverless_sweeps, "cost_bandwidth", marks=pytest.mark.slow),
+    ],
+)
+def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeypatch):
+    name = {"fig09_cost": "fig9", "fig10_ratio": "fig10"}.get(stem, stem.removeprefix("cost_"))
+    assert module.main(["--quick", "--figure", name, "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{stem}.{e}" for e in ("csv", "png", "txt")
+    }
+    rows = rows_in(tmp_path / f"{stem}.csv")
+    methods = set(serverless_methods.COLOURS)
+    if name == "fig9":
+        methods |= set(serverless_methods.AT_B.values())
+    else:
+        methods.remove("optimum, own order")
+    assert {row["method"] for row in rows} == methods
+    for row in rows:
+        if row["method"] == "mix":
+            assert float(row["over_mix"]) == 1.0
+        assert float(row["over_mix_low"]) <= float(row["over_mix"]) <= float(row["over_mix_high"])
+    if name == "trem":  # the same figure from the table
+        before = (tmp_path / f"{stem}.csv").read_text()
+        (tmp_path / f"{stem}.png").unlink()
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--redraw"]) == 0
+        assert (tmp_path / f"{stem}.csv").read_text() == before
+        assert (tmp_path / f"{stem}.png").exists()
+        # A run that was cut off goes on: what is in the table is not measured again.
+        table, points = tmp_path / f"{stem}.csv", []
+        lines = before.splitlines(keepends=True)
+        table.write_text("".join(line for line in lines if ",fused," not in line))
+        again = serverless_methods.measure
+        monkeypatch.setattr(
+            serverless_methods, "measure",
+            lambda setting, *a, **k: points.append(setting.gpu) or again(setting, *a, **k),
+        )  # fmt: skip
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--resume"]) == 0
+        assert points and set(points) == {"fused"} and table.read_text() == before
+    text = (tmp_path / f"{stem}.txt").read_text()
+    assert "optimum" in text and "smoke run" in text and f"--figure {name}" in text
+
+
+def test_policy_table(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(serverless_policies, "MODELS", ("toy",))
+    command = ["--episodes", "2", "--requests", "6", "--out", str(tmp_path)]
+    assert serverless_policies.main([*command, "--slow-episodes", "1"]) == 0
+    rows = rows_in(tmp_path / "policies.csv")
+    by = {(row["preset"], row["policy"]): row for row in rows}
+    assert len(by) == 2 * len(list_policies("serverless_moe"))
+    for preset in serverless_policies.PRESETS:
+        mix, best = by[preset, "mix"], by[preset, "lookahead"]
+        assert (mix["episodes"], best["episodes"]) == ("2", "1")
+        assert float(mix["minus_mix"]) == 0.0
+        assert float(best["bound"]) >= float(best["mean_reward"]) - 1e-9
+        assert np.isnan(float(mix["bound"]))
+    assert float(by["seed", "mix"]["cold_rate"]) == 1.0
+    assert float(by["seed", "mix"]["cold_cost_share"]) == 0.0
+    assert float(by["dynamic", "mix"]["cold_cost_share"]) > 0.0
+    for row in rows:  # the reward is minus what was paid and the penalties
+        paid = -float(row["mean_reward"]) - float(row["penalty"])
+        assert paid > 0.0
+    # Deployments are in the table, but they decide nothing: a sentence of their own.
+    ranked, *_ = [n for n in (tmp_path / "policies.txt").read_text().splitlines() if "ranked" in n]
+    assert "greedy_warm" in ranked and "cpu" not in ranked.split("deployments")[0]
+    before = (tmp_path / "policies_episodes.csv").read_text()
+    monkeypatch.setattr(serverless_policies, "measure", None)  # nothing is left to measure
+    assert serverless_policies.main([*command, "--slow-episodes", "1", "--resume"]) == 0
+    assert (tmp_path / "policies_episodes.csv").read_text() == before
+    with pytest.raises(ValueError, match="requests is 0"):
+        serverless_policies.main(["--requests", "0", "--out", str(tmp_path)])
+
+
+def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
+    setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
+    found = measure(setting, 6)["optimum"]
+    assert (found["tpot_ms"] <= 60.0).all() and not found["late"].any()

@@ -1,0 +1,60 @@
+"""The check of the load bounds: uniform routing, routing that breaks Theorem 1, the command."""
+
+import csv
+
+import pytest
+
+from servegym.envs.workloads.activations import make_toy_activations
+from servegym.experiments.figures.serverless import theorems as serverless_theorems
+
+
+def of(rows, statement, form):
+    return [row for row in rows if row["statement"] == statement and row["form"] == form]
+
+
+def test_uniform_routing_meets_the_corrected_bounds_and_not_the_printed_ones():
+    rows = serverless_theorems.uniform(64, 6, 64, 50)
+    (printed,) = of(rows, "theorem 1", "printed")
+    (corrected,) = of(rows, "theorem 1", "corrected")
+    assert 0.72 < printed["holds"] < 0.79 and corrected["holds"] > 0.99
+    assert printed["low"] <= printed["holds"] <= printed["high"]
+    assert max(row["holds"] for row in of(rows, "corollary 1", "printed")) < 0.01
+    assert min(row["holds"] for row in of(rows, "corollary 1", "corrected")) == 1.0
+
+
+def test_top_1_routing_meets_the_printed_mean():
+    (row,) = of(serverless_theorems.uniform(8, 1, 64, 50), "theorem 1", "printed")
+    assert row["holds"] > 0.95
+
+
+def test_the_command_writes_every_statement(tmp_path, monkeypatch, capsys):
+    toy = make_toy_activations(prompts=60)
+    monkeypatch.setattr(serverless_theorems, "load_activations", lambda name: toy)
+    monkeypatch.setattr(serverless_theorems, "TOKENS", (4,))
+    assert serverless_theorems.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert "conformal" in capsys.readouterr().out
+    with (tmp_path / "theorems.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {row["statement"] for row in rows} == {"theorem 1", "corollary 1", "conformal"}
+    for row in rows:
+        assert 0 <= float(row["low"]) <= float(row["holds"]) <= float(row["high"]) <= 1
+    whole = [row for row in of(rows, "corollary 1", "corrected") if row["b"] == "1.0"]
+    assert whole and all(float(row["largest_ratio"]) == pytest.approx(1.0) for row in whole)
+    told = (tmp_path / "theorems.txt").read_text()
+    assert "Theorem 1 holds with probability 95 %" in told and "not to quote" in told
+    assert (tmp_path / "theorems.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_verdict_follows_the_table(monkeypatch):
+    monkeypatch.setattr(serverless_theorems, "TOKENS", (4,))
+    toy = make_toy_activations(prompts=60)
+    rows = [
+        *serverless_theorems.recorded_theorem(toy),
+        *serverless_theorems.recorded_corollary(toy),
+    ]
+    for row in rows:
+        row |= {"holds": 0.96, "low": 0.9, "high": 1.0}
+    assert all(line.startswith("agrees") for line in serverless_theorems.verdicts(rows))
+    for row in rows:
+        row["holds"] = 0.94 if row["form"] == "printed" else 0.96
+    assert all(line.startswith("disagrees") for line in serverless_theorems.verdicts(rows))

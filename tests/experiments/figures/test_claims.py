@@ -1,0 +1,145 @@
+"""The claims table: its rule, its readings of small tables, and that it fits the kept results."""
+
+import pytest
+
+from servegym.experiments.figures.claims import CLAIMS, FAMILIES, findings, main
+from servegym.experiments.figures.routing.claims import TRAINED_SO, ahead
+from servegym.experiments.figures.verdicts import OPEN, Claim, judge
+from servegym.experiments.output import write_csv
+
+
+@pytest.mark.parametrize(
+    "ours, paper, least, verdict",
+    [
+        (20.0, 20.0, False, "agrees"),
+        (10.0, 20.0, False, "agrees"),
+        (9.9, 20.0, False, "same direction"),
+        (40.1, 20.0, False, "same direction"),
+        (-5.0, 20.0, False, "disagrees"),
+        (0.0, 20.0, False, "disagrees"),
+        (-12.0, -19.0, False, "agrees"),
+        (19.9, 20.0, True, "same direction"),
+        (90.0, 20.0, True, "agrees"),
+    ],
+)
+def test_rule(ours: float, paper: float, least: bool, verdict: str) -> None:
+    assert judge(ours, paper, least) == verdict
+
+
+def rows(policies: dict[str, float], point: str, fleet: str) -> list[dict]:
+    return [
+        {"policy": name, "point": point, "profiles": fleet, "qos": qos, "latency_ms_per_token": 20}
+        for name, qos in policies.items()
+    ]
+
+
+def claim(place: str, source: str) -> Claim:
+    return next(c for c in CLAIMS if c.place == place and c.source == source)
+
+
+FAIR = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.68}
+POOR = {"shortest_queue": 0.4, "baseline_rl": 0.5, "sac_han": 0.55}
+WEAK = {"shortest_queue": 0.6, "baseline_rl": 0.5, "sac_han": 0.70}
+LOST = {"shortest_queue": 0.6, "baseline_rl": 0.5, "sac_han": 0.45}
+
+
+def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_does_not_count() -> None:
+    table = rows(FAIR, "a", "one") + rows(POOR, "b", "one")
+    table += rows(FAIR, "c", "two") + rows(WEAK, "d", "two") + rows({"random": 0.1}, "e", "three")
+    table += rows(FAIR, "f", "four") + rows(LOST, "g", "four") + rows(WEAK, "h", "five")
+    one, two, three, four, five = ahead("sac_han", "baseline_rl", 34.11, True)(table)
+    assert one == ("one", "+10.0 to +36.0 % at 2 points", "same direction")
+    poor = "+40.0 % at 1 point where the reference is below shortest_queue: undertrained"
+    assert two == ("two", f"+36.0 % at 1 point; {poor}", "agrees")
+    assert five == ("five", poor, OPEN)
+    assert three == ("three", "not trained here", OPEN)
+    assert four == ("four", "-10.0 to +36.0 % at 2 points", "disagrees")
+
+
+def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    ours = {"priced_greedy": 0.9}  # not the paper's
+    table = rows(FAIR | ours, "a", "one") + rows(WEAK | ours, "b", "one")
+    table += rows(LOST | ours, "c", "two") + rows({"shortest_queue": 0.1}, "d", "three")
+    write_csv(tmp_path / "routing" / "fig12_rate.csv", table)
+    one, two, three = findings(claim("Fig. 12", "fig12_rate"), tmp_path)
+    told = "+16.7 to +36.0 % at 2 points over baseline_rl or shortest_queue"
+    assert one == ("one", told, "same direction")
+    assert two == ("two", "-25.0 % at 1 point over shortest_queue", "disagrees")
+    assert three == ("three", "not trained here", OPEN)
+
+
+def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    blind = {"bert_router": 0.3, "shortest_queue": 0.45, TRAINED_SO: 0.6, "rpi (shipped)": 0.9}
+    seeing = {**blind, "bert_router": 0.5, TRAINED_SO: 0.7}
+    table = [
+        {"policy": name, "predictors": predictors, "point": point, "qos": qos}
+        for point, cases in (("a", {"ZS+ZL": blind, "PS+PL": seeing}), ("b", {"PS+PL": seeing}))
+        for predictors, policies in cases.items()
+        for name, qos in policies.items()
+    ]
+    write_csv(tmp_path / "routing" / "fig18_predictors.csv", table)
+    with_them, without = (one for one in CLAIMS if one.place == "Fig. 18")
+    assert ("a, sac_han (trained so)", "+16.7 %", "agrees") in findings(with_them, tmp_path)
+    found, nothing = findings(without, tmp_path)
+    assert found == ("a", "+20.0 % over bert_router", "same direction")
+    assert nothing == ("b", "not trained here", OPEN)
+
+
+def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    seconds = {"random": 9.0, "round_robin": 5.0, "shortest_queue": 4.0, "priced_greedy": 2.0,
+               "baseline_rl": 4.5, "sac_han": 3.0}  # fmt: skip
+    table = [{"policy": name, "point": "a", "e2e_s": value} for name, value in seconds.items()]
+    write_csv(tmp_path / "routing" / "fig10_end_to_end.csv", table)
+    (found,) = findings(claim("Fig. 10", "fig10_end_to_end"), tmp_path)
+    assert found == ("a", "-25.0 % against shortest_queue", "agrees")
+
+
+def test_a_saving_counts_where_the_intervals_are_apart(tmp_path) -> None:
+    (tmp_path / "serverless").mkdir()
+    bills = {"cpu": (9, 10), "gpu": (8, 9), "fetch": (7, 8), "mix": (4.9, 6),
+             "remoe": (4, 5), "remoe_cost": (2, 3)}  # fmt: skip
+    table = [
+        {"model": "m", "gpu": "eager", "n_out": 200, "method": name, "usd_per_1000_low": low,
+         "usd_per_1000_high": high, "usd_per_1000": (low + high) / 2}
+        for name, (low, high) in bills.items()
+    ]  # fmt: skip
+    write_csv(tmp_path / "serverless" / "fig09_cost.csv", table)
+    remoe, cost = findings(claim("Fig. 9", "fig09_cost"), tmp_path)
+    assert (remoe.verdict, cost.verdict) == ("in part", "agrees")
+    assert cost.here == "54 to 74 % less"
+
+
+def test_without_results_every_claim_is_open(tmp_path) -> None:
+    assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {OPEN}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_results_answer_every_claim(family: str, capsys) -> None:
+    for one in (c for c in CLAIMS if c.family == family):
+        assert findings(one), one
+    assert main([family]) == 0
+    printed = capsys.readouterr().out
+    assert FAMILIES[family] in printed and "agrees" in printed
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(ValueError, match=r"family='placment' is unknown.*placement"):
+        main(["placment"])
+
+
+def test_of_an_overloaded_queue_only_the_sign_counts(tmp_path) -> None:
+    (tmp_path / "placement").mkdir()
+    seconds = {("nic", 4): (20.0, 0), ("nic", 256): (190.0, 1), ("pairwise", 4): (10.0, 0),
+               ("pairwise", 256): (8.0, 0)}  # fmt: skip
+    table = [
+        {"link_model": link, "gap_s": gap, "gpus": gpus, "policy": "prism",
+         "mean_latency_s": mean, "overloaded": over}
+        for gap in (8.0, 15.0) for (link, gpus), (mean, over) in seconds.items()
+    ]  # fmt: skip
+    write_csv(tmp_path / "placement" / "fig8a_gpus.csv", table)
+    nic, _, pairwise, _ = findings(claim("Fig. 8a", "fig8a_gpus"), tmp_path)
+    assert nic[1:] == ("more, overloaded with 256 GPUs (paper -19 %)", "disagrees")
+    assert pairwise[1:] == ("-20 % (paper -19 %)", "agrees")

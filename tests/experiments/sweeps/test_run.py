@@ -1,0 +1,249 @@
+"""Sweep files, and the local runner that takes the same files as wandb."""
+
+import csv
+import dataclasses
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+pytest.importorskip("optuna")
+pytest.importorskip("tyro")
+pytest.importorskip("matplotlib")
+import tyro  # noqa: E402
+
+from servegym.experiments.sweeps import run as running  # noqa: E402
+from servegym.experiments.sweeps.run import run_sweep  # noqa: E402
+from servegym.experiments.sweeps.spec import list_sweeps, read_sweep  # noqa: E402
+
+GOOD = """
+program: agents/ppo.py
+method: bayes
+metric: {name: eval/score, goal: minimize}
+parameters:
+  width: {values: [8, 16, 32]}
+  learning_rate: {min: 0.001, max: 0.1, distribution: log_uniform_values}
+  num_steps: {min: 1, max: 9}
+  arch: {value: mlp}
+"""
+
+# In place of an agent: logs the square of the distance to width 16, learning rate 0.01.
+AGENT = """
+import json, math, sys, time
+from pathlib import Path
+a = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+run = Path(a["out_dir"]) / a["run_name"]
+loss = (float(a["width"]) / 16 - 1) ** 2 + math.log10(float(a["learning_rate"]) / 0.01) ** 2
+(run / "arguments.json").write_text(json.dumps(a))
+if a.get("fail"):
+    sys.exit("no such thing")
+with open(run / "metrics.jsonl", "w") as log:
+    for step in range(1, 5):
+        print(json.dumps({"global_step": step}), file=log, flush=True)
+        print(json.dumps({"eval/score": loss + 1 / step}), file=log, flush=True)
+        time.sleep(float(a.get("pause", 0)))
+    print(json.dumps({"eval/score": loss + 7}), file=log)
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "agent.py"
+    script.write_text(AGENT)
+    real = running._words
+    monkeypatch.setattr(running, "_words", lambda *a: [sys.executable, str(script), *real(*a)[3:]])
+    monkeypatch.setattr(running, "POLL_S", 0.02)
+    return script
+
+
+def written(tmp_path: Path, text: str = GOOD) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "trials.csv", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+@pytest.mark.parametrize("name", list_sweeps())
+def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> None:
+    sweep = read_sweep(name)
+    module = importlib.import_module(sweep.module)
+    known = {field.name for field in dataclasses.fields(module.Args)}
+    for parameter in sweep.parameters.values():
+        assert parameter.name in known
+        for value in parameter.values or (parameter.low, parameter.high):
+            if parameter.whole:
+                value = int(value)
+            words = [f"--{parameter.name}={value}"]  # as `wandb agent` writes it
+            args = tyro.cli(module.Args, args=words, config=(tyro.conf.FlagConversionOff,))
+            got = getattr(args, parameter.name)
+            assert got == value or got == (value,)
+    source = Path(module.__file__).read_text()
+    assert sweep.metric.partition("/")[2] in source
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("method: bayes", "method: bays", "method='bays' is unknown"),
+        ("method: bayes", "method: grid", "learning_rate: a grid needs values"),
+        ("goal: minimize", "goal: least", "metric.goal='least' is unknown"),
+        ("agents/ppo.py", "agents/no_such.py", "no agent of servegym has it"),
+        ("min: 0.001", "min: 0", "log_uniform_values needs a min above 0"),
+        ("min: 0.001", "min: 1.0", "min 1.0 is not below max 0.1"),
+        ("min: 0.001", "min: .nan", "learning_rate.min is nan"),
+        ("{min: 1, max: 9}", "{min: 1}", "num_steps needs value, values, or min and max"),
+        ("{min: 1, max: 9}", "{mean: 1}", "key='mean' is unknown"),
+        ("values: [8, 16, 32]", "values: []", "at least one value"),
+        ("values: [8, 16, 32]", "values: [[8], 16]", "is no number, text, true or false"),
+        ("{value: mlp}", "mlp", "parameters.arch must be a mapping"),
+        ("metric: {name: eval/score, goal: minimize}", "", "metric is missing"),
+        ("method: bayes", "method: bayes\nmethods: 1", "key='methods' is unknown"),
+        ("method: bayes", "method: bayes\nearly_terminate: {type: envelope}", "hyperband"),
+        ("method: bayes", "method: [bayes", "mine.yaml"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match="mine.yaml") as error:
+        read_sweep(written(tmp_path, GOOD.replace(old, new)))
+    assert message in str(error.value)
+
+
+def test_unknown_sweeps_are_named() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'sac_han'"):
+        read_sweep("sac_hann")
+    with pytest.raises(ValueError, match="which is no file"):
+        read_sweep("nowhere/there.yaml")
+
+
+def test_runs_are_chosen_in_range_and_the_best_evaluation_counts(
+    tmp_path: Path, agent: Path
+) -> None:
+    said: list[str] = []
+    out = run_sweep(read_sweep(written(tmp_path)), 6, 2, tmp_path / "out", echo=said.append)
+    rows = table(out)
+    assert len(rows) == 6 and {row["state"] for row in rows} == {"complete"}
+    values = [float(row["eval/score"]) for row in rows]
+    assert values == sorted(values)
+    for row in rows:
+        assert row["width"] in ("8", "16", "32") and 1 <= int(row["num_steps"]) <= 9
+        rate, width = float(row["learning_rate"]), float(row["width"])
+        assert 0.001 <= rate <= 0.1
+        # 1/4 is the agent's best evaluation; its last one is 7 worse.
+        expected = (width / 16 - 1) ** 2 + math.log10(rate / 0.01) ** 2 + 1 / 4
+        assert float(row["eval/score"]) == pytest.approx(expected)
+        told = json.loads(
+            (out / "runs" / f"trial_{int(row['trial']):04d}" / "arguments.json").read_text()
+        )
+        assert told["arch"] == "mlp" and told["track"] == "False"
+    with open(out / "importance.csv", newline="") as stream:
+        shares = {row["parameter"]: float(row["importance"]) for row in csv.DictReader(stream)}
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert len([line for line in said if line.startswith("trial_")]) == 6
+
+
+def test_a_sweep_goes_on_and_ends_where_it_should(tmp_path: Path, agent: Path) -> None:
+    sweep = read_sweep(written(tmp_path))
+    run_sweep(sweep, 3, 1, tmp_path / "out")
+    first = {row["trial"]: row["eval/score"] for row in table(tmp_path / "out")}
+    run_sweep(sweep, 5, 1, tmp_path / "out")
+    after = {row["trial"]: row["eval/score"] for row in table(tmp_path / "out")}
+    assert len(after) == 5 and first.items() <= after.items()
+
+
+def test_a_grid_runs_every_point_once(tmp_path: Path, agent: Path) -> None:
+    text = """
+    program: agents/ppo.py
+    method: grid
+    metric: {name: eval/score}
+    parameters:
+      width: {values: [8, 16]}
+      learning_rate: {values: [0.001, 0.01, 0.1]}
+    """
+    sweep = read_sweep(written(tmp_path, text))
+    run_sweep(sweep, 2, 1, tmp_path / "out")
+    run_sweep(sweep, 100, 2, tmp_path / "out")
+    points = [(row["width"], row["learning_rate"]) for row in table(tmp_path / "out")]
+    assert sorted(points) == sorted((w, r) for w in ("8", "16") for r in ("0.001", "0.01", "0.1"))
+    assert table(tmp_path / "out")[0]["learning_rate"] == "0.01"
+
+
+def test_hyperband_stops_poor_runs_before_their_end(tmp_path: Path, agent: Path) -> None:
+    text = GOOD.replace("method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\n"
+                        "method: random").replace("{value: mlp}", "{value: mlp}\n"
+                        "  pause: {value: 0.4}")  # fmt: skip
+    out = run_sweep(read_sweep(written(tmp_path, text)), 12, 4, tmp_path / "out", seed=3)
+    rows = table(out)
+    stopped = [row for row in rows if row["state"] == "pruned"]
+    # On a busy machine one may have come to its end before the runner looks.
+    assert any(int(row["evaluations"]) < 5 for row in stopped)
+    assert rows[0]["state"] == "complete"
+
+
+def test_another_version_of_a_sweep_is_refused(tmp_path: Path, agent: Path) -> None:
+    run_sweep(read_sweep(written(tmp_path)), 1, 1, tmp_path / "out")
+    other = read_sweep(written(tmp_path, GOOD.replace("[8, 16, 32]", "[8, 16]")))
+    with pytest.raises(ValueError, match="holds another sweep"):
+        run_sweep(other, 2, 1, tmp_path / "out")
+    with pytest.raises(ValueError, match="holds another sweep"):
+        run_sweep(read_sweep(written(tmp_path)), 2, 1, tmp_path / "out", fixed={"width": 8})
+
+
+def test_counts_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="trials is 0"):
+        run_sweep(read_sweep(written(tmp_path)), 0, 1, tmp_path / "out")
+    with pytest.raises(ValueError, match="workers is 0"):
+        run_sweep(read_sweep(written(tmp_path)), 1, 0, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_whose_runs_all_fail_says_so(tmp_path: Path, agent: Path) -> None:
+    text = GOOD.replace("{value: mlp}", "{value: mlp}\n  fail: {value: 1}")
+    with pytest.raises(RuntimeError, match="every run failed"):
+        run_sweep(read_sweep(written(tmp_path, text)), 9, 1, tmp_path / "out")
+    assert [row["state"] for row in table(tmp_path / "out")] == ["fail"] * 3
+
+
+def test_a_killed_sweep_runs_its_unfinished_trials_again(tmp_path: Path, agent: Path) -> None:
+    path = written(tmp_path, GOOD.replace("{value: mlp}", "{value: mlp}\n  pause: {value: 0.6}"))
+    script = tmp_path / "drive.py"
+    script.write_text(
+        f"""
+import sys
+from pathlib import Path
+from servegym.experiments.sweeps import run as sweep
+from servegym.experiments.sweeps.spec import read_sweep
+real = sweep._words
+sweep._words = lambda *a: [sys.executable, {str(agent)!r}, *real(*a)[3:]]
+sweep.run_sweep(read_sweep({str(path)!r}), 3, 2, Path({str(tmp_path / "out")!r}))
+"""
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.DEVNULL)
+    begun = tmp_path / "out" / "runs" / "trial_0001" / "arguments.json"
+    limit = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    with pytest.raises(ValueError, match="another process runs"):
+        run_sweep(read_sweep(path), 3, 1, tmp_path / "out")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    left = json.loads(begun.read_text())
+    out = run_sweep(read_sweep(path), 3, 3, tmp_path / "out")
+    rows = [row for row in table(out) if row["state"] == "complete"]
+    assert len(rows) == 3
+    assert left["learning_rate"] in [row["learning_rate"] for row in rows]

@@ -1,0 +1,396 @@
+"""Calibration: known synthetic kernels, recorded errors against the raw data, bad input."""
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.hardware_profiles import Profile, load
+from servegym.hardware_profiles.build import calibrate as cal
+from servegym.hardware_profiles.build.calibrate import (
+    calibrate_kernels,
+    check_explains,
+    fit_estimator,
+    main,
+    thin,
+)
+from servegym.hardware_profiles.build.derive import (
+    chosen_ratios,
+    derive_card,
+    derive_cards,
+    fleets,
+    paper_linear,
+    published_ratios,
+)
+from servegym.hardware_profiles.build.derive import main as derive_main
+from servegym.hardware_profiles.profiles import data_path, read_json
+
+RTX = "rtx4090-llama-3.1-8b"
+ROOT = Path(__file__).resolve().parents[3]
+DATA = Path(os.environ.get("SERVEGYM_DATA", ROOT.parent / "shared" / "data"))
+KERNELS = DATA / "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"
+BENCH = DATA / "llmservingsim/bench/examples/RTX4090/Llama-3.1-8B/vllm"
+needs_kernels = pytest.mark.skipif(
+    not KERNELS.is_dir(), reason="raw kernel timings absent (set SERVEGYM_DATA)"
+)
+needs_cards = pytest.mark.skipif(
+    not (DATA / "vidur").is_dir(), reason="published card tables absent (set SERVEGYM_DATA)"
+)
+
+TOKENS = (1, 2, 4, 8, 16, 64, 128, 512, 1024, 2048)
+GRID = (16, 64, 256, 1024)
+OPS = (*cal._PER_LAYER, *cal._PER_MODEL)
+
+
+def _write(path, header, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Kernels that are exactly linear: per layer op 40 + 0.25 t us, attention as below."""
+    _write(
+        tmp_path / "dense.csv",
+        ("layer", "tokens", "time_us"),
+        [(op, t, 40 + 0.25 * t) for op in OPS for t in TOKENS],
+    )
+    head = [("lm_head", s, 900 + 2 * s) for s in TOKENS]
+    head += [("sampler", s, 20 + s) for s in TOKENS]
+    _write(tmp_path / "per_sequence.csv", ("layer", "sequences", "time_us"), head)
+    rows = [(c, k, 0, 0, 5 + 0.1 * c + 0.02 * k) for c in GRID for k in (0, *GRID)]
+    rows += [(0, 0, n, k, 3 + 0.01 * n * k) for n in (1, 4, 8, 16) for k in GRID]
+    rows += [(c, 0, n, k, 8 + 0.1 * c + 0.01 * n * k) for c in GRID for n in (1, 4) for k in GRID]
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
+    _write(tmp_path / "attention.csv", names, rows)
+    (tmp_path / "meta.yaml").write_text(
+        "vllm_version: 0.0.1\ngpu: Test Card\nprofiled_at: '2026-01-01'\nnested:\n  gpu: x\n"
+    )
+    return tmp_path
+
+
+def _edit(path, line, **fields):
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rows[line - 2].update({key: str(value) for key, value in fields.items()})
+    _write(path, list(rows[0]), [list(row.values()) for row in rows])
+
+
+def test_known_kernels_are_composed_exactly(folder):
+    p = calibrate_kernels(folder, name="test")
+    # 32 x (8 op runs, layernorm twice) + embedding + final layernorm = 258 runs.
+    for t in (1, 7, 100, 2000, 5000):
+        assert p.dense_s(t) == pytest.approx(258 * (40 + 0.25 * t) * 1e-6, rel=1e-5)
+    assert p.head_s(3) == pytest.approx((900 + 6 + 20 + 3) * 1e-6, rel=1e-5)
+    expected = 32 * (5 + 0.1 * 100 + 0.02 * 300) * 1e-6
+    assert p.chunk_attention_s(100, 300) == pytest.approx(expected, rel=1e-5)
+    expected = 32 * (3 + 0.01 * 6 * 400) * 1e-6
+    assert p.decode_attention_s(6, 400) == pytest.approx(expected, rel=1e-5)
+    for label, error in p.fit_error.items():
+        if "random_third" in label or "all_of" in label or label.startswith("mixed"):
+            assert error["max"] < 1e-4, label
+    assert p.device["name"] == "Test Card"
+    assert p.engine["version"] == "0.0.1"
+    assert p.provenance["date"] == "2026-01-01"
+
+
+def test_decodes_beside_a_chunk_get_their_own_table(folder):
+    # Twice the decodes' part beside a chunk: measured rows say 8 + 0.1 c + 0.02 n k.
+    with (folder / "attention.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        c, k, n, x = (int(row[name]) for name in list(row)[:4])
+        if c and n:
+            row["time_us"] = 5 + 0.1 * c + 0.02 * k + 0.02 * n * x
+    _write(folder / "attention.csv", list(rows[0]), [list(row.values()) for row in rows])
+    p = calibrate_kernels(folder, name="test")
+    table = p.mixed_decode_attention_s()
+    # n = 8 and 16 were not measured beside a chunk: extended from 1 and 4.
+    for i, n in enumerate((1, 4, 8, 16)):
+        np.testing.assert_allclose(table[i, 1:], 32e-6 * 0.02 * n * np.array(GRID), rtol=1e-4)
+    assert p.fit_error["mixed_iteration_sum"]["max"] > 1e-3
+    assert p.fit_error["mixed_iteration_with_mixed_table"]["max"] < 1e-5
+    expected = p.step_s([(256, 64)], 4, 4 * 1024)
+    expected += 32e-6 * (0.02 * 4 * 1024 - 3 - 0.01 * 4 * 1024)
+    assert p.mixed_step_s([(256, 64)], 4, 4 * 1024) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="at least one chunk and one"):
+        p.mixed_step_s([], 4, 100)
+    with pytest.raises(ValueError, match="at least one chunk and one"):
+        p.mixed_step_s([(16, 0)], 0, 0)
+
+
+def test_second_grid_of_chunks_is_left_for_checking(folder):
+    path = folder / "attention.csv"
+    with path.open(newline="") as file:
+        rows = [list(row.values()) for row in csv.DictReader(file)]
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
+    extra = [(c, k, 0, 0, 5 + 0.1 * c + 0.02 * k) for c in (24, 100, 300) for k in (0, 40, 900)]
+    _write(path, names, rows + extra)
+    p = calibrate_kernels(folder, name="test")
+    assert p.tables().chunk_tokens[:5].tolist() == [1, 16, 64, 256, 1024]
+    assert p.fit_error["chunk_attention_beside_grid"]["points"] == 9
+    assert p.fit_error["chunk_attention_beside_grid"]["max"] < 1e-4
+    _write(path, names, rows + extra[:-1])
+    with pytest.raises(ValueError, match="measure every combination"):
+        calibrate_kernels(folder, name="test")
+
+
+def test_held_out_error_sees_a_bend(folder):
+    straight = calibrate_kernels(folder, name="test").fit_error
+    _edit(folder / "attention.csv", 29, time_us=80)  # n_decode 4, kv_decode 1024
+    bent = calibrate_kernels(folder, name="test").fit_error
+    label = next(key for key in bent if key.startswith("decode_iteration_all_of_batch"))
+    assert bent[label]["max"] > straight[label]["max"] + 1e-3
+
+
+def test_estimator_recovers_a_linear_law():
+    fields, errors = fit_estimator(paper_linear(3))
+    law = paper_linear(3).law
+    for key in ("prefill_s_per_token", "decode_s_per_context_token"):
+        assert fields[key] == pytest.approx(law[key], rel=1e-5)
+    assert abs(fields["base_s"]) < 1e-9
+    assert errors["decode"]["max"] < 1e-4
+
+
+def test_thinning_keeps_the_tolerance():
+    rng = np.random.default_rng(0)
+    grid = np.arange(1.0, 200.0)
+    values = 1 + np.cumsum(rng.uniform(0, 0.02, grid.size))
+    kept = thin(grid, values, 0.005)
+    assert kept[0] == 0 and kept[-1] == grid.size - 1
+    assert kept.size < grid.size // 2
+    error = np.abs(np.interp(grid, grid[kept], values[kept]) / values - 1)
+    assert error.max() <= 0.005
+
+
+def test_capacity_follows_from_memory(folder):
+    p = calibrate_kernels(folder, name="t", memory_bytes=40 * 10**9, activation_reserve_bytes=0)
+    free = 40e9 * 0.9 - p.model["weight_bytes"]
+    assert p.kv_capacity_tokens == int(free // (16 * 131_072)) * 16
+
+
+@needs_kernels
+def test_recorded_errors_and_tables_are_recomputed():
+    shipped = load(RTX)
+    again = calibrate_kernels(KERNELS)
+    assert _flat(again.fit_error) == pytest.approx(_flat(shipped.fit_error), rel=1e-3, abs=1e-6)
+    assert again.law == shipped.law
+    assert again.to_dict()["estimator"] == pytest.approx(shipped.to_dict()["estimator"], rel=1e-4)
+
+
+def _flat(value, name=""):
+    if isinstance(value, dict):
+        return {k: v for key, sub in value.items() for k, v in _flat(sub, f"{name}.{key}").items()}
+    return {} if isinstance(value, str) else {name: value}
+
+
+@needs_kernels
+def test_every_measured_row_is_reproduced():
+    p = load(RTX)
+    times = {}
+    with (KERNELS / "dense.csv").open() as file:
+        for row in csv.DictReader(file):
+            op = row["layer"]
+            runs = 1 if op in ("embedding", "final_layernorm") else 32
+            runs *= 2 if op == "layernorm" else 1
+            tokens = int(row["tokens"])
+            times[tokens] = times.get(tokens, 0.0) + runs * float(row["time_us"]) * 1e-6
+    error = [p.dense_s(t) / s - 1 for t, s in times.items()]
+    assert np.abs(error).max() < 0.005
+    with (KERNELS / "attention.csv").open() as file:
+        for row in csv.DictReader(file):
+            chunk, before, n, context = (
+                int(row[c]) for c in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+            )
+            seconds = 32e-6 * float(row["time_us"])
+            if n == 0:
+                assert p.chunk_attention_s(chunk, before) == pytest.approx(seconds, rel=1e-5)
+            if chunk == 0:
+                assert p.decode_attention_s(n, context) == pytest.approx(seconds, rel=1e-5)
+
+
+@pytest.mark.skipif(not BENCH.is_dir(), reason="raw server run absent (set SERVEGYM_DATA)")
+def test_law_agrees_with_a_whole_server_run():
+    """Pure decode seconds of a vLLM run on the card: running / throughput is one iteration."""
+    p = load(RTX)
+    assert json.loads((BENCH / "meta.json").read_text())["kv_cache"]["num_kv_tokens"] == (
+        p.kv_capacity_tokens
+    )
+    error = []
+    with (BENCH / "timeseries.csv").open() as file:
+        for row in csv.DictReader(file):
+            running, rate = int(row["running"]), float(row["gen_throughput"])
+            idle = float(row["prompt_throughput"]) == 0 and float(row["waiting"]) == 0
+            if idle and running >= 14 and rate > 0:
+                tokens = float(row["kv_cache_pct"]) / 100 * p.kv_capacity_tokens
+                error.append(p.decode_s(running, tokens) / (running / rate) - 1)
+    assert len(error) >= 10
+    assert abs(np.median(error)) < 0.07
+
+
+@needs_cards
+def test_derived_cards_are_recomputed():
+    for card, again in derive_cards(DATA, load(RTX)).items():
+        shipped = load(f"{card}-llama-3.1-8b")
+        assert again.to_dict() == shipped.to_dict()
+
+
+@needs_cards
+def test_published_ratios_order_the_cards():
+    published = published_ratios(DATA)
+    chosen = chosen_ratios(published)
+    assert 1 < chosen["a40"][0] < chosen["a10"][0]
+    # The same order as the cards fitted from kernel tables.
+    sheet = [published[card]["decode"]["vllm_gemm"] for card in ("a100-80g", "l40s")]
+    assert sheet[0] < 1 < sheet[1] < chosen["a40"][0]
+
+
+def test_derived_ratios_are_in_the_tables():
+    base = load(RTX)
+    for card in ("a40", "a10"):
+        p = load(f"{card}-llama-3.1-8b")
+        assert p.kind == "derived"
+        decode, prefill = p.provenance["decode_ratio"], p.provenance["prefill_ratio"]
+        assert p.decode_s(1, 300) / base.decode_s(1, 300) == pytest.approx(decode, rel=1e-3)
+        assert p.dense_s(1024) / base.dense_s(1024) == pytest.approx(prefill, rel=1e-3)
+        mixed = p.mixed_decode_attention_s() / base.mixed_decode_attention_s()
+        np.testing.assert_allclose(mixed, decode, rtol=1e-3)
+        ratio = p.chunk_attention_s(512, 256) / base.chunk_attention_s(512, 256)
+        assert ratio == pytest.approx(prefill, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "message"),
+    [(10.0, 0.5, "prefill_ratio"), (0.0, 1.0, "decode_ratio"), (1.0, float("nan"), "prefill_ra")],
+)
+def test_impossible_ratios_are_refused(decode, prefill, message):
+    with pytest.raises(ValueError, match=message):
+        derive_card(load(RTX), "a10", decode, prefill, load(RTX).provenance, {})
+
+
+def test_linear_base_cannot_be_scaled():
+    with pytest.raises(ValueError, match="must be tabulated"):
+        derive_card(paper_linear(1), "a10", 1.0, 1.0, {}, {})
+
+
+def test_linear_profiles_and_fleets_are_as_shipped(tmp_path, capsys):
+    assert derive_main(["--out", str(tmp_path)]) == 0
+    for i in range(1, 13):
+        assert paper_linear(i).to_dict() == load(f"paper-linear-{i:02d}").to_dict()
+        assert (tmp_path / f"paper-linear-{i:02d}.json").is_file()
+    for name, fleet in fleets().items():
+        assert fleet == read_json(data_path(f"fleet-{name}.json"))
+    assert "paper-linear-12" in capsys.readouterr().out
+
+
+def test_missing_published_tables_are_refused(tmp_path, capsys):
+    assert derive_main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "llamacpp_llama3_tok_s.csv" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- bad input ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "fields", "message"),
+    [
+        ("dense.csv", 5, {"time_us": "nan"}, r"dense.csv:5: field 'time_us': got nan"),
+        ("dense.csv", 5, {"time_us": "-3"}, r"dense.csv:5: field 'time_us': got -3"),
+        ("dense.csv", 5, {"time_us": "0"}, r"field 'time_us': got 0; write a finite time > 0"),
+        ("dense.csv", 5, {"time_us": "inf"}, r"field 'time_us': got inf"),
+        ("dense.csv", 5, {"time_us": "fast"}, r"got 'fast'; write microseconds"),
+        ("dense.csv", 5, {"tokens": "1.5"}, r"dense.csv:5: field 'tokens': got '1.5'"),
+        ("dense.csv", 5, {"tokens": "0"}, r"field 'tokens': got 0"),
+        ("dense.csv", 5, {"tokens": "1"}, r"field 'tokens': layernorm at 1 is given twice"),
+        ("dense.csv", 5, {"tokens": "9"}, "not measured at the same points"),
+        ("dense.csv", 5, {"layer": "qkv"}, r"dense.csv:5: field 'layer': got 'qkv'; use one of"),
+        ("per_sequence.csv", 3, {"sequences": "-1"}, r"per_sequence.csv:3: field 'sequences'"),
+        ("attention.csv", 4, {"time_us": ""}, r"attention.csv:4: field 'time_us': got ''"),
+        ("attention.csv", 4, {"prefill_chunk": "0"}, r"attention.csv:4: .*no work in this row"),
+        ("attention.csv", 4, {"n_decode": "2"}, r"attention.csv:4: field 'kv_decode'"),
+        ("attention.csv", 4, {"prefill_chunk": "17"}, "measure every combination"),
+        ("attention.csv", 4, {"kv_prefill": "0"}, r"attention.csv:4: .*given twice"),
+    ],
+)
+def test_bad_row_is_refused_with_file_line_and_field(folder, file, line, fields, message):
+    _edit(folder / file, line, **fields)
+    with pytest.raises(ValueError, match=message):
+        calibrate_kernels(folder, name="test")
+
+
+@pytest.mark.parametrize("file", ["dense.csv", "attention.csv", "per_sequence.csv"])
+def test_missing_column_and_file_are_refused(folder, file):
+    path = folder / file
+    text = path.read_text()
+    path.write_text(text.replace("time_us", "time_ms", 1))
+    with pytest.raises(ValueError, match=rf"{file}:1: field 'time_us': column missing \(found"):
+        calibrate_kernels(folder, name="test")
+    path.write_text("\n".join(text.splitlines()[:4]))
+    with pytest.raises(ValueError, match=rf"{file}:4: .*only 3 rows; measure at least"):
+        calibrate_kernels(folder, name="test")
+    path.write_bytes(b"layer,\xff\xfe")
+    with pytest.raises(ValueError, match=rf"{file}: not a CSV text file"):
+        calibrate_kernels(folder, name="test")
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{file}: cannot be read"):
+        calibrate_kernels(folder, name="test")
+
+
+@pytest.mark.parametrize(
+    ("factor", "guess"), [(1e-3, "milliseconds or seconds"), (1e3, "nanoseconds")]
+)
+def test_wrong_units_are_refused(folder, factor, guess):
+    for file in ("dense.csv", "attention.csv", "per_sequence.csv"):
+        with (folder / file).open(newline="") as handle:
+            rows = list(csv.DictReader(handle))
+        for row in rows:
+            row["time_us"] = float(row["time_us"]) * factor
+        _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
+    with pytest.raises(ValueError, match=f"dense.csv.*look like {guess}: write microseconds"):
+        calibrate_kernels(folder, name="test")
+
+
+@pytest.mark.parametrize(
+    ("file", "column", "label"),
+    [("dense.csv", "tokens", "by tokens"), ("attention.csv", "kv_decode", "by kv_decode")],
+)
+def test_times_that_the_work_does_not_explain_are_refused(folder, file, column, label):
+    with (folder / file).open(newline="") as handle:
+        rows = list(csv.DictReader(handle))
+    for row in rows:
+        if int(row[column]):
+            row["time_us"] = 90.0 - 0.02 * int(row[column])  # longer work, shorter times
+    _write(folder / file, list(rows[0]), [list(row.values()) for row in rows])
+    with pytest.raises(ValueError, match=rf"{file}: .*{label}: the size explains R² = 0.00"):
+        calibrate_kernels(folder, name="test")
+
+
+def test_explained_share_of_known_series():
+    assert check_explains(np.array([1.0, 2.0, 4.0]), "x") == 1.0
+    noisy = np.array([1.0, 3.0, 2.0, 4.0])  # pools 3 and 2: leaves 0.5 of 5
+    assert check_explains(noisy, "x") == pytest.approx(0.9)
+    for flat in (np.ones(5), np.array([3.0, 2.0, 1.0])):
+        with pytest.raises(ValueError, match="x: the size explains"):
+            check_explains(flat, "x")
+
+
+def test_unknown_model_names_the_nearest(folder):
+    with pytest.raises(ValueError, match="did you mean 'Llama-3.1-8B'"):
+        calibrate_kernels(folder, model="llama-3.1-8B")
+
+
+def test_command_line(folder, tmp_path, capsys):
+    out = tmp_path / "card.json"
+    assert main([str(folder), "--name", "card", "--out", str(out)]) == 0
+    assert load(out).name == "card"
+    assert isinstance(load(out), Profile)
+    assert "KV capacity" in capsys.readouterr().out
+    out.unlink()
+    (folder / "dense.csv").unlink()
+    assert main([str(folder), "--name", "card", "--out", str(out)]) == 2
+    assert "dense.csv" in capsys.readouterr().err
+    assert not out.exists()

@@ -1,0 +1,130 @@
+"""Scoring a profile on measurements that it was not fitted to."""
+
+import csv
+
+import pytest
+
+from servegym.experiments.cli import app
+from servegym.hardware_profiles import load
+from servegym.hardware_profiles.build.check import COLUMNS, main, score
+
+NAME = "rtx4090-llama-3.1-8b"
+
+
+def steps(path, factor=1.0, extra=(), columns=COLUMNS):
+    """Iterations that take the profile's own time, times ``factor``."""
+    profile = load(NAME)
+    rows = []
+    for n in (1, 8, 64):
+        for x in (64, 512):
+            rows.append((0, 0, n, x, 1e6 * profile.decode_s(n, n * x)))
+            mixed = profile.mixed_step_s([(128, 256)], n, n * x)
+            rows.append((128, 256, n, x, 1e6 * mixed))
+    for chunk in (16, 256):
+        rows.append((chunk, 0, 0, 0, 1e6 * profile.prefill_s(chunk)))
+    rows = [(*row[:-1], factor * row[-1]) for row in rows]
+    with path.open("w", newline="") as stream:
+        csv.writer(stream).writerows([columns, *rows, *extra])
+    return path
+
+
+def kernels(folder, factor=1.0):
+    """A small folder of kernel timings: every kernel linear in its work."""
+    folder.mkdir()
+    ops = "layernorm qkv_proj rotary_emb o_proj gate_up_proj act_fn down_proj".split()
+    with (folder / "dense.csv").open("w") as stream:
+        stream.write("layer,tokens,time_us\n")
+        for op in (*ops, "embedding", "final_layernorm"):
+            for n in (1, 8, 32, 64, 128, 512):
+                stream.write(f"{op},{n},{factor * (60 + n)}\n")
+    with (folder / "per_sequence.csv").open("w") as stream:
+        stream.write("layer,sequences,time_us\n")
+        for op in ("lm_head", "sampler"):
+            for n in (1, 4, 16, 64):
+                stream.write(f"{op},{n},{factor * (100 + n)}\n")
+    with (folder / "attention.csv").open("w") as stream:
+        stream.write("prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n")
+        for c in (16, 64, 256):
+            for k in (0, 64, 256):
+                stream.write(f"{c},{k},0,0,{factor * (5 + c * (c + k) / 1000)}\n")
+        for n in (1, 4, 16):
+            for x in (16, 64, 256):
+                stream.write(f"0,0,{n},{x},{factor * (5 + n * x / 100)}\n")
+    return folder
+
+
+def test_the_size_and_sign_of_errors(tmp_path):
+    result = score(load(NAME), steps(tmp_path / "s.csv"))
+    assert {kind: row["points"] for kind, row in result.items() if kind != "outside_domain"} == {
+        "prefill": 2,
+        "decode": 6,
+        "mixed": 6,
+    }
+    assert max(result[kind]["max"] for kind in ("prefill", "decode", "mixed")) < 1e-9
+    result = score(load(NAME), steps(tmp_path / "slow.csv", 1.25))
+    for kind in ("prefill", "decode", "mixed"):
+        assert result[kind]["mean_error"] == pytest.approx(-0.2)
+        assert result[kind]["median"] == pytest.approx(0.2)
+        assert result[kind]["max"] == pytest.approx(0.2)
+
+
+def test_points_outside_the_domain_are_counted(tmp_path):
+    extra = [(0, 0, 10_000, 10, 1e5), (0, 0, 1, 10**7, 1e5)]
+    assert score(load(NAME), steps(tmp_path / "s.csv", extra=extra))["outside_domain"] == 2
+
+
+def test_fit_then_check(tmp_path, capsys):
+    one, other = kernels(tmp_path / "one"), kernels(tmp_path / "other", 1.25)
+    out = tmp_path / "p.json"
+    assert main([str(one), "-o", str(out), "--check", str(other)]) == 0
+    shown = capsys.readouterr().out
+    # Composed kernels are linear in their times, so a quarter more is a fifth less everywhere.
+    assert shown.count("mean -20.00 %, |error| median 20.00 %") == 2
+    assert main(["--profile", str(out), f"--check={one}"]) == 0
+    assert capsys.readouterr().out.count("median 0.00 %") == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: steps(p, 1e-3), "time_us.*milliseconds"),
+        (lambda p: steps(p, 1e3), "time_us.*nanoseconds"),
+        (lambda p: steps(p, extra=[(0, 0, 1, 16, "nan")]), "s.csv:16: field 'time_us'"),
+        (lambda p: steps(p, extra=[(0, 0, 1, 16, 0)]), "s.csv:16: field 'time_us'"),
+        (lambda p: steps(p, extra=[(0, -1, 1, 16, 5)]), "s.csv:16: field 'kv_prefill'"),
+        (lambda p: steps(p, extra=[(0, 5, 0, 16, 5)]), "no work in this row"),
+        (lambda p: steps(p, columns=(*COLUMNS[:-1], "time_ms")), "field 'time_us': column missing"),
+        (lambda p: p.write_text(",".join(COLUMNS) + "\n0,0,1,16,20000\n"), "at least 8"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, make, words):
+    path = tmp_path / "s.csv"
+    make(path)
+    with pytest.raises(ValueError, match=words):
+        score(load(NAME), path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--check"], "--check needs a value"),
+        (["--profile", NAME], "--check OTHER"),
+        (["--profile", NAME, "--check", "nowhere"], "no 'nowhere'"),
+        (["folder", "--profile", NAME, "--check", "."], "'folder' beside it"),
+        (["--profile", "rtx4091", "--check", "."], "rtx4090"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        main(arguments)
+
+
+def test_the_command(tmp_path):
+    from typer.testing import CliRunner
+
+    path = steps(tmp_path / "s.csv")
+    result = CliRunner().invoke(app, ["calibrate", "--profile", NAME, "--check", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "mixed" in result.output and "median 0.00 %" in result.output
+    result = CliRunner().invoke(app, ["calibrate", "--profile", NAME, "--check", "nowhere"])
+    assert result.exit_code == 2 and "nowhere" in result.stderr

@@ -1,0 +1,236 @@
+"""Layer profiles: schema, laws, the way they are fitted, the published tables, bad files."""
+
+import copy
+import csv
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from servegym.hardware_profiles import MoeLayer, list_moe_layers, list_profiles, load_moe
+from servegym.hardware_profiles.build.moe import (
+    L2_BYTES,
+    MODELS,
+    fit_layer,
+    main,
+    other_shape,
+    small_call_law,
+)
+from servegym.hardware_profiles.profiles import _WARNED, data_path, read_json
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("SERVEGYM_DATA", ROOT.parent / "shared" / "data"))
+QWEN = DATA / "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
+needs_tables = pytest.mark.skipif(
+    not (DATA / "aiconfigurator").is_dir(), reason="kernel tables absent (set SERVEGYM_DATA)"
+)
+NAME = "rtxpro6000-qwen3-30b-a3b"
+NAMES = [f"{card}-{model}" for card in L2_BYTES for model in MODELS]
+
+
+@pytest.fixture
+def raw():
+    return load_moe(NAME).to_dict()
+
+
+def test_expected_names_ship_apart_from_the_whole_models():
+    assert list_moe_layers() == sorted(NAMES)
+    assert not any(name.startswith("moe-") for name in list_profiles())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_layer_obeys_schema_and_round_trips(name, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = read_json(data_path("schema-moe-layer.json"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(read_json(data_path(f"moe-{name}.json")), schema)
+    layer = load_moe(name)
+    layer.save(tmp_path / "copy.json")
+    assert load_moe(tmp_path / "copy.json").to_dict() == layer.to_dict()
+    assert [p.name for p in tmp_path.iterdir()] == ["copy.json"]
+    assert layer.kind == ("derived" if "deepseek" in name else "fitted")
+    assert not layer.layer_times_s.flags.writeable
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_times_respect_the_card(name):
+    layer = load_moe(name)
+    bandwidth = layer.device["memory_bandwidth_bytes_per_s"]
+    read = layer.model["expert_bytes"] / bandwidth
+    assert 0.85 * read < layer.expert_read_s < 2.0 * read
+    assert layer.expert_s(1) >= layer.expert_read_s
+    # One token reads the weights of top_k experts, many read those of all.
+    top_k, experts = layer.model["top_k"], layer.model["experts"]
+    assert layer.layer_s(1) > 0.85 * top_k * read
+    assert layer.layer_s(256) > 0.85 * experts * read
+    flop = 6 * layer.model["hidden_size"] * layer.model["expert_intermediate_size"]
+    work = 4096 * flop / layer.device["tensor_flop_per_s"]
+    assert work < layer.expert_s(4096) < 5 * work
+    assert layer.layer_s(4096) > top_k * work
+
+
+def test_share_and_group_are_parts_of_the_layer():
+    layer = load_moe(NAME)
+    experts, top_k = layer.model["experts"], layer.model["top_k"]
+    for tokens in (64, 512, 4096):
+        each = tokens * top_k / experts
+        assert layer.group_s([each] * experts) == pytest.approx(layer.layer_s(tokens), rel=1e-9)
+    assert layer.group_s([]) == layer.group_s([0, 0]) == 0.0
+    assert layer.expert_s(0) == layer.share_s(0) == layer.layer_s(0) == 0.0
+    one = layer.group_s([1])
+    assert one == pytest.approx(layer.base_s + layer.share_s(1))
+    assert layer.group_s([1, 1, 0]) == pytest.approx(layer.base_s + 2 * layer.share_s(1))
+
+
+@pytest.mark.skipif(not QWEN.is_dir(), reason="kernel timings absent (set SERVEGYM_DATA)")
+def test_layer_agrees_with_another_profiler_of_the_card():
+    layer = load_moe(NAME)
+    whole, small = [], []
+    with (QWEN / "moe.csv").open() as file:
+        for row in csv.DictReader(file):
+            tokens, active = int(row["tokens"]), int(row["activated_experts"])
+            seconds = 1e-6 * float(row["time_us"])
+            if active == 128:
+                whole.append(layer.layer_s(tokens) / seconds - 1)
+            elif tokens <= 128 and active >= 16:
+                guess = layer.group_s([tokens * 8 / active] * active)
+                small.append(guess / seconds - 1)
+    assert np.median(np.abs(whole)) < 0.03 and np.abs(whole).max() < 0.3
+    assert np.median(np.abs(small)) < 0.1
+
+
+@needs_tables
+@pytest.mark.parametrize("model", list(MODELS))
+def test_layers_are_recomputed(model):
+    for card in ("a100-80g", "rtxpro6000"):
+        assert fit_layer(card, model, DATA).to_dict() == load_moe(f"{card}-{model}").to_dict()
+
+
+def test_small_call_law_recovers_a_line_and_skips_cached_calls():
+    model = MODELS["qwen3-30b-a3b"]
+    size = model["expert_bytes"]
+    times = {}
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 1024):
+        active = min(128, 8 * tokens)
+        cached = active * size <= 200e6
+        times[tokens] = (1e-5 if cached else 2e-5 + 6e-6 * active) + 1e-9 * tokens
+    base, read = small_call_law(times, model, 100e6, even=True)
+    assert (base, read) == pytest.approx((2e-5, 6e-6), rel=5e-3)
+    base, read = small_call_law(
+        {1: 1e-5 + 2e-5, 32: 4e-5, 2: 1.0}, MODELS["mixtral-8x7b"], 1, False
+    )
+    assert base >= 0 and read > 0
+
+
+def test_other_shape_is_exact_for_a_reading_and_a_working_layer():
+    timed = MODELS["qwen3-30b-a3b"]
+    wanted = MODELS["deepseek-v2-lite"]
+    size = wanted["expert_bytes"] / timed["expert_bytes"]
+    tokens = np.array([1.0, 4, 16, 64, 256, 1024, 4096])
+
+    def seconds(model, scale):
+        active = np.minimum(model["experts"], tokens * model["top_k"])
+        return 1e-5 + active * 5e-6 * scale + tokens * model["top_k"] * scale * 1e-8
+
+    predicted, law = other_shape(tokens, seconds(timed, 1.0), timed, (1e-5, 5e-6), wanted)
+    np.testing.assert_allclose(predicted, seconds(wanted, size), rtol=1e-9)
+    assert law == pytest.approx((1e-5, 5e-6 * size))
+    same, _ = other_shape(tokens, seconds(timed, 1.0), timed, (1e-5, 5e-6), timed)
+    np.testing.assert_allclose(same, seconds(timed, 1.0), rtol=1e-12)
+
+
+def test_check_domain_warns_once_and_names_the_domain():
+    layer = load_moe("h100-mixtral-8x7b")
+    _WARNED.discard("moe-h100-mixtral-8x7b")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert layer.check_domain(expert_tokens=4096, layer_tokens=16384)
+    with pytest.warns(UserWarning, match=r"layer_tokens <= 16384\): layer_tokens 20000 > 16384"):
+        assert not layer.check_domain(layer_tokens=20000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not layer.check_domain(layer_tokens=20000)
+
+
+_GONE = object()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("format",), "servegym-hardware-profile/1", "field 'format'"),
+        (("kind",), "guessed", "must be one of measured, fitted, derived"),
+        (("surprise",), 1, "unknown field"),
+        (("model", "expert_bytes"), 1000, "must be 3 x hidden_size"),
+        (("model", "top_k"), 200, "must be <= 128 experts"),
+        (("model", "shared_experts"), -1, "must be >= 0"),
+        (("model", "experts"), _GONE, "'model.experts': missing"),
+        (("law", "layer_s", 2), float("nan"), r"'law.layer_s\[2\]': got nan"),
+        (("law", "layer_s", 2), 850.0, "are the times in milliseconds or microseconds"),
+        (("law", "layer_s", 2), 0.0, "no call takes no time"),
+        (("law", "layer_s", -1), 1e-5, "falls at the end of layer_tokens"),
+        (("law", "expert_s"), [1e-3], "has 1 entries; must have"),
+        (("law", "expert_s", 0), 1e-8, "reading an expert takes at least"),
+        (("law", "expert_tokens", 0), 2, "must start at <= 1"),
+        (("law", "layer_tokens", 3), 2, "must exceed"),
+        (("law", "expert_read_s"), 0.0, "must be > 0"),
+        (("law", "base_s"), 39.0, "milliseconds or microseconds"),
+        (("domain", "max_layer_tokens"), 0, "must be >= 1"),
+        (("fit_error", "layer_random_third", "max"), _GONE, "layer_random_third.max': missing"),
+        (("provenance", "licence"), "", "must be a non-empty string"),
+        (("device", "memory_bytes"), "24 GB", "must be a number"),
+    ],
+)
+def test_bad_field_is_refused(raw, path, value, message):
+    bad = copy.deepcopy(raw)
+    where = bad
+    for key in path[:-1]:
+        where = where[key]
+    if value is _GONE:
+        del where[path[-1]]
+    else:
+        where[path[-1]] = value
+    with pytest.raises(ValueError, match=message) as caught:
+        MoeLayer.from_dict(bad, "bad.json")
+    assert "bad.json" in str(caught.value)
+
+
+def test_provenance_needs_commit_or_date(raw):
+    del raw["provenance"]["commit"], raw["provenance"]["date"]
+    with pytest.raises(ValueError, match="commit or a date"):
+        MoeLayer.from_dict(raw)
+
+
+def test_unknown_names_give_the_nearest(tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'h100-mixtral-8x7b'"):
+        load_moe("h100-mixtral-8x7")
+    with pytest.raises(ValueError, match="did you mean 'mixtral-8x7b'"):
+        fit_layer("h100", "mixtral", tmp_path)
+    with pytest.raises(ValueError, match="did you mean 'h100'"):
+        fit_layer("h200", "mixtral-8x7b", tmp_path)
+
+
+def test_bad_tables_are_refused(tmp_path, capsys):
+    assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "a100_sxm_vllm_moe_perf.csv: cannot be read" in capsys.readouterr().err
+    path = tmp_path / "aiconfigurator" / "h100_sxm_vllm_moe_perf.csv"
+    path.parent.mkdir()
+    names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts")
+    names += ("moe_tp_size", "moe_ep_size", "distribution", "latency")
+
+    def write(rows):
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([names, *rows])
+
+    shape = (4096, 14336, 2, 8, 1, 1, "balanced")
+    write([(n, *shape, 0.3 * n) for n in range(1, 8)] + [(9, 1, *shape[1:], 0.3)])
+    with pytest.raises(ValueError, match="7 sizes of .* time at least 8"):
+        fit_layer("h100", "mixtral-8x7b", tmp_path)
+    write([(n, *shape, "nan" if n == 3 else 0.3) for n in range(1, 10)])
+    with pytest.raises(ValueError, match=r"moe_perf.csv:4: field 'latency': got nan"):
+        fit_layer("h100", "mixtral-8x7b", tmp_path)
+    write([(max(n, 2), *shape, 0.3) for n in range(1, 10)])
+    with pytest.raises(ValueError, match="give every size once"):
+        fit_layer("h100", "mixtral-8x7b", tmp_path)

@@ -1,0 +1,151 @@
+"""Gymnasium's wrappers on every id, and scripts that know nothing of this package but an id."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces, wrappers
+
+import servegym
+
+from .settings import FLAT_IDS, SMALL, STEPS, as_box, make
+
+every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
+FAMILIES = {
+    name: [i for i in SMALL if name in i] for name in ("Routing", "Serverless", "Placement")
+}
+CLEANRL = Path(__file__).with_name("cleanrl_style_ppo.py")
+
+
+def play(env, seed=0):
+    """One episode of random actions: its observations and rewards, and the last info."""
+    observation, _ = env.reset(seed=seed)
+    seen, rewards, ended = [observation], [], False
+    while not ended:
+        observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+        seen.append(observation)
+        rewards.append(reward)
+        ended = terminated or truncated
+    return seen, rewards, info
+
+
+@every_id
+def test_record_episode_statistics(env_id):
+    env = wrappers.RecordEpisodeStatistics(make(env_id))
+    _, rewards, info = play(env)
+    assert info["episode"]["l"] == len(rewards) == STEPS[env_id]
+    assert info["episode"]["r"] == pytest.approx(sum(rewards), abs=1e-5)
+    assert "episode_kpis" in info
+
+
+@every_id
+def test_flatten_observation(env_id):
+    env = wrappers.FlattenObservation(make(env_id))
+    flat, rewards, _ = play(env)
+    plain, same_rewards, _ = play(make(env_id))
+    assert rewards == same_rewards
+    for mine, theirs in zip(flat, plain, strict=True):
+        assert mine.ndim == 1 and env.observation_space.contains(mine)
+        back = spaces.unflatten(env.unwrapped.observation_space, mine)
+        pairs = (
+            [(back[k], theirs[k]) for k in theirs] if isinstance(theirs, dict) else [(back, theirs)]
+        )
+        for one, two in pairs:
+            np.testing.assert_array_equal(one, two)
+
+
+@every_id
+def test_time_limit(env_id):
+    env = wrappers.TimeLimit(make(env_id), max_episode_steps=3)
+    env.reset(seed=0)
+    ends = [env.step(env.action_space.sample())[2:4] for _ in range(3)]
+    assert ends == [(False, False)] * 2 + [(False, True)]
+
+
+@every_id
+def test_normalize_observation(env_id):
+    env = wrappers.NormalizeObservation(as_box(make(env_id)))
+    normal, _, _ = play(env)
+    plain, _, _ = play(as_box(make(env_id)))
+    np.testing.assert_allclose(env.obs_rms.mean, np.mean(plain, axis=0), rtol=1e-3, atol=1e-3)
+    assert np.isfinite(normal).all()
+
+
+@every_id
+def test_record_video(env_id, tmp_path):
+    pytest.importorskip("moviepy", reason="RecordVideo writes with moviepy")
+    from moviepy import VideoFileClip
+
+    assert "rgb_array" in gym.make(env_id, **SMALL[env_id]).metadata["render_modes"]
+    env = wrappers.RecordVideo(
+        wrappers.TimeLimit(make(env_id, render_mode="rgb_array"), 4), str(tmp_path / "videos")
+    )
+    play(env)
+    env.close()
+    (video,) = tmp_path.glob("videos/*.mp4")
+    with VideoFileClip(str(video)) as clip:
+        assert clip.n_frames == 5  # the first observation's and one a step
+        height, width, _ = env.unwrapped.render().shape
+        # The encoder takes even sizes only.
+        assert abs(clip.w - width) <= 1 and abs(clip.h - height) <= 1
+
+
+SCRIPT = """
+import json, sys
+import gymnasium
+for env_id, (kwargs, steps) in json.loads(sys.argv[1]).items():
+    env = gymnasium.make("servegym:" + env_id, **kwargs)
+    observation, info = env.reset(seed=0)
+    count, ended = 0, False
+    while not ended:
+        mask = info.get("action_mask")
+        if isinstance(env.action_space, gymnasium.spaces.MultiDiscrete):
+            sizes = env.action_space.nvec.cumsum()
+            mask = tuple(mask[end - size : end] for end, size in zip(sizes, env.action_space.nvec))
+        action = env.action_space.sample(mask)
+        observation, reward, terminated, truncated, info = env.step(action)
+        count, ended = count + 1, terminated or truncated
+    assert count == steps, count
+    envs = gymnasium.make_vec("servegym:" + env_id, num_envs=4, **kwargs)
+    observation, info = envs.reset(seed=0)
+    for _ in range(3):
+        observation, rewards, *_ = envs.step(envs.action_space.sample())
+    assert rewards.shape == (4,) and envs.observation_space.contains(observation)
+    assert type(envs.unwrapped).__name__.endswith("VectorEnv"), envs
+    assert type(envs.unwrapped).__module__.startswith("servegym."), "not the native one"
+    print(env_id)
+"""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_script_that_knows_gymnasium_alone(family):
+    """The id carries its module: nothing but gymnasium is imported."""
+    ids = FAMILIES[family]
+    told = json.dumps({env_id: (SMALL[env_id], STEPS[env_id]) for env_id in ids})
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT, told],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ids
+
+
+@pytest.mark.parametrize("env_id", FLAT_IDS)
+def test_a_cleanrl_style_script_runs_by_its_env_id(env_id):
+    pytest.importorskip("torch", reason="the script trains a network")
+    source = CLEANRL.read_text(encoding="utf-8")
+    assert "servegym" not in source
+    done = subprocess.run(
+        [sys.executable, str(CLEANRL), "--env-id", f"servegym:{env_id}",
+         "--total-timesteps", "2304", "--num-envs", "2", "--num-steps", "576"],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = dict(line.split("=") for line in done.stdout.split())
+    episodes = 1152 // gym.make(env_id).unwrapped.problem.episode_requests
+    assert int(told["global_step"]) == 2304 and int(told["episodes"]) == 2 * episodes > 0
+    assert float(told["weights_moved"]) > 0.0 and np.isfinite(float(told["mean_return"]))

@@ -1,0 +1,110 @@
+"""Tianshou 2 collects from the environments and trains its own DQN, masks included."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+pytest.importorskip("torch", reason="Tianshou needs torch")
+pytest.importorskip("tianshou", minversion="2.0", reason="Tianshou 2 is not installed")
+
+import torch
+from tianshou.algorithm.modelfree.dqn import DQN, DiscreteQLearningPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import Collector, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv
+from tianshou.trainer import OffPolicyTrainerParams
+from tianshou.utils.net.common import Net
+from tianshou.utils.torch_utils import policy_within_training_step
+
+from .settings import ROUTING, make
+
+torch.set_num_threads(1)
+FLAT = "servegym/LLMRoutingFlat-v0"
+CROWDED = {**ROUTING, "rate": 60.0, "waiting_capacity": 1, "running_capacity": 1}
+
+
+class WithMask(gym.ObservationWrapper):
+    """The mask in the observation, under the names by which Tianshou looks for it."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        mask = spaces.MultiBinary(int(env.action_space.n))
+        self.observation_space = spaces.Dict(obs=env.observation_space, mask=mask)
+
+    def observation(self, observation):
+        return {"obs": observation, "mask": self.unwrapped.action_masks().astype(np.int8)}
+
+
+def dqn(space, actions):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    policy = DiscreteQLearningPolicy(
+        model=Net(state_shape=space.shape, action_shape=int(actions.n), hidden_sizes=[32]),
+        action_space=actions, observation_space=space, eps_training=0.3,
+    )  # fmt: skip
+    return DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3), target_update_freq=20)
+
+
+def weights(algorithm):
+    return torch.nn.utils.parameters_to_vector(algorithm.policy.parameters()).detach().clone()
+
+
+def test_its_trainer_trains_dqn():
+    one = make(FLAT)
+    algorithm = dqn(one.observation_space, one.action_space)
+    before = weights(algorithm)
+    envs = DummyVectorEnv([lambda: make(FLAT) for _ in range(2)])
+    tests = DummyVectorEnv([lambda: make(FLAT, split="val")])
+    buffer = VectorReplayBuffer(500, 2)
+    collector = Collector(algorithm, envs, buffer, exploration_noise=True)
+    collector.reset()
+    result = algorithm.run_training(
+        OffPolicyTrainerParams(
+            training_collector=collector,
+            test_collector=Collector(algorithm, tests),
+            max_epochs=1,
+            epoch_num_steps=240,
+            collection_step_num_env_steps=40,
+            update_step_num_gradient_steps_per_sample=0.1,
+            batch_size=32,
+            test_step_num_episodes=2,
+        )  # fmt: skip
+    )
+    assert result.train_step == 240 and result.train_episode == 8
+    assert len(buffer) == 240
+    after = weights(algorithm)
+    assert torch.isfinite(after).all() and not torch.equal(before, after)
+
+
+def test_a_collected_episode_is_paid_what_gymnasium_pays():
+    one = make(FLAT)
+    algorithm = dqn(one.observation_space, one.action_space)
+    buffer = VectorReplayBuffer(100, 1)
+    collector = Collector(algorithm, DummyVectorEnv([lambda: make(FLAT)]), buffer)
+    stats = collector.collect(n_episode=1, reset_before_collect=True, gym_reset_kwargs={"seed": 5})
+    one.reset(seed=5)
+    paid = [one.step(int(action))[1] for action in buffer.act[: len(buffer)]]
+    np.testing.assert_allclose(buffer.rew[: len(buffer)], paid, atol=1e-6)
+    assert len(paid) == 30 and stats.returns[0] == pytest.approx(sum(paid), abs=1e-4)
+
+
+def test_dqn_obeys_the_masks():
+    def crowded():
+        return gym.make(FLAT, **CROWDED)
+
+    one = crowded()
+    algorithm = dqn(one.observation_space, one.action_space)
+    buffer = VectorReplayBuffer(400, 2)
+    envs = DummyVectorEnv([lambda: WithMask(crowded()) for _ in range(2)])
+    collector = Collector(algorithm, envs, buffer, exploration_noise=True)
+    collector.collect(n_step=240, reset_before_collect=True)
+    rows = buffer.sample_indices(0)
+    masks, actions = buffer.obs.mask[rows], buffer.act[rows]
+    assert len(rows) == 240 and (masks == 0).any(axis=1).sum() > 80, "full experts are needed"
+    # What the greedy choice may take is masked, what exploration draws as well.
+    assert masks[np.arange(240), actions].all()
+    before = weights(algorithm)
+    with policy_within_training_step(algorithm.policy):
+        algorithm.update(buffer=buffer, sample_size=32)
+    assert not torch.equal(before, weights(algorithm))
