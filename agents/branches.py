@@ -65,9 +65,13 @@ class Branches:
         self.batch = RoutingBatch(problem, tries * self.envs.num_envs)
 
     def returns(
-        self, actions: NDArray[np.int64], legal: NDArray[np.bool_], horizon_s: float,
-        values: Values, near: float = 0.0,
-    ) -> NDArray[np.float32]:  # fmt: skip
+        self,
+        actions: NDArray[np.int64],
+        legal: NDArray[np.bool_],
+        horizon_s: float,
+        values: Values,
+        near: float = 0.0,
+    ) -> NDArray[np.float32]:
         """Sum of the rewards of each action and of what follows it on the same future.
 
         There is no discount: a score is paid when the request is let in and taken back when it ends
@@ -112,9 +116,13 @@ class Branches:
 
 
 def choose_candidates(
-    value: NDArray[np.floating[Any]], first: NDArray[np.int64], mask: NDArray[Any], count: int,
-    spread: float, rng: np.random.Generator,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:  # fmt: skip
+    value: NDArray[np.floating[Any]],
+    first: NDArray[np.int64],
+    mask: NDArray[Any],
+    count: int,
+    spread: float,
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Actions to try and which of them are legal, (B, count) each.
 
     The first is given, the others are drawn without replacement with probabilities that rise with

@@ -174,9 +174,11 @@ class HANLayer(nn.Module):
         self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
         names = ("expert__arrived", "running__expert", "waiting__expert")
         self.src, self.dst = (
-            nn.ParameterDict({k: nn.Parameter(torch.empty(WIDTH, 1).uniform_(-0.5, 0.5))
-                              for k in names}) for _ in range(2)
-        )  # fmt: skip
+            nn.ParameterDict(
+                {k: nn.Parameter(torch.empty(WIDTH, 1).uniform_(-0.5, 0.5)) for k in names}
+            )
+            for _ in range(2)
+        )
         self.register_buffer("blocks", torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 0), False)
         self.k_lin = nn.Linear(WIDTH, WIDTH)
         self.q = nn.Parameter(torch.empty(WIDTH).uniform_(-0.3, 0.3))
@@ -243,8 +245,13 @@ class HAN(nn.Module):
         self, rows: Tensor, law: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Features of the nodes that exist, and the flat expert index of the queued requests."""
-        parts: dict[str, Tensor] = dict(zip(("arrived", "expert", "running", "waiting", "mr", "mw"),
-                         rows.split(self.layout.sizes, -1), strict=True))  # fmt: skip
+        parts: dict[str, Tensor] = dict(
+            zip(
+                ("arrived", "expert", "running", "waiting", "mr", "mw"),
+                rows.split(self.layout.sizes, -1),
+                strict=True,
+            )
+        )
         wide, request = self.layout.widths
         expert = parts["expert"].reshape(-1, wide)
         if law is not None:
@@ -276,9 +283,11 @@ class Sets(nn.Module):
         self.layout = layout
         expert, request = layout.widths
         self.each = nn.Sequential(
-            nn.Linear(2 + expert + law + 2 * request, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH),
+            nn.Linear(2 + expert + law + 2 * request, WIDTH),
             nn.ReLU(),
-        )  # fmt: skip
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+        )
         self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
     def forward(self, rows: Tensor, law: Tensor | None) -> tuple[Tensor, Tensor]:

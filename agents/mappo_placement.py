@@ -309,8 +309,10 @@ def train(args: Args) -> Path:
                 advantage[t], following = running, b_value[t]
             goals = advantage + b_value
             advantage = group_advantage(advantage, args.members)
-        flat = [x.reshape(size, *x.shape[2:]) for x in
-                (b_x, b_state, b_z, b_moved, b_free, b_logp, advantage, goals)]  # fmt: skip
+        flat = [
+            x.reshape(size, *x.shape[2:])
+            for x in (b_x, b_state, b_z, b_moved, b_free, b_logp, advantage, goals)
+        ]
         for _ in range(args.update_epochs):
             for index in torch.randperm(size).chunk(args.num_minibatches):
                 x, whole, z, moved, free, old, adv, goal = (f[index] for f in flat)
@@ -337,17 +339,25 @@ def train(args: Args) -> Path:
             "charts/episodic_return": b_reward.sum(0).mean().item(),
             "charts/mean_latency_s": float(np.mean([k["mean_latency_s"] for k in kpis])),
             "charts/migrations": float(np.mean([k["migrations"] for k in kpis])),
-            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
-            "charts/std": std, "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "charts/std": std,
+            "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
             "losses/approx_kl": kl,
-        }  # fmt: skip
+        }
         if crossed(args.eval_every, step - size, step) or iteration + 1 == updates:
             metrics |= check(step)
         log.write(step, metrics)
         if args.save_model:
-            snapshot(run / "state.pt", agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                     random=torch.get_rng_state(), best=best, iteration=iteration + 1,
-                     log_bytes=log.size)  # fmt: skip
+            snapshot(
+                run / "state.pt",
+                agent=agent.state_dict(),
+                optimizer=optimizer.state_dict(),
+                random=torch.get_rng_state(),
+                best=best,
+                iteration=iteration + 1,
+                log_bytes=log.size,
+            )
     log.close()
     return run
 

@@ -40,10 +40,18 @@ def setting_word(system: Any) -> str:
         system: A `Problem` or the description of one.
     """
     c = system.cluster
-    numbers = (c.slots, c.gpu_server, c.link_bytes_s, c.latency_s, system.interarrival_s,
-               c.expert_base_s, c.expert_token_s, c.dense_base_s, c.dense_token_s,
-               [c.layers, c.experts, c.message_cost_s, c.pcie_bytes_s,
-                c.pcie_latency_s])  # fmt: skip
+    numbers = (
+        c.slots,
+        c.gpu_server,
+        c.link_bytes_s,
+        c.latency_s,
+        system.interarrival_s,
+        c.expert_base_s,
+        c.expert_token_s,
+        c.dense_base_s,
+        c.dense_token_s,
+        [c.layers, c.experts, c.message_cost_s, c.pcie_bytes_s, c.pcie_latency_s],
+    )
     words = [np.ascontiguousarray(part, dtype=np.float64).tobytes() for part in numbers]
     text = f"{c.model} {c.link_model} {c.messages} {system.migration_source} " + " ".join(
         system.tasks

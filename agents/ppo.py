@@ -98,9 +98,15 @@ class Agent(nn.Module):
         self.experts, self.columns, self.actions, self.width = experts, columns, actions, width
         if not experts:
             self.actor, self.critic = (
-                nn.Sequential(layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh(),
-                              layer(width, out, std)) for out, std in ((actions, 0.01), (1, 1.0))
-            )  # fmt: skip
+                nn.Sequential(
+                    layer(columns, width),
+                    nn.Tanh(),
+                    layer(width, width),
+                    nn.Tanh(),
+                    layer(width, out, std),
+                )
+                for out, std in ((actions, 0.01), (1, 1.0))
+            )
             return
         part = (columns - 1) // experts  # a row is L, then one part per expert
         if part * experts + 1 != columns or actions != experts + 1:
@@ -223,8 +229,10 @@ def train(args: Args) -> Path:
                 running = delta + args.gamma * args.gae_lambda * (1 - b_done[t]) * running
                 advantage[t] = running
         step += size
-        flat = [x.reshape(size, *x.shape[2:]) for x in
-                (b_obs, b_mask, b_action, b_logp, advantage, advantage + b_value)]  # fmt: skip
+        flat = [
+            x.reshape(size, *x.shape[2:])
+            for x in (b_obs, b_mask, b_action, b_logp, advantage, advantage + b_value)
+        ]
         for _ in range(args.update_epochs):
             for index in torch.randperm(size, device=device).chunk(args.num_minibatches):
                 x, legal, action, old, adv, goal = (f[index] for f in flat)
@@ -242,10 +250,12 @@ def train(args: Args) -> Path:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
         metrics = {
-            "charts/SPS": log.advance(step), "losses/policy_loss": policy_loss.item(),
-            "losses/value_loss": value_loss.item(), "losses/entropy": entropy.item(),
+            "charts/SPS": log.advance(step),
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
-        }  # fmt: skip
+        }
         if finished:
             metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
         if step // args.eval_every > evaluated or iteration + 1 == updates:

@@ -200,10 +200,16 @@ def train(args: Args) -> Path:
 
     obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     s: dict[str, Any] = {  # everything else that a resumed run needs
-        "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "obs": obs, "qos": [],
+        "step": 0,
+        "best": -np.inf,
+        "center": 0.0,
+        "log_size": 0,
+        "obs": obs,
+        "qos": [],
         "size": None,
-        "mask": info["action_mask"], "shares": np.zeros(actions),
-    }  # fmt: skip
+        "mask": info["action_mask"],
+        "shares": np.zeros(actions),
+    }
     if has_snapshot(args.resume, run / "snapshot.pt"):
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
@@ -259,16 +265,19 @@ def train(args: Args) -> Path:
                     s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
         if not s["step"]:
             s["center"] = float(b_reward.mean())
-        adv = advantages(b_reward - s["center"], b_done, b_value, b_next,
-                         args.gamma, args.gae_lambda)  # fmt: skip
+        adv = advantages(
+            b_reward - s["center"], b_done, b_value, b_next, args.gamma, args.gae_lambda
+        )
         size_now = adv.square().mean(0).sqrt()
         s["size"] = size_now if s["size"] is None else torch.lerp(s["size"], size_now, 0.1)
         s["center"] += 0.1 * (float(b_reward.mean()) - s["center"])
         s["step"] += size
         goals = adv + b_value
         weighed = adv / (s["size"] + 1e-3) if args.balance else adv
-        flat = [x.reshape(size, *x.shape[2:])
-                for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighed, goals)]  # fmt: skip
+        flat = [
+            x.reshape(size, *x.shape[2:])
+            for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighed, goals)
+        ]
         act, spread = done_share >= args.critic_warmup, float(goals.var())
         for _ in range(args.update_epochs):
             for index in torch.randperm(size).chunk(args.num_minibatches):
@@ -291,11 +300,13 @@ def train(args: Args) -> Path:
         follow(averaged, agent, args.average)
         metrics = {
             "charts/SPS": log.advance(s["step"]),
-            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
-            "losses/entropy": entropy.item(), "losses/reward_mean": s["center"],
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.item(),
+            "losses/reward_mean": s["center"],
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
             "losses/explained_variance": 1 - float(adv.var()) / spread,
-        }  # fmt: skip
+        }
         metrics |= {f"charts/share_{k}": v for k, v in enumerate(s["shares"] / s["shares"].sum())}
         if s["qos"]:
             metrics["charts/avg_qos"] = float(np.mean(s["qos"]))
@@ -311,10 +322,15 @@ def train(args: Args) -> Path:
         log.write(s["step"], metrics)
         if crossed(args.checkpoint_every, s["step"] - size, s["step"]):
             s["log_size"] = log.size
-            snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
-                     averaged=averaged.state_dict(),
-                     optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),
-                     rng=torch.get_rng_state())  # fmt: skip
+            snapshot(
+                run / "snapshot.pt",
+                agent=agent.state_dict(),
+                state=s,
+                averaged=averaged.state_dict(),
+                optimizer=optimizer.state_dict(),
+                envs=pickle.dumps(envs),
+                rng=torch.get_rng_state(),
+            )
     log.close()
     envs.close()
     return run

@@ -116,9 +116,13 @@ class Agent(nn.Module):
     """
 
     def __init__(
-        self, columns: int, width: int, outputs: int = 2, move_bias: float = -4.0,
+        self,
+        columns: int,
+        width: int,
+        outputs: int = 2,
+        move_bias: float = -4.0,
         table: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.columns = columns
         self.shape = {"width": width, "outputs": outputs, "table": table}
@@ -292,8 +296,10 @@ def train(args: Args) -> Path:
                 advantage[t], following = running, b_value[t]
             goals = advantage + b_value
             advantage = group_advantage(advantage, args.members)
-        flat = [x.reshape(size, *x.shape[2:]) for x in
-                (b_x, b_z, b_moved, b_free, b_logp, advantage, goals)]  # fmt: skip
+        flat = [
+            x.reshape(size, *x.shape[2:])
+            for x in (b_x, b_z, b_moved, b_free, b_logp, advantage, goals)
+        ]
         for _ in range(args.update_epochs):
             for index in torch.randperm(size).chunk(args.num_minibatches):
                 x, z, moved, free, old, adv, goal = (f[index] for f in flat)
@@ -320,17 +326,25 @@ def train(args: Args) -> Path:
             "charts/episodic_return": b_reward.sum(0).mean().item(),
             "charts/mean_latency_s": float(np.mean(kpis["mean_latency_s"])),
             "charts/migrations": float(np.mean(kpis["migrations"])),
-            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
-            "charts/std": std, "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "charts/std": std,
+            "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
             "losses/approx_kl": kl,
-        }  # fmt: skip
+        }
         if crossed(args.eval_every, step - size, step) or iteration + 1 == updates:
             metrics |= check(step)
         log.write(step, metrics)
         if args.save_model:
-            snapshot(run / "state.pt", agent=agent.state_dict(), optimizer=optimizer.state_dict(),
-                     random=torch.get_rng_state(), best=best, iteration=iteration + 1,
-                     log_bytes=log.size)  # fmt: skip
+            snapshot(
+                run / "state.pt",
+                agent=agent.state_dict(),
+                optimizer=optimizer.state_dict(),
+                random=torch.get_rng_state(),
+                best=best,
+                iteration=iteration + 1,
+                log_bytes=log.size,
+            )
     log.close()
     envs.close()
     return run

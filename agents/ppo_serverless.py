@@ -275,10 +275,16 @@ def train(args: Args) -> Path:
     if not args.teacher:
         agent.observe(torch.as_tensor(obs, device=device))
     s: dict[str, Any] = {  # everything else that a resumed run needs
-        "iteration": 0, "best": -np.inf, "evaluated": 0, "log_size": 0, "obs": obs,
-        "mask": masks(info, n, actions), "returns": np.zeros(n), "center": 0.0,
+        "iteration": 0,
+        "best": -np.inf,
+        "evaluated": 0,
+        "log_size": 0,
+        "obs": obs,
+        "mask": masks(info, n, actions),
+        "returns": np.zeros(n),
+        "center": 0.0,
         "previous": torch.zeros((n, parts), dtype=torch.long, device=device),
-    }  # fmt: skip
+    }
     if resumed:
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
@@ -341,8 +347,10 @@ def train(args: Args) -> Path:
                 advantage = (group - others).view(shape)
         s["iteration"] += 1
         step = s["iteration"] * size
-        flat = [x.reshape(size, *x.shape[2:]) for x in
-                (b_obs, b_previous, b_mask, b_action, b_logp, advantage, goals)]  # fmt: skip
+        flat = [
+            x.reshape(size, *x.shape[2:])
+            for x in (b_obs, b_previous, b_mask, b_action, b_logp, advantage, goals)
+        ]
         for _ in range(args.update_epochs):
             for index in torch.randperm(size).chunk(args.num_minibatches):
                 x, before, legal, action, old, adv, goal = (f[index] for f in flat)
@@ -364,13 +372,16 @@ def train(args: Args) -> Path:
                 optimizer.step()
         agent.observe(flat[0])
         metrics = {
-            "charts/SPS": log.advance(step), "charts/reward": b_reward.mean().item(),
-            "losses/policy_loss": policy_loss.item(), "losses/value_loss": value_loss.item(),
+            "charts/SPS": log.advance(step),
+            "charts/reward": b_reward.mean().item(),
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
             "losses/entropy": entropy.sum().item(),
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
-            "losses/advantage_std": alone, "charts/entropy_keep": entropy[0].item(),
+            "losses/advantage_std": alone,
+            "charts/entropy_keep": entropy[0].item(),
             "losses/advantage_std_less_others": advantage.std().item(),
-        }  # fmt: skip
+        }
         metrics |= {f"charts/entropy_{k}": e for k, e in enumerate(entropy[1:].tolist())}
         if finished:
             metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
@@ -384,9 +395,14 @@ def train(args: Args) -> Path:
         log.write(step, metrics)
         if crossed(args.checkpoint_every, step - size, step):
             s["log_size"] = log.size
-            snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
-                     optimizer=optimizer.state_dict(), envs=pickle.dumps(envs),
-                     rng=torch.get_rng_state())  # fmt: skip
+            snapshot(
+                run / "snapshot.pt",
+                agent=agent.state_dict(),
+                state=s,
+                optimizer=optimizer.state_dict(),
+                envs=pickle.dumps(envs),
+                rng=torch.get_rng_state(),
+            )
     log.close()
     envs.close()
     return run

@@ -200,9 +200,15 @@ def train(args: Args) -> Path:
 
     obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     s: dict[str, Any] = {  # everything else that a resumed run needs
-        "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "obs": obs, "qos": [],
-        "mask": info["action_mask"], "shares": np.zeros(actions),
-    }  # fmt: skip
+        "step": 0,
+        "best": -np.inf,
+        "center": 0.0,
+        "log_size": 0,
+        "obs": obs,
+        "qos": [],
+        "mask": info["action_mask"],
+        "shares": np.zeros(actions),
+    }
     if has_snapshot(args.resume, run / "snapshot.pt"):
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         agent.load_state_dict(saved["agent"])
@@ -280,11 +286,13 @@ def train(args: Args) -> Path:
                 values.append(q.mean().item())
         follow(averaged, agent, args.average)
         metrics = {
-            "charts/SPS": log.advance(s["step"]), "charts/epsilon": epsilon,
-            "losses/td_loss": float(np.mean(losses)), "losses/q_values": float(np.mean(values)),
+            "charts/SPS": log.advance(s["step"]),
+            "charts/epsilon": epsilon,
+            "losses/td_loss": float(np.mean(losses)),
+            "losses/q_values": float(np.mean(values)),
             "losses/explained_variance": 1 - losses[-1] / float(goals.var()),
             "losses/reward_mean": s["center"],
-        }  # fmt: skip
+        }
         metrics |= {f"charts/share_{k}": v for k, v in enumerate(s["shares"] / s["shares"].sum())}
         if s["qos"]:
             metrics["charts/avg_qos"] = float(np.mean(s["qos"]))
@@ -302,10 +310,16 @@ def train(args: Args) -> Path:
         log.write(s["step"], metrics)
         if crossed(args.checkpoint_every, s["step"] - size, s["step"]):
             s["log_size"] = log.size
-            snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
-                     averaged=averaged.state_dict(), optimizer=optimizer.state_dict(),
-                     envs=pickle.dumps(envs), rng=rng.bit_generator.state,
-                     torch_rng=torch.get_rng_state())  # fmt: skip
+            snapshot(
+                run / "snapshot.pt",
+                agent=agent.state_dict(),
+                state=s,
+                averaged=averaged.state_dict(),
+                optimizer=optimizer.state_dict(),
+                envs=pickle.dumps(envs),
+                rng=rng.bit_generator.state,
+                torch_rng=torch.get_rng_state(),
+            )
     log.close()
     envs.close()
     return run

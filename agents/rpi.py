@@ -271,12 +271,18 @@ def fit(agent: Agent, points: Sequence[Point], args: Args) -> dict[str, float]:
             nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    nothing = torch.cat([
-        (one.weight[:, None] * one.there * one.gain.square()).sum(1)[part]
-        for one in lessons for part in one.held_out()
-    ])  # fmt: skip
-    return {"losses/held_out": held_out(), "losses/held_out_heuristic": start,
-            "losses/held_out_nothing": float(nothing.mean())}  # fmt: skip
+    nothing = torch.cat(
+        [
+            (one.weight[:, None] * one.there * one.gain.square()).sum(1)[part]
+            for one in lessons
+            for part in one.held_out()
+        ]
+    )
+    return {
+        "losses/held_out": held_out(),
+        "losses/held_out_heuristic": start,
+        "losses/held_out_nothing": float(nothing.mean()),
+    }
 
 
 def evaluate(agent: Agent, points: Sequence[Point]) -> dict[str, float]:
@@ -302,8 +308,10 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     if args.candidates < 2 or args.skip < 1 or not args.horizon_s > 0:
-        raise ValueError(f"candidates, skip and horizon_s: must be at least 2, 1 and above 0, got "
-                         f"{args.candidates}, {args.skip} and {args.horizon_s}")  # fmt: skip
+        raise ValueError(
+            f"candidates, skip and horizon_s: must be at least 2, 1 and above 0, got "
+            f"{args.candidates}, {args.skip} and {args.horizon_s}"
+        )
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -346,16 +354,23 @@ def train(args: Args) -> Path:
             result = evaluate(agent, points)
             log.say(s["labels"], result)
             decisions = each * len(points) * s["step"]
-            log.write(s["labels"], {"charts/SPS": log.sps, "charts/decisions": decisions}
-                      | metrics | result)  # fmt: skip
+            log.write(
+                s["labels"],
+                {"charts/SPS": log.sps, "charts/decisions": decisions} | metrics | result,
+            )
             agent.turn_to(points[0].layout, points[0].model)
             write = partial(save_policy, agent, args)
             s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
         if crossed(args.checkpoint_every, before, s["labels"]):
             s["log_size"] = log.size
-            snapshot(run / "snapshot.pt", agent=agent.state_dict(), state=s,
-                     points=pickle.dumps([point.state() for point in points]),
-                     rng=rng.bit_generator.state, torch_rng=torch.get_rng_state())  # fmt: skip
+            snapshot(
+                run / "snapshot.pt",
+                agent=agent.state_dict(),
+                state=s,
+                points=pickle.dumps([point.state() for point in points]),
+                rng=rng.bit_generator.state,
+                torch_rng=torch.get_rng_state(),
+            )
     log.close()
     for point in points:
         point.envs.close()

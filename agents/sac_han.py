@@ -189,9 +189,14 @@ def critic_target(
 
 
 def update(
-    agent: Agent, target: Agent, log_alpha: Tensor, optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Tensor], args: Args, act: bool = True,
-) -> dict[str, Tensor]:  # fmt: skip
+    agent: Agent,
+    target: Agent,
+    log_alpha: Tensor,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Tensor],
+    args: Args,
+    act: bool = True,
+) -> dict[str, Tensor]:
     """One gradient step on critics, encoder, actor and temperature; the target follows by tau."""
     alpha = log_alpha.exp().item()
     with torch.no_grad():
@@ -218,9 +223,14 @@ def update(
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
     follow(target, agent, args.tau)
-    log = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss, "losses/actor_loss": actor_loss,
-           "losses/qf1_values": q1.mean(), "losses/alpha": log_alpha.exp(),
-           "charts/policy_entropy": entropy.mean()}  # fmt: skip
+    log = {
+        "losses/qf1_loss": q1_loss,
+        "losses/qf2_loss": q2_loss,
+        "losses/actor_loss": actor_loss,
+        "losses/qf1_values": q1.mean(),
+        "losses/alpha": log_alpha.exp(),
+        "charts/policy_entropy": entropy.mean(),
+    }
     return {k: v.detach() for k, v in log.items()}
 
 
@@ -260,21 +270,36 @@ def train(args: Args) -> Path:
     log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
     slow = list(agent.actor.parameters())
     fast = [p for part in (agent.encoder, agent.q1, agent.q2) for p in part.parameters()]
-    groups = [{"params": fast, "lr": args.lr}, {"params": slow, "lr": args.actor_lr},
-              {"params": [log_alpha], "lr": 1e-3}]  # fmt: skip
+    groups = [
+        {"params": fast, "lr": args.lr},
+        {"params": slow, "lr": args.actor_lr},
+        {"params": [log_alpha], "lr": 1e-3},
+    ]
     optimizer = torch.optim.Adam(groups, fused=True)
     extra = Foresight.WIDTH * args.foresight
     columns, actions = sum(layout.sizes), layout.experts + 1
     buffer = ReplayBuffer(args.buffer_size, args.num_envs, columns, actions, extra)
-    parts: dict[str, Any] = {"agent": agent, "target": target, "averaged": averaged,
-                             "optimizer": optimizer, "buffer": buffer}  # fmt: skip
+    parts: dict[str, Any] = {
+        "agent": agent,
+        "target": target,
+        "averaged": averaged,
+        "optimizer": optimizer,
+        "buffer": buffer,
+    }
 
     obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
     s: dict[str, Any] = {  # everything else that a resumed run needs
-        "step": 0, "best": -np.inf, "center": 0.0, "log_size": 0, "mask": info["action_mask"],
-        "obs": obs, "return": np.zeros(args.num_envs), "episodes": [], "qos": [],
+        "step": 0,
+        "best": -np.inf,
+        "center": 0.0,
+        "log_size": 0,
+        "mask": info["action_mask"],
+        "obs": obs,
+        "return": np.zeros(args.num_envs),
+        "episodes": [],
+        "qos": [],
         "shares": np.zeros(actions),
-    }  # fmt: skip
+    }
     if has_snapshot(args.resume, run / "snapshot.pt"):
         saved = torch.load(run / "snapshot.pt", weights_only=False)
         for key, part in parts.items():
@@ -316,10 +341,17 @@ def train(args: Args) -> Path:
         if args.reward == "paid_forward" and args.holding_cost:
             earned = reward - (1 - args.gamma) * held_score(after)
         buffer.add(
-            obs=rows, mask=mask, action=action, reward=earned, terminated=terminated, done=done,
-            next_obs=agent.rows(after), next_mask=next_mask,
-            inputs=before, next_inputs=inputs,
-        )  # fmt: skip
+            obs=rows,
+            mask=mask,
+            action=action,
+            reward=earned,
+            terminated=terminated,
+            done=done,
+            next_obs=agent.rows(after),
+            next_mask=next_mask,
+            inputs=before,
+            next_inputs=inputs,
+        )
         s["obs"], s["mask"] = obs, info["action_mask"]
         was, s["step"] = s["step"], s["step"] + args.num_envs
         s["center"] += (earned.mean() - s["center"]) * max(0.002, 1 / buffer.count)
@@ -360,8 +392,14 @@ def train(args: Args) -> Path:
         if crossed(args.checkpoint_every, was, s["step"]):
             s["log_size"] = log.size
             learned = {key: part.state_dict() for key, part in parts.items()}
-            snapshot(run / "snapshot.pt", **learned, log_alpha=log_alpha.data, state=s,
-                     rng=rng.bit_generator.state, envs=pickle.dumps(envs))  # fmt: skip
+            snapshot(
+                run / "snapshot.pt",
+                **learned,
+                log_alpha=log_alpha.data,
+                state=s,
+                rng=rng.bit_generator.state,
+                envs=pickle.dumps(envs),
+            )
     log.close()
     envs.close()
     return run

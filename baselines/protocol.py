@@ -183,8 +183,9 @@ class CallablePolicy(BasePolicy):
         if self.batched:
             chosen = self._fn(observation, action_mask)
         else:
-            chosen = _stacked([self._fn(*_row(observation, action_mask, row))
-                               for row in range(self.num_envs)])  # fmt: skip
+            chosen = _stacked(
+                [self._fn(*_row(observation, action_mask, row)) for row in range(self.num_envs)]
+            )
         if isinstance(chosen, Mapping) or action_mask is None:
             return chosen
         chosen = np.asarray(chosen)

@@ -221,8 +221,11 @@ class FilePolicy(WrappedPolicy):
 
 def _line_of(error: BaseException, file: Path) -> int | None:
     """The innermost line of a file that an error passed through, or None."""
-    lines = [at for frame, at in traceback.walk_tb(error.__traceback__)
-             if frame.f_code.co_filename == str(file)]  # fmt: skip
+    lines = [
+        at
+        for frame, at in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == str(file)
+    ]
     return lines[-1] if lines else None
 
 

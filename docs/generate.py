@@ -89,8 +89,14 @@ def environments() -> list[dict[str, str]]:
             with mkdocs_gen_files.open(f"environments/{family}.png", "wb") as stream:
                 stream.write(picture(env_id))
         drawing = importlib.import_module(f"servegym.envs.{family}.render").__doc__ or ""
-        lines = [f"# {env_id}", "", f"![A rendered frame of {env_id}]({drawn[family]})", "",
-                 f"*{' '.join(drawing.split())}*", ""]  # fmt: skip
+        lines = [
+            f"# {env_id}",
+            "",
+            f"![A rendered frame of {env_id}]({drawn[family]})",
+            "",
+            f"*{' '.join(drawing.split())}*",
+            "",
+        ]
         text = fenced(inspect.cleandoc(cls.__doc__ or ""))
         for other, page in pages.items():  # an id that refers to another's class links its page
             if other is not cls:
@@ -280,10 +286,15 @@ def tutorials() -> list[dict[str, str]]:
 
 def benchmarks() -> None:
     """Speeds beside their yardsticks: the tables that the benchmarks left, with their machines."""
-    lines = ["# Benchmarks", "", "A speed says more about a machine than about the code, so each "
-             "figure has a yardstick of the same run beside it; the ratio is how many times as "
-             "fast as the yardstick it is. Processor time of one thread, medians of several "
-             "timings taken in turn.", ""]  # fmt: skip
+    lines = [
+        "# Benchmarks",
+        "",
+        "A speed says more about a machine than about the code, so each "
+        "figure has a yardstick of the same run beside it; the ratio is how many times as "
+        "fast as the yardstick it is. Processor time of one thread, medians of several "
+        "timings taken in turn.",
+        "",
+    ]
     for family, title in RESULT_TITLES.items():
         path = RESULTS / family / "bench.csv"
         told, notes = record(path.with_suffix(".txt"))
@@ -297,8 +308,10 @@ def benchmarks() -> None:
             value, of_it, ratio = (short(row[key]) for key in ("value", "yardstick_value", "ratio"))
             met = {"True": ", met", "False": ", **missed**"}.get(str(row["met"]), "")
             against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
-            lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} "
-                         f"| {row['goal']}{met} |")  # fmt: skip
+            lines.append(
+                f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} "
+                f"| {row['goal']}{met} |"
+            )
         lines += ["", *(f"- {note}" for note in notes), ""]
     write("benchmarks.md", "\n".join(lines))
 
@@ -309,15 +322,21 @@ def fidelity() -> None:
     with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
         stream.write((folder / "fidelity.png").read_bytes())
     report = (folder / "report.txt").read_text(encoding="utf-8")
-    write("fidelity.md", "# Fidelity\n\nA measured run of vLLM replayed by the engine; "
-          "[Hardware](hardware.md) has the profiles and their errors.\n\n"
-          f"![Measured against replayed](fidelity.png)\n\n```text\n{report}\n```\n")  # fmt: skip
+    write(
+        "fidelity.md",
+        "# Fidelity\n\nA measured run of vLLM replayed by the engine; "
+        "[Hardware](hardware.md) has the profiles and their errors.\n\n"
+        f"![Measured against replayed](fidelity.png)\n\n```text\n{report}\n```\n",
+    )
 
 
 def home() -> None:
     """README, CONTRIBUTING and CHANGELOG with their links turned into this site's."""
-    for source, page in (("README.md", "index.md"), ("CONTRIBUTING.md", "contributing.md"),
-                         ("CHANGELOG.md", "changelog.md")):  # fmt: skip
+    for source, page in (
+        ("README.md", "index.md"),
+        ("CONTRIBUTING.md", "contributing.md"),
+        ("CHANGELOG.md", "changelog.md"),
+    ):
         text = (ROOT / source).read_text(encoding="utf-8")
         text = text.replace("](docs/", "](").replace("](CONTRIBUTING.md)", "](contributing.md)")
         text = text.replace("](CHANGELOG.md)", "](changelog.md)")

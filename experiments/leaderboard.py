@@ -57,22 +57,43 @@ POINTS = (
     Point("routing-5", "servegym/LLMRouting-v0", {"rate": 5.0}, 20, _SHORT),
     Point("routing-8", "servegym/LLMRouting-v0", {"rate": 8.0}, 20, _SHORT),
     Point("routing-10", "servegym/LLMRouting-v0", {"rate": 10.0}, 20, _SHORT),
-    Point("routing-linear-5", "servegym/LLMRouting-v0",
-          {"rate": 5.0, "profiles": "paper-linear"}, 20, _SHORT),
+    Point(
+        "routing-linear-5",
+        "servegym/LLMRouting-v0",
+        {"rate": 5.0, "profiles": "paper-linear"},
+        20,
+        _SHORT,
+    ),
     Point("serverless-dynamic", "servegym/ServerlessMoE-v0", {}, 20, {"episode_requests": 60}),
-    Point("serverless-seed", "servegym/ServerlessMoE-v0", {"preset": "seed"}, 20,
-          {"episode_requests": 60}),
+    Point(
+        "serverless-seed",
+        "servegym/ServerlessMoE-v0",
+        {"preset": "seed"},
+        20,
+        {"episode_requests": 60},
+    ),
     Point("placement-edge", "servegym/ExpertPlacement-v0", {}, 5, {"epochs": 2}),
-    Point("placement-drift", "servegym/ExpertPlacement-v0", {"scenario": "drift"}, 5,
-          {"epochs": 2}),
-    Point("placement-testbed", "servegym/ExpertPlacement-v0", {"scenario": "paper_testbed"}, 5,
-          {"epochs": 2}),
-)  # fmt: skip
+    Point(
+        "placement-drift", "servegym/ExpertPlacement-v0", {"scenario": "drift"}, 5, {"epochs": 2}
+    ),
+    Point(
+        "placement-testbed",
+        "servegym/ExpertPlacement-v0",
+        {"scenario": "paper_testbed"},
+        5,
+        {"epochs": 2},
+    ),
+)
 
 SLOW = {
-    "rollout": 2, "lookahead": 4, "grid_optimum": 4,
-    "annealing": 2, "local_search": 2, "latency_local_search": 2, "best_start": 5,
-}  # fmt: skip
+    "rollout": 2,
+    "lookahead": 4,
+    "grid_optimum": 4,
+    "annealing": 2,
+    "local_search": 2,
+    "latency_local_search": 2,
+    "best_start": 5,
+}
 """Policies that take minutes an episode -> their most episodes; left out of ``--quick``."""
 
 QUICK_EPISODES = 4
@@ -105,9 +126,11 @@ def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
     episodes = QUICK_EPISODES if quick else min(point.episodes, SLOW.get(str(policy), 10**9))
     begin = time.process_time()
     rows = evaluate(
-        point.env_id, [policy], episodes,
+        point.env_id,
+        [policy],
+        episodes,
         env_kwargs={**point.env_kwargs, **(point.quick if quick else {})},
-    )  # fmt: skip
+    )
     spent = time.process_time() - begin
     (summary,) = summarise(rows)
     known = {info.name for info in list_policies(family.name)}
@@ -116,14 +139,21 @@ def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
         kind = "checkpoint"
     headline = summary[family.headline[0]]
     row = {
-        "point": point.name, "policy": summary["policy"],
+        "point": point.name,
+        "policy": summary["policy"],
         "kind": "clairvoyant" if summary["clairvoyant"] else kind,
-        "measure": family.headline[0], "value": headline.value, "low": headline.low,
-        "high": headline.high, "episodes": episodes,
-    }  # fmt: skip
+        "measure": family.headline[0],
+        "value": headline.value,
+        "low": headline.low,
+        "high": headline.high,
+        "episodes": episodes,
+    }
     row |= {column.key: summary.get(column.key, math.nan) for column in family.columns}
-    row |= {"cpu_s": round(spent, 1), "servegym": versions()["serve-gym"],
-            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")}  # fmt: skip
+    row |= {
+        "cpu_s": round(spent, 1),
+        "servegym": versions()["serve-gym"],
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
 
 
@@ -177,12 +207,14 @@ def _title(point: Point) -> str:
 def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The tables in Markdown."""
     lines = [
-        "# Leaderboard", "",
+        "# Leaderboard",
+        "",
         "Interquartile means over evaluation episodes [bootstrap 95 % interval], the best first;",
         "the same episodes for every policy of a table. Clairvoyant policies know what no",
         "controller can. Written by `servegym leaderboard --run`; the rows are in",
-        "`experiments/results/leaderboard.csv`.", "",
-    ]  # fmt: skip
+        "`experiments/results/leaderboard.csv`.",
+        "",
+    ]
     for point in POINTS:
         own = standing(rows, point)
         if not own:
@@ -219,17 +251,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
     parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
     parser.add_argument("--quick", action="store_true", help="short and not kept, for presubmits")
-    parser.add_argument("--point", nargs="+", action="extend", metavar="NAME",
-                        help=f"which tables (all: {' '.join(names)}; those of the family that "
-                        "knows the names of --policy and --at-least)")  # fmt: skip
-    parser.add_argument("--policy", nargs="+", action="extend", default=[], metavar="NAME_OR_FILE",
-                        help="only these: names, checkpoints, or .py files with act()")  # fmt: skip
+    parser.add_argument(
+        "--point",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help=f"which tables (all: {' '.join(names)}; those of the family that "
+        "knows the names of --policy and --at-least)",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME_OR_FILE",
+        help="only these: names, checkpoints, or .py files with act()",
+    )
     parser.add_argument(
         "--at-least", metavar="NAME", help="a baseline that guests must not be below"
     )
     parser.add_argument("--out", type=Path, help=f"the table ({BOARD})")
-    parser.add_argument("--ray", metavar="WHERE", help="use a Ray cluster: auto (one that runs), "
-                        "local or local:N (this machine, N workers)")  # fmt: skip
+    parser.add_argument(
+        "--ray",
+        metavar="WHERE",
+        help="use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)",
+    )
     args = parser.parse_args(argv)
     if args.ray is not None:
         from servegym.experiments.cluster.jobs import check_ray
@@ -243,8 +289,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = [name for name in [args.at_least, *args.policy] if name in every]
         points = [point for point in points if set(named) <= set(policies_for(point))]
         if not points:
-            raise ValueError(f"policy names {', '.join(named)}, which no one family knows all of; "
-                             "compare them family by family")  # fmt: skip
+            raise ValueError(
+                f"policy names {', '.join(named)}, which no one family knows all of; "
+                "compare them family by family"
+            )
     if args.at_least:
         for point in points:
             choose("at-least", args.at_least, policies_for(point))
@@ -327,8 +375,10 @@ def _judge(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least:
                 below = row["high"] < bar if higher else row["low"] > bar
                 status |= below
                 verdict = "below" if below else "not below"
-                print(f"{point.name}: {row['policy']} {row['value']:.4f} is {verdict} "
-                      f"{at_least} {bar:.4f}")  # fmt: skip
+                print(
+                    f"{point.name}: {row['policy']} {row['value']:.4f} is {verdict} "
+                    f"{at_least} {bar:.4f}"
+                )
     return int(status)
 
 

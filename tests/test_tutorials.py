@@ -15,9 +15,12 @@ def test_a_tutorial_runs(name: str, tmp_path: Path) -> None:
     if "sb3" in name:
         pytest.importorskip("sb3_contrib")
     done = subprocess.run(
-        [sys.executable, str(FOLDER / name)], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, str(FOLDER / name)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
         timeout=280,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip()
     assert not list(tmp_path.iterdir())  # leaves nothing behind

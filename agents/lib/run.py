@@ -177,9 +177,7 @@ def write_checkpoint(net: nn.Module, meta: Mapping[str, str], path: Path) -> Non
     write_atomic(path, lambda stream: stream.write(content))
 
 
-def keep(
-    write: Callable[[Path], None], args: Any, run: Path, score: float, best: float
-) -> float:  # fmt: skip
+def keep(write: Callable[[Path], None], args: Any, run: Path, score: float, best: float) -> float:
     """Write ``last.safetensors``, and ``best.safetensors`` for a new best; returns the best score.
 
     Args:
@@ -238,8 +236,13 @@ class RunLog:
             import wandb
 
             self.wandb = wandb
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity,
-                       config=asdict(args), name=run.name, dir=str(run))  # fmt: skip
+            wandb.init(
+                project=args.wandb_project_name,
+                entity=args.wandb_entity,
+                config=asdict(args),
+                name=run.name,
+                dir=str(run),
+            )
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         self.task = self.bar.add_task(title, total=args.total_timesteps, completed=step)
         self.bar.start()
@@ -297,9 +300,16 @@ def validate(
     """
     n = args.eval_episodes
     envs = [
-        make_envs(args, n, rate=rate, split="val", reward="completed_qos",
-                  episode_requests=args.eval_requests) for rate in args.eval_rates
-    ]  # fmt: skip
+        make_envs(
+            args,
+            n,
+            rate=rate,
+            split="val",
+            reward="completed_qos",
+            episode_requests=args.eval_requests,
+        )
+        for rate in args.eval_rates
+    ]
     outs = [env.reset(seed=10_000 + i) for i, env in enumerate(envs)]
     shares = np.zeros(outs[0][1]["action_mask"].shape[1])
     qos = np.zeros(len(envs))
@@ -338,8 +348,9 @@ class Foresight:
             ValueError: If it cuts episodes: what follows a cut is gone when its value is wanted.
         """
         if envs.unwrapped.max_episode_steps is not None:
-            raise ValueError("foresight: must be False with max_episode_steps, as what follows a "
-                             "cut is gone")  # fmt: skip
+            raise ValueError(
+                "foresight: must be False with max_episode_steps, as what follows a cut is gone"
+            )
         self.batch = envs.unwrapped.batch
         table = self.batch.table
         self.length = table[:, :, 2].mean(1) / 150 - 1

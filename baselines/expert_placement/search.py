@@ -247,9 +247,16 @@ def annealing(
             break
         warm = hot * (cold / hot) ** (k / rounds)
         kernel.anneal(
-            now.each_par(), model.rows, model.hit, masks, cost, steps // rounds,
-            warm * cheapest, cold * cheapest, seed + k,
-        )  # fmt: skip
+            now.each_par(),
+            model.rows,
+            model.hit,
+            masks,
+            cost,
+            steps // rounds,
+            warm * cheapest,
+            cold * cheapest,
+            seed + k,
+        )
         trial = mask_experts(masks, f.shape[2])
         loaded = model.loaded(trial, f)
         found = float(loaded.cost(trial).sum())

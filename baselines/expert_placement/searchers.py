@@ -237,9 +237,15 @@ class LatencyLocalSearch(PlacementPolicy):
         ]
         rehearsal = system.rehearsal(self._latest, self.requests, seed=self._seed)
         found = latency_local_search(
-            rehearsal, self._latest, slots, home, starts,
-            steps=self.steps, budget_calls=self.budget_calls, seed=self._seed,
-        )  # fmt: skip
+            rehearsal,
+            self._latest,
+            slots,
+            home,
+            starts,
+            steps=self.steps,
+            budget_calls=self.budget_calls,
+            seed=self._seed,
+        )
         self.calls += rehearsal.calls
         return None if (found == current).all() else found
 

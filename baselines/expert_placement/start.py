@@ -97,8 +97,12 @@ def best_start(
     Raises:
         ValueError: If an argument is out of range.
     """
-    for name, value, low in (("tries", tries, 0), ("requests", requests, 1), ("swaps", swaps, 0),
-                             ("seed", seed, 0)):  # fmt: skip
+    for name, value, low in (
+        ("tries", tries, 0),
+        ("requests", requests, 1),
+        ("swaps", swaps, 0),
+        ("seed", seed, 0),
+    ):
         whole(name, value, low)
     if steps is not None:
         whole("steps", steps, 0)

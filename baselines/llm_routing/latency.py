@@ -205,9 +205,21 @@ def _estimate(
             if count > 0:
                 scratch[:] = done
                 _play(
-                    count, active, prompt, scratch, total, elapsed, 0.0, slots, chunked,
-                    prefill_tokens, prefill_s[n], context, decode_s[n], latency,
-                )  # fmt: skip
+                    count,
+                    active,
+                    prompt,
+                    scratch,
+                    total,
+                    elapsed,
+                    0.0,
+                    slots,
+                    chunked,
+                    prefill_tokens,
+                    prefill_s[n],
+                    context,
+                    decode_s[n],
+                    latency,
+                )
                 for i in range(count):
                     without[b, n, slot[i]] = latency[i]
             length = request[b, n, 2] if request[b, n, 2] > 0.0 else mean_length[n]
@@ -219,9 +231,21 @@ def _estimate(
             delay = network[0] + network[1] * request[b, n, 0]
             scratch[:] = done
             _play(
-                count + 1, active, prompt, scratch, total, elapsed, delay, slots, chunked,
-                prefill_tokens, prefill_s[n], context, decode_s[n], latency,
-            )  # fmt: skip
+                count + 1,
+                active,
+                prompt,
+                scratch,
+                total,
+                elapsed,
+                delay,
+                slots,
+                chunked,
+                prefill_tokens,
+                prefill_s[n],
+                context,
+                decode_s[n],
+                latency,
+            )
             middle = prompt[count] + 0.5 * total[count]
             work[b, n] = (
                 _line(prompt[count], prefill_tokens, prefill_s[n])

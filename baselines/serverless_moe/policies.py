@@ -412,8 +412,13 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
         return scores[key]
 
     action = KeepAlive(system).constant().copy()
-    sizes = [len(system.levels), 2, *(int(n) for n in system.nvec[2:3]),
-             len(system.y_headroom_mb), len(system.z_headroom)]  # fmt: skip
+    sizes = [
+        len(system.levels),
+        2,
+        *(int(n) for n in system.nvec[2:3]),
+        len(system.y_headroom_mb),
+        len(system.z_headroom),
+    ]
     while True:
         before = score(action)
         for i, size in enumerate(sizes):

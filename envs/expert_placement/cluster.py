@@ -54,19 +54,49 @@ class ModelTimes:
 
 MODELS: dict[str, ModelTimes] = {
     "deepseek-v2-lite": ModelTimes(
-        26, 64, 6, 2048, 17_301_504, 2.6e9, 0.30, 14e-6, 0.18e-6, 0.25e-3, 1.5e-6,
+        26,
+        64,
+        6,
+        2048,
+        17_301_504,
+        2.6e9,
+        0.30,
+        14e-6,
+        0.18e-6,
+        0.25e-3,
+        1.5e-6,
         "derived from a measured Qwen3 expert table by weight size",
     ),
     "mixtral-8x7b": ModelTimes(
-        32, 8, 2, 4096, 352_321_536, 3.2e9, 0.70, 0.29e-3, 3.2e-6, 0.25e-3, 1.5e-6,
+        32,
+        8,
+        2,
+        4096,
+        352_321_536,
+        3.2e9,
+        0.70,
+        0.29e-3,
+        3.2e-6,
+        0.25e-3,
+        1.5e-6,
         "fitted on A100",
     ),
     # Experts in MXFP4 (4.25 bits a value); the time per token grows with the arithmetic.
     "gpt-oss-20b": ModelTimes(
-        24, 32, 4, 2880, 13_219_200, 3.6e9, 0.15, 14e-6, 0.52e-6, 0.25e-3, 1.5e-6,
+        24,
+        32,
+        4,
+        2880,
+        13_219_200,
+        3.6e9,
+        0.15,
+        14e-6,
+        0.52e-6,
+        0.25e-3,
+        1.5e-6,
         "derived from deepseek-v2-lite by expert size",
     ),
-}  # fmt: skip
+}
 
 _MBPS = 1e6
 _PAPER: dict[str, Any] = {

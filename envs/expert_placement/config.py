@@ -108,9 +108,13 @@ def _load(model: str, skew: str, seed: int) -> tuple[Activations, Prompts]:
     else:
         found = load_activations(model, skew=skew, seed=seed)
     prompts = make_prompts(
-        found.tokens, found.counts, found.bank, found.bank_start,
-        found.model.experts, found.model.top_k,
-    )  # fmt: skip
+        found.tokens,
+        found.counts,
+        found.bank,
+        found.bank_start,
+        found.model.experts,
+        found.model.top_k,
+    )
     return found, prompts
 
 

@@ -38,9 +38,7 @@ def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
         while left > 0:
             layer = int(np.argmax(remainder))
             size[n, layer] += 1
-            remainder[layer] = (
-                remainder[layer] - 1.0 if size[n, layer] < experts else -np.inf
-            )  # fmt: skip
+            remainder[layer] = remainder[layer] - 1.0 if size[n, layer] < experts else -np.inf
             left -= 1
     columns = size.sum(axis=0)
     order = np.argsort(-cap, kind="stable")

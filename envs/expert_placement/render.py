@@ -149,17 +149,24 @@ def _maps(figure, system: PlacementSystem) -> None:
             f"server {n}: {cluster.gpus[n]} GPU{'s' * (cluster.gpus[n] > 1)}, "
             f"{int(used[n])}/{int(cluster.cap[n])} slots, "
             f"{int(sim.state.server['in_system'][n])} in system",
-            fontsize=8.5, color=_LINES[n], loc="left", pad=4,
-        )  # fmt: skip
+            fontsize=8.5,
+            color=_LINES[n],
+            loc="left",
+            pad=4,
+        )
         axis.tick_params(labelsize=7, colors=_SOFT, length=2)
         axis.set_xlabel("expert", fontsize=7.5, color=_SOFT, labelpad=1)
         if n == 0:
             axis.set_ylabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
     _legend(
         figure,
-        [("held, little used", _HELD[0]), ("held, much used", _HELD[1]),
-         ("missing and used", _MISSING[1]), ("being loaded", _LOADING)],
-    )  # fmt: skip
+        [
+            ("held, little used", _HELD[0]),
+            ("held, much used", _HELD[1]),
+            ("missing and used", _MISSING[1]),
+            ("being loaded", _LOADING),
+        ],
+    )
 
 
 def _legend(figure, entries: list[tuple[str, np.ndarray]]) -> None:
@@ -176,14 +183,18 @@ def _crowd(figure, system: PlacementSystem) -> None:
     share = cluster.server_view(system.simulator.placement()).mean(axis=2)
     axis = figure.add_axes((0.045, 0.395, 0.935, 0.47))
     axis.imshow(
-        np.where(share[..., None] > 0, _blend(_HELD, share), 1.0), aspect="auto",
+        np.where(share[..., None] > 0, _blend(_HELD, share), 1.0),
+        aspect="auto",
         interpolation="nearest",
-    )  # fmt: skip
+    )
     axis.set_title(
         f"{cluster.num_servers} servers with {cluster.num_gpus} GPUs, "
         f"{int(system.simulator.state.server['in_system'].sum())} requests in system",
-        fontsize=8.5, color=_INK, loc="left", pad=4,
-    )  # fmt: skip
+        fontsize=8.5,
+        color=_INK,
+        loc="left",
+        pad=4,
+    )
     axis.tick_params(labelsize=7, colors=_SOFT, length=2)
     axis.set_xlabel("layer", fontsize=7.5, color=_SOFT, labelpad=1)
     axis.set_ylabel("server", fontsize=7.5, color=_SOFT, labelpad=1)
@@ -210,6 +221,9 @@ def _history(figure, system: PlacementSystem) -> None:
     axis.set_xlabel("epoch", fontsize=7.5, color=_SOFT, labelpad=1)
     many = "median and 10–90 % of the servers" if past.shape[1] > MAPPED_SERVERS else "by server"
     axis.set_title(
-        f"tokens served where they arrive, % of each epoch, {many}", fontsize=8, color=_SOFT,
-        loc="left", pad=3,
-    )  # fmt: skip
+        f"tokens served where they arrive, % of each epoch, {many}",
+        fontsize=8,
+        color=_SOFT,
+        loc="left",
+        pad=3,
+    )

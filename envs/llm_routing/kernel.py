@@ -1015,9 +1015,19 @@ def step(
                     gain += s
                 delay = c.router_delay_s + p * c.delay_s_per_token
                 _enqueue(
-                    c, e, slots, queue, request, now, p, d, s,
-                    table[row, n, 3], table[row, n, 4], delay,
-                )  # fmt: skip
+                    c,
+                    e,
+                    slots,
+                    queue,
+                    request,
+                    now,
+                    p,
+                    d,
+                    s,
+                    table[row, n, 3],
+                    table[row, n, 4],
+                    delay,
+                )
         v.index = request + 1
         last = v.index == c.num_requests
         until = np.inf if last else arrivals[b, v.index]
@@ -1087,11 +1097,19 @@ def observe_stale(
                     p = int(table[rows[b, j], n, 0])
                     if _can_take(c, law, n, expert[b, n], p):
                         _enqueue(
-                            c, expert[b, n], slots, queue, j, arrivals[b, j], p,
-                            int(table[rows[b, j], n, 2]), table[rows[b, j], n, 1],
-                            table[rows[b, j], n, 3], table[rows[b, j], n, 4],
+                            c,
+                            expert[b, n],
+                            slots,
+                            queue,
+                            j,
+                            arrivals[b, j],
+                            p,
+                            int(table[rows[b, j], n, 2]),
+                            table[rows[b, j], n, 1],
+                            table[rows[b, j], n, 3],
+                            table[rows[b, j], n, 4],
                             c.router_delay_s + p * c.delay_s_per_token,
-                        )  # fmt: skip
+                        )
                 v.index = j + 1
             for n in range(c.num_experts):
                 _advance_any(c, law, n, v, expert[b, n], slots, queue, log, v.now)
@@ -1119,9 +1137,19 @@ def run_replay(cfg, law, arrivals, table, env, expert, slots, queue, log, watch,
     for j in range(arrivals.shape[0]):
         p = table[j, 0]
         _enqueue(
-            c, e, slots, queue, j, arrivals[j], p, table[j, 1], 0.0, 0.0, 0.0,
+            c,
+            e,
+            slots,
+            queue,
+            j,
+            arrivals[j],
+            p,
+            table[j, 1],
+            0.0,
+            0.0,
+            0.0,
             c.router_delay_s + p * c.delay_s_per_token,
-        )  # fmt: skip
+        )
     coming = 0
     for k in range(watch.shape[0]):
         _advance(c, law, 0, v, e, slots, queue, log, watch[k])

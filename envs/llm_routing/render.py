@@ -370,8 +370,9 @@ def _header(sheet: _Sheet, scene: _Scene) -> None:
     sheet.word(20, 22, "LLM routing", 13, "white", weight="bold")
     done = scene.decided / scene.total
     sheet.word(160, 22, f"t = {scene.now:.2f} s", 11, "white")
-    sheet.word(262, 16, f"request {min(scene.decided + 1, scene.total)} of {scene.total}",
-               9, "white")  # fmt: skip
+    sheet.word(
+        262, 16, f"request {min(scene.decided + 1, scene.total)} of {scene.total}", 9, "white"
+    )
     sheet.box(262, 28, 150, 5, "#52606d")
     sheet.box(262, 28, 150 * done, 5, _GOOD)
     rejected = sum(x.rejected for x in scene.experts)
@@ -434,8 +435,13 @@ def _row(sheet: _Sheet, scene: _Scene, n: int, x: _Expert, top: float, height: f
         left, width = _REQUEST
         bar = 8.0 if roomy else 5.0
         sheet.box(left, middle - (bar + 3 if roomy else bar / 2), 52, bar, _EMPTY)
-        sheet.box(left, middle - (bar + 3 if roomy else bar / 2), 52 * min(x.score, 1.0), bar,
-                  _CHOSEN if x.legal else _FAINT)  # fmt: skip
+        sheet.box(
+            left,
+            middle - (bar + 3 if roomy else bar / 2),
+            52 * min(x.score, 1.0),
+            bar,
+            _CHOSEN if x.legal else _FAINT,
+        )
         up = 7.0 if roomy else 0.0
         sheet.word(left + 56, middle - up, f"{x.score:.2f}", 7.5)
         if roomy:
@@ -455,8 +461,9 @@ def _row(sheet: _Sheet, scene: _Scene, n: int, x: _Expert, top: float, height: f
     left, width = _COUNTS
     sheet.word(left, middle - (8 if roomy else 0), str(x.sent), 8.5, weight="bold")
     if x.rejected:
-        sheet.word(left + 86, middle - (8 if roomy else 0), f"{x.rejected} rejected", 7,
-                   "#b7791f", "right")  # fmt: skip
+        sheet.word(
+            left + 86, middle - (8 if roomy else 0), f"{x.rejected} rejected", 7, "#b7791f", "right"
+        )
     if roomy:
         ended = max(x.on_time + x.late, 1)
         sheet.box(left, middle + 3, 86, 4, _EMPTY)
@@ -521,11 +528,13 @@ def _latency(sheet: _Sheet, scene: _Scene, x: _Expert, middle: float, roomy: boo
     if roomy:
         now = _running_latency(x)
         if not math.isnan(now):
-            sheet.word(left, middle + 11, f"now {_ms(now)}", 7.5, _BAD if now > scene.limit_s
-                       else _GOOD)  # fmt: skip
+            sheet.word(
+                left, middle + 11, f"now {_ms(now)}", 7.5, _BAD if now > scene.limit_s else _GOOD
+            )
         if not math.isnan(x.latest_s):
-            sheet.word(left + width, middle + 11, f"done {_ms(x.latest_s)} ms", 7.5, _CHOSEN,
-                       "right")  # fmt: skip
+            sheet.word(
+                left + width, middle + 11, f"done {_ms(x.latest_s)} ms", 7.5, _CHOSEN, "right"
+            )
 
 
 def _legend(sheet: _Sheet) -> None:

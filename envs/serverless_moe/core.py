@@ -27,8 +27,10 @@ _LOG_FIELDS: list[tuple[str, str]] = [
     ("output_tokens", "i4"),
     ("gap_s", "f8"),
 ]
-_LOG_FIELDS += [(name, "f8" if kind[0].kind == "f" else "i8") for name, kind in
-                (kernel.LOG.fields or {}).items()]  # fmt: skip
+_LOG_FIELDS += [
+    (name, "f8" if kind[0].kind == "f" else "i8")
+    for name, kind in (kernel.LOG.fields or {}).items()
+]
 REQUEST_LOG = np.dtype(_LOG_FIELDS)
 """Columns of ``request_log``: the request, then those of :data:`kernel.LOG`.
 
@@ -197,8 +199,10 @@ class ServerlessBatch:
         p, d = self.problem, self.arrays.deployed[row, index]
         s = serve(p.arguments["deployment"], p.system, self.request(row, index))
         d.prefill, d.decode, d.main_usd = (
-            s.prefill_s, s.decode_s, (s.prefill_s + s.decode_s) * s.main_usd_s
-        )  # fmt: skip
+            s.prefill_s,
+            s.decode_s,
+            (s.prefill_s + s.decode_s) * s.main_usd_s,
+        )
         d.prefill_usd, d.decode_usd = s.prefill_usd, s.decode_usd
         d.start, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
 

@@ -259,11 +259,17 @@ def spread(case: Case, draws: int, seed: int = 0) -> list[dict[str, Any]]:
         )
         found["bound"].append(bound(case, loads))
     return [
-        {"case": case.name, "method": method, "draws": draws, "mean": float(np.mean(values)),
-         "deviation": float(np.std(values, ddof=1)) if draws > 1 else 0.0,
-         "least": min(values), "greatest": max(values)}
+        {
+            "case": case.name,
+            "method": method,
+            "draws": draws,
+            "mean": float(np.mean(values)),
+            "deviation": float(np.std(values, ddof=1)) if draws > 1 else 0.0,
+            "least": min(values),
+            "greatest": max(values),
+        }
         for method, values in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -280,9 +286,15 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{ours['greatest']:.3f}), the published algorithm {published['mean']:.4f} +- "
             f"{published['deviation']:.4f}, at most {most['mean']:.4f}; {case.aim:.3f}, measured "
             f"on another draw of such loads, is "
-            + ("within" if ours["least"] <= case.aim <= ours["greatest"] else
-               "below" if case.aim < ours["least"] else "above") + " the range"
-        )  # fmt: skip
+            + (
+                "within"
+                if ours["least"] <= case.aim <= ours["greatest"]
+                else "below"
+                if case.aim < ours["least"]
+                else "above"
+            )
+            + " the range"
+        )
     return notes
 
 

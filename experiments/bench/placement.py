@@ -241,17 +241,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench_options("placement", __doc__, argv, own)
     gpus = options.gpus[:1] if options.quick else options.gpus
     rows, notes = sizes(gpus, options.requests, options.seconds)
-    header = ["messages", "GPUs", "s between requests", "copies looked at", "under way",
-              "M calls/s", "requests/s", "remote calls", "events/call", "ns/call",
-              "ns/event"]  # fmt: skip
+    header = [
+        "messages",
+        "GPUs",
+        "s between requests",
+        "copies looked at",
+        "under way",
+        "M calls/s",
+        "requests/s",
+        "remote calls",
+        "events/call",
+        "ns/call",
+        "ns/event",
+    ]
     cells = [
-        [row["messages"], str(row["gpus"]), f"{row['gap_s']:.0f}", str(row["looks"]),
-         f"{row['under_way']:.1f}",
-         f"{row['calls_per_s'] / 1e6:.1f}", f"{row['requests_per_s']:.0f}",
-         f"{row['remote_calls']:.2f}", f"{row['events_per_call']:.2f}",
-         f"{row['ns_per_call']:.0f}", f"{row['ns_per_event']:.0f}"]
+        [
+            row["messages"],
+            str(row["gpus"]),
+            f"{row['gap_s']:.0f}",
+            str(row["looks"]),
+            f"{row['under_way']:.1f}",
+            f"{row['calls_per_s'] / 1e6:.1f}",
+            f"{row['requests_per_s']:.0f}",
+            f"{row['remote_calls']:.2f}",
+            f"{row['events_per_call']:.2f}",
+            f"{row['ns_per_call']:.0f}",
+            f"{row['ns_per_event']:.0f}",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     print_table("Expert placement simulator, one core", header, cells, notes)
     figure_run.save(options, "bench_sizes", rows, None, *notes)
     found = summary(rows)

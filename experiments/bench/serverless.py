@@ -189,12 +189,24 @@ def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
     }
     brute = "brute force on the same vectors"
     return [
-        row("search of one prompt", [found["sps_one_us"]], "us", GOALS["search of one prompt"],
-            (brute, [found["bf_one_us"]]), **about),
-        row("search of a batch", [found["sps_batch_us"]], "us", GOALS["search of a batch"],
-            (brute, [found["bf_batch_us"]]), **about),
+        row(
+            "search of one prompt",
+            [found["sps_one_us"]],
+            "us",
+            GOALS["search of one prompt"],
+            (brute, [found["bf_one_us"]]),
+            **about,
+        ),
+        row(
+            "search of a batch",
+            [found["sps_batch_us"]],
+            "us",
+            GOALS["search of a batch"],
+            (brute, [found["bf_batch_us"]]),
+            **about,
+        ),
         row("tree build", [found["build_s"]], "s", GOALS["tree build"], **about),
-    ]  # fmt: skip
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

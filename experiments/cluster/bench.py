@@ -71,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
 
     given: dict[str, Any] = {
-        "episodes": options.episodes, "num_envs": 8,
+        "episodes": options.episodes,
+        "num_envs": 8,
         "env_kwargs": {"episode_requests": options.requests, "rate": 8.0},
-    }  # fmt: skip
+    }
     warm = {**given, "episodes": 8, "env_kwargs": {"episode_requests": 20, "rate": 8.0}}
     local.evaluate(ENV_ID, POLICIES, **warm)
     times: dict[int, list[float]] = {0: [], **{workers: [] for workers in options.workers}}
@@ -99,19 +100,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = []
     for workers, spent in times.items():
         median = statistics.median(spent)
-        found.append({
-            "how": f"--ray local:{workers}" if workers else "one process",
-            "seconds": round(median, 2), "fastest_s": round(min(spent), 2),
-            "slowest_s": round(max(spent), 2), "times_as_fast": round(base / median, 2),
-            "start_s": round(statistics.median(starts[workers]), 1) if workers else 0.0,
-        })  # fmt: skip
+        found.append(
+            {
+                "how": f"--ray local:{workers}" if workers else "one process",
+                "seconds": round(median, 2),
+                "fastest_s": round(min(spent), 2),
+                "slowest_s": round(max(spent), 2),
+                "times_as_fast": round(base / median, 2),
+                "start_s": round(statistics.median(starts[workers]), 1) if workers else 0.0,
+            }
+        )
     print_table(
         f"{len(POLICIES)} policies, {options.episodes} episodes of {options.requests} requests",
-        list(found[0]), [[str(value) for value in row.values()] for row in found],
-    )  # fmt: skip
+        list(found[0]),
+        [[str(value) for value in row.values()] for row in found],
+    )
     said = "equal bit for bit" if equal else "NOT EQUAL"
     save(
-        options, "scaling", found, None,
+        options,
+        "scaling",
+        found,
+        None,
         f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} requests each, "
         f"jobs of 8 episodes; medians of {options.repeats} turns, wall clock; rows are {said}.",
         "start_s: start of a cluster and its workers' first jobs (imports, compiled code read).",
@@ -119,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ray": versions(("ray",))["ray"],
             "load": f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores",
         },
-    )  # fmt: skip
+    )
     return 0 if equal else 1
 
 

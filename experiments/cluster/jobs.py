@@ -105,9 +105,12 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
             ) from error
     else:
         ray.init(
-            address="local", num_cpus=asked or workers, include_dashboard=False,
-            object_store_memory=STORE_BYTES, **common,
-        )  # fmt: skip
+            address="local",
+            num_cpus=asked or workers,
+            include_dashboard=False,
+            object_store_memory=STORE_BYTES,
+            **common,
+        )
     try:
         yield ray
     finally:

@@ -109,15 +109,27 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
         )
         .learners(num_learners=0)
         .training(
-            lr=args.learning_rate, gamma=args.gamma, lambda_=0.95, clip_param=0.2,
-            entropy_coeff=args.ent_coef, vf_clip_param=math.inf, grad_clip=0.5,
-            train_batch_size=args.batch, minibatch_size=max(args.batch // 8, 1), num_epochs=6,
+            lr=args.learning_rate,
+            gamma=args.gamma,
+            lambda_=0.95,
+            clip_param=0.2,
+            entropy_coeff=args.ent_coef,
+            vf_clip_param=math.inf,
+            grad_clip=0.5,
+            train_batch_size=args.batch,
+            minibatch_size=max(args.batch // 8, 1),
+            num_epochs=6,
         )
-        .rl_module(model_config=DefaultModelConfig(
-            fcnet_hiddens=[args.width, args.width], fcnet_activation="tanh", vf_share_layers=False))
+        .rl_module(
+            model_config=DefaultModelConfig(
+                fcnet_hiddens=[args.width, args.width],
+                fcnet_activation="tanh",
+                vf_share_layers=False,
+            )
+        )
         .debugging(seed=args.seed, log_level="ERROR")
         .fault_tolerance(restart_failed_env_runners=True)
-    )  # fmt: skip
+    )
     if several:
         config = config.multi_agent(
             policies={SHARED}, policy_mapping_fn=lambda agent, *args, **kwargs: SHARED
@@ -147,13 +159,15 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
             result = algorithm.train().get("env_runners", {})
             episodes += int(result.get("num_episodes", 0))
             before = rows[-1]["steps"] if rows else 0
-            rows.append({
-                "iteration": iteration,
-                "steps": int(result.get("num_env_steps_sampled_lifetime", before)),
-                "episodes": episodes,
-                "episode_return_mean": float(result.get("episode_return_mean", math.nan)),
-                "seconds": round(time.monotonic() - begin, 1),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "iteration": iteration,
+                    "steps": int(result.get("num_env_steps_sampled_lifetime", before)),
+                    "episodes": episodes,
+                    "episode_return_mean": float(result.get("episode_return_mean", math.nan)),
+                    "seconds": round(time.monotonic() - begin, 1),
+                }
+            )
             last = rows[-1]
             told = f"mean return {last['episode_return_mean']:.3f} ({last['seconds']:.0f} s)"
             print(f"{iteration}/{iterations}: {last['steps']} steps, {told}", flush=True)
@@ -176,10 +190,19 @@ def parser() -> argparse.ArgumentParser:
         prog=f"python -m {MODULE}", description=(__doc__ or "").partition("\n")[0]
     )
     words.add_argument("env_id", metavar="ENV_ID", help=", ".join(ENV_IDS))
-    words.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="argument of the environment; repeatable")  # fmt: skip
-    words.add_argument("--ray", default="local", metavar="WHERE",
-                        help="auto (a cluster that runs), local or local:N (local)")  # fmt: skip
+    words.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="argument of the environment; repeatable",
+    )
+    words.add_argument(
+        "--ray",
+        default="local",
+        metavar="WHERE",
+        help="auto (a cluster that runs), local or local:N (local)",
+    )
     for name, value, told in (
         ("iterations", 40, "batches to learn from"),
         ("batch", 4000, "steps of a batch"),
@@ -238,8 +261,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["episode_return_mean"] /= servers
     found = compare(options.env_id, env_config, checkpoint, options.episodes)
     told = {key: value for key, value in env_config.items() if key != "shared_reward"}
-    bar = evaluate(graph_id(options.env_id), ["random"], options.episodes,
-                   env_kwargs={"split": "train", **told})  # fmt: skip
+    bar = evaluate(
+        graph_id(options.env_id),
+        ["random"],
+        options.episodes,
+        env_kwargs={"split": "train", **told},
+    )
     level = float(np.mean([row["return"] for row in bar]))
     headline, heading = family.headline
     keys = (headline, f"{headline}_low", f"{headline}_high", "return_mean")
@@ -251,15 +278,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_csv(options.out / f"{options.name}_curve.csv", rows)
     first, last = rows[0], rows[-1]
     save(
-        options, options.name, found, draw(rows, found, level, headline, heading),
+        options,
+        options.name,
+        found,
+        draw(rows, found, level, headline, heading),
         verdict(found, headline, family.higher_is_better),
         f"learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
         f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
         f"random {level:.3f} on training episodes.",
         "one training run: intervals are over episodes, not over trainings.",
-        about={**{k: v for k, v in versions(("ray", "torch")).items() if k in ("ray", "torch")},
-               "time": f"{last['seconds']:.0f} s of training"},
-    )  # fmt: skip
+        about={
+            **{k: v for k, v in versions(("ray", "torch")).items() if k in ("ray", "torch")},
+            "time": f"{last['seconds']:.0f} s of training",
+        },
+    )
     return 0
 
 

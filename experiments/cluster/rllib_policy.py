@@ -24,9 +24,18 @@ from servegym.experiments.figures.script import errors, pyplot, tidy
 from servegym.experiments.stats import iqm, stratified_bootstrap
 
 __all__ = [
-    "SEVERAL", "SHARED", "FlatAgents", "RLlibPolicy", "compare", "draw", "graph_id",
-    "make_parallel", "play", "untrained", "verdict",
-]  # fmt: skip
+    "SEVERAL",
+    "SHARED",
+    "FlatAgents",
+    "RLlibPolicy",
+    "compare",
+    "draw",
+    "graph_id",
+    "make_parallel",
+    "play",
+    "untrained",
+    "verdict",
+]
 
 SEVERAL = ("servegym/expert_placement-v0",)
 """PettingZoo ids, in which every server is an agent."""
@@ -140,8 +149,10 @@ class RLlibPolicy(BasePolicy):
             found = law.to_deterministic().sample()
         if isinstance(found, Mapping):  # boxes are learned as [-1, 1]
             assert isinstance(self.action_space, spaces.Dict)
-            return {key: unsquash_action(part.numpy(), self.action_space[key])
-                    for key, part in found.items()}  # fmt: skip
+            return {
+                key: unsquash_action(part.numpy(), self.action_space[key])
+                for key, part in found.items()
+            }
         return found.numpy().astype(np.int64)
 
 
@@ -162,8 +173,10 @@ def play(policy: RLlibPolicy, env_config: Mapping[str, Any], episodes: int) -> l
         while env.agents:
             agents = list(env.agents)
             found = policy.act(np.stack([observations[agent] for agent in agents]))
-            actions = {agent: {key: part[n] for key, part in found.items()}
-                       for n, agent in enumerate(agents)}  # fmt: skip
+            actions = {
+                agent: {key: part[n] for key, part in found.items()}
+                for n, agent in enumerate(agents)
+            }
             observations, rewards, _, _, infos = env.step(actions)
             total += sum(rewards.values()) / copies
         kpis = next(iter(infos.values()))["episode_kpis"]
@@ -202,12 +215,17 @@ def compare(
     for name in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == name]
         value = stratified_bootstrap([row[headline] for row in own], iqm)
-        found.append({
-            "policy": name, headline: value.value, f"{headline}_low": value.low,
-            f"{headline}_high": value.high,
-            f"{headline}_mean": float(np.mean([row[headline] for row in own])),
-            "return_mean": float(np.mean([row["return"] for row in own])), "episodes": len(own),
-        })  # fmt: skip
+        found.append(
+            {
+                "policy": name,
+                headline: value.value,
+                f"{headline}_low": value.low,
+                f"{headline}_high": value.high,
+                f"{headline}_mean": float(np.mean([row[headline] for row in own])),
+                "return_mean": float(np.mean([row["return"] for row in own])),
+                "episodes": len(own),
+            }
+        )
     return found
 
 
@@ -227,15 +245,25 @@ def verdict(found: Sequence[Mapping[str, Any]], headline: str, higher_is_better:
 
 
 def draw(
-    rows: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], level: float,
-    headline: str, heading: str,
-) -> Any:  # fmt: skip
+    rows: Sequence[Mapping[str, Any]],
+    found: Sequence[Mapping[str, Any]],
+    level: float,
+    headline: str,
+    heading: str,
+) -> Any:
     """The learning curve beside the comparison on evaluation episodes."""
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     axes[0].plot([r["steps"] / 1e3 for r in rows], [r["episode_return_mean"] for r in rows])
     axes[0].axhline(level, color="0.5", linestyle="--", linewidth=1.2)
-    axes[0].annotate("random", (1, level), xycoords=("axes fraction", "data"),
-                     ha="right", va="bottom", color="0.4", fontsize=9)  # fmt: skip
+    axes[0].annotate(
+        "random",
+        (1, level),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        color="0.4",
+        fontsize=9,
+    )
     axes[0].set(xlabel="thousand steps of training", ylabel="mean return of an episode")
     values, bars = errors(found, headline)
     places = np.arange(len(found))[::-1]

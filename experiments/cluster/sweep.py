@@ -174,9 +174,13 @@ class _Parts:
             points = [trial.config for trial in known]
             rewards = [trial.last_result["best"] for trial in known]
         return OptunaSearch(
-            space=space, sampler=sampler, points_to_evaluate=points, evaluated_rewards=rewards,
-            metric="best", mode="max" if self.sweep.maximize else "min",
-        )  # fmt: skip
+            space=space,
+            sampler=sampler,
+            points_to_evaluate=points,
+            evaluated_rewards=rewards,
+            metric="best",
+            mode="max" if self.sweep.maximize else "min",
+        )
 
     def scheduler(self) -> Any:
         from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler
@@ -184,9 +188,11 @@ class _Parts:
         if not self.sweep.min_iter:
             return FIFOScheduler()
         return AsyncHyperBandScheduler(
-            time_attr="evaluations", grace_period=self.sweep.min_iter, max_t=LONGEST,
+            time_attr="evaluations",
+            grace_period=self.sweep.min_iter,
+            max_t=LONGEST,
             reduction_factor=self.sweep.eta,
-        )  # fmt: skip
+        )
 
     def paths(self) -> list[Path]:
         return sorted(p for p in self.folder.glob("tune_*") if any(p.glob("experiment_state-*")))
@@ -255,9 +261,12 @@ def _distribution(parameter: Parameter) -> Any:
 
 
 def _run(
-    config: dict[str, Any], sweep: Sweep, fixed: dict[str, Any], words: Callable[..., list[str]],
+    config: dict[str, Any],
+    sweep: Sweep,
+    fixed: dict[str, Any],
+    words: Callable[..., list[str]],
     cwd: str,
-) -> None:  # fmt: skip
+) -> None:
     """A run, on its worker: start the agent, pass its evaluations on to Tune."""
     from ray import tune
 
@@ -270,9 +279,12 @@ def _run(
     read = 0
     with open(run / "output.log", "wb") as log:
         process = subprocess.Popen(
-            words(sweep, {**config, **fixed}, run), stdout=log, stderr=log,
-            cwd=cwd if os.path.isdir(cwd) else None, preexec_fn=_end_with_worker,
-        )  # fmt: skip
+            words(sweep, {**config, **fixed}, run),
+            stdout=log,
+            stderr=log,
+            cwd=cwd if os.path.isdir(cwd) else None,
+            preexec_fn=_end_with_worker,
+        )
         try:
             over = False
             while not over:
@@ -311,8 +323,10 @@ def _say(sweep: Sweep, first: int) -> Any:
                 said = f"stopped early at {best:.5g}"
             elif told["status"] != 0 or not told["evaluations"]:
                 said = f"failed with status {told['status']}, see {trial.path}"
-            chosen = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
-                               for k, v in trial.config.items())  # fmt: skip
+            chosen = ", ".join(
+                f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
+                for k, v in trial.config.items()
+            )
             print(f"trial_{first + _index(trial):04d}: {said} ({seconds:.0f} s; {chosen})")
 
     return Say()

@@ -74,8 +74,9 @@ def figure_parser(
     parser.add_argument("--out", type=Path, default=out, help=f"folder of the results ({out})")
     parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
     parser.add_argument("--episodes", type=int, help=f"episodes a policy and point ({episodes})")
-    parser.add_argument("--figure", nargs="+", choices=tuple(names), default=tuple(names),
-                        help="which ones (all)")  # fmt: skip
+    parser.add_argument(
+        "--figure", nargs="+", choices=tuple(names), default=tuple(names), help="which ones (all)"
+    )
     parser.set_defaults(default_episodes=episodes)
     return parser
 

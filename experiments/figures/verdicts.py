@@ -6,13 +6,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = [
-    "AGREES", "DIRECTION", "DISAGREES", "IN_PART", "OPEN", "Claim", "Finding", "Reader", "Rows",
-    "holds", "judge", "percent", "pick", "span", "values",
-]  # fmt: skip
+    "AGREES",
+    "DIRECTION",
+    "DISAGREES",
+    "IN_PART",
+    "OPEN",
+    "Claim",
+    "Finding",
+    "Reader",
+    "Rows",
+    "holds",
+    "judge",
+    "percent",
+    "pick",
+    "span",
+    "values",
+]
 
 AGREES, DIRECTION, DISAGREES, IN_PART, OPEN = (
-    "agrees", "same direction", "disagrees", "in part", "open",
-)  # fmt: skip
+    "agrees",
+    "same direction",
+    "disagrees",
+    "in part",
+    "open",
+)
 
 Rows = Sequence[Mapping[str, Any]]
 Reader = Callable[[Rows], Iterable["Finding"]]

@@ -154,9 +154,13 @@ def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
             min_resource=sweep.min_iter, reduction_factor=sweep.eta
         )
     study = optuna.create_study(
-        storage=storage, study_name="sweep", sampler=sampler, pruner=pruner, load_if_exists=True,
+        storage=storage,
+        study_name="sweep",
+        sampler=sampler,
+        pruner=pruner,
+        load_if_exists=True,
         direction="maximize" if sweep.maximize else "minimize",
-    )  # fmt: skip
+    )
     if sweep.method == "grid" and not study.trials:
         names = list(sweep.searched)
         for point in itertools.product(*(sweep.searched[name].values for name in names)):
@@ -192,9 +196,15 @@ class _Work:
     """What the workers of one sweep share."""
 
     def __init__(
-        self, optuna: Any, study: Any, sweep: Sweep, folder: Path, trials: int,
-        fixed: dict[str, Any], echo: Echo,
-    ) -> None:  # fmt: skip
+        self,
+        optuna: Any,
+        study: Any,
+        sweep: Sweep,
+        folder: Path,
+        trials: int,
+        fixed: dict[str, Any],
+        echo: Echo,
+    ) -> None:
         self.states = optuna.trial.TrialState
         self.optuna, self.study, self.sweep, self.folder = optuna, study, sweep, folder
         self.trials, self.fixed, self.echo = trials, fixed, echo
@@ -264,8 +274,10 @@ class _Work:
                 if self.failed >= 3 and not _finished(self.optuna, self.study):
                     self.stop.set()
             write_csv(self.folder / "trials.csv", _rows(self.study, self.sweep))
-        chosen = ", ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-                           for key, value in trial.params.items())  # fmt: skip
+        chosen = ", ".join(
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+            for key, value in trial.params.items()
+        )
         self.echo(f"{name}: {said} ({seconds:.0f} s; {chosen})")
 
     def _follow(self, process: Any, log: Path, trial: Any, values: list[float]) -> bool:
@@ -311,8 +323,11 @@ def _rows(study: Any, sweep: Sweep) -> list[dict[str, Any]]:
     for trial in study.get_trials(deepcopy=False):
         if trial.state.name in ("COMPLETE", "PRUNED", "FAIL"):
             about = trial.user_attrs
-            row = {"trial": trial.number, "state": trial.state.name.lower(),
-                   sweep.metric: about.get("best", math.nan)}  # fmt: skip
+            row = {
+                "trial": trial.number,
+                "state": trial.state.name.lower(),
+                sweep.metric: about.get("best", math.nan),
+            }
             row |= {key: about.get(key, "") for key in ("evaluations", "seconds")}
             rows.append(row | {name: trial.params.get(name, "") for name in sweep.searched})
     sign = -1 if sweep.maximize else 1
@@ -324,9 +339,18 @@ def _report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> 
     """Print the best runs, write the table, the importances and the plot."""
     rows = _rows(study, sweep)
     write_csv(folder / "trials.csv", rows)
-    shown = [[str(row["trial"]), row["state"], f"{row[sweep.metric]:.5g}",
-              *(f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n])
-                for n in sweep.searched)] for row in rows[:10]]  # fmt: skip
+    shown = [
+        [
+            str(row["trial"]),
+            row["state"],
+            f"{row[sweep.metric]:.5g}",
+            *(
+                f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n])
+                for n in sweep.searched
+            ),
+        ]
+        for row in rows[:10]
+    ]
     names = ["trial", "state", sweep.metric, *sweep.searched]
     print_table(f"Best runs of {len(rows)}", names, shown)
     complete = [row for row in rows if row["state"] == "complete"]
@@ -355,8 +379,9 @@ def _plot(
     figure, axes = plt.subplots(1, count, figsize=(4 * count, 3.4), layout="constrained")
     axes = list(axes) if count > 1 else [axes]
     done = sorted((row for row in rows if row["state"] != "fail"), key=lambda row: row["trial"])
-    best = list(itertools.accumulate((row[sweep.metric] for row in done),
-                                     max if sweep.maximize else min))  # fmt: skip
+    best = list(
+        itertools.accumulate((row[sweep.metric] for row in done), max if sweep.maximize else min)
+    )
     colours = ["#4c72b0" if row["state"] == "complete" else "#bbbbbb" for row in done]
     numbers = [row["trial"] for row in done]
     axes[0].scatter(numbers, [row[sweep.metric] for row in done], s=16, c=colours)
@@ -368,8 +393,12 @@ def _plot(
         axes[1].set(xlabel="share of variance (PED-ANOVA)", title="importance")
     for axis, name in zip(axes[count - len(leading) :], leading, strict=True):
         values = [row[name] for row in done]
-        axis.scatter([v if isinstance(v, int | float) else str(v) for v in values],
-                     [row[sweep.metric] for row in done], s=16, c=colours)  # fmt: skip
+        axis.scatter(
+            [v if isinstance(v, int | float) else str(v) for v in values],
+            [row[sweep.metric] for row in done],
+            s=16,
+            c=colours,
+        )
         if sweep.parameters[name].log:
             axis.set_xscale("log")
         axis.set(xlabel=name, ylabel=sweep.metric)

@@ -22,8 +22,17 @@ __all__ = ["Parameter", "Sweep", "list_sweeps", "read_sweep"]
 METHODS = ("bayes", "random", "grid")
 GOALS = ("minimize", "maximize")
 DISTRIBUTIONS = ("uniform", "int_uniform", "log_uniform_values")
-KEYS = ("program", "name", "description", "method", "metric", "parameters", "early_terminate",
-        "run_cap", "command")  # fmt: skip
+KEYS = (
+    "program",
+    "name",
+    "description",
+    "method",
+    "metric",
+    "parameters",
+    "early_terminate",
+    "run_cap",
+    "command",
+)
 FOLDER = Path(__file__).parent
 
 
@@ -150,9 +159,16 @@ def _checked(path: Path, content: Any) -> Sweep:
     if cap is not None and (not isinstance(cap, int) or cap < 1):
         raise ValueError(f"run_cap is {cap!r}; allowed is 1 or more")
     sweep = Sweep(
-        path, str(content["program"]), method, metric["name"], goal == "maximize", parameters,
-        min_iter, eta, cap,
-    )  # fmt: skip
+        path,
+        str(content["program"]),
+        method,
+        metric["name"],
+        goal == "maximize",
+        parameters,
+        min_iter,
+        eta,
+        cap,
+    )
     if not sweep.program.startswith("agents/") or importlib.util.find_spec(sweep.module) is None:
         raise ValueError(f"program is {sweep.program!r}; no agent of servegym has it")
     return sweep

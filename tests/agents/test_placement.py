@@ -137,8 +137,9 @@ def test_scrambled_future_leaves_actions_unchanged(module):
 
     def play(known_s):
         """Actions of an episode whose prompts after a time are others."""
-        env = ExpertPlacementEnv(model="toy", epochs=4, epoch_s=50.0, rotate_s=100.0,
-                                 action_mode="placement")  # fmt: skip
+        env = ExpertPlacementEnv(
+            model="toy", epochs=4, epoch_s=50.0, rotate_s=100.0, action_mode="placement"
+        )
         cluster = env.problem.cluster
         seen, _ = env.reset(seed=3)
         late = env.system.requests.arrival > known_s
@@ -277,8 +278,13 @@ class WishedByAgents(WishedLayers):
         _, reward, _, _, info = super().step({"plan": plan[None]})
         kpis = {name: part[0] for name, part in info["episode_kpis"].items()}
         none = dict.fromkeys(actions, False)
-        return (self.own, dict.fromkeys(actions, float(reward[0])), none, none,
-                dict.fromkeys(actions, {"episode_kpis": kpis}))  # fmt: skip
+        return (
+            self.own,
+            dict.fromkeys(actions, float(reward[0])),
+            none,
+            none,
+            dict.fromkeys(actions, {"episode_kpis": kpis}),
+        )
 
 
 @agents
@@ -287,12 +293,21 @@ def test_learns_which_layers_pay(module, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "make_envs", lambda args, n, **kwargs: WishedLayers(n))
     else:
         monkeypatch.setattr(module, "make_env", lambda args, **kwargs: WishedByAgents(1))
-        monkeypatch.setattr(module, "state_features", lambda features, envs: torch.zeros(
-            len(envs), *features.shape[:2], features.columns))  # fmt: skip
+        monkeypatch.setattr(
+            module,
+            "state_features",
+            lambda features, envs: torch.zeros(len(envs), *features.shape[:2], features.columns),
+        )
     settings = {
-        **QUICK, "set": TOY, "base": "none", "epochs": 1, "members": 8, "total_timesteps": 2_400,
-        "eval_every": 10_000, "learning_rate": 3e-3,
-    }  # fmt: skip
+        **QUICK,
+        "set": TOY,
+        "base": "none",
+        "epochs": 1,
+        "members": 8,
+        "total_timesteps": 2_400,
+        "eval_every": 10_000,
+        "learning_rate": 3e-3,
+    }
     run = module.train(module.Args(**settings, out_dir=str(tmp_path), run_name="run"))
     lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     scores = [1 - line["eval/mean_latency_s"] for line in lines if "eval/mean_latency_s" in line]
@@ -339,8 +354,9 @@ def test_checkpoints_are_policies(module, tmp_path):
     run = module.train(module.Args(**settings, out_dir=str(tmp_path), run_name="run"))
     kwargs = {"model": "toy", "epochs": 2, "epoch_s": 40.0}
     rows = evaluate("servegym/ExpertPlacement-v0", [run], 2, env_kwargs=kwargs)
-    again = evaluate("servegym/ExpertPlacement-v0", [load_policy(run)], 2, env_kwargs=kwargs,
-                     num_envs=1)  # fmt: skip
+    again = evaluate(
+        "servegym/ExpertPlacement-v0", [load_policy(run)], 2, env_kwargs=kwargs, num_envs=1
+    )
     assert [r["mean_latency_s"] for r in rows] == [r["mean_latency_s"] for r in again]
     assert rows[0]["policy"] == module.__name__.rpartition(".")[2]
     assert np.isfinite(rows[0]["return"])

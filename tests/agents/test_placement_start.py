@@ -51,12 +51,22 @@ def test_settings_differ_by_what_a_start_depends_on():
     problem = make_problem({"scenario": "edge_hetero", "split": "eval", "epochs": 3})
     assert setting_word(problem) == word == setting_word(Description.from_problem(problem))
     here = {"scenario": "edge_hetero"}
-    others = [{"scenario": "drift"}, {"scenario": "paper_testbed"}, {"scenario": "edge_decode"},
-              {"mean_interarrival_s": 5.0}, {"model": "toy"},
-              here | {"tasks": ("law", "summary", "translation")},
-              *(here | {"cluster_kwargs": {name: value}} for name, value in (
-                  ("link_model", "pairwise"), ("pcie_bytes_s", 24e9),
-                  ("gpu_speed", 0.5)))]  # fmt: skip
+    others = [
+        {"scenario": "drift"},
+        {"scenario": "paper_testbed"},
+        {"scenario": "edge_decode"},
+        {"mean_interarrival_s": 5.0},
+        {"model": "toy"},
+        here | {"tasks": ("law", "summary", "translation")},
+        *(
+            here | {"cluster_kwargs": {name: value}}
+            for name, value in (
+                ("link_model", "pairwise"),
+                ("pcie_bytes_s", 24e9),
+                ("gpu_speed", 0.5),
+            )
+        ),
+    ]
     words = [setting_word(make_problem(kwargs)) for kwargs in others]
     assert len({word, *words}) == 1 + len(others)
 

@@ -139,8 +139,16 @@ class Made(gym.vector.VectorEnv):
         return observation, reward, ended, np.zeros(self.num_envs, bool), {}
 
 
-MADE = {**QUICK, "num_envs": 32, "replicas": 4, "total_timesteps": 10_240, "eval_every": 10_240,
-        "learning_rate": 0.01, "warm_column": 0, "eval_episodes": 8}  # fmt: skip
+MADE = {
+    **QUICK,
+    "num_envs": 32,
+    "replicas": 4,
+    "total_timesteps": 10_240,
+    "eval_every": 10_240,
+    "learning_rate": 0.01,
+    "warm_column": 0,
+    "eval_episodes": 8,
+}
 
 
 def test_learns_under_noise_that_replicas_share(tmp_path, monkeypatch):
@@ -172,8 +180,15 @@ def test_trains_logs_and_saves(tmp_path):
     assert not list(run.glob("*.tmp"))
 
 
-TAUGHT = {**QUICK, "teacher": "greedy_warm", "width": 32, "imitation_epochs": 80,
-          "imitation_rate": 0.005, "total_timesteps": 256, "eval_every": 128}  # fmt: skip
+TAUGHT = {
+    **QUICK,
+    "teacher": "greedy_warm",
+    "width": 32,
+    "imitation_epochs": 80,
+    "imitation_rate": 0.005,
+    "total_timesteps": 256,
+    "eval_every": 128,
+}
 
 
 def test_begins_with_what_its_teacher_decides(tmp_path, monkeypatch):
@@ -301,8 +316,10 @@ def test_true_routing_is_not_seen(tmp_path):
 
 
 def test_same_seed_same_log(tmp_path):
-    logs = [lines(train(Args(**QUICK, seed=seed, out_dir=str(tmp_path), run_name=name)))
-            for name, seed in (("a", 1), ("b", 1), ("c", 2))]  # fmt: skip
+    logs = [
+        lines(train(Args(**QUICK, seed=seed, out_dir=str(tmp_path), run_name=name)))
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
     assert logs[0] == logs[1] != logs[2]
 
 

@@ -82,12 +82,29 @@ def test_the_untrained_policy_is_the_heuristic(random_obs):
 def test_it_learns_to_send_to_the_better_expert(tmp_path):
     """On an idle fleet with exact scores the best choice is the higher score, from nothing."""
     args = pqn.Args(
-        profiles="edge-6-homogeneous", rate_low=0.3, rate_high=0.3, prior=False, foresight=False,
-        set=("num_experts=2", "episode_requests=32", 'score_predictor="exact"'), gamma=0.5,
-        total_timesteps=40_960, num_envs=64, num_steps=8, start_e=1.0, end_e=0.05, q_lambda=0.0,
-        learning_rate=3e-3, holding_cost=False, average=0.2, eval_every=0, eval_episodes=32,
-        eval_rates=(0.3,), eval_requests=32, out_dir=str(tmp_path), run_name="run",
-    )  # fmt: skip
+        profiles="edge-6-homogeneous",
+        rate_low=0.3,
+        rate_high=0.3,
+        prior=False,
+        foresight=False,
+        set=("num_experts=2", "episode_requests=32", 'score_predictor="exact"'),
+        gamma=0.5,
+        total_timesteps=40_960,
+        num_envs=64,
+        num_steps=8,
+        start_e=1.0,
+        end_e=0.05,
+        q_lambda=0.0,
+        learning_rate=3e-3,
+        holding_cost=False,
+        average=0.2,
+        eval_every=0,
+        eval_episodes=32,
+        eval_rates=(0.3,),
+        eval_requests=32,
+        out_dir=str(tmp_path),
+        run_name="run",
+    )
     result = lines(pqn.train(args))[-1]["eval/avg_qos"]
     best = validate(lambda obs, mask: 1 + obs["request"][..., 1].argmax(-1), args)["eval/avg_qos"]
     fixed = [

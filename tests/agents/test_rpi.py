@@ -98,11 +98,13 @@ def test_the_heuristic_values_choose_as_the_priced_heuristic(tmp_path):
 
 def test_copies_agree_where_it_costs_little():
     nan = np.nan
-    values = np.array([
-        [[0.0, 0.50, 0.46], [0.0, 0.44, 0.47]],  # the first is better on average
-        [[0.0, 0.50, 0.00], [0.0, 0.10, 0.30]],  # too dear for the second
-        [[0.0, 0.10, 0.20], [nan, nan, nan]],  # alone
-    ])  # fmt: skip
+    values = np.array(
+        [
+            [[0.0, 0.50, 0.46], [0.0, 0.44, 0.47]],  # the first is better on average
+            [[0.0, 0.50, 0.00], [0.0, 0.10, 0.30]],  # too dear for the second
+            [[0.0, 0.10, 0.20], [nan, nan, nan]],  # alone
+        ]
+    )
     assert branches.agree(values, 0.05)[:, 0].tolist() == [1, 1, 2]
     assert branches.agree(values, 0.05)[:2, 1].tolist() == [1, 2]
     assert branches.agree(values, 0.0)[:2, 1].tolist() == [2, 2]

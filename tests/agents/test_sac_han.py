@@ -204,9 +204,15 @@ def test_a_full_ring_never_mixes_old_and_new():
     one = np.zeros(1)
     for t in range(13):
         buffer.add(
-            obs=np.full((1, 1), t), next_obs=np.full((1, 1), t + 1), mask=np.ones((1, 2)),
-            next_mask=np.ones((1, 2)), action=one, reward=one, terminated=one, done=one,
-        )  # fmt: skip
+            obs=np.full((1, 1), t),
+            next_obs=np.full((1, 1), t + 1),
+            mask=np.ones((1, 2)),
+            next_mask=np.ones((1, 2)),
+            action=one,
+            reward=one,
+            terminated=one,
+            done=one,
+        )
     got = buffer.sample(300, 2, 0.9, 0.0, np.random.default_rng(0))
     assert set(got["obs"][:, 0]) == {8, 9, 10, 11}
     assert (got["next_obs"] == got["obs"] + 2).all()

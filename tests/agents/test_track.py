@@ -64,15 +64,26 @@ def test_a_run_of_a_sweep_is_kept_offline_with_every_number(root: Path, tmp_path
         for name, spec in sweep["parameters"].items()
     }
     assert values["track"] is True
-    small = {"total_timesteps": 256, "num_envs": 4, "num_steps": 16, "eval_every": 128,
-             "eval_episodes": 2, "set": "episode_requests=30", "out_dir": str(tmp_path),
-             "run_name": "one"}  # fmt: skip
+    small = {
+        "total_timesteps": 256,
+        "num_envs": 4,
+        "num_steps": 16,
+        "eval_every": 128,
+        "eval_episodes": 2,
+        "set": "episode_requests=30",
+        "out_dir": str(tmp_path),
+        "run_name": "one",
+    }
     job = {"args": {name: {"value": value} for name, value in {**values, **small}.items()}}
     kept = tmp_path / "wandb" / "sweep-s1" / "config-r1.yaml"
     kept.parent.mkdir(parents=True)
     config_util.save_config_file_from_dict(str(kept), job["args"])
-    parts = {**create_sweep_command_args(job), "env": ["/usr/bin/env"], "interpreter": ["python"],
-             "program": [sweep["program"]]}  # fmt: skip
+    parts = {
+        **create_sweep_command_args(job),
+        "env": ["/usr/bin/env"],
+        "interpreter": ["python"],
+        "program": [sweep["program"]],
+    }
     words = [word for part in create_sweep_command() for word in parts[part.strip("${}")]]
     assert words[:3] == ["/usr/bin/env", "python", "agents/ppo.py"]
     subprocess.run(
@@ -80,11 +91,17 @@ def test_a_run_of_a_sweep_is_kept_offline_with_every_number(root: Path, tmp_path
         env={
             **os.environ,
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_SWEEP_ID": "s1",
-            "WANDB_RUN_ID": "r1", "WANDB_SWEEP_PARAM_PATH": str(kept),
+            "WANDB_MODE": "offline",
+            "WANDB_SILENT": "true",
+            "WANDB_SWEEP_ID": "s1",
+            "WANDB_RUN_ID": "r1",
+            "WANDB_SWEEP_PARAM_PATH": str(kept),
         },
-        cwd=root, check=True, capture_output=True, timeout=240,
-    )  # fmt: skip
+        cwd=root,
+        check=True,
+        capture_output=True,
+        timeout=240,
+    )
     (file,) = (tmp_path / "one").glob("wandb/offline-run-*/*.wandb")
     (run,) = [r.run for r in map(proto.Record.FromString, records(file)) if r.HasField("run")]
     assert (run.run_id, run.sweep_id) == ("r1", "s1")

@@ -117,8 +117,10 @@ def test_routing_states_the_keywords_of_arrivals_and_catalogs():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 3:
             told |= dict.fromkeys(re.findall(r"`(\w+)`", cells[0]), cells[2])
-    known = {**{name: arrivals.make_arrivals for name in arrivals.list_arrivals()},
-             **{name: catalog.load_catalog for name in catalog.list_catalogs()}}  # fmt: skip
+    known = {
+        **{name: arrivals.make_arrivals for name in arrivals.list_arrivals()},
+        **{name: catalog.load_catalog for name in catalog.list_catalogs()},
+    }
     for name, make in known.items():
         rate = (1.0,) if make is arrivals.make_arrivals else ()
         with pytest.raises(ValueError) as refused:  # the message lists what is allowed
@@ -128,5 +130,9 @@ def test_routing_states_the_keywords_of_arrivals_and_catalogs():
         assert words or told[name] == "none", name
         if words:
             assert {w for w in words if w in allowed} == words - {
-                "burstgpt", "azure", "mooncake", "csv", "jsonl",
-            }, (name, words, str(refused.value))  # fmt: skip
+                "burstgpt",
+                "azure",
+                "mooncake",
+                "csv",
+                "jsonl",
+            }, (name, words, str(refused.value))

@@ -88,8 +88,13 @@ def test_a_policy_of_another_family_is_told_so(run):
 def test_parse_settings():
     given = ["rate=8", "split=eval", "rate_=[4, 11]", "flag=true", "none=null", "path=a=b"]
     assert parse_settings(given) == {
-        "rate": 8, "split": "eval", "rate_": [4, 11], "flag": True, "none": None, "path": "a=b",
-    }  # fmt: skip
+        "rate": 8,
+        "split": "eval",
+        "rate_": [4, 11],
+        "flag": True,
+        "none": None,
+        "path": "a=b",
+    }
     for bad in (["rate"], ["=8"], ["a-b=1"], ["rate=1", "rate=2"]):
         with pytest.raises(ValueError, match="--set"):
             parse_settings(bad)
@@ -99,10 +104,23 @@ def test_parse_settings():
 def test_evaluate(run, tmp_path, ending):
     out = tmp_path / f"rows.{ending}"
     result = run(
-        "evaluate", ENV_ID, "--policy", "least_outstanding", "--policy", "drop_all",
-        "--episodes", 2, "--seed", 3, "--set", "episode_requests=40", "--set", "rate=[4, 8]",
-        "--out", out,
-    )  # fmt: skip
+        "evaluate",
+        ENV_ID,
+        "--policy",
+        "least_outstanding",
+        "--policy",
+        "drop_all",
+        "--episodes",
+        2,
+        "--seed",
+        3,
+        "--set",
+        "episode_requests=40",
+        "--set",
+        "rate=[4, 8]",
+        "--out",
+        out,
+    )
     assert result.exit_code == 0, result.output
     assert "drop %" in result.output and "ceiling" in result.output
     if ending == "json":
@@ -147,9 +165,16 @@ def test_replay(run, tmp_path):
     requests, out = tmp_path / "requests.csv", tmp_path / "out.csv"
     requests.write_text(REQUESTS)
     result = run(
-        "replay", "--profile", "rtx4090-llama-3.1-8b", "--requests", requests,
-        "--scheduler", "orca", "--out", out,
-    )  # fmt: skip
+        "replay",
+        "--profile",
+        "rtx4090-llama-3.1-8b",
+        "--requests",
+        requests,
+        "--scheduler",
+        "orca",
+        "--out",
+        out,
+    )
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(out.open()))
     assert [row["prompt_tokens"] for row in rows] == ["100", "2000", "30"]
@@ -176,16 +201,34 @@ def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):
     requests = tmp_path / "requests.csv"
     requests.write_text(REQUESTS)
     result = run(
-        "replay", "--profile", "a10-llama-3.1-8b", "--requests", requests,
-        "--max-num-seqs", 2, "--max-num-batched-tokens", 512, "--kv-tokens", 4096,
-        "--block-size", 32, "--prefix-caching", "--out", tmp_path / "out.csv",
-    )  # fmt: skip
+        "replay",
+        "--profile",
+        "a10-llama-3.1-8b",
+        "--requests",
+        requests,
+        "--max-num-seqs",
+        2,
+        "--max-num-batched-tokens",
+        512,
+        "--kv-tokens",
+        4096,
+        "--block-size",
+        32,
+        "--prefix-caching",
+        "--out",
+        tmp_path / "out.csv",
+    )
     assert result.exit_code == 0, result.output
     assert given == {
-        "profile": "a10-llama-3.1-8b", "scheduler": "chunked_prefill", "max_num_seqs": 2,
-        "max_num_batched_tokens": 512, "kv_tokens": 4096, "block_size": 32,
-        "prefix_caching": True, "memory_policy": "paged",
-    }  # fmt: skip
+        "profile": "a10-llama-3.1-8b",
+        "scheduler": "chunked_prefill",
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 512,
+        "kv_tokens": 4096,
+        "block_size": 32,
+        "prefix_caching": True,
+        "memory_policy": "paged",
+    }
 
 
 HEAD = "arrival_s,prompt_tokens,output_tokens\n"
@@ -234,8 +277,12 @@ def test_replay_refuses_bad_files(run, tmp_path, text, named):
 def test_replay_refuses_bad_options(run, tmp_path, args, named):
     requests = tmp_path / "requests.csv"
     requests.write_text(REQUESTS)
-    options = {"--profile": "a10-llama-3.1-8b", "--requests": requests,
-               "--out": tmp_path / "out.csv", args[0]: args[1]}  # fmt: skip
+    options = {
+        "--profile": "a10-llama-3.1-8b",
+        "--requests": requests,
+        "--out": tmp_path / "out.csv",
+        args[0]: args[1],
+    }
     fails(run("replay", *(word for pair in options.items() for word in pair)), *named)
 
 
@@ -244,9 +291,16 @@ def test_replay_refuses_bad_options(run, tmp_path, args, named):
 )
 def test_replay_refuses_numbers_below_one(run, tmp_path, option):
     result = run(
-        "replay", "--profile", "a10-llama-3.1-8b", "--requests", tmp_path / "requests.csv",
-        "--out", tmp_path / "out.csv", option, 0,
-    )  # fmt: skip
+        "replay",
+        "--profile",
+        "a10-llama-3.1-8b",
+        "--requests",
+        tmp_path / "requests.csv",
+        "--out",
+        tmp_path / "out.csv",
+        option,
+        0,
+    )
     assert result.exit_code == 2
     assert option in result.stderr and "Traceback" not in result.output
 
@@ -262,9 +316,17 @@ def test_render_picture(run, tmp_path, ending):
     image = pytest.importorskip("PIL.Image")
     out = tmp_path / f"episode.{ending}"
     result = run(
-        "render", ENV_ID, "--policy", "greedy_qos", "--steps", 4, "--out", out,
-        "--set", "episode_requests=20",
-    )  # fmt: skip
+        "render",
+        ENV_ID,
+        "--policy",
+        "greedy_qos",
+        "--steps",
+        4,
+        "--out",
+        out,
+        "--set",
+        "episode_requests=20",
+    )
     assert result.exit_code == 0, result.output
     with image.open(out) as picture:
         assert picture.format == ending.upper()

@@ -64,12 +64,27 @@ def test_one_row_a_policy_and_episode(result):
     ]
     assert [row["seed"] for row in rows[:4]] == [7, 8, 9, 10]
     wanted = {
-        "avg_qos", "mean_latency_s_per_token", "p50_latency_s_per_token",
-        "p90_latency_s_per_token", "p99_latency_s_per_token", "mean_ttft_s", "mean_tpot_s",
-        "mean_e2e_s", "mean_communication_s", "mean_routing_s", "mean_waiting_s",
-        "mean_inference_s", "violation_rate", "drop_rate", "reject_rate", "memory_use",
-        "goodput_rps", "return", "clairvoyant", "ceiling",
-    }  # fmt: skip
+        "avg_qos",
+        "mean_latency_s_per_token",
+        "p50_latency_s_per_token",
+        "p90_latency_s_per_token",
+        "p99_latency_s_per_token",
+        "mean_ttft_s",
+        "mean_tpot_s",
+        "mean_e2e_s",
+        "mean_communication_s",
+        "mean_routing_s",
+        "mean_waiting_s",
+        "mean_inference_s",
+        "violation_rate",
+        "drop_rate",
+        "reject_rate",
+        "memory_use",
+        "goodput_rps",
+        "return",
+        "clairvoyant",
+        "ceiling",
+    }
     for row in rows:
         assert wanted <= set(row)
         assert json.loads(row["env_kwargs"])["split"] == "eval"
@@ -202,8 +217,13 @@ def test_plain_table_without_rich(monkeypatch):
     stream = io.StringIO()
     print_table("title", ["policy", "x"], [["long name", "1"], ["b", "22"]], ["note"], stream)
     assert stream.getvalue().splitlines() == [
-        "title", "policy      x", "---------  --", "long name   1", "b          22", "note",
-    ]  # fmt: skip
+        "title",
+        "policy      x",
+        "---------  --",
+        "long name   1",
+        "b          22",
+        "note",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -233,8 +253,9 @@ def test_files(tmp_path):
     rows = [{"a": 1, "b": math.nan}, {"a": np.float64(0.5), "c": "x,y"}]
     write_json(tmp_path / "rows.json", rows)
     assert json.loads((tmp_path / "rows.json").read_text()) == [
-        {"a": 1, "b": None}, {"a": 0.5, "c": "x,y"},
-    ]  # fmt: skip
+        {"a": 1, "b": None},
+        {"a": 0.5, "c": "x,y"},
+    ]
     write_csv(tmp_path / "rows.csv", rows)
     assert (tmp_path / "rows.csv").read_text() == 'a,b,c\n1,nan,\n0.5,,"x,y"\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.json"]

@@ -67,8 +67,11 @@ def test_every_point_is_a_family_with_policies() -> None:
         "servegym/ServerlessMoE-v0",
         "servegym/ExpertPlacement-v0",
     }
-    known = {i.name for f in ("llm_routing", "serverless_moe", "expert_placement")
-             for i in list_policies(f)}  # fmt: skip
+    known = {
+        i.name
+        for f in ("llm_routing", "serverless_moe", "expert_placement")
+        for i in list_policies(f)
+    }
     assert set(leaderboard.SLOW) <= known
 
 
@@ -133,8 +136,11 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
 def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    (line,) = (line.partition("#")[0] for line in (ROOT / "README.md").read_text().splitlines()
-               if line.startswith("servegym leaderboard --quick"))  # fmt: skip
+    (line,) = (
+        line.partition("#")[0]
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("servegym leaderboard --quick")
+    )
     monkeypatch.setattr(leaderboard, "POINTS", POINTS)
     (small / "my_router.py").write_text(ROUTER)
     measured = []
@@ -143,9 +149,16 @@ def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points
         assert quick
         measured.append((point.name, policy))
         mine, value = policy == "my_router.py", 0.5 if policy == "my_router.py" else 0.6
-        return {"point": point.name, "policy": Path(policy).stem, "value": value, "low": value,
-                "kind": "guest" if mine else "baseline", "high": value, "episodes": 4,
-                "cpu_s": 1.0}  # fmt: skip
+        return {
+            "point": point.name,
+            "policy": Path(policy).stem,
+            "value": value,
+            "low": value,
+            "kind": "guest" if mine else "baseline",
+            "high": value,
+            "episodes": 4,
+            "cpu_s": 1.0,
+        }
 
     monkeypatch.setattr(leaderboard, "measure", measure)
     assert main(shlex.split(line)[2:]) == 1
@@ -203,10 +216,13 @@ def test_a_class_without_init_finds_the_system(small: Path) -> None:
     assert rows[0]["policy"] == "last"
     for text, said in (
         ("class Policy(BasePolicy):\n    pass\n", "has no act"),
-        ("class Policy:\n    def __init__(self, system): pass\n"
-         "    def act(self, observation, mask): pass\n", "must derive from"),
+        (
+            "class Policy:\n    def __init__(self, system): pass\n"
+            "    def act(self, observation, mask): pass\n",
+            "must derive from",
+        ),
         ("x = 1\nimport no_such_module\n", "line 3.*no_such_module"),
-    ):  # fmt: skip
+    ):
         (small / "bad.py").write_text("from servegym.baselines.protocol import BasePolicy\n" + text)
         with pytest.raises(ValueError, match=said):
             policy_from_file("bad.py", None)
@@ -261,7 +277,9 @@ def test_a_function_of_one_decision_serves_every_family() -> None:
         env_kwargs={"model": "toy", "episode_requests": 10},
     )
     mix = evaluate(
-        "servegym/ServerlessMoE-v0", ["mix"], 2,
+        "servegym/ServerlessMoE-v0",
+        ["mix"],
+        2,
         env_kwargs={"model": "toy", "episode_requests": 10},
-    )  # fmt: skip
+    )
     assert [r["mean_reward"] for r in rows] == [r["mean_reward"] for r in mix]

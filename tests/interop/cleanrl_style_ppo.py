@@ -57,10 +57,12 @@ class Agent(nn.Module):
 
         def net(outputs, std):
             return nn.Sequential(
-                layer_init(nn.Linear(size, 64)), nn.Tanh(),
-                layer_init(nn.Linear(64, 64)), nn.Tanh(),
+                layer_init(nn.Linear(size, 64)),
+                nn.Tanh(),
+                layer_init(nn.Linear(64, 64)),
+                nn.Tanh(),
                 layer_init(nn.Linear(64, outputs), std),
-            )  # fmt: skip
+            )
 
         self.critic, self.actor = net(1, 1.0), net(sum(self.nvec), 0.01)
 

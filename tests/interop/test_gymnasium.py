@@ -128,8 +128,11 @@ def test_a_script_that_knows_gymnasium_alone(family):
     told = json.dumps({env_id: (SMALL[env_id], STEPS[env_id]) for env_id in ids})
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT, told],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ids
 
@@ -140,10 +143,23 @@ def test_a_cleanrl_style_script_runs_by_its_env_id(env_id):
     source = CLEANRL.read_text(encoding="utf-8")
     assert "servegym" not in source
     done = subprocess.run(
-        [sys.executable, str(CLEANRL), "--env-id", f"servegym:{env_id}",
-         "--total-timesteps", "2304", "--num-envs", "2", "--num-steps", "576"],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(CLEANRL),
+            "--env-id",
+            f"servegym:{env_id}",
+            "--total-timesteps",
+            "2304",
+            "--num-envs",
+            "2",
+            "--num-steps",
+            "576",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     told = dict(line.split("=") for line in done.stdout.split())
     episodes = 1152 // gym.make(env_id).unwrapped.problem.episode_requests

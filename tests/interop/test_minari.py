@@ -45,9 +45,14 @@ def test_a_data_set_of_a_baseline(env_id, name, tmp_path, monkeypatch):
             policy.feedback(np.array([reward]))
     told = f"servegym/{family.name.replace('_', '-')}/{name.replace('_', '-')}-v0"
     env.create_dataset(
-        told, algorithm_name=name, description="A baseline's episodes.", author="servegym",
-        author_email="x@y.z", code_permalink="none", eval_env=plain.spec,
-    )  # fmt: skip
+        told,
+        algorithm_name=name,
+        description="A baseline's episodes.",
+        author="servegym",
+        author_email="x@y.z",
+        code_permalink="none",
+        eval_env=plain.spec,
+    )
 
     data = minari.load_dataset(told)
     assert data.total_episodes == EPISODES and data.total_steps == EPISODES * STEPS[env_id]
@@ -59,9 +64,11 @@ def test_a_data_set_of_a_baseline(env_id, name, tmp_path, monkeypatch):
     assert len(set(returns)) == EPISODES
     again = data.recover_environment()
     assert again.spec.id == env_id
-    assert again.spec.kwargs == plain.spec.kwargs == {
-        **SMALL[env_id], "split": "eval", **policy.env_kwargs
-    }  # fmt: skip
+    assert (
+        again.spec.kwargs
+        == plain.spec.kwargs
+        == {**SMALL[env_id], "split": "eval", **policy.env_kwargs}
+    )
     # The recorded actions, replayed where they came from, are paid the same.
     episode = next(data.iterate_episodes([1]))
     again.reset(seed=SEED + 1)

@@ -34,9 +34,12 @@ def two_workers():
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
-        address="local", num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False,
+        address="local",
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
         log_to_driver=False,
-    )  # fmt: skip
+    )
     yield
     ray.shutdown()
 
@@ -254,8 +257,12 @@ def test_the_command_has_its_own_cluster_or_joins_one(where, tmp_path):
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if where == "auto" else {}
     done = subprocess.run(
         [sys.executable, "-c", start, *words, "--ray", where, "--out", str(out)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, **address},
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **address},
+    )
     assert done.returncode == 0, done.stderr
     assert "servegym/LLMRouting-v0" in done.stdout and "random" in done.stdout
     rows = json.loads(out.read_text())

@@ -21,8 +21,20 @@ from servegym.experiments.evaluate import DEFAULT_SEED, evaluate, make_envs
 from .settings import PLACEMENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-SMALL = ["--iterations", "2", "--batch", "120", "--num-envs", "2", "--width", "16",
-         "--episodes", "3", "--ray", "auto"]  # fmt: skip
+SMALL = [
+    "--iterations",
+    "2",
+    "--batch",
+    "120",
+    "--num-envs",
+    "2",
+    "--width",
+    "16",
+    "--episodes",
+    "3",
+    "--ray",
+    "auto",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,9 +43,12 @@ def two_workers():
     os.environ.setdefault("RAY_worker_niceness", "0")
     torch.set_num_threads(1)
     ray.init(
-        address="local", num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False,
+        address="local",
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
         log_to_driver=False,
-    )  # fmt: skip
+    )
     yield
     ray.shutdown()
 
@@ -107,8 +122,10 @@ def test_servers_that_never_move_are_paid_as_the_baseline_that_keeps():
         name = "still"
 
         def act(self, seen):
-            return {"migrate": np.zeros(len(seen), np.int64),
-                    "plan": np.zeros((len(seen), 4), np.float32)}  # fmt: skip
+            return {
+                "migrate": np.zeros(len(seen), np.int64),
+                "plan": np.zeros((len(seen), 4), np.float32),
+            }
 
     rows = ray_rllib_policy.play(Still(), PLACEMENT, 3)
     shared = ray_rllib_policy.play(Still(), {**PLACEMENT, "shared_reward": True}, 3)

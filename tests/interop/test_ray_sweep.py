@@ -77,9 +77,12 @@ def two_workers():
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
-        address="local", num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False,
+        address="local",
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
         log_to_driver=False,
-    )  # fmt: skip
+    )
     yield
     ray.shutdown()
 
@@ -151,9 +154,9 @@ def test_a_grid_outlives_a_killed_worker_and_goes_on_to_more_runs(tmp_path, agen
 
 
 def test_hyperband_stops_poor_runs_before_their_end(tmp_path, agent):
-    text = BAYES.replace("method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\n"
-                         "method: random").replace("{value: mlp}", "{value: mlp}\n"
-                         "  pause: {value: 0.4}")  # fmt: skip
+    text = BAYES.replace(
+        "method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\nmethod: random"
+    ).replace("{value: mlp}", "{value: mlp}\n  pause: {value: 0.4}")
     rows = table(ray_sweep.run_sweep(written(tmp_path, text), 8, 2, tmp_path / "out", seed=3))
     stopped = [row for row in rows if row["state"] == "pruned"]
     assert len(rows) == 8 and stopped and all(int(row["evaluations"]) < 5 for row in stopped)

@@ -41,8 +41,10 @@ def dqn(space, actions):
     np.random.seed(0)
     policy = DiscreteQLearningPolicy(
         model=Net(state_shape=space.shape, action_shape=int(actions.n), hidden_sizes=[32]),
-        action_space=actions, observation_space=space, eps_training=0.3,
-    )  # fmt: skip
+        action_space=actions,
+        observation_space=space,
+        eps_training=0.3,
+    )
     return DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3), target_update_freq=20)
 
 
@@ -69,7 +71,7 @@ def test_its_trainer_trains_dqn():
             update_step_num_gradient_steps_per_sample=0.1,
             batch_size=32,
             test_step_num_episodes=2,
-        )  # fmt: skip
+        )
     )
     assert result.train_step == 240 and result.train_episode == 8
     assert len(buffer) == 240

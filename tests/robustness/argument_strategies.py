@@ -146,19 +146,45 @@ def steps(top: float, each: st.SearchStrategy[Any], **more: Any):
         lambda x: [0, *sorted(x, reverse=True)]
     )
     wrong = wrong | st.sampled_from(
-        [[0, "1"], [0, None], [0, float("nan")], [0, float("inf")], [0, top * 2], [0, [1]], ["0"],
-         [0, HUGE], [0, True, 1], list(range(65)), [None], [np.array([0, 1])]]
-    )  # fmt: skip
+        [
+            [0, "1"],
+            [0, None],
+            [0, float("nan")],
+            [0, float("inf")],
+            [0, top * 2],
+            [0, [1]],
+            ["0"],
+            [0, HUGE],
+            [0, True, 1],
+            list(range(65)),
+            [None],
+            [np.array([0, 1])],
+        ]
+    )
     return Argument(valid, junk() | wrong, **more)
 
 
 def pairs(valid: st.SearchStrategy[Any], **more: Any):
     """A list of pairs of positive numbers."""
     wrong = st.sampled_from(
-        [[], [1.0], [(1.0,)], [(1.0, 2.0, 3.0)], [("1", "2")], [(0.0, 1.0)], [(1.0, -1.0)],
-         [(1.0, float("nan"))], [(1.0, float("inf"))], [(True, 1.0)], (1.0, 2.0), [None],
-         [(HUGE, 1.0)], [(None, None)], {"a": (1, 2)}]
-    )  # fmt: skip
+        [
+            [],
+            [1.0],
+            [(1.0,)],
+            [(1.0, 2.0, 3.0)],
+            [("1", "2")],
+            [(0.0, 1.0)],
+            [(1.0, -1.0)],
+            [(1.0, float("nan"))],
+            [(1.0, float("inf"))],
+            [(True, 1.0)],
+            (1.0, 2.0),
+            [None],
+            [(HUGE, 1.0)],
+            [(None, None)],
+            {"a": (1, 2)},
+        ]
+    )
     return Argument(valid, junk("none") | wrong, **more)
 
 
@@ -174,10 +200,21 @@ def grid(low: float, **more: Any):
     tops = st.floats(low, 1e5)
     valid = st.tuples(st.floats(1.0, low / 2), tops, st.floats(1.0, low / 8))
     wrong = st.sampled_from(
-        [(1.0, 2.0), (1.0, 2.0, 0.0), (2.0, 1.0, 1.0), (1, 2, 3, 4), ("1", 2, 3), (1, None, 1),
-         (1.0, 2.0, float("nan")), (1.0, 1e7, 1e-3), (-1.0, 10.0, 1.0), (1, 2, HUGE), (1.0, 1e9, 1),
-         (1.0, 2.0, 1.0)]  # too small for the model
-    )  # fmt: skip
+        [
+            (1.0, 2.0),
+            (1.0, 2.0, 0.0),
+            (2.0, 1.0, 1.0),
+            (1, 2, 3, 4),
+            ("1", 2, 3),
+            (1, None, 1),
+            (1.0, 2.0, float("nan")),
+            (1.0, 1e7, 1e-3),
+            (-1.0, 10.0, 1.0),
+            (1, 2, HUGE),
+            (1.0, 1e9, 1),
+            (1.0, 2.0, 1.0),
+        ]  # too small for the model
+    )
     return Argument(valid | st.none(), junk("none") | wrong, **more)
 
 
@@ -202,29 +239,56 @@ ROUTING = {
     "rate": span(TINY, LARGEST),
     "arrivals_kwargs": kwargs(
         st.fixed_dictionaries({"cv": st.floats(0.0, 20.0)}),
-        {"cv": -1.0}, {"cv": "x"}, {"cv": float("nan")}, {"cv": True}, {"cv": HUGE}, {"cv": [1]},
-        {"shape": 0.0}, {"cv": 1.0, "shape": 1.0}, {"fit": "nowhere"}, {"fit": ["azure"]},
-        {"rate": 3.0}, {"name": "gamma"}, {"cv": 1e300},
-        needs={"arrivals": "gamma"}, called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
+        {"cv": -1.0},
+        {"cv": "x"},
+        {"cv": float("nan")},
+        {"cv": True},
+        {"cv": HUGE},
+        {"cv": [1]},
+        {"shape": 0.0},
+        {"cv": 1.0, "shape": 1.0},
+        {"fit": "nowhere"},
+        {"fit": ["azure"]},
+        {"rate": 3.0},
+        {"name": "gamma"},
+        {"cv": 1e300},
+        needs={"arrivals": "gamma"},
+        called=("cv=", "shape=", "fit=", "arrivals 'gamma'"),
     ),
     "latency_requirement_s": span(TINY, 1.0),
     "catalog": name("alpaca_eval_7b", "synthetic"),
     "catalog_kwargs": kwargs(
-        st.fixed_dictionaries({}, optional={
-            "num_models": st.integers(3, 9), "num_prompts": st.integers(10, 60),
-            "seed": st.integers(0, 2**31), "max_output_tokens": st.integers(1, 300),
-        }),
-        {"num_models": 0}, {"num_prompts": 9}, {"num_prompts": True}, {"seed": -1}, {"seed": 1.5},
-        {"max_output_tokens": 301}, {"max_output_tokens": None}, {"name": "synthetic"},
-        {"num_models": HUGE}, {"num_prompts": HUGE}, {"seed": [0]},
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "num_models": st.integers(3, 9),
+                "num_prompts": st.integers(10, 60),
+                "seed": st.integers(0, 2**31),
+                "max_output_tokens": st.integers(1, 300),
+            },
+        ),
+        {"num_models": 0},
+        {"num_prompts": 9},
+        {"num_prompts": True},
+        {"seed": -1},
+        {"seed": 1.5},
+        {"max_output_tokens": 301},
+        {"max_output_tokens": None},
+        {"name": "synthetic"},
+        {"num_models": HUGE},
+        {"num_prompts": HUGE},
+        {"seed": [0]},
         needs={"catalog": "synthetic"},
         called=("num_models", "num_prompts", "seed=", "max_output_tokens", "catalog 'synthetic'"),
     ),
     "profiles": Argument(
-        st.sampled_from([*list_fleets(), *CARDS]) | st.lists(st.sampled_from(CARDS), min_size=3,
-                                                             max_size=4),
-        junk() | st.text(min_size=1, max_size=8) | st.sampled_from(
-            [[None], [3], [[]], [CARDS[0]], [CARDS[0], "nowhere"], ("a",), ["\0"], ["/"], "."]),
+        st.sampled_from([*list_fleets(), *CARDS])
+        | st.lists(st.sampled_from(CARDS), min_size=3, max_size=4),
+        junk()
+        | st.text(min_size=1, max_size=8)
+        | st.sampled_from(
+            [[None], [3], [[]], [CARDS[0]], [CARDS[0], "nowhere"], ("a",), ["\0"], ["/"], "."]
+        ),
     ),
     "models": Argument(
         st.lists(st.sampled_from(FIVE), min_size=3, max_size=5) | st.none(),
@@ -234,13 +298,22 @@ ROUTING = {
     "score_predictor": name("confusion", "zero", "exact", "learned"),
     "length_predictor": name("confusion", "zero", "exact", "learned"),
     "predictor_kwargs": kwargs(
-        st.fixed_dictionaries({}, optional={
-            quantity: st.fixed_dictionaries({}, optional={
-                "pool": st.sampled_from(["catalog", "columns"])})
-            for quantity in ("score", "length")
-        }),
-        {"score": 3}, {"score": {"pool": "nobody"}}, {"length": {"pool": 3}}, {"scores": {}},
-        {"score": {"pool": []}}, {"score": {1: 2}}, {"length": {"table": 3}},
+        st.fixed_dictionaries(
+            {},
+            optional={
+                quantity: st.fixed_dictionaries(
+                    {}, optional={"pool": st.sampled_from(["catalog", "columns"])}
+                )
+                for quantity in ("score", "length")
+            },
+        ),
+        {"score": 3},
+        {"score": {"pool": "nobody"}},
+        {"length": {"pool": 3}},
+        {"scores": {}},
+        {"score": {"pool": []}},
+        {"score": {1: 2}},
+        {"length": {"table": 3}},
         called=("pool=", "table="),
     ),
     "buckets": name("quantile", "width"),
@@ -261,17 +334,23 @@ ROUTING = {
     "staleness_s": real(0.0),
     "failures": Argument(
         FAILURES | st.none(),
-        junk("none") | st.sampled_from(
-            [{"mean_time_to_failure_s": 1.0},
-             *({"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
-               for x in (0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4)),
-             {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1e-4},
-             {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1}]),
+        junk("none")
+        | st.sampled_from(
+            [
+                {"mean_time_to_failure_s": 1.0},
+                *(
+                    {"mean_time_to_failure_s": x, "mean_time_to_repair_s": 1.0}
+                    for x in (0.0, -1.0, None, "1", float("nan"), float("inf"), HUGE, True, 1e-4)
+                ),
+                {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1e-4},
+                {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1},
+            ]
+        ),
     ),
     "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
     "episode_requests": whole(1, 10_000_000, most=60),
     "split": name("train", "val", "eval", "all"),
-}  # fmt: skip
+}
 
 _MODULATED = {
     "cv": real(0.0, 100.0),
@@ -321,10 +400,17 @@ SERVERLESS = {
     "deployment": name(*DEPLOYMENTS),
     "predictor": Argument(
         st.sampled_from(["task_mean", "global_mean", lambda book: book.frequencies()]),
-        junk("type", "function") | st.text(max_size=6)
-        | st.sampled_from([lambda book: book.frequencies()[:1], lambda book: None,
-                           lambda book: "no table", lambda book: -book.frequencies(),
-                           lambda book: book.frequencies() * np.nan]),
+        junk("type", "function")
+        | st.text(max_size=6)
+        | st.sampled_from(
+            [
+                lambda book: book.frequencies()[:1],
+                lambda book: None,
+                lambda book: "no table",
+                lambda book: -book.frequencies(),
+                lambda book: book.frequencies() * np.nan,
+            ]
+        ),
     ),
     "activations": Argument(st.none(), junk("none")),
     "episode_requests": whole(1, 1_000_000, most=12),
@@ -371,7 +457,7 @@ SERVERLESS = {
     "payload_mb": real(0.0, open_low=True, least=1.0, needs=LOOSE),
     "main_specs_mb": grid(4000.0, needs=LOOSE),
     "remote_specs_mb": grid(2000.0, needs=LOOSE),
-}  # fmt: skip
+}
 
 # ----------------------------------------------------------------------------------- placement
 
@@ -411,23 +497,50 @@ PLACEMENT = {
     "model": name("toy"),
     "action_mode": name("layer_budget", "expert_score", "placement"),
     "epochs": whole(1, 100_000, most=6),
-    "epoch_s": real(
-        0.0, open_low=True, least=0.1, most=1e9, needs={"mean_interarrival_s": 1e8}
-    ),
+    "epoch_s": real(0.0, open_low=True, least=0.1, most=1e9, needs={"mean_interarrival_s": 1e8}),
     "split": name("train", "val", "eval"),
     "skew": name("measured"),
     "activations_seed": whole(0, 1 << 31),
     "mean_interarrival_s": Argument(
         st.floats(2.0, 1e9) | st.lists(st.floats(2.0, 1e9), min_size=3, max_size=3),
-        junk("none", "half") | st.floats(max_value=0.0, allow_nan=False) | st.sampled_from(
-            [[1.0], [1.0, 2.0, 0.0], [1.0, 2.0, None], ["1", "2", "3"], [True] * 3, [HUGE] * 3,
-             [[1.0]] * 3, 1e-300, 1e-7, 1e299, [1e299] * 3]),
+        junk("none", "half")
+        | st.floats(max_value=0.0, allow_nan=False)
+        | st.sampled_from(
+            [
+                [1.0],
+                [1.0, 2.0, 0.0],
+                [1.0, 2.0, None],
+                ["1", "2", "3"],
+                [True] * 3,
+                [HUGE] * 3,
+                [[1.0]] * 3,
+                1e-300,
+                1e-7,
+                1e299,
+                [1e299] * 3,
+            ]
+        ),
     ),
     "output_tokens": Argument(
         st.integers(1, 60) | st.tuples(st.integers(1, 20), st.integers(21, 60)) | st.none(),
-        junk("none") | st.integers(max_value=0) | st.integers(min_value=(1 << 20) + 1)
-        | st.sampled_from([(1,), (5, 4), (1, "2"), (None, None), (1, 2, 3), (1, 2.5), [True, 2],
-                           ("1", "2"), (1, HUGE), ([], []), (np.array([1, 2]), 3)]),
+        junk("none")
+        | st.integers(max_value=0)
+        | st.integers(min_value=(1 << 20) + 1)
+        | st.sampled_from(
+            [
+                (1,),
+                (5, 4),
+                (1, "2"),
+                (None, None),
+                (1, 2, 3),
+                (1, 2.5),
+                [True, 2],
+                ("1", "2"),
+                (1, HUGE),
+                ([], []),
+                (np.array([1, 2]), 3),
+            ]
+        ),
     ),
     "task_mix": name("by_server", "mixed", optional=True),
     "tasks": Argument(
@@ -445,10 +558,12 @@ PLACEMENT = {
     "redirect": flag(needs=OFFLOAD),
     "cluster_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"link_model": st.sampled_from(["nic", "pairwise"])}),
-        {"link_model": "no"}, {"gpus": 3}, {"model": "toy"},
+        {"link_model": "no"},
+        {"gpus": 3},
+        {"model": "toy"},
         called=("link_model", "gpus"),
     ),
-}  # fmt: skip
+}
 
 CLUSTER = {
     "gpus": Argument(
@@ -460,9 +575,21 @@ CLUSTER = {
     "memory_fraction": real(0.0, 1.0, open_low=True, least=0.003, optional=True),
     "slots": Argument(
         st.lists(st.integers(16, 10**6), min_size=4, max_size=4) | st.none(),
-        junk("none") | st.sampled_from(
-            [[40] * 3, [40] * 5, [-1] * 4, [1.5] * 4, [None] * 4, ["40"] * 4, [True] * 4, "abcd",
-             [0] * 4, [-HUGE] * 4]),
+        junk("none")
+        | st.sampled_from(
+            [
+                [40] * 3,
+                [40] * 5,
+                [-1] * 4,
+                [1.5] * 4,
+                [None] * 4,
+                ["40"] * 4,
+                [True] * 4,
+                "abcd",
+                [0] * 4,
+                [-HUGE] * 4,
+            ]
+        ),
         called=("fit",),
     ),
     "nic_bps": per((3,), TINY, True),
@@ -476,7 +603,7 @@ CLUSTER = {
     "activation_value_bytes": whole(1, 8),
     "gpu_speed": per((4,), TINY, True),
     "sizes": Argument(st.none(), junk("none")),
-}  # fmt: skip
+}
 
 # --------------------------------------------------------------- what every environment takes
 

@@ -41,7 +41,7 @@ from .argument_strategies import (
     TINY,
     VECTOR,
     Argument,
-)  # fmt: skip
+)
 
 EXAMPLES = int(os.environ.get("SERVEGYM_EXAMPLES", 0))
 LIMIT = 40

@@ -54,8 +54,12 @@ def start(folder: Path, seed: int, *kinds: str) -> subprocess.Popen[str]:
     )
     return subprocess.Popen(
         [sys.executable, "-c", CALLS, str(seed), *kinds],
-        env=settings, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        env=settings,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def numbers(process: subprocess.Popen[str]) -> list[int]:

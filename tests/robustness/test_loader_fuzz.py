@@ -79,10 +79,15 @@ def _catalog(folder: Path) -> Path:
     made = load_catalog("synthetic", num_models=3, num_prompts=12)
     path = folder / "small.npz"
     np.savez(
-        path, models=np.array(made.models), prompt_id=np.arange(12), split=made.split,
-        prompt_tokens=made.prompt_tokens, scores=made.scores, output_tokens=made.output_tokens,
+        path,
+        models=np.array(made.models),
+        prompt_id=np.arange(12),
+        split=made.split,
+        prompt_tokens=made.prompt_tokens,
+        scores=made.scores,
+        output_tokens=made.output_tokens,
         max_output_tokens=np.array(made.max_output_tokens),
-    )  # fmt: skip
+    )
     path.with_suffix(".json").write_text('{"source": "made up"}')
     return path
 

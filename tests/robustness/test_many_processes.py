@@ -25,9 +25,10 @@ CASES = [
     for family, ids in IDS.items()
     for env_id in ids
     for context in ("spawn", "forkserver")
-    if ALL or (env_id, context) in (("servegym/LLMRoutingFlat-v0", "spawn"),
-                                    ("servegym/ServerlessMoEFlat-v0", "forkserver"))
-]  # fmt: skip
+    if ALL
+    or (env_id, context)
+    in (("servegym/LLMRoutingFlat-v0", "spawn"), ("servegym/ServerlessMoEFlat-v0", "forkserver"))
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*forkserver.*")

@@ -125,7 +125,7 @@ def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
 
 def _minimise(
     loss: Callable[[np.ndarray], float], *starts: Sequence[float]
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """The least point that Nelder-Mead finds from several starts."""
     return min((_descend(loss, start) for start in starts), key=loss)
 

@@ -51,17 +51,35 @@ __all__ = [
 ENV_ID = "servegym/ExpertPlacement-v0"
 OUT = Path("experiments/results/placement")
 POLICIES = (
-    "uniform", "redundance", "smartmoe", "eplb", "eplb_global", "prism", "prism_printed",
-    "proxy_optimum", "whole_layer", "latency_dp",
-)  # fmt: skip
+    "uniform",
+    "redundance",
+    "smartmoe",
+    "eplb",
+    "eplb_global",
+    "prism",
+    "prism_printed",
+    "proxy_optimum",
+    "whole_layer",
+    "latency_dp",
+)
 COLOURS: dict[str, str] = dict(
     zip(
         POLICIES,
-        ("0.6", "0.35", "tab:olive", "tab:cyan", "tab:blue", "tab:red", "tab:pink", "tab:green",
-         "tab:orange", "tab:purple"),
+        (
+            "0.6",
+            "0.35",
+            "tab:olive",
+            "tab:cyan",
+            "tab:blue",
+            "tab:red",
+            "tab:pink",
+            "tab:green",
+            "tab:orange",
+            "tab:purple",
+        ),
         strict=True,
     )
-)  # fmt: skip
+)
 
 
 def run_figures(
@@ -126,9 +144,15 @@ def make(name: str, described: Description, quick: bool = False, **arguments: An
 
 
 KEYS = (
-    "mean_latency_s", "p99_latency_s", "mean_ttft_s", "local_token_ratio", "local_call_ratio",
-    "remote_layer_ratio", "migrations", "requests",
-)  # fmt: skip
+    "mean_latency_s",
+    "p99_latency_s",
+    "mean_ttft_s",
+    "local_token_ratio",
+    "local_call_ratio",
+    "remote_layer_ratio",
+    "migrations",
+    "requests",
+)
 
 
 def measure(
@@ -333,9 +357,13 @@ def band(axis: Any, rows: Sequence[Mapping[str, Any]], x: str, y: str, **look: A
     at = [row[x] for row in rows]
     (line,) = axis.plot(at, [row[y] for row in rows], **look)
     axis.fill_between(
-        at, [row[f"{y}_low"] for row in rows], [row[f"{y}_high"] for row in rows],
-        color=line.get_color(), alpha=0.15, linewidth=0,
-    )  # fmt: skip
+        at,
+        [row[f"{y}_low"] for row in rows],
+        [row[f"{y}_high"] for row in rows],
+        color=line.get_color(),
+        alpha=0.15,
+        linewidth=0,
+    )
 
 
 def seconds_axis(axis: Any) -> None:

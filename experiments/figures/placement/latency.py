@@ -46,22 +46,34 @@ WORKLOADS = {"BigBench": ("paper_testbed", 7), "MultiData": ("paper_testbed_mult
 _METHODS = ("uniform", "redundance", "smartmoe", "eplb_global", "prism")
 _PRINTED = {
     ("BigBench", "DeepSeek-V2-Lite"): (
-        (48.55, 17.28, 9.43, 21.66), (25.88, 13.77, 4.79, 13.08), (40.28, 16.43, 9.51, 19.39),
-        (23.93, 7.08, 3.12, 9.56), (14.67, 5.85, 2.49, 6.63),
+        (48.55, 17.28, 9.43, 21.66),
+        (25.88, 13.77, 4.79, 13.08),
+        (40.28, 16.43, 9.51, 19.39),
+        (23.93, 7.08, 3.12, 9.56),
+        (14.67, 5.85, 2.49, 6.63),
     ),
     ("BigBench", "Mixtral-8x7B"): (
-        (6.44, 6.04, 3.44, 5.08), (5.96, 6.16, 3.07, 4.85), (3.76, 1.59, 2.03, 2.30),
-        (3.60, 1.53, 1.82, 2.16), (3.52, 1.57, 1.67, 2.09),
+        (6.44, 6.04, 3.44, 5.08),
+        (5.96, 6.16, 3.07, 4.85),
+        (3.76, 1.59, 2.03, 2.30),
+        (3.60, 1.53, 1.82, 2.16),
+        (3.52, 1.57, 1.67, 2.09),
     ),
     ("MultiData", "DeepSeek-V2-Lite"): (
-        (24.85, 30.63, 36.48, 30.65), (15.96, 24.76, 12.36, 17.70), (23.68, 30.41, 35.21, 29.77),
-        (16.36, 19.07, 9.35, 14.93), (13.96, 16.72, 9.20, 13.29),
+        (24.85, 30.63, 36.48, 30.65),
+        (15.96, 24.76, 12.36, 17.70),
+        (23.68, 30.41, 35.21, 29.77),
+        (16.36, 19.07, 9.35, 14.93),
+        (13.96, 16.72, 9.20, 13.29),
     ),
     ("MultiData", "Mixtral-8x7B"): (
-        (9.20, 10.26, 13.31, 10.92), (8.28, 10.32, 11.08, 9.90), (9.82, 11.89, 13.84, 11.85),
-        (8.69, 9.52, 9.89, 9.36), (8.30, 9.80, 9.41, 9.17),
+        (9.20, 10.26, 13.31, 10.92),
+        (8.28, 10.32, 11.08, 9.90),
+        (9.82, 11.89, 13.84, 11.85),
+        (8.69, 9.52, 9.89, 9.36),
+        (8.30, 9.80, 9.41, 9.17),
     ),
-}  # fmt: skip
+}
 PAPER: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {
     key: dict(zip(_METHODS, rows, strict=True)) for key, rows in _PRINTED.items()
 }
@@ -115,8 +127,9 @@ def table1(options: FigureOptions) -> None:
                 part = [row for row in found if row["policy"] in TABLE1]
             else:
                 faster = kwargs | {"cluster_kwargs": {"pcie_bytes_s": speed * 1e9}}
-                part, own = measure(tuple(TABLE1), options.episodes,
-                                    point | {"pcie_gb_s": speed}, **faster)  # fmt: skip
+                part, own = measure(
+                    tuple(TABLE1), options.episodes, point | {"pcie_gb_s": speed}, **faster
+                )
             channel += part
             notes.append(
                 f"{skew} skew, PCIe {speed} GB/s (a fetch of 352 MB takes "
@@ -161,11 +174,22 @@ def _plot_table1(rows: Sequence[dict[str, Any]]) -> Any:
         for j, skew in enumerate(dict.fromkeys(row["skew"] for row in rows)):
             part = [row for row in rows if row["skew"] == skew]
             values, bars = errors(part, key)
-            axis.bar(np.arange(len(part)) + 0.4 * j, values, 0.38, yerr=bars, capsize=2,
-                     label=f"ours, {skew} skew")  # fmt: skip
+            axis.bar(
+                np.arange(len(part)) + 0.4 * j,
+                values,
+                0.38,
+                yerr=bars,
+                capsize=2,
+                label=f"ours, {skew} skew",
+            )
         for i, cells in enumerate(TABLE1.values()):
-            axis.plot([i - 0.2, i + 0.6], [cells[k]] * 2, color="black", lw=2,
-                      label="paper" if i == 0 else None)  # fmt: skip
+            axis.plot(
+                [i - 0.2, i + 0.6],
+                [cells[k]] * 2,
+                color="black",
+                lw=2,
+                label="paper" if i == 0 else None,
+            )
         names = (*TABLE1, "redundance", "prism")
         axis.set_xticks(np.arange(len(names)) + 0.2, names, rotation=60, ha="right", fontsize=8)
         axis.set_title("all requests" if k == 3 else f"server {k + 1}", fontsize=10)
@@ -221,10 +245,12 @@ def table2(options: FigureOptions) -> None:
                 for row in found:
                     cells = PAPER[workload, model].get(row["policy"], (float("nan"),) * 4)
                     row |= {
-                        "paper_server_1_s": cells[0], "paper_server_2_s": cells[1],
-                        "paper_server_3_s": cells[2], "paper_mean_s": cells[3],
+                        "paper_server_1_s": cells[0],
+                        "paper_server_2_s": cells[1],
+                        "paper_server_3_s": cells[2],
+                        "paper_mean_s": cells[3],
                         "ratio_to_paper": row["mean_latency_s"] / cells[3],
-                    }  # fmt: skip
+                    }
                 rows += found
                 notes += _words(workload, model, skew, found, latency)
                 if skew == "measured":
@@ -267,9 +293,14 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Any:
             part = [r for r in own if r["skew"] == skew]
             values, bars = errors(part, "mean_latency_s")
             axis.bar(
-                at + 0.4 * k, values, 0.38, yerr=bars, capsize=2, label=f"ours, {skew} skew",
+                at + 0.4 * k,
+                values,
+                0.38,
+                yerr=bars,
+                capsize=2,
+                label=f"ours, {skew} skew",
                 color=("tab:blue", "tab:orange")[k],
-            )  # fmt: skip
+            )
         for i, policy in enumerate(POLICIES):
             if policy in PAPER[workload, model]:
                 label = "paper" if policy == "uniform" else None
@@ -294,9 +325,11 @@ def fit(options: FigureOptions) -> None:
     rows, errors_by_h = [], {}
     for h in few(options, (0.5, 0.75, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75)):
         kwargs = {
-            "scenario": "paper_testbed", "epochs": 1 if options.quick else 7, "split": "train",
+            "scenario": "paper_testbed",
+            "epochs": 1 if options.quick else 7,
+            "split": "train",
             "cluster_kwargs": {"message_cost_s": h * 1e-3},
-        }  # fmt: skip
+        }
         found, _ = measure(tuple(printed), options.episodes, {"h_ms": h}, **kwargs)
         logs = [np.log(row["mean_latency_s"] / printed[row["policy"]][3]) for row in found]
         errors_by_h[h] = float(np.sqrt(np.mean(np.square(logs))))
@@ -322,8 +355,9 @@ def _plot_fit(rows: Sequence[dict[str, Any]], best: float) -> Any:
     figure, axis = plt.subplots(figsize=(6, 4.2), layout="constrained")
     for name in printed:
         part = [row for row in rows if row["policy"] == name]
-        band(axis, part, "h_ms", "mean_latency_s", color=COLOURS[name], marker="o", ms=3,
-             label=name)  # fmt: skip
+        band(
+            axis, part, "h_ms", "mean_latency_s", color=COLOURS[name], marker="o", ms=3, label=name
+        )
         axis.axhline(printed[name][3], color=COLOURS[name], ls=":", lw=1)
     axis.axvline(best, color="0.8", lw=4, zorder=0)
     seconds_axis(axis)
@@ -396,8 +430,15 @@ def fig5(options: FigureOptions) -> None:
     for axis, step in zip(axes, ("prefill", "decode"), strict=True):
         for messages in ("per_expert", "per_server"):
             part = [row for row in rows if row["messages"] == messages]
-            band(axis, part, "remote_share", f"{step}_ms", marker="o", ms=3,
-                 label=f"messages {messages}")  # fmt: skip
+            band(
+                axis,
+                part,
+                "remote_share",
+                f"{step}_ms",
+                marker="o",
+                ms=3,
+                label=f"messages {messages}",
+            )
         axis.set_xlabel("share of a layer's experts that are remote")
         axis.set_ylabel("time of a layer, ms")
         axis.set_ylim(0)
@@ -454,10 +495,14 @@ def fig6(options: FigureOptions) -> None:
                         row |= interval(ratio, f"local_{unit}")
                     row["adopted"] = float(np.mean([look["adopted"] for look in looks]))
                     rows.append(row)
-                own = [r for r in rows if (r["workload"], r["model"], r["policy"])
-                       == (workload, model, policy)]  # fmt: skip
-                ends[policy] = [np.mean([r["local_tokens"] for r in part])
-                                for part in (own[:5], own[5:])]  # fmt: skip
+                own = [
+                    r
+                    for r in rows
+                    if (r["workload"], r["model"], r["policy"]) == (workload, model, policy)
+                ]
+                ends[policy] = [
+                    np.mean([r["local_tokens"] for r in part]) for part in (own[:5], own[5:])
+                ]
                 print(f"{workload} {model} {policy}: {ends[policy]}")
             told = [f"{p} {100 * a:.0f} % then {100 * b:.0f} %" for p, (a, b) in ends.items()]
             notes.append(
@@ -470,15 +515,21 @@ def fig6(options: FigureOptions) -> None:
     for column, (workload, model) in enumerate(parts):
         for axis, unit in zip(axes[:, column], ("tokens", "calls"), strict=True):
             for policy in chosen:
-                part = [r for r in rows if (r["workload"], r["model"], r["policy"])
-                        == (workload, model, policy)]  # fmt: skip
+                part = [
+                    r
+                    for r in rows
+                    if (r["workload"], r["model"], r["policy"]) == (workload, model, policy)
+                ]
                 band(axis, part, "minute", f"local_{unit}", color=COLOURS[policy], label=policy)
             axis.set_title(f"{workload}, {model}", fontsize=10)
             axis.set_xlabel("minutes")
             axis.set_ylabel(f"share of {unit} served at home")
             tidy(axis)
-    figure.suptitle("Decisions every 5 minutes; first placement by the counts of all servers "
-                    "pooled; link model nic, h = 1.5 ms", fontsize=10)  # fmt: skip
+    figure.suptitle(
+        "Decisions every 5 minutes; first placement by the counts of all servers "
+        "pooled; link model nic, h = 1.5 ms",
+        fontsize=10,
+    )
     legend(figure, axes[0, 0])
     notes.append(
         "prism keeps more at home than uniform, redundance, smartmoe and eplb_global in every "
@@ -494,8 +545,13 @@ def _leads(rows: Sequence[dict[str, Any]], workload: str, model: str) -> bool:
     """Whether prism's mean local share after the first five minutes is above the paper's rivals."""
     means = {}
     for policy in ("uniform", "redundance", "smartmoe", "eplb_global", "prism"):
-        part = [r["local_tokens"] for r in rows if r["minute"] > 5 and r["policy"] == policy
-                and (r["workload"], r["model"]) == (workload, model)]  # fmt: skip
+        part = [
+            r["local_tokens"]
+            for r in rows
+            if r["minute"] > 5
+            and r["policy"] == policy
+            and (r["workload"], r["model"]) == (workload, model)
+        ]
         means[policy] = np.mean(part)
     return max(means, key=means.__getitem__) == "prism"
 

@@ -118,12 +118,22 @@ def fig7(options: FigureOptions) -> None:
         "200 + 200 requests a server",
         ["", "all, s", "first phase", "second phase", "changes", "experts loaded"],
         [
-            [r["variant"], *(f"{r[key]:.2f} [{r[f'{key}_low']:.2f}, {r[f'{key}_high']:.2f}]"
-             for key in ("mean_latency_s", "first_phase_s", "second_phase_s", "migrations",
-                         "expert_loads"))]
+            [
+                r["variant"],
+                *(
+                    f"{r[key]:.2f} [{r[f'{key}_low']:.2f}, {r[f'{key}_high']:.2f}]"
+                    for key in (
+                        "mean_latency_s",
+                        "first_phase_s",
+                        "second_phase_s",
+                        "migrations",
+                        "expert_loads",
+                    )
+                ),
+            ]
             for r in told
         ],
-    )  # fmt: skip
+    )
     notes = _words(told, latency, _answer(rows, change))
     kwargs = {"scenario": "paper_testbed_multi", "split": "eval"}
     about = {
@@ -169,9 +179,11 @@ def _words(
 def _plot(rows: Sequence[dict[str, Any]], change: float) -> Any:
     plt = pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    panels = (("local_tokens", "share of tokens served at home"),
-              ("local_calls", "share of calls served at home"),
-              ("latency_s", "mean latency of arrivals, s"))  # fmt: skip
+    panels = (
+        ("local_tokens", "share of tokens served at home"),
+        ("local_calls", "share of calls served at home"),
+        ("latency_s", "mean latency of arrivals, s"),
+    )
     for axis, (key, label) in zip(axes, panels, strict=True):
         for name in VARIANTS:
             part = [row for row in rows if row["variant"] == name]

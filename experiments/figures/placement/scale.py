@@ -66,8 +66,16 @@ def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
     """A cross on the points of overloaded queues, at the upper end of what is drawn."""
     grow = [row for row in rows if row["overloaded"]]
     top = axis.get_ylim()[1]
-    axis.plot([row[x] for row in grow], [min(row["mean_latency_s"], 0.97 * top) for row in grow],
-              "x", color="black", ms=8, mew=1.5, ls="none", label="overloaded")  # fmt: skip
+    axis.plot(
+        [row[x] for row in grow],
+        [min(row["mean_latency_s"], 0.97 * top) for row in grow],
+        "x",
+        color="black",
+        ms=8,
+        mew=1.5,
+        ls="none",
+        label="overloaded",
+    )
 
 
 # --------------------------------------------------------------------------------------- Fig. 8a
@@ -100,9 +108,11 @@ def fig8a(options: FigureOptions) -> None:
         for gap in GAPS_S:
             for gpus in few(options, GPUS[:3] if options.quick else GPUS):
                 kwargs: dict[str, Any] = {
-                    "scenario": f"scale_{gpus}", "mean_interarrival_s": gap,
-                    "epochs": 1, "cluster_kwargs": {"link_model": link},
-                }  # fmt: skip
+                    "scenario": f"scale_{gpus}",
+                    "mean_interarrival_s": gap,
+                    "epochs": 1,
+                    "cluster_kwargs": {"link_model": link},
+                }
                 point = {"link_model": link, "gap_s": gap, "gpus": gpus}
                 found, own = measure(chosen, _episodes(options, gpus), point, **kwargs)
                 rows += found
@@ -121,11 +131,15 @@ def fig8a(options: FigureOptions) -> None:
     for link in LINKS:
         wins = [
             f"{gpus} GPUs at {gap:g} s "
-            + _compared(latency[link, gap, gpus, "prism"], latency[link, gap, gpus, "eplb"],
-                        ("prism", "eplb"), paired=True)
+            + _compared(
+                latency[link, gap, gpus, "prism"],
+                latency[link, gap, gpus, "eplb"],
+                ("prism", "eplb"),
+                paired=True,
+            )
             for gap in GAPS_S
             for gpus in (first, last)
-        ]  # fmt: skip
+        ]
         notes.append(f"{link}: prism against eplb: {'; '.join(wins)}")
     notes.append(
         "the change with size depends on the link model: with pairwise links a server's bandwidth "
@@ -138,13 +152,25 @@ def fig8a(options: FigureOptions) -> None:
     panels = [(link, gap) for link in LINKS for gap in GAPS_S]
     for axis, (link, gap) in zip(axes, panels, strict=True):
         for policy in ("redundance", "eplb", "prism"):
-            part = [r for r in rows if (r["link_model"], r["gap_s"], r["policy"])
-                    == (link, gap, policy)]  # fmt: skip
+            part = [
+                r for r in rows if (r["link_model"], r["gap_s"], r["policy"]) == (link, gap, policy)
+            ]
             if part:
-                band(axis, part, "gpus", "mean_latency_s", color=COLOURS[policy], marker="o", ms=3,
-                     label=policy)  # fmt: skip
-        stable = [r["mean_latency_s"] for r in rows if (r["link_model"], r["gap_s"]) == (link, gap)
-                  and not r["overloaded"]]  # fmt: skip
+                band(
+                    axis,
+                    part,
+                    "gpus",
+                    "mean_latency_s",
+                    color=COLOURS[policy],
+                    marker="o",
+                    ms=3,
+                    label=policy,
+                )
+        stable = [
+            r["mean_latency_s"]
+            for r in rows
+            if (r["link_model"], r["gap_s"]) == (link, gap) and not r["overloaded"]
+        ]
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set_ylim(0, 1.5 * max(stable, default=1.0))
@@ -172,11 +198,15 @@ def fig8b(options: FigureOptions) -> None:
         for gpus in sizes:
             for mbps in few(options, MBPS):
                 kwargs: dict[str, Any] = {
-                    "scenario": f"scale_{gpus}", "mean_interarrival_s": 15.0, "epochs": 1,
+                    "scenario": f"scale_{gpus}",
+                    "mean_interarrival_s": 15.0,
+                    "epochs": 1,
                     "cluster_kwargs": {
-                        "nic_bps": mbps * 1e6, "message_cost_s": h * 1e-3, "link_model": link,
+                        "nic_bps": mbps * 1e6,
+                        "message_cost_s": h * 1e-3,
+                        "link_model": link,
                     },
-                }  # fmt: skip
+                }
                 point = {"link_model": link, "h_ms": h, "gpus": gpus, "mbps": mbps}
                 found, own = measure(("prism",), _episodes(options, gpus), point, **kwargs)
                 rows += found
@@ -198,10 +228,21 @@ def fig8b(options: FigureOptions) -> None:
     figure, axes = plt.subplots(1, len(CASES), figsize=(12, 4), layout="constrained")
     for axis, (link, h) in zip(axes, CASES, strict=True):
         for k, gpus in enumerate(sizes):
-            part = [row for row in rows if (row["link_model"], row["h_ms"], row["gpus"])
-                    == (link, h, gpus)]  # fmt: skip
-            band(axis, part, "mbps", "mean_latency_s", color=f"C{k}", marker="o", ms=3,
-                 label=f"{gpus} GPUs")  # fmt: skip
+            part = [
+                row
+                for row in rows
+                if (row["link_model"], row["h_ms"], row["gpus"]) == (link, h, gpus)
+            ]
+            band(
+                axis,
+                part,
+                "mbps",
+                "mean_latency_s",
+                color=f"C{k}",
+                marker="o",
+                ms=3,
+                label=f"{gpus} GPUs",
+            )
         _mark(axis, [r for r in rows if (r["link_model"], r["h_ms"]) == (link, h)], "mbps")
         seconds_axis(axis)
         axis.set_xlabel("bandwidth of a server, Mbps")
@@ -227,11 +268,14 @@ def sensitivity(options: FigureOptions) -> None:
             for messages in ("per_expert", "per_server"):
                 for h in (0.2, 1.5):
                     kwargs: dict[str, Any] = {
-                        "scenario": scenario, "epochs": 1 if options.quick else 4,
+                        "scenario": scenario,
+                        "epochs": 1 if options.quick else 4,
                         "cluster_kwargs": {
-                            "link_model": link, "messages": messages, "message_cost_s": h * 1e-3,
+                            "link_model": link,
+                            "messages": messages,
+                            "message_cost_s": h * 1e-3,
                         },
-                    }  # fmt: skip
+                    }
                     place = f"{scenario}, {link}, {messages}, h = {h:g} ms"
                     point = {"point": place, "scenario": scenario, "link_model": link}
                     point |= {"messages": messages, "h_ms": h}
@@ -255,15 +299,25 @@ def sensitivity(options: FigureOptions) -> None:
     notes += growing(rows, ("point", "policy"))
     plt = pyplot()
     figure, axes = plt.subplots(
-        1, len(points) // 8, figsize=(5.2 * (len(points) // 8), 5.2), layout="constrained",
+        1,
+        len(points) // 8,
+        figsize=(5.2 * (len(points) // 8), 5.2),
+        layout="constrained",
         squeeze=False,
-    )  # fmt: skip
+    )
     for axis, scenario in zip(axes[0], dict.fromkeys(r["scenario"] for r in rows), strict=True):
         own = [p for p in points if cell[p, chosen[0]]["scenario"] == scenario]
         for k, name in enumerate(chosen):
             values, bars = errors([cell[p, name] for p in own], "mean_latency_s")
-            axis.bar(np.arange(len(own)) + 0.14 * k, values, 0.14, yerr=bars, color=COLOURS[name],
-                     label=name, error_kw={"lw": 0.7})  # fmt: skip
+            axis.bar(
+                np.arange(len(own)) + 0.14 * k,
+                values,
+                0.14,
+                yerr=bars,
+                color=COLOURS[name],
+                label=name,
+                error_kw={"lw": 0.7},
+            )
         labels = [p.partition(", ")[2] for p in own]
         axis.set_xticks(np.arange(len(own)) + 0.35, labels, rotation=60, ha="right", fontsize=8)
         seconds_axis(axis)

@@ -75,9 +75,13 @@ def skew(options: FigureOptions) -> None:
                 found = skew_of(_shares(activations, own))
                 drawn = _resampled(activations, own, 50 if options.quick else 500)
                 point = {
-                    "model": model, "skew": kind, "kind": activations.kind, "task": task,
-                    "prompts": len(own), "tokens": int(activations.tokens[own].sum()),
-                }  # fmt: skip
+                    "model": model,
+                    "skew": kind,
+                    "kind": activations.kind,
+                    "task": task,
+                    "prompts": len(own),
+                    "tokens": int(activations.tokens[own].sum()),
+                }
                 for layer in ("mean", *range(activations.model.num_moe_layers)):
                     row = point | {"layer": layer}
                     for key, values in found.items():
@@ -220,8 +224,15 @@ def coverage(options: FigureOptions) -> None:
         part = [row for row in rows if row["policy"] == name]
         for n in range(3):
             key = f"ratio_server_{n + 1}"
-            axis.plot([r["memory_fraction"] for r in part], [r[key] for r in part], style,
-                      color=f"C{n}", marker="o", ms=3, label=f"{name}, server {n + 1}")  # fmt: skip
+            axis.plot(
+                [r["memory_fraction"] for r in part],
+                [r[key] for r in part],
+                style,
+                color=f"C{n}",
+                marker="o",
+                ms=3,
+                label=f"{name}, server {n + 1}",
+            )
     axis.axhline(1 - 1 / math.e, color="black", lw=0.8, ls=":")
     axis.text(FRACTIONS[-1], 1 - 1 / math.e, "1 - 1/e", ha="right", va="bottom", fontsize=8)
     axis.set_xlabel("share of GPU memory for weights")

@@ -21,9 +21,20 @@ from servegym.experiments.figures.verdicts import (
 )
 
 __all__ = [
-    "CLAIMS", "COLLAPSED", "OVER_BASELINE", "PAPER_HEURISTICS", "PRINTED", "TRAINED_SO", "Change",
-    "ahead", "best_trained", "claim", "claims", "spread", "strongest",
-]  # fmt: skip
+    "CLAIMS",
+    "COLLAPSED",
+    "OVER_BASELINE",
+    "PAPER_HEURISTICS",
+    "PRINTED",
+    "TRAINED_SO",
+    "Change",
+    "ahead",
+    "best_trained",
+    "claim",
+    "claims",
+    "spread",
+    "strongest",
+]
 
 
 class Change(NamedTuple):
@@ -79,9 +90,13 @@ def strongest(named: Mapping[str, Mapping[str, Any]], reference: str) -> str:
 
 
 def ahead(
-    method: str, reference: str, paper: float, least: bool = False, key: str = "qos",
+    method: str,
+    reference: str,
+    paper: float,
+    least: bool = False,
+    key: str = "qos",
     best: bool = False,
-) -> Reader:  # fmt: skip
+) -> Reader:
     """QoS (or another column) of one trained router over another's at every point, by fleet.
 
     The worst point counts. Where the reference is below shortest_queue it has learnt too little: a
@@ -108,10 +123,14 @@ def ahead(
                 poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
                 (weak if poor and change * paper > 0 else counted).append(change)
                 rivals.append(rival)
-            told = [f"{span(part)} at {_points(part)}{why}" for part, why in (
-                (counted, f" over {' or '.join(dict.fromkeys(rivals))}" * best),
-                (weak, " where the reference is below shortest_queue: undertrained"),
-            ) if part]  # fmt: skip
+            told = [
+                f"{span(part)} at {_points(part)}{why}"
+                for part, why in (
+                    (counted, f" over {' or '.join(dict.fromkeys(rivals))}" * best),
+                    (weak, " where the reference is below shortest_queue: undertrained"),
+                )
+                if part
+            ]
             worst = min((one / paper for one in counted), default=None)
             verdict = OPEN if worst is None else judge(worst * paper, paper, least)
             yield Finding(fleet, "; ".join(told), verdict)
@@ -124,9 +143,15 @@ def _points(part: Sequence[float]) -> str:
 
 
 def changed(
-    place: str, text: str, source: str, method: str, reference: str, key: str = "qos",
-    part: str = "", best: bool = False,
-) -> Claim:  # fmt: skip
+    place: str,
+    text: str,
+    source: str,
+    method: str,
+    reference: str,
+    key: str = "qos",
+    part: str = "",
+    best: bool = False,
+) -> Claim:
     """The claim that a change between two routers is the one of `PRINTED`, see `ahead`."""
     printed = PRINTED[f"{place}, {part}" if part else place]
     figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
@@ -203,7 +228,7 @@ def predictor(quantity: str, top1: float, top3: float) -> Reader:
 
 def claim(
     rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """What the paper claims of ``method`` over ``reference`` against these rows, one line.
 
     ``paper`` is the printed change, or words where it prints none.
@@ -249,9 +274,11 @@ def best_trained(
         f"{best[f'over_{name}_high']:+.4f}])"
         for name in references
     ]
-    return [f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
-            f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
-            f"{best['ceiling']:.3f}"]  # fmt: skip
+    return [
+        f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
+        f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
+        f"{best['ceiling']:.3f}"
+    ]
 
 
 def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
@@ -293,36 +320,121 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 CLAIMS = (
-    changed("Fig. 7", "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals",
-            "fig7_poisson", *OVER_BASELINE),
-    changed("Fig. 7", "and takes less time a token",
-            "fig7_poisson", *OVER_BASELINE, key="latency_ms_per_token"),
-    changed("Fig. 7", "more QoS than the best of the paper's baselines",
-            "fig7_poisson", *OVER_BASELINE, best=True),
-    changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", *OVER_BASELINE,
-            best=True),
-    Claim("routing", "Fig. 10", "less time from end to end than every baseline",
-          "at least -21.34 %", "fig10_end_to_end", end_to_end),
-    Claim("routing", "Fig. 11", "more QoS than the baselines with 3 to 12 experts",
-          "above them everywhere", "fig11_experts", ahead(*AT_N, 1e-9, True, best=True)),
-    changed("Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate",
-            *OVER_BASELINE, best=True),
-    changed("Fig. 13", "more QoS than the baselines over the latency requirement",
-            "fig13_requirement", *OVER_BASELINE, best=True),
-    changed("Fig. 17", "the graph as state (DSA) adds to Baseline RL",
-            "fig17_ablation", "baseline_rl_dsa", "baseline_rl", part="state"),
-    changed("Fig. 17", "the QoS-aware reward adds to that",
-            "fig17_ablation", "sac_han", "baseline_rl_dsa", part="reward"),
-    changed("Fig. 17", "the same with PPO in the place of SAC",
-            "fig17_ablation", "ppo: qos_aware", "ppo: baseline_rl_dsa", part="reward"),
-    Claim("routing", "Fig. 18", "predicted scores and lengths add QoS",
-          f"{PRINTED['Fig. 18'].qos:+} %", "fig18_predictors", with_predictors),
-    Claim("routing", "Fig. 18", "and without any SAC-HAN is above every baseline",
-          f"at least {PRINTED['Fig. 18, none'].qos:+} %", "fig18_predictors", without_predictors),
-    Claim("routing", "Table II", "the router decides in less than a millisecond",
-          "< 1 ms each part", "table2_router", decision_time),
-    Claim("routing", "Section V", "the score's bucket is predicted, top 1 and top 3",
-          "63.39/97.78 %", "learned_predictors", predictor("score", 63.39, 97.78)),
-    Claim("routing", "Section V", "the length's bucket is predicted, top 1 and top 3",
-          "72.97/84.71 %", "learned_predictors", predictor("length", 72.97, 84.71)),
-)  # fmt: skip
+    changed(
+        "Fig. 7",
+        "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals",
+        "fig7_poisson",
+        *OVER_BASELINE,
+    ),
+    changed(
+        "Fig. 7",
+        "and takes less time a token",
+        "fig7_poisson",
+        *OVER_BASELINE,
+        key="latency_ms_per_token",
+    ),
+    changed(
+        "Fig. 7",
+        "more QoS than the best of the paper's baselines",
+        "fig7_poisson",
+        *OVER_BASELINE,
+        best=True,
+    ),
+    changed(
+        "Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", *OVER_BASELINE, best=True
+    ),
+    Claim(
+        "routing",
+        "Fig. 10",
+        "less time from end to end than every baseline",
+        "at least -21.34 %",
+        "fig10_end_to_end",
+        end_to_end,
+    ),
+    Claim(
+        "routing",
+        "Fig. 11",
+        "more QoS than the baselines with 3 to 12 experts",
+        "above them everywhere",
+        "fig11_experts",
+        ahead(*AT_N, 1e-9, True, best=True),
+    ),
+    changed(
+        "Fig. 12",
+        "more QoS than the baselines over the arrival rate",
+        "fig12_rate",
+        *OVER_BASELINE,
+        best=True,
+    ),
+    changed(
+        "Fig. 13",
+        "more QoS than the baselines over the latency requirement",
+        "fig13_requirement",
+        *OVER_BASELINE,
+        best=True,
+    ),
+    changed(
+        "Fig. 17",
+        "the graph as state (DSA) adds to Baseline RL",
+        "fig17_ablation",
+        "baseline_rl_dsa",
+        "baseline_rl",
+        part="state",
+    ),
+    changed(
+        "Fig. 17",
+        "the QoS-aware reward adds to that",
+        "fig17_ablation",
+        "sac_han",
+        "baseline_rl_dsa",
+        part="reward",
+    ),
+    changed(
+        "Fig. 17",
+        "the same with PPO in the place of SAC",
+        "fig17_ablation",
+        "ppo: qos_aware",
+        "ppo: baseline_rl_dsa",
+        part="reward",
+    ),
+    Claim(
+        "routing",
+        "Fig. 18",
+        "predicted scores and lengths add QoS",
+        f"{PRINTED['Fig. 18'].qos:+} %",
+        "fig18_predictors",
+        with_predictors,
+    ),
+    Claim(
+        "routing",
+        "Fig. 18",
+        "and without any SAC-HAN is above every baseline",
+        f"at least {PRINTED['Fig. 18, none'].qos:+} %",
+        "fig18_predictors",
+        without_predictors,
+    ),
+    Claim(
+        "routing",
+        "Table II",
+        "the router decides in less than a millisecond",
+        "< 1 ms each part",
+        "table2_router",
+        decision_time,
+    ),
+    Claim(
+        "routing",
+        "Section V",
+        "the score's bucket is predicted, top 1 and top 3",
+        "63.39/97.78 %",
+        "learned_predictors",
+        predictor("score", 63.39, 97.78),
+    ),
+    Claim(
+        "routing",
+        "Section V",
+        "the length's bucket is predicted, top 1 and top 3",
+        "72.97/84.71 %",
+        "learned_predictors",
+        predictor("length", 72.97, 84.71),
+    ),
+)

@@ -187,8 +187,17 @@ def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> T
     args = policy.args
     rates = (float(args.rate_low), float(args.rate_high))
     any_experts = getattr(getattr(policy.net, "actor", None), "per_expert", True)
-    return TrainedRun(label, path, group, variant, args.profiles, rates, int(args.seed),
-                      int(getattr(policy, "experts", 0)), any_experts)  # fmt: skip
+    return TrainedRun(
+        label,
+        path,
+        group,
+        variant,
+        args.profiles,
+        rates,
+        int(args.seed),
+        int(getattr(policy, "experts", 0)),
+        any_experts,
+    )
 
 
 def play(
@@ -466,13 +475,20 @@ def run_figures(
     parser.add_argument(
         "--shipped", action="store_true", help="with --checkpoints: and the shipped ones"
     )
-    parser.add_argument("--profiles", nargs="+", default=FLEETS, metavar="FLEET", dest="fleets",
-                        help=f"fleets ({' '.join(FLEETS)})")  # fmt: skip
+    parser.add_argument(
+        "--profiles",
+        nargs="+",
+        default=FLEETS,
+        metavar="FLEET",
+        dest="fleets",
+        help=f"fleets ({' '.join(FLEETS)})",
+    )
     if keeps:
         parser.add_argument(
-            "--keep", action="store_true",
+            "--keep",
+            action="store_true",
             help="leave the policies that are not measured in the kept table (not fig16, table2)",
-        )  # fmt: skip
+        )
     if own is not None:
         own(parser)
     options = command_line(parser, argv, Options())

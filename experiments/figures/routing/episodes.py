@@ -55,10 +55,19 @@ def fig10(options: Options) -> None:
     ]
     print_table(
         "fig10: mean end-to-end latency of served requests",
-        ["policy", "point", "communication ms", "routing ms", "waiting ms", "inference ms", "sum s",
-         "QoS", "refused %"],
+        [
+            "policy",
+            "point",
+            "communication ms",
+            "routing ms",
+            "waiting ms",
+            "inference ms",
+            "sum s",
+            "QoS",
+            "refused %",
+        ],
         body,
-    )  # fmt: skip
+    )
     plt = pyplot()
     points = list(dict.fromkeys(row["point"] for row in rows))
     figure, axes = plt.subplots(
@@ -141,8 +150,12 @@ def fig14(options: Options) -> None:
 
     rows: list[dict[str, Any]] = []
     for fleet in options.fleets:
-        kwargs = {"profiles": fleet, "rate": 5.0, "arrivals": "burstgpt",
-                  "episode_requests": 300 if options.quick else 6000}  # fmt: skip
+        kwargs = {
+            "profiles": fleet,
+            "rate": 5.0,
+            "arrivals": "burstgpt",
+            "episode_requests": 300 if options.quick else 6000,
+        }
         policies: list[Any] = list(LONG_RUN)
         taken: set[str] = set()
         for one in chosen(options, fleet):  # one training of each kind: a run, not a mean
@@ -182,9 +195,13 @@ def fig14(options: Options) -> None:
 
 def _plot_long_run(rows: Sequence[Mapping[str, Any]], fleets: Sequence[str]) -> Any:
     figure, grid = pyplot().subplots(
-        3, len(fleets), figsize=(6.5 * len(fleets), 7.5), squeeze=False, sharex="col",
+        3,
+        len(fleets),
+        figsize=(6.5 * len(fleets), 7.5),
+        squeeze=False,
+        sharex="col",
         layout="constrained",
-    )  # fmt: skip
+    )
     for axes, fleet in zip(grid.T, fleets, strict=True):
         names = policies_of([row for row in rows if row["profiles"] == fleet])
         for name in names:

@@ -94,10 +94,15 @@ def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
                     found[name].setdefault(step, []).append(entry[key])
         for name, points in found.items():
             rows += [
-                {**told, "seed": one.seed, "step": step, "quantity": name,
-                 "value": round(float(np.mean(values)), 5)}
+                {
+                    **told,
+                    "seed": one.seed,
+                    "step": step,
+                    "quantity": name,
+                    "value": round(float(np.mean(values)), 5),
+                }
                 for step, values in points.items()
-            ]  # fmt: skip
+            ]
     return rows
 
 
@@ -197,14 +202,17 @@ def fig17(options: Options) -> None:
     lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
     for name in dict.fromkeys(row["point"] for row in rows):
         own = [row for row in rows if row["point"] == name]
-        lines += [f"{name}: {one}" for one in (
-            *claim(own, "baseline_rl_dsa", "baseline_rl", state),
-            *claim(own, "sac_han", "baseline_rl_dsa", reward),
-            *claim(own, "sac_han", "baseline_rl", "both together"),
-            *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
-            *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
-            *claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
-        )]  # fmt: skip
+        lines += [
+            f"{name}: {one}"
+            for one in (
+                *claim(own, "baseline_rl_dsa", "baseline_rl", state),
+                *claim(own, "sac_han", "baseline_rl_dsa", reward),
+                *claim(own, "sac_han", "baseline_rl", "both together"),
+                *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
+                *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
+                *claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
+            )
+        ]
         lines += [f"{name}: {one}" for one in spread(own)]
     print("\n".join(lines))
     save(options, "fig17_ablation", rows, plot_bars(rows, "point", "Ablation"), *lines)
@@ -345,8 +353,14 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
         ("one decision, torch", "", torch_path, ""),
     ]
     for label, shipped in served.items():
-        parts.append((f"{label}, one decision", _served_size(shipped.net),
-                      lambda i, shipped=shipped: shipped.act(*seen[i]), "< 1 ms"))  # fmt: skip
+        parts.append(
+            (
+                f"{label}, one decision",
+                _served_size(shipped.net),
+                lambda i, shipped=shipped: shipped.act(*seen[i]),
+                "< 1 ms",
+            )
+        )
     parts += [
         ("priced_greedy", 0, lambda i: priced.act(*seen[i]), ""),
         ("greedy_qos", 0, lambda i: greedy.act(*seen[i]), ""),
@@ -356,9 +370,15 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
         wall = _times(call, decisions) if call is not None else ("", "", "")
         cells = [round(value, 4) if isinstance(value, float) else value for value in wall]
         table.append(
-            {"component": name, "parameters": parameters, "p50_ms": cells[0], "p99_ms": cells[1],
-             "cpu_p99_ms": cells[2], "paper": paper}
-        )  # fmt: skip
+            {
+                "component": name,
+                "parameters": parameters,
+                "p50_ms": cells[0],
+                "p99_ms": cells[1],
+                "cpu_p99_ms": cells[2],
+                "paper": paper,
+            }
+        )
     return table
 
 
@@ -370,8 +390,10 @@ def table2(options: Options) -> None:
         list(rows[0]),
         [[str(value) for value in row.values()] for row in rows],
     )
-    note = ("predictions are read from tables here; the paper's two predictors have 67M "
-            "parameters and take 5 ms each on a GPU")  # fmt: skip
+    note = (
+        "predictions are read from tables here; the paper's two predictors have 67M "
+        "parameters and take 5 ms each on a GPU"
+    )
     save(
         options,
         "table2_router",

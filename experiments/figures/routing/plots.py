@@ -31,14 +31,36 @@ def style(policy: str, order: Sequence[str]) -> dict[str, Any]:
     if policy in BASELINES:
         index = BASELINES.index(policy)
         colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-        return {"color": colours[index], "linewidth": 1.2, "marker": "osD^v<>P"[index],
-                "markersize": 4, "zorder": 2}  # fmt: skip
+        return {
+            "color": colours[index],
+            "linewidth": 1.2,
+            "marker": "osD^v<>P"[index],
+            "markersize": 4,
+            "zorder": 2,
+        }
     others = [name for name in order if name not in BASELINES]
-    shades = ("black", "#b30000", "#00441b", "#54278f", "#7f2704", "#08306b", "#525252", "#c51b8a",
-              "#0c8a8a", "#b8860b", "#6b8e23", "#4682b4")  # fmt: skip
+    shades = (
+        "black",
+        "#b30000",
+        "#00441b",
+        "#54278f",
+        "#7f2704",
+        "#08306b",
+        "#525252",
+        "#c51b8a",
+        "#0c8a8a",
+        "#b8860b",
+        "#6b8e23",
+        "#4682b4",
+    )
     index = others.index(policy) if policy in others else 0
-    return {"color": shades[index % len(shades)], "linewidth": 2.4, "marker": "*X"[index % 2],
-            "markersize": 7, "zorder": 3}  # fmt: skip
+    return {
+        "color": shades[index % len(shades)],
+        "linewidth": 2.4,
+        "marker": "*X"[index % 2],
+        "markersize": 7,
+        "zorder": 3,
+    }
 
 
 def policies_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,9 +114,13 @@ def plot_bars(
     names = list(dict.fromkeys(row[key] for row in rows))
     height = 0.26 * len(names) + 0.9
     figure, grid = plt.subplots(
-        len(values), 3, figsize=(12, height * len(values) + 0.5), squeeze=False, sharey="row",
+        len(values),
+        3,
+        figsize=(12, height * len(values) + 0.5),
+        squeeze=False,
+        sharey="row",
         layout="constrained",
-    )  # fmt: skip
+    )
     for axes, value in zip(grid, values, strict=True):
         own = [row for row in rows if row[panels] == value]
         at = np.arange(len(own))[::-1]
@@ -128,14 +154,27 @@ def plot_groups(rows: Sequence[Mapping[str, Any]], panels: str, groups: str) -> 
     width = 0.8 / len(order)
     for axis, value in zip(axes[0], values, strict=True):
         for index, policy in enumerate(order):
-            found = {row[groups]: row for row in rows
-                     if (row[panels], row["policy"]) == (value, policy)}  # fmt: skip
-            qos = np.array([[found.get(name, {}).get(key, np.nan) for name in names]
-                            for key in ("qos", "qos_low", "qos_high")], np.float64)  # fmt: skip
+            found = {
+                row[groups]: row for row in rows if (row[panels], row["policy"]) == (value, policy)
+            }
+            qos = np.array(
+                [
+                    [found.get(name, {}).get(key, np.nan) for name in names]
+                    for key in ("qos", "qos_low", "qos_high")
+                ],
+                np.float64,
+            )
             bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
             at = np.arange(len(names)) + width * (index - (len(order) - 1) / 2)
-            axis.bar(at, qos[0], width, yerr=bars, capsize=2, label=policy,
-                     color=style(policy, order)["color"])  # fmt: skip
+            axis.bar(
+                at,
+                qos[0],
+                width,
+                yerr=bars,
+                capsize=2,
+                label=policy,
+                color=style(policy, order)["color"],
+            )
         axis.set_xticks(range(len(names)), names)
         axis.set(title=value, ylabel="average QoS")
         tidy(axis)

@@ -125,13 +125,15 @@ PPO_STEPS = 1_500_000
 MIXTURE = tuple(
     f"profiles={fleet} num_experts={count} rate={rate}"
     for fleet, counts in (
-        ("edge-6-heterogeneous", (3, 9, 12)), ("edge-6-homogeneous", (9,)),
+        ("edge-6-heterogeneous", (3, 9, 12)),
+        ("edge-6-homogeneous", (9,)),
         ("paper-linear", (3, 9, 12)),
     )
     for count, rate in (
-        *((6, rate) for rate in ("[2,7]", "[4,12]", "[8,22]")), *((n, "[2,12]") for n in counts),
+        *((6, rate) for rate in ("[2,7]", "[4,12]", "[8,22]")),
+        *((n, "[2,12]") for n in counts),
     )
-)  # fmt: skip
+)
 """What the router that ships as ``rpi`` is trained on, all together: fleets, numbers of experts and
 rates, each with every latency requirement L."""
 RPI: dict[str, Any] = {

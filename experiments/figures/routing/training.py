@@ -156,9 +156,12 @@ def write_table(table: Path, runs: Path) -> int:
 
 
 def train_one(
-    run: TrainingRun, runs: Path, deadline: float = math.inf, snapshot_steps: int = SNAPSHOT_STEPS,
+    run: TrainingRun,
+    runs: Path,
+    deadline: float = math.inf,
+    snapshot_steps: int = SNAPSHOT_STEPS,
     niceness: int = 19,
-) -> str:  # fmt: skip
+) -> str:
     """Train a run to its end or until the deadline.
 
     Args:
@@ -281,9 +284,19 @@ def print_runs(selected: Sequence[TrainingRun], runs: Path) -> None:
         settings = run.settings
         start = "nothing" if settings.get("prior") == 0.0 else "priced_greedy"
         extra = " ".join(settings.get("set", ()))
-        body.append([f"{number:2d} {run.name}", f"{run.steps:,}", settings["profiles"],
-                     run.network, settings["reward"], start, extra, state,
-                     qos])  # fmt: skip
+        body.append(
+            [
+                f"{number:2d} {run.name}",
+                f"{run.steps:,}",
+                settings["profiles"],
+                run.network,
+                settings["reward"],
+                start,
+                extra,
+                state,
+                qos,
+            ]
+        )
     print_table(
         f"{len(body)} trainings in {runs}",
         ["run", "steps", "fleet", "state", "reward", "starts at", "environment", "", "val QoS"],
@@ -296,12 +309,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train what is not yet trained; see ``--help``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the runs and train nothing")
-    parser.add_argument("--only", nargs="+", default=(), metavar="WORD",
-                        help="only runs with one of these in their name")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="only runs with one of these in their name",
+    )
     parser.add_argument("--workers", type=int, default=1, help="trainings at a time (1)")
     parser.add_argument("--max-hours", type=float, default=math.inf, help="stop after these hours")
-    parser.add_argument("--runs", type=Path, default=Path("runs/routing"),
-                        help="folder of the runs (runs/routing)")  # fmt: skip
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/routing"), help="folder of the runs (runs/routing)"
+    )
     parser.add_argument("--table", type=Path, help=f"CSV of finished runs ({TABLE})")
     parser.add_argument("--steps", type=int, help="train each for so many steps (a smoke run)")
     args = parser.parse_args(argv)

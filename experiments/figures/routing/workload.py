@@ -62,10 +62,15 @@ def fig4(options: Options) -> None:
             share = np.histogram(np.clip(found, grid[0], grid[-1]), grid)[0] / len(found)
             axis.stairs(100 * share, grid, label=model, linewidth=1.5)
             rows += [
-                {"model": model, "quantity": quantity, "bin_low": round(low, 4),
-                 "bin_high": round(high, 4), "share": round(float(part), 6)}
+                {
+                    "model": model,
+                    "quantity": quantity,
+                    "bin_low": round(low, 4),
+                    "bin_high": round(high, 4),
+                    "share": round(float(part), 6),
+                }
                 for low, high, part in zip(grid[:-1], grid[1:], share, strict=True)
-            ]  # fmt: skip
+            ]
             p10, p50, p90 = np.percentile(found, [10, 50, 90])
             cells += [f"{found.mean():.3g}", f"{p10:.3g}", f"{p50:.3g}", f"{p90:.3g}"]
         body.append(cells)
@@ -104,9 +109,16 @@ def first_request_latency(
     envs = make_envs(
         ENV_ID,
         episodes,
-        {"profiles": profile, "num_experts": 1, "rate": CLOCK, "split": "eval",
-         "episode_requests": ticks, "running_capacity": 16, "waiting_capacity": 16},
-    )  # fmt: skip
+        {
+            "profiles": profile,
+            "num_experts": 1,
+            "rate": CLOCK,
+            "split": "eval",
+            "episode_requests": ticks,
+            "running_capacity": 16,
+            "waiting_capacity": 16,
+        },
+    )
     rng = np.random.default_rng(seed)
     observation, _ = envs.reset(seed=[seed + i for i in range(episodes)])
     first = observation["request"][:, 0].copy()  # prompt tokens, predicted score and length
@@ -156,21 +168,28 @@ def fig5(options: Options) -> None:
             shown = found["share"] >= 0.3
             shown &= np.isfinite(found["latency_s_per_token"])
             axis.plot(
-                found["age_s"][shown], 1e3 * found["latency_s_per_token"][shown],
+                found["age_s"][shown],
+                1e3 * found["latency_s_per_token"][shown],
                 label=f"{rate:g} requests/s",
-            )  # fmt: skip
+            )
             rows += [
-                {"expert": name, "rate": rate, "age_s": round(float(t), 3),
-                 "latency_ms_per_token": round(1e3 * float(value), 4),
-                 "share_still_served": round(float(share), 4)}
+                {
+                    "expert": name,
+                    "rate": rate,
+                    "age_s": round(float(t), 3),
+                    "latency_ms_per_token": round(1e3 * float(value), 4),
+                    "share_still_served": round(float(share), 4),
+                }
                 for t, value, share in zip(*(found[key][shown] for key in found), strict=True)
-            ]  # fmt: skip
+            ]
         axis.set(title=name, xlabel="seconds since the first request arrived")
         tidy(axis)
     axes[0].set(ylabel="its latency per token so far, ms")
     legend(figure, axes[0])
-    note = (f"{episodes} episodes; one expert with 16 running slots; rates are those of the "
-            "requests sent to it; shown while 30 % of the first requests are served")  # fmt: skip
+    note = (
+        f"{episodes} episodes; one expert with 16 running slots; rates are those of the "
+        "requests sent to it; shown while 30 % of the first requests are served"
+    )
     save(options, "fig5_interference", rows, figure, note)
 
 
@@ -210,8 +229,11 @@ def fig8(options: Options) -> None:
         axis.step(10 * np.arange(len(counts)), counts, where="post", linewidth=1)
         axis.axhline(5.0, color="grey", linestyle=":")
         gaps = np.diff(times)
-        axis.set(xlabel="seconds", ylabel="requests/s, by 10 s",
-                 title=f"{kind}: gaps' CV {gaps.std() / gaps.mean():.1f}")  # fmt: skip
+        axis.set(
+            xlabel="seconds",
+            ylabel="requests/s, by 10 s",
+            title=f"{kind}: gaps' CV {gaps.std() / gaps.mean():.1f}",
+        )
         rows += [
             {"series": kind, "time_s": 10 * k, "requests_per_s": round(float(c), 3)}
             for k, c in enumerate(counts)

@@ -33,8 +33,10 @@ def prediction(rows: Rows) -> Iterable[Finding]:
     """Whether SPS comes next after brute force and VarPAM."""
     for embedding in ("output", "token"):
         own = pick(rows, embedding=embedding)
-        best = {name: min(row["js_bits"] for row in pick(own, predictor=name))
-                for name in values(own, "predictor")}  # fmt: skip
+        best = {
+            name: min(row["js_bits"] for row in pick(own, predictor=name))
+            for name in values(own, "predictor")
+        }
         order = sorted(best, key=best.__getitem__)
         better = [name for name in order[: order.index("sps")] if name not in ("bf", "varpam")]
         told = ", ".join(f"{name} {best[name]:.3f}" for name in order)
@@ -96,20 +98,68 @@ def guarantee(statement: str) -> Reader:
 
 
 CLAIMS = (
-    Claim("serverless", "Fig. 3", "similar prompts activate similar experts",
-          "less divergence", "fig03_similarity", similarity),
-    Claim("serverless", "Fig. 8", "SPS predicts best after brute force and VarPAM",
-          "third of all", "fig08_prediction", prediction),
-    Claim("serverless", "Fig. 8", "its tree is fast to search and to build",
-          "> 10 x brute force, 0.5 s", "fig08_search", search_speed),
-    Claim("serverless", "Fig. 9", "Remoe costs less than CPU, GPU, Fetch and MIX",
-          "up to 57.14 % less", "fig09_cost", cheapest),
-    Claim("serverless", "Fig. 10", "the same whatever the share of output tokens",
-          "cheapest throughout", "fig10_ratio", cheapest),
-    Claim("serverless", "Fig. 11", "Remoe's cold start is shorter than MIX's",
-          "up to 47 % shorter", "fig11_cold_start", cold_start),
-    Claim("serverless", "Theorem 1", "the bound on an expert's use holds",
-          "probability 0.95", "theorems", guarantee("theorem 1")),
-    Claim("serverless", "Corollary 1", "the bound on the remote experts' use holds",
-          "probability 0.95", "theorems", guarantee("corollary 1")),
-)  # fmt: skip
+    Claim(
+        "serverless",
+        "Fig. 3",
+        "similar prompts activate similar experts",
+        "less divergence",
+        "fig03_similarity",
+        similarity,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 8",
+        "SPS predicts best after brute force and VarPAM",
+        "third of all",
+        "fig08_prediction",
+        prediction,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 8",
+        "its tree is fast to search and to build",
+        "> 10 x brute force, 0.5 s",
+        "fig08_search",
+        search_speed,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 9",
+        "Remoe costs less than CPU, GPU, Fetch and MIX",
+        "up to 57.14 % less",
+        "fig09_cost",
+        cheapest,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 10",
+        "the same whatever the share of output tokens",
+        "cheapest throughout",
+        "fig10_ratio",
+        cheapest,
+    ),
+    Claim(
+        "serverless",
+        "Fig. 11",
+        "Remoe's cold start is shorter than MIX's",
+        "up to 47 % shorter",
+        "fig11_cold_start",
+        cold_start,
+    ),
+    Claim(
+        "serverless",
+        "Theorem 1",
+        "the bound on an expert's use holds",
+        "probability 0.95",
+        "theorems",
+        guarantee("theorem 1"),
+    ),
+    Claim(
+        "serverless",
+        "Corollary 1",
+        "the bound on the remote experts' use holds",
+        "probability 0.95",
+        "theorems",
+        guarantee("corollary 1"),
+    ),
+)

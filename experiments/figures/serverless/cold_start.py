@@ -128,12 +128,17 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
         mix = deployment_cost("mix", system, request).cold_s
         plans = {
             reading: [
-                remoe(system, _load(system, predicted[q]), ttft_limit_s=TTFT_S,
-                      tpot_limit_s=TPOT_S, reading=reading).plan
+                remoe(
+                    system,
+                    _load(system, predicted[q]),
+                    ttft_limit_s=TTFT_S,
+                    tpot_limit_s=TPOT_S,
+                    reading=reading,
+                ).plan
                 for q in queries
             ]
             for reading in READINGS
-        }  # fmt: skip
+        }
         for link in ("own", "shared"):
             about = {"model": name, "setting": setting, "link": link}
             for method in DEPLOYMENTS:
@@ -180,11 +185,18 @@ def fig11(options: Options) -> None:
         axis.set_ylabel("start, s")
         axis.set_title(name, fontsize=10)
         for link, linestyle in (("own", "-"), ("shared", ":")):
-            line = [r for r in mine if (r["setting"], r["link"]) == ("default", link)
-                    and r["method"].startswith("b =")]  # fmt: skip
-            axes[3].plot([r["b"] for r in line], [100 * (r["over_mix"] - 1) for r in line],
-                         color=f"C{m}", linestyle=linestyle,
-                         label=name if link == "own" else None)  # fmt: skip
+            line = [
+                r
+                for r in mine
+                if (r["setting"], r["link"]) == ("default", link) and r["method"].startswith("b =")
+            ]
+            axes[3].plot(
+                [r["b"] for r in line],
+                [100 * (r["over_mix"] - 1) for r in line],
+                color=f"C{m}",
+                linestyle=linestyle,
+                label=name if link == "own" else None,
+            )
     axes[3].axhspan(-PAPER[1], -PAPER[0], color="grey", alpha=0.3, label="paper: -47 to -57 %")
     axes[3].set(xlabel="remote ratio b", ylabel="cold start against MIX, %", ylim=(-100, 8))
     axes[3].set_title("a link each (solid), one link (dotted)", fontsize=10)
@@ -198,9 +210,8 @@ def fig11(options: Options) -> None:
 def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     def off(setting: str, link: str, method: str) -> float:
         found = next(
-            r for r in rows
-            if (r["setting"], r["link"], r["method"]) == (setting, link, method)
-        )  # fmt: skip
+            r for r in rows if (r["setting"], r["link"], r["method"]) == (setting, link, method)
+        )
         return 100.0 * (1.0 - found["over_mix"])
 
     def words(setting: str, link: str) -> str:
@@ -247,33 +258,53 @@ def bill(options: Options) -> None:
         queries = held_out(activations, options.episodes)
         asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
         for c, billed in enumerate((False, True)):
-            mix = [deployment_cost("mix", system, r, bill_cold_start=billed).cost_usd
-                   for r in asked]  # fmt: skip
+            mix = [
+                deployment_cost("mix", system, r, bill_cold_start=billed).cost_usd for r in asked
+            ]
             mine = []
             for b in ratios:
-                plans = [ratio_plan(system, _load(system, predicted[q]), b, bill_cold_start=billed)
-                         for q in queries]  # fmt: skip
-                found = [eq.evaluate_plan(system, r, p, bill_cold_start=billed)
-                         for r, p in zip(asked, plans, strict=True)]  # fmt: skip
+                plans = [
+                    ratio_plan(system, _load(system, predicted[q]), b, bill_cold_start=billed)
+                    for q in queries
+                ]
+                found = [
+                    eq.evaluate_plan(system, r, p, bill_cold_start=billed)
+                    for r, p in zip(asked, plans, strict=True)
+                ]
                 cost = np.array([outcome.cost_usd for outcome in found])
                 start = np.array([outcome.cost_cold_usd for outcome in found])
                 mine.append(
-                    {"model": name, "starts_billed": billed, "b": b, "prompts": len(queries),
-                     "replicas_a_layer": float(np.mean([p.replicas.mean() for p in plans])),
-                     **with_interval("cost_over_mix", cost / mix),
-                     **with_interval("share_of_starts", start / cost)}
-                )  # fmt: skip
+                    {
+                        "model": name,
+                        "starts_billed": billed,
+                        "b": b,
+                        "prompts": len(queries),
+                        "replicas_a_layer": float(np.mean([p.replicas.mean() for p in plans])),
+                        **with_interval("cost_over_mix", cost / mix),
+                        **with_interval("share_of_starts", start / cost),
+                    }
+                )
             rows += mine
             value, bars = errors(mine, "cost_over_mix")
-            axis.errorbar(ratios, value, bars, color=f"C{c}", marker="o", ms=3, capsize=2,
-                          label="starts billed" if billed else "starts free (Eq. 6)")  # fmt: skip
+            axis.errorbar(
+                ratios,
+                value,
+                bars,
+                color=f"C{c}",
+                marker="o",
+                ms=3,
+                capsize=2,
+                label="starts billed" if billed else "starts free (Eq. 6)",
+            )
         axis.set(xlabel="remote ratio b", ylabel="cost over MIX", ylim=(0, None))
         axis.set_title(f"{name}, {len(queries)} held-out prompts", fontsize=10)
         axis.axhline(1.0, color="grey", linewidth=1)
         axis.legend(fontsize=8)
         tidy(axis)
-        free, paid = ([r for r in rows if r["model"] == name and r["starts_billed"] == x]
-                      for x in (False, True))  # fmt: skip
+        free, paid = (
+            [r for r in rows if r["model"] == name and r["starts_billed"] == x]
+            for x in (False, True)
+        )
         best = [min(part, key=lambda r: r["cost_over_mix"]) for part in (free, paid)]
         notes.append(
             f"{name}: least cost {_cost(best[0])} at b = {best[0]['b']:g} with free starts and "

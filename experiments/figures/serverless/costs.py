@@ -74,8 +74,11 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             low, high = by[method]["over_mix_low"], by[method]["over_mix_high"]
             rivals = {name: by[name] for name in ("cpu", "gpu", "fetch", "mix")}
             below = [name for name, row in rivals.items() if row["over_mix_high"] < low]
-            equal = [name for name, row in rivals.items()
-                     if name not in below and row["over_mix_low"] <= high]  # fmt: skip
+            equal = [
+                name
+                for name, row in rivals.items()
+                if name not in below and row["over_mix_low"] <= high
+            ]
             claim = f"Remoe is cheaper than CPU, GPU, Fetch and MIX; {method}, {model}, {gpu} GPU"
             own_usd = by[method]["usd_per_1000"]
             saved = [100.0 * (1.0 - own_usd / row["usd_per_1000"]) for row in rivals.values()]
@@ -119,9 +122,14 @@ def fig9(options: Options) -> None:
             own = [pick(rows, model=model, gpu=gpu, method=name)[0] for name in COLOURS]
             values, bars = errors(own, "over_mix")
             drawn = axis.bar(
-                at + shift, values, yerr=bars, width=0.38, color=list(COLOURS.values()),
-                alpha=shade, error_kw={"lw": 0.8},
-            )  # fmt: skip
+                at + shift,
+                values,
+                yerr=bars,
+                width=0.38,
+                color=list(COLOURS.values()),
+                alpha=shade,
+                error_kw={"lw": 0.8},
+            )
             texts = [f"{value:.2f}" for value in values]
             axis.bar_label(drawn, texts, fontsize=6, rotation=90, padding=3)
         axis.set_axisbelow(True)
@@ -161,8 +169,16 @@ def fig10(options: Options) -> None:
     )
     show("Fig. 10: cost / MIX", rows, "n_out")
     panels = [{"model": model, "gpu": gpu} for gpu in GPUS for model in models]
-    figure = plot_lines(rows, "n_out", f"output tokens of {TOKENS}", panels, len(models),
-                    "usd_per_1000", log=False, top=None)  # fmt: skip
+    figure = plot_lines(
+        rows,
+        "n_out",
+        f"output tokens of {TOKENS}",
+        panels,
+        len(models),
+        "usd_per_1000",
+        log=False,
+        top=None,
+    )
     for axis in figure.axes:
         axis.set_ylim(bottom=0.0)
     lines = []

@@ -223,8 +223,9 @@ def fig6(options: Options) -> None:
     ]
 
     def add(model: str, part: str, series: str, x: Any, value: float, unit: str = "ms") -> None:
-        rows.append({"model": model, "part": part, "series": series, "x": x, "value": value,
-                     "unit": unit})  # fmt: skip
+        rows.append(
+            {"model": model, "part": part, "series": series, "x": x, "value": value, "unit": unit}
+        )
 
     tokens = TOKENS[::4] if options.quick else TOKENS
     shapes, seconds = (("tiny",) * 3, 0.05) if options.quick else (FITTED, 1.5)
@@ -262,8 +263,13 @@ def fig6(options: Options) -> None:
             add(name, "memory in GB", "derived", y, 1e3 * value)
         if published is not None:
             keep = published[0] <= gb[-1]
-            axis.plot(published[0][keep], 1e3 * scale * taken[0] * published[1][keep], "x",
-                      color="grey", label="published scaling")  # fmt: skip
+            axis.plot(
+                published[0][keep],
+                1e3 * scale * taken[0] * published[1][keep],
+                "x",
+                color="grey",
+                label="published scaling",
+            )
         axis.set(xlabel="memory, GB (= vCPUs)", ylabel="one token, ms", ylim=(0, None))
         axis.set_title(name, fontsize=10)
         quality = {}
@@ -277,8 +283,10 @@ def fig6(options: Options) -> None:
             add(name, "law", word, "largest relative error", quality[word][1], "1")
         notes += _law_notes(system, laws, quality, taken, served, fitted, tokens)
         if name in MODELS:
-            found = {w: saving(system, name, laws[w], options.episodes)
-                     for w in ("environment", "refitted")}  # fmt: skip
+            found = {
+                w: saving(system, name, laws[w], options.episodes)
+                for w in ("environment", "refitted")
+            }
             for word, row in found.items():
                 for key, value in row.items():
                     add(name, "cost", word, key, value, "1")
@@ -356,9 +364,12 @@ def _scaling_notes(published: tuple[Array, Array] | None) -> list[str]:
         f"{100 * scaling['fit_error']['left_out_one_by_one']['max']:.0f} %"
     )
     notes = [
-        verdict("theta1 exp(-theta2 y) + theta3 describes expert time",
-                scaling["fit_error"]["r2"] >= 0.95, told)
-    ]  # fmt: skip
+        verdict(
+            "theta1 exp(-theta2 y) + theta3 describes expert time",
+            scaling["fit_error"]["r2"] >= 0.95,
+            told,
+        )
+    ]
     if published is not None:
         n, t = published
         weight = np.column_stack([np.ones_like(n), 1 / n]) / t[:, None]

@@ -302,17 +302,27 @@ def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
 
 
 def plot_lines(
-    rows: Sequence[dict[str, Any]], key: str, label: str, panels: Sequence[dict[str, Any]],
-    columns: int, value: str = "over_mix", log: bool = True, top: float | None = 2.5,
-) -> Any:  # fmt: skip
+    rows: Sequence[dict[str, Any]],
+    key: str,
+    label: str,
+    panels: Sequence[dict[str, Any]],
+    columns: int,
+    value: str = "over_mix",
+    log: bool = True,
+    top: float | None = 2.5,
+) -> Any:
     """A panel for each of ``panels`` (values of columns), a line for each method."""
     plt = pyplot()
     columns = min(columns, len(panels))
     height = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        height, columns, figsize=(3.6 * columns, 2.9 * height + 0.5), squeeze=False,
-        sharex=True, layout="constrained",
-    )  # fmt: skip
+        height,
+        columns,
+        figsize=(3.6 * columns, 2.9 * height + 0.5),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
     for axis, panel in zip(axes.flat, panels, strict=True):
         for name, colour in COLOURS.items():
             own = pick(rows, method=name, **panel)
@@ -322,9 +332,17 @@ def plot_lines(
             values, bars = errors(own, value)
             dashed = name in DEPLOYMENTS
             axis.errorbar(
-                x, values, yerr=bars, color=colour, label=name, lw=1.2, elinewidth=0.7,
-                marker="" if dashed else "o", ms=3, ls="--" if dashed else "-",
-            )  # fmt: skip
+                x,
+                values,
+                yerr=bars,
+                color=colour,
+                label=name,
+                lw=1.2,
+                elinewidth=0.7,
+                marker="" if dashed else "o",
+                ms=3,
+                ls="--" if dashed else "-",
+            )
         axis.set_title(", ".join(str(part) for part in panel.values()), fontsize=9)
         if log:
             axis.set_xscale("log")

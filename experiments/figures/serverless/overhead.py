@@ -103,10 +103,16 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
             for step, value in (found | own).items():
                 taken.setdefault(step, []).append(1e3 * value)
     return [
-        {"model": name, "step": step, "measured": step not in own, "prompts": len(values),
-         **with_interval("ms", values), "ms_p95": float(np.percentile(values, 95))}
+        {
+            "model": name,
+            "step": step,
+            "measured": step not in own,
+            "prompts": len(values),
+            **with_interval("ms", values),
+            "ms_p95": float(np.percentile(values, 95)),
+        }
         for step, values in taken.items()
-    ]  # fmt: skip
+    ]
 
 
 def calculate(options: Options) -> None:

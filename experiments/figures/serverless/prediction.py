@@ -119,8 +119,11 @@ def divergences(
         reference = found_scores[names.index((key, settings))]
         for row, score in zip(rows, found_scores, strict=True):
             apart = paired_difference(score, reference, mean, repetitions)
-            row |= {f"minus_{key}": apart.value, f"minus_{key}_low": apart.low,
-                    f"minus_{key}_high": apart.high}  # fmt: skip
+            row |= {
+                f"minus_{key}": apart.value,
+                f"minus_{key}_low": apart.low,
+                f"minus_{key}_high": apart.high,
+            }
     return rows
 
 
@@ -236,8 +239,11 @@ def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> 
         axis.legend(fontsize=8, loc="upper left")
         axis.set_ylim(top=1.15 * axis.get_ylim()[1])
     row = timed[-1]
-    bars = {f"{name.upper()}\n{how}": row[f"{name}_{how}_us"] for name in ("bf", "sps")
-            for how in ("one", "batch")}  # fmt: skip
+    bars = {
+        f"{name.upper()}\n{how}": row[f"{name}_{how}_us"]
+        for name in ("bf", "sps")
+        for how in ("one", "batch")
+    }
     axes[-1].bar(list(bars), list(bars.values()), color=["C7", "C7", "C2", "C2"])
     axes[-1].set(yscale="log", ylabel="search, us a query")
     title = f"{row['prompts']} prompts\nalpha={row['alpha']}, beta={row['beta']}"
@@ -260,8 +266,9 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             continue
         rivals = ("vared", "dop", "fate", "ef")
         better = [name for name in rivals if by[name]["minus_sps_high"] < 0]
-        equal = [name for name in rivals
-                 if by[name]["minus_sps_low"] <= 0 <= by[name]["minus_sps_high"]]  # fmt: skip
+        equal = [
+            name for name in rivals if by[name]["minus_sps_low"] <= 0 <= by[name]["minus_sps_high"]
+        ]
         differences = ", ".join(
             f"{name} {by[name]['minus_sps']:+.3f} [{by[name]['minus_sps_low']:+.3f}, "
             f"{by[name]['minus_sps_high']:+.3f}]"

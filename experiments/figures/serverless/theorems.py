@@ -257,8 +257,10 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             )
         )
         sets = [r for r in mine if r["statement"] == "corollary 1" and r["ranking"] != "own counts"]
-        least = {form: min((r for r in sets if r["form"] == form), key=lambda r: r["holds"])
-                 for form in ("printed", "corrected")}  # fmt: skip
+        least = {
+            form: min((r for r in sets if r["form"] == form), key=lambda r: r["holds"])
+            for form in ("printed", "corrected")
+        }
         lines.append(
             verdict(
                 "Corollary 1 holds with probability 95 %",
@@ -291,8 +293,16 @@ def picture(rows: Sequence[dict[str, Any]]) -> Any:
             value, bars = errors(
                 [r | {"holds_low": r["low"], "holds_high": r["high"]} for r in mine], "holds"
             )
-            axis.errorbar([r[x] for r in mine], value, bars, marker="o", ms=3, color=colour,
-                          linestyle=linestyle, label=f"{label}, {form}")  # fmt: skip
+            axis.errorbar(
+                [r[x] for r in mine],
+                value,
+                bars,
+                marker="o",
+                ms=3,
+                color=colour,
+                linestyle=linestyle,
+                label=f"{label}, {form}",
+            )
 
     drawn = [r for r in rows if r["statement"] == "theorem 1" and r["n"] != "all"]
     for c, key in enumerate(dict.fromkeys((r["source"], r["model"]) for r in drawn)):

@@ -155,12 +155,18 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
                         ]
                     ).T
                     rows.append(
-                        {"model": name, "remote_first": order, "cores": cores,
-                         "overhead_ms": 1e3 * trem, "b": b, "prompts": len(queries),
-                         **with_interval("prefill_ms", 1e3 * found[0]),
-                         **with_interval("decode_ms_per_token", 1e3 * found[1]),
-                         **with_interval("remote_is_slower", found[2])}
-                    )  # fmt: skip
+                        {
+                            "model": name,
+                            "remote_first": order,
+                            "cores": cores,
+                            "overhead_ms": 1e3 * trem,
+                            "b": b,
+                            "prompts": len(queries),
+                            **with_interval("prefill_ms", 1e3 * found[0]),
+                            **with_interval("decode_ms_per_token", 1e3 * found[1]),
+                            **with_interval("remote_is_slower", found[2]),
+                        }
+                    )
     return rows
 
 
@@ -253,8 +259,9 @@ def fig5(options: Options) -> None:
         for gpu in ("eager", "fused"):
             system = build_system(name, gpu, max_output_tokens=max(TOKENS))
             for n_in, n_out in sizes:
-                requests = [recorded_request(activations, int(q), n_in, n_out, TREM_S)
-                            for q in queries]  # fmt: skip
+                requests = [
+                    recorded_request(activations, int(q), n_in, n_out, TREM_S) for q in queries
+                ]
                 for deployment, word in DEPLOYMENTS.items():
                     found = np.array(
                         [
@@ -263,25 +270,50 @@ def fig5(options: Options) -> None:
                         ]
                     ).T
                     rows.append(
-                        {"model": name, "gpu": gpu, "deployment": word, "prompt_tokens": n_in,
-                         "output_tokens": n_out, "prompts": len(queries),
-                         **with_interval("prefill_s", found[0]),
-                         **with_interval("decode_s", found[1]),
-                         **with_interval("prefill_over_decode", found[0] / found[1])}
-                    )  # fmt: skip
+                        {
+                            "model": name,
+                            "gpu": gpu,
+                            "deployment": word,
+                            "prompt_tokens": n_in,
+                            "output_tokens": n_out,
+                            "prompts": len(queries),
+                            **with_interval("prefill_s", found[0]),
+                            **with_interval("decode_s", found[1]),
+                            **with_interval("prefill_over_decode", found[0] / found[1]),
+                        }
+                    )
         mine = [r for r in rows if r["model"] == name and r["gpu"] == "eager"]
         for d, word in enumerate(DEPLOYMENTS.values()):
             equal = [r for r in mine if r["deployment"] == word][:-1]
             n = [r["prompt_tokens"] for r in equal]
             for key, marker, linestyle in (("prefill_s", "o", "-"), ("decode_s", "s", "--")):
                 value, bars = errors(equal, key)
-                axes[m].errorbar(n, value, bars, marker=marker, ms=3, color=f"C{d}", capsize=2,
-                                 linestyle=linestyle, label=f"{word}, {key[:-2]}")  # fmt: skip
+                axes[m].errorbar(
+                    n,
+                    value,
+                    bars,
+                    marker=marker,
+                    ms=3,
+                    color=f"C{d}",
+                    capsize=2,
+                    linestyle=linestyle,
+                    label=f"{word}, {key[:-2]}",
+                )
             value, bars = errors(equal, "prefill_over_decode")
-            axes[2].errorbar(n, value, bars, marker="o", ms=3, capsize=2, color=f"C{d}",
-                             linestyle="-" if m == 0 else ":", label=f"{name}, {word}")  # fmt: skip
-        axes[m].set(xlabel="prompt tokens = output tokens", ylabel="time, s", xscale="log",
-                    yscale="log")  # fmt: skip
+            axes[2].errorbar(
+                n,
+                value,
+                bars,
+                marker="o",
+                ms=3,
+                capsize=2,
+                color=f"C{d}",
+                linestyle="-" if m == 0 else ":",
+                label=f"{name}, {word}",
+            )
+        axes[m].set(
+            xlabel="prompt tokens = output tokens", ylabel="time, s", xscale="log", yscale="log"
+        )
         axes[m].set_title(f"{name}, eager GPU", fontsize=10)
         notes += _fig5_notes(name, [r for r in rows if r["model"] == name])
     axes[2].axhline(0.1, color="grey", linewidth=1)

@@ -231,8 +231,9 @@ def test_table_of_draws(tmp_path, capsys, monkeypatch):
     assert [row["method"] for row in rows] == ["eplb_slots", "balance_experts", "bound"]
     text = (tmp_path / "draws.txt").read_text()
     assert "--draws 2 --seed 0" in text and "over 2 draws" in text
-    (note,) = verdict([{**row, **{k: float(row[k]) for k in row if k not in ("case", "method")}}
-                       for row in rows])  # fmt: skip
+    (note,) = verdict(
+        [{**row, **{k: float(row[k]) for k in row if k not in ("case", "method")}} for row in rows]
+    )
     assert SMALL[0].name in note and "above the range" in note  # no aim of its own: 1
     with pytest.raises(ValueError, match="draws=0"):
         main(["--draws", "0"])

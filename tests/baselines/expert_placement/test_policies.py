@@ -74,8 +74,11 @@ def test_caches_are_a_way_of_serving_not_a_placement():
     ]
     rows = evaluate("servegym/ExpertPlacement-v0", [*names, "moe_infinity_lb"], 2, 0, kwargs)
     assert [row["policy"] for row in rows[::2]] == [
-        "moe_infinity", "moe_infinity #2", "moe_infinity #3", "moe_infinity_lb",
-    ]  # fmt: skip
+        "moe_infinity",
+        "moe_infinity #2",
+        "moe_infinity #3",
+        "moe_infinity_lb",
+    ]
     for row in rows:
         assert row["migrations"] == 0 and row["expert_loads"] > 0
         assert 0.0 < row["local_call_ratio"] < 1.0

@@ -89,9 +89,13 @@ def test_it_is_never_worse_than_its_starts_and_keeps_to_its_budget():
         assert rehearsal.latency_s(found) <= min(one)
         check_placement(found, slots)
     again = latency_local_search(
-        system.rehearsal(counts, 12), counts, slots, home, starts,
+        system.rehearsal(counts, 12),
+        counts,
+        slots,
+        home,
+        starts,
         budget_calls=20 * each,
-    )  # fmt: skip
+    )
     np.testing.assert_array_equal(found, again)
 
 

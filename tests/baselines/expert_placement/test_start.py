@@ -58,9 +58,12 @@ def test_one_remote_server_by_hand():
     """All of layer 0 of server 0 is at server 1: a round trip a step and no queue."""
     system = toy(
         cluster_kwargs={
-            "gpus": [1, 1], "slots": [32, 32], "nic_bps": [3e8, 2e8], "latency_s": 0.002,
+            "gpus": [1, 1],
+            "slots": [32, 32],
+            "nic_bps": [3e8, 2e8],
+            "latency_s": 0.002,
         }
-    )  # fmt: skip
+    )
     about = QueueModel(system)
     held = np.ones((2, 4, 8), bool)
     assert about.cost(held, 0.3) == 0
@@ -103,8 +106,12 @@ def test_the_counts_are_those_of_the_usual_tasks():
 def test_the_start_is_the_fastest_candidate_in_the_simulator():
     system = toy()
     found = best_start(system, waits=(0.3,), tries=1, steps=2_000, requests=100, swaps=0)
-    assert set(found.latency_s) == {"whole_layer", "prism", "proxy_optimum",
-                                    "annealed, wait 0.3, try 0"}  # fmt: skip
+    assert set(found.latency_s) == {
+        "whole_layer",
+        "prism",
+        "proxy_optimum",
+        "annealed, wait 0.3, try 0",
+    }
     assert found.latency_s[found.name] == min(found.latency_s.values()) and found.calls > 0
     assert len(set(found.latency_s.values())) == 4 and found.cpu_s > 0
     assert found.held.any(axis=0).all()

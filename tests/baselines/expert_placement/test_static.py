@@ -39,16 +39,24 @@ from servegym.baselines.expert_placement.simple import (
 
 ONE_TWO = np.array([0, 1, 2, 2])
 ALGORITHMS = [
-    uniform, redundance, smartmoe, eplb, eplb_global, prism, whole_layer, proxy_optimum,
-]  # fmt: skip
+    uniform,
+    redundance,
+    smartmoe,
+    eplb,
+    eplb_global,
+    prism,
+    whole_layer,
+    proxy_optimum,
+]
 
 
 def skewed(rng, servers, layers, experts, tokens=20_000, sharpness=0.3):
     """Counts of Dirichlet popularities with a different load of each server."""
     p = rng.dirichlet(np.full(experts, sharpness), size=(servers, layers))
     load = rng.integers(1, 9, servers) * tokens // 8
-    return np.stack([[rng.multinomial(load[n], p[n, x]) for x in range(layers)] for n in
-                     range(servers)])  # fmt: skip
+    return np.stack(
+        [[rng.multinomial(load[n], p[n, x]) for x in range(layers)] for n in range(servers)]
+    )
 
 
 def instance(seed):

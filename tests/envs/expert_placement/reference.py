@@ -98,10 +98,15 @@ class Reference:
         self.choice, self.candidates, self.source = choice, candidates, source
         self.experts = cluster.experts
         self.gpus = [
-            Gpu(g, int(cluster.gpu_server[g]), int(cluster.slots[g]),
-                float(cluster.expert_base_s[g]), float(cluster.expert_token_s[g]))
+            Gpu(
+                g,
+                int(cluster.gpu_server[g]),
+                int(cluster.slots[g]),
+                float(cluster.expert_base_s[g]),
+                float(cluster.expert_token_s[g]),
+            )
             for g in range(cluster.num_gpus)
-        ]  # fmt: skip
+        ]
         self.links = {}
         self.heap, self.sequence = [], 0
         self.now = 0.0
@@ -113,9 +118,13 @@ class Reference:
                     g.target.add(i)
                     self.holders[i].append(g)
         columns = zip(
-            requests.home.tolist(), requests.arrival.tolist(), requests.prompt.tolist(),
-            requests.outputs.tolist(), requests.offset.tolist(), strict=True,
-        )  # fmt: skip
+            requests.home.tolist(),
+            requests.arrival.tolist(),
+            requests.prompt.tolist(),
+            requests.outputs.tolist(),
+            requests.offset.tolist(),
+            strict=True,
+        )
         self.requests = [Request(i, *column) for i, column in enumerate(columns)]
         self.arriving = list(self.requests)
         self.counts = {}

@@ -45,9 +45,14 @@ class Cache:
 class Offload(Reference):
     def __init__(self, cluster, prompts, requests, placement, *, cache, redirect):
         super().__init__(
-            cluster, prompts, requests, placement,
-            choice="nearest", candidates=1, source="host",
-        )  # fmt: skip
+            cluster,
+            prompts,
+            requests,
+            placement,
+            choice="nearest",
+            candidates=1,
+            source="host",
+        )
         self.caches = [Cache(g, cache, cluster.layers, cluster.experts) for g in self.gpus]
         self.ahead, self.redirect = cache == "activation_aware", redirect
         self.origin = [r.home for r in self.requests]

@@ -121,9 +121,12 @@ def test_the_spec_survives_json():
 def test_the_vector_environment_equals_the_synchronous_one(mode, autoreset):
     kwargs = SHORT | {"action_mode": mode}
     native = gym.make_vec(
-        NAME, num_envs=3, vectorization_mode="vector_entry_point", 
-        autoreset_mode=autoreset, **kwargs,
-    )  # fmt: skip
+        NAME,
+        num_envs=3,
+        vectorization_mode="vector_entry_point",
+        autoreset_mode=autoreset,
+        **kwargs,
+    )
     assert isinstance(native.unwrapped, ExpertPlacementVectorEnv)
     sync = SyncVectorEnv([lambda: make(mode)] * 3, autoreset_mode=autoreset)
     assert_same(native.reset(seed=4), sync.reset(seed=4))

@@ -123,9 +123,14 @@ def build_pair(seed, link_model, messages, choice, source, span=0.3):
     sim = Simulator(cluster, prompts, choice, candidates, source)
     sim.begin(requests, placement)
     ref = Reference(
-        cluster, prompts, requests, placement,
-        choice=choice, candidates=candidates, source=source,
-    )  # fmt: skip
+        cluster,
+        prompts,
+        requests,
+        placement,
+        choice=choice,
+        candidates=candidates,
+        source=source,
+    )
     return rng, cluster, sim, ref
 
 
@@ -309,9 +314,12 @@ def test_traffic_stays_within_the_rate_of_the_nic():
     for link_model, bound in (("nic", 1), ("pairwise", 3)):
         rng = np.random.default_rng(2)
         cluster = build_cluster(
-            sizes=small_model(), gpus=(1, 1, 1, 1), slots=(5, 5, 5, 5), nic_bps=2e6,
+            sizes=small_model(),
+            gpus=(1, 1, 1, 1),
+            slots=(5, 5, 5, 5),
+            nic_bps=2e6,
             link_model=link_model,
-        )  # fmt: skip
+        )
         prompts = random_prompts(rng, cluster)
         sim = Simulator(cluster, prompts)
         requests = random_requests(rng, cluster, prompts, 300, 1.0)

@@ -112,9 +112,13 @@ DENSE, CALL = 1e-3 + 1e-5, 2e-3 + 1e-4
 def run(sets, homes, times, cache="lru", redirect=False, slots=(2, 2)):
     """Requests of one token, request i for expert sets[i]; GPU 0 begins with experts 0 and 1."""
     cluster = build_cluster(
-        sizes=small_model(layers=1, experts=4, top_k=1), gpus=(1, 1), slots=slots,
-        message_cost_s=0.1, latency_s=0.5, nic_bps=32.0,
-    )  # fmt: skip
+        sizes=small_model(layers=1, experts=4, top_k=1),
+        gpus=(1, 1),
+        slots=slots,
+        message_cost_s=0.1,
+        latency_s=0.5,
+        nic_bps=32.0,
+    )
     counts = np.zeros((4, 1, 4), np.int32)
     counts[np.arange(4), 0, np.arange(4)] = 1
     bank = (np.uint64(1) << np.arange(4, dtype=np.uint64)).reshape(4, 1)

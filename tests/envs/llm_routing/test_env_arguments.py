@@ -353,9 +353,13 @@ def test_ranges_are_drawn_anew_for_every_episode():
 def test_fleets_of_every_size(env_id, count):
     for fleet in hardware_profiles.list_fleets():
         env = gym.make(
-            env_id, num_experts=count, profiles=fleet, rate=2.0 * count, episode_requests=60,
+            env_id,
+            num_experts=count,
+            profiles=fleet,
+            rate=2.0 * count,
+            episode_requests=60,
             validate=True,
-        )  # fmt: skip
+        )
         problem = env.unwrapped.problem
         assert env.action_space.n == count + 1
         assert len(problem.models) == len(problem.profiles) == count

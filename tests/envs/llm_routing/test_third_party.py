@@ -39,9 +39,15 @@ def test_stable_baselines3_finds_nothing_wrong(sb3, env_id, recwarn):
 
 def test_ppo_learns_2000_steps(sb3):
     model = sb3.PPO(
-        "MlpPolicy", gym.make(FLAT, **SHORT), n_steps=250, batch_size=50, n_epochs=2,
-        policy_kwargs=SMALL_NET, seed=0, device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        gym.make(FLAT, **SHORT),
+        n_steps=250,
+        batch_size=50,
+        n_epochs=2,
+        policy_kwargs=SMALL_NET,
+        seed=0,
+        device="cpu",
+    )
     before = parameters(model)
     model.learn(2000)
     assert model.num_timesteps == 2000 and len(model.ep_info_buffer) == 20
@@ -51,9 +57,14 @@ def test_ppo_learns_2000_steps(sb3):
 
 def test_dqn_learns_2000_steps(sb3):
     model = sb3.DQN(
-        "MlpPolicy", gym.make(FLAT, **SHORT), learning_starts=200, buffer_size=2000,
-        policy_kwargs=SMALL_NET, seed=0, device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        gym.make(FLAT, **SHORT),
+        learning_starts=200,
+        buffer_size=2000,
+        policy_kwargs=SMALL_NET,
+        seed=0,
+        device="cpu",
+    )
     before = parameters(model)
     model.learn(2000)
     assert model.num_timesteps == 2000
@@ -69,9 +80,15 @@ def test_dqn_learns_2000_steps(sb3):
 
 def test_ppo_takes_the_dict_observation(sb3):
     model = sb3.PPO(
-        "MultiInputPolicy", gym.make(GRAPH, **SHORT), n_steps=100, batch_size=50, n_epochs=1,
-        policy_kwargs=SMALL_NET, seed=0, device="cpu",
-    )  # fmt: skip
+        "MultiInputPolicy",
+        gym.make(GRAPH, **SHORT),
+        n_steps=100,
+        batch_size=50,
+        n_epochs=1,
+        policy_kwargs=SMALL_NET,
+        seed=0,
+        device="cpu",
+    )
     model.learn(200)
     assert np.isfinite(parameters(model)).all()
 
@@ -98,9 +115,15 @@ def test_maskable_ppo_finds_the_masks_itself(sb3):
     crowded = {**SHORT, "rate": 60.0, "waiting_capacity": 1, "running_capacity": 1}
     recorder = Recorder(gym.make(FLAT, **crowded))
     model = contrib.MaskablePPO(
-        "MlpPolicy", recorder, n_steps=200, batch_size=50, n_epochs=1,
-        policy_kwargs=SMALL_NET, seed=0, device="cpu",
-    )  # fmt: skip
+        "MlpPolicy",
+        recorder,
+        n_steps=200,
+        batch_size=50,
+        n_epochs=1,
+        policy_kwargs=SMALL_NET,
+        seed=0,
+        device="cpu",
+    )
     assert is_masking_supported(model.get_env())
     model.learn(1000)
     assert recorder.masked > 300, "the test needs full experts"

@@ -140,8 +140,11 @@ def test_generated_routing_drops_repetition_and_doubles(tmp_path, monkeypatch):
     np.testing.assert_array_equal(made.embeddings["output"], vectors[kept].astype(np.float16))
     np.testing.assert_array_equal(made.embeddings["token"][:, 0], kept)
     assert made.provenance["prompts"] == {
-        "in_source": 16, "dropped_repetition": 1, "dropped_near_duplicates": 1, "kept": 14,
-    }  # fmt: skip
+        "in_source": 16,
+        "dropped_repetition": 1,
+        "dropped_near_duplicates": 1,
+        "kept": 14,
+    }
     written = build_activations.write_activations(made, tmp_path)
     again = read_activations(written[-1], model)
     np.testing.assert_array_equal(again.bank, made.bank)
@@ -158,10 +161,14 @@ def test_laws_have_the_measured_shares_and_information(deepseek, tmp_path, capsy
     write_csv(
         data / "olmoe_routing" / "expert_counts.csv",
         ("model", "domain", "layer", "expert", "count", "counting"),
-        [("Mixtral-8x7B-v0.1", ("books", "web")[t], layers[j], e, counts[t, j, e], "top-k")
-         for t in range(2) for j in range(3) for e in range(8)]
+        [
+            ("Mixtral-8x7B-v0.1", ("books", "web")[t], layers[j], e, counts[t, j, e], "top-k")
+            for t in range(2)
+            for j in range(3)
+            for e in range(8)
+        ]
         + [("Mixtral-8x7B-v0.1", "books", 0, 0, 7, "first"), ("other", "web", 0, 0, 7, "top-k")],
-    )  # fmt: skip
+    )
     order = rng.permutation(32 * 8)
     write_csv(
         data / "fiddler" / "mixtral_popularity_order.csv",

@@ -6,9 +6,13 @@ from servegym.experiments.output import read_rows
 
 def row(gpus, per_call, per_event, under_way):
     return {
-        "gpus": gpus, "ns_per_call": per_call * per_event, "ns_per_event": per_event,
-        "events_per_call": per_call, "under_way": under_way, "looks": 8,
-    }  # fmt: skip
+        "gpus": gpus,
+        "ns_per_call": per_call * per_event,
+        "ns_per_event": per_event,
+        "events_per_call": per_call,
+        "under_way": under_way,
+        "looks": 8,
+    }
 
 
 def test_parts_of_the_cost_of_a_call():

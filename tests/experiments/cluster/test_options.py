@@ -20,13 +20,18 @@ WORDS = {
 
 @pytest.fixture
 def no_work(monkeypatch):
-    for module, name in ((evaluate, "plan_for"), (figures, "list_figures"),
-                         (leaderboard, "measure")):  # fmt: skip
+    for module, name in (
+        (evaluate, "plan_for"),
+        (figures, "list_figures"),
+        (leaderboard, "measure"),
+    ):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("work was begun"))
 
 
-@pytest.mark.parametrize("where", ["", "remote", "local:", "local:0", "local:-1", "local:two",
-                                   "auto:2", "Local", "local:2:3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "where",
+    ["", "remote", "local:", "local:0", "local:-1", "local:two", "auto:2", "Local", "local:2:3"],
+)
 def test_other_values_are_refused(where):
     with pytest.raises(ValueError, match="allowed are 'auto' .* 'local' .* 'local:N'"):
         check_ray(where)

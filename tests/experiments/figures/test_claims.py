@@ -89,8 +89,14 @@ def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path
 
 def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    seconds = {"random": 9.0, "round_robin": 5.0, "shortest_queue": 4.0, "priced_greedy": 2.0,
-               "baseline_rl": 4.5, "sac_han": 3.0}  # fmt: skip
+    seconds = {
+        "random": 9.0,
+        "round_robin": 5.0,
+        "shortest_queue": 4.0,
+        "priced_greedy": 2.0,
+        "baseline_rl": 4.5,
+        "sac_han": 3.0,
+    }
     table = [{"policy": name, "point": "a", "e2e_s": value} for name, value in seconds.items()]
     write_csv(tmp_path / "routing" / "fig10_end_to_end.csv", table)
     (found,) = findings(claim("Fig. 10", "fig10_end_to_end"), tmp_path)
@@ -99,13 +105,26 @@ def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
 
 def test_a_saving_counts_where_the_intervals_are_apart(tmp_path) -> None:
     (tmp_path / "serverless").mkdir()
-    bills = {"cpu": (9, 10), "gpu": (8, 9), "fetch": (7, 8), "mix": (4.9, 6),
-             "remoe": (4, 5), "remoe_cost": (2, 3)}  # fmt: skip
+    bills = {
+        "cpu": (9, 10),
+        "gpu": (8, 9),
+        "fetch": (7, 8),
+        "mix": (4.9, 6),
+        "remoe": (4, 5),
+        "remoe_cost": (2, 3),
+    }
     table = [
-        {"model": "m", "gpu": "eager", "n_out": 200, "method": name, "usd_per_1000_low": low,
-         "usd_per_1000_high": high, "usd_per_1000": (low + high) / 2}
+        {
+            "model": "m",
+            "gpu": "eager",
+            "n_out": 200,
+            "method": name,
+            "usd_per_1000_low": low,
+            "usd_per_1000_high": high,
+            "usd_per_1000": (low + high) / 2,
+        }
         for name, (low, high) in bills.items()
-    ]  # fmt: skip
+    ]
     write_csv(tmp_path / "serverless" / "fig09_cost.csv", table)
     remoe, cost = findings(claim("Fig. 9", "fig09_cost"), tmp_path)
     assert (remoe.verdict, cost.verdict) == ("in part", "agrees")
@@ -132,13 +151,24 @@ def test_unknown_family() -> None:
 
 def test_of_an_overloaded_queue_only_the_sign_counts(tmp_path) -> None:
     (tmp_path / "placement").mkdir()
-    seconds = {("nic", 4): (20.0, 0), ("nic", 256): (190.0, 1), ("pairwise", 4): (10.0, 0),
-               ("pairwise", 256): (8.0, 0)}  # fmt: skip
+    seconds = {
+        ("nic", 4): (20.0, 0),
+        ("nic", 256): (190.0, 1),
+        ("pairwise", 4): (10.0, 0),
+        ("pairwise", 256): (8.0, 0),
+    }
     table = [
-        {"link_model": link, "gap_s": gap, "gpus": gpus, "policy": "prism",
-         "mean_latency_s": mean, "overloaded": over}
-        for gap in (8.0, 15.0) for (link, gpus), (mean, over) in seconds.items()
-    ]  # fmt: skip
+        {
+            "link_model": link,
+            "gap_s": gap,
+            "gpus": gpus,
+            "policy": "prism",
+            "mean_latency_s": mean,
+            "overloaded": over,
+        }
+        for gap in (8.0, 15.0)
+        for (link, gpus), (mean, over) in seconds.items()
+    ]
     write_csv(tmp_path / "placement" / "fig8a_gpus.csv", table)
     nic, _, pairwise, _ = findings(claim("Fig. 8a", "fig8a_gpus"), tmp_path)
     assert nic[1:] == ("more, overloaded with 256 GPUs (paper -19 %)", "disagrees")

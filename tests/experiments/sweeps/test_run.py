@@ -186,7 +186,7 @@ def test_a_grid_runs_every_point_once(tmp_path: Path, agent: Path) -> None:
 def test_hyperband_stops_poor_runs_before_their_end(tmp_path: Path, agent: Path) -> None:
     text = GOOD.replace("method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\n"
                         "method: random").replace("{value: mlp}", "{value: mlp}\n"
-                        "  pause: {value: 0.4}")  # fmt: skip
+                        "  pause: {value: 0.4}")
     out = run_sweep(read_sweep(written(tmp_path, text)), 12, 4, tmp_path / "out", seed=3)
     rows = table(out)
     stopped = [row for row in rows if row["state"] == "pruned"]

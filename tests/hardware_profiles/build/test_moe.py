@@ -67,7 +67,7 @@ def tables(tmp_path_factory):
             ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
              "moe_ep_size", "distribution", "latency"),
             rows,
-        )  # fmt: skip
+        )
         products = [
             (m, n, k, 1e3 * (1e-5 + 1e-14 * m * n * k))
             for model in MODELS.values()
@@ -76,16 +76,16 @@ def tables(tmp_path_factory):
             for m in TOKENS
         ]
         write(data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_gemm_perf.csv",
-              ("m", "n", "k", "latency"), products)  # fmt: skip
+              ("m", "n", "k", "latency"), products)
     write(
         data / _REFERENCE_KERNELS / "dense.csv", ("layer", "tokens", "time_us"),
         [(op, m, 3.0) for op in _OPS for m in TOKENS],
-    )  # fmt: skip
+    )
     qwen = MODELS["qwen3-30b-a3b"]
     write(
         data / _QWEN_CHECK / "moe.csv", ("tokens", "activated_experts", "time_us"),
         [(m, 128, 1.25e6 * layer_s(qwen, m)) for m in TOKENS[4:]] + [(1, 8, 1.0), (2, 16, 1.0)],
-    )  # fmt: skip
+    )
     return data
 
 

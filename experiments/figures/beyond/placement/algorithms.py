@@ -62,8 +62,13 @@ __all__ = ["PROBE", "SCENARIOS", "main", "planning"]
 
 MODULE = "servegym.experiments.figures.beyond.placement.algorithms"
 SCENARIOS = (
-    "edge_hetero", "edge_decode", "paper_testbed", "paper_testbed_multi", "drift", "scale_64",
-)  # fmt: skip
+    "edge_hetero",
+    "edge_decode",
+    "paper_testbed",
+    "paper_testbed_multi",
+    "drift",
+    "scale_64",
+)
 EPISODES = 5
 # Decisions an episode: tasks rotate every three; 64 GPUs have 16 times the requests.
 EPOCHS = {"drift": 6, "scale_64": 2}
@@ -72,15 +77,22 @@ NOISE = 0.05
 
 PROBE: dict[str, dict[str, float]] = {
     "edge_hetero": {
-        "prism": 12.98, "proxy_optimum": 12.34, "whole_layer": 10.28, "latency_dp": 8.20,
+        "prism": 12.98,
+        "proxy_optimum": 12.34,
+        "whole_layer": 10.28,
+        "latency_dp": 8.20,
         "latency_local_search": 6.53,
     },
     "paper_testbed": {
-        "uniform": 23.0, "redundance": 11.9, "smartmoe": 22.1, "eplb_global": 9.3, "prism": 5.85,
+        "uniform": 23.0,
+        "redundance": 11.9,
+        "smartmoe": 22.1,
+        "eplb_global": 9.3,
+        "prism": 5.85,
         "proxy_optimum": 5.42,
     },
     "scale_64": {"eplb_global": 7.96, "prism": 11.30, "proxy_optimum": 5.12},
-}  # fmt: skip
+}
 """Mean seconds of an earlier exploration with one seed, whose links were shaped at both ends."""
 
 
@@ -185,8 +197,17 @@ def _cell(row: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -> st
 def _print(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         f"Placement algorithms, {name}",
-        ["policy", "latency s", "95 %", "P99 s", "local calls %", "remote layer steps %",
-         "Eq. 2 gap %", "moved %", "plan ms"],
+        [
+            "policy",
+            "latency s",
+            "95 %",
+            "P99 s",
+            "local calls %",
+            "remote layer steps %",
+            "Eq. 2 gap %",
+            "moved %",
+            "plan ms",
+        ],
         [
             [
                 row["policy"],
@@ -202,7 +223,7 @@ def _print(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
             for row in sorted(rows, key=lambda row: row["mean_latency_s"])
         ],
         ["moved: slots that change when the counts change by 5 % (normal)"],
-    )  # fmt: skip
+    )
 
 
 def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -225,16 +246,18 @@ def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         best = min(placing, key=lambda p: placing[p])
         low, high = (by[best][f"mean_latency_s_{end}"] for end in ("low", "high"))
         others = ", ".join(
-            f"{p} {mean[p]:.2f} s" for p in ("prism", "proxy_optimum", "whole_layer", "latency_dp")
+            f"{p} {mean[p]:.2f} s"
+            for p in ("prism", "proxy_optimum", "whole_layer", "latency_dp")
             if p in mean and p != best
-        )  # fmt: skip
+        )
         notes.append(
             f"{name}: of the placements {best} is fastest with {mean[best]:.2f} s [{low:.2f}, "
             f"{high:.2f}]; {others}."
         )
         if "prism" in mean:
-            notes.append(f"{name}: that is {100 * (1 - mean[best] / mean['prism']):.1f} % below "
-                         "prism.")  # fmt: skip
+            notes.append(
+                f"{name}: that is {100 * (1 - mean[best] / mean['prism']):.1f} % below prism."
+            )
     if "moe_infinity" in mean and "moe_infinity_lb" in mean:
         notes.append(
             f"{name}: caches without a network (moe_infinity) have {mean['moe_infinity']:.2f} s, "
@@ -278,16 +301,22 @@ def _summary(options: Options) -> None:
     for axis, (name, rows) in zip(axes.flat, results.items(), strict=False):
         ordered = sorted(rows, key=lambda row: -row["mean_latency_s"])
         value = np.array([row["mean_latency_s"] for row in ordered])
-        low, high = (np.array([row[f"mean_latency_s_{end}"] for row in ordered])
-                     for end in ("low", "high"))  # fmt: skip
+        low, high = (
+            np.array([row[f"mean_latency_s_{end}"] for row in ordered]) for end in ("low", "high")
+        )
         high = np.where(np.isnan(high), value, high)
         low = np.where(np.isnan(low), value, np.maximum(low, 0.1 * value))
         colours = [_colour(row) for row in ordered]
         axis.barh(np.arange(len(ordered)), value, color=colours, height=0.7)
         axis.errorbar(
-            value, np.arange(len(ordered)), xerr=np.maximum([value - low, high - value], 0.0),
-            fmt="none", ecolor="0.2", elinewidth=1, capsize=2,
-        )  # fmt: skip
+            value,
+            np.arange(len(ordered)),
+            xerr=np.maximum([value - low, high - value], 0.0),
+            fmt="none",
+            ecolor="0.2",
+            elinewidth=1,
+            capsize=2,
+        )
         for y, x in enumerate(high):
             grows = " (overloaded)" if ordered[y].get("overloaded", 0.0) > 0 else ""
             axis.text(1.04 * x, y, f"{value[y]:.1f}{grows}", va="center", fontsize=7, color="0.25")
@@ -322,13 +351,20 @@ _KINDS = {
     "caches, no placement": "tab:olive",
 }
 _KIND_OF = {
-    "smartmoe": "balance loads", "eplb": "balance loads", "eplb_global": "balance loads",
-    "prism": "by Eq. 2", "prism_printed": "by Eq. 2", "proxy_optimum": "by Eq. 2",
-    "latency_dp": "by estimated latency", "local_search": "by estimated latency",
-    "annealing": "by estimated latency", "best_start": "measured by the simulator",
+    "smartmoe": "balance loads",
+    "eplb": "balance loads",
+    "eplb_global": "balance loads",
+    "prism": "by Eq. 2",
+    "prism_printed": "by Eq. 2",
+    "proxy_optimum": "by Eq. 2",
+    "latency_dp": "by estimated latency",
+    "local_search": "by estimated latency",
+    "annealing": "by estimated latency",
+    "best_start": "measured by the simulator",
     "latency_local_search": "measured by the simulator",
-    "moe_infinity": "caches, no placement", "moe_infinity_lb": "caches, no placement",
-}  # fmt: skip
+    "moe_infinity": "caches, no placement",
+    "moe_infinity_lb": "caches, no placement",
+}
 
 
 def _colour(row: Mapping[str, Any]) -> str:
@@ -349,16 +385,38 @@ def _overall(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         return ", ".join(found)
 
     gaps = spans(
-        "proxy_gap", 100, ".1f", "%", "prism", "prism_printed", "eplb_global", "whole_layer",
-    )  # fmt: skip
+        "proxy_gap",
+        100,
+        ".1f",
+        "%",
+        "prism",
+        "prism_printed",
+        "eplb_global",
+        "whole_layer",
+    )
     moves = spans(
-        "moved_share", 100, ".1f", "%", "smartmoe", "eplb_global", "prism", "proxy_optimum",
-        "latency_dp", "local_search",
-    )  # fmt: skip
+        "moved_share",
+        100,
+        ".1f",
+        "%",
+        "smartmoe",
+        "eplb_global",
+        "prism",
+        "proxy_optimum",
+        "latency_dp",
+        "local_search",
+    )
     cpu = spans(
-        "plan_cpu_s", 1, ".3f", "s", "prism", "proxy_optimum", "latency_dp", "annealing",
+        "plan_cpu_s",
+        1,
+        ".3f",
+        "s",
+        "prism",
+        "proxy_optimum",
+        "latency_dp",
+        "annealing",
         "latency_local_search",
-    )  # fmt: skip
+    )
     return [
         f"Eq. 2 above its optimum, over the scenarios: {gaps}.",
         f"slots moved under 5 % noise: {moves}.",

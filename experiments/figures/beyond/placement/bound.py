@@ -112,19 +112,27 @@ def phases(options: Options) -> None:
         layers = c.server_view(whole_layer(counts, c.slots, c.gpu_server))
         seconds = {
             name: play(new, held, options.episodes)
-            for name, held in (("whole_layer", layers), ("for all phases", mixture),
-                               ("for this phase", found.held))
-        }  # fmt: skip
+            for name, held in (
+                ("whole_layer", layers),
+                ("for all phases", mixture),
+                ("for this phase", found.held),
+            )
+        }
         moved = plans[-1] & ~plans[-2] if phase else np.zeros_like(found.held)
         # Each server loads over the slowest link to it, all servers at once.
         rate = np.where(np.eye(servers, dtype=bool), np.inf, c.link_bytes_s).min(axis=0)
         move_s = float((moved.sum(axis=(1, 2)) * c.expert_bytes / rate).max())
         for name, values in seconds.items():
             rows.append(
-                {"phase": phase, "tasks": " ".join(turned), "placement": name,
-                 **interval(values, "mean_latency_s"), "loads": float(moved.sum()),
-                 "loads_network_s": move_s}
-            )  # fmt: skip
+                {
+                    "phase": phase,
+                    "tasks": " ".join(turned),
+                    "placement": name,
+                    **interval(values, "mean_latency_s"),
+                    "loads": float(moved.sum()),
+                    "loads_network_s": move_s,
+                }
+            )
         gained.append(seconds)
         print(f"phase {phase}: " + ", ".join(f"{n} {v.mean():.2f} s" for n, v in seconds.items()))
     every = {name: np.concatenate([g[name] for g in gained]) for name in gained[0]}
@@ -147,20 +155,41 @@ def phases(options: Options) -> None:
         own = [row for row in rows if row["placement"] == name]
         values, bars = errors(own, "mean_latency_s")
         at = np.arange(len(own)) + 0.27 * (k - 1)
-        axis.bar(at, values, 0.25, yerr=bars, label=name, error_kw={"lw": 1},
-                 color=("0.7", "tab:blue", "tab:red")[k])  # fmt: skip
-    axis.set(ylabel="mean latency, s", xlabel="tasks of the servers",
-             title="Each phase of drift, played for ever")  # fmt: skip
+        axis.bar(
+            at,
+            values,
+            0.25,
+            yerr=bars,
+            label=name,
+            error_kw={"lw": 1},
+            color=("0.7", "tab:blue", "tab:red")[k],
+        )
+    axis.set(
+        ylabel="mean latency, s",
+        xlabel="tasks of the servers",
+        title="Each phase of drift, played for ever",
+    )
     labels = [row["tasks"].replace(" ", "\n") for row in rows if row["placement"] == names[0]]
     axis.set_xticks(np.arange(len(labels)), labels, fontsize=8)
     tidy(axis)
     legend(figure, axis)
     about = {"setting": setting(drift), "epochs": epochs, "annealing steps": STEPS}
     save(options, "bound_phases", rows, figure, *notes, about=about)
-    print_table("Phases of drift", ["phase", "placement", "mean", "low", "high"],
-                [[str(r["phase"]), r["placement"], *(f"{r[k]:.2f}" for k in
-                  ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high"))]
-                 for r in rows])  # fmt: skip
+    print_table(
+        "Phases of drift",
+        ["phase", "placement", "mean", "low", "high"],
+        [
+            [
+                str(r["phase"]),
+                r["placement"],
+                *(
+                    f"{r[k]:.2f}"
+                    for k in ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high")
+                ),
+            ]
+            for r in rows
+        ],
+    )
 
 
 def _change(seconds: dict[str, np.ndarray], name: str) -> str:
@@ -179,9 +208,15 @@ def climb(options: Options) -> None:
     rehearsal = described.rehearsal(counts, round(3 * known.expected_arrivals), seed=SEED)
     before = rehearsal.latency_s(plan)
     found = latency_local_search(
-        rehearsal, counts, c.slots, c.gpu_server, [plan],
-        steps=10**9, budget_calls=int(calls), seed=SEED,
-    )  # fmt: skip
+        rehearsal,
+        counts,
+        c.slots,
+        c.gpu_server,
+        [plan],
+        steps=10**9,
+        budget_calls=int(calls),
+        seed=SEED,
+    )
     after = rehearsal.latency_s(found)
     layers = whole_layer(counts, c.slots, c.gpu_server)
     seconds = {
@@ -201,10 +236,20 @@ def climb(options: Options) -> None:
         f"takes {_change(seconds, 'start')}, climbed {_change(seconds, 'start, climbed')}",
     ]
     save(options, "bound_climb", rows, None, *notes, about={"setting": setting(known)})
-    print_table("edge_hetero", ["placement", "mean", "low", "high"],
-                [[r["placement"], *(f"{r[k]:.3f}" for k in
-                  ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high"))]
-                 for r in rows])  # fmt: skip
+    print_table(
+        "edge_hetero",
+        ["placement", "mean", "low", "high"],
+        [
+            [
+                r["placement"],
+                *(
+                    f"{r[k]:.3f}"
+                    for k in ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high")
+                ),
+            ]
+            for r in rows
+        ],
+    )
 
 
 FIGURES: dict[str, Any] = {"phases": phases, "climb": climb}
@@ -213,8 +258,13 @@ FIGURES: dict[str, Any] = {"phases": phases, "climb": climb}
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the figures that the command line names."""
     parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES, OUT)
-    parser.add_argument("--climb-calls", type=float, default=5e8, dest="climb_calls",
-                        help="expert calls of the local search (5e8)")  # fmt: skip
+    parser.add_argument(
+        "--climb-calls",
+        type=float,
+        default=5e8,
+        dest="climb_calls",
+        help="expert calls of the local search (5e8)",
+    )
     options = command_line(parser, argv, Options())
     if not options.climb_calls >= 1:
         raise ValueError(f"climb_calls is {options.climb_calls}; allowed is 1 or more")

@@ -85,9 +85,15 @@ AGENTS = ("ppo_placement", "mappo_placement")
 UNBOUNDED = 10**9
 """Steps of a search that only its calls end."""
 KEPT = (
-    "mean_latency_s", "p99_latency_s", "mean_latency_s_server_0", "mean_latency_s_server_1",
-    "mean_latency_s_server_2", "remote_layer_ratio", "migrations", "requests",
-)  # fmt: skip
+    "mean_latency_s",
+    "p99_latency_s",
+    "mean_latency_s_server_0",
+    "mean_latency_s_server_1",
+    "mean_latency_s_server_2",
+    "remote_layer_ratio",
+    "migrations",
+    "requests",
+)
 
 
 class Options(FigureOptions):
@@ -187,8 +193,9 @@ def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
             if stem in files:
                 found[name] = load_policy(files[stem], described)
     seeds = [stem for stem in files if stem.startswith(f"ppo_placement_{scenario}_seed")]
-    return found | {stem.replace(f"_{scenario}", ""): load_policy(files[stem], described)
-                    for stem in seeds}  # fmt: skip
+    return found | {
+        stem.replace(f"_{scenario}", ""): load_policy(files[stem], described) for stem in seeds
+    }
 
 
 def usual_counts(described: Any) -> np.ndarray:
@@ -207,8 +214,13 @@ def _search_once(problem: Problem, described: Any, calls: float) -> Fixed:
     """One long search on the usual tasks, which the agents' search for a start knows as well."""
     system = PlacementSystem(problem)
     system.begin(np.random.default_rng(0))
-    policy = make("latency_local_search", described, budget_calls=int(calls), steps=UNBOUNDED,
-                  requests=round(problem.expected_arrivals))  # fmt: skip
+    policy = make(
+        "latency_local_search",
+        described,
+        budget_calls=int(calls),
+        steps=UNBOUNDED,
+        requests=round(problem.expected_arrivals),
+    )
     policy.reset(1, seed=0)
     current = system.simulator.target() > 0
     found = policy.plan(0, usual_counts(described), current, True)
@@ -328,8 +340,10 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
     notes = []
     for agent in (name for name in mean if name.startswith(AGENTS)):
         own = _latencies(episodes, agent)
-        rivals = [("the best of the baselines, ", BASELINES),
-                  *(("", (name,)) for name in (USUAL, BEST, *SEARCHES))]  # fmt: skip
+        rivals = [
+            ("the best of the baselines, ", BASELINES),
+            *(("", (name,)) for name in (USUAL, BEST, *SEARCHES)),
+        ]
         for group, others in rivals:
             known = [name for name in others if name in mean]
             if not known:
@@ -371,8 +385,13 @@ def _what_a_network_adds(
         f"{BEST}, the agents' search without a network, against {best}: "
         f"{versus(alone[:number], other[:number])}"
     ]
-    same = [a for a in AGENTS if a in mean and "start" in mean
-            and np.array_equal(_latencies(episodes, a), _latencies(episodes, "start"))]  # fmt: skip
+    same = [
+        a
+        for a in AGENTS
+        if a in mean
+        and "start" in mean
+        and np.array_equal(_latencies(episodes, a), _latencies(episodes, "start"))
+    ]
     if same:
         notes.append(
             f"{' and '.join(same)} play every episode exactly as their start does: the network "
@@ -399,13 +418,21 @@ def summary(options: Options) -> None:
     for axis, (scenario, rows) in zip(axes[0], tables.items(), strict=True):
         rows = sorted(rows, key=lambda row: -row["mean_latency_s"])
         values, bars = errors(rows, "mean_latency_s")
-        colours = ["tab:red" if row["policy"].startswith(AGENTS) else
-                   "0.75" if row["policy"] in CONTROLS else "tab:blue" for row in rows]  # fmt: skip
+        colours = [
+            "tab:red"
+            if row["policy"].startswith(AGENTS)
+            else "0.75"
+            if row["policy"] in CONTROLS
+            else "tab:blue"
+            for row in rows
+        ]
         at = np.arange(len(rows))
         axis.barh(at, values, xerr=bars, color=colours, height=0.7, error_kw={"lw": 1})
         most = max(row["episodes"] for row in rows)
-        names = [row["policy"] + (f" ({row['episodes']:.0f} episodes)" if row["episodes"] < most
-                                  else "") for row in rows]  # fmt: skip
+        names = [
+            row["policy"] + (f" ({row['episodes']:.0f} episodes)" if row["episodes"] < most else "")
+            for row in rows
+        ]
         axis.set_yticks(at, names, fontsize=8)
         # Overloaded controls are hundreds of seconds; they would hide all else.
         good = [row["mean_latency_s"] for row in rows if row["policy"] not in CONTROLS]
@@ -413,24 +440,50 @@ def summary(options: Options) -> None:
         axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
         for y, value, end in zip(at, values, values + np.nan_to_num(bars[1]), strict=True):
             beyond = value > 0.85 * limit
-            axis.text(0.98 * limit if beyond else end + 0.02 * limit, y,
-                      f"{value:.2f}" + (" →" if value > limit else ""), va="center", fontsize=8,
-                      ha="right" if beyond else "left", zorder=3,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})  # fmt: skip
+            axis.text(
+                0.98 * limit if beyond else end + 0.02 * limit,
+                y,
+                f"{value:.2f}" + (" →" if value > limit else ""),
+                va="center",
+                fontsize=8,
+                ha="right" if beyond else "left",
+                zorder=3,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            )
         axis.set_axisbelow(True)
         tidy(axis)
         notes += [f"{scenario}: {line}" for line in _notes(options, scenario)]
     every = [row for rows in tables.values() for row in rows]
-    save(options, "learning", every, figure, *notes,
-         "red: learnt, blue: baselines and searches, grey: the decoder without learning; bars: "
-         "95 % intervals of the mean over episodes, below ten Student's, else by "
-         "bootstrap")  # fmt: skip
+    save(
+        options,
+        "learning",
+        every,
+        figure,
+        *notes,
+        "red: learnt, blue: baselines and searches, grey: the decoder without learning; bars: "
+        "95 % intervals of the mean over episodes, below ten Student's, else by "
+        "bootstrap",
+    )
     print_table(
-        "Mean latency, s", ["scenario", "policy", "mean", "low", "high", "P99"],
-        [[r["scenario"], r["policy"], *(f"{r[k]:.2f}" for k in
-          ("mean_latency_s", "mean_latency_s_low", "mean_latency_s_high", "p99_latency_s"))]
-         for r in every],
-    )  # fmt: skip
+        "Mean latency, s",
+        ["scenario", "policy", "mean", "low", "high", "P99"],
+        [
+            [
+                r["scenario"],
+                r["policy"],
+                *(
+                    f"{r[k]:.2f}"
+                    for k in (
+                        "mean_latency_s",
+                        "mean_latency_s_low",
+                        "mean_latency_s_high",
+                        "p99_latency_s",
+                    )
+                ),
+            ]
+            for r in every
+        ],
+    )
 
 
 def _notes(options: Options, scenario: str) -> list[str]:
@@ -448,12 +501,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Make the figures that the command line names."""
     parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES, OUT)
     parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints (those shipped)")
-    parser.add_argument("--search-calls", type=float, default=1e8, dest="search_calls",
-                        help="expert calls of one local search (1e8)")  # fmt: skip
-    parser.add_argument("--search-episodes", type=int, default=4, dest="search_episodes",
-                        help="episodes that latency_local_search plays (4)")  # fmt: skip
-    parser.add_argument("--search-once", type=float, dest="search_once", nargs="?", const=0.0,
-                        help="search once with so many calls (training's)")  # fmt: skip
+    parser.add_argument(
+        "--search-calls",
+        type=float,
+        default=1e8,
+        dest="search_calls",
+        help="expert calls of one local search (1e8)",
+    )
+    parser.add_argument(
+        "--search-episodes",
+        type=int,
+        default=4,
+        dest="search_episodes",
+        help="episodes that latency_local_search plays (4)",
+    )
+    parser.add_argument(
+        "--search-once",
+        type=float,
+        dest="search_once",
+        nargs="?",
+        const=0.0,
+        help="search once with so many calls (training's)",
+    )
     options = command_line(parser, argv, Options())
     if options.search_calls < 1 or not math.isfinite(options.search_calls):
         raise ValueError(f"search_calls is {options.search_calls}; allowed is 1 or more")

@@ -78,15 +78,25 @@ def access_points(options: Options) -> None:
     rows: list[dict[str, Any]] = []
     for age in STALENESS_S:
         for count in COUNTS[::3] if options.quick else COUNTS:
-            kwargs = {"profiles": FLEET, "rate": RATE / count, "staleness_s": age,
-                      "episode_requests": total // count, "split": "eval"}  # fmt: skip
+            kwargs = {
+                "profiles": FLEET,
+                "rate": RATE / count,
+                "staleness_s": age,
+                "episode_requests": total // count,
+                "split": "eval",
+            }
             for name, make in makers.items():
                 policies = [make() for _ in range(count)]
                 part = [play(policies, DEFAULT_SEED + i, **kwargs) for i in range(options.episodes)]
                 rows.append(
-                    {"policy": name, "trainings": int("shipped" in name), "staleness_s": age,
-                     "access_points": count} | _summary(part)
-                )  # fmt: skip
+                    {
+                        "policy": name,
+                        "trainings": int("shipped" in name),
+                        "staleness_s": age,
+                        "access_points": count,
+                    }
+                    | _summary(part)
+                )
     heads = ["policy", "staleness_s", "access_points", "qos", "own_spread", "late_rate", "refused"]
     print_table("access points", heads, [[str(row[key]) for key in heads] for row in rows])
     notes = [
@@ -109,19 +119,25 @@ def _summary(part: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     qos = stratified_bootstrap([row["avg_qos"] for row in part], iqm)
     spread = [max(row["own_qos"]) - min(row["own_qos"]) for row in part]
     found = {
-        "qos": qos.value, "qos_low": qos.low, "qos_high": qos.high,
+        "qos": qos.value,
+        "qos_low": qos.low,
+        "qos_high": qos.high,
         "own_spread": float(np.mean(spread)),
         "late_rate": float(np.mean([row["violation_rate"] for row in part])),
         "refused": float(np.mean([row["drop_rate"] + row["reject_rate"] for row in part])),
-    }  # fmt: skip
+    }
     return {key: round(value, 5) for key, value in found.items()} | {"episodes": len(part)}
 
 
 def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     figure, axes = pyplot().subplots(
-        1, len(STALENESS_S), figsize=(4.6 * len(STALENESS_S), 4), sharey=True, squeeze=False,
+        1,
+        len(STALENESS_S),
+        figsize=(4.6 * len(STALENESS_S), 4),
+        sharey=True,
+        squeeze=False,
         layout="constrained",
-    )  # fmt: skip
+    )
     names = list(dict.fromkeys(row["policy"] for row in rows))
     thin = {"color": "tan", "linewidth": 1.2, "marker": "x", "markersize": 4, "zorder": 2}
     shipped = [name for name in names if name != "power_of_two"]

@@ -206,19 +206,41 @@ def _plot_fronts(rows: Sequence[Mapping[str, Any]]) -> Any:
                 "zorder": 3 if shipped else 2,
             }
             missed = [100 * row["missed"] for row in own]
-            other = {top: [row["quality"] for row in own],
-                     bottom: [row["latency_ms_per_token"] for row in own]}  # fmt: skip
+            other = {
+                top: [row["quality"] for row in own],
+                bottom: [row["latency_ms_per_token"] for row in own],
+            }
             for axis, values in other.items():
-                axis.plot(missed, values, label=family if axis is top else None, marker="o",
-                          markersize=5, markerfacecolor="white", **look)  # fmt: skip
+                axis.plot(
+                    missed,
+                    values,
+                    label=family if axis is top else None,
+                    marker="o",
+                    markersize=5,
+                    markerfacecolor="white",
+                    **look,
+                )
                 best = [k for k, row in enumerate(own) if row["pareto"]]
-                axis.plot([missed[k] for k in best], [values[k] for k in best], "o", markersize=5,
-                          color=look["color"], zorder=4)  # fmt: skip
+                axis.plot(
+                    [missed[k] for k in best],
+                    [values[k] for k in best],
+                    "o",
+                    markersize=5,
+                    color=look["color"],
+                    zorder=4,
+                )
         low, high = top.get_ylim()
         left, right = top.get_xlim()
         grid_x, grid_y = np.meshgrid(np.linspace(left, right, 80), np.linspace(low, high, 80))
-        lines = top.contour(grid_x, grid_y, grid_y * (1 - grid_x / 100), levels=8,
-                            colors="#bbbbbb", linewidths=0.7, zorder=1)  # fmt: skip
+        lines = top.contour(
+            grid_x,
+            grid_y,
+            grid_y * (1 - grid_x / 100),
+            levels=8,
+            colors="#bbbbbb",
+            linewidths=0.7,
+            zorder=1,
+        )
         top.clabel(lines, fontsize=6, fmt="%.2f")
         top.set(title=f"{rate:g} requests/s")
         bottom.set(xlabel="refused or late, %")
@@ -227,8 +249,11 @@ def _plot_fronts(rows: Sequence[Mapping[str, Any]]) -> Any:
     grid[0, 0].set_ylabel("score of what is in time (grey: equal QoS)")
     grid[1, 0].set_ylabel("latency per token served, ms")
     legend(figure, grid[0, 0], 3)
-    figure.suptitle(f"{FLEET}, L = 30 ms: filled points are on the front of quality, latency and "
-                    "what is missed", fontsize=11)  # fmt: skip
+    figure.suptitle(
+        f"{FLEET}, L = 30 ms: filled points are on the front of quality, latency and "
+        "what is missed",
+        fontsize=11,
+    )
     return figure
 
 

@@ -59,8 +59,11 @@ def ceiling(options: Options) -> None:
     notes: list[str] = []
     horizons = HORIZONS[:1] if options.quick else HORIZONS
     for rate in RATES[-1:] if options.quick else RATES:
-        kwargs = {"profiles": FLEET, "rate": rate,
-                  "episode_requests": 60 if options.quick else REQUESTS}  # fmt: skip
+        kwargs = {
+            "profiles": FLEET,
+            "rate": rate,
+            "episode_requests": 60 if options.quick else REQUESTS,
+        }
         system = RoutingSystem.from_kwargs(**kwargs)
         found = {
             name: _measured(make_policy(name, system), name, options, kwargs)
@@ -118,9 +121,13 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     names = list(dict.fromkeys(row["policy"] for row in rows))
     figure, axes = pyplot().subplots(
-        1, len(rates), figsize=(3.6 * len(rates) + 1.4, 0.3 * len(names) + 1.5), squeeze=False,
-        sharey=True, layout="constrained",
-    )  # fmt: skip
+        1,
+        len(rates),
+        figsize=(3.6 * len(rates) + 1.4, 0.3 * len(names) + 1.5),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
     for axis, rate in zip(axes[0], rates, strict=True):
         own = [row for row in rows if row["rate"] == rate]
         kinds = {

@@ -44,8 +44,12 @@ LIMITS_MS = (15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 45.0)
 COUNTS = (3, 6, 9, 12)
 LOADED = {"paper-linear": 5.0}
 """Rate of the sweep over L where it is not 8 requests/s."""
-BURSTS = (("edge-6-heterogeneous", 5.0), ("edge-6-heterogeneous", 8.0),
-          ("edge-6-homogeneous", 8.0), ("paper-linear", 5.0))  # fmt: skip
+BURSTS = (
+    ("edge-6-heterogeneous", 5.0),
+    ("edge-6-heterogeneous", 8.0),
+    ("edge-6-homogeneous", 8.0),
+    ("paper-linear", 5.0),
+)
 AXES = {
     "rate": "arrival rate, requests/s",
     "limit_ms": "latency requirement L, ms/token",
@@ -112,8 +116,13 @@ def _measure(options: Options, point: Point, routers: Sequence[TrainedRun]) -> l
         parts[one.label, one.seed] = measured(policy)
     rows = []
     for (name, seed), part in parts.items():
-        row = {"sweep": point.sweep, "profiles": point.fleet, "value": point.value,
-               "policy": name, "training_seed": seed or ""} | summarise_parts([part])  # fmt: skip
+        row = {
+            "sweep": point.sweep,
+            "profiles": point.fleet,
+            "value": point.value,
+            "policy": name,
+            "training_seed": seed or "",
+        } | summarise_parts([part])
         for other in HEURISTICS:
             row |= gain(f"over_{other}", [part], parts[other, 0])
         rows.append(row)
@@ -151,8 +160,12 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _where(row: Mapping[str, Any]) -> str:
-    what = {"rate": "{:g} requests/s", "limit_ms": "L = {:g} ms", "experts": "{:g} experts",
-            "bursts": "bursts of {:g} requests/s"}[row["sweep"]]  # fmt: skip
+    what = {
+        "rate": "{:g} requests/s",
+        "limit_ms": "L = {:g} ms",
+        "experts": "{:g} experts",
+        "bursts": "bursts of {:g} requests/s",
+    }[row["sweep"]]
     return f"{row['profiles']}, {what.format(row['value'])}"
 
 
@@ -178,8 +191,12 @@ def _everywhere(options: Options, routers: Sequence[TrainedRun], stem: str) -> N
     rows: list[dict[str, Any]] = []
     for point in points(options.quick):
         if sweeps and point.sweep not in sweeps:
-            rows += [row for row in kept if (row["sweep"], row["profiles"], row["value"])
-                     == (point.sweep, point.fleet, point.value)]  # fmt: skip
+            rows += [
+                row
+                for row in kept
+                if (row["sweep"], row["profiles"], row["value"])
+                == (point.sweep, point.fleet, point.value)
+            ]
             continue
         rows += _measure(options, point, routers)
         print(f"{_where(rows[-1])}: {len(rows)} rows", flush=True)
@@ -213,16 +230,25 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
             for fleet, colour in colours.items():
                 for k, (name, seed) in enumerate(order):
                     own = [
-                        row for row in trained
+                        row
+                        for row in trained
                         if (row["policy"], row["training_seed"]) == (name, seed)
                         and (row["sweep"], row["profiles"]) == (sweep, fleet)
-                    ]  # fmt: skip
+                    ]
                     at = [row["value"] for row in own]
                     more, low, high = (
                         [row[f"over_{other}{end}"] for row in own] for end in ("", "_low", "_high")
                     )
-                    axis.plot(at, more, styles[k % 3], color=colour, linewidth=1.6, marker="o",
-                              markersize=3.5, label=None if k else fleet)  # fmt: skip
+                    axis.plot(
+                        at,
+                        more,
+                        styles[k % 3],
+                        color=colour,
+                        linewidth=1.6,
+                        marker="o",
+                        markersize=3.5,
+                        label=None if k else fleet,
+                    )
                     axis.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
             tidy(axis)
             if other == HEURISTICS[0]:
@@ -230,8 +256,9 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
         axes[0].set_ylabel(f"QoS minus {other}")
     legend(figure, grid[0, 0])
     names = ", ".join(f"{name}, seed {seed}" for name, seed in order)
-    figure.suptitle(f"{names}: one set of weights at every point, 95 % interval paired by episode",
-                    fontsize=11)  # fmt: skip
+    figure.suptitle(
+        f"{names}: one set of weights at every point, 95 % interval paired by episode", fontsize=11
+    )
     return figure
 
 
@@ -240,9 +267,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def own(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "--sweeps", nargs="+", default=(), choices=[*AXES, "bursts"],
+            "--sweeps",
+            nargs="+",
+            default=(),
+            choices=[*AXES, "bursts"],
             help="measure these anew and keep the rest of the table in the folder (all)",
-        )  # fmt: skip
+        )
 
     figures = {"general": general, "seeds": seeds}
     return run_figures(figures, argv, __doc__, MODULE, episodes=50, own=own)

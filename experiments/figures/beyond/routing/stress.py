@@ -106,16 +106,26 @@ def _plot_shuffle(rows: Sequence[Mapping[str, Any]]) -> Any:
 
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     figure, axes = pyplot().subplots(
-        1, len(rates), figsize=(3.8 * len(rates) + 1, 3.4), squeeze=False, sharey=True,
+        1,
+        len(rates),
+        figsize=(3.8 * len(rates) + 1, 3.4),
+        squeeze=False,
+        sharey=True,
         layout="constrained",
-    )  # fmt: skip
+    )
     for axis, rate in zip(axes[0], rates, strict=True):
         for shift, scores in ((-0.2, "predicted"), (0.2, "shuffled")):
             own = [row for row in rows if row["rate"] == rate and row["scores"] == scores]
             qos = np.array([(row["qos"], row["qos_low"], row["qos_high"]) for row in own]).T
             bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0)
-            axis.barh(-np.arange(len(own)) - shift, qos[0], 0.38, xerr=bars, capsize=2,
-                      label=f"{scores} scores")  # fmt: skip
+            axis.barh(
+                -np.arange(len(own)) - shift,
+                qos[0],
+                0.38,
+                xerr=bars,
+                capsize=2,
+                label=f"{scores} scores",
+            )
         axis.set_yticks(-np.arange(len(own)), [row["policy"] for row in own])
         axis.set(title=f"{rate:g} requests/s", xlabel="average QoS")
         tidy(axis)

@@ -75,19 +75,29 @@ def zoo(options: Options) -> None:
         for name, each in parts.items():
             found = [np.array([row["avg_qos"] for row in part]) for part in each]
             qos.setdefault(name, {})[rate] = found
-            rows.append({"policy": name, "rate": rate, "trainings": len(each) * (name in labels)}
-                        | summarise_parts(each))  # fmt: skip
+            rows.append(
+                {"policy": name, "rate": rate, "trainings": len(each) * (name in labels)}
+                | summarise_parts(each)
+            )
     reference = {rate: each[0] for rate, each in qos[REFERENCE].items()}
     table = []
     for name in labels:
         own = [told[one.path] for one in chosen if one.variant == name]
         gain = gains(qos[name], reference)
         table.append(
-            {"policy": name, "agent": own[0]["agent"], "network": own[0]["state"],
-             "starts_at": REFERENCE if own[0]["prior"] else "nothing", "trainings": len(own),
-             "steps": own[0]["steps"], "minutes": np.mean([one["seconds"] for one in own]) / 60,
-             "gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
-        )  # fmt: skip
+            {
+                "policy": name,
+                "agent": own[0]["agent"],
+                "network": own[0]["state"],
+                "starts_at": REFERENCE if own[0]["prior"] else "nothing",
+                "trainings": len(own),
+                "steps": own[0]["steps"],
+                "minutes": np.mean([one["seconds"] for one in own]) / 60,
+                "gain": gain.value,
+                "gain_low": gain.low,
+                "gain_high": gain.high,
+            }
+        )
     table.sort(key=lambda row: -row["gain"])
     for row in rows:
         row |= next((other for other in table if other["policy"] == row["policy"]), {})
@@ -102,16 +112,30 @@ def _print(table: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
     by = {(row["policy"], row["rate"]): row["qos"] for row in rows}
     print_table(
         "which algorithm fits: one policy for 4 to 11 requests/s",
-        ["policy", "network", "starts at", "seeds", "steps", "minutes",
-         *(f"QoS at {rate:g}/s" for rate in rates), f"over {REFERENCE}"],
         [
-            [row["policy"], row["network"], row["starts_at"], str(row["trainings"]),
-             f"{row['steps']:,}", f"{row['minutes']:.1f}",
-             *(f"{by[row['policy'], rate]:.3f}" for rate in rates),
-             f"{row['gain']:+.4f} [{row['gain_low']:+.4f}, {row['gain_high']:+.4f}]"]
+            "policy",
+            "network",
+            "starts at",
+            "seeds",
+            "steps",
+            "minutes",
+            *(f"QoS at {rate:g}/s" for rate in rates),
+            f"over {REFERENCE}",
+        ],
+        [
+            [
+                row["policy"],
+                row["network"],
+                row["starts_at"],
+                str(row["trainings"]),
+                f"{row['steps']:,}",
+                f"{row['minutes']:.1f}",
+                *(f"{by[row['policy'], rate]:.3f}" for rate in rates),
+                f"{row['gain']:+.4f} [{row['gain_low']:+.4f}, {row['gain_high']:+.4f}]",
+            ]
             for row in table
         ],
-    )  # fmt: skip
+    )
 
 
 def _words(
@@ -136,20 +160,32 @@ def _words(
 
 def _plot(table: Sequence[Mapping[str, Any]]) -> Any:
     """Two panels with scales of their own: what starts at nothing ends ten times as far off."""
-    starts = [name for name in (REFERENCE, "nothing")
-              if any(row["starts_at"] == name for row in table)]  # fmt: skip
+    starts = [
+        name for name in (REFERENCE, "nothing") if any(row["starts_at"] == name for row in table)
+    ]
     parts = [[row for row in table[::-1] if row["starts_at"] == name] for name in starts]
     figure, axes = pyplot().subplots(
-        len(parts), 1, figsize=(7, 0.42 * len(table) + 1.2 * len(parts)), squeeze=False,
-        layout="constrained", height_ratios=[len(part) for part in parts],
-    )  # fmt: skip
+        len(parts),
+        1,
+        figsize=(7, 0.42 * len(table) + 1.2 * len(parts)),
+        squeeze=False,
+        layout="constrained",
+        height_ratios=[len(part) for part in parts],
+    )
     for axis, name, part in zip(axes[:, 0], starts, parts, strict=True):
         at = np.arange(len(part))
-        gain, low, high = (np.array([row[key] for row in part])
-                           for key in ("gain", "gain_low", "gain_high"))  # fmt: skip
+        gain, low, high = (
+            np.array([row[key] for row in part]) for key in ("gain", "gain_low", "gain_high")
+        )
         axis.barh(at, gain, color="tab:blue" if name == REFERENCE else "0.5", height=0.65)
-        axis.errorbar(gain, at, xerr=np.nan_to_num([gain - low, high - gain]), fmt="none",
-                      ecolor="0.2", capsize=3)  # fmt: skip
+        axis.errorbar(
+            gain,
+            at,
+            xerr=np.nan_to_num([gain - low, high - gain]),
+            fmt="none",
+            ecolor="0.2",
+            capsize=3,
+        )
         axis.axvline(0, color="black", linewidth=1)
         axis.set_yticks(at, [f"{row['policy']}, {row['minutes']:.1f} min" for row in part])
         axis.set_title(f"starts at {name}", fontsize=10)

@@ -135,13 +135,16 @@ def knowledge(options: FigureOptions) -> None:
         "preset dynamic, split eval",
         ["policy", "reward", "95 %", "minus warm_planner"],
         [
-            [row["policy"], f"{row['mean_reward']:.4f}",
-             f"{row['mean_reward_low']:.3f}..{row['mean_reward_high']:.3f}",
-             f"{row['minus_planner']:+.4f} [{row['minus_planner_low']:+.4f}, "
-             f"{row['minus_planner_high']:+.4f}]"]
+            [
+                row["policy"],
+                f"{row['mean_reward']:.4f}",
+                f"{row['mean_reward_low']:.3f}..{row['mean_reward_high']:.3f}",
+                f"{row['minus_planner']:+.4f} [{row['minus_planner_low']:+.4f}, "
+                f"{row['minus_planner_high']:+.4f}]",
+            ]
             for row in rows
         ],
-    )  # fmt: skip
+    )
     told = (
         f"of greedy_warm's gap to lookahead ({rewards['lookahead'].mean():.4f} against "
         f"{rewards['greedy_warm'].mean():.4f}) planning closes {100 * part['planning']:.0f} %, "
@@ -160,12 +163,21 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Any:
         value = row["mean_reward"]
         ends = [[value - row["mean_reward_low"]], [row["mean_reward_high"] - value]]
         seeing = row["policy"] not in ("greedy_warm", "warm_planner")
-        axis.errorbar(value, -k, xerr=ends, fmt="o", capsize=3, markersize=4,
-                      color="tab:green" if seeing else "tab:blue")  # fmt: skip
+        axis.errorbar(
+            value,
+            -k,
+            xerr=ends,
+            fmt="o",
+            capsize=3,
+            markersize=4,
+            color="tab:green" if seeing else "tab:blue",
+        )
     names = [row["policy"].replace("told", "planner, told") for row in rows]
     axis.set_yticks(-np.arange(len(rows)), names, fontsize=8)
-    axis.set(xlabel="mean reward a request, 95 % interval over episodes",
-             title="Blue: sees what a controller sees; green: told more")  # fmt: skip
+    axis.set(
+        xlabel="mean reward a request, 95 % interval over episodes",
+        title="Blue: sees what a controller sees; green: told more",
+    )
     tidy(axis)
     return figure
 

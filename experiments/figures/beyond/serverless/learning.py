@@ -56,9 +56,14 @@ AIMED = RIVALS[:3]
 """Rivals of whose gap to `lookahead` the aimed share is to be closed."""
 PARTS = ("b", "order", "w", "y", "z")
 KEYS = (
-    "mean_reward", "cost_over_mix", "ttft_violation_rate", "tpot_violation_rate",
-    "infeasible_rate", "main_warm_rate", "mean_remote_ratio",
-)  # fmt: skip
+    "mean_reward",
+    "cost_over_mix",
+    "ttft_violation_rate",
+    "tpot_violation_rate",
+    "infeasible_rate",
+    "main_warm_rate",
+    "mean_remote_ratio",
+)
 GOAL = 0.5
 
 
@@ -157,8 +162,15 @@ def curves(folder: Path) -> list[dict[str, Any]]:
             values = {"val_reward": entry["eval/score"]}
             values |= {name: float(np.mean(found)) for name, found in kept.items() if found}
             kept = {name: [] for name in kept}
-            rows += [{"run": path.parent.name, "step": entry["global_step"], "quantity": name,
-                      "value": round(value, 5)} for name, value in values.items()]  # fmt: skip
+            rows += [
+                {
+                    "run": path.parent.name,
+                    "step": entry["global_step"],
+                    "quantity": name,
+                    "value": round(value, 5),
+                }
+                for name, value in values.items()
+            ]
     return rows
 
 
@@ -274,22 +286,34 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         "preset dynamic, split eval",
-        ["policy", "reward", "95 %", "cost/MIX", "late TTFT %", "late TPOT %", "warm %",
-         *(f"closed {rival}" for rival in RIVALS)],
+        [
+            "policy",
+            "reward",
+            "95 %",
+            "cost/MIX",
+            "late TTFT %",
+            "late TPOT %",
+            "warm %",
+            *(f"closed {rival}" for rival in RIVALS),
+        ],
         [
             [
                 row["policy"],
                 f"{row['mean_reward']:.4f}",
                 f"{row['mean_reward_low']:.3f}..{row['mean_reward_high']:.3f}",
                 f"{row['cost_over_mix']:.3f}",
-                *(f"{100 * row[key]:.1f}"
-                  for key in ("ttft_violation_rate", "tpot_violation_rate", "main_warm_rate")),
-                *(f"{100 * row[f'closed_{rival}']:.0f} %" if row[f"closed_{rival}"] != "" else ""
-                  for rival in RIVALS),
+                *(
+                    f"{100 * row[key]:.1f}"
+                    for key in ("ttft_violation_rate", "tpot_violation_rate", "main_warm_rate")
+                ),
+                *(
+                    f"{100 * row[f'closed_{rival}']:.0f} %" if row[f"closed_{rival}"] != "" else ""
+                    for rival in RIVALS
+                ),
             ]
             for row in sorted(rows, key=lambda row: -row["mean_reward"])
         ],
-    )  # fmt: skip
+    )
 
 
 def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -300,21 +324,38 @@ def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
     for quantity, colour in colours.items():
         for k, name in enumerate(dict.fromkeys(p["run"] for p in points)):
             own = [p for p in points if (p["run"], p["quantity"]) == (name, quantity)]
-            left.plot([p["step"] / 1e6 for p in own], [p["value"] for p in own], color=colour,
-                      alpha=0.8, label=labels[quantity] if not k else None)  # fmt: skip
+            left.plot(
+                [p["step"] / 1e6 for p in own],
+                [p["value"] for p in own],
+                color=colour,
+                alpha=0.8,
+                label=labels[quantity] if not k else None,
+            )
     least = min(p["value"] for p in points if p["quantity"] in colours)
-    left.set(xlabel="requests (million)", ylabel="mean reward a request",
-             title="Training, one line a seed", ylim=(max(least - 0.02, -1.0), None))  # fmt: skip
+    left.set(
+        xlabel="requests (million)",
+        ylabel="mean reward a request",
+        title="Training, one line a seed",
+        ylim=(max(least - 0.02, -1.0), None),
+    )
     left.legend(frameon=False, loc="lower right")
     shown = sorted(rows, key=lambda row: row["mean_reward"])
     values = np.array([row["mean_reward"] for row in shown])
     ends = np.array([[row["mean_reward_low"], row["mean_reward_high"]] for row in shown]).T
-    names = [row["policy"] + (" (clairvoyant)" if row["policy"] == "lookahead" else "")
-             for row in shown]  # fmt: skip
+    names = [
+        row["policy"] + (" (clairvoyant)" if row["policy"] == "lookahead" else "") for row in shown
+    ]
     tint = ["tab:blue" if name.startswith("ppo") else "tab:grey" for name in names]
     for k, colour in enumerate(tint):
-        right.errorbar(values[k], k, xerr=[[values[k] - ends[0, k]], [ends[1, k] - values[k]]],
-                       fmt="o", color=colour, capsize=3, markersize=4)  # fmt: skip
+        right.errorbar(
+            values[k],
+            k,
+            xerr=[[values[k] - ends[0, k]], [ends[1, k] - values[k]]],
+            fmt="o",
+            color=colour,
+            capsize=3,
+            markersize=4,
+        )
     right.set_yticks(range(len(names)), names, fontsize=8)
     right.set(xlabel="mean reward a request, 95 % interval", title="Held-out prompts")
     for axis in (left, right):

@@ -44,10 +44,21 @@ ALIKE = 5
 """Most episodes in the preset ``seed``, whose requests differ by little."""
 READINGS = ("remoe", "remoe_cost", "remoe_sticky")
 KEYS = (
-    "mean_reward", "cost_over_mix", "ttft_violation_rate", "tpot_violation_rate",
-    "infeasible_rate", "cold_rate", "cold_cost_share", "penalty", "mean_ttft_s", "mean_tpot_s",
-    "mean_cold_start_s", "mean_remote_ratio", "mean_cost_usd", "bound",
-)  # fmt: skip
+    "mean_reward",
+    "cost_over_mix",
+    "ttft_violation_rate",
+    "tpot_violation_rate",
+    "infeasible_rate",
+    "cold_rate",
+    "cold_cost_share",
+    "penalty",
+    "mean_ttft_s",
+    "mean_tpot_s",
+    "mean_cold_start_s",
+    "mean_remote_ratio",
+    "mean_cost_usd",
+    "bound",
+)
 """Numbers of an episode. ``cold_rate``: requests whose main function starts cold;
 ``cold_cost_share``: billed starts as a share of the cost; ``penalty``: mean penalty of a request;
 ``bound``: reward that no policy exceeds, known of `lookahead` alone."""
@@ -179,8 +190,20 @@ def policies(options: Options) -> None:
 def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print_table(
         title,
-        ["policy", "reward", "95 %", "episodes", "cost/MIX", "late TTFT %", "late TPOT %",
-         "infeasible %", "cold %", "cold cost %", "remote %", "minus mix"],
+        [
+            "policy",
+            "reward",
+            "95 %",
+            "episodes",
+            "cost/MIX",
+            "late TTFT %",
+            "late TPOT %",
+            "infeasible %",
+            "cold %",
+            "cold cost %",
+            "remote %",
+            "minus mix",
+        ],
         [
             [
                 row["policy"],
@@ -190,15 +213,21 @@ def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 f"{row['cost_over_mix']:.3f}",
                 *(
                     f"{100 * row[key]:.1f}"
-                    for key in ("ttft_violation_rate", "tpot_violation_rate", "infeasible_rate",
-                                "cold_rate", "cold_cost_share", "mean_remote_ratio")
+                    for key in (
+                        "ttft_violation_rate",
+                        "tpot_violation_rate",
+                        "infeasible_rate",
+                        "cold_rate",
+                        "cold_cost_share",
+                        "mean_remote_ratio",
+                    )
                 ),
                 f"{row['minus_mix']:+.3f} [{row['minus_mix_low']:+.3f}, "
                 f"{row['minus_mix_high']:+.3f}]",
             ]
             for row in sorted(rows, key=lambda row: -row["mean_reward"])
         ],
-    )  # fmt: skip
+    )
 
 
 def _verdicts(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -288,7 +317,7 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Any:
         "Full: cost; pale: penalties; dotted: bound of all plans; red: the paper's controller and "
         "its readings, purple: deployments that decide nothing, green: knows the future",
         fontsize=9,
-    )  # fmt: skip
+    )
     return figure
 
 

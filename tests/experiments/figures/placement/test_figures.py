@@ -88,8 +88,9 @@ def test_looking_on_changes_nothing(policy):
     for key in ("mean_latency_s", "p99_latency_s", "local_token_ratio", "migrations"):
         assert kpis[key] == pytest.approx(wanted[key], rel=1e-12), key
     assert len(looks) == 6 and looks[-1]["end_s"] == 120.0
-    tokens = {place: sum(look[f"all_{place}_tokens"] for look in looks)
-              for place in ("local", "remote")}  # fmt: skip
+    tokens = {
+        place: sum(look[f"all_{place}_tokens"] for look in looks) for place in ("local", "remote")
+    }
     ratio = tokens["local"] / (tokens["local"] + tokens["remote"])
     assert ratio == pytest.approx(wanted["local_token_ratio"], rel=1e-12)
 
@@ -110,8 +111,9 @@ def test_two_phases():
     assert (np.diff(requests.arrival) >= 0).all() and len(requests.arrival) == 3 * 14
     change = 7 * 20.0
     for after, tasks, outputs in (
-        (False, ("translation", "law", "summary"), 20), (True, ("law", "intent", "translation"), 5),
-    ):  # fmt: skip
+        (False, ("translation", "law", "summary"), 20),
+        (True, ("law", "intent", "translation"), 5),
+    ):
         own = (requests.arrival >= change) == after
         assert np.bincount(requests.home[own]).tolist() == [7, 7, 7]
         assert set(requests.outputs[own]) == {outputs}
@@ -187,15 +189,25 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
         """Latency in proportion to the time of arrivals, but of the second policy."""
         played.append((policies[0], env_kwargs["epochs"], env_kwargs.get("epoch_s", 300)))
         seconds = 0.2 * 300 * (env_kwargs["epochs"] if policies[0] == "prism" else 4)
-        keys = ("p99_latency_s", "mean_ttft_s", "local_token_ratio", "local_call_ratio",
-                "remote_layer_ratio", "migrations", "requests")  # fmt: skip
+        keys = (
+            "p99_latency_s",
+            "mean_ttft_s",
+            "local_token_ratio",
+            "local_call_ratio",
+            "remote_layer_ratio",
+            "migrations",
+            "requests",
+        )
         return [dict.fromkeys(keys, 1.0) | {"mean_latency_s": seconds}] * episodes
 
     monkeypatch.setattr(placement_common, "evaluate", evaluate)
     rows, _ = measure(("prism", "eplb"), 2, {}, epochs=4)
     assert [(name, epochs) for name, epochs, _ in played] == [
-        ("prism", 4), ("prism", 8), ("eplb", 4), ("eplb", 8),
-    ]  # fmt: skip
+        ("prism", 4),
+        ("prism", 8),
+        ("eplb", 4),
+        ("eplb", 8),
+    ]
     assert [row["overloaded"] for row in rows] == [1.0, 0.0]
     assert rows[0]["doubled_s"] == 480.0
     assert placement_common.overloaded(rows) == ["prism"]
@@ -214,8 +226,11 @@ def test_workload_figures(tmp_path, capsys):
         top = float(row["top_share"])
         experts, chosen = (64, 6) if row["model"] == "deepseek-v2-lite" else (32, 4)
         assert 1 / experts < top <= 1 / chosen and 0 < float(row["entropy"]) < 1
-    means = {(r["model"], r["skew"], r["task"]): float(r["top_share"])
-             for r in rows if r["layer"] == "mean"}  # fmt: skip
+    means = {
+        (r["model"], r["skew"], r["task"]): float(r["top_share"])
+        for r in rows
+        if r["layer"] == "mean"
+    }
     assert all(means[m, "paper", t] > v for (m, s, t), v in means.items() if s == "measured")
     found = made(tmp_path, "theorem1_coverage")
     assert len(found) == 4
@@ -253,8 +268,11 @@ def test_scale_and_migration_figures(tmp_path, monkeypatch):
         (link, gpus) for link in ("nic", "pairwise") for gpus in ("4", "8")
     }
     assert "4 GPUs: Prism leaves" in (tmp_path / "fig8a_gpus.txt").read_text()
-    cell = {(r["h_ms"], r["gpus"], r["mbps"]): float(r["mean_latency_s"])
-            for r in made(tmp_path, "fig8b_bandwidth") if r["link_model"] == "nic"}  # fmt: skip
+    cell = {
+        (r["h_ms"], r["gpus"], r["mbps"]): float(r["mean_latency_s"])
+        for r in made(tmp_path, "fig8b_bandwidth")
+        if r["link_model"] == "nic"
+    }
     for (h, gpus, mbps), seconds in cell.items():
         if mbps == "200":
             assert cell[h, gpus, "1000"] < seconds

@@ -22,11 +22,18 @@ def measured(mean_s):
             value = mean_s(policy, kwargs)
             row = {**point, "policy": policy, "episodes": episodes, "mean_of_servers_s": value}
             row["overloaded"] = float(value > 100.0)
-            for name, scale in (("", 1.0), ("_server_0", 2.0), ("_server_1", 0.5),
-                                ("_server_2", 0.5)):  # fmt: skip
+            for name, scale in (
+                ("", 1.0),
+                ("_server_0", 2.0),
+                ("_server_1", 0.5),
+                ("_server_2", 0.5),
+            ):
                 key = f"mean_latency_s{name}"
-                row |= {key: scale * value, f"{key}_low": 0.9 * scale * value,
-                        f"{key}_high": 1.1 * scale * value}  # fmt: skip
+                row |= {
+                    key: scale * value,
+                    f"{key}_low": 0.9 * scale * value,
+                    f"{key}_high": 1.1 * scale * value,
+                }
             rows.append(row)
             latency[policy] = value * np.array([0.9, 1.0, 1.1])
         return rows, latency
@@ -45,8 +52,13 @@ def run(monkeypatch, tmp_path, figure, mean_s=None, quick=False):
 
 
 def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):
-    seconds = {"moe_infinity": 10.0, "moe_infinity_lb": 9.0, "uniform": 8.0, "redundance": 7.0,
-               "prism": 5.0}  # fmt: skip
+    seconds = {
+        "moe_infinity": 10.0,
+        "moe_infinity_lb": 9.0,
+        "uniform": 8.0,
+        "redundance": 7.0,
+        "prism": 5.0,
+    }
 
     def mean_s(policy, kwargs):
         """Twice the channel, half the time of servers that fetch."""
@@ -64,8 +76,11 @@ def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):
     assert "against moe_infinity, uniform takes -20.0 % [-20.0, -20.0] (paper -20.8 %)" in told
     assert "redirection -10.0 % [-10.0, -10.0] (paper -3.1 %)" in told
     channel = read_rows(tmp_path / "table1_pcie.csv")
-    assert [(r["pcie_gb_s"], r["mean_latency_s"]) for r in channel if r["skew"] == "paper"
-            and r["policy"] == "moe_infinity"] == [(12, 10.0), (16, 7.5), (24, 5.0)]  # fmt: skip
+    assert [
+        (r["pcie_gb_s"], r["mean_latency_s"])
+        for r in channel
+        if r["skew"] == "paper" and r["policy"] == "moe_infinity"
+    ] == [(12, 10.0), (16, 7.5), (24, 5.0)]
     assert "PCIe 24 GB/s (a fetch of 352 MB takes 15 ms): moe_infinity 10.0 / 2.5 / 2.5 s" in told
     assert "uniform against moe_infinity +60.0 % [+60.0, +60.0]" in told
 
@@ -113,8 +128,11 @@ def test_the_fit_finds_the_cost_at_which_the_paper_comes_out(monkeypatch, tmp_pa
 def test_fig5_tells_how_a_layer_slows_down(monkeypatch, tmp_path):
     def times(share, seed, messages, count):
         slow = 10.0 if messages == "per_expert" else 4.0
-        return {"prefill_ms": 2.0 * (1 + share), "decode_ms": 1.0 + (slow - 1) * share**0.5,
-                "remote_calls": share}  # fmt: skip
+        return {
+            "prefill_ms": 2.0 * (1 + share),
+            "decode_ms": 1.0 + (slow - 1) * share**0.5,
+            "remote_calls": share,
+        }
 
     monkeypatch.setattr(placement_latency, "layer_times", times)
     rows, told = run(monkeypatch, tmp_path, "fig5")
@@ -137,10 +155,15 @@ def test_fig6_says_whether_prism_keeps_most_at_home(monkeypatch, tmp_path, leade
         for part in range(slices * kwargs["epochs"]):
             local = share if part >= slices else 50  # all start alike
             looks.append(
-                {"end_s": 60.0 * (part + 1), "all_local_tokens": local,
-                 "all_remote_tokens": 100 - local, "all_local_calls": 0, "all_remote_calls": 0,
-                 "adopted": 0.0}
-            )  # fmt: skip
+                {
+                    "end_s": 60.0 * (part + 1),
+                    "all_local_tokens": local,
+                    "all_remote_tokens": 100 - local,
+                    "all_local_calls": 0,
+                    "all_remote_calls": 0,
+                    "adopted": 0.0,
+                }
+            )
         return None, looks
 
     monkeypatch.setattr(placement_latency, "drive", drive)

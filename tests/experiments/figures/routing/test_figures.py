@@ -59,8 +59,12 @@ def checkpoint(folder, run, **given):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    wanted = ("paper_sac_han_het8_s1", "paper_sac_han_het8_s2", "paper_baseline_rl_het8_s1",
-              "predictors_zs_zl_het8_s1")  # fmt: skip
+    wanted = (
+        "paper_sac_han_het8_s1",
+        "paper_sac_han_het8_s2",
+        "paper_baseline_rl_het8_s1",
+        "predictors_zs_zl_het8_s1",
+    )
     for run in routing_training.RUNS:
         if run.name in wanted:
             checkpoint(folder, run)
@@ -76,8 +80,11 @@ def trained(tmp_path_factory):
 def test_finds_finished_runs_only(trained, capsys):
     found = find_runs(trained)
     assert sorted((run.label, run.seed) for run in found) == [
-        ("baseline_rl", 1), ("predictors: zs_zl", 1), ("sac_han", 1), ("sac_han", 2),
-    ]  # fmt: skip
+        ("baseline_rl", 1),
+        ("predictors: zs_zl", 1),
+        ("sac_han", 1),
+        ("sac_han", 2),
+    ]
     serve = {run.label: run.any_experts for run in found}
     assert serve == {"baseline_rl": False, "sac_han": True, "predictors: zs_zl": True}
     assert "general_sac_han_het4-11_s1 is not finished" in capsys.readouterr().out
@@ -90,8 +97,9 @@ def test_finds_finished_runs_only(trained, capsys):
 
 def test_intervals_are_over_trainings_where_there_are_several():
     def part(values):
-        return [{"avg_qos": v, **{key: v for key, _ in routing_common.COLUMNS.values()}}
-                for v in values]  # fmt: skip
+        return [
+            {"avg_qos": v, **{key: v for key, _ in routing_common.COLUMNS.values()}} for v in values
+        ]
 
     one = summarise_parts([part([0.2, 0.4, 0.6, 0.8])])
     assert one["interval_over"] == "episodes" and one["qos"] == pytest.approx(0.5)
@@ -113,8 +121,12 @@ def test_no_ratio_to_an_undertrained_baseline():
     assert (
         "QoS +20.00 %, latency per token -16.67 %" in claim(rows, "sac_han", "baseline_rl", "")[0]
     )
-    for paper, verdict in ((Change(15, -5), "agrees"), (Change(30, -5, True), "same direction"),
-                           (Change(-3, 0), "disagrees"), ("better", "no figure")):  # fmt: skip
+    for paper, verdict in (
+        (Change(15, -5), "agrees"),
+        (Change(30, -5, True), "same direction"),
+        (Change(-3, 0), "disagrees"),
+        ("better", "no figure"),
+    ):
         assert f"{paper}: {verdict};" in claim(rows, "sac_han", "baseline_rl", paper)[0]
     rows[0]["qos"], rows[1]["ceiling"] = 0.55, 0.75
     told = claim(rows, "sac_han", "baseline_rl", "")[0]
@@ -126,13 +138,25 @@ def test_no_ratio_to_an_undertrained_baseline():
 
 
 def test_the_strongest_baseline_has_its_line(capsys):
-    qos = {"shortest_queue": 0.55, "bert_router": 0.3, "priced_greedy": 0.7, "baseline_rl": 0.5,
-           "sac_han": 0.66}  # fmt: skip
+    qos = {
+        "shortest_queue": 0.55,
+        "bert_router": 0.3,
+        "priced_greedy": 0.7,
+        "baseline_rl": 0.5,
+        "sac_han": 0.66,
+    }
     rows = [
-        {"policy": name, "qos": value, "latency_ms_per_token": 20, "trainings": 0, "ceiling": 0.7,
-         "point": "a", "profiles": HET}
+        {
+            "policy": name,
+            "qos": value,
+            "latency_ms_per_token": 20,
+            "trainings": 0,
+            "ceiling": 0.7,
+            "point": "a",
+            "profiles": HET,
+        }
         for name, value in qos.items()
-    ]  # fmt: skip
+    ]
     weak, best = claims(rows, Change(18, -4, True))
     assert weak.startswith("a: sac_han over baseline_rl: no ratio, baseline_rl is undertrained")
     assert best.startswith("a: sac_han over shortest_queue: QoS +20.00 %") and "agrees" in best
@@ -149,8 +173,10 @@ def test_differences_to_the_heuristics_are_paired(tmp_path):
     by = {row["policy"]: row for row in found}
     for reference in ("greedy_qos", "priced_greedy"):
         assert by[reference][f"over_{reference}"] == by[reference][f"over_{reference}_high"] == 0
-    played = {name: routing_common.play([name], 3, {"rate": 8.0, "episode_requests": 60})
-              for name in names}  # fmt: skip
+    played = {
+        name: routing_common.play([name], 3, {"rate": 8.0, "episode_requests": 60})
+        for name in names
+    }
     qos = {name: np.array([row["avg_qos"] for row in part]) for name, part in played.items()}
     gain = paired_difference(qos["shortest_queue"], qos["greedy_qos"])
     row = by["shortest_queue"]
@@ -192,8 +218,9 @@ def test_workload_figures(tmp_path, monkeypatch):
         assert "sources: " in told and "not to quote" in told
     assert "SERVEGYM_DATA" in (tmp_path / "fig8_trace.txt").read_text()
     assert {row["series"] for row in rows_of(tmp_path / "fig8_trace.csv")} == {
-        "burstgpt", "poisson",
-    }  # fmt: skip
+        "burstgpt",
+        "poisson",
+    }
 
 
 def test_others_slow_the_first_request_down():
@@ -279,11 +306,16 @@ def test_trained_at_n_are_those_of_the_number_and_the_rate(tmp_path, monkeypatch
     options, asked = routing_common.Options(), {}
     options.quick, options.fleets, options.episodes = False, ("paper-linear", HET), 1
     options.trained = [
-        run("paper", "sac_han", 6), run("paper", "baseline_rl", 6), run("paper", "sac_han", 6, 8.0),
-        run("paper", "baseline_rl_dsa", 6), run("paper", "sac_han", 6, 8.0, HET),
-        run("experts", "sac_han_n3", 3), run("experts", "baseline_rl_n3", 3),
-        run("experts", "sac_han_n12", 12), run("predictors", "sac_han", 3, 8.0),
-    ]  # fmt: skip
+        run("paper", "sac_han", 6),
+        run("paper", "baseline_rl", 6),
+        run("paper", "sac_han", 6, 8.0),
+        run("paper", "baseline_rl_dsa", 6),
+        run("paper", "sac_han", 6, 8.0, HET),
+        run("experts", "sac_han_n3", 3),
+        run("experts", "baseline_rl_n3", 3),
+        run("experts", "sac_han_n12", 12),
+        run("predictors", "sac_han", 3, 8.0),
+    ]
 
     def measure(options, kwargs, point, trained):
         own = [run.label for run in trained if "trained at N" in run.label]

@@ -140,9 +140,10 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
         table.write_text("".join(line for line in lines if ",fused," not in line))
         again = serverless_methods.measure
         monkeypatch.setattr(
-            serverless_methods, "measure",
+            serverless_methods,
+            "measure",
             lambda setting, *a, **k: points.append(setting.gpu) or again(setting, *a, **k),
-        )  # fmt: skip
+        )
         assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--resume"]) == 0
         assert points and set(points) == {"fused"} and table.read_text() == before
     text = (tmp_path / f"{stem}.txt").read_text()

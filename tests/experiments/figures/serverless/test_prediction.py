@@ -76,8 +76,16 @@ def test_the_order_is_told_as_it_is(toy):
         if row["predictor"] in rivals:
             row |= {"minus_sps": 0.1, "minus_sps_low": 0.05, "minus_sps_high": 0.2}
     assert serverless_prediction.verdicts(rows)[0].startswith("agrees")
-    timed = [{"build_s": 0.4, "prompts": 9, "speedup_one": 11.0, "speedup_batch": 9.0,
-              "recall": 0.5, "varpam_build_s": 7.0}]  # fmt: skip
+    timed = [
+        {
+            "build_s": 0.4,
+            "prompts": 9,
+            "speedup_one": 11.0,
+            "speedup_batch": 9.0,
+            "recall": 0.5,
+            "varpam_build_s": 7.0,
+        }
+    ]
     tree, search, varpam = serverless_prediction.search_verdicts(timed)
     assert tree.startswith("agrees") and search.startswith("disagrees")
     assert varpam.startswith("disagrees")

@@ -153,11 +153,17 @@ def test_fig4_and_fig5(tmp_path):
         if float(row["b"]) in (0.0, 1.0):
             assert float(row["remote_is_slower"]) == float(row["b"])
     # Nothing is remote at b = 0: neither the order nor the overhead matters.
-    first = {r["decode_ms_per_token"] for r in ratios if (r["model"], r["b"], r["cores"]) ==
-             (DEEPSEEK, "0.0", "5")}  # fmt: skip
+    first = {
+        r["decode_ms_per_token"]
+        for r in ratios
+        if (r["model"], r["b"], r["cores"]) == (DEEPSEEK, "0.0", "5")
+    }
     assert len(first) == 1
-    mix = {(r["prompt_tokens"], r["output_tokens"]): r for r in tokens if r["model"] == DEEPSEEK
-           and r["gpu"] == "fused" and r["deployment"] == "MIX"}  # fmt: skip
+    mix = {
+        (r["prompt_tokens"], r["output_tokens"]): r
+        for r in tokens
+        if r["model"] == DEEPSEEK and r["gpu"] == "fused" and r["deployment"] == "MIX"
+    }
     # Decoding of MIX is a constant time a token.
     assert float(mix["128", "128"]["decode_s"]) == pytest.approx(
         128 / 16 * float(mix["16", "16"]["decode_s"]), rel=0.01
@@ -273,8 +279,11 @@ def test_ratio_plan_keeps_the_ratio():
 def test_fig11(tmp_path):
     stems = ["fig11_cold_start", "fig11_bill"]
     starts, bill = made(serverless_coldstart.main, tmp_path, stems)
-    default = {r["method"]: r for r in starts if (r["model"], r["setting"], r["link"]) ==
-               (DEEPSEEK, "default", "own")}  # fmt: skip
+    default = {
+        r["method"]: r
+        for r in starts
+        if (r["model"], r["setting"], r["link"]) == (DEEPSEEK, "default", "own")
+    }
     assert float(default["mix"]["over_mix"]) == float(default["b = 0"]["over_mix"]) == 1
     assert 0.5 < float(default["b = 0.5"]["over_mix"]) < 0.6
     for row in starts:

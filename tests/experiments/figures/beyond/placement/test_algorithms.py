@@ -47,8 +47,15 @@ def test_gaps_moves_and_times(problem, policy):
 
 def made_up(policy, latency, scenario="edge_hetero"):
     row = {"scenario": scenario, "policy": policy, "episodes": 2}
-    for key in ("mean_latency_s", "p99_latency_s", "local_call_ratio", "remote_layer_ratio",
-                "proxy_gap", "moved_share", "plan_cpu_s"):  # fmt: skip
+    for key in (
+        "mean_latency_s",
+        "p99_latency_s",
+        "local_call_ratio",
+        "remote_layer_ratio",
+        "proxy_gap",
+        "moved_share",
+        "plan_cpu_s",
+    ):
         value = latency if key.endswith("latency_s") else 0.25
         row |= {key: value, f"{key}_low": 0.9 * value, f"{key}_high": 1.1 * value}
     if policy.startswith("moe_infinity"):
@@ -57,8 +64,13 @@ def made_up(policy, latency, scenario="edge_hetero"):
 
 
 def test_the_words_follow_the_numbers():
-    rows = [made_up("prism", 10.0), made_up("proxy_optimum", 12.0), made_up("whole_layer", 6.0),
-            made_up("moe_infinity", 5.0), made_up("moe_infinity_lb", 4.0)]  # fmt: skip
+    rows = [
+        made_up("prism", 10.0),
+        made_up("proxy_optimum", 12.0),
+        made_up("whole_layer", 6.0),
+        made_up("moe_infinity", 5.0),
+        made_up("moe_infinity_lb", 4.0),
+    ]
     words = "\n".join(algorithms._verdict("edge_hetero", rows))
     assert "whole_layer is fastest with 6.00 s [5.40, 6.60]" in words
     assert "40.0 % below prism" in words and "redirection 4.00 s" in words
@@ -87,8 +99,9 @@ def test_a_resumed_run_keeps_its_rows(tmp_path, monkeypatch):
     with (tmp_path / "algorithms_edge_hetero.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [(r["policy"], float(r["mean_latency_s"])) for r in rows] == [
-        ("prism", 2.0), ("whole_layer", 3.0),
-    ]  # fmt: skip
+        ("prism", 2.0),
+        ("whole_layer", 3.0),
+    ]
     text = (tmp_path / "algorithms_edge_hetero.txt").read_text()
     assert "link model nic" in text and "smoke run" in text
     assert algorithms.main([*line[:3], "--figure", "summary"]) == 0

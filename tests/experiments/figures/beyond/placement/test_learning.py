@@ -30,9 +30,14 @@ def test_calls_of_a_request_are_those_simulated(mix):
     requests = env.episode_kpis()["requests"]
     assert calls_a_request(env.problem) == pytest.approx(simulated / requests, rel=0.01)
     args = SimpleNamespace(
-        set=("model=toy", "epoch_s=50"), groups=1, members=5, epochs=1, total_timesteps=12,
-        eval_every=4, eval_episodes=2,
-    )  # fmt: skip
+        set=("model=toy", "epoch_s=50"),
+        groups=1,
+        members=5,
+        epochs=1,
+        total_timesteps=12,
+        eval_every=4,
+        eval_episodes=2,
+    )
     policy = SimpleNamespace(args=args, start=None)
     # Two updates of five decisions, evaluations of two episodes of twelve at 0, 5 and 10.
     decisions = (2 * 5 + 3 * 2 * 12) * 15 * calls_a_request(env.problem)
@@ -65,20 +70,33 @@ def test_a_verdict_says_whether_the_goal_is_met():
     def rows_of(latency, number=5):
         episodes = [
             {"policy": name, "mean_latency_s": value + 0.01 * k}
-            for name, value in latency.items() for k in range(number)
-        ]  # fmt: skip
-        rows = [
-            {"policy": name, "mean_latency_s": value, "mean_latency_s_low": value - 0.1,
-             "mean_latency_s_high": value + 0.1}
             for name, value in latency.items()
-        ]  # fmt: skip
+            for k in range(number)
+        ]
+        rows = [
+            {
+                "policy": name,
+                "mean_latency_s": value,
+                "mean_latency_s_low": value - 0.1,
+                "mean_latency_s_high": value + 0.1,
+            }
+            for name, value in latency.items()
+        ]
         return placement_learning._verdict(rows, episodes)
 
     won = rows_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
     assert "whole_layer: latency -19.9 %" in won[0] and won[0].endswith("lower; intervals apart")
     assert not any("network" in line for line in won)
-    same = rows_of({"prism": 9.0, "whole_layer": 5.0, "best_start": 4.0, "start": 4.0,
-                    "ppo_placement": 4.0, "mappo_placement": 4.1})  # fmt: skip
+    same = rows_of(
+        {
+            "prism": 9.0,
+            "whole_layer": 5.0,
+            "best_start": 4.0,
+            "start": 4.0,
+            "ppo_placement": 4.0,
+            "mappo_placement": 4.1,
+        }
+    )
     assert any("without a network, against whole_layer: -19.9 %" in x for x in same)
     (said,) = [line for line in same if "adds nothing" in line]
     assert said.startswith("ppo_placement play")
@@ -111,16 +129,28 @@ def test_a_repeated_command_plays_nothing_again(tmp_path, monkeypatch, capsys):
         placement_learning, "build_problem", lambda **kwargs: real_problem(**kwargs, **toy)
     )
     monkeypatch.setattr(
-        placement_learning, "evaluate",
+        placement_learning,
+        "evaluate",
         lambda env_id, policies, episodes, seed, kwargs, num_envs: real_evaluate(
             env_id, policies, episodes, seed, {**kwargs, **toy}, num_envs
         ),
-    )  # fmt: skip
+    )
     empty = tmp_path / "none"
     empty.mkdir()
-    command = ["--quick", "--figure", "edge_hetero", "summary", "--out", str(tmp_path),
-               "--checkpoints", str(empty), "--search-calls", "1e4",
-               "--search-episodes", "1"]  # fmt: skip
+    command = [
+        "--quick",
+        "--figure",
+        "edge_hetero",
+        "summary",
+        "--out",
+        str(tmp_path),
+        "--checkpoints",
+        str(empty),
+        "--search-calls",
+        "1e4",
+        "--search-episodes",
+        "1",
+    ]
     assert main(command) == 0
     first = capsys.readouterr().out
     assert "edge_hetero random: 2/2" in first

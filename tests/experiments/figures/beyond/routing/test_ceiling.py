@@ -32,8 +32,10 @@ def test_the_share_of_the_gain_by_hand():
         "8/s: gain of the rollouts by their horizon: +0.0300 with 30 requests, +0.0500 with 100 "
         "requests"
     )
-    assert text == ("8/s: the best rollout gains +0.0500; the best score is 0.750; "
-                    "two (shipped) has 40 % of that gain")  # fmt: skip
+    assert text == (
+        "8/s: the best rollout gains +0.0500; the best score is 0.750; "
+        "two (shipped) has 40 % of that gain"
+    )
 
 
 def test_a_router_that_does_not_ship_is_refused(tmp_path):

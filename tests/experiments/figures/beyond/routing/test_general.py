@@ -45,8 +45,14 @@ def test_the_differences_are_those_of_the_qos(tmp_path):
 
 def test_a_point_surely_below_is_named():
     def row(value, low, high, at):
-        found = {"policy": "rpi (shipped)", "training_seed": 1, "sweep": "rate",
-                 "profiles": "paper-linear", "value": at, "episodes": 50}  # fmt: skip
+        found = {
+            "policy": "rpi (shipped)",
+            "training_seed": 1,
+            "sweep": "rate",
+            "profiles": "paper-linear",
+            "value": at,
+            "episodes": 50,
+        }
         for other in routing_general.HEURISTICS:
             found |= {f"over_{other}": value, f"over_{other}_low": low, f"over_{other}_high": high}
         return found
@@ -69,7 +75,8 @@ def test_one_sweep_is_measured_anew_and_the_others_are_kept(tmp_path):
     assert routing_general.main([*argv, "--sweeps", "bursts"]) == 0
     again = list(csv.DictReader(table.open()))
     assert {row["ceiling"] for row in again if row["sweep"] != "bursts"} == {"0.123"}
-    original = {row["policy"]: row for row in csv.DictReader(first.splitlines())
-                if row["sweep"] == "bursts"}  # fmt: skip
+    original = {
+        row["policy"]: row for row in csv.DictReader(first.splitlines()) if row["sweep"] == "bursts"
+    }
     assert {row["policy"]: row for row in again if row["sweep"] == "bursts"} == original
     assert len(again) == len(marked)

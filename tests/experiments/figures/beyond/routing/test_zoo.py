@@ -39,11 +39,18 @@ def test_the_gain_is_paired_by_episode_and_averaged_over_trainings_and_rates():
 
 def test_the_figure_tells_agents_apart_by_seed_rate_and_start(tmp_path, capsys):
     runs = [
-        queue.TrainingRun("zoo", f"ppo_{start}", "het4-11", seed, 128,
-                          {**TINY, "num_steps": 8, "eval_every": 128, "prior": prior}, "ppo_han")
+        queue.TrainingRun(
+            "zoo",
+            f"ppo_{start}",
+            "het4-11",
+            seed,
+            128,
+            {**TINY, "num_steps": 8, "eval_every": 128, "prior": prior},
+            "ppo_han",
+        )
         for start, prior in (("greedy", 0.02), ("nothing", 0.0))
         for seed in (1, 2)
-    ]  # fmt: skip
+    ]
     table = tmp_path / "table.csv"
     states = queue.train_all(runs, tmp_path / "runs", table, niceness=0)
     assert set(states.values()) == {"finished"}
@@ -57,8 +64,10 @@ def test_the_figure_tells_agents_apart_by_seed_rate_and_start(tmp_path, capsys):
     for rate in rates:
         start = by["ppo_greedy", rate]
         assert (start["starts_at"], start["network"], start["trainings"]) == (
-            "priced_greedy", "sets", "2",
-        )  # fmt: skip
+            "priced_greedy",
+            "sets",
+            "2",
+        )
         assert by["ppo_nothing", rate]["starts_at"] == "nothing"
         assert by["priced_greedy", rate]["trainings"] == "0"
     # After 128 decisions the one is still where it started, the other knows next to nothing.

@@ -50,18 +50,31 @@ def test_curves(tmp_path):
     (tmp_path / "seed_1" / "metrics.jsonl").write_text(text)
     found = {(r["step"], r["quantity"]): r["value"] for r in learning.curves(tmp_path)}
     assert found == {
-        (20, "val_reward"): -0.4, (20, "train_reward"): -0.75, (20, "entropy"): 1.5,
-        (30, "val_reward"): -0.2, (30, "train_reward"): -0.3, (30, "entropy"): 0.5,
-    }  # fmt: skip
+        (20, "val_reward"): -0.4,
+        (20, "train_reward"): -0.75,
+        (20, "entropy"): 1.5,
+        (30, "val_reward"): -0.2,
+        (30, "train_reward"): -0.3,
+        (30, "entropy"): 0.5,
+    }
 
 
 def test_table_and_figure(tmp_path, monkeypatch):
     runs = tmp_path / "runs"
     run = ppo_serverless.train(
-        ppo_serverless.Args(set=("episode_requests=10",), teacher="", num_envs=8, replicas=2,
-                            num_steps=4, total_timesteps=64, eval_episodes=2, width=8,
-                            out_dir=str(runs), run_name="seed_1")
-    )  # fmt: skip
+        ppo_serverless.Args(
+            set=("episode_requests=10",),
+            teacher="",
+            num_envs=8,
+            replicas=2,
+            num_steps=4,
+            total_timesteps=64,
+            eval_episodes=2,
+            width=8,
+            out_dir=str(runs),
+            run_name="seed_1",
+        )
+    )
     assert run.exists()
     monkeypatch.setattr(learning, "BASELINES", ("mix", "keep_alive", "lookahead"))
     monkeypatch.setattr(learning, "RIVALS", ("mix",))
@@ -107,5 +120,6 @@ def test_a_recorded_policy_plays_as_it_would_alone(name):
 
 def test_a_folder_without_runs_is_refused(tmp_path):
     with pytest.raises(ValueError, match="checkpoints"):
-        learning.main(["--out", str(tmp_path), "--figure", "learning", "--checkpoints",
-                       str(tmp_path)])  # fmt: skip
+        learning.main(
+            ["--out", str(tmp_path), "--figure", "learning", "--checkpoints", str(tmp_path)]
+        )
