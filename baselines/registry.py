@@ -20,13 +20,7 @@ from servegym.baselines.protocol import (
     Policy,
     WrappedPolicy,
 )
-
-FAMILIES = {
-    "llm_routing": "servegym.baselines.llm_routing",
-    "serverless_moe": "servegym.baselines.serverless_moe",
-    "expert_placement": "servegym.baselines.expert_placement",
-}
-"""Family -> the module whose import registers its policies."""
+from servegym.envs.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,11 @@ def register_policy(
 
 
 def _load(family: str) -> None:
-    if family in FAMILIES:
-        importlib.import_module(FAMILIES[family])
+    known_families = [one.name for one in FAMILIES]
+    if family in known_families:
+        importlib.import_module(f"servegym.baselines.{family}")
     elif not any(known == family for known, _ in _FACTORY):
-        raise ValueError(_unknown("family", family, list(FAMILIES)))
+        raise ValueError(_unknown("family", family, known_families))
 
 
 def _unknown(argument: str, given: str, allowed: list[str]) -> str:

@@ -20,7 +20,8 @@ from safetensors import safe_open
 
 import servegym
 from servegym.agents.lib.checkpoint import AGENTS, shipped
-from servegym.baselines.registry import FAMILIES, list_policies
+from servegym.baselines.registry import list_policies
+from servegym.envs.families import FAMILIES
 from servegym.experiments.bench.run import short
 from servegym.experiments.evaluate import known_family
 from servegym.experiments.figures.claims import HEADINGS
@@ -31,16 +32,6 @@ from servegym.experiments.render import render_episode
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-FAMILY_TITLES = {
-    "llm_routing": "LLM routing",
-    "serverless_moe": "Serverless MoE partitioning",
-    "expert_placement": "Expert placement",
-}
-RESULT_TITLES = {
-    "routing": "LLM routing",
-    "serverless": "Serverless MoE partitioning",
-    "placement": "Expert placement",
-}
 STEPS = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6}
 """Family -> decisions before the picture."""
 
@@ -155,7 +146,7 @@ def agents() -> list[dict[str, str]]:
                 lines.append(f"- `{node.name}`: {first}")
         lines += ["", "## Options", "", *options(path), ""]
         for family in FAMILIES:
-            for checkpoint, file in shipped(family).items():
+            for checkpoint, file in shipped(family.name).items():
                 if written_by(file) == name:
                     card = file.with_suffix(".md").read_text(encoding="utf-8")
                     lines += [f"## Checkpoint `{checkpoint}`", "", demoted(card), ""]
@@ -180,13 +171,13 @@ def demoted(markdown: str) -> str:
 def baselines() -> list[dict[str, str]]:
     """A page a family of baselines."""
     nav = []
-    for family, title in FAMILY_TITLES.items():
+    for family, title in ((one.name, one.title) for one in FAMILIES):
         lines = [f"# Baselines: {title}", "", "| name | what it does | clairvoyant |"]
         lines += ["| --- | --- | --- |"]
         for info in list_policies(family):
             text = info.description.replace("|", "\\|")
             lines.append(f"| `{info.name}` | {text} | {'yes' if info.clairvoyant else ''} |")
-        package = FAMILIES[family].rpartition(".")[2]
+        package = family
         lines += ["", "## Modules", ""]
         for path in sorted((ROOT / "baselines" / package).glob("*.py")):
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -245,7 +236,7 @@ def claims(family: str) -> list[str]:
 def results() -> list[dict[str, str]]:
     """A page a family of results: picture, what it says, the command."""
     nav = []
-    for family, title in RESULT_TITLES.items():
+    for family, title in ((one.group, one.title) for one in FAMILIES):
         found = [path for path in (RESULTS / family).glob("*.txt") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", "", *claims(family)]
         for path in sorted(found, key=place):
@@ -295,7 +286,7 @@ def benchmarks() -> None:
         "timings taken in turn.",
         "",
     ]
-    for family, title in RESULT_TITLES.items():
+    for family, title in ((one.group, one.title) for one in FAMILIES):
         path = RESULTS / family / "bench.csv"
         told, notes = record(path.with_suffix(".txt"))
         lines += [f"## {title}", "", f"{told['machine']}, {told['date']}", ""]

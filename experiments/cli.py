@@ -119,7 +119,8 @@ def list_command() -> None:
 
     import servegym  # noqa: F401
     from servegym.agents.lib.checkpoint import shipped
-    from servegym.baselines.registry import FAMILIES, list_policies
+    from servegym.baselines.registry import list_policies
+    from servegym.envs.families import FAMILIES
     from servegym.envs.workloads import list_catalogs
     from servegym.hardware_profiles import list_fleets, list_profiles
 
@@ -129,7 +130,7 @@ def list_command() -> None:
             typer.echo(f"  {line}")
 
     block("environments", sorted(key for key in gymnasium.registry if key.startswith("servegym/")))
-    for family in FAMILIES:
+    for family in (one.name for one in FAMILIES):
         infos = list_policies(family)
         if not infos:
             continue

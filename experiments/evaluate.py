@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.lib.checkpoint import shipped
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import FAMILIES, list_policies, make_policy, policy_from_file
+from servegym.baselines.registry import list_policies, make_policy, policy_from_file
+from servegym.envs.families import FAMILIES
 from servegym.experiments.families import Family, family_of
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
@@ -107,7 +108,7 @@ def resolve(
 
         loaded = load_policy(file, system)
         return Resolved(name if name in trained else loaded.name, loaded)
-    for other in FAMILIES:
+    for other in (family.name for family in FAMILIES):
         if other != family and any(info.name == name for info in list_policies(other)):
             raise ValueError(
                 f"policy is {name!r}, which is a policy for {other}, not for {family}; "

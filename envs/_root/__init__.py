@@ -8,32 +8,27 @@ from importlib import metadata as _metadata
 
 import gymnasium as _gymnasium
 
+from servegym.envs.families import FAMILIES as _FAMILIES
+
 try:
     __version__ = _metadata.version("serve-gym")
 except _metadata.PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
-_FAMILIES = {
-    "llm_routing": ("LLMRouting", "LLMRoutingFlat", "LLMRoutingExperts"),
-    "serverless_moe": ("ServerlessMoE", "ServerlessMoEFlat"),
-    "expert_placement": ("ExpertPlacement",),
-}
-
-ENV_IDS: tuple[str, ...] = tuple(
-    f"servegym/{name}-v0" for names in _FAMILIES.values() for name in names
-)
+ENV_IDS: tuple[str, ...] = tuple(env_id for family in _FAMILIES for env_id in family.env_ids)
 """Every Gymnasium id this package registers."""
 
 
 def register_envs() -> None:
     """Register the environments with Gymnasium; ids already there are left alone."""
-    for family, names in _FAMILIES.items():
-        for name in names:
-            if f"servegym/{name}-v0" not in _gymnasium.registry:
+    for family in _FAMILIES:
+        module = f"servegym.envs.{family.name}"
+        for env_id, name in zip(family.env_ids, family.views.values(), strict=True):
+            if env_id not in _gymnasium.registry:
                 _gymnasium.register(
-                    id=f"servegym/{name}-v0",
-                    entry_point=f"servegym.envs.{family}.env:{name}Env",
-                    vector_entry_point=f"servegym.envs.{family}.vector_env:{name}VectorEnv",
+                    id=env_id,
+                    entry_point=f"{module}.env:{name}Env",
+                    vector_entry_point=f"{module}.vector_env:{name}VectorEnv",
                 )
 
 

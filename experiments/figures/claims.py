@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servegym.envs._checks import choose
+from servegym.envs.families import FAMILIES
 from servegym.experiments.figures.placement import claims as claims_placement
 from servegym.experiments.figures.routing import claims as claims_routing
 from servegym.experiments.figures.serverless import claims as claims_serverless
@@ -23,14 +24,10 @@ from servegym.experiments.figures.verdicts import OPEN, Claim, Finding
 from servegym.experiments.output import print_table, read_rows
 from servegym.hardware_profiles.script import run as run_script
 
-__all__ = ["CLAIMS", "FAMILIES", "findings", "main"]
+__all__ = ["CLAIMS", "findings", "main"]
 
 RESULTS = Path(__file__).parents[1] / "results"
-FAMILIES = {
-    "routing": "LLM routing",
-    "serverless": "Serverless MoE partitioning (Remoe)",
-    "placement": "Expert placement (Prism)",
-}
+TITLES = {family.group: family.heading for family in FAMILIES}
 CLAIMS: tuple[Claim, ...] = (
     *claims_routing.CLAIMS,
     *claims_serverless.CLAIMS,
@@ -75,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("family", nargs="*", help=f"which papers ({', '.join(FAMILIES)}; all)")
-    chosen = [choose("family", name, FAMILIES) for name in parser.parse_args(argv).family]
-    for family in chosen or FAMILIES:
-        print_table(FAMILIES[family], HEADINGS, lines(family), left=len(HEADINGS))
+    parser.add_argument("family", nargs="*", help=f"which papers ({', '.join(TITLES)}; all)")
+    chosen = [choose("family", name, TITLES) for name in parser.parse_args(argv).family]
+    for family in chosen or TITLES:
+        print_table(TITLES[family], HEADINGS, lines(family), left=len(HEADINGS))
     return 0
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from servegym.envs._checks import choose
+from servegym.envs.families import FAMILIES
 
 __all__ = ["GROUPS", "Figure", "choose_figures", "list_figures", "run_figures"]
 
-GROUPS = ("routing", "serverless", "placement")
+GROUPS = tuple(family.group for family in FAMILIES)
 """The groups of figures, one a family: folders here and in ``beyond``."""
 
 NOT_FIGURES = ("training",)

@@ -53,7 +53,7 @@ class Claim(NamedTuple):
     """One claim of a paper.
 
     Attributes:
-        family: Key of `FAMILIES`.
+        family: Group of an environment family.
         place: Figure, table or statement of the paper.
         text: What is claimed.
         paper: The paper's figure.

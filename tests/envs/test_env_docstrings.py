@@ -8,7 +8,9 @@ import re
 import numpy as np
 import pytest
 
-FAMILIES = ("llm_routing", "serverless_moe", "expert_placement")
+from servegym.envs.families import FAMILIES as RECORDS
+
+FAMILIES = tuple(family.name for family in RECORDS)
 
 
 def module(family, name="env"):

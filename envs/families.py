@@ -1,0 +1,105 @@
+"""The environment families: one record each of its ids, names and folders.
+
+Light on purpose: ``import servegym`` reads it to register the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["FAMILIES", "Family", "family_named", "family_of"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One environment family.
+
+    Attributes:
+        name: Its folder in ``envs``, ``baselines`` and ``agents/checkpoints``, and its key in the
+            registry of policies.
+        title: Its name for readers.
+        paper: What the paper calls its system, or "" where it has no name.
+        group: Its folder in ``experiments/figures`` and ``experiments/results``, and its name in
+            the commands ``figures``, ``claims`` and ``bench``.
+        views: Observation that a policy reads (`Policy.env_view`) -> name of the environment,
+            without namespace and version; the first is the ``"graph"`` view, the Dict.
+        parallel: Whether it has a PettingZoo environment, ``parallel_env``.
+    """
+
+    name: str
+    title: str
+    paper: str
+    group: str
+    views: Mapping[str, str]
+    parallel: bool = False
+
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        """Its Gymnasium ids, the graph view first."""
+        return tuple(f"servegym/{name}-v0" for name in self.views.values())
+
+    @property
+    def env_id(self) -> str:
+        """The id of the graph view."""
+        return self.env_ids[0]
+
+    @property
+    def heading(self) -> str:
+        """The title, with the paper's name for the system where it has one."""
+        return f"{self.title} ({self.paper})" if self.paper else self.title
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llm_routing",
+        title="LLM routing",
+        paper="",
+        group="routing",
+        views={"graph": "LLMRouting", "flat": "LLMRoutingFlat", "experts": "LLMRoutingExperts"},
+        parallel=True,
+    ),
+    Family(
+        name="serverless_moe",
+        title="Serverless MoE partitioning",
+        paper="Remoe",
+        group="serverless",
+        views={"graph": "ServerlessMoE", "flat": "ServerlessMoEFlat"},
+    ),
+    Family(
+        name="expert_placement",
+        title="Expert placement",
+        paper="Prism",
+        group="placement",
+        views={"graph": "ExpertPlacement"},
+        parallel=True,
+    ),
+)
+"""Every family, in the order of the papers."""
+
+
+def family_of(env_id: str) -> Family:
+    """The family that an id belongs to, of any version.
+
+    Raises:
+        ValueError: If it is none of this package's.
+    """
+    name = env_id.rpartition(":")[2].partition("/")[2].rpartition("-")[0]
+    for family in FAMILIES:
+        if name in family.views.values():
+            return family
+    known = ", ".join(env_id for family in FAMILIES for env_id in family.env_ids)
+    raise ValueError(f"env_id is {env_id!r}, whose family is not known; known ids are {known}")
+
+
+def family_named(name: str) -> Family:
+    """The family with this name or group.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for family in FAMILIES:
+        if name in (family.name, family.group):
+            return family
+    known = ", ".join(family.name for family in FAMILIES)
+    raise ValueError(f"family must be one of {known}, got {name!r}")
