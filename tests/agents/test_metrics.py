@@ -9,7 +9,7 @@ def test_every_logged_number_is_explained(root: Path) -> None:
     explained = {re.sub(r"_[kr]$", "", key) for key in re.findall(r"`(\w+/\w+)`", page)}
     logged = {
         re.sub(r"_\{.*|_$", "", key)
-        for path in (root / "agents").glob("*.py")
+        for path in (root / "agents").rglob("*.py")
         for key in re.findall(r'"((?:losses|charts|eval)/\w+(?:\{\w*)?)', path.read_text())
     }
     logged = {key for key in logged if not key.endswith("/")}

@@ -422,7 +422,7 @@ def test_kernels_on_a_gpu(tmp_path):
 
 def test_measuring_experts_and_servers_needs_no_torch():
     code = (
-        "import sys; from servegym.hardware_profiles import measure, measure_cpu, measure_server;"
+        "import sys; from servegym.hardware_profiles.measure import command, cpu, server;"
         "print([m for m in ('torch', 'numba', 'scipy') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -44,14 +44,14 @@ def made(main, tmp_path, stems, *argv):
         if not stem.startswith("table"):
             assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         told = (tmp_path / f"{stem}.txt").read_text()
-        assert "command: python -m servegym.experiments.serverless_" in told
+        assert "command: python -m servegym.experiments.figures.serverless." in told
         assert "note: " in told and "not to quote" in told
     return [rows_of(tmp_path / f"{stem}.csv") for stem in stems]
 
 
 def test_every_script_is_listed():
     names = {figure.name for figure in list_figures("serverless")}
-    assert {"similarity", "workload", "fits", "coldstart", "overhead", "settings"} <= names
+    assert {"similarity", "workload", "fits", "cold_start", "overhead", "settings"} <= names
     assert "common" not in names
 
 
