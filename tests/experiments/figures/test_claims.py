@@ -2,7 +2,7 @@
 
 import pytest
 
-from servegym.experiments.figures.claims import CLAIMS, FAMILIES, findings, main
+from servegym.experiments.figures.claims import CLAIMS, TITLES, findings, main
 from servegym.experiments.figures.routing.claims import TRAINED_SO, ahead
 from servegym.experiments.figures.verdicts import OPEN, Claim, judge
 from servegym.experiments.output import write_csv
@@ -135,13 +135,13 @@ def test_without_results_every_claim_is_open(tmp_path) -> None:
     assert {one.verdict for c in CLAIMS for one in findings(c, tmp_path)} == {OPEN}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TITLES)
 def test_kept_results_answer_every_claim(family: str, capsys) -> None:
     for one in (c for c in CLAIMS if c.family == family):
         assert findings(one), one
     assert main([family]) == 0
     printed = capsys.readouterr().out
-    assert FAMILIES[family] in printed and "agrees" in printed
+    assert TITLES[family] in printed and "agrees" in printed
 
 
 def test_unknown_family() -> None:
