@@ -16,7 +16,8 @@ from rich.progress import track
 from servegym.agents.lib.run import env_kwargs
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.workloads._util import read_arrays, write_atomic
+from servegym.envs._files import write_atomic
+from servegym.envs.workloads.files import read_arrays
 
 EPISODES, BATCH = 64, 512
 FIRST_SEED = 777_001_000

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.predictor_measures import by_embeddings, measure, one_hot, report
+from servegym.envs._files import write_atomic
 from servegym.envs.workloads import Catalog, load_catalog
-from servegym.envs.workloads._util import write_atomic
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
 
 

@@ -20,7 +20,7 @@ def choose(argument: str, given: Any, allowed: Iterable[str]) -> str:
     names = list(allowed)
     if isinstance(given, str) and given in names:
         return given
-    near = difflib.get_close_matches(str(given), names, n=1)
+    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ValueError(f"{argument}={given!r} is unknown; choose one of {names}.{hint}")
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs._checks import choose
+from servegym.envs._command_line import run_main
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import evaluate, known_family, resolve, summarise
 from servegym.experiments.figures.script import machine, versions
 from servegym.experiments.output import print_table, read_rows, write_csv, write_text
-from servegym.hardware_profiles.script import run as run_script
 
 __all__ = ["POINTS", "Point", "main", "measure", "read_board", "standing", "write_page"]
 
@@ -383,4 +383,4 @@ def _judge(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_main(main)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from servegym.envs.workloads._util import write_atomic
+from servegym.envs._files import write_atomic
 from servegym.envs.workloads.errors import MalformedFileError
 
 __all__ = [

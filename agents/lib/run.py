@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import nn
 
 import servegym  # noqa: F401  (registers the environments)
-from servegym.envs.workloads._util import write_atomic
+from servegym.envs._files import write_atomic
 
 
 @dataclass

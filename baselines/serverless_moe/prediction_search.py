@@ -28,7 +28,8 @@ from servegym.baselines.serverless_moe.prediction_tree import (
     unit_rows,
 )
 from servegym.envs._checks import whole
-from servegym.envs.workloads._util import read_arrays, write_atomic
+from servegym.envs._files import write_atomic
+from servegym.envs.workloads.files import read_arrays
 
 __all__ = ["LARGE_DATA", "BruteForce", "SimilarPromptsSearch", "VarED", "VarPAM"]
 

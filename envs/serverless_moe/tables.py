@@ -10,7 +10,7 @@ from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.equations import main_memory_mb, smallest_spec
 from servegym.envs.serverless_moe.sets import bit_sets, least_used, set_bits
 from servegym.envs.serverless_moe.system import SystemModel
-from servegym.envs.workloads._expert_sets import masks_to_ids
+from servegym.envs.workloads.expert_sets import masks_to_ids
 
 
 def make_config(system: SystemModel, **chosen: float) -> np.ndarray:

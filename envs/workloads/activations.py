@@ -20,21 +20,15 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._checks import choose, whole
-from servegym.envs.workloads._activation_laws import (
-    generate_tokens,
-    lognormal_targets,
-    mixtral_targets,
-    sharpen,
-)
-from servegym.envs.workloads._expert_sets import (
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,
     draw_top_k,
     masks_to_counts,
     popcounts,
     unpack_sets,
 )
-from servegym.envs.workloads._util import DATA_DIR, read_arrays, read_json
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
 from servegym.envs.workloads.moe_models import (
     MoeModel,
     frozen,
@@ -42,6 +36,12 @@ from servegym.envs.workloads.moe_models import (
     load_model,
     rebuild,
     values_of,
+)
+from servegym.envs.workloads.synthetic_activations import (
+    generate_tokens,
+    lognormal_targets,
+    mixtral_targets,
+    sharpen,
 )
 
 __all__ = [

@@ -17,13 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from servegym.envs._checks import TINY, flag, real
-from servegym.envs.workloads._util import (
-    positive,
-    read_fitted,
-    reject_unknown_kwargs,
-    unknown_name,
-)
+from servegym.envs._checks import TINY, choose, flag, mapping, real
+from servegym.envs.workloads.files import read_fitted
 
 FITS = ("burstgpt", "azure")
 # Below the first a gap is constant; beyond the others a sample takes for ever, or is not finite.
@@ -274,22 +269,20 @@ def _gaps_before(times: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1)
 def fitted_parameters() -> dict[str, Any]:
     """Contents of ``data/arrivals.json``, made by ``servegym.envs.workloads.build.arrivals``."""
-    return read_fitted("arrivals.json", "build.arrivals")
+    return read_fitted("arrivals.json", "arrivals")
 
 
 def _fit(name: str, model: str) -> dict[str, float]:
-    if not isinstance(name, str) or name not in FITS:
-        raise unknown_name("fit", name, FITS)
-    return dict(fitted_parameters()[name][model])
+    return dict(fitted_parameters()[choose("fit", name, FITS)][model])
 
 
 def _poisson(rate: float, /, **kwargs: Any) -> Arrivals:
-    reject_unknown_kwargs("arrivals 'poisson'", kwargs, ())
+    mapping("arrivals 'poisson'", kwargs, ())
     return PoissonArrivals(rate)
 
 
 def _gamma(rate: float, /, **kwargs: Any) -> Arrivals:
-    reject_unknown_kwargs("arrivals 'gamma'", kwargs, ("cv", "shape", "fit"))
+    mapping("arrivals 'gamma'", kwargs, ("cv", "shape", "fit"))
     if sum(key in kwargs for key in ("cv", "shape", "fit")) > 1:
         raise ValueError(f"arrivals 'gamma': give one of cv, shape, fit, not {sorted(kwargs)}.")
     if "shape" in kwargs:
@@ -301,9 +294,9 @@ def _gamma(rate: float, /, **kwargs: Any) -> Arrivals:
 
 def _mmpp(rate: float, /, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
     names = ("rate_ratio", "busy_share", "cycle_requests")
-    reject_unknown_kwargs("arrivals 'mmpp'", kwargs, (*names, "fit"))
+    mapping("arrivals 'mmpp'", kwargs, (*names, "fit"))
     values = _fit(fit, "mmpp") | kwargs
-    busy_share = positive("busy_share", values["busy_share"])
+    busy_share = real("busy_share", values["busy_share"], 0.0, open_low=True)
     if busy_share >= 1:
         raise ValueError(f"busy_share={busy_share!r} must be in (0, 1).")
     return MMPPArrivals(
@@ -317,7 +310,7 @@ def _mmpp(rate: float, /, *, fit: str = "burstgpt", **kwargs: Any) -> Arrivals:
 def _modulated(fit: str) -> Callable[..., Arrivals]:
     def make(rate: float, /, **kwargs: Any) -> Arrivals:
         names = ("cv", "rate_cv", "rho", "block_requests", "window")
-        reject_unknown_kwargs(f"arrivals {fit!r}", kwargs, names)
+        mapping(f"arrivals {fit!r}", kwargs, names)
         values = _fit(fit, "modulated") | kwargs
         rho = real("rho", values["rho"], 0.0)
         if rho >= 1:
@@ -346,13 +339,13 @@ def _trace(
 ) -> Arrivals:
     from servegym.envs.workloads.traces import load_trace
 
-    reject_unknown_kwargs("arrivals 'trace'", kwargs, ("path", "fmt", "start_s", "window_s"))
+    mapping("arrivals 'trace'", kwargs, ("path", "fmt", "start_s", "window_s"))
     if path is None:
         raise ValueError("arrivals 'trace' needs path=, a CSV or JSONL file with timestamps.")
     if start_s is not None:
         start_s = real("start_s", start_s, 0.0)
     if window_s is not None:
-        window_s = positive("window_s", window_s)
+        window_s = real("window_s", window_s, 0.0, open_low=True)
     return TraceArrivals(rate, load_trace(path, fmt).timestamps_s, start_s, window_s)
 
 
@@ -391,6 +384,5 @@ def make_arrivals(name: str, rate: float, /, **kwargs: Any) -> Arrivals:
         ValueError: An unknown name or parameter (with the nearest valid one), or one out of range.
         MalformedFileError: A trace file that cannot be used.
     """
-    if not isinstance(name, str) or name not in _MAKERS:
-        raise unknown_name("arrivals", name, _MAKERS)
-    return _MAKERS[name](positive("rate", rate), **kwargs)
+    make = _MAKERS[choose("arrivals", name, _MAKERS)]
+    return make(real("rate", rate, 0.0, open_low=True), **kwargs)

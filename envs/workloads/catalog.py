@@ -14,15 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
-from servegym.envs.workloads._util import (
-    DATA_DIR,
-    read_arrays,
-    read_json,
-    reject_unknown_kwargs,
-    unknown_name,
-)
+from servegym.envs._checks import choose, mapping, whole
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
@@ -107,10 +101,8 @@ class Catalog:
         Raises:
             ValueError: An unknown split.
         """
-        if split == "all":
+        if choose("split", split, (*SPLITS, "all")) == "all":
             return np.arange(self.num_prompts, dtype=np.int32)
-        if split not in SPLITS:
-            raise unknown_name("split", split, (*SPLITS, "all"))
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int32)
 
     def columns(self, models: Sequence[str]) -> np.ndarray:
@@ -128,8 +120,7 @@ class Catalog:
         if isinstance(models, str):
             raise ValueError(f"models={models!r} must be a sequence of names, not one string.")
         for model in models:
-            if model not in self.models:
-                raise unknown_name(f"catalog {self.name!r}: model", model, self.models)
+            choose(f"catalog {self.name!r}: model", model, self.models)
         return np.array([self.models.index(model) for model in models], dtype=np.intp)
 
 
@@ -234,14 +225,14 @@ def _packaged(name: str) -> Catalog:
 
 
 def _load_alpaca(**kwargs: Any) -> Catalog:
-    reject_unknown_kwargs("catalog 'alpaca_eval_7b'", kwargs, ())
+    mapping("catalog 'alpaca_eval_7b'", kwargs, ())
     return _packaged("alpaca_eval_7b")
 
 
 def _load_synthetic(**kwargs: Any) -> Catalog:
-    from servegym.envs.workloads.synthetic import synthetic_catalog
+    from servegym.envs.workloads.synthetic_catalog import synthetic_catalog
 
-    reject_unknown_kwargs(
+    mapping(
         "catalog 'synthetic'", kwargs, ("num_models", "num_prompts", "seed", "max_output_tokens")
     )
     return synthetic_catalog(**kwargs)
@@ -250,7 +241,7 @@ def _load_synthetic(**kwargs: Any) -> Catalog:
 def _load_mix_instruct(**kwargs: Any) -> Catalog:
     from servegym.envs.workloads.mix_instruct import load_mix_instruct
 
-    reject_unknown_kwargs(
+    mapping(
         "catalog 'mix_instruct'",
         kwargs,
         ("path", "models", "score", "tokenizer", "max_output_tokens", "seed"),
@@ -286,6 +277,4 @@ def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
         ValueError: An unknown name or argument, with the nearest valid one.
         MalformedFileError: A file that cannot be used.
     """
-    if not isinstance(name, str) or name not in _LOADERS:
-        raise unknown_name("catalog", name, list_catalogs())
-    return _LOADERS[name](**kwargs)
+    return _LOADERS[choose("catalog", name, list_catalogs())](**kwargs)

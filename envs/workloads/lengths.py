@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import read_fitted, unknown_name
+from servegym.envs._checks import choose
+from servegym.envs.workloads.files import read_fitted
 
 KINDS = ("prompt_tokens", "output_tokens")
 
@@ -15,7 +16,7 @@ KINDS = ("prompt_tokens", "output_tokens")
 @lru_cache(maxsize=1)
 def fitted_lengths() -> dict[str, Any]:
     """Contents of ``data/lengths.json``, made by ``servegym.envs.workloads.build.lengths``."""
-    return read_fitted("lengths.json", "build.lengths")
+    return read_fitted("lengths.json", "lengths")
 
 
 def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
@@ -33,10 +34,8 @@ def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
         ValueError: If there is no such trace or kind.
     """
     laws = fitted_lengths()["traces"]
-    if trace not in laws:
-        raise unknown_name("trace", trace, laws)
-    if kind not in KINDS:
-        raise unknown_name("kind", kind, KINDS)
+    choose("trace", trace, laws)
+    choose("kind", kind, KINDS)
     return np.minimum(np.asarray(laws[trace][kind]["quantiles"], dtype=np.float64), cap)
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
-from servegym.envs.workloads._util import unknown_name
+from servegym.envs._checks import choose, whole
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, SPLITS, Catalog, make_split
 from servegym.envs.workloads.errors import MalformedFileError
 
@@ -222,9 +221,11 @@ def _candidate(
     items = _candidates(path, place, record)
     found = next((item for item in items if item["model"] == model), None)
     if found is None:
-        problem = str(unknown_name("model", model, [item["model"] for item in items]))
         fix = "drop the record, or pass models= with those that every record has"
-        raise MalformedFileError(path, place, "candidates", problem, fix)
+        try:
+            choose("model", model, [item["model"] for item in items])
+        except ValueError as error:
+            raise MalformedFileError(path, place, "candidates", str(error), fix) from None
     name = f"candidates[{model}].scores.{score}"
     table = found.get("scores")
     value = table.get(score) if isinstance(table, dict) else None

@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
-from servegym.envs.workloads._util import DATA_DIR, read_arrays, unknown_name, write_atomic
+from servegym.envs._checks import choose, whole
+from servegym.envs._files import write_atomic
 from servegym.envs.workloads.catalog import Catalog
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.files import DATA_DIR, read_arrays
 
 QUANTITIES = ("score", "length")
 KINDS = ("confusion", "zero", "exact", "learned")
@@ -56,8 +57,8 @@ def bucket_edges(
     Returns:
         float64 (K - 1,) ascending inner edges, float64 (K,) centres, K <= 10.
     """
-    _check("quantity", quantity, QUANTITIES)
-    _check("buckets", buckets, BUCKETS)
+    choose("quantity", quantity, QUANTITIES)
+    choose("buckets", buckets, BUCKETS)
     train = _truth(catalog, quantity)[catalog.rows("train")]
     if train.size == 0:
         raise ValueError(f"catalog {catalog.name!r} has no train prompts to take bucket edges of.")
@@ -111,12 +112,12 @@ def predict(
         ValueError: An unknown option, a column out of range, or no table for ``"learned"``.
         MalformedFileError: A table that does not fit the catalog.
     """
-    _check("quantity", quantity, QUANTITIES)
+    choose("quantity", quantity, QUANTITIES)
     if isinstance(kind, str) and kind.startswith("learned:"):
         kind, table = "learned", kind.removeprefix("learned:")
-    _check("kind", kind, KINDS)
-    _check("buckets", buckets, BUCKETS)
-    _check("pool", pool, POOLS)
+    choose("kind", kind, KINDS)
+    choose("buckets", buckets, BUCKETS)
+    choose("pool", pool, POOLS)
     seed = whole("seed", seed, 0)
     if table is not None and not isinstance(table, (str, os.PathLike)):
         raise ValueError(f"table={table!r} must be the path of a prediction table.")
@@ -175,17 +176,12 @@ def write_table(
     if provenance is not None:
         arrays["provenance"] = np.array(json.dumps(dict(provenance), default=str))
     for quantity, array in values.items():
-        _check("values key", quantity, QUANTITIES)
+        choose("values key", quantity, QUANTITIES)
         arrays[quantity] = _checked_values(np.asarray(array), catalog, quantity)
     if not values:
         raise ValueError(f"values is empty, it must have one of {list(QUANTITIES)}.")
     named: dict[str, Any] = arrays
     write_atomic(path, lambda stream: np.savez_compressed(stream, **named))
-
-
-def _check(argument: str, value: object, allowed: Sequence[str]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise unknown_name(argument, value, allowed)
 
 
 def _truth(catalog: Catalog, quantity: str) -> np.ndarray:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from servegym.envs.workloads._util import unknown_name
+from servegym.envs._checks import choose
 from servegym.envs.workloads.errors import MalformedFileError
 
 _TIME_NAMES = (
@@ -105,8 +105,8 @@ def load_trace(path: str | os.PathLike[str], fmt: str | None = None) -> Trace:
         MalformedFileError: An empty file, a missing column, or a value that is not a finite,
             non-negative number, or times that decrease; names file, line and field.
     """
-    if fmt is not None and fmt not in FORMATS:
-        raise unknown_name("fmt", fmt, FORMATS)
+    if fmt is not None:
+        choose("fmt", fmt, FORMATS)
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"path={os.fspath(path)!r} is not a file.")

@@ -29,6 +29,7 @@ from servegym.baselines.expert_placement.optimum import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.search import latency_dp
 from servegym.baselines.expert_placement.system import PlacementSystem as Description
+from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.cluster import SCALES, scenario_cluster
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
@@ -43,7 +44,6 @@ from servegym.experiments.bench.run import Goal, bench_options, report, seconds
 from servegym.experiments.bench.run import row as bench_row
 from servegym.experiments.figures import script as figure_run
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run
 
 Row = dict[str, Any]
 GROWTH = 2.0
@@ -286,4 +286,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

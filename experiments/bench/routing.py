@@ -300,6 +300,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from servegym.hardware_profiles.script import run
+    from servegym.envs._command_line import run_main
 
-    run(main)
+    run_main(main)

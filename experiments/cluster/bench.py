@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from servegym.envs._command_line import run_main
 from servegym.experiments import evaluate as local
 from servegym.experiments.cluster import evaluate as ray_evaluate
 from servegym.experiments.cluster.jobs import check_ray, cluster
 from servegym.experiments.figures.script import FigureOptions, save, versions
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run as run_script
 
 __all__ = ["main"]
 
@@ -133,4 +133,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_main(main)

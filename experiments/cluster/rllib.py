@@ -32,6 +32,7 @@ import numpy as np
 
 import servegym
 from servegym.envs._checks import choose
+from servegym.envs._command_line import run_main
 from servegym.experiments.cli import parse_settings
 from servegym.experiments.cluster.jobs import check_ray, cluster
 from servegym.experiments.cluster.rllib_policy import (
@@ -47,7 +48,6 @@ from servegym.experiments.cluster.rllib_policy import (
 from servegym.experiments.evaluate import evaluate, known_family
 from servegym.experiments.figures.script import FigureOptions, save, versions
 from servegym.experiments.output import print_table, write_csv
-from servegym.hardware_profiles.script import run as run_script
 
 __all__ = ["ENV_IDS", "main", "parser", "ppo", "register", "train"]
 
@@ -296,4 +296,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_main(main)

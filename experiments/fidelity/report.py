@@ -34,11 +34,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.envs._command_line import run_main
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.hardware_profiles import Profile, list_profiles, load
 from servegym.hardware_profiles.profiles import KINDS
-from servegym.hardware_profiles.script import run
 
 __all__ = [
     "MeasuredRun",
@@ -872,4 +872,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from servegym.envs._checks import choose
+from servegym.envs._command_line import run_main
 from servegym.envs.families import FAMILIES
 from servegym.experiments.figures.placement import claims as claims_placement
 from servegym.experiments.figures.routing import claims as claims_routing
 from servegym.experiments.figures.serverless import claims as claims_serverless
 from servegym.experiments.figures.verdicts import OPEN, Claim, Finding
 from servegym.experiments.output import print_table, read_rows
-from servegym.hardware_profiles.script import run as run_script
 
 __all__ = ["CLAIMS", "findings", "main"]
 
@@ -80,4 +80,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_main(main)

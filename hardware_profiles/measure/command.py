@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.hardware_profiles.profiles import read_json
-from servegym.hardware_profiles.script import run
 
 __all__ = ["ResumableTable", "calibrate_arguments", "main", "progress", "repeat", "whole_numbers"]
 
@@ -295,4 +295,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

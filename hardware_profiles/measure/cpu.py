@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.hardware_profiles.measure.command import (
     ResumableTable,
     positive,
@@ -32,7 +33,6 @@ from servegym.hardware_profiles.measure.command import (
     whole_numbers,
 )
 from servegym.hardware_profiles.profiles import unknown_name
-from servegym.hardware_profiles.script import run
 
 __all__ = ["SHAPES", "ExpertShape", "main", "measure"]
 
@@ -271,4 +271,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from servegym.envs._command_line import run_main
 from servegym.hardware_profiles.measure.command import (
     SETTINGS_FILE,
     ResumableTable,
@@ -38,7 +39,6 @@ from servegym.hardware_profiles.measure.command import (
     repeat,
 )
 from servegym.hardware_profiles.profiles import unknown_name, write_json
-from servegym.hardware_profiles.script import run
 
 __all__ = ["MODELS", "MOE_MODELS", "DenseShape", "MoeShape", "main", "measure_dense", "measure_moe"]
 
@@ -644,4 +644,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

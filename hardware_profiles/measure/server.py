@@ -24,13 +24,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.hardware_profiles.measure.command import (
     ResumableTable,
     positive,
     progress,
     whole_numbers,
 )
-from servegym.hardware_profiles.script import run
 
 __all__ = ["Endpoint", "Reply", "ask", "main", "measure", "summary"]
 
@@ -390,4 +390,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

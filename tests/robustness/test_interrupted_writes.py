@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from servegym.baselines.serverless_moe.prediction_search import SimilarPromptsSearch
-from servegym.envs.workloads import _util, load_catalog
+from servegym.envs import _files
+from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.output import read_rows, write_csv, write_json
 from servegym.hardware_profiles import load, profiles
@@ -116,7 +117,7 @@ WRITERS = [
     ),
     Writer(
         "fit.json",
-        lambda path, version: _util.write_json(path, [version] * ROWS),
+        lambda path, version: _files.write_json(path, [version] * ROWS),
         lambda path: _one(json.loads(path.read_text())),
     ),
     Writer(

@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._activation_laws import mixtral_targets, solve_base
-from servegym.envs.workloads._expert_sets import ids_to_masks, pack_sets
-from servegym.envs.workloads._util import DATA_DIR, data_file, write_atomic, write_json
+from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base
+from servegym.envs.workloads.expert_sets import ids_to_masks, pack_sets
+from servegym.envs._files import measured_data, write_atomic, write_json
+from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,
@@ -527,7 +528,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.shares:
         print(share_table())
         return
-    data = args.data or data_file()
+    data = args.data or measured_data()
     if data is None:
         parser.error("give DATA, or set SERVEGYM_DATA to the folder with the measured data")
     models = args.models or list_activations()

@@ -34,7 +34,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import fit_arguments, write_json
+from servegym.envs._files import write_json
+from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,

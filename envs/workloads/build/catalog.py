@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import DATA_DIR, data_file, write_atomic, write_json
+from servegym.envs._files import measured_data, write_atomic, write_json
+from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.catalog import (
     MAX_OUTPUT_TOKENS,
     SPLIT_SHARES,
@@ -200,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--csv", type=Path, help="the table (default: from $SERVEGYM_DATA)")
     parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
     args = parser.parse_args(argv)
-    path = args.csv or data_file("routing_catalog", "alpaca_eval_7b.csv")
+    path = args.csv or measured_data("routing_catalog", "alpaca_eval_7b.csv")
     if path is None:
         parser.error("give --csv PATH, or set SERVEGYM_DATA to the folder with the measured data")
     written = write_catalog(*read_table(path), args.out)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._util import fit_arguments, write_json
+from servegym.envs._files import write_json
+from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import sample_lengths
 from servegym.envs.workloads.traces import load_trace
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.cluster import scenario_cluster
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.simulator import Requests, Simulator
@@ -35,7 +36,6 @@ from servegym.experiments.figures.placement.common import (
 )
 from servegym.experiments.figures.script import FigureOptions, errors, legend, pyplot, save, tidy
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run
 
 __all__ = ["PAPER", "layer_times", "main"]
 
@@ -565,4 +565,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

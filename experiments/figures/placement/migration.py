@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.figures.placement.common import (
@@ -25,7 +26,6 @@ from servegym.experiments.figures.placement.common import (
 )
 from servegym.experiments.figures.script import FigureOptions, legend, pyplot, save, tidy
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main", "two_phases"]
 
@@ -208,4 +208,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -15,12 +15,12 @@ import numpy as np
 
 from servegym.baselines.expert_placement.optimum import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
+from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.placement.common import few, interval, run_figures, setting
 from servegym.experiments.figures.script import FigureOptions, legend, pyplot, save, tidy
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run
 
 __all__ = ["covered", "main", "skew_of"]
 
@@ -267,4 +267,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs._command_line import run_main
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
 from servegym.experiments.figures.routing.common import (
@@ -27,7 +28,6 @@ from servegym.experiments.figures.routing.common import (
 )
 from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run
 
 __all__ = ["long_run", "main"]
 
@@ -236,4 +236,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figures.routing.claims import (
     PAPER_HEURISTICS,
@@ -41,7 +42,6 @@ from servegym.experiments.figures.script import pyplot, tidy
 from servegym.experiments.figures.verdicts import percent
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import student_interval
-from servegym.hardware_profiles.script import run
 
 __all__ = ["learning_curves", "main", "profile_router"]
 
@@ -414,4 +414,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.claims import OVER_BASELINE, PRINTED, Change, claims
 from servegym.experiments.figures.routing.common import (
     Options,
@@ -24,7 +25,6 @@ from servegym.experiments.figures.routing.common import (
     save,
 )
 from servegym.hardware_profiles import load_fleet
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main"]
 
@@ -137,4 +137,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -32,10 +32,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.runs import POINTS, RUNS, TrainingRun, select
 from servegym.experiments.figures.script import machine, versions
 from servegym.experiments.output import print_table, write_csv, write_json, write_text
-from servegym.hardware_profiles.script import run as run_script
 
 __all__ = ["POINTS", "RUNS", "TrainingRun", "main", "select", "train_all"]
 
@@ -345,4 +345,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_main(main)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
+from servegym.envs._files import measured_data
 from servegym.envs.workloads import load_catalog, make_arrivals
-from servegym.envs.workloads._util import data_file
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figures.routing.common import (
@@ -26,7 +27,6 @@ from servegym.experiments.figures.routing.common import (
 from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.hardware_profiles import load_fleet
-from servegym.hardware_profiles.script import run
 
 __all__ = ["first_request_latency", "main"]
 
@@ -214,7 +214,7 @@ def _hourly(path: Path | None) -> np.ndarray | None:
 def fig8(options: Options) -> None:
     """Arrival intensity: the trace's hours, and one episode of each arrival process."""
     requests = 500 if options.quick else 5000
-    hours = _hourly(data_file(*HOURLY))
+    hours = _hourly(measured_data(*HOURLY))
     rows: list[dict[str, Any]] = []
     plt = pyplot()
     panels = 3 if hours is not None else 2
@@ -257,4 +257,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
@@ -39,7 +40,6 @@ from servegym.experiments.figures.serverless.common import (
     verdict,
     with_interval,
 )
-from servegym.hardware_profiles.script import run
 from servegym.hardware_profiles.serverless import load_constants
 
 __all__ = ["cold_rows", "main", "ratio_plan", "starts"]
@@ -331,4 +331,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

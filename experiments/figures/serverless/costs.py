@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.serverless_moe.remoe import READINGS
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS
 from servegym.experiments.figures.script import errors, pyplot, tidy
 from servegym.experiments.figures.serverless.common import (
@@ -41,7 +42,6 @@ from servegym.experiments.figures.serverless.methods import (
     show,
     sweep,
 )
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main"]
 
@@ -233,4 +233,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

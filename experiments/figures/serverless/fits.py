@@ -29,10 +29,11 @@ from scipy.optimize import least_squares
 
 from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import remoe
+from servegym.envs._command_line import run_main
+from servegym.envs._files import measured_data
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.deployments import deployment_cost
-from servegym.envs.workloads._util import data_file
 from servegym.envs.workloads.activations import load_activations
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.figures.script import legend, pyplot, tidy
@@ -52,7 +53,6 @@ from servegym.experiments.figures.serverless.common import (
     with_interval,
 )
 from servegym.hardware_profiles.measure.cpu import SHAPES, forward
-from servegym.hardware_profiles.script import run
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
 __all__ = ["derived_seconds", "fit_theta", "main", "measure_expert", "published_points", "saving"]
@@ -211,7 +211,7 @@ def _seconds(law: ThetaLaw, gb: ArrayLike) -> Array:
 def fig6(options: Options) -> None:
     """Expert time against memory and tokens: laws beside measured and derived points."""
     constants = load_constants()
-    path = data_file(*THREADS)
+    path = measured_data(*THREADS)
     published = None if path is None else published_points(path)
     figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
     rows: list[dict[str, Any]] = []
@@ -393,4 +393,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

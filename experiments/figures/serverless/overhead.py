@@ -16,6 +16,7 @@ from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.mmp import mmp
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.workloads.activations import Activations, load_activations
@@ -35,7 +36,6 @@ from servegym.experiments.figures.serverless.common import (
     verdict,
     with_interval,
 )
-from servegym.hardware_profiles.script import run
 
 __all__ = ["decision_times", "main"]
 
@@ -169,4 +169,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from servegym.baselines.serverless_moe.prediction import LARGE_DATA, js_divergence, make_predictor
 from servegym.baselines.serverless_moe.prediction_search import BruteForce, SimilarPromptsSearch
 from servegym.baselines.serverless_moe.prediction_tree import unit_rows
+from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.script import pyplot, tidy
 from servegym.experiments.figures.serverless.common import Options, run_figures, save, verdict
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, paired_difference, stratified_bootstrap
-from servegym.hardware_profiles.script import run
 
 __all__ = ["divergences", "main", "times"]
 
@@ -391,4 +391,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

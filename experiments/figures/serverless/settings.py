@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym.baselines.serverless_moe.prediction import LARGE_DATA
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import (
     NEIGHBOURS,
@@ -24,7 +25,6 @@ from servegym.envs.serverless_moe.config import (
 from servegym.envs.workloads.activations import MoeModel, load_activations, load_model
 from servegym.experiments.figures.serverless.common import MODELS, Options, run_figures, save
 from servegym.experiments.output import print_table
-from servegym.hardware_profiles.script import run
 from servegym.hardware_profiles.serverless import GPU_PROFILES, ORIGINS
 
 __all__ = ["main", "settings"]
@@ -350,4 +350,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from servegym.baselines.serverless_moe.prediction import js_divergence
+from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.script import errors, pyplot, tidy
 from servegym.experiments.figures.serverless.common import (
@@ -27,7 +28,6 @@ from servegym.experiments.figures.serverless.common import (
     verdict,
     with_interval,
 )
-from servegym.hardware_profiles.script import run
 
 __all__ = [
     "by_similarity",
@@ -226,4 +226,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -35,12 +35,12 @@ from servegym.baselines.serverless_moe.bounds import (
 )
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.selection import least_used_first, remote_count
+from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
 from servegym.experiments.figures.script import errors, pyplot, tidy
 from servegym.experiments.figures.serverless.common import Options, run_figures, save, verdict
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, stratified_bootstrap
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main", "recorded_conformal", "recorded_corollary", "recorded_theorem", "uniform"]
 
@@ -368,4 +368,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

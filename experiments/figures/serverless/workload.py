@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import remoe
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.workloads.activations import load_activations
@@ -36,7 +37,6 @@ from servegym.experiments.figures.serverless.common import (
     verdict,
     with_interval,
 )
-from servegym.hardware_profiles.script import run
 
 __all__ = ["expert_times", "line_r2", "main", "stage_times"]
 
@@ -358,4 +358,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

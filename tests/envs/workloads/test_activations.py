@@ -6,21 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from servegym.envs.workloads._activation_laws import (
-    SHARPEST,
-    mixtral_targets,
-    sharpen,
-    solve_base,
-    top_two_frequencies,
-)
-from servegym.envs.workloads._expert_sets import (
-    draw_top_k,
-    ids_to_masks,
-    masks_to_ids,
-    pack_sets,
-    unpack_sets,
-)
-from servegym.envs.workloads._util import DATA_DIR
 from servegym.envs.workloads.activations import (
     Activations,
     MoeModel,
@@ -44,6 +29,21 @@ from servegym.envs.workloads.build.activations import (
     write_activations,
 )
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.expert_sets import (
+    draw_top_k,
+    ids_to_masks,
+    masks_to_ids,
+    pack_sets,
+    unpack_sets,
+)
+from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.synthetic_activations import (
+    SHARPEST,
+    mixtral_targets,
+    sharpen,
+    solve_base,
+    top_two_frequencies,
+)
 
 
 def changed(record, **changes):

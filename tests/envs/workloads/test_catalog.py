@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from servegym.envs.workloads import Catalog, MalformedFileError, list_catalogs, load_catalog
-from servegym.envs.workloads._util import DATA_DIR
 from servegym.envs.workloads.build.catalog import main as build
 from servegym.envs.workloads.build.catalog import read_table, write_catalog
+from servegym.envs.workloads.build.synthetic_catalog import moments
 from servegym.envs.workloads.catalog import make_split, read_catalog
-from servegym.envs.workloads.synthetic import fitted, moments, synthetic_catalog
+from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.synthetic_catalog import fitted, synthetic_catalog
 
 HEADER = "prompt_id,dataset,prompt_tokens,model,output_tokens_max300,bertscore_f1_minilm\n"
 SPLIT_SHA256 = "d45f80a514597f1525273e94ff310ec536bd585eab221064beb80ac517a17c51"

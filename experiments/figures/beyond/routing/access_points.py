@@ -16,13 +16,13 @@ import numpy as np
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
+from servegym.envs._command_line import run_main
 from servegym.envs.llm_routing.parallel_env import parallel_env
 from servegym.experiments.evaluate import DEFAULT_SEED
 from servegym.experiments.figures.routing.common import Options, chosen, run_figures, save, style
 from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import iqm, stratified_bootstrap
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main", "play"]
 
@@ -166,4 +166,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -33,7 +34,6 @@ from servegym.experiments.figures.routing.common import (
     summarise_parts,
 )
 from servegym.experiments.figures.script import legend, pyplot, tidy
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main", "pareto"]
 
@@ -291,4 +291,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -20,6 +20,7 @@ import numpy as np
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -31,7 +32,6 @@ from servegym.experiments.figures.routing.common import (
     summarise_parts,
 )
 from servegym.experiments.figures.script import legend, pyplot, tidy
-from servegym.hardware_profiles.script import run
 
 __all__ = ["main"]
 
@@ -163,4 +163,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

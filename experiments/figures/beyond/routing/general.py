@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.common import (
     Options,
     TrainedRun,
@@ -31,7 +32,6 @@ from servegym.experiments.figures.routing.common import (
 )
 from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table, read_rows
-from servegym.hardware_profiles.script import run
 
 __all__ = ["Point", "main", "points", "verdict"]
 
@@ -279,4 +279,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

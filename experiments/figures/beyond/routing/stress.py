@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -31,7 +32,6 @@ from servegym.experiments.figures.routing.common import (
     summarise_parts,
 )
 from servegym.experiments.stats import paired_difference
-from servegym.hardware_profiles.script import run
 
 __all__ = ["ShuffledScores", "main"]
 
@@ -191,4 +191,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

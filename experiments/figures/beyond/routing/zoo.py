@@ -17,6 +17,7 @@ import numpy as np
 
 from servegym.agents import load_policy
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.common import (
     Options,
     play,
@@ -28,7 +29,6 @@ from servegym.experiments.figures.routing.training import RESULT
 from servegym.experiments.figures.script import pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, iqm, student_interval
-from servegym.hardware_profiles.script import run
 
 __all__ = ["gains", "main"]
 
@@ -200,4 +200,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -21,6 +21,7 @@ from servegym.baselines.serverless_moe.clairvoyant import Clairvoyant
 from servegym.baselines.serverless_moe.policies import Seen
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
+from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.script import (
     FigureOptions,
@@ -33,7 +34,6 @@ from servegym.experiments.figures.script import (
 from servegym.experiments.figures.serverless.common import OUT, save, with_interval
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, paired_difference
-from servegym.hardware_profiles.script import run
 
 __all__ = ["Told", "main", "shares"]
 
@@ -192,4 +192,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from servegym.agents import load_policy
 from servegym.baselines.protocol import Observation, WrappedPolicy
+from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.script import (
     FigureOptions,
@@ -34,7 +35,6 @@ from servegym.experiments.figures.script import (
 from servegym.experiments.figures.serverless.common import OUT, save, with_interval
 from servegym.experiments.output import print_table, read_rows, write_csv
 from servegym.experiments.stats import mean, paired_difference
-from servegym.hardware_profiles.script import run
 
 __all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
 
@@ -395,4 +395,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -17,6 +17,7 @@ import numpy as np
 
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.script import (
@@ -30,7 +31,6 @@ from servegym.experiments.figures.script import (
 from servegym.experiments.figures.serverless.common import MODELS, OUT, save, with_interval
 from servegym.experiments.output import print_table, read_rows, write_csv
 from servegym.experiments.stats import mean, paired_difference
-from servegym.hardware_profiles.script import run
 
 __all__ = ["Options", "main", "measure", "summarise"]
 
@@ -353,4 +353,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.serverless_moe.remoe import READINGS
+from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.equations import DECODE_INVOCATIONS
 from servegym.experiments.figures.serverless.common import MODELS, save
 from servegym.experiments.figures.serverless.methods import (
@@ -32,7 +33,6 @@ from servegym.experiments.figures.serverless.methods import (
     show,
     sweep,
 )
-from servegym.hardware_profiles.script import run
 
 __all__ = ["break_even", "main"]
 
@@ -189,4 +189,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def run(main: Callable[[], int]) -> NoReturn:
-    """Exit with what ``main`` returns; refused input is one line on stderr and exit status 2."""
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Exit with the status that ``main`` returns; a ValueError is one line on stderr, status 2."""
     try:
         raise SystemExit(main())
     except ValueError as mistake:

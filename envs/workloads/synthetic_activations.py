@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads._expert_sets import draw_top_k, ids_to_masks
+from servegym.envs.workloads.expert_sets import draw_top_k, ids_to_masks
 
 SHARPEST = 0.95
 
