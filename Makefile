@@ -1,5 +1,6 @@
 # make train   train the router for a few minutes and compare it with the heuristics
-# make test    run the test suite on the installed package
+# make test    run the quick tests on the installed package, some minutes
+# make test-all run the long ones as well
 # make coverage the same, and 90 % of the Python lines must have run
 # make test-nojit, test-boundscheck   the engines without numba, and with its check of every index
 # make test-interop   Ray, RLlib, TorchRL, Tianshou and Minari, in an environment of their own
@@ -27,31 +28,42 @@ ROOT := $(CURDIR)
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EXTRAS := agents,plots,sweep,docs,test,dev,track
+TRAIN_EXTRAS := agents,plots
 
 # One thread a process: two torch threads on two busy cores are many times slower than one.
 export OMP_NUM_THREADS ?= 1
+# Compiled engines outlive the package that they are compiled from, which is installed anew.
+export NUMBA_CACHE_DIR ?= $(abspath $(VENV))/numba
 
-.PHONY: help train test coverage test-nojit test-boundscheck test-interop lint ruff pyright bench docs install constraints clean
+.PHONY: help train test test-all coverage test-nojit test-boundscheck test-interop lint ruff pyright bench docs install constraints clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 # torch comes first and alone: the pinned version may be a CPU build that lies on this machine,
 # and a resolver that has not seen it installed prefers the latest build with CUDA libraries.
-$(BIN)/.installed: pyproject.toml constraints.txt
+$(BIN)/.torch: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 14) else "Python 3.11, 3.12 or 3.13 is needed; $(PYTHON) is %d.%d (set PYTHON=)" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(PINS) setuptools torch==2.13.0
+	touch $@
+
+# Everything for development, or, for `make train`, what training needs and no more.
+$(BIN)/.installed: EXTRA = $(EXTRAS)
+$(BIN)/.trainable: EXTRA = $(TRAIN_EXTRAS)
+$(BIN)/.installed $(BIN)/.trainable: $(BIN)/.torch
 	rm -rf build
-	$(PIP) install --quiet $(PINS) torch==2.13.0 "$(INSTALL)[$(EXTRAS)]"
+	$(PIP) install --quiet $(PINS) torch==2.13.0 "$(INSTALL)[$(EXTRA)]"
 	touch $@
 
 # The package itself is installed anew every time, so that the checks never see an older tree.
-install: $(BIN)/.installed
-	@rm -rf build
-	@$(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall "$(INSTALL)"
+REINSTALL = rm -rf build && $(PIP) install --quiet --no-deps --no-build-isolation --force-reinstall "$(INSTALL)"
 
-train: install
+install: $(BIN)/.installed
+	@$(REINSTALL)
+
+train: $(BIN)/.trainable
+	@$(REINSTALL)
 	$(BIN)/python -m servegym.experiments.train_and_compare $(ARGS)
 
 # Run from an empty folder: what is tested is the installed package and nothing of the tree but tests/.
@@ -59,12 +71,16 @@ TESTS ?= tests
 PYTEST = away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cd "$$away" && \
 	$(BIN)/pytest -c $(ROOT)/setup.cfg --rootdir=$(ROOT) -n $(WORKERS)
 
+# The engines are compiled once, before the workers start.
 test: install
-	@$(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+	@$(BIN)/servegym warm && $(PYTEST) -m "not slow" $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+
+test-all: install
+	@$(BIN)/servegym warm && $(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
 coverage:
 	@export COVERAGE_FILE=$${COVERAGE_FILE:-$(ROOT)/.coverage} && \
-	$(MAKE) --no-print-directory test ARGS="--cov --cov-config=$(ROOT)/setup.cfg $(ARGS)"
+	$(MAKE) --no-print-directory test-all ARGS="--cov --cov-config=$(ROOT)/setup.cfg $(ARGS)"
 
 # The engines step by step in Python: hours for all tests, minutes for these. What plays episodes of
 # the placement simulator is skipped, but for the tests of its clusters.
@@ -84,7 +100,7 @@ test-boundscheck: install
 # Libraries that the suite itself does without, without its pins, since Ray wants an older Gymnasium;
 # one process, because Ray takes both cores.
 test-interop:
-	@$(MAKE) --no-print-directory test VENV=$(VENV)-interop WORKERS=0 PINS= TESTS=tests/interop \
+	@$(MAKE) --no-print-directory test-all VENV=$(VENV)-interop WORKERS=0 PINS= TESTS=tests/interop \
 	  EXTRAS=agents,plots,sweep,track,test,interop,ray ARGS="$(ARGS)"
 
 lint: ruff pyright

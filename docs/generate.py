@@ -342,6 +342,22 @@ def hardware() -> None:
     write("hardware.md", text.replace("../experiments/results/fidelity/", ""))
 
 
+def glossary() -> None:
+    """The page of this folder, with every policy and shipped checkpoint in a line."""
+    lines = [(ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")]
+    for family in FAMILIES:
+        lines += [f"### {family.title}", "", "| policy | meaning |", "| --- | --- |"]
+        for info in list_policies(family.name):
+            mark = " (c)" if info.clairvoyant else ""
+            text = info.description.replace("|", "\\|")
+            lines.append(f"| `{info.name}`{mark} | {text} |")
+        for name, file in shipped(family.name).items():
+            page = f"agents/{written_by(file)}.md#checkpoint-{name}"
+            lines.append(f"| `{name}` | [shipped checkpoint]({page}) |")
+        lines.append("")
+    write("glossary.md", "\n".join(lines))
+
+
 def leaderboard() -> bool:
     """The committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
@@ -358,10 +374,17 @@ home()
 fidelity()
 benchmarks()
 hardware()
+glossary()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}, {"Fidelity": "fidelity.md"}]
 mkdocs_gen_files.config["nav"] = [
     {"Home": "index.md"},
+    {
+        "Findings": [
+            *({family.title: f"findings/{family.group}.md"} for family in FAMILIES),
+            {"Glossary": "glossary.md"},
+        ]
+    },
     {
         "Tutorials": [
             *tutorials(),
