@@ -36,7 +36,8 @@ from servegym.agents.lib.run import (
     write_checkpoint,
 )
 from servegym.agents.placement_features import SCALARS, Features, group_advantage, is_first
-from servegym.agents.placement_start import Start, find_start, setting_word
+from servegym.baselines.expert_placement.start import Start, cached_start, cluster_fingerprint
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.core import observation_space
 from servegym.envs.expert_placement.decode import decode_scores, repair_placement
 from servegym.envs.expert_placement.env import make_problem
@@ -227,7 +228,7 @@ def save_policy(agent: Agent, args: Args, path: Path, step: int, start: Start | 
     meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
     if start is not None:
         meta["start"] = start.to_json()
-    meta["setting"] = setting_word(make_problem(parse_settings(args.set)))
+    meta["setting"] = cluster_fingerprint(make_problem(parse_settings(args.set)))
     write_checkpoint(agent, meta | {"agent": "mappo_placement", "step": str(step)}, path)
 
 
@@ -247,7 +248,14 @@ def train(args: Args) -> Path:
     envs = [make_env(args, epochs=steps) for _ in range(n)]
     run = Path(args.out_dir) / (args.run_name or f"mappo_placement_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
-    start = find_start(run, args)
+    start = None
+    if args.base == "best":
+        # The search knows the prompts of the training split only.
+        system = PlacementSystem.from_problem(make_problem(parse_settings(args.set)), own=True)
+        tries, proposals = args.start_tries, args.start_steps
+        start = cached_start(
+            run / "start.json", system, tries=tries, steps=proposals, seed=args.seed
+        )
     features = make_features(envs[0].problem.cluster, args, start)
     agent = Agent(features.columns, args.width, args.move_bias)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)

@@ -328,7 +328,7 @@ def _content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
 def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
     from servegym.agents import mappo_placement, ppo_placement
     from servegym.agents.lib.run import parse_settings
-    from servegym.agents.placement_start import Start, setting_word
+    from servegym.baselines.expert_placement.start import Start, cluster_fingerprint
     from servegym.envs.expert_placement.env import make_problem
 
     kind = meta["agent"]
@@ -336,7 +336,7 @@ def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], s
     args = _arguments(module.Args, meta["args"])
     if system is None:
         system = make_problem(parse_settings(args.set))
-    word = setting_word(system)
+    word = cluster_fingerprint(system)
     if file.parent == SHIPPED / "expert_placement" and meta.get("setting") != word:
         # A shipped agent is one policy with a file for every cluster it was trained on.
         for other in sorted(file.parent.glob(f"{kind}*.safetensors")):

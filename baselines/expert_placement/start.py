@@ -8,10 +8,12 @@ episode to come is used: prompts and task shares are those that an operator has 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from servegym.baselines.expert_placement.queue_model import QueueModel
 from servegym.baselines.expert_placement.rehearsal import Rehearsal
 from servegym.baselines.expert_placement.simple import whole_layer
 from servegym.envs._checks import whole
+from servegym.envs.workloads._util import write_atomic
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
@@ -136,6 +139,49 @@ def best_start(
         calls=rehearsal.calls + short.calls,
         cpu_s=time.process_time() - begin,
     )
+
+
+def cached_start(path: Path, system: PlacementSystem, **search: Any) -> Start:
+    """`best_start`, read from a file or else searched for and written to it.
+
+    Args:
+        path: The JSON file.
+        system: As for `best_start`.
+        **search: Further arguments of `best_start`; a file that exists is read whatever they are.
+    """
+    if not path.exists():
+        text = best_start(system, **search).to_json()
+        write_atomic(path, lambda stream: stream.write(text.encode()))
+    return Start.from_json(path.read_text(encoding="utf-8"))
+
+
+def cluster_fingerprint(system: Any) -> str:
+    """Sixteen hexadecimal digits, the same for systems on which a start means the same.
+
+    They depend on slots, links, message costs, the speed of GPUs and host channels, the load and
+    the tasks.
+
+    Args:
+        system: A `Problem` or a `PlacementSystem`.
+    """
+    c = system.cluster
+    numbers = (
+        c.slots,
+        c.gpu_server,
+        c.link_bytes_s,
+        c.latency_s,
+        system.interarrival_s,
+        c.expert_base_s,
+        c.expert_token_s,
+        c.dense_base_s,
+        c.dense_token_s,
+        [c.layers, c.experts, c.message_cost_s, c.pcie_bytes_s, c.pcie_latency_s],
+    )
+    words = [np.ascontiguousarray(part, dtype=np.float64).tobytes() for part in numbers]
+    text = f"{c.model} {c.link_model} {c.messages} {system.migration_source} " + " ".join(
+        system.tasks
+    )
+    return hashlib.sha256(b"".join([*words, text.encode()])).hexdigest()[:16]
 
 
 def _rehearsal(system: PlacementSystem, requests: int, seed: int) -> Rehearsal:

@@ -1,18 +1,12 @@
 """Where the placement agents start: files, clusters they hold for, what a network changes."""
 
-import json
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from servegym.agents import placement_start  # noqa: E402
 from servegym.agents.placement_features import Features, zero_action  # noqa: E402
-from servegym.agents.placement_start import find_start, setting_word  # noqa: E402
 from servegym.baselines.expert_placement.simple import uniform, whole_layer  # noqa: E402
-from servegym.baselines.expert_placement.system import PlacementSystem as Description  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem  # noqa: E402
 
 
@@ -33,42 +27,6 @@ def test_no_output_is_the_start_to_the_last_expert():
         np.testing.assert_array_equal(got[held], True)
     plain = Features(cluster, "best")  # a cluster without a start: whole layers
     np.testing.assert_array_equal(plain.base, Features(cluster, "whole_layer").base)
-
-
-def test_a_run_looks_once_for_its_start(tmp_path, monkeypatch):
-    args = SimpleNamespace(base="best", set=("model=toy",), start_tries=0, start_steps=1, seed=3)
-    first = find_start(tmp_path, args)
-    monkeypatch.setattr(placement_start, "best_start", None)
-    again = find_start(tmp_path, args)
-    np.testing.assert_array_equal(again.held, first.held)
-    assert json.loads((tmp_path / "start.json").read_text())["name"] == first.name
-    args.base = "none"
-    assert find_start(tmp_path, args) is None
-
-
-def test_settings_differ_by_what_a_start_depends_on():
-    word = setting_word(make_problem({"scenario": "edge_hetero"}))
-    problem = make_problem({"scenario": "edge_hetero", "split": "eval", "epochs": 3})
-    assert setting_word(problem) == word == setting_word(Description.from_problem(problem))
-    here = {"scenario": "edge_hetero"}
-    others = [
-        {"scenario": "drift"},
-        {"scenario": "paper_testbed"},
-        {"scenario": "edge_decode"},
-        {"mean_interarrival_s": 5.0},
-        {"model": "toy"},
-        here | {"tasks": ("law", "summary", "translation")},
-        *(
-            here | {"cluster_kwargs": {name: value}}
-            for name, value in (
-                ("link_model", "pairwise"),
-                ("pcie_bytes_s", 24e9),
-                ("gpu_speed", 0.5),
-            )
-        ),
-    ]
-    words = [setting_word(make_problem(kwargs)) for kwargs in others]
-    assert len({word, *words}) == 1 + len(others)
 
 
 def test_heights_exchange_layers_and_keep_memory_and_coverage():

@@ -1,5 +1,7 @@
 """The search for one good placement: the estimate by hand, what annealing keeps, the policy."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,13 @@ from servegym.baselines.expert_placement.queue_kernel import look, number_of
 from servegym.baselines.expert_placement.queue_model import QueueModel
 from servegym.baselines.expert_placement.rehearsal import Rehearsal
 from servegym.baselines.expert_placement.simple import uniform, whole_layer
-from servegym.baselines.expert_placement.start import Start, best_start, climb
+from servegym.baselines.expert_placement.start import (
+    Start,
+    best_start,
+    cached_start,
+    climb,
+    cluster_fingerprint,
+)
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import build_problem
@@ -158,3 +166,34 @@ def test_the_policy_searches_once_and_stays():
             make_policy("best_start", system, family="expert_placement", **{name: -1})
         with pytest.raises(ValueError, match=name):
             best_start(system, **{name: -1})
+
+
+def test_a_file_that_exists_is_read_and_no_search_is_made(tmp_path, monkeypatch):
+    path, system = tmp_path / "start.json", toy()
+    first = cached_start(path, system, tries=0, swaps=2, seed=3)
+    monkeypatch.setattr("servegym.baselines.expert_placement.start.best_start", None)
+    again = cached_start(path, system)
+    np.testing.assert_array_equal(again.held, first.held)
+    assert json.loads(path.read_text())["name"] == first.name == again.name
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_fingerprints_differ_by_what_a_start_depends_on():
+    problem = build_problem(scenario="edge_hetero", split="eval", epochs=3)
+    digits = cluster_fingerprint(build_problem(scenario="edge_hetero"))
+    assert cluster_fingerprint(problem) == digits
+    assert cluster_fingerprint(PlacementSystem.from_problem(problem)) == digits
+    here = {"scenario": "edge_hetero"}
+    others = [
+        {"scenario": "drift"},
+        {"scenario": "paper_testbed"},
+        {"scenario": "edge_decode"},
+        {"mean_interarrival_s": 5.0},
+        {"model": "toy"},
+        here | {"tasks": ("law", "summary", "translation")},
+        here | {"cluster_kwargs": {"link_model": "pairwise"}},
+        here | {"cluster_kwargs": {"pcie_bytes_s": 24e9}},
+        here | {"cluster_kwargs": {"gpu_speed": 0.5}},
+    ]
+    found = {cluster_fingerprint(build_problem(**kwargs)) for kwargs in others}
+    assert len({digits, *found}) == 1 + len(others)
