@@ -13,6 +13,7 @@ import inspect
 import re
 import tempfile
 from pathlib import Path
+from typing import get_type_hints
 
 import gymnasium
 import mkdocs_gen_files
@@ -94,16 +95,12 @@ def environments() -> list[dict[str, str]]:
                 text = text.replace(f"`{other.__name__}`", f"[`{other.__name__}`]({page}.md)")
         write(f"environments/{name}.md", "\n".join([*lines, text]))
         nav.append({name: f"environments/{name}.md"})
-    from servegym.envs.expert_placement import parallel_env as placement
+    from servegym.envs.expert_placement.parallel_env import parallel_env as placement
     from servegym.envs.llm_routing import parallel_env as routing
 
-    for module, title in ((routing, "llm_routing"), (placement, "expert_placement")):
-        (cls,) = (
-            c
-            for n, c in vars(module).items()
-            if inspect.isclass(c) and n.endswith("ParallelEnv") and c.__module__ == module.__name__
-        )
-        text = f"# {title} (PettingZoo)\n\n`{module.__name__}.parallel_env`\n\n"
+    for function, title in ((routing, "llm_routing"), (placement, "expert_placement")):
+        cls = get_type_hints(function)["return"]
+        text = f"# {title} (PettingZoo)\n\n`servegym.envs.{title}.parallel_env`\n\n"
         text += fenced(inspect.cleandoc(cls.__doc__ or ""))
         write(f"environments/{title}_parallel.md", text)
         nav.append({f"{title} (PettingZoo)": f"environments/{title}_parallel.md"})

@@ -25,7 +25,7 @@ from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.envs.expert_placement.parallel_env import ExpertPlacementParallelEnv
 from servegym.envs.llm_routing import config as routing_config
 from servegym.envs.llm_routing.core import RoutingBatch
-from servegym.envs.llm_routing.parallel_env import LLMRoutingParallelEnv
+from servegym.envs.llm_routing.pettingzoo_env import LLMRoutingParallelEnv
 from servegym.envs.serverless_moe import config as serverless_config
 from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.workloads import make_arrivals

@@ -17,7 +17,7 @@ import numpy as np
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs._command_line import run_main
-from servegym.envs.llm_routing.parallel_env import parallel_env
+from servegym.envs.llm_routing import parallel_env
 from servegym.experiments.evaluate import DEFAULT_SEED
 from servegym.experiments.figures.routing.common import Options, chosen, run_figures, save, style
 from servegym.experiments.figures.script import legend, pyplot, tidy

@@ -72,7 +72,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
     | `view` | `"graph"` | `graph`, `flat` or `experts` |
     | `shared_reward` | False | everyone gets the reward of the whole |
 
-    >>> from servegym.envs.llm_routing.parallel_env import parallel_env
+    >>> from servegym.envs.llm_routing import parallel_env
     >>> env = parallel_env(num_access_points=2, rate=2.5)
     >>> observations, _ = env.reset(seed=0)
     >>> env.turn, observations["access_point_0"]["turn"].tolist()
