@@ -25,7 +25,7 @@ from servegym.baselines.expert_placement.queue_model import QueueModel
 from servegym.baselines.expert_placement.rehearsal import Rehearsal
 from servegym.baselines.expert_placement.simple import whole_layer
 from servegym.envs._checks import whole
-from servegym.envs.workloads._util import write_atomic
+from servegym.envs._files import write_atomic
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
