@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import functools
 import importlib
 import importlib.metadata
 import importlib.resources
@@ -101,12 +102,16 @@ def test_setup_cfg_has_no_metadata(root):
     assert taken == [] and not any(name.startswith("options") for name in config.sections())
 
 
+@functools.cache
 def _imported(path):
+    """The modules that a file imports by their full names."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module
+            names.append(node.module)
+    return names
 
 
 def test_no_folder_is_imported_by_its_bare_name(root, sources):
@@ -215,15 +220,28 @@ def test_no_data_file_is_large(root):
                 assert path.stat().st_size <= 1_000_000, path
 
 
-def test_scripts_run_as_files(root):
+SCRIPTS = sorted(
+    path.name
+    for path in (Path(__file__).resolve().parent.parent / "agents").glob("*.py")
+    if "__main__" in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        script if script == "sac_han.py" else pytest.param(script, marks=pytest.mark.slow)
+        for script in SCRIPTS
+    ],
+)
+def test_a_script_runs_as_a_file(root, script):
     """Agents are single files: ``python agents/x.py --help`` works from anywhere."""
-    scripts = [path for path in (root / "agents").glob("*.py") if path.name != "__init__.py"]
-    for path in scripts:
-        if "__main__" in path.read_text():
-            done = subprocess.run(
-                [sys.executable, str(path), "--help"],
-                capture_output=True,
-                text=True,
-                cwd=Path(path.anchor),
-            )
-            assert done.returncode == 0 and "--seed" in done.stdout, done.stderr
+    path = root / "agents" / script
+    done = subprocess.run(
+        [sys.executable, str(path), "--help"], capture_output=True, text=True, cwd=path.anchor
+    )
+    assert done.returncode == 0 and "--seed" in done.stdout, done.stderr
+
+
+def test_the_readme_fits_one_page(root):
+    assert len((root / "README.md").read_text(encoding="utf-8").splitlines()) <= 120

@@ -10,7 +10,16 @@ pytest.importorskip("torch")
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "tutorials"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in FOLDER.glob("*.py")))
+QUICK = ("add_a_policy.py", "compare_two_policies.py")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        path.name if path.name in QUICK else pytest.param(path.name, marks=pytest.mark.slow)
+        for path in sorted(FOLDER.glob("*.py"))
+    ],
+)
 def test_a_tutorial_runs(name: str, tmp_path: Path) -> None:
     if "sb3" in name:
         pytest.importorskip("sb3_contrib")
