@@ -1,24 +1,34 @@
-"""The decorators of every compiled function, and a cache of theirs that processes can share.
+"""The decorators of every compiled function, their compilation ahead of use, and their cache.
 
 numba's cache on disk is an index of signatures with a data file for each. Processes that start
 together on an empty or outdated cache read and write it at the same time, and an index is written
 before its data: a process can then take a file that holds another signature, or the code from
 before a change of the source, and returns its numbers without a word. Here every data file says
 what it holds; what is not what was asked for is compiled anew.
+
+numba notices edits of the file that a function stands in. Here the contents count in place of the
+time of the last change, and all files of a package ``kernel/`` count for each of its functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numba
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
-__all__ = ["inline", "jit"]
+__all__ = ["compile_kernels", "inline", "jit"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+NOTICE_AFTER_S = 2.0
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 
 
@@ -36,12 +46,22 @@ class _LabelledFile(IndexDataCacheFile):
         return data if (stamp, held) == (self._source_stamp, key) else None
 
 
+@cache
+def _source_digest(path: Path) -> str:
+    """Digest of a source file, or of all files of the package ``kernel/`` that it belongs to."""
+    digest = hashlib.sha256()
+    for source in sorted(path.parent.glob("*.py")) if path.parent.name == "kernel" else [path]:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 def _compiled(function: F, **options: Any) -> F:
     dispatcher: Any = njit(**_OPTIONS, **options)(function)
     # Absent without compilation (NUMBA_DISABLE_JIT) or where no folder can be written.
-    files = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
+    files: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if type(files) is IndexDataCacheFile:
         files.__class__ = _LabelledFile
+        files._source_stamp = _source_digest(Path(function.__code__.co_filename))
     return dispatcher
 
 
@@ -56,3 +76,41 @@ def inline(function: F) -> F:
     Array arguments are passed by value, seven words each: it pays on the hot path.
     """
     return _compiled(function, forceinline=True)
+
+
+def compile_kernels(engine: str, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Compile functions for the types of these arguments, or load them from the cache on disk.
+
+    The functions are not called. Where that takes longer than two seconds, one line on stderr says
+    what is compiled. Batches call it when they are built, so that no reset or step compiles; a
+    package of baselines does it in ``compile_kernels()``, which ``servegym warm`` calls.
+
+    Args:
+        engine: What the functions are, for the line on stderr, such as ``"LLM routing engine"``.
+        calls: Functions of `jit` with the arguments of a call; scalars must be of the type that
+            the callers pass.
+    """
+    missing = []
+    for function, arguments in calls:
+        if hasattr(function, "overloads"):  # not so under NUMBA_DISABLE_JIT
+            signature = tuple(numba.typeof(argument) for argument in arguments)
+            if signature not in function.overloads:
+                missing.append((function, signature))
+    if not missing:
+        return
+    notice = threading.Timer(NOTICE_AFTER_S, _notify, [engine])
+    notice.daemon = True
+    notice.start()
+    try:
+        for function, signature in missing:
+            function.compile(signature)
+    finally:
+        notice.cancel()
+
+
+def _notify(engine: str) -> None:
+    print(
+        f"servegym: compiling the {engine}, once per machine (`servegym warm` does it ahead) ...",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -177,6 +177,22 @@ def _fit_error(profile: Any) -> str:
 
 @app.command()
 @_clear_errors
+def warm(
+    families: Annotated[
+        list[str] | None,
+        typer.Argument(help="Families (all), see `servegym list`.", metavar="[FAMILY]..."),
+    ] = None,
+) -> None:
+    """Compile environments and policies ahead, once per machine; each family's seconds."""
+    from servegym.envs.families import FAMILIES, family_named
+    from servegym.experiments.warm import warm_family
+
+    for family in [family_named(name) for name in families or ()] or FAMILIES:
+        typer.echo(f"{family.name}: {warm_family(family):.1f} s")
+
+
+@app.command()
+@_clear_errors
 def evaluate(
     env_id: EnvId,
     policy: Annotated[

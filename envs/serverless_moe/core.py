@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from servegym.envs._jit import compile_kernels
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
 from servegym.envs.serverless_moe.deployments import serve
@@ -150,6 +151,16 @@ class ServerlessBatch:
             parts["activations"] = self.arrays.activations
             parts["warm_remote"] = self.arrays.warm_remote
             self.observation = {name: parts[name] for name in observation_space(problem)}  # pyright: ignore
+        which, actions = np.zeros(num_rows, np.int8), np.zeros((num_rows, len(problem.nvec)), int)
+        shared = (problem.tables, self.arrays)
+        compile_kernels(
+            "serverless MoE engine",
+            [
+                (kernel.begin, (*shared, which)),
+                (kernel.redraw, (*shared, which)),
+                (kernel.step, (*shared, actions, problem.nvec, which)),
+            ],
+        )
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: requests, their lengths and SLOs, gaps and overheads."""

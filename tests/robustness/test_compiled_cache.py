@@ -13,6 +13,28 @@ from pathlib import Path
 
 import pytest
 
+from servegym.envs.families import family_named
+
+MODULES = {
+    "__init__": "from mine.kernel.describe import describe",
+    "size": """
+from servegym.envs._jit import jit
+
+@jit
+def size(x):
+    return {factor} * x.itemsize
+""",
+    "describe": """
+from mine.kernel.size import size
+from servegym.envs._jit import jit
+
+@jit
+def describe(x):
+    return size(x) + x.ndim
+""",
+}
+"""The files of a package ``kernel``, where one function's code stands in another one's file."""
+
 SOURCE = """
 from servegym.envs._jit import inline, jit
 
@@ -41,19 +63,30 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def write(folder: Path, factor: int, time_s: int) -> None:
+def write(folder: Path, factor: int) -> None:
     (folder / "mine.py").write_text(SOURCE.format(factor=factor))
-    os.utime(folder / "mine.py", (time_s, time_s))
 
 
-def start(folder: Path, seed: int, *kinds: str) -> subprocess.Popen[str]:
+def write_package(folder: Path, factor: int) -> None:
+    package = folder / "mine" / "kernel"
+    package.mkdir(parents=True, exist_ok=True)
+    (folder / "mine" / "__init__.py").write_text("from mine.kernel import describe")
+    for name, text in MODULES.items():
+        (package / f"{name}.py").write_text(text.format(factor=factor))
+
+
+def start(
+    folder: Path, seed: float, *kinds: str, code: str = CALLS, own_cache: bool = True
+) -> subprocess.Popen[str]:
     """A process that calls the function with arrays of one and two dimensions of every kind."""
-    settings = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    settings = dict(os.environ)
+    if own_cache:
+        settings["NUMBA_CACHE_DIR"] = str(folder / "cache")
     settings["PYTHONPATH"] = os.pathsep.join(
         [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     return subprocess.Popen(
-        [sys.executable, "-c", CALLS, str(seed), *kinds],
+        [sys.executable, "-c", code, str(seed), *kinds],
         env=settings,
         cwd=folder,
         text=True,
@@ -74,14 +107,14 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def test_what_is_in_the_cache_is_not_compiled_again(tmp_path):
-    write(tmp_path, 10, 1_000_000_000)
+    write(tmp_path, 10)
     assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 0]
     assert len(data_files(tmp_path)) == 2
     assert numbers(start(tmp_path, 1, "f8")) == [81, 82, 2]
 
 
 def test_data_of_another_signature_is_not_taken(tmp_path):
-    write(tmp_path, 10, 1_000_000_000)
+    write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f4", "f8"))
     files = data_files(tmp_path)
     held = [file.read_bytes() for file in files]
@@ -92,10 +125,10 @@ def test_data_of_another_signature_is_not_taken(tmp_path):
 
 
 def test_data_from_before_a_change_of_the_source_is_not_taken(tmp_path):
-    write(tmp_path, 10, 1_000_000_000)
+    write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f4", "f8"))
     before = {file: file.read_bytes() for file in data_files(tmp_path)}
-    write(tmp_path, 20, 1_000_000_060)
+    write(tmp_path, 20)
     assert numbers(start(tmp_path, 0, "f4", "f8")) == [81, 82, 161, 162, 0]
     assert set(before) == set(data_files(tmp_path)), "numba gives a new source the old names"
     for file, data in before.items():
@@ -103,13 +136,80 @@ def test_data_from_before_a_change_of_the_source_is_not_taken(tmp_path):
     assert numbers(start(tmp_path, 0, "f4", "f8")) == [81, 82, 161, 162, 0]
 
 
+def test_data_from_before_a_change_of_another_file_of_the_package_is_not_taken(tmp_path):
+    write_package(tmp_path, 10)
+    assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 0]
+    assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 2]
+    write_package(tmp_path, 20)
+    assert numbers(start(tmp_path, 0, "f8")) == [161, 162, 0]
+
+
+def test_a_source_of_another_time_with_the_same_contents_is_not_compiled_again(tmp_path):
+    write(tmp_path, 10)
+    numbers(start(tmp_path, 0, "f8"))
+    os.utime(tmp_path / "mine.py", (1_000_000_000, 1_000_000_000))
+    assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 2]
+
+
+AHEAD = """
+import sys
+import numpy as np
+from servegym.envs import _jit
+import mine
+_jit.NOTICE_AFTER_S = float(sys.argv[1])
+for _ in range(2):
+    _jit.compile_kernels("toy engine", [(mine.describe, (np.zeros(3),))])
+before = len(mine.describe.overloads)
+assert mine.describe(np.ones(2)) == 81
+print(before, len(mine.describe.overloads))
+"""
+
+
+@pytest.mark.parametrize("notice_after_s, lines", [(0.001, 1), (300.0, 0)])
+def test_functions_compile_ahead_of_their_call_and_say_so_once(tmp_path, notice_after_s, lines):
+    write(tmp_path, 10)
+    process = start(tmp_path, notice_after_s, code=AHEAD)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.split() == ["1", "1"]
+    assert err.count("\n") == err.count("toy engine") == lines
+
+
+EPISODE = """
+import sys
+import gymnasium
+from numba.core.dispatcher import Dispatcher
+import servegym
+env = gymnasium.make(sys.argv[2]).unwrapped
+envs = gymnasium.make_vec(sys.argv[2], num_envs=2).unwrapped
+compiled = []
+Dispatcher.compile = lambda self, signature: compiled.append(self) or 1 / 0
+env.reset(seed=0)
+for _ in range(3):
+    env.step(env.action_space.sample())
+env.restore_state(env.clone_state())
+envs.reset(seed=0)
+for _ in range(3):
+    envs.step(envs.action_space.sample())
+assert not compiled
+"""
+
+
+# The families whose batches compile their kernels when they are built.
+@pytest.mark.parametrize("env_id", family_named("serverless_moe").env_ids)
+def test_the_first_episode_compiles_nothing(tmp_path, env_id):
+    process = start(tmp_path, 0, env_id, code=EPISODE, own_cache=False)
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+
+
 def test_four_processes_fill_one_cache_in_any_order(tmp_path):
     kinds = ("f4", "f8", "i2", "i8", "u1")
     right = [10 * int(kind[1]) + ndim for kind in kinds for ndim in (1, 2)]
-    write(tmp_path, 10, 1_000_000_000)
+    write(tmp_path, 10)
     for process in [start(tmp_path, seed, *kinds) for seed in range(4)]:
         assert numbers(process)[:-1] == right
-    write(tmp_path, 20, 1_000_000_060)
+    write(tmp_path, 20)
     twice = [20 * int(kind[1]) + ndim for kind in kinds for ndim in (1, 2)]
     for process in [start(tmp_path, seed, *kinds) for seed in range(4)]:
         assert numbers(process)[:-1] == twice
