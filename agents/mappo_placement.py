@@ -41,7 +41,7 @@ from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.core import observation_space
 from servegym.envs.expert_placement.decode import decode_scores, repair_placement
 from servegym.envs.expert_placement.env import make_problem
-from servegym.envs.expert_placement.parallel_env import ExpertPlacementParallelEnv
+from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
 
 
 @dataclass

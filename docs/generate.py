@@ -95,7 +95,7 @@ def environments() -> list[dict[str, str]]:
                 text = text.replace(f"`{other.__name__}`", f"[`{other.__name__}`]({page}.md)")
         write(f"environments/{name}.md", "\n".join([*lines, text]))
         nav.append({name: f"environments/{name}.md"})
-    from servegym.envs.expert_placement.parallel_env import parallel_env as placement
+    from servegym.envs.expert_placement import parallel_env as placement
     from servegym.envs.llm_routing import parallel_env as routing
 
     for function, title in ((routing, "llm_routing"), (placement, "expert_placement")):

@@ -103,7 +103,7 @@ class FlatAgents(BaseParallelWrapper):
 
 def make_parallel(env_config: Mapping[str, Any]) -> FlatAgents:
     """The placement environment with a vector for every server."""
-    from servegym.envs.expert_placement.parallel_env import parallel_env
+    from servegym.envs.expert_placement import parallel_env
 
     return FlatAgents(parallel_env(**env_config))
 

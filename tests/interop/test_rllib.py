@@ -16,7 +16,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 
 import servegym  # noqa: F401  registers the ids
-from servegym.envs.expert_placement.parallel_env import parallel_env as placement
+from servegym.envs.expert_placement import parallel_env as placement
 from servegym.envs.llm_routing import parallel_env as routing
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS

@@ -10,7 +10,7 @@ import torch
 from torchrl.envs import GymEnv, PettingZooWrapper
 from torchrl.envs.utils import check_env_specs
 
-from servegym.envs.expert_placement.parallel_env import parallel_env as placement
+from servegym.envs.expert_placement import parallel_env as placement
 from servegym.envs.llm_routing import parallel_env as routing
 
 from .settings import PLACEMENT, ROUTING, SMALL, STEPS, make

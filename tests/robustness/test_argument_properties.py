@@ -22,7 +22,7 @@ import servegym  # noqa: F401 - registers the ids
 from servegym.envs.expert_placement import cluster as placement_cluster
 from servegym.envs.expert_placement import config as placement_config
 from servegym.envs.expert_placement.core import PlacementSystem
-from servegym.envs.expert_placement.parallel_env import ExpertPlacementParallelEnv
+from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
 from servegym.envs.llm_routing import config as routing_config
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.pettingzoo_env import LLMRoutingParallelEnv

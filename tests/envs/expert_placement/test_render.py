@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import servegym  # noqa: F401
+from servegym.envs.expert_placement import parallel_env
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
-from servegym.envs.expert_placement.parallel_env import parallel_env
 from servegym.envs.expert_placement.render import HEIGHT, WIDTH, expert_colours, render
 from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,13 +60,13 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 
     Those of `ExpertPlacementEnv` (its `action_mode` without `"placement"`) and `shared_reward`.
 
-    >>> from servegym.envs.expert_placement.parallel_env import parallel_env
+    >>> from servegym.envs.expert_placement import parallel_env
     >>> env = parallel_env(model="toy", epochs=2)
     >>> observations, infos = env.reset(seed=0)
     >>> env.agents, observations["server_2"]["counts"].shape
     (['server_0', 'server_1', 'server_2'], (4, 8))
 
-    Where PettingZoo has a registry, importing this module also makes it
+    Where PettingZoo has a registry, importing this module also registers it for
     `pettingzoo.make("parallel", "servegym/expert_placement-v0", ...)`.
     """
 
@@ -248,16 +246,6 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 def parallel_env(**kwargs: Any) -> ExpertPlacementParallelEnv:
     """The environment, see `ExpertPlacementParallelEnv` for the arguments."""
     return ExpertPlacementParallelEnv(**kwargs)
-
-
-class _CallableModule(types.ModuleType):
-    """`servegym.envs.expert_placement.parallel_env(...)` is this module, and the function."""
-
-    def __call__(self, **kwargs: Any) -> ExpertPlacementParallelEnv:
-        return parallel_env(**kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule
 
 
 # Older versions of PettingZoo have no registry. `import servegym` does not load PettingZoo.

@@ -1,6 +1,7 @@
 """Every server an agent: PettingZoo's own tests and ours."""
 
 import copy
+import inspect
 import warnings
 
 import numpy as np
@@ -12,8 +13,8 @@ from gymnasium.error import ResetNeeded
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 from pettingzoo.utils.conversions import parallel_to_aec
 
+from servegym.envs.expert_placement import parallel_env
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
-from servegym.envs.expert_placement.parallel_env import parallel_env
 
 from ...nested import same
 from .reference import COMPILED
@@ -137,8 +138,11 @@ def test_bad_calls_are_named():
         parallel_env(shared_reward=1)
 
 
-def test_the_module_makes_the_environment_too():
+def test_the_package_exports_a_plain_function_whatever_was_imported_before():
     from servegym.envs import expert_placement
+    from servegym.envs.expert_placement import pettingzoo_env
 
-    env = expert_placement.parallel_env(**SHORT)  # pyright: ignore[reportCallIssue]
-    assert type(env) is type(parallel_env(**SHORT)) and len(env.possible_agents) == 3
+    assert inspect.isfunction(expert_placement.parallel_env)
+    assert expert_placement.parallel_env is pettingzoo_env.parallel_env
+    with pytest.raises(AttributeError, match="nonsense"):
+        expert_placement.nonsense  # noqa: B018
