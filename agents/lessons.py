@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import track
 
-from servegym.agents.lib.run import env_kwargs
+from servegym.agents.lib.environments import parse_settings
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs._files import write_atomic
@@ -44,7 +44,7 @@ def lessons(args: Any, folder: Path) -> dict[str, NDArray[Any]]:
     Raises:
         ValueError: If the teacher is unknown.
     """
-    kwargs = env_kwargs(args)
+    kwargs = parse_settings(args.set)
     about = json.dumps([args.teacher, args.env_id, kwargs], sort_keys=True)
     file = folder / f"lessons_{zlib.crc32(about.encode()):08x}.npz"
     if file.exists():

@@ -24,17 +24,17 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.lib.run import (
-    RunArgs,
-    RunLog,
-    crossed,
-    has_snapshot,
-    keep,
-    layer,
-    parse_settings,
-    snapshot,
+from servegym.agents.lib.arguments import RunArgs
+from servegym.agents.lib.checkpoint import (
+    CheckpointPolicy,
+    json_field,
+    save_best_and_last,
+    saved_args,
     write_checkpoint,
 )
+from servegym.agents.lib.environments import parse_settings
+from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.agents.placement_features import SCALARS, Features, group_advantage, is_first
 from servegym.baselines.expert_placement.start import Start, cached_start, cluster_fingerprint
 from servegym.baselines.expert_placement.system import PlacementSystem
@@ -94,6 +94,14 @@ class Args(RunArgs):
     """episodes per evaluation"""
     resume: bool = False
     """go on with the run of this name where it was stopped; needs what save_model writes"""
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias at first."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 class Agent(nn.Module):
@@ -262,8 +270,8 @@ def train(args: Args) -> Path:
     size = steps * n
     updates = max(args.total_timesteps // size, 1)
     best, first, log_size = np.inf, 0, 0
-    if has_snapshot(args.resume, run / "state.pt"):
-        state = torch.load(run / "state.pt", weights_only=False)
+    state = load_snapshot(args.resume, run / "state.pt")
+    if state is not None:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
@@ -284,7 +292,7 @@ def train(args: Args) -> Path:
         latency, migrations = evaluate(agent, features, args)
         log.bar.console.print(f"step {step}: validation latency {latency:.3f} s")
         write = partial(save_policy, agent, args, step=step, start=start)
-        best = -keep(write, args, run, -latency, -best)
+        best = -save_best_and_last(write, args, run, -latency, -best)
         return {"eval/mean_latency_s": latency, "eval/migrations": migrations}
 
     if first == 0:
@@ -353,11 +361,11 @@ def train(args: Args) -> Path:
             "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
             "losses/approx_kl": kl,
         }
-        if crossed(args.eval_every, step - size, step) or iteration + 1 == updates:
+        if interval_passed(args.eval_every, step - size, step) or iteration + 1 == updates:
             metrics |= check(step)
         log.write(step, metrics)
         if args.save_model:
-            snapshot(
+            save_snapshot(
                 run / "state.pt",
                 agent=agent.state_dict(),
                 optimizer=optimizer.state_dict(),
@@ -368,6 +376,42 @@ def train(args: Args) -> Path:
             )
     log.close()
     return run
+
+
+class PlacementPolicy(CheckpointPolicy):
+    """A placement agent's policy.
+
+    Attributes:
+        start: Where its training started; None for a base by name.
+        step: Decisions that it was trained on.
+    """
+
+    start: Start | None = None
+    step: int = 0
+
+
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> PlacementPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`.
+
+    On another cluster than that of the training it does not have the start.
+    """
+    args = saved_args(Args, json_field(meta, "args"))
+    system = make_problem(parse_settings(args.set)) if system is None else system
+    start = Start.from_json(meta["start"]) if "start" in meta else None
+    known = start if meta.get("setting") == cluster_fingerprint(system) else None
+    features = make_features(system.cluster, args, known)
+    net = Agent(features.columns, **json_field(meta, "shape"))
+    net.load_state_dict(weights)
+    policy = PlacementPolicy(
+        "mappo_placement",
+        "graph",
+        args,
+        net,
+        lambda obs, _: greedy(net, features, system.cluster, obs),
+    )
+    policy.start, policy.step = start, int(meta.get("step") or args.total_timesteps)
+    policy.env_kwargs = {"action_mode": "placement"}
+    return policy
 
 
 if __name__ == "__main__":

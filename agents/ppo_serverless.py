@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,25 +34,25 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lessons import imitate
-from servegym.agents.lib.run import (
-    LongRunArgs,
-    RunLog,
-    crossed,
-    has_snapshot,
-    keep,
-    layer,
-    make_envs,
-    masks,
-    snapshot,
+from servegym.agents.lib.arguments import ResumableRunArgs
+from servegym.agents.lib.checkpoint import (
+    CheckpointPolicy,
+    json_field,
+    save_best_and_last,
+    saved_args,
     write_checkpoint,
 )
+from servegym.agents.lib.environments import action_masks, make_envs, parse_settings
+from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 
 
 @dataclass
-class Args(LongRunArgs):
+class Args(ResumableRunArgs):
     """Command line of the agent."""
 
     env_id: str = "servegym/ServerlessMoEFlat-v0"
@@ -103,6 +103,14 @@ class Args(LongRunArgs):
     """steps between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 32
     """episodes per evaluation"""
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias at first."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 class Agent(nn.Module):
@@ -212,14 +220,14 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
         its choices (nats): a constant policy has share 1 and entropy 0.
     """
     n = args.eval_episodes
-    envs = make_envs(args, n, split="val")
+    envs = make_envs(args.env_id, n, **(parse_settings(args.set) | {"split": "val"}))
     obs, info = envs.reset(seed=10_000)
     total, kept, steps, alive = 0.0, 0, 0, np.ones(n, bool)
     counts = [np.zeros(k) for k in agent.choices]
     device = next(agent.parameters()).device
     previous = torch.zeros((n, len(counts)), dtype=torch.long, device=device)
     while alive.any():
-        mask = torch.as_tensor(masks(info, n, sum(agent.choices)), device=device)
+        mask = torch.as_tensor(action_masks(info, n, sum(agent.choices)), device=device)
         with torch.no_grad():
             plan = agent.act(torch.as_tensor(obs, device=device), previous, mask, greedy=True)
         action, same = plan.cpu().numpy(), (plan == previous).all(1).cpu().numpy()
@@ -251,7 +259,7 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs, n = make_envs(args, args.num_envs), args.num_envs
+    envs, n = make_envs(args.env_id, args.num_envs, **parse_settings(args.set)), args.num_envs
     box, multi = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
@@ -264,8 +272,8 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_serverless_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
 
-    resumed, start = has_snapshot(args.resume, run / "snapshot.pt"), {}
-    if args.teacher and not resumed:
+    saved, start = load_snapshot(args.resume, run / "snapshot.pt"), {}
+    if args.teacher and saved is None:
         start["imitation/log_likelihood"] = imitate(agent, args, run.parent)
         start |= {f"eval/{key}": value for key, value in evaluate(agent, args).items()}
 
@@ -280,13 +288,12 @@ def train(args: Args) -> Path:
         "evaluated": 0,
         "log_size": 0,
         "obs": obs,
-        "mask": masks(info, n, actions),
+        "mask": action_masks(info, n, actions),
         "returns": np.zeros(n),
         "center": 0.0,
         "previous": torch.zeros((n, parts), dtype=torch.long, device=device),
     }
-    if resumed:
-        saved = torch.load(run / "snapshot.pt", weights_only=False)
+    if saved is not None:
         agent.load_state_dict(saved["agent"])
         optimizer.load_state_dict(saved["optimizer"])
         s, envs = saved["state"], pickle.loads(saved["envs"])
@@ -318,7 +325,7 @@ def train(args: Args) -> Path:
                 if t:
                     b_next[t - 1] = torch.where(b_done[t - 1] > 0, b_next[t - 1], b_value[t])
                 obs, reward, terminated, truncated, info = envs.step(b_action[t].cpu().numpy())
-                mask, done = masks(info, n, actions), terminated | truncated
+                mask, done = action_masks(info, n, actions), terminated | truncated
                 previous = b_action[t].clone()
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
                 b_next[t] = 0.0  # what follows the step: nothing after a termination
@@ -391,11 +398,11 @@ def train(args: Args) -> Path:
             metrics |= {f"eval/{key}": value for key, value in result.items()}
             log.bar.console.print(f"step {step}: mean reward {result['score']:.4f}")
             write = partial(save_policy, agent, args)
-            s["best"] = keep(write, args, run, result["score"], s["best"])
+            s["best"] = save_best_and_last(write, args, run, result["score"], s["best"])
         log.write(step, metrics)
-        if crossed(args.checkpoint_every, step - size, step):
+        if interval_passed(args.checkpoint_every, step - size, step):
             s["log_size"] = log.size
-            snapshot(
+            save_snapshot(
                 run / "snapshot.pt",
                 agent=agent.state_dict(),
                 state=s,
@@ -406,6 +413,41 @@ def train(args: Args) -> Path:
     log.close()
     envs.close()
     return run
+
+
+class PlanPolicy(CheckpointPolicy):
+    """Repeats the last plan of an episode while it is warm, or makes a new one."""
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Forget the last plans of the rows."""
+        last = getattr(self, "_last", None)
+        if last is None or len(last) != len(mask):
+            last = np.zeros((len(mask), len(self.net.choices)), np.int64)
+        self._last = np.where(mask[:, None], 0, last)
+
+    def act(self, observation: Any, action_mask: Any = None) -> NDArray[np.int64]:
+        """Actions int64 (B, parts)."""
+        net, legal = self.net, np.asarray(action_mask)
+        rows = torch.as_tensor(np.asarray(observation)).float()
+        if rows.shape[-1] != net.columns or legal.shape[-1] != sum(net.choices):
+            raise ValueError(
+                f"{self.path}: trained on {net.columns} columns and choices {net.choices}, got "
+                f"{rows.shape[-1]} columns and {legal.shape[-1]} choices in all"
+            )
+        if len(getattr(self, "_last", ())) != len(rows):  # `reset` was not called
+            self.reset(len(rows))
+        with torch.inference_mode():
+            plan = net.act(rows, torch.as_tensor(self._last), torch.as_tensor(legal), greedy=True)
+        self._last = plan.numpy().astype(np.int64)
+        return self._last.copy()
+
+
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> PlanPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
+    net = Agent(**json_field(meta, "shape"))
+    net.load_state_dict(weights)
+    args = saved_args(Args, json_field(meta, "args"))
+    return PlanPolicy("ppo_serverless", "flat", args, net)
 
 
 if __name__ == "__main__":

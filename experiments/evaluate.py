@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
-from servegym.agents.lib.checkpoint import shipped
+from servegym.agents.lib.checkpoint import shipped, shipped_for
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies, make_policy, policy_from_file
 from servegym.envs.families import FAMILIES
@@ -99,7 +99,7 @@ def resolve(
     if name in names:
         return Resolved(name, make_policy(name, system, family=family))
     trained = shipped(family)
-    file = trained.get(name, Path(name))
+    file = shipped_for(family, name, system) or Path(name)
     if file.exists():
         if file.suffix == ".py":
             loaded = policy_from_file(file, system)

@@ -1,17 +1,26 @@
-"""Trained policies from their checkpoints, behind the protocol of the baselines."""
+"""Checkpoints: writing them, reading them as policies, and the ones that come with the package.
+
+A checkpoint is a safetensors file with the weights, and as metadata the name of the agent that
+wrote it (``agent``), its arguments (``args``, JSON) and what else the agent needs to rebuild its
+policy. An agent is a file of ``servegym.agents`` with a function ``load(meta, weights, system)``
+that returns a `CheckpointPolicy`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.baselines.protocol import BasePolicy
+from servegym.envs._files import write_atomic
 
 AGENTS = (
     "sac_han",
@@ -26,140 +35,135 @@ AGENTS = (
 SHIPPED = Path(__file__).resolve().parent.parent / "checkpoints"
 
 
-def shipped(family: str) -> dict[str, Path]:
-    """The checkpoints that come with the package: name -> file, by environment family.
-
-    Beside each file lies its model card, ``NAME.md``.
-    """
-    return {path.stem: path for path in sorted((SHIPPED / family).glob("*.safetensors"))}
-
-
 class CheckpointPolicy(BasePolicy):
     """The greedy policy of a checkpoint.
 
     Attributes:
         path: The file.
-        agent: The file in ``agents`` that wrote it, one of `AGENTS`.
+        agent: The file in ``agents`` that reads it, one of `AGENTS`.
         args: The arguments of its training run.
+        net: The network.
+        training_env: The arguments of its training environment.
     """
 
+    path: Path = Path()
+    agent: str = ""
+
     def __init__(
-        self, name: str, env_view: str, path: Path, agent: str, args: Any, net: Any
+        self,
+        name: str,
+        env_view: str,
+        args: Any,
+        net: Any,
+        decide: Callable[[Any, Any], Any] | None = None,
+        training_env: Mapping[str, Any] | None = None,
     ) -> None:
+        """Take the parts.
+
+        Args:
+            name: Name shown in tables.
+            env_view: ``graph``, ``flat`` or ``experts``, see `servegym.baselines.protocol.Policy`.
+            args: Arguments of the training run.
+            net: The network.
+            decide: Actions for a batch of observations and their action masks; None in a subclass
+                with an `act` of its own.
+            training_env: Arguments of the training environment.
+        """
         self.name, self.env_view = name, env_view
-        self.path, self.agent, self.args, self.net = path, agent, args, net
+        self.args, self.net, self.decide = args, net.eval(), decide
+        self.training_env = dict(training_env or {})
 
-    def _rows(self, observation: Observation) -> Any:
-        return np.asarray(observation)
-
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
+    def act(self, observation: Any, action_mask: Any = None) -> Any:
         """The likeliest legal action of every row."""
         import torch
 
+        if self.decide is None:
+            raise NotImplementedError(f"{type(self).__name__} must define act()")
         with torch.inference_mode():
-            rows = torch.as_tensor(self._rows(observation)).float()
-            logits = self._log_policy(rows, torch.as_tensor(np.asarray(action_mask)))
-        return logits.argmax(-1).numpy().astype(np.int64)
-
-    def _log_policy(self, rows: Any, mask: Any) -> Any:
-        if rows.shape[-1] != self.net.columns or mask.shape[-1] != self.net.actions:
-            raise ValueError(
-                f"{self.path}: trained on {self.net.columns} columns and {self.net.actions} "
-                f"actions, got {rows.shape[-1]} and {mask.shape[-1]}"
-            )
-        return self.net(rows, mask)[0]
+            return self.decide(observation, action_mask)
 
 
-class PlanPolicy(CheckpointPolicy):
-    """A checkpoint of ``ppo_serverless``: repeat the last plan while it is warm, or a new one."""
+def decide_flat(net: Any) -> Callable[[Any, Any], NDArray[np.int64]]:
+    """The likeliest action of a network over flat rows, ``net(rows, mask)[0]`` its logits.
 
-    def episode_start(self, mask: NDArray[np.bool_]) -> None:
-        """Forget the last plans of the rows."""
-        last = getattr(self, "_last", None)
-        if last is None or len(last) != len(mask):
-            last = np.zeros((len(mask), len(self.net.choices)), np.int64)
-        self._last = np.where(mask[:, None], 0, last)
-
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
-        """Actions int64 (B, parts)."""
-        import torch
-
-        net, legal = self.net, np.asarray(action_mask)
-        rows = torch.as_tensor(self._rows(observation)).float()
-        if rows.shape[-1] != net.columns or legal.shape[-1] != sum(net.choices):
-            raise ValueError(
-                f"{self.path}: trained on {net.columns} columns and choices {net.choices}, got "
-                f"{rows.shape[-1]} columns and {legal.shape[-1]} choices in all"
-            )
-        if len(getattr(self, "_last", ())) != len(rows):  # no reset told how many rows there are
-            self.reset(len(rows))
-        with torch.inference_mode():
-            plan = net.act(rows, torch.as_tensor(self._last), torch.as_tensor(legal), greedy=True)
-        self._last = plan.numpy().astype(np.int64)
-        return self._last.copy()
-
-
-class PlacementPolicy(CheckpointPolicy):
-    """A checkpoint of ``ppo_placement`` or ``mappo_placement``: the likeliest plan and move."""
-
-    features: Any = None
-    cluster: Any = None
-    step: int = 0
-    """Decisions that it was trained on."""
-    start: Any = None
-    """Where its training started, a `baselines.placement.start.Start`; None for a base by name."""
-
-    def act(self, observation: Observation, action_mask: Any = None) -> Any:
-        """``{"migrate": (B,), "plan": (B, ...)}``; the first placement is always carried out."""
-        from servegym.agents import mappo_placement, ppo_placement
-
-        if self.agent == "mappo_placement":
-            return mappo_placement.greedy(self.net, self.features, self.cluster, observation)
-        return ppo_placement.greedy(self.net, self.features, observation)
-
-
-class GraphPolicy(CheckpointPolicy):
-    """A checkpoint of an agent over the graph, ``sac_han``, ``ppo_han``, ``pqn`` or ``rpi``.
-
-    With a graph encoder it takes other capacities and fleets.
+    Raises:
+        ValueError: By the function, for rows or masks of another width than the network's.
     """
+    import torch
 
-    experts: int = 0
-    single: Any = None
-    """The same network for a batch of one, in numpy; None where the state is no graph."""
-
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
-        """The likeliest legal action of every row; a batch of one takes the short way."""
-        if self.single is None or len(action_mask) != 1:
-            return super().act(observation, action_mask)
-        rows = self._rows(observation)
-        logits = self.single.logits(rows, self.net.layout)
-        legal = np.asarray(action_mask)[0] != 0
-        return np.array([np.where(legal, logits, -np.inf).argmax()], dtype=np.int64)
-
-    def _rows(self, observation: Observation) -> Any:
-        from servegym.agents.han import Layout
-
-        running, waiting = observation["running"].shape, observation["waiting"].shape
-        if running[1] != self.experts:
+    def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
+        rows = torch.as_tensor(np.asarray(observation)).float()
+        mask = torch.as_tensor(np.asarray(action_mask))
+        if rows.shape[-1] != net.columns or mask.shape[-1] != net.actions:
             raise ValueError(
-                f"{self.path}: made for {self.experts} experts, got {running[1]}; "
-                "a policy over the graph takes another fleet with load_policy(path, system)"
+                f"trained on {net.columns} columns and {net.actions} actions, got "
+                f"{rows.shape[-1]} and {mask.shape[-1]}"
             )
-        layout = Layout(running[1], running[2], waiting[2], self.net.layout.impact)
-        self.net.layout = self.net.encoder.layout = layout
-        return self.net.rows(observation)
+        return net(rows, mask)[0].argmax(-1).numpy().astype(np.int64)
 
-    def _log_policy(self, rows: Any, mask: Any) -> Any:
-        if self.agent == "sac_han":
-            return self.net.log_policy(self.net.encode(rows), mask)
-        return self.net(rows, mask)[0]
+    return decide
+
+
+def write_checkpoint(net: Any, meta: Mapping[str, str], path: Path) -> None:
+    """Weights and metadata in one safetensors file, written atomically."""
+    from safetensors.torch import save
+
+    weights = {k: v.detach().contiguous().cpu() for k, v in net.state_dict().items()}
+    content = save(weights, dict(meta))
+    write_atomic(path, lambda stream: stream.write(content))
+
+
+def save_best_and_last(
+    write: Callable[[Path], None], args: Any, run: Path, score: float, best: float
+) -> float:
+    """Write ``last.safetensors``, and ``best.safetensors`` for a new best; returns the best score.
+
+    Args:
+        write: Writes the policy to a file.
+        args: Arguments of the agent; without ``save_model`` nothing is written.
+        run: Folder of the run.
+        score: Score of the policy, the higher the better.
+        best: The best score before.
+    """
+    if args.save_model:
+        write(run / "last.safetensors")
+        if score > best:
+            write(run / "best.safetensors")
+    return max(score, best)
+
+
+def shipped(family: str) -> dict[str, Path]:
+    """The checkpoints that come with the package: name -> file, by environment family.
+
+    Next to each file lies its model card, ``NAME.md``.
+    """
+    return {path.stem: path for path in sorted((SHIPPED / family).glob("*.safetensors"))}
+
+
+def shipped_for(family: str, name: str, system: Any) -> Path | None:
+    """The shipped file that a name means for a system; None if none has the name.
+
+    An agent's own name means its file for the system at hand where one was trained for it, as
+    ``ppo_placement`` means ``ppo_placement_drift`` on the cluster of that scenario. Every other
+    name means the file of that name.
+
+    Args:
+        family: The environment family.
+        name: Name of a file of `shipped`.
+        system: Description of the system, or None.
+    """
+    files = shipped(family)
+    if name not in files or name not in AGENTS or system is None:
+        return files.get(name)
+    others = [path for stem, path in files.items() if stem.startswith(f"{name}_")]
+    for path in [files[name], *others]:
+        meta, _ = read_content(path)
+        if meta["agent"] == name and "setting" in meta:
+            if meta["setting"] == import_module(f"servegym.agents.{name}").cluster_fingerprint(
+                system
+            ):
+                return path
+    return files[name]
 
 
 def load_policy(
@@ -175,9 +179,8 @@ def load_policy(
         torch_threads: Threads of torch from now on (None: leave them).
 
     Returns:
-        A greedy policy; its name follows from what was trained (``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, ``ppo_han``, ``ppo_sets``, ``pqn``, ``rpi``, ``ppo``,
-        ``ppo_serverless``).
+        A greedy policy; its name says what was trained: ``sac_han``, ``baseline_rl``,
+        ``baseline_rl_dsa``, ``ppo_han``, ``ppo_sets``, ``ppo_expert``, or that of the agent.
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.
@@ -193,131 +196,35 @@ def load_policy(
     if torch_threads is not None:
         torch.set_num_threads(torch_threads)
     try:
-        meta, weights = _content(file)
+        meta, weights = read_content(file)
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not a safetensors file ({error})") from error
-    kind = meta.get("agent")
-    if kind not in AGENTS:
+    agent = meta.get("agent")
+    if agent not in AGENTS:
         raise ValueError(
-            f"{file}: field 'agent' is {kind!r}; it must be one of {', '.join(AGENTS)}"
+            f"{file}: field 'agent' is {agent!r}; it must be one of {', '.join(AGENTS)}"
         )
     for name, values in weights.items():
         if not torch.isfinite(values).all():
             raise ValueError(f"{file}: weight {name!r} is not finite")
     try:
-        return _LOADERS[kind](file, meta, weights, system)
+        module = import_module(f"servegym.agents.{agent}")
+        if hasattr(module, "load"):
+            policy = module.load(meta, weights, system)
+        else:
+            from servegym.agents.lib import graph_policies
+
+            policy = graph_policies._LOADERS[agent](file, meta, weights, system)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing from its metadata") from None
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        if str(file) in str(error):
-            raise
-        raise ValueError(f"{file}: cannot be used as {kind!r}: {error}") from None
-
-
-def _arguments(cls: type, text: str) -> Any:
-    given, known = _mapping("args", text), {f.name for f in fields(cls)}
-    return cls(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
-    )
-
-
-def _mapping(field: str, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"field {field!r}: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"field {field!r}: got {found!r}; it must be a mapping")
-    return found
-
-
-def _fill(net: Any, weights: dict[str, Any]) -> None:
-    """Put the weights into a network, whose ``law`` is that of the system at hand."""
-    weights.pop("law", None)
-    missing, unknown = net.load_state_dict(weights, strict=False)
-    wrong = [name for name in missing if name != "law"] + unknown
-    if wrong:
-        raise ValueError(f"the weights {', '.join(wrong)} are missing or unknown")
-
-
-def _load_sac(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
-    from servegym.agents import han, sac_han
-    from servegym.agents.lib.run import env_kwargs
-    from servegym.agents.single import SingleDecision
-    from servegym.baselines.llm_routing.system import RoutingSystem
-
-    args = _arguments(sac_han.Args, meta["args"])
-    # Trained before there was one, without foresight.
-    if "prior" not in _mapping("args", meta["args"]):
-        args.prior, args.foresight = 0.0, False
-    layout = han.Layout(**_mapping("layout", meta["layout"]))
-    if system is None:
-        system = RoutingSystem.from_kwargs(**env_kwargs(args))
-    net = sac_han.Agent(layout, args, system)
-    _check_experts(file, net.actor, layout, system)
-    _fill(net, weights)
-    name = "baseline_rl" if args.state == "expert" else "sac_han"
-    if args.state == "han" and args.reward == "completed_qos":
-        name = "baseline_rl_dsa"
-    policy = GraphPolicy(name, "graph", file, "sac_han", args, net.eval())
-    policy.experts = system.num_experts
-    if net.graph and args.encoder == "han":
-        policy.single = SingleDecision(net)
+        raise ValueError(f"{file}: cannot be used as {agent!r}: {error}") from None
+    policy.path, policy.agent = file, policy.agent or agent
     return policy
 
 
-def _check_experts(file: Path, actor: Any, layout: Any, system: Any) -> None:
-    """An actor with one output per action is made for one number of experts."""
-    if not getattr(actor, "per_expert", True) and system.num_experts != layout.experts:
-        raise ValueError(f"{file}: made for {layout.experts} experts, got {system.num_experts}")
-
-
-def _load_graph(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
-    from servegym.agents import han, ppo_han, pqn, rpi
-    from servegym.agents.lib.run import env_kwargs
-    from servegym.agents.single import SingleDecision
-    from servegym.baselines.llm_routing.system import RoutingSystem
-
-    kind = meta["agent"]
-    module: Any = {"ppo_han": ppo_han, "pqn": pqn, "rpi": rpi}[kind]
-    args = _arguments(module.Args, meta["args"])
-    if system is None:
-        system = RoutingSystem.from_kwargs(**env_kwargs(args))
-    layout = han.Layout(**_mapping("layout", meta["layout"]))
-    net = module.Agent(layout, args, system)
-    _check_experts(file, getattr(net, "actor", None), layout, system)
-    _fill(net, weights)
-    name = f"ppo_{args.encoder}" if kind == "ppo_han" else kind
-    policy = GraphPolicy(name, "graph", file, kind, args, net.eval())
-    policy.experts = system.num_experts
-    if kind != "pqn" and args.encoder == "han":
-        policy.single = SingleDecision(net)
-    return policy
-
-
-def _load_ppo(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
-    from servegym.agents import ppo
-
-    net = ppo.Agent(**_mapping("shape", meta["shape"]))
-    net.load_state_dict(weights)
-    args = _arguments(ppo.Args, meta["args"])
-    view = "experts" if "Experts" in args.env_id else "flat"
-    return CheckpointPolicy("ppo", view, file, "ppo", args, net.eval())
-
-
-def _load_ppo_serverless(
-    file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any
-) -> Any:
-    from servegym.agents import ppo_serverless
-
-    net = ppo_serverless.Agent(**_mapping("shape", meta["shape"]))
-    net.load_state_dict(weights)
-    args = _arguments(ppo_serverless.Args, meta["args"])
-    return PlanPolicy("ppo_serverless", "flat", file, "ppo_serverless", args, net.eval())
-
-
-def _content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Text and weights of a checkpoint."""
+def read_content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Metadata and weights of a checkpoint."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as content:
@@ -325,48 +232,38 @@ def _content(file: Path) -> tuple[dict[str, str], dict[str, Any]]:
         return content.metadata() or {}, {key: content.get_tensor(key) for key in keys}
 
 
-def _load_placement(file: Path, meta: dict[str, str], weights: dict[str, Any], system: Any) -> Any:
-    from servegym.agents import mappo_placement, ppo_placement
-    from servegym.agents.lib.run import parse_settings
-    from servegym.baselines.expert_placement.start import Start, cluster_fingerprint
-    from servegym.envs.expert_placement.env import make_problem
+def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
+    """A metadata field that holds a JSON mapping.
 
-    kind = meta["agent"]
-    module: Any = mappo_placement if kind == "mappo_placement" else ppo_placement
-    args = _arguments(module.Args, meta["args"])
-    if system is None:
-        system = make_problem(parse_settings(args.set))
-    word = cluster_fingerprint(system)
-    if file.parent == SHIPPED / "expert_placement" and meta.get("setting") != word:
-        # A shipped agent is one policy with a file for every cluster it was trained on.
-        for other in sorted(file.parent.glob(f"{kind}*.safetensors")):
-            theirs, found = _content(other)
-            if theirs.get("setting") == word and theirs["agent"] == kind:
-                file, meta, weights = other, theirs, found
-                args = _arguments(module.Args, meta["args"])
-                break
-    start = Start.from_json(meta["start"]) if "start" in meta else None
-    known = start if meta.get("setting") == word else None
-    features = module.make_features(system.cluster, args, known)
-    net = module.Agent(features.columns, **_mapping("shape", meta["shape"]))
-    net.load_state_dict(weights)
-    if known is None:
-        net.table = None
-    policy = PlacementPolicy(kind, "graph", file, kind, args, net.eval())
-    policy.features, policy.cluster, policy.start = features, system.cluster, start
-    policy.step = int(meta.get("step") or args.total_timesteps)
-    mode = "placement" if kind == "mappo_placement" else "expert_score"
-    policy.env_kwargs = {"action_mode": mode}
-    return policy
+    Raises:
+        KeyError: If the field is missing.
+        ValueError: If it is no JSON mapping.
+    """
+    try:
+        found = json.loads(meta[field])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"field {field!r}: not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"field {field!r}: got {found!r}; it must be a mapping")
+    return found
 
 
-_LOADERS = {
-    "sac_han": _load_sac,
-    "ppo_han": _load_graph,
-    "pqn": _load_graph,
-    "rpi": _load_graph,
-    "ppo": _load_ppo,
-    "ppo_serverless": _load_ppo_serverless,
-    "ppo_placement": _load_placement,
-    "mappo_placement": _load_placement,
-}
+def saved_args(cls: type, given: Mapping[str, Any]) -> Any:
+    """Arguments of a training run, without the flags that the agent has no more."""
+    known = {f.name for f in fields(cls)}
+    return cls(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+    )
+
+
+def load_weights(net: Any, weights: Mapping[str, Any], recomputed: tuple[str, ...] = ()) -> None:
+    """Put weights into a network, but for buffers recomputed from the system at hand.
+
+    Raises:
+        ValueError: If weights are missing or unknown.
+    """
+    given = {name: values for name, values in weights.items() if name not in recomputed}
+    missing, unknown = net.load_state_dict(given, strict=False)
+    wrong = [name for name in missing if name not in recomputed] + list(unknown)
+    if wrong:
+        raise ValueError(f"the weights {', '.join(wrong)} are missing or unknown")

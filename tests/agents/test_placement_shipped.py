@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from servegym.agents.lib.checkpoint import load_policy, shipped  # noqa: E402
+from servegym.agents.lib.checkpoint import load_policy, shipped, shipped_for  # noqa: E402
 from servegym.baselines.expert_placement.system import PlacementSystem as Description  # noqa: E402
 from servegym.envs.expert_placement.env import make_problem  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
@@ -38,13 +38,22 @@ def test_it_is_ahead_of_heuristics_on_prompts_never_trained_on(name):
     assert latency[1].mean() < share * latency[0].mean()
 
 
-def test_a_shipped_name_takes_the_file_of_the_cluster():
+def test_the_agents_name_means_its_file_for_the_cluster():
     for name in ("drift", "paper_testbed"):
         described = Description.from_problem(make_problem({"scenario": name, "split": "eval"}))
-        policy = load_policy(SHIPPED["ppo_placement"], described)
-        assert policy.path == SHIPPED[f"ppo_placement_{name}"]
-        assert policy.args.set[0] == f"scenario={name}"
-    assert load_policy(SHIPPED["ppo_placement"]).path == SHIPPED["ppo_placement"]
+        for agent in ("ppo_placement", "mappo_placement"):
+            trained_there = SHIPPED[f"{agent}_{name}"]
+            assert shipped_for("expert_placement", agent, described) == trained_there
+            assert load_policy(trained_there, described).path == trained_there
+            assert load_policy(SHIPPED[agent], described).path == SHIPPED[agent]
+        assert shipped_for("expert_placement", "ppo_placement_drift", described).stem.endswith(
+            "drift"
+        )
+    other = make_problem({"scenario": "paper_testbed", "model": "toy"})
+    described = Description.from_problem(other)
+    assert shipped_for("expert_placement", "ppo_placement", described) == SHIPPED["ppo_placement"]
+    assert shipped_for("expert_placement", "ppo_placement", None) == SHIPPED["ppo_placement"]
+    assert shipped_for("expert_placement", "unknown", described) is None
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from servegym.agents import lessons, load_policy, ppo_serverless  # noqa: E402
-from servegym.agents.lib.run import make_envs  # noqa: E402
+from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
 from servegym.agents.ppo_serverless import Agent, Args, train  # noqa: E402
 from servegym.baselines.registry import make_policy  # noqa: E402
 from servegym.baselines.serverless_moe.system import ServerlessSystem  # noqa: E402
@@ -210,7 +210,7 @@ def test_begins_with_what_its_teacher_decides(tmp_path, monkeypatch):
     kwargs = {"model": "toy", "episode_requests": 20, "split": "train"}
     system = ServerlessSystem.from_kwargs(**kwargs)
     teacher = make_policy("greedy_warm", system, family="serverless_moe")
-    views = [make_envs(args, 16, split="train")]
+    views = [make_envs(args.env_id, 16, **(parse_settings(args.set) | {"split": "train"}))]
     views.append(gym.make_vec("servegym/ServerlessMoE-v0", 16, "vector_entry_point", **kwargs))
     (flat, info), (dicts, _) = (view.reset(seed=5) for view in views)
     policy = load_policy(run)
@@ -256,7 +256,7 @@ def test_checkpoint_round_trip_by_name(tmp_path):
     policy = load_policy(run)
     assert (policy.name, policy.env_view, policy.clairvoyant) == ("ppo_serverless", "flat", False)
     assert policy.args == args
-    envs = make_envs(args, 3, split="val")
+    envs = make_envs(args.env_id, 3, **(parse_settings(args.set) | {"split": "val"}))
     observation, info = envs.reset(seed=10_000)
     with pytest.raises(ValueError, match="columns"):
         policy.act(observation[:, 1:], info["action_mask"])
@@ -298,7 +298,7 @@ def test_true_routing_is_not_seen(tmp_path):
     run = train(Args(**QUICK, out_dir=str(tmp_path), run_name="run"))
     policy, chosen, rewards = load_policy(run), [], []
     for turn in (0, 1):
-        envs = make_envs(policy.args, 4)
+        envs = make_envs(policy.args.env_id, 4, **parse_settings(policy.args.set))
         observation, info = envs.reset(seed=0)
         if turn:
             envs.batch.arrays.requests["offset"] = 0
@@ -325,19 +325,19 @@ def test_same_seed_same_log(tmp_path):
 
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
     whole = lines(train(Args(**QUICK, out_dir=str(tmp_path), run_name="whole")))
-    snapshot = ppo_serverless.snapshot
+    save_snapshot = ppo_serverless.save_snapshot
 
     def killed(path, **content):
-        snapshot(path, **content)
+        save_snapshot(path, **content)
         raise KeyboardInterrupt
 
     args = Args(**QUICK, checkpoint_every=384, out_dir=str(tmp_path), run_name="cut")
-    monkeypatch.setattr(ppo_serverless, "snapshot", killed)
+    monkeypatch.setattr(ppo_serverless, "save_snapshot", killed)
     with pytest.raises(KeyboardInterrupt):
         train(args)
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
         file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-    monkeypatch.setattr(ppo_serverless, "snapshot", snapshot)
+    monkeypatch.setattr(ppo_serverless, "save_snapshot", save_snapshot)
     args.resume = True
     assert lines(train(args)) == whole
 

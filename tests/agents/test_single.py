@@ -9,7 +9,7 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import load_policy, sac_han  # noqa: E402
-from servegym.agents.single import SingleDecision  # noqa: E402
+from servegym.agents.lib.single_decision import SingleDecision  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.evaluate import make_envs  # noqa: E402
 

@@ -68,7 +68,7 @@ def _tree(path: Path, version: int) -> None:
 def _checkpoint(path: Path, version: int) -> None:
     import torch
 
-    from servegym.agents.lib.run import write_checkpoint
+    from servegym.agents.lib.checkpoint import write_checkpoint
 
     net = torch.nn.Linear(300, 300)
     with torch.no_grad():
@@ -86,9 +86,9 @@ def _read_checkpoint(path: Path) -> int:
 def _snapshot(path: Path, version: int) -> None:
     import torch
 
-    from servegym.agents.lib.run import snapshot
+    from servegym.agents.lib.snapshots import save_snapshot
 
-    snapshot(path, weights=torch.full((300, 300), float(version)), text=b"x" * 4096)
+    save_snapshot(path, weights=torch.full((300, 300), float(version)), text=b"x" * 4096)
 
 
 def _read_snapshot(path: Path) -> int:

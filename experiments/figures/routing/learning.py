@@ -302,9 +302,9 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
 
     from servegym.agents import load_policy
     from servegym.agents.han import Layout
-    from servegym.agents.lib.checkpoint import GraphPolicy
+    from servegym.agents.lib.graph_policies import GraphPolicy
+    from servegym.agents.lib.single_decision import SingleDecision
     from servegym.agents.sac_han import Agent, Args
-    from servegym.agents.single import SingleDecision
     from servegym.baselines.registry import make_policy
 
     torch.set_num_threads(1)

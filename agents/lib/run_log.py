@@ -1,0 +1,81 @@
+"""The log of a run: ``metrics.jsonl``, wandb and the progress bar."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def interval_passed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of ``every`` lies between two counts; never for ``every`` = 0."""
+    return every > 0 and now // every > before // every
+
+
+class RunLog:
+    """Metrics to ``metrics.jsonl`` always, to wandb with ``--track``, and a progress bar.
+
+    Attributes:
+        sps: Environment steps a second since the start or the resumption.
+    """
+
+    def __init__(self, run: Path, args: Any, title: str, step: int = 0, size: int = 0) -> None:
+        """Open the log of a run.
+
+        Args:
+            run: Folder of the run.
+            args: Arguments of the agent.
+            title: Title of the progress bar.
+            step: Steps already taken by a resumed run.
+            size: Bytes of a resumed run's log at its snapshot; later bytes are cut off.
+        """
+        self.file = open(run / "metrics.jsonl", "ab" if step else "wb")  # noqa: SIM115
+        self.file.truncate(size)
+        self.title, self.first, self.begin, self.sps = title, step, time.perf_counter(), 0.0
+        self.wandb: Any = None
+        if args.track:
+            import wandb
+
+            self.wandb = wandb
+            wandb.init(
+                project=args.wandb_project_name, config=asdict(args), name=run.name, dir=str(run)
+            )
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        self.task = self.bar.add_task(title, total=args.total_timesteps, completed=step)
+        self.bar.start()
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self.file.tell()
+
+    def advance(self, step: int) -> float:
+        """Show the step on the bar; returns `sps`."""
+        self.sps = (step - self.first) / (time.perf_counter() - self.begin)
+        self.bar.update(self.task, completed=step, description=f"{self.title} {self.sps:.1f} SPS")
+        return self.sps
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log numbers by name."""
+        row = {"global_step": step, **metrics}
+        self.file.write((json.dumps(row) + "\n").encode())
+        self.file.flush()
+        if self.wandb is not None:
+            self.wandb.log(row, step=step)
+
+    def print_qos(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """Print the average QoS of an evaluation above the bar."""
+        qos = ", ".join(f"{key[5:]} {v:.4f}" for key, v in evaluation.items() if "qos" in key)
+        self.bar.console.print(f"step {step}: {qos}")
+
+    def close(self) -> None:
+        """Close the log, the bar and wandb's run."""
+        self.bar.stop()
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
