@@ -79,11 +79,11 @@ def register_policy(
 
 
 def _load(family: str) -> None:
-    known_families = [one.name for one in FAMILIES]
-    if family in known_families:
+    families = [known.name for known in FAMILIES]
+    if family in families:
         importlib.import_module(f"servegym.baselines.{family}")
-    elif not any(known == family for known, _ in _FACTORY):
-        raise ValueError(_unknown("family", family, known_families))
+    elif not any(registered == family for registered, _ in _FACTORY):
+        raise ValueError(_unknown("family", family, families))
 
 
 def _unknown(argument: str, given: str, allowed: list[str]) -> str:
@@ -99,7 +99,25 @@ def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:
         ValueError: If the family is unknown.
     """
     _load(family)
-    return [info for (known, _), info in _INFO.items() if known == family]
+    return [info for (registered, _), info in _INFO.items() if registered == family]
+
+
+_SYSTEMS = {
+    "llm_routing": "RoutingSystem",
+    "serverless_moe": "ServerlessSystem",
+    "expert_placement": "PlacementSystem",
+}
+
+
+def describe_system(problem: Any, *, family: str = "llm_routing") -> Any:
+    """The static description of a system that the policies of a family are made from.
+
+    Args:
+        problem: The environment's ``env.unwrapped.problem``.
+        family: The environment family.
+    """
+    module = importlib.import_module(f"servegym.baselines.{family}.system")
+    return getattr(module, _SYSTEMS[family]).from_problem(problem)
 
 
 def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs: Any) -> Policy:
@@ -117,7 +135,7 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
     _load(family)
     factory = _FACTORY.get((family, name))
     if factory is None:
-        allowed = [known for group, known in _FACTORY if group == family]
+        allowed = [known for registered, known in _FACTORY if registered == family]
         raise ValueError(_unknown("policy", name, allowed))
     try:
         return factory(system, **kwargs)
@@ -178,39 +196,39 @@ class FilePolicy(WrappedPolicy):
         self.file = file
 
     @contextmanager
-    def _naming_the_line(self) -> Iterator[None]:
+    def _locating_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             line = _line_of(error, self.file)
             if line is None:  # not the file's doing
                 raise
-            told = f"policy {self.name!r} failed at {self.file}:{line}: {type(error).__name__}"
-            raise PolicyError(f"{told}: {error}") from error
+            where = f"policy {self.name!r} failed at {self.file}:{line}"
+            raise PolicyError(f"{where}: {type(error).__name__}: {error}") from error
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
-        with self._naming_the_line():
+        with self._locating_errors():
             super().reset(num_envs, seed)
 
     def episode_start(self, mask: Any) -> None:
         """See `Policy.episode_start`."""
-        with self._naming_the_line():
+        with self._locating_errors():
             super().episode_start(mask)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
         """See `Policy.act`."""
-        with self._naming_the_line():
+        with self._locating_errors():
             return super().act(observation, action_mask)
 
     def feedback(self, reward: Any) -> None:
         """See `Policy.feedback`."""
-        with self._naming_the_line():
+        with self._locating_errors():
             super().feedback(reward)
 
     def bind(self, env: Any) -> None:
         """See `BasePolicy.bind`."""
-        with self._naming_the_line():
+        with self._locating_errors():
             super().bind(env)
 
 

@@ -5,6 +5,7 @@ Light on purpose: ``import servegym`` reads it to register the ids.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,16 @@ class Family:
         """The id of the graph view."""
         return self.env_ids[0]
 
+    def view_id(self, view: str) -> str:
+        """The id of a view.
+
+        Raises:
+            ValueError: If the family has no such view.
+        """
+        if view not in self.views:
+            raise ValueError(f"env_view is {view!r}; allowed are {', '.join(self.views)}")
+        return self.env_ids[list(self.views).index(view)]
+
     @property
     def heading(self) -> str:
         """The title, with the paper's name for the system where it has one."""
@@ -79,17 +90,17 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(env_id: str) -> Family:
-    """The family that an id belongs to, of any version.
+    """The family that an id belongs to.
 
     Raises:
         ValueError: If it is none of this package's.
     """
-    name = env_id.rpartition(":")[2].partition("/")[2].rpartition("-")[0]
-    for family in FAMILIES:
-        if name in family.views.values():
-            return family
-    known = ", ".join(env_id for family in FAMILIES for env_id in family.env_ids)
-    raise ValueError(f"env_id is {env_id!r}, whose family is not known; known ids are {known}")
+    known = {env_id: family for family in FAMILIES for env_id in family.env_ids}
+    if env_id not in known:
+        near = difflib.get_close_matches(env_id, known, n=1, cutoff=0.3)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
+    return known[env_id]
 
 
 def family_named(name: str) -> Family:

@@ -22,10 +22,16 @@ from numpy.typing import NDArray
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.lib.checkpoint import shipped, shipped_for
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import list_policies, make_policy, policy_from_file
-from servegym.envs.families import FAMILIES
-from servegym.experiments.families import Family, family_of
+from servegym.baselines.registry import (
+    describe_system,
+    list_policies,
+    make_policy,
+    policy_from_file,
+)
+from servegym.envs.families import FAMILIES, Family, family_of
+from servegym.experiments.executor import Executor, run_serially
 from servegym.experiments.output import print_table
+from servegym.experiments.reporting import report_of
 from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
 
 __all__ = ["Progress", "evaluate", "make_envs", "print_summary", "resolve", "summarise"]
@@ -44,22 +50,6 @@ class Resolved(NamedTuple):
 
     name: str
     policy: Policy
-
-
-def env_id_for(env_id: str, view: str = "graph") -> str:
-    """The id of the family's member that shows ``view``, checked against the registry."""
-    known = [key for key in gymnasium.registry if key.startswith("servegym/")]
-    if env_id not in known:
-        near = difflib.get_close_matches(env_id, known, n=1, cutoff=0.3)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"env_id is {env_id!r}; known are {', '.join(sorted(known))}{hint}")
-    family = family_of(env_id)
-    if family is None:
-        return env_id
-    if view not in family.views:
-        raise ValueError(f"env_view is {view!r}; allowed are {', '.join(family.views)}")
-    namespace, version = env_id.partition("/")[0], env_id.rpartition("-")[2]
-    return f"{namespace}/{family.views[view]}-{version}"
 
 
 def make_envs(
@@ -108,10 +98,10 @@ def resolve(
 
         loaded = load_policy(file, system)
         return Resolved(name if name in trained else loaded.name, loaded)
-    for other in (family.name for family in FAMILIES):
-        if other != family and any(info.name == name for info in list_policies(other)):
+    for other in FAMILIES:
+        if other.name != family and name in [info.name for info in list_policies(other.name)]:
             raise ValueError(
-                f"policy is {name!r}, which is a policy for {other}, not for {family}; "
+                f"policy is {name!r}, which is a policy for {other.name}, not for {family}; "
                 "see `servegym list`"
             )
     names += trained
@@ -132,8 +122,15 @@ def evaluate(
     num_envs: int | None = None,
     progress: Progress | None = None,
     logs: dict[str, list[NDArray[Any]]] | None = None,
+    executor: Executor = run_serially,
 ) -> list[dict[str, Any]]:
     """Run every policy on the same episodes.
+
+    A job of the executor is one policy's block of episodes. The chance in an episode is drawn from
+    the episode's own seed and a policy starts afresh with every block, so that the rows are equal
+    wherever the blocks run. Policies are made here and sent to the executor's workers, so that
+    checkpoints and policy files need to lie on this machine only; files that ``env_kwargs`` names
+    must lie where the blocks run.
 
     Args:
         env_id: An id of one of the families; a policy that reads another view gets that one.
@@ -141,10 +138,12 @@ def evaluate(
         episodes: Episodes a policy; episode i is drawn with ``seed + i``.
         seed: Seed of the first episode.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
-        num_envs: Episodes that run side by side, by default up to 16. It changes neither episodes
-            nor deterministic policies, only the order in which a randomised policy draws.
+        num_envs: Episodes of a block, which run side by side, by default up to 16. It changes
+            neither episodes nor deterministic policies, only the order in which a randomised policy
+            draws.
         progress: Called after every block of episodes.
         logs: A dict to fill with the request logs of a policy's episodes, by the policy's name.
+        executor: Where the blocks run.
 
     Returns:
         One dict a policy and episode: ``policy``, ``seed``, ``episode``, the episode's KPIs with
@@ -155,95 +154,75 @@ def evaluate(
         that drops everything) is NaN.
 
     Raises:
-        ValueError: If an argument, a policy's name or an environment's argument is not valid.
+        ValueError: If an argument, a policy's name or an environment's argument is not valid,
+            before the first episode.
     """
-    plan, resolved = plan_for(env_id, policies, episodes, seed, env_kwargs, num_envs)
+    plan, resolved = make_plan(
+        env_id, policies, episodes, seed, env_kwargs, num_envs, logs is not None
+    )
+    jobs = [(plan, name, policy, start) for name, policy in resolved for start in plan.starts]
+    names = [
+        f"{name}, episodes {start} to {min(start + plan.block_size, episodes) - 1}"
+        for _, name, _, start in jobs
+    ]
+    blocks: dict[int, Block] = {}
+    finished = {policy.name: 0 for policy in resolved}
+    for index, block in executor(evaluate_block, jobs, names):
+        blocks[index] = block
+        name = jobs[index][1]
+        finished[name] += len(block.rows)
+        if progress is not None:
+            progress(name, finished[name], episodes)
     rows: list[dict[str, Any]] = []
-    for name, policy in resolved:
-        envs = plan.envs(policy)
-        try:
-            for start in plan.starts:
-                found, own = plan.block(envs, name, policy, start)
-                rows += found
-                if logs is not None and own:
-                    logs.setdefault(name, []).extend(own)
-                if progress is not None:
-                    progress(name, min(start + plan.count, episodes), episodes)
-        finally:
-            envs.close()
+    for index, (_, name, _, _) in enumerate(jobs):
+        rows += blocks[index].rows
+        if logs is not None and blocks[index].logs:
+            logs.setdefault(name, []).extend(blocks[index].logs)
     return rows
 
 
 class Plan(NamedTuple):
-    """What a checked call of `evaluate` comes to: the same blocks of episodes for every policy.
-
-    A block needs nothing of the blocks before it, so that they may run anywhere in any order.
+    """The checked arguments of `evaluate`: the same blocks of episodes for every policy.
 
     Attributes:
-        env_id: The id of the family's graph view.
-        kwargs: Arguments of the environment, with the split.
-        told: JSON of what every row says of the system and its load.
+        family: The environment family.
+        env_kwargs: Arguments of the environment, with the split.
+        reported_kwargs: JSON of the system and load that every row names.
         episodes: Episodes a policy.
         seed: Seed of the first episode.
-        count: Episodes of a block.
+        block_size: Episodes of a block.
+        return_logs: Whether request logs are wanted.
     """
 
-    env_id: str
-    kwargs: dict[str, Any]
-    told: str
+    family: Family
+    env_kwargs: dict[str, Any]
+    reported_kwargs: str
     episodes: int
     seed: int
-    count: int
+    block_size: int
+    return_logs: bool
 
     @property
     def starts(self) -> range:
         """The first episode of every block."""
-        return range(0, self.episodes, self.count)
-
-    def envs(self, policy: Policy) -> Any:
-        """The vector environment of the view that a policy reads, bound to it if it asks for it."""
-        asked = {**self.kwargs, **policy.env_kwargs}
-        envs = make_envs(env_id_for(self.env_id, policy.env_view), self.count, asked)
-        if policy.needs_env:
-            cast(Any, policy).bind(envs)
-        return envs
-
-    def block(
-        self, envs: Any, name: str, policy: Policy, start: int
-    ) -> tuple[list[dict[str, Any]], list[NDArray[Any]]]:
-        """The rows of `evaluate` for a policy's block of episodes, and their request logs."""
-        family, problem = known_family(self.env_id), envs.unwrapped.problem
-        same_return = all(
-            self.kwargs.get(key) == value
-            for key, value in policy.env_kwargs.items()
-            if key not in family.neutral
-        )
-        results = _run_block(envs, policy, self.seed + start, self.count)
-        results = results[: self.episodes - start]
-        rows = [
-            {
-                "policy": name,
-                "seed": self.seed + episode,
-                "episode": episode,
-                **result["kpis"],
-                **family.extras(result, problem),
-                "return": result["return"] if same_return else math.nan,
-                "clairvoyant": policy.clairvoyant,
-                "env_id": self.env_id,
-                "env_kwargs": self.told,
-            }
-            for episode, result in enumerate(results, start)
-        ]
-        return rows, [result["log"] for result in results if result["log"] is not None]
+        return range(0, self.episodes, self.block_size)
 
 
-def plan_for(
+class Block(NamedTuple):
+    """The rows of a policy's block of episodes, and their request logs where they are wanted."""
+
+    rows: list[dict[str, Any]]
+    logs: list[NDArray[Any]]
+
+
+def make_plan(
     env_id: str,
     policies: Sequence[str | os.PathLike[str] | Policy],
-    episodes: int = 20,
-    seed: int = DEFAULT_SEED,
-    env_kwargs: Mapping[str, Any] | None = None,
-    num_envs: int | None = None,
+    episodes: int,
+    seed: int,
+    env_kwargs: Mapping[str, Any] | None,
+    num_envs: int | None,
+    return_logs: bool,
 ) -> tuple[Plan, list[Resolved]]:
     """Check the arguments of `evaluate` and look up its policies, before the first episode.
 
@@ -257,27 +236,62 @@ def plan_for(
         raise ValueError(f"num_envs is {num_envs}; allowed is 1 or more")
     if not policies:
         raise ValueError("policies is empty; name at least one")
-    kwargs = {"split": "eval", **(env_kwargs or {})}
-    graph_id = env_id_for(env_id)
-    # All names are looked up before the first episode: a typo must not cost the others' work.
-    probe = make_envs(graph_id, 1, kwargs)
-    family, problem = known_family(env_id), probe.unwrapped.problem
-    probe.close()
-    # Every result says which system and load it is about, given or default.
-    told = json.dumps(
-        {**{key: problem.arguments[key] for key in family.told}, **kwargs}, sort_keys=True
-    )
-    system = family.system(problem)
-    resolved = _distinct([resolve(policy, system, family.name) for policy in policies])
-    return Plan(graph_id, kwargs, told, episodes, seed, min(num_envs or 16, episodes)), resolved
-
-
-def known_family(env_id: str) -> Family:
-    """The family of an id; ValueError for an id of no family."""
     family = family_of(env_id)
-    if family is None:
-        raise ValueError(f"env_id is {env_id!r}, whose family the evaluator does not know")
-    return family
+    kwargs = {"split": "eval", **(env_kwargs or {})}
+    # All names are looked up before the first episode: a typo must not cost the others' work.
+    envs = make_envs(family.env_id, 1, kwargs)
+    problem = envs.unwrapped.problem
+    envs.close()
+    # Every row names its system and load, given or default.
+    reported = {key: problem.arguments[key] for key in report_of(family).reported_arguments}
+    system = describe_system(problem, family=family.name)
+    resolved = _distinct([resolve(policy, system, family.name) for policy in policies])
+    plan = Plan(
+        family,
+        kwargs,
+        json.dumps({**reported, **kwargs}, sort_keys=True),
+        episodes,
+        seed,
+        min(num_envs or 16, episodes),
+        return_logs,
+    )
+    return plan, resolved
+
+
+def evaluate_block(plan: Plan, name: str, policy: Policy, start: int) -> Block:
+    """Run a policy's block of episodes, the first of which is number ``start``."""
+    report = report_of(plan.family)
+    same_reward = all(
+        plan.env_kwargs.get(key) == value
+        for key, value in policy.env_kwargs.items()
+        if key not in report.reward_neutral
+    )
+    kwargs = {**plan.env_kwargs, **policy.env_kwargs}
+    envs = make_envs(plan.family.view_id(policy.env_view), plan.block_size, kwargs)
+    try:
+        if policy.needs_env:
+            cast(Any, policy).bind(envs)
+        results = _run_episodes(envs, policy, plan.seed + start, plan.block_size)
+        # The last block runs to its end like the others; what is beyond the episodes is left out.
+        results = results[: plan.episodes - start]
+        rows = [
+            {
+                "policy": name,
+                "seed": plan.seed + episode,
+                "episode": episode,
+                **result["kpis"],
+                **report.episode_statistics(result, envs.unwrapped.problem),
+                "return": result["return"] if same_reward else math.nan,
+                "clairvoyant": policy.clairvoyant,
+                "env_id": plan.family.env_id,
+                "env_kwargs": plan.reported_kwargs,
+            }
+            for episode, result in enumerate(results, start)
+        ]
+    finally:
+        envs.close()
+    logs = [result["log"] for result in results if result["log"] is not None]
+    return Block(rows, logs if plan.return_logs else [])
 
 
 def _distinct(resolved: list[Resolved]) -> list[Resolved]:
@@ -290,7 +304,7 @@ def _distinct(resolved: list[Resolved]) -> list[Resolved]:
     return out
 
 
-def _run_block(envs: Any, policy: Policy, seed: int, count: int) -> list[dict[str, Any]]:
+def _run_episodes(envs: Any, policy: Policy, seed: int, count: int) -> list[dict[str, Any]]:
     """One episode in every environment, row i with seed ``seed + i``: its KPIs, log and return."""
     observation, info = envs.reset(seed=[seed + i for i in range(count)])
     mask = info.get("action_mask")
@@ -328,16 +342,15 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         mean leaves out the episodes where the number is undefined and is NaN where it is
         undefined in all of them.
     """
-    family = known_family(rows[0]["env_id"])
-    headline, out = family.headline[0], []
+    report, out = report_of(family_of(rows[0]["env_id"])), []
     for name in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == name]
         summary: dict[str, Any] = {
             "policy": name,
             "clairvoyant": own[0]["clairvoyant"],
             "episodes": len(own),
-            headline: stratified_bootstrap([row[headline] for row in own], iqm),
-            family.mean: float(np.mean([row[headline] for row in own])),
+            report.headline: stratified_bootstrap([row[report.headline] for row in own], iqm),
+            report.mean_key: float(np.mean([row[report.headline] for row in own])),
         }
         for key, value in own[0].items():
             if key in summary or key in ("seed", "episode") or not isinstance(value, float | int):
@@ -365,7 +378,7 @@ def _label(summary: Mapping[str, Any]) -> str:
 def rank_disagreements(
     summaries: Sequence[Mapping[str, Any]], key: str = "mean_qos", higher_is_better: bool = True
 ) -> list[str]:
-    """Policies that stand elsewhere by mean return than by the mean of the headline number.
+    """Policies whose rank by mean return differs from the rank by the mean headline number.
 
     A reward that orders policies otherwise than the measured quality trains towards the wrong
     thing; policies without a comparable return are left out.
@@ -397,43 +410,42 @@ def print_summary(
         given = ", ".join(f"{k}={v}" for k, v in json.loads(first["env_kwargs"]).items())
         seeds = sorted({row["seed"] for row in rows})
         title = f"{first['env_id']} ({given}): {len(seeds)} episodes, seeds {seeds[0]}..{seeds[-1]}"
-    family, arguments = known_family(first["env_id"]), json.loads(first["env_kwargs"])
-    headline, heading = family.headline
-    disagree = rank_disagreements(summaries, family.mean, family.higher_is_better)
+    report, arguments = report_of(family_of(first["env_id"])), json.loads(first["env_kwargs"])
+    disagree = rank_disagreements(summaries, report.mean_key, report.higher_is_better)
     by_request = {
         name: interval
         for name, own in (logs or {}).items()
-        if (interval := family.request_interval(own, arguments)) is not None
+        if (interval := report.request_interval(own, arguments)) is not None
     }
     body = []
     for s in summaries:
         body.append(
             [
                 _label(s),
-                _interval(s[headline]),
+                _interval(s[report.headline]),
                 *([_interval(by_request[s["policy"]])] if by_request else []),
-                *(_number(s[c.key], c.digits, c.scale) for c in family.columns),
+                *(_number(s[c.key], c.digits, c.scale) for c in report.columns),
                 _number(s["return"], 1) + ("*" if s["policy"] in disagree else ""),
             ]
         )
     headings = [
         "policy",
-        heading,
-        *([f"mean {heading}"] if by_request else []),
-        *(column.title for column in family.columns),
+        report.heading,
+        *([f"mean {report.heading}"] if by_request else []),
+        *(column.title for column in report.columns),
         "return",
     ]
     if "ceiling" in first:
         ceiling = _number(float(np.mean([row["ceiling"] for row in rows])), 3)
         blanks = [""] * (len(headings) - 2)
         body.append(["ceiling (mean best score)", ceiling, *blanks])
-    notes = list(family.notes)
+    notes = list(report.notes)
     if by_request:
         notes.append(
-            f"mean {heading}: over all requests [95 % interval over episodes and prompts]."
+            f"mean {report.heading}: over all requests [95 % interval over episodes and prompts]."
         )
     if disagree:
-        notes.append(f"* stands elsewhere by return than by {heading}.")
+        notes.append(f"* ranked differently by return than by {report.heading}.")
     print_table(title, headings, body, notes, file)
     shares = [key for key in summaries[0] if key.startswith("share_")]
     if shares:

@@ -9,14 +9,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from servegym.experiments.evaluate import (
-    DEFAULT_SEED,
-    env_id_for,
-    known_family,
-    make_envs,
-    resolve,
-)
+from servegym.baselines.registry import describe_system
+from servegym.envs.families import family_of
+from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
 from servegym.experiments.output import write_text
+from servegym.experiments.reporting import report_of
 
 __all__ = ["render_episode"]
 
@@ -47,14 +44,15 @@ def render_episode(
     Raises:
         ValueError: If an argument, the policy's name or an environment's argument is not valid.
     """
+    family = family_of(env_id)
+    report = report_of(family)
     kwargs = {"split": "eval", **env_kwargs}
     mode = "ansi" if out is None else "rgb_array"
-    envs = make_envs(env_id_for(env_id), 1, kwargs)
-    family = known_family(env_id)
-    system = family.system(envs.unwrapped.problem)
-    chosen = resolve(policy or family.example, system, family.name).policy
+    envs = make_envs(family.env_id, 1, kwargs)
+    system = describe_system(envs.unwrapped.problem, family=family.name)
+    chosen = resolve(policy or report.example_policy, system, family.name).policy
     envs.close()
-    view_id = env_id_for(env_id, chosen.env_view)
+    view_id = family.view_id(chosen.env_view)
     envs = make_envs(view_id, 1, {**kwargs, **chosen.env_kwargs}, mode)
     frames: list[Any] = []
     try:
@@ -68,7 +66,7 @@ def render_episode(
             observation, reward, ended, _, info = envs.step(actions)
             chosen.feedback(reward)
             if out is None:
-                choice = family.describe(actions)
+                choice = report.describe_action(actions)
                 echo(f"decision {step + 1}: {choice}, reward {float(reward[0]):.3f}")
                 echo(str(envs.render()[0]).rstrip("\n") + "\n")
             elif out.suffix.lower() == ".gif" or ended[0] or step + 1 == steps:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from servegym.envs._command_line import run_main
-from servegym.experiments import evaluate as local
-from servegym.experiments.cluster import evaluate as ray_evaluate
-from servegym.experiments.cluster.jobs import check_ray, cluster
+from servegym.experiments.cluster.executor import check_ray, cluster, ray_executor
+from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.script import FigureOptions, save, versions
 from servegym.experiments.output import print_table
 
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "env_kwargs": {"episode_requests": options.requests, "rate": 8.0},
     }
     warm = {**given, "episodes": 8, "env_kwargs": {"episode_requests": 20, "rate": 8.0}}
-    local.evaluate(ENV_ID, POLICIES, **warm)
+    evaluate(ENV_ID, POLICIES, **warm)
     times: dict[int, list[float]] = {0: [], **{workers: [] for workers in options.workers}}
     starts: dict[int, list[float]] = {workers: [] for workers in options.workers}
     wanted, equal = "", True
@@ -84,16 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for workers, spent in times.items():
             if workers == 0:
                 begin = time.monotonic()
-                rows = local.evaluate(ENV_ID, POLICIES, **given)
+                rows = evaluate(ENV_ID, POLICIES, **given)
                 spent.append(time.monotonic() - begin)
                 wanted = wanted or repr(rows)
             else:
                 begin = time.monotonic()
                 with cluster(f"local:{workers}"):
-                    ray_evaluate.evaluate(ENV_ID, POLICIES, ray="auto", **warm)
+                    evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **warm)
                     starts[workers].append(time.monotonic() - begin)
                     begin = time.monotonic()
-                    rows = ray_evaluate.evaluate(ENV_ID, POLICIES, ray="auto", **given)
+                    rows = evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **given)
                     spent.append(time.monotonic() - begin)
             equal &= repr(rows) == wanted
     base = statistics.median(times[0])

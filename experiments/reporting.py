@@ -1,7 +1,7 @@
-"""What the evaluator must know of each environment family: ids, numbers of a row, columns.
+"""What an evaluation reports of each environment family: columns, headline, derived numbers.
 
-The evaluator runs any family alike; a family adds the description of the system that its policies
-are told of, the numbers beside the KPIs of an episode, and the columns of the printed table.
+The evaluator runs every family alike. `report_of` adds what a family needs beyond the KPIs of its
+episodes: the columns of the printed table, the headline number, and intervals over requests.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.envs.families import Family
 from servegym.experiments.stats import Interval, two_way_bootstrap_mean
 
-__all__ = ["FAMILIES", "Column", "Family", "family_of"]
+__all__ = ["Column", "Report", "expert_names", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -36,56 +37,55 @@ class Column:
     scale: float = 1.0
 
 
+def _no_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+    return {}
+
+
+def _no_interval(logs: Sequence[NDArray[Any]], arguments: Mapping[str, Any]) -> Interval | None:
+    return None
+
+
 @dataclass(frozen=True)
-class Family:
-    """One environment family as the evaluator sees it.
+class Report:
+    """What an evaluation reports of one environment family.
 
     Attributes:
-        name: Name in the policy registry.
-        views: Observation that a policy reads -> id without namespace and version.
-        headline: Key of the row's headline number and its heading.
-        higher_is_better: Which way the headline improves.
-        mean: Key of the headline's plain mean in a summary.
-        columns: The other columns.
-        told: Arguments of the environment that every table names, given or default.
+        headline: Key of the row's headline number.
+        heading: Heading of the headline number.
+        higher_is_better: Which way the headline number improves.
+        mean_key: Key of the headline's plain mean in a summary.
+        columns: The other columns of the printed table.
+        reported_arguments: Arguments of the environment that every row names, given or default.
         notes: Lines below the table.
-        system: The problem -> the static description that policies are made from.
-        extras: (result, problem) -> numbers of a row beside the KPIs.
+        describe_action: The first action of a batch in words.
+        example_policy: The policy that is shown where none is named.
+        reward_neutral: Arguments that a policy may ask for without changing the reward.
+        episode_statistics: (result, problem) -> numbers of a row beside the KPIs.
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
-        describe: The first action of a batch in words.
-        example: The policy that is shown where none is named.
-        neutral: Arguments that a policy may ask for without changing the reward.
     """
 
-    name: str
-    views: Mapping[str, str]
-    headline: tuple[str, str]
+    headline: str
+    heading: str
     higher_is_better: bool
-    mean: str
+    mean_key: str
     columns: tuple[Column, ...]
-    told: tuple[str, ...]
+    reported_arguments: tuple[str, ...]
     notes: tuple[str, ...]
-    system: Callable[[Any], Any]
-    extras: Callable[[Mapping[str, Any], Any], dict[str, float]]
-    request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None]
-    describe: Callable[[Any], str]
-    example: str
-    neutral: tuple[str, ...] = ()
+    describe_action: Callable[[Any], str]
+    example_policy: str
+    reward_neutral: tuple[str, ...] = ()
+    episode_statistics: Callable[[Mapping[str, Any], Any], dict[str, float]] = _no_statistics
+    request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None] = (
+        _no_interval
+    )
 
 
-def family_of(env_id: str) -> Family | None:
-    """The family whose ids ``env_id`` is one of, or None."""
-    name = env_id.partition("/")[2].rpartition("-")[0]
-    return next((f for f in FAMILIES if name in f.views.values()), None)
+def report_of(family: Family) -> Report:
+    """What an evaluation reports of a family."""
+    return _REPORTS[family.name]
 
 
 # --------------------------------------------------------------------------------- LLM routing
-
-
-def _routing_system(problem: Any) -> Any:
-    from servegym.baselines.llm_routing.system import RoutingSystem
-
-    return RoutingSystem.from_problem(problem)
 
 
 def expert_names(models: Sequence[str]) -> list[str]:
@@ -102,7 +102,7 @@ def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
     return log["outcome"] == OUTCOMES.index("completed")
 
 
-def _routing_extras(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
+def _routing_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
     log, names = result["log"], expert_names(problem.models)
     done = _completed(log)
     latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
@@ -138,17 +138,16 @@ def _routing_interval(
     return two_way_bootstrap_mean(sums, counts)
 
 
-def _routing_choice(actions: Any) -> str:
+def _routing_action(actions: Any) -> str:
     action = int(actions[0])
     return "dropped" if action == 0 else f"to expert {action}"
 
 
-ROUTING = Family(
-    name="llm_routing",
-    views={"graph": "LLMRouting", "flat": "LLMRoutingFlat", "experts": "LLMRoutingExperts"},
-    headline=("avg_qos", "QoS"),
+_ROUTING = Report(
+    headline="avg_qos",
+    heading="QoS",
     higher_is_better=True,
-    mean="mean_qos",
+    mean_key="mean_qos",
     columns=(
         Column("drop %", "drop_rate", 1, 100),
         Column("reject %", "reject_rate", 1, 100),
@@ -163,33 +162,25 @@ ROUTING = Family(
         Column("memory %", "memory_use", 1, 100),
         Column("goodput/s", "goodput_rps", 2),
     ),
-    told=("profiles", "arrivals", "rate", "latency_requirement_s", "scheduler"),
+    reported_arguments=("profiles", "arrivals", "rate", "latency_requirement_s", "scheduler"),
     notes=(
         "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
         "requests count 0. Rates in % of all requests; latency of served requests.",
     ),
-    system=_routing_system,
-    extras=_routing_extras,
+    episode_statistics=_routing_statistics,
     request_interval=_routing_interval,
-    describe=_routing_choice,
-    example="greedy_qos",
+    describe_action=_routing_action,
+    example_policy="greedy_qos",
 )
 
 # ------------------------------------------------------------------------------- serverless MoE
 
 
-def _serverless_system(problem: Any) -> Any:
-    from servegym.baselines.serverless_moe.system import ServerlessSystem
-
-    return ServerlessSystem.from_problem(problem)
-
-
-SERVERLESS = Family(
-    name="serverless_moe",
-    views={"graph": "ServerlessMoE", "flat": "ServerlessMoEFlat"},
-    headline=("mean_reward", "reward a request"),
+_SERVERLESS = Report(
+    headline="mean_reward",
+    heading="reward a request",
     higher_is_better=True,
-    mean="mean_of_mean_reward",
+    mean_key="mean_of_mean_reward",
     columns=(
         Column("cost / MIX", "cost_over_mix", 3),
         Column("late TTFT %", "ttft_violation_rate", 1, 100),
@@ -202,34 +193,32 @@ SERVERLESS = Family(
         Column("main warm %", "main_warm_rate", 1, 100),
         Column("1e-3 USD/request", "mean_cost_usd", 3, 1e3),
     ),
-    told=("model", "preset", "gpu", "granularity", "predictor", "decode_invocation", "price_ratio"),
+    reported_arguments=(
+        "model",
+        "preset",
+        "gpu",
+        "granularity",
+        "predictor",
+        "decode_invocation",
+        "price_ratio",
+    ),
     notes=(
         "reward: minus cost and penalties over the cost of the same request with every expert in "
         "the main function (MIX); interquartile mean over episodes [bootstrap 95 % interval].",
     ),
-    system=_serverless_system,
-    extras=lambda result, problem: {},
-    request_interval=lambda logs, arguments: None,
-    describe=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
-    example="greedy_warm",
-    neutral=("deployment",),
+    describe_action=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
+    example_policy="greedy_warm",
+    reward_neutral=("deployment",),
 )
 
 # ----------------------------------------------------------------------------- expert placement
 
 
-def _placement_system(problem: Any) -> Any:
-    from servegym.baselines.expert_placement.system import PlacementSystem
-
-    return PlacementSystem.from_problem(problem)
-
-
-PLACEMENT = Family(
-    name="expert_placement",
-    views={"graph": "ExpertPlacement"},
-    headline=("mean_latency_s", "latency s"),
+_PLACEMENT = Report(
+    headline="mean_latency_s",
+    heading="latency s",
     higher_is_better=False,
-    mean="mean_of_mean_latency_s",
+    mean_key="mean_of_mean_latency_s",
     columns=(
         Column("P99 s", "p99_latency_s", 2),
         Column("TTFT s", "mean_ttft_s", 2),
@@ -241,18 +230,18 @@ PLACEMENT = Family(
         Column("migrations", "migrations", 1),
         Column("requests", "requests", 0),
     ),
-    told=("scenario", "model", "skew", "epochs", "epoch_s"),
+    reported_arguments=("scenario", "model", "skew", "epochs", "epoch_s"),
     notes=(
         "latency: mean over the requests of an episode, interquartile mean over episodes "
         "[bootstrap 95 % interval].",
     ),
-    system=_placement_system,
-    extras=lambda result, problem: {},
-    request_interval=lambda logs, arguments: None,
-    describe=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
-    example="prism",
-    neutral=("action_mode", "serving", "cache", "redirect"),
+    describe_action=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
+    example_policy="prism",
+    reward_neutral=("action_mode", "serving", "cache", "redirect"),
 )
 
-FAMILIES: tuple[Family, ...] = (ROUTING, SERVERLESS, PLACEMENT)
-"""Every family that the evaluator runs."""
+_REPORTS = {
+    "llm_routing": _ROUTING,
+    "serverless_moe": _SERVERLESS,
+    "expert_placement": _PLACEMENT,
+}

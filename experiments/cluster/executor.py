@@ -1,9 +1,9 @@
-"""Jobs on a Ray cluster: connect or start one, run every job once, survive the loss of workers.
+"""The executor on a Ray cluster: connect or start one, run every job once, survive lost workers.
 
-Ray does the work: it places a job where a processor is free, and runs it again elsewhere when the
-worker or its machine goes away. What is added here is the choice of the cluster by one word, the
+Ray places a job where a processor is free, and runs the job again elsewhere when its worker or its
+machine goes away. This module adds the choice of the cluster by one word (``--ray WHERE``), the
 check that all machines run the same versions, since only then are results equal, and errors that
-say which job failed.
+name the failed job.
 """
 
 # Ray is an extra that need not be installed where types are checked.
@@ -15,13 +15,15 @@ import importlib
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from servegym.experiments.executor import Executor
 from servegym.experiments.figures.script import versions
 
-__all__ = ["RETRIES", "check_ray", "cluster", "run_jobs"]
+__all__ = ["RETRIES", "check_ray", "cluster", "ray_executor", "run_jobs"]
 
 RETRIES = 3
 """Times that a job is run again after its worker was lost."""
@@ -80,7 +82,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
     Raises:
         ValueError: If ``where`` is not valid, or there is no such cluster.
     """
-    asked = check_ray(where)
+    requested = check_ray(where)
     # No report of the use goes out, and the workers get the share of the processors that this
     # process would have had (Ray's default is the lowest priority but four), unless the user says
     # otherwise.
@@ -95,7 +97,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
         raise ValueError(f"ray is {where!r}, but this process has a cluster already; say 'auto'")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if where == "auto":
-        _answers(os.environ.get("RAY_ADDRESS", ""))
+        _check_address(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(address="auto", **common)
         except (ConnectionError, RuntimeError) as error:
@@ -106,7 +108,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
     else:
         ray.init(
             address="local",
-            num_cpus=asked or workers,
+            num_cpus=requested or workers,
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
             **common,
@@ -117,7 +119,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _answers(address: str) -> None:
+def _check_address(address: str) -> None:
     """ValueError if an address such as 10.0.0.1:6379 is silent: Ray itself tries for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
@@ -128,6 +130,30 @@ def _answers(address: str) -> None:
         raise ValueError(
             f"RAY_ADDRESS is {address!r}, where no cluster answers ({error})"
         ) from error
+
+
+def ray_executor(where: str) -> Executor:
+    """The `Executor` whose jobs run on a cluster, one processor each.
+
+    The cluster is joined or started with the first job, after all checks of the caller.
+
+    Args:
+        where: See `check_ray`.
+
+    Raises:
+        ValueError: If ``where`` is not valid.
+        ModuleNotFoundError: If Ray is missing.
+    """
+    check_ray(where)
+
+    def run(
+        function: Callable[..., Any], jobs: Sequence[Sequence[Any]], names: Sequence[str]
+    ) -> Iterator[tuple[int, Any]]:
+        if jobs:
+            with cluster(where):
+                yield from run_jobs(function, jobs, names)
+
+    return run
 
 
 def run_jobs(
@@ -144,7 +170,7 @@ def run_jobs(
 
     Args:
         function: An importable function, the same on all machines.
-        jobs: Arguments of each job; ``ray.put`` what many of them share.
+        jobs: Arguments of each job. An object that several jobs have is sent to a machine once.
         names: A name for each job, for errors.
         retries: Times that a job is run again after its worker was lost.
 
@@ -158,8 +184,20 @@ def run_jobs(
     import ray
 
     task = ray.remote(_call).options(num_cpus=1, max_retries=retries)
-    here = (os.getcwd(), versions(COMPARED))
-    running = {task.remote(here, function, *job): index for index, job in enumerate(jobs)}
+    driver = (os.getcwd(), versions(COMPARED))
+    uses = Counter(id(argument) for job in jobs for argument in job)
+    stored: dict[int, Any] = {}
+
+    def reference(argument: Any) -> Any:
+        if uses[id(argument)] == 1 or isinstance(argument, str | int | float | None):
+            return argument
+        if id(argument) not in stored:
+            stored[id(argument)] = ray.put(argument)
+        return stored[id(argument)]
+
+    running = {
+        task.remote(driver, function, *map(reference, job)): index for index, job in enumerate(jobs)
+    }
     try:
         while running:
             (done,), _ = ray.wait(list(running), num_returns=1)
@@ -176,15 +214,15 @@ def run_jobs(
                 ) from error
             yield running.pop(done), result
     finally:
-        for left in running:
-            ray.cancel(left, force=True)
+        for unfinished in running:
+            ray.cancel(unfinished, force=True)
 
 
-def _call(here: tuple[str, dict[str, str]], function: Callable[..., Any], *job: Any) -> Any:
-    """A job on its worker, in the folder of the same name if there is one."""
-    folder, wanted = here
+def _call(driver: tuple[str, dict[str, str]], function: Callable[..., Any], *job: Any) -> Any:
+    """A job on its worker, in the driver's working folder where the machine has one so named."""
+    folder, expected = driver
     found = versions(COMPARED)
-    differ = [f"{k} {found[k]} and not {wanted[k]}" for k in wanted if found[k] != wanted[k]]
+    differ = [f"{k} {found[k]} and not {expected[k]}" for k in expected if found[k] != expected[k]]
     if differ:
         raise RuntimeError(f"machine {os.uname().nodename} of the cluster has {', '.join(differ)}")
     if os.path.isdir(folder):
