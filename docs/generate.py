@@ -22,9 +22,8 @@ from safetensors import safe_open
 import servegym
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
-from servegym.envs.families import FAMILIES
+from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench.run import short
-from servegym.experiments.evaluate import known_family
 from servegym.experiments.figures.claims import HEADINGS
 from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.leaderboard import read_board, write_page
@@ -61,7 +60,7 @@ def picture(env_id: str) -> bytes:
     """A frame of an episode as PNG."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "frame.png"
-        steps = STEPS[known_family(env_id).name]
+        steps = STEPS[family_of(env_id).name]
         render_episode(env_id, None, steps, {}, out=file, echo=lambda _: None)
         return file.read_bytes()
 
@@ -75,7 +74,7 @@ def environments() -> list[dict[str, str]]:
         name = env_id.partition("/")[2]
         cls = gymnasium.make(env_id).unwrapped.__class__
         pages[cls] = name
-        family = known_family(env_id).name
+        family = family_of(env_id).name
         if family not in drawn:
             drawn[family] = f"{family}.png"
             with mkdocs_gen_files.open(f"environments/{family}.png", "wb") as stream:

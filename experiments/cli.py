@@ -223,13 +223,8 @@ def evaluate(
 
     from servegym.experiments import evaluate as evaluation
 
-    run = evaluation.evaluate
-    if ray is not None:
-        from servegym.experiments.cluster import evaluate as ray_evaluate
-
-        run = functools.partial(ray_evaluate.evaluate, ray=ray)
     logs: dict[str, list[Any]] = {}
-    rows = run(
+    rows = evaluation.evaluate(
         env_id,
         policy,
         episodes=episodes,
@@ -238,10 +233,22 @@ def evaluate(
         num_envs=num_envs,
         progress=_progress if sys.stderr.isatty() else None,
         logs=logs,
+        executor=_executor(ray),
     )
     if out is not None:
         write_rows(out, rows)
     evaluation.print_summary(rows, logs=logs)
+
+
+def _executor(ray: str | None) -> Any:
+    """Where jobs run: in this process, or on the Ray cluster that ``--ray`` names."""
+    if ray is None:
+        from servegym.experiments.executor import run_serially
+
+        return run_serially
+    from servegym.experiments.cluster.executor import ray_executor
+
+    return ray_executor(ray)
 
 
 def _progress(policy: str, done: int, total: int) -> None:
@@ -400,12 +407,15 @@ def figures(
         for figure in found:
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
-    run = run_figures
     if ray is not None:
-        from servegym.experiments.cluster import figures as ray_figures
+        from servegym.experiments.cluster import figures as cluster_figures
 
-        run = functools.partial(ray_figures.run_figures, ray=ray)
-    raise typer.Exit(int(run(family, only or (), context.args, typer.echo) > 0))
+        failed = cluster_figures.run_figures(
+            family, _executor(ray), only or (), context.args, typer.echo
+        )
+    else:
+        failed = run_figures(family, only or (), context.args, typer.echo)
+    raise typer.Exit(int(failed > 0))
 
 
 @app.command()

@@ -1,10 +1,10 @@
 """The standard evaluation of every environment family: all policies at the same few points.
 
-``servegym leaderboard`` prints the kept results; ``--run`` makes or completes them, and then
-``--policy NAME_OR_FILE`` puts another policy beside them. A policy is evaluated on the eval split
-with the evaluator's own seeds, so that everyone's rows are about the same episodes. ``--quick`` is
-for presubmits: fewer and shorter episodes, cheap baselines only, nothing kept, and with
-``--at-least NAME`` an exit status that says whether the new policy stays above a known one.
+``servegym leaderboard`` prints the saved results; ``--run`` makes or completes them, and
+``--policy NAME_OR_FILE`` adds another policy. A policy is evaluated on the eval split with the
+evaluator's own seeds, so that all rows are about the same episodes. ``--quick`` is for presubmits:
+fewer and shorter episodes, cheap baselines only, nothing saved, and with ``--at-least NAME`` an
+exit status that is 1 where the new policy is below a known one.
 """
 
 from __future__ import annotations
@@ -14,23 +14,27 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from servegym.agents.lib.checkpoint import AGENTS, shipped
-from servegym.baselines.registry import list_policies
+from servegym.baselines.protocol import Policy
+from servegym.baselines.registry import describe_system, list_policies
 from servegym.envs._checks import choose
 from servegym.envs._command_line import run_main
+from servegym.envs.families import FAMILIES, Family
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.experiments.evaluate import evaluate, known_family, resolve, summarise
+from servegym.experiments.evaluate import evaluate, make_envs, resolve, summarise
+from servegym.experiments.executor import Executor, run_serially
 from servegym.experiments.figures.script import machine, versions
 from servegym.experiments.output import print_table, read_rows, write_csv, write_text
+from servegym.experiments.reporting import report_of
 
-__all__ = ["POINTS", "Point", "main", "measure", "read_board", "standing", "write_page"]
+__all__ = ["POINTS", "Point", "main", "measure", "ranked", "read_board", "write_page"]
 
 BOARD = Path("experiments/results/leaderboard.csv")
-KEPT = Path(__file__).parent / "results" / "leaderboard.csv"
+SHIPPED_BOARD = Path(__file__).parent / "results" / "leaderboard.csv"
 PAGE = Path("docs/leaderboard.md")
 
 
@@ -39,46 +43,45 @@ class Point(NamedTuple):
 
     Attributes:
         name: Its name.
-        env_id: An id of the family; policies that read another view get theirs.
+        family: The environment family.
         env_kwargs: Arguments of the environment; the split is eval.
         episodes: Episodes a policy.
         quick: Arguments that shorten an episode for ``--quick``.
     """
 
     name: str
-    env_id: str
+    family: Family
     env_kwargs: Mapping[str, Any]
     episodes: int
     quick: Mapping[str, Any]
 
 
+_ROUTING, _SERVERLESS, _PLACEMENT = FAMILIES
 _SHORT = {"episode_requests": 200}
 POINTS = (
-    Point("routing-5", "servegym/LLMRouting-v0", {"rate": 5.0}, 20, _SHORT),
-    Point("routing-8", "servegym/LLMRouting-v0", {"rate": 8.0}, 20, _SHORT),
-    Point("routing-10", "servegym/LLMRouting-v0", {"rate": 10.0}, 20, _SHORT),
+    Point("routing-5", _ROUTING, {"rate": 5.0}, 20, _SHORT),
+    Point("routing-8", _ROUTING, {"rate": 8.0}, 20, _SHORT),
+    Point("routing-10", _ROUTING, {"rate": 10.0}, 20, _SHORT),
     Point(
         "routing-linear-5",
-        "servegym/LLMRouting-v0",
+        _ROUTING,
         {"rate": 5.0, "profiles": "paper-linear"},
         20,
         _SHORT,
     ),
-    Point("serverless-dynamic", "servegym/ServerlessMoE-v0", {}, 20, {"episode_requests": 60}),
+    Point("serverless-dynamic", _SERVERLESS, {}, 20, {"episode_requests": 60}),
     Point(
         "serverless-seed",
-        "servegym/ServerlessMoE-v0",
+        _SERVERLESS,
         {"preset": "seed"},
         20,
         {"episode_requests": 60},
     ),
-    Point("placement-edge", "servegym/ExpertPlacement-v0", {}, 5, {"epochs": 2}),
-    Point(
-        "placement-drift", "servegym/ExpertPlacement-v0", {"scenario": "drift"}, 5, {"epochs": 2}
-    ),
+    Point("placement-edge", _PLACEMENT, {}, 5, {"epochs": 2}),
+    Point("placement-drift", _PLACEMENT, {"scenario": "drift"}, 5, {"epochs": 2}),
     Point(
         "placement-testbed",
-        "servegym/ExpertPlacement-v0",
+        _PLACEMENT,
         {"scenario": "paper_testbed"},
         5,
         {"epochs": 2},
@@ -101,15 +104,15 @@ QUICK_EPISODES = 4
 
 def policies_for(point: Point, quick: bool = False) -> list[str]:
     """Every baseline (aliases left out) and shipped checkpoint of a point's family."""
-    family = known_family(point.env_id).name
-    names = [info.name for info in list_policies(family) if info.alias_of is None]
-    trained = list(shipped(family))
-    if family == "expert_placement":  # the agent's name takes the file of the cluster
+    family = point.family
+    names = [info.name for info in list_policies(family.name) if info.alias_of is None]
+    trained = list(shipped(family.name))
+    if family is _PLACEMENT:  # the agent's name takes the file of the cluster
         trained = [name for name in trained if name in AGENTS]
     return [name for name in names if not (quick and name in SLOW)] + trained
 
 
-def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
+def measure(point: Point, policy: str | Policy, quick: bool = False) -> dict[str, Any]:
     """The row of a policy at a point.
 
     Args:
@@ -122,11 +125,11 @@ def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
         number's name, interquartile mean and 95 % interval, the family's other columns, episodes,
         processor seconds, versions and date.
     """
-    family = known_family(point.env_id)
+    family, report = point.family, report_of(point.family)
     episodes = QUICK_EPISODES if quick else min(point.episodes, SLOW.get(str(policy), 10**9))
     begin = time.process_time()
     rows = evaluate(
-        point.env_id,
+        family.env_id,
         [policy],
         episodes,
         env_kwargs={**point.env_kwargs, **(point.quick if quick else {})},
@@ -137,18 +140,18 @@ def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
     kind = "baseline" if policy in known else "guest"
     if policy in shipped(family.name):
         kind = "checkpoint"
-    headline = summary[family.headline[0]]
+    headline = summary[report.headline]
     row = {
         "point": point.name,
         "policy": summary["policy"],
         "kind": "clairvoyant" if summary["clairvoyant"] else kind,
-        "measure": family.headline[0],
+        "measure": report.headline,
         "value": headline.value,
         "low": headline.low,
         "high": headline.high,
         "episodes": episodes,
     }
-    row |= {column.key: summary.get(column.key, math.nan) for column in family.columns}
+    row |= {column.key: summary.get(column.key, math.nan) for column in report.columns}
     row |= {
         "cpu_s": round(spent, 1),
         "servegym": versions()["serve-gym"],
@@ -158,7 +161,7 @@ def measure(point: Point, policy: Any, quick: bool = False) -> dict[str, Any]:
 
 
 def read_board(path: Path) -> list[dict[str, Any]]:
-    """The kept rows, numbers as numbers; empty if there is no file.
+    """The saved rows, numbers as numbers; empty if there is no file.
 
     Raises:
         MalformedFileError: The file is no such table.
@@ -175,18 +178,17 @@ def read_board(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def standing(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str, Any]]:
-    """A point's rows, the best first."""
-    sign = -1 if known_family(point.env_id).higher_is_better else 1
+def ranked(rows: Iterable[Mapping[str, Any]], point: Point) -> list[Mapping[str, Any]]:
+    """A point's rows, the best first and undefined values last."""
+    sign = -1 if report_of(point.family).higher_is_better else 1
     own = [row for row in rows if row["point"] == point.name]
     return sorted(own, key=lambda row: (math.isnan(row["value"]), sign * row["value"]))
 
 
 def _cells(row: Mapping[str, Any], point: Point) -> list[str]:
-    family = known_family(point.env_id)
     low, high = row["low"], row["high"]
     cells = [row["policy"], row["kind"], f"{row['value']:.3f} [{low:.3f}, {high:.3f}]"]
-    for column in family.columns:
+    for column in report_of(point.family).columns:
         value = row.get(column.key, math.nan)
         cells.append(
             "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
@@ -195,13 +197,13 @@ def _cells(row: Mapping[str, Any], point: Point) -> list[str]:
 
 
 def _headings(point: Point) -> list[str]:
-    family = known_family(point.env_id)
-    return ["policy", "kind", family.headline[1], *(c.title for c in family.columns), "episodes"]
+    report = report_of(point.family)
+    return ["policy", "kind", report.heading, *(c.title for c in report.columns), "episodes"]
 
 
 def _title(point: Point) -> str:
-    told = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items()) or "default arguments"
-    return f"{point.name}: {point.env_id}, {told}"
+    arguments = ", ".join(f"{k}={v}" for k, v in point.env_kwargs.items()) or "default arguments"
+    return f"{point.name}: {point.family.env_id}, {arguments}"
 
 
 def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -216,12 +218,14 @@ def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         "",
     ]
     for point in POINTS:
-        own = standing(rows, point)
+        own = ranked(rows, point)
         if not own:
             continue
         headings = _headings(point)
-        told = f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
-        lines += [f"## {point.name}", "", f"`{point.env_id}` with {told}.", ""]
+        arguments = (
+            f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
+        )
+        lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
     write_text(path, "\n".join(lines))
@@ -229,35 +233,26 @@ def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> None:
     for point in points:
-        own = standing(rows, point)
+        own = ranked(rows, point)
         if own:
-            notes = known_family(point.env_id).notes
+            notes = report_of(point.family).notes
             print_table(_title(point), _headings(point), [_cells(r, point) for r in own], notes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; see ``servegym leaderboard --help``.
-
-    Returns:
-        0, or 1 if a guest stays below ``--at-least`` at a point.
-
-    Raises:
-        ValueError: If a name is unknown, before anything runs.
-    """
-    names = {point.name: point for point in POINTS}
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="servegym leaderboard", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--run", action="store_true", help="evaluate what has no row yet")
     parser.add_argument("--again", action="store_true", help="evaluate what has a row, too")
-    parser.add_argument("--quick", action="store_true", help="short and not kept, for presubmits")
+    parser.add_argument("--quick", action="store_true", help="short and not saved, for presubmits")
     parser.add_argument(
         "--point",
         nargs="+",
         action="extend",
         metavar="NAME",
-        help=f"which tables (all: {' '.join(names)}; those of the family that "
-        "knows the names of --policy and --at-least)",
+        help=f"which tables (all: {' '.join(point.name for point in POINTS)}; those of the family "
+        "that knows the names of --policy and --at-least)",
     )
     parser.add_argument(
         "--policy",
@@ -276,13 +271,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="WHERE",
         help="use a Ray cluster: auto (one that runs), local or local:N (this machine, N workers)",
     )
-    args = parser.parse_args(argv)
-    if args.ray is not None:
-        from servegym.experiments.cluster.jobs import check_ray
+    return parser
 
-        check_ray(args.ray)
-    points = [names[choose("point", name, names)] for name in args.point or names]
-    if args.point is None:  # a family's policies can be compared at its points alone
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; see ``servegym leaderboard --help``.
+
+    Returns:
+        0, or 1 if a guest is below ``--at-least`` at a point.
+
+    Raises:
+        ValueError: If a name is unknown, before anything runs.
+    """
+    args = _parser().parse_args(argv)
+    executor: Executor = run_serially
+    if args.ray is not None:
+        from servegym.experiments.cluster.executor import ray_executor
+
+        executor = ray_executor(args.ray)
+    points = _chosen_points(args)
+    board = args.out or BOARD
+    saved = read_board(board if board.is_file() else SHIPPED_BOARD)
+    if not (args.run or args.quick or args.policy):
+        if not saved:
+            raise ValueError(f"there are no results in {board}; --run makes them")
+        _print(saved, points)
+        return 0
+    saved = rows = [] if args.quick else saved
+    jobs = _missing_jobs(args, points, saved)
+    names = [
+        f"{policy if isinstance(policy, str) else policy.name} at {point.name}"
+        for point, policy, _ in jobs
+    ]
+    measured: dict[int, dict[str, Any]] = {}
+    for index, row in executor(measure, jobs, names):
+        measured[index] = row
+        rows = _merged(saved, [measured[i] for i in sorted(measured)])
+        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
+        if not args.quick:
+            board.parent.mkdir(parents=True, exist_ok=True)
+            write_csv(board, rows)
+    if not args.quick and args.out is None and PAGE.parent.is_dir():
+        write_page(rows, PAGE)
+    _print(rows, points)
+    if not args.quick:
+        print(f"{board} ({machine()['cpu']})")
+    return _compare_guests(rows, points, args.at_least) if args.at_least else 0
+
+
+def _chosen_points(args: argparse.Namespace) -> list[Point]:
+    """The points of the command line, all names checked.
+
+    Raises:
+        ValueError: If a name is unknown, or means nothing at one of the points.
+    """
+    by_name = {point.name: point for point in POINTS}
+    points = [by_name[choose("point", name, by_name)] for name in args.point or by_name]
+    if args.point is None:  # policies of one family are compared at the points of that family
         every = dict.fromkeys(name for point in points for name in policies_for(point))
         if args.at_least:
             choose("at-least", args.at_least, every)
@@ -300,84 +345,61 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("at-least needs --policy: what is to be compared with it")
     for point in points:
         for policy in args.policy:
-            _check_policy(point, policy)
-    board = args.out or BOARD
-    kept = read_board(board if board.is_file() else KEPT)
-    if not (args.run or args.quick or args.policy):
-        if not kept:
-            raise ValueError(f"there are no results in {board}; --run makes them")
-        _print(kept, points)
-        return 0
-    kept = rows = [] if args.quick else kept
+            if not (Path(policy).exists() or policy in policies_for(point)):
+                resolve(policy, None, point.family.name)  # raises, naming what is near
+    return points
+
+
+def _missing_jobs(
+    args: argparse.Namespace, points: Sequence[Point], saved: Sequence[Mapping[str, Any]]
+) -> list[tuple[Point, Any, bool]]:
+    """Arguments of `measure` for the rows that are missing, or asked for again."""
     jobs = []
     for point in points:
-        wanted = [args.at_least] if args.at_least else []
-        if not wanted and (args.quick or not args.policy):
-            wanted = policies_for(point, args.quick)
-        have = {row["policy"] for row in kept if row["point"] == point.name and not args.again}
-        jobs += [(point, p) for p in dict.fromkeys([*wanted, *args.policy]) if p not in have]
-    done: dict[int, dict[str, Any]] = {}
-    for index, row in _measured(jobs, args.quick, args.ray):
-        done[index] = row
-        rows = _merged(kept, [done[i] for i in sorted(done)])
-        print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
-        if not args.quick:
-            board.parent.mkdir(parents=True, exist_ok=True)
-            write_csv(board, rows)
-    if not args.quick and args.out is None and PAGE.parent.is_dir():
-        write_page(rows, PAGE)
-    _print(rows, points)
-    if not args.quick:
-        here = machine()
-        print(f"{board} ({here['cpu']})")
-    return _judge(rows, points, args.at_least) if args.at_least else 0
+        names = [args.at_least] if args.at_least else []
+        if not names and (args.quick or not args.policy):
+            names = policies_for(point, args.quick)
+        done = {row["policy"] for row in saved if row["point"] == point.name and not args.again}
+        for name in dict.fromkeys([*names, *args.policy]):
+            if name not in done:
+                jobs.append((point, _load_guest(point, name), args.quick))
+    return jobs
 
 
-def _measured(
-    jobs: Sequence[tuple[Point, str]], quick: bool, ray: str | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Index and row of every job, one after another or as a cluster has them."""
-    if ray is None or not jobs:
-        for index, (point, policy) in enumerate(jobs):
-            yield index, measure(point, policy, quick)
-        return
-    from servegym.experiments.cluster.leaderboard import measured
-
-    yield from measured(jobs, quick, ray)
+def _load_guest(point: Point, name: str) -> str | Policy:
+    """A guest's policy, made here since its file lies on this machine; a known name as it is."""
+    if name in policies_for(point):
+        return name
+    envs = make_envs(point.family.env_id, 1, {"split": "eval", **point.env_kwargs})
+    system = describe_system(envs.unwrapped.problem, family=point.family.name)
+    envs.close()
+    return resolve(name, system, point.family.name).policy
 
 
 def _merged(
-    kept: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]
+    saved: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The kept rows, those measured anew replaced, and the fresh ones in the jobs' order."""
-    rows = list(kept)
-    for row in fresh:
-        rows = [r for r in rows if (r["point"], r["policy"]) != (row["point"], row["policy"])]
-        rows.append(row)
-    return rows
+    """The saved rows without those that were measured again, then the fresh ones."""
+    new = {(row["point"], row["policy"]): row for row in fresh}
+    return [r for r in saved if (r["point"], r["policy"]) not in new] + list(new.values())
 
 
-def _check_policy(point: Point, policy: str) -> None:
-    """ValueError for a name that means nothing, before anything is evaluated."""
-    if Path(policy).exists() or policy in policies_for(point):
-        return
-    resolve(policy, None, known_family(point.env_id).name)
-
-
-def _judge(rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least: str) -> int:
-    """Whether every guest's interval reaches the named baseline's value, point by point."""
+def _compare_guests(
+    rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least: str
+) -> int:
+    """1 if the interval of a guest does not reach the named baseline's value at a point, else 0."""
     status = 0
     for point in points:
-        ranked = {row["policy"]: row for row in rows if row["point"] == point.name}
-        bar, higher = ranked[at_least]["value"], known_family(point.env_id).higher_is_better
-        for row in ranked.values():
+        own = {row["policy"]: row for row in rows if row["point"] == point.name}
+        baseline = own[at_least]["value"]
+        for row in own.values():
             if row["kind"] == "guest":
-                below = row["high"] < bar if higher else row["low"] > bar
+                higher = report_of(point.family).higher_is_better
+                below = row["high"] < baseline if higher else row["low"] > baseline
                 status |= below
-                verdict = "below" if below else "not below"
                 print(
-                    f"{point.name}: {row['policy']} {row['value']:.4f} is {verdict} "
-                    f"{at_least} {bar:.4f}"
+                    f"{point.name}: {row['policy']} {row['value']:.4f} is "
+                    f"{'below' if below else 'not below'} {at_least} {baseline:.4f}"
                 )
     return int(status)
 

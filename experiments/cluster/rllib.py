@@ -34,25 +34,26 @@ import servegym
 from servegym.envs._checks import choose
 from servegym.envs._command_line import run_main
 from servegym.experiments.cli import parse_settings
-from servegym.experiments.cluster.jobs import check_ray, cluster
+from servegym.experiments.cluster.executor import check_ray, cluster
 from servegym.experiments.cluster.rllib_policy import (
-    SEVERAL,
+    PARALLEL_IDS,
     SHARED,
     compare,
     draw,
-    graph_id,
+    finding,
     make_parallel,
+    trained_family,
     untrained,
-    verdict,
 )
-from servegym.experiments.evaluate import evaluate, known_family
+from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.script import FigureOptions, save, versions
 from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.reporting import report_of
 
 __all__ = ["ENV_IDS", "main", "parser", "ppo", "register", "train"]
 
-SINGLE = tuple(env_id for env_id in servegym.ENV_IDS if "Flat" in env_id)
-ENV_IDS = (*SINGLE, *SEVERAL)
+FLAT_IDS = tuple(env_id for env_id in servegym.ENV_IDS if "Flat" in env_id)
+ENV_IDS = (*FLAT_IDS, *PARALLEL_IDS)
 """Ids that can be trained on: those of one agent, and those of PettingZoo."""
 
 MODULE = "servegym.experiments.cluster.rllib"
@@ -74,7 +75,7 @@ def register(env_id: str) -> str:
     choose("env_id", env_id, ENV_IDS)
     from ray import tune
 
-    if env_id in SEVERAL:
+    if env_id in PARALLEL_IDS:
         from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 
         tune.register_env(env_id, lambda config: ParallelPettingZooEnv(make_parallel(config)))
@@ -96,15 +97,15 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
     steps = max(args.batch // (max(args.env_runners, 1) * args.num_envs), 1)
-    several = env_id in SEVERAL
+    multi_agent = env_id in PARALLEL_IDS
     config = (
         PPOConfig()
         .environment(register(env_id), env_config=dict(env_config))
         .env_runners(
             num_env_runners=args.env_runners,
             # RLlib does not put several copies of a multi-agent environment side by side.
-            num_envs_per_env_runner=1 if several else args.num_envs,
-            rollout_fragment_length="auto" if several else steps,
+            num_envs_per_env_runner=1 if multi_agent else args.num_envs,
+            rollout_fragment_length="auto" if multi_agent else steps,
             sample_timeout_s=900.0,  # on a busy machine the default of 60 s loses whole batches
         )
         .learners(num_learners=0)
@@ -130,7 +131,7 @@ def ppo(env_id: str, env_config: Mapping[str, Any], args: argparse.Namespace) ->
         .debugging(seed=args.seed, log_level="ERROR")
         .fault_tolerance(restart_failed_env_runners=True)
     )
-    if several:
+    if multi_agent:
         config = config.multi_agent(
             policies={SHARED}, policy_mapping_fn=lambda agent, *args, **kwargs: SHARED
         )
@@ -169,8 +170,11 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
                 }
             )
             last = rows[-1]
-            told = f"mean return {last['episode_return_mean']:.3f} ({last['seconds']:.0f} s)"
-            print(f"{iteration}/{iterations}: {last['steps']} steps, {told}", flush=True)
+            print(
+                f"{iteration}/{iterations}: {last['steps']} steps, mean return "
+                f"{last['episode_return_mean']:.3f} ({last['seconds']:.0f} s)",
+                flush=True,
+            )
         algorithm.save_to_path(str(checkpoint.resolve()))
     finally:
         algorithm.stop()
@@ -203,7 +207,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="WHERE",
         help="auto (a cluster that runs), local or local:N (local)",
     )
-    for name, value, told in (
+    for name, value, meaning in (
         ("iterations", 40, "batches to learn from"),
         ("batch", 4000, "steps of a batch"),
         ("env-runners", 1, "processes that sample; 0 samples in the learner's"),
@@ -215,7 +219,9 @@ def parser() -> argparse.ArgumentParser:
         ("gamma", 0.97, "discount"),
         ("ent-coef", 0.003, "weight of the entropy"),
     ):
-        words.add_argument(f"--{name}", type=type(value), default=value, help=f"{told} ({value})")
+        words.add_argument(
+            f"--{name}", type=type(value), default=value, help=f"{meaning} ({value})"
+        )
     words.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
     words.add_argument("--name", help="name of the files (rllib_ppo)", default="rllib_ppo")
     words.add_argument("--checkpoint", type=Path, help="folder of the checkpoint (OUT/NAME)")
@@ -240,12 +246,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"env_runners is {options.env_runners}; allowed is 0 or more")
     workers = check_ray(options.ray, "torch", "ray.tune", "ray.rllib")
     env_config = parse_settings(options.set)
-    several = options.env_id in SEVERAL
-    family = known_family(graph_id(options.env_id))
+    multi_agent = options.env_id in PARALLEL_IDS
+    family = trained_family(options.env_id)
+    report = report_of(family)
     env: Any = (
-        make_parallel(env_config) if several else gymnasium.make(options.env_id, **env_config)
+        make_parallel(env_config) if multi_agent else gymnasium.make(options.env_id, **env_config)
     )
-    servers = len(env.possible_agents) if several else 1
+    servers = len(env.possible_agents) if multi_agent else 1
     env.close()
     checkpoint = options.checkpoint or options.out / options.name
     options.out.mkdir(parents=True, exist_ok=True)
@@ -256,23 +263,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The learner's process takes a processor beside those that sample.
     with cluster(options.ray, workers or options.env_runners + 1):
         rows = train(ppo(options.env_id, env_config, options), options.iterations, checkpoint)
-    if several and env_config.get("shared_reward"):  # every server is paid the reward of the whole
+    if multi_agent and env_config.get("shared_reward"):  # every server gets the sum
         for row in rows:
             row["episode_return_mean"] /= servers
     found = compare(options.env_id, env_config, checkpoint, options.episodes)
-    told = {key: value for key, value in env_config.items() if key != "shared_reward"}
-    bar = evaluate(
-        graph_id(options.env_id),
-        ["random"],
-        options.episodes,
-        env_kwargs={"split": "train", **told},
+    env_kwargs = {key: value for key, value in env_config.items() if key != "shared_reward"}
+    random_rows = evaluate(
+        family.env_id, ["random"], options.episodes, env_kwargs={"split": "train", **env_kwargs}
     )
-    level = float(np.mean([row["return"] for row in bar]))
-    headline, heading = family.headline
+    random_return = float(np.mean([row["return"] for row in random_rows]))
+    headline = report.headline
     keys = (headline, f"{headline}_low", f"{headline}_high", "return_mean")
     print_table(
         f"{options.env_id}, {options.episodes} evaluation episodes",
-        ["policy", heading, "low", "high", "return"],
+        ["policy", report.heading, "low", "high", "return"],
         [[row["policy"], *(f"{row[key]:.3f}" for key in keys)] for row in found],
     )
     write_csv(options.out / f"{options.name}_curve.csv", rows)
@@ -281,12 +285,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         options,
         options.name,
         found,
-        draw(rows, found, level, headline, heading),
-        verdict(found, headline, family.higher_is_better),
-        f"learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
+        draw(rows, found, random_return, headline, report.heading),
+        finding(found, headline, report.higher_is_better),
+        f"Learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
         f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
-        f"random {level:.3f} on training episodes.",
-        "one training run: intervals are over episodes, not over trainings.",
+        f"random {random_return:.3f} on training episodes.",
+        "One training run: intervals are over episodes, not over trainings.",
         about={
             **{k: v for k, v in versions(("ray", "torch")).items() if k in ("ray", "torch")},
             "time": f"{last['seconds']:.0f} s of training",

@@ -1,6 +1,6 @@
-"""What RLlib has trained, in the evaluator: the servers' view, the checkpoint's policy, the table.
+"""RLlib's checkpoints in the evaluator: the flat view of a server, the policy, the comparison.
 
-See `ray_rllib`, which trains.
+`servegym.experiments.cluster.rllib` trains.
 """
 
 # Ray is an extra that need not be installed where types are checked.
@@ -19,36 +19,38 @@ from numpy.typing import NDArray
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments.evaluate import DEFAULT_SEED, evaluate, known_family
+from servegym.envs.families import Family, family_named, family_of
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.script import errors, pyplot, tidy
+from servegym.experiments.reporting import report_of
 from servegym.experiments.stats import iqm, stratified_bootstrap
 
 __all__ = [
-    "SEVERAL",
+    "PARALLEL_IDS",
     "SHARED",
     "FlatAgents",
     "RLlibPolicy",
     "compare",
     "draw",
-    "graph_id",
+    "finding",
+    "trained_family",
     "make_parallel",
     "play",
     "untrained",
-    "verdict",
 ]
 
-SEVERAL = ("servegym/expert_placement-v0",)
+PARALLEL_IDS = ("servegym/expert_placement-v0",)
 """PettingZoo ids, in which every server is an agent."""
 
 SHARED = "shared"
 """The policy of all agents of a PettingZoo environment."""
 
-YARDSTICKS = {
+BASELINES = {
     "llm_routing": ("random", "shortest_queue", "greedy_qos"),
     "serverless_moe": ("random", "mix", "greedy_warm"),
     "expert_placement": ("random", "keep", "uniform", "whole_layer"),
 }
-"""Policies that the trained one is compared with."""
+"""Policies that the trained one is compared with, by family."""
 
 
 def untrained(checkpoint: Path) -> Path:
@@ -56,9 +58,9 @@ def untrained(checkpoint: Path) -> Path:
     return checkpoint.with_name(f"{checkpoint.name}_untrained")
 
 
-def graph_id(env_id: str) -> str:
-    """The id that the evaluator takes in an id's place."""
-    return "servegym/ExpertPlacement-v0" if env_id in SEVERAL else env_id
+def trained_family(env_id: str) -> Family:
+    """The family of a Gymnasium or PettingZoo id."""
+    return family_named("expert_placement") if env_id in PARALLEL_IDS else family_of(env_id)
 
 
 class FlatAgents(BaseParallelWrapper):
@@ -195,22 +197,22 @@ def compare(
         ``policy``, the family's headline (interquartile mean) with ``_low`` and ``_high``, its
         mean, the mean return and the number of episodes.
     """
-    family = known_family(graph_id(env_id))
-    headline, several = family.headline[0], env_id in SEVERAL
-    told = {key: value for key, value in env_config.items() if key != "shared_reward"}
-    if several:
+    family, multi_agent = trained_family(env_id), env_id in PARALLEL_IDS
+    headline = report_of(family).headline
+    env_kwargs = {key: value for key, value in env_config.items() if key != "shared_reward"}
+    if multi_agent:
         space = make_parallel(env_config).action_space("server_0")
     else:
         space = gymnasium.make(env_id, **env_config).action_space
     rows: list[dict[str, Any]] = []
     for name, folder in (("rllib_ppo", checkpoint), ("untrained", untrained(checkpoint))):
-        policy = RLlibPolicy(folder, space, SHARED if several else "default_policy")
+        policy = RLlibPolicy(folder, space, SHARED if multi_agent else "default_policy")
         policy.name = name
-        if several:
+        if multi_agent:
             rows += play(policy, env_config, episodes)
         else:
-            rows += evaluate(env_id, [policy], episodes, env_kwargs=told)
-    rows += evaluate(graph_id(env_id), list(YARDSTICKS[family.name]), episodes, env_kwargs=told)
+            rows += evaluate(env_id, [policy], episodes, env_kwargs=env_kwargs)
+    rows += evaluate(family.env_id, list(BASELINES[family.name]), episodes, env_kwargs=env_kwargs)
     found = []
     for name in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == name]
@@ -229,35 +231,34 @@ def compare(
     return found
 
 
-def verdict(found: Sequence[Mapping[str, Any]], headline: str, higher_is_better: bool) -> str:
-    """Whether the trained policy is beyond random and the untrained one, in words."""
+def finding(found: Sequence[Mapping[str, Any]], headline: str, higher_is_better: bool) -> str:
+    """Whether the trained policy is better than random and the untrained one, in a sentence."""
     own, parts = found[0], []
-    for bar in (row for row in found if row["policy"] in ("random", "untrained")):
+    for other in (row for row in found if row["policy"] in ("random", "untrained")):
         if higher_is_better:
-            beyond = own[f"{headline}_low"] > bar[f"{headline}_high"]
+            better = own[f"{headline}_low"] > other[f"{headline}_high"]
         else:
-            beyond = own[f"{headline}_high"] < bar[f"{headline}_low"]
-        said = "better than" if beyond else "not told apart from, or worse than,"
-        parts.append(f"{said} {bar['policy']}")
-    ranked = sorted(found, key=lambda row: row[headline], reverse=higher_is_better)
-    order = ", ".join(f"{row['policy']} {row[headline]:.3f}" for row in ranked)
-    return f"the trained policy is {' and '.join(parts)} (95 % intervals); best first: {order}."
+            better = own[f"{headline}_high"] < other[f"{headline}_low"]
+        parts.append(f"{'better' if better else 'not clearly better'} than {other['policy']}")
+    by_value = sorted(found, key=lambda row: row[headline], reverse=higher_is_better)
+    order = ", ".join(f"{row['policy']} {row[headline]:.3f}" for row in by_value)
+    return f"The trained policy is {' and '.join(parts)} (95 % intervals); best first: {order}."
 
 
 def draw(
     rows: Sequence[Mapping[str, Any]],
     found: Sequence[Mapping[str, Any]],
-    level: float,
+    random_return: float,
     headline: str,
     heading: str,
 ) -> Any:
     """The learning curve beside the comparison on evaluation episodes."""
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     axes[0].plot([r["steps"] / 1e3 for r in rows], [r["episode_return_mean"] for r in rows])
-    axes[0].axhline(level, color="0.5", linestyle="--", linewidth=1.2)
+    axes[0].axhline(random_return, color="0.5", linestyle="--", linewidth=1.2)
     axes[0].annotate(
         "random",
-        (1, level),
+        (1, random_return),
         xycoords=("axes fraction", "data"),
         ha="right",
         va="bottom",

@@ -9,8 +9,8 @@ import pytest
 
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments import evaluate as ev
-from servegym.experiments.families import expert_names
 from servegym.experiments.output import check_writable, print_table, write_csv, write_json
+from servegym.experiments.reporting import expert_names
 
 ENV_ID = "servegym/LLMRouting-v0"
 SMALL = {"episode_requests": 80, "rate": 8.0}

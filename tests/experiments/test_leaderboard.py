@@ -1,20 +1,20 @@
 """The standard evaluation, policies from files, and the presubmit."""
 
-import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies, policy_from_file
+from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments import leaderboard
 from servegym.experiments.cli import app
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.leaderboard import POINTS, Point, main, read_board, standing
+from servegym.experiments.leaderboard import POINTS, Point, main, ranked, read_board
 
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = Point("small", "servegym/LLMRouting-v0", {"rate": 8.0, "episode_requests": 40}, 3, {})
+SMALL = Point("small", family_named("routing"), {"rate": 8.0, "episode_requests": 40}, 3, {})
 
 ROUTER = """
 import numpy as np
@@ -46,10 +46,14 @@ class Policy(BasePolicy):
 """
 
 
+def name_of(policy: str | Policy) -> str:
+    return policy if isinstance(policy, str) else policy.name
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(leaderboard, "POINTS", (SMALL,))
-    monkeypatch.setattr(leaderboard, "KEPT", tmp_path / "kept.csv")
+    monkeypatch.setattr(leaderboard, "SHIPPED_BOARD", tmp_path / "shipped.csv")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(ROUTER)
     return tmp_path
@@ -62,22 +66,14 @@ def test_every_point_is_a_family_with_policies() -> None:
         assert set(leaderboard.policies_for(point, quick=True)) == set(names) - set(
             leaderboard.SLOW
         )
-    assert {p.env_id for p in POINTS} == {
-        "servegym/LLMRouting-v0",
-        "servegym/ServerlessMoE-v0",
-        "servegym/ExpertPlacement-v0",
-    }
-    known = {
-        i.name
-        for f in ("llm_routing", "serverless_moe", "expert_placement")
-        for i in list_policies(f)
-    }
+    assert {point.family.name for point in POINTS} == {family.name for family in FAMILIES}
+    known = {info.name for family in FAMILIES for info in list_policies(family.name)}
     assert set(leaderboard.SLOW) <= known
 
 
 def test_a_row_is_what_the_evaluator_says(small: Path) -> None:
     row = leaderboard.measure(SMALL, "greedy_qos")
-    rows = evaluate(SMALL.env_id, ["greedy_qos"], 3, env_kwargs=SMALL.env_kwargs)
+    rows = evaluate(SMALL.family.env_id, ["greedy_qos"], 3, env_kwargs=SMALL.env_kwargs)
     scores = sorted(r["avg_qos"] for r in rows)
     assert row["value"] == pytest.approx(np.mean(scores), abs=1e-6)  # IQM of three keeps all
     assert row["low"] <= row["value"] <= row["high"]
@@ -90,11 +86,13 @@ def test_rows_are_kept_completed_and_renewed(
 ) -> None:
     measured = []
     real = leaderboard.measure
-    monkeypatch.setattr(leaderboard, "measure", lambda *a: measured.append(str(a[1])) or real(*a))
+    monkeypatch.setattr(
+        leaderboard, "measure", lambda *a: measured.append(name_of(a[1])) or real(*a)
+    )
     out = ["--out", "board.csv"]
     assert main(["--policy", "random", "greedy_qos", *out]) == 0
     assert main(["--policy", "random", "mine.py", *out]) == 0
-    assert measured == ["random", "greedy_qos", "mine.py"]
+    assert measured == ["random", "greedy_qos", "mine"]
     rows = read_board(small / "board.csv")
     assert [row["policy"] for row in rows] == ["random", "greedy_qos", "mine"]
     assert [row["kind"] for row in rows] == ["baseline", "baseline", "guest"]
@@ -108,9 +106,9 @@ def test_rows_are_kept_completed_and_renewed(
 
 def test_the_best_comes_first_and_undefined_last() -> None:
     rows = [{"point": "small", "policy": str(v), "value": v} for v in (0.2, float("nan"), 0.7)]
-    assert [r["policy"] for r in standing(rows, SMALL)] == ["0.7", "0.2", "nan"]
-    late = SMALL._replace(env_id="servegym/ExpertPlacement-v0")
-    assert [r["policy"] for r in standing(rows, late)] == ["0.2", "0.7", "nan"]
+    assert [r["policy"] for r in ranked(rows, SMALL)] == ["0.7", "0.2", "nan"]
+    late = SMALL._replace(family=family_named("placement"))
+    assert [r["policy"] for r in ranked(rows, late)] == ["0.2", "0.7", "nan"]
 
 
 def test_the_page_has_the_same_numbers(small: Path) -> None:
@@ -133,25 +131,22 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     assert not (small / "experiments").exists()
 
 
-def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points(
+def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    (line,) = (
-        line.partition("#")[0]
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if line.startswith("servegym leaderboard --quick")
-    )
+    words = ["--quick", "--policy", "my_router.py", "--at-least", "greedy_qos"]
     monkeypatch.setattr(leaderboard, "POINTS", POINTS)
     (small / "my_router.py").write_text(ROUTER)
     measured = []
 
-    def measure(point: Point, policy: str, quick: bool) -> dict:
+    def measure(point: Point, policy: str | Policy, quick: bool) -> dict:
         assert quick
-        measured.append((point.name, policy))
-        mine, value = policy == "my_router.py", 0.5 if policy == "my_router.py" else 0.6
+        name = name_of(policy)
+        measured.append((point.name, name))
+        mine, value = name == "my_router", 0.5 if name == "my_router" else 0.6
         return {
             "point": point.name,
-            "policy": Path(policy).stem,
+            "policy": name,
             "value": value,
             "low": value,
             "kind": "guest" if mine else "baseline",
@@ -161,9 +156,9 @@ def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points
         }
 
     monkeypatch.setattr(leaderboard, "measure", measure)
-    assert main(shlex.split(line)[2:]) == 1
+    assert main(words) == 1
     routing = ["routing-5", "routing-8", "routing-10", "routing-linear-5"]
-    assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router.py")]
+    assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router")]
     assert capsys.readouterr().out.count("is below greedy_qos") == 4
     measured.clear()
     main(["--quick", "--at-least", "random", "--policy", "my_router.py"])  # every family has one
@@ -176,7 +171,7 @@ def test_the_presubmit_of_the_readme_compares_two_policies_at_the_routing_points
     main(["--quick", "--policy", "greedy_qos"])  # at the points of its family
     assert {point for point, _ in measured} == set(routing)
     with pytest.raises(ValueError, match="at-least='greedy_qos'"):
-        main([*shlex.split(line)[2:], "--point", "placement-edge"])
+        main([*words, "--point", "placement-edge"])
 
 
 def test_names_are_checked_before_anything_runs(
@@ -195,8 +190,8 @@ def test_names_are_checked_before_anything_runs(
 
 def test_policies_from_files(small: Path) -> None:
     (small / "turns.py").write_text(STATEFUL)
-    ours = evaluate(SMALL.env_id, [str(small / "turns.py")], 3, env_kwargs=SMALL.env_kwargs)
-    theirs = evaluate(SMALL.env_id, ["round_robin"], 3, env_kwargs=SMALL.env_kwargs)
+    ours = evaluate(SMALL.family.env_id, [str(small / "turns.py")], 3, env_kwargs=SMALL.env_kwargs)
+    theirs = evaluate(SMALL.family.env_id, ["round_robin"], 3, env_kwargs=SMALL.env_kwargs)
     assert [r["avg_qos"] for r in ours] == [r["avg_qos"] for r in theirs]
     assert ours[0]["policy"] == "turns"
     (small / "empty.py").write_text("x = 1\n")
@@ -210,7 +205,7 @@ def test_a_class_without_init_finds_the_system(small: Path) -> None:
         "class Policy(BasePolicy):\n    def act(self, observation, action_mask):\n"
         "        return np.full(len(action_mask), self.system.num_experts)\n"
     )
-    rows = evaluate(SMALL.env_id, ["last.py"], 2, env_kwargs=SMALL.env_kwargs)
+    rows = evaluate(SMALL.family.env_id, ["last.py"], 2, env_kwargs=SMALL.env_kwargs)
     (used,) = (key for key in rows[0] if key.startswith("share_") and rows[0][key] > 0)
     assert used == [key for key in rows[0] if key.startswith("share_")][-1]
     assert rows[0]["policy"] == "last"
@@ -246,13 +241,13 @@ def test_an_error_in_a_policys_file_names_its_line(small: Path, wrong: str, said
         f"    def act(self, observation, action_mask):\n        {wrong}\n"
     )
     for file, line, name in (("act.py", 4, "act"), ("class.py", 8, "mine")):
-        result = CliRunner().invoke(app, ["evaluate", SMALL.env_id, "--policy", file])
+        result = CliRunner().invoke(app, ["evaluate", SMALL.family.env_id, "--policy", file])
         assert result.exit_code == 2
         (told,) = result.stderr.splitlines()
         assert f"policy '{name}' failed at {file}:{line}: {said}" in told
     (small / "float.py").write_text("def act(observation, action_mask):\n    return 0.5\n")
     with pytest.raises(ValueError, match="^policy 'float' must return integers"):
-        evaluate(SMALL.env_id, ["float.py"], 1, env_kwargs=SMALL.env_kwargs)
+        evaluate(SMALL.family.env_id, ["float.py"], 1, env_kwargs=SMALL.env_kwargs)
 
 
 def test_a_function_of_one_decision_serves_every_family() -> None:

@@ -8,9 +8,9 @@ pytest.importorskip("h5py", reason="Minari stores in HDF5: pip install 'minari[h
 
 import minari
 
-from servegym.baselines.registry import make_policy
+from servegym.baselines.registry import describe_system, make_policy
+from servegym.envs.families import family_of
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.families import family_of
 
 from .settings import SMALL, STEPS, make
 
@@ -28,7 +28,7 @@ SEED, EPISODES = 50, 3
 def test_a_data_set_of_a_baseline(env_id, name, tmp_path, monkeypatch):
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     family = family_of(env_id)
-    system = family.system(make(env_id).unwrapped.problem)
+    system = describe_system(make(env_id).unwrapped.problem, family=family.name)
     policy = make_policy(name, system, family=family.name)
     plain = make(env_id, split="eval", **policy.env_kwargs)
     env = minari.DataCollector(plain, record_infos=False)

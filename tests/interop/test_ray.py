@@ -16,12 +16,11 @@ pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 
 import ray
 
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments import evaluate as local
 from servegym.experiments import leaderboard
-from servegym.experiments.cluster import evaluate as ray_evaluate
-from servegym.experiments.cluster import figures as ray_figures
-from servegym.experiments.cluster import jobs as ray_cluster
-from servegym.experiments.cluster.jobs import cluster, run_jobs
+from servegym.experiments.cluster import executor as ray_cluster
+from servegym.experiments.cluster import figures as cluster_figures
+from servegym.experiments.cluster.executor import cluster, ray_executor, run_jobs
+from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures import run as figures
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
@@ -61,18 +60,23 @@ def same(one, other):
 )
 def test_rows_and_logs_equal_the_local_run(env_id, kwargs, policies):
     """Blocks of two, the last one cut; what a randomised policy draws depends on its block."""
-    told, here, there = [], {}, {}
+    steps, here, there = [], {}, {}
     settings = {"episodes": 5, "seed": 7, "env_kwargs": kwargs, "num_envs": 2}
-    wanted = local.evaluate(env_id, policies, logs=here, **settings)
-    found = ray_evaluate.evaluate(
-        env_id, policies, logs=there, progress=lambda *step: told.append(step), **settings
+    wanted = evaluate(env_id, policies, logs=here, **settings)
+    found = evaluate(
+        env_id,
+        policies,
+        logs=there,
+        progress=lambda *step: steps.append(step),
+        executor=ray_executor("auto"),
+        **settings,
     )
     assert len(found) == 5 * len(policies) and same(found, wanted)
     assert list(there) == list(here)
     for name in here:
         assert [log.tobytes() for log in there[name]] == [log.tobytes() for log in here[name]]
     for name in policies:
-        ended = [done for policy, done, _ in told if policy == name]
+        ended = [done for policy, done, _ in steps if policy == name]
         assert len(ended) == 3 and ended == sorted(ended) and ended[-1] == 5
 
 
@@ -87,8 +91,9 @@ def test_a_trained_policy_and_a_file_travel_to_the_workers(tmp_path):
     )
     policies = ["sac_han", guest]
     settings = {"episodes": 4, "env_kwargs": {**ROUTING, "num_experts": 6}, "num_envs": 2}
-    wanted = local.evaluate("servegym/LLMRouting-v0", policies, **settings)
-    found = ray_evaluate.evaluate("servegym/LLMRouting-v0", policies, **settings)
+    wanted = evaluate("servegym/LLMRouting-v0", policies, **settings)
+    on_ray = ray_executor("auto")
+    found = evaluate("servegym/LLMRouting-v0", policies, executor=on_ray, **settings)
     assert same(found, wanted)
     assert {row["policy"] for row in found} == {"sac_han", "guest"}
 
@@ -113,11 +118,13 @@ def test_an_evaluation_outlives_a_killed_worker(tmp_path):
             return self.rng.integers(action_mask.shape[1], size=len(action_mask))
 
     settings = {"episodes": 6, "seed": 7, "env_kwargs": ROUTING, "num_envs": 2}
-    found = ray_evaluate.evaluate("servegym/LLMRouting-v0", [Deadly(), "random"], **settings)
+    found = evaluate(
+        "servegym/LLMRouting-v0", [Deadly(), "random"], executor=ray_executor("auto"), **settings
+    )
     assert (tmp_path / "killed").exists()
     begun = (tmp_path / "blocks").read_text().split()
     assert sorted(begun, key=int) == ["7", "9", "9", "11"]  # one block ran again, no other
-    wanted = local.evaluate("servegym/LLMRouting-v0", [Deadly(), "random"], **settings)
+    wanted = evaluate("servegym/LLMRouting-v0", [Deadly(), "random"], **settings)
     assert same(found, wanted)
     assert [row["seed"] for row in found] == [*range(7, 13), *range(7, 13)]
 
@@ -182,18 +189,19 @@ def test_a_silent_address_is_named_at_once(monkeypatch):
 
 
 def test_bad_arguments_stop_before_any_job(monkeypatch):
-    monkeypatch.setattr(ray_evaluate, "cluster", lambda where: pytest.fail("a cluster was asked"))
+    monkeypatch.setattr(ray_cluster, "cluster", lambda where: pytest.fail("a cluster was asked"))
+    on_ray = ray_executor("auto")
     with pytest.raises(ValueError, match="did you mean 'greedy_qos'"):
-        ray_evaluate.evaluate("servegym/LLMRouting-v0", ["greedy_qoss"], env_kwargs=ROUTING)
+        evaluate("servegym/LLMRouting-v0", ["greedy_qoss"], env_kwargs=ROUTING, executor=on_ray)
     with pytest.raises(ValueError, match="num_envs is 0"):
-        ray_evaluate.evaluate("servegym/LLMRouting-v0", ["random"], num_envs=0)
+        evaluate("servegym/LLMRouting-v0", ["random"], num_envs=0, executor=on_ray)
 
 
 def test_the_leaderboard_is_the_same_table(tmp_path, monkeypatch):
     point = leaderboard.POINTS[0]._replace(env_kwargs=ROUTING, episodes=3)
     other = leaderboard.POINTS[4]._replace(env_kwargs=SERVERLESS, episodes=3)
     monkeypatch.setattr(leaderboard, "POINTS", (point, other))
-    monkeypatch.setattr(leaderboard, "KEPT", tmp_path / "none.csv")
+    monkeypatch.setattr(leaderboard, "SHIPPED_BOARD", tmp_path / "none.csv")
     monkeypatch.chdir(tmp_path)
     guest = tmp_path / "mine.py"
     guest.write_text("def act(observation, mask):\n    return int(mask.nonzero()[0][0])\n")
@@ -219,22 +227,23 @@ def test_figures_come_back_with_the_same_numbers(tmp_path, monkeypatch):
     here, there, lines = tmp_path / "here", tmp_path / "there", []
     assert figures.run_figures("routing", ["workload"], [*words, "--out", "here"], print) == 0
     there.mkdir()
-    (there / "kept.csv").write_text("a\n1\n")
+    (there / "other.csv").write_text("a\n1\n")
     assert (
-        ray_figures.run_figures("routing", ["workload"], [*words, "--out=there"], lines.append) == 0
+        cluster_figures.run_figures(
+            "routing", ray_executor("auto"), ["workload"], [*words, "--out=there"], lines.append
+        )
+        == 0
     )
     names = {path.name for path in here.iterdir()}
-    assert {path.name for path in there.iterdir()} == names | {"kept.csv"}
+    assert {path.name for path in there.iterdir()} == names | {"other.csv"}
     for path in here.glob("*.csv"):
         assert (there / path.name).read_bytes() == path.read_bytes()
     assert {line for line in lines if line.endswith(": done")} == {
         f"workload {name}: done" for name in ("fig4", "fig5", "fig8")
     }
-    (told,) = [
-        t for t in (there / "fig4_distributions.txt").read_text().splitlines() if "command" in t
-    ]
-    assert told == (
-        "command: python -m servegym.experiments.figures.routing.workload --quick --episodes 2 "
+    provenance = json.loads((there / "fig4_distributions.json").read_text())
+    assert provenance["command"] == (
+        "python -m servegym.experiments.figures.routing.workload --quick --episodes 2 "
         "--figure fig4 --out there"
     )
     assert "there/fig4_distributions.csv" in "\n".join(lines)
@@ -243,7 +252,12 @@ def test_figures_come_back_with_the_same_numbers(tmp_path, monkeypatch):
 def test_a_figure_that_fails_is_counted(tmp_path):
     words = ["--no-such-option", "--out", str(tmp_path)]
     lines = []
-    assert ray_figures.run_figures("routing", ["admission"], words, lines.append) == 1
+    assert (
+        cluster_figures.run_figures(
+            "routing", ray_executor("auto"), ["admission"], words, lines.append
+        )
+        == 1
+    )
     assert lines[-1] == "admission: failed with status 2" and "--no-such-option" in lines[1]
 
 
@@ -267,7 +281,7 @@ def test_the_command_has_its_own_cluster_or_joins_one(where, tmp_path):
     assert "servegym/LLMRouting-v0" in done.stdout and "random" in done.stdout
     rows = json.loads(out.read_text())
     kwargs = {"num_experts": 3, "episode_requests": 30}
-    wanted = local.evaluate("servegym/LLMRouting-v0", ["random"], 3, env_kwargs=kwargs, num_envs=2)
+    wanted = evaluate("servegym/LLMRouting-v0", ["random"], 3, env_kwargs=kwargs, num_envs=2)
     assert [row["avg_qos"] for row in rows] == [row["avg_qos"] for row in wanted]
     assert np.isfinite([row["return"] for row in rows]).all()
     assert len(ray.nodes()) == 1 and ray.nodes()[0]["Alive"]  # this module's lives on

@@ -11,8 +11,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from servegym.baselines.protocol import BasePolicy
-from servegym.experiments import evaluate as local
-from servegym.experiments.cluster import evaluate as ray_evaluate
+from servegym.experiments.cluster.executor import ray_executor
+from servegym.experiments.evaluate import evaluate
 
 from .settings import ROUTING
 
@@ -62,8 +62,12 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
                 cluster.remove_node(second, allow_graceful=False)
 
         settings = {"episodes": 16, "seed": 7, "env_kwargs": ROUTING, "num_envs": 1}
-        found = ray_evaluate.evaluate(
-            "servegym/LLMRouting-v0", [Slow()], progress=progress, **settings
+        found = evaluate(
+            "servegym/LLMRouting-v0",
+            [Slow()],
+            progress=progress,
+            executor=ray_executor("auto"),
+            **settings,
         )
         begun = [line.split() for line in (tmp_path / "blocks").read_text().splitlines()]
     finally:
@@ -74,7 +78,7 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
     home = [seed for seed, machine in begun if machine == "first"]
     assert away and away <= set(home)  # what was lost ran again on the machine that is left
     assert sorted(home, key=int) == [str(seed) for seed in range(7, 23)]
-    wanted = local.evaluate("servegym/LLMRouting-v0", [Slow()], **settings)
+    wanted = evaluate("servegym/LLMRouting-v0", [Slow()], **settings)
     assert [list(map(repr, row.items())) for row in found] == [
         list(map(repr, row.items())) for row in wanted
     ]

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from servegym.experiments import evaluate, leaderboard
 from servegym.experiments.cli import app
-from servegym.experiments.cluster.jobs import check_ray
+from servegym.experiments.cluster.executor import check_ray
 from servegym.experiments.figures import run as figures
 
 WORDS = {
@@ -21,7 +21,7 @@ WORDS = {
 @pytest.fixture
 def no_work(monkeypatch):
     for module, name in (
-        (evaluate, "plan_for"),
+        (evaluate, "make_plan"),
         (figures, "list_figures"),
         (leaderboard, "measure"),
     ):

@@ -493,6 +493,8 @@ def _notes(options: Options, scenario: str) -> list[str]:
     return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
 
 
+ONE_JOB = True
+"""The figures read each other's tables, so that a cluster runs them in one job."""
 FIGURES: dict[str, Any] = {name: partial(_scenario, name) for name in SCENARIOS}
 FIGURES["summary"] = summary
 

@@ -380,6 +380,8 @@ def seed_preset(options: Options) -> None:
     save(options, "learning_seed_preset", rows, None, note)
 
 
+ONE_JOB = True
+"""The figures read each other's tables, so that a cluster runs them in one job."""
 FIGURES = {"baselines": baselines, "learning": learning, "seed_preset": seed_preset}
 
 
