@@ -13,7 +13,7 @@ import inspect
 import re
 import tempfile
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import gymnasium
 import mkdocs_gen_files
@@ -29,6 +29,7 @@ from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.leaderboard import read_board, write_page
 from servegym.experiments.output import read_rows
 from servegym.experiments.render import render_episode
+from servegym.experiments.tables import read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -184,11 +185,10 @@ def baselines() -> list[dict[str, str]]:
     return nav
 
 
-def record(path: Path) -> tuple[dict[str, str], list[str]]:
-    """What a result's text tells: command, machine and so on by name, and the notes."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    told = (line.split(": ", 1) for line in lines if ": " in line and line[:6] != "note: ")
-    return dict(told), [line[6:] for line in lines if line.startswith("note: ")]
+def origin(record: dict[str, Any]) -> str:
+    """Machine and date of a result."""
+    machine = [record.get("machine", {}).get(key) for key in ("system", "cpu")]
+    return ", ".join(str(one) for one in (*machine, record.get("date")) if one)
 
 
 MANY = 8
@@ -233,10 +233,11 @@ def results() -> list[dict[str, str]]:
     """A page a family of results: picture, what it says, the command."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
-        found = [path for path in (RESULTS / family).glob("*.txt") if path.stem[:5] != "bench"]
+        found = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", "", *claims(family)]
         for path in sorted(found, key=place):
-            told, notes = record(path)
+            record = read_record(path)
+            notes = [note["text"] for note in record["notes"]]
             lines += [f"## {named(path.stem)}", ""]
             image = path.with_suffix(".png")
             if image.exists():
@@ -246,11 +247,9 @@ def results() -> list[dict[str, str]]:
             if len(notes) > MANY:
                 lines += [f'??? note "What it says ({len(notes)} notes)"', ""]
             lines += ["    " * (len(notes) > MANY) + f"- {note}" for note in notes]
-            if "command" in told:
-                lines += ["", "```sh", told["command"], "```"]
-            where = ", ".join(told[key] for key in ("machine", "date") if key in told)
+            lines += ["", "```sh", record["command"], "```"]
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
-            lines += ["", f"{rows}; {where}", ""]
+            lines += ["", f"{rows}; {origin(record)}", ""]
         write(f"results/{family}.md", "\n".join(lines))
         nav.append({title: f"results/{family}.md"})
     return nav
@@ -284,9 +283,8 @@ def benchmarks() -> None:
     ]
     for family, title in ((one.group, one.title) for one in FAMILIES):
         path = RESULTS / family / "bench.csv"
-        told, notes = record(path.with_suffix(".txt"))
-        lines += [f"## {title}", "", f"{told['machine']}, {told['date']}", ""]
-        lines += ["```sh", told["command"], "```", ""]
+        record = read_record(path)
+        lines += [f"## {title}", "", origin(record), "", "```sh", record["command"], "```", ""]
         lines += [
             "| what | value | yardstick | ratio | goal |",
             "| --- | ---: | --- | ---: | --- |",
@@ -299,7 +297,7 @@ def benchmarks() -> None:
                 f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} "
                 f"| {row['goal']}{met} |"
             )
-        lines += ["", *(f"- {note}" for note in notes), ""]
+        lines += ["", *(f"- {note['text']}" for note in record["notes"]), ""]
     write("benchmarks.md", "\n".join(lines))
 
 

@@ -27,9 +27,9 @@ from servegym.envs.families import FAMILIES, Family
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import evaluate, make_envs, resolve, summarise
 from servegym.experiments.executor import Executor, run_serially
-from servegym.experiments.figures.script import machine, versions
 from servegym.experiments.output import print_table, read_rows, write_csv, write_text
 from servegym.experiments.reporting import report_of
+from servegym.experiments.tables import machine, versions
 
 __all__ = ["POINTS", "Point", "main", "measure", "ranked", "read_board", "write_page"]
 

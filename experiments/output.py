@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -83,8 +84,11 @@ def _plain(value: Any) -> Any:
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
-    """Write ``content`` as JSON, atomically; NaN becomes null."""
-    write_text(path, json.dumps(_plain(content), indent=2, allow_nan=False) + "\n")
+    """Write ``content`` as JSON, atomically; NaN becomes null. A list of numbers is one line."""
+    text = json.dumps(_plain(content), indent=2, allow_nan=False)
+    numbers = re.compile(r"\[\n\s+([-+.\deE,\s]+?)\n\s+\]")
+    text = numbers.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    write_text(path, text + "\n")
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:

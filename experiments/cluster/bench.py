@@ -21,7 +21,7 @@ from typing import Any
 from servegym.envs._command_line import run_main
 from servegym.experiments.cluster.executor import check_ray, cluster, ray_executor
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.script import FigureOptions, save, versions
+from servegym.experiments.figures.script import FigureOptions, save
 from servegym.experiments.output import print_table
 
 __all__ = ["main"]
@@ -123,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} requests each, "
         f"jobs of 8 episodes; medians of {options.repeats} turns, wall clock; rows are {said}.",
         "start_s: start of a cluster and its workers' first jobs (imports, compiled code read).",
-        about={
-            "ray": versions(("ray",))["ray"],
+        packages=("ray",),
+        settings={
             "load": f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores",
         },
     )

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from servegym.experiments.executor import Executor
-from servegym.experiments.figures.script import versions
+from servegym.experiments.tables import versions
 
 __all__ = ["RETRIES", "check_ray", "cluster", "ray_executor", "run_jobs"]
 

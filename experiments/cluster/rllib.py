@@ -46,7 +46,7 @@ from servegym.experiments.cluster.rllib_policy import (
     untrained,
 )
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.script import FigureOptions, save, versions
+from servegym.experiments.figures.script import FigureOptions, save
 from servegym.experiments.output import print_table, write_csv
 from servegym.experiments.reporting import report_of
 
@@ -291,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
         f"random {random_return:.3f} on training episodes.",
         "One training run: intervals are over episodes, not over trainings.",
-        about={
-            **{k: v for k, v in versions(("ray", "torch")).items() if k in ("ray", "torch")},
+        packages=("ray", "torch"),
+        settings={
             "time": f"{last['seconds']:.0f} s of training",
         },
     )

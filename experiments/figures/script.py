@@ -1,24 +1,20 @@
 """What the figure scripts of all families share: command line, look of the plots, saved results.
 
-A result is three files of one name: a tidy CSV, the picture, and a text with the command, the
-versions, the machine, and what the figure says in words.
+A result is a tidy CSV, its JSON (see `tables`) and the picture, of one name.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import io
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from servegym.experiments.output import write_csv, write_text
+from servegym.experiments.output import write_text
+from servegym.experiments.tables import Note, provenance, write_result
 
 __all__ = [
     "FigureOptions",
@@ -26,12 +22,10 @@ __all__ = [
     "errors",
     "figure_parser",
     "legend",
-    "machine",
     "pyplot",
     "run_chosen",
     "save",
     "tidy",
-    "versions",
 ]
 
 
@@ -147,70 +141,34 @@ def errors(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> A
     return values, np.maximum([values - low, high - values], 0.0)
 
 
-def versions(packages: Sequence[str] = ("numpy", "numba", "gymnasium")) -> dict[str, str]:
-    """Versions of this package, of ``packages`` and of Python, by name."""
-    found = {}
-    for name in ("serve-gym", *packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"python": platform.python_version()}
-
-
-def machine() -> dict[str, Any]:
-    """Processor, number of cores and system of this machine."""
-    model = platform.processor() or "unknown"
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
 def save(
     options: FigureOptions,
     stem: str,
     rows: Sequence[Mapping[str, Any]],
     figure: Any,
-    *notes: str,
-    about: Mapping[str, Any] | None = None,
+    *notes: Note,
+    settings: Mapping[str, Any] | None = None,
+    packages: Sequence[str] = (),
+    merged: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write ``stem.csv``, ``stem.png`` and ``stem.txt`` into the folder of the results.
+    """Write ``stem.csv``, ``stem.png`` and ``stem.json`` into the folder of the results.
 
     Args:
         options: The command line.
         stem: Name of the files.
         rows: Rows of the table, all with the same keys.
         figure: The matplotlib figure, closed afterwards; None writes no picture.
-        *notes: What the figure says, a sentence each.
-        about: Further lines of the text, before the notes.
+        *notes: The findings, see `tables.note`.
+        settings: See `tables.provenance`, like the following.
+        packages: Packages whose versions count.
+        merged: Provenance of earlier tables whose rows are in this one.
     """
-    write_csv(options.out / f"{stem}.csv", rows)
+    made = provenance(options.command, options.quick, packages, settings, merged)
+    write_result(options.out / stem, rows, made, notes)
     if figure is not None:
         picture = io.BytesIO()
         figure.savefig(picture, dpi=110, format="png")
         write_text(options.out / f"{stem}.png", picture.getvalue())
         pyplot().close(figure)
-    here = machine()
-    told = {
-        "command": options.command,
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "machine": f"{here['system']}, {here['cpu']}",
-        **versions(),
-        **(about or {}),
-    }
-    lines = [f"{key}: {value}" for key, value in told.items()]
-    lines += [f"note: {note}" for note in notes]
-    if options.quick:
-        lines.append("note: a smoke run, figures not to quote")
-    write_text(options.out / f"{stem}.txt", "\n".join(lines) + "\n")
-    endings = ".csv, .txt" if figure is None else ".csv, .png, .txt"
+    endings = ".csv, .json" if figure is None else ".csv, .png, .json"
     print(f"{options.out / stem}{endings}")

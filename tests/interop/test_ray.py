@@ -22,6 +22,7 @@ from servegym.experiments.cluster import figures as cluster_figures
 from servegym.experiments.cluster.executor import cluster, ray_executor, run_jobs
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures import run as figures
+from servegym.experiments.tables import read_record  # noqa: E402
 
 from .settings import PLACEMENT, ROUTING, SERVERLESS
 
@@ -241,8 +242,7 @@ def test_figures_come_back_with_the_same_numbers(tmp_path, monkeypatch):
     assert {line for line in lines if line.endswith(": done")} == {
         f"workload {name}: done" for name in ("fig4", "fig5", "fig8")
     }
-    provenance = json.loads((there / "fig4_distributions.json").read_text())
-    assert provenance["command"] == (
+    assert read_record(there / "fig4_distributions.csv")["command"] == (
         "python -m servegym.experiments.figures.routing.workload --quick --episodes 2 "
         "--figure fig4 --out there"
     )

@@ -81,7 +81,7 @@ def test_routing_is_trained_saved_and_evaluated(tmp_path):
     mask[np.arange(4), free] = 0
     again = policy.act(seen, mask)
     assert (again != free).all() and mask[np.arange(4), again].all()
-    told = (tmp_path / "rllib_ppo.txt").read_text()
+    told = (tmp_path / "rllib_ppo.json").read_text()
     assert "note: the trained policy is" in told and "ray: " in told
     from ray.rllib.algorithms.algorithm import Algorithm
 

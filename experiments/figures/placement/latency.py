@@ -143,9 +143,9 @@ def table1(options: FigureOptions) -> None:
     )
     problem = build_problem(scenario="paper_testbed", model="mixtral-8x7b", split="eval")
     figure = _plot_table1(rows)
-    about = {"setting": setting(problem)}
-    save(options, "table1_offloading", rows, figure, *notes, about=about)
-    save(options, "table1_pcie", channel, None, *notes, about=about)
+    settings = {"setting": setting(problem)}
+    save(options, "table1_offloading", rows, figure, *notes, settings=settings)
+    save(options, "table1_pcie", channel, None, *notes, settings=settings)
     print("\n".join(notes))
 
 
@@ -234,7 +234,7 @@ def _words(
 
 def table2(options: FigureOptions) -> None:
     """Latency per server and over all requests, every policy, both models and workloads."""
-    rows, notes, about = [], [], {}
+    rows, notes, settings = [], [], {}
     for workload, (scenario, epochs) in WORKLOADS.items():
         for model, name in MODELS.items():
             for skew in few(options, ("measured", "paper"))[: 1 if options.quick else 2]:
@@ -255,7 +255,7 @@ def table2(options: FigureOptions) -> None:
                 notes += _words(workload, model, skew, found, latency)
                 if skew == "measured":
                     problem = build_problem(scenario=scenario, model=name, split="eval")
-                    about[f"{workload}, {model}"] = setting(problem)
+                    settings[f"{workload}, {model}"] = setting(problem)
     body = [
         [
             f"{row['workload']} {row['model']} ({row['skew']}) {row['policy']}",
@@ -275,7 +275,7 @@ def table2(options: FigureOptions) -> None:
         "means over episodes of about 200 requests a server, 95 % intervals of Student's t over "
         "episodes; 'servers' weighs servers alike, 'requests' requests"
     )
-    save(options, "table2_latency", rows, _bars(rows), *notes, about=about)
+    save(options, "table2_latency", rows, _bars(rows), *notes, settings=settings)
     print("\n".join(notes))
 
 
@@ -343,9 +343,9 @@ def fit(options: FigureOptions) -> None:
         "by h: " + ", ".join(f"{h:g} ms {error:.3f}" for h, error in errors_by_h.items()),
         "one number is fitted to five; prompts of the train split",
     ]
-    about = {"setting": setting(build_problem(scenario="paper_testbed", split="train"))}
+    settings = {"setting": setting(build_problem(scenario="paper_testbed", split="train"))}
     figure = _plot_fit(rows, best)
-    save(options, "table2_message_cost", rows, figure, *notes, about=about)
+    save(options, "table2_message_cost", rows, figure, *notes, settings=settings)
     print("\n".join(notes))
 
 

@@ -136,12 +136,12 @@ def fig7(options: FigureOptions) -> None:
     )
     notes = _words(told, latency, _answer(rows, change))
     kwargs = {"scenario": "paper_testbed_multi", "split": "eval"}
-    about = {
+    settings = {
         "setting": setting(build_problem(**kwargs)),
         "requests of a server": f"{each} + {each}",
     }
-    save(options, "fig7_migration", rows, _plot(rows, change), *notes, about=about)
-    save(options, "fig7_summary", told, None, *notes, about=about)
+    save(options, "fig7_migration", rows, _plot(rows, change), *notes, settings=settings)
+    save(options, "fig7_summary", told, None, *notes, settings=settings)
     print("\n".join(notes))
 
 

@@ -181,8 +181,8 @@ def fig8a(options: FigureOptions) -> None:
         tidy(axis)
     figure.suptitle("DeepSeek-V2-Lite, per-expert messages, h = 1.5 ms, 500 Mbps", fontsize=10)
     legend(figure, axes[0])
-    about = {"setting": setting(build_problem(scenario=f"scale_{last}", split="eval"))}
-    save(options, "fig8a_gpus", rows, figure, *notes, about=about)
+    settings = {"setting": setting(build_problem(scenario=f"scale_{last}", split="eval"))}
+    save(options, "fig8a_gpus", rows, figure, *notes, settings=settings)
     print("\n".join(notes))
 
 
@@ -250,8 +250,8 @@ def fig8b(options: FigureOptions) -> None:
         axis.set_title(f"Prism, link model {link}, h = {h:g} ms", fontsize=10)
         tidy(axis)
     legend(figure, axes[0])
-    about = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
-    save(options, "fig8b_bandwidth", rows, figure, *notes, about=about)
+    settings = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
+    save(options, "fig8b_bandwidth", rows, figure, *notes, settings=settings)
     print("\n".join(notes))
 
 

@@ -254,7 +254,7 @@ def coverage(options: FigureOptions) -> None:
         else "Theorem 1's 1 - 1/e = 0.632 is not met on these activations",
     ]
     problem = build_problem(scenario="paper_testbed", split="eval")
-    save(options, "theorem1_coverage", rows, figure, *notes, about={"setting": setting(problem)})
+    save(options, "theorem1_coverage", rows, figure, *notes, settings={"setting": setting(problem)})
     print("\n".join(notes))
 
 

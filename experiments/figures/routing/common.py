@@ -31,16 +31,16 @@ from servegym.experiments.figures.script import (
     command_line,
     figure_parser,
     run_chosen,
-    versions,
 )
 from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.stats import Interval, over_trainings
+from servegym.experiments.tables import Note, merge_policies, read_record, versions
 
 __all__ = [
     "BASELINES",
     "Options",
     "TrainedRun",
-    "beside_kept",
+    "with_earlier",
     "find_runs",
     "gain",
     "measure",
@@ -56,7 +56,7 @@ __all__ = [
 ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 OUT = Path("experiments/results/routing")
-KEPT = Path(__file__).parents[2] / "results" / "routing"
+SHIPPED = Path(__file__).parents[2] / "results" / "routing"
 """The tables that come with the package."""
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
@@ -117,7 +117,7 @@ class Options(FigureOptions):
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
-        keep: Whether the kept tables' other policies stay in them, see `beside_kept`.
+        keep: Whether the kept tables' other policies stay in them, see `with_earlier`.
     """
 
     checkpoints: Path | None
@@ -330,91 +330,68 @@ def chosen(
     ]
 
 
-def beside_kept(
-    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *columns: str
+def with_earlier(
+    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *point: str
 ) -> list[dict[str, Any]]:
-    """With ``--keep``, these rows among those of the policies that only the kept table has.
+    """With ``--keep``, these rows and those of the policies that only the earlier table has.
 
-    So a router can be put beside those of a figure without training them all. The table is that in
-    the folder of the results or, if there is none, the one that comes with the package. The
-    heuristics are measured every time: they have the same QoS as before if the episodes are the
-    same.
+    A router is so compared with those of a figure without training them all. The earlier table is
+    that in the folder of the results or, if there is none, the one that comes with the package.
+    The heuristics are measured every time: they have the same QoS as before if the episodes are
+    the same.
 
     Args:
         options: The command line.
         stem: Name of the table.
         rows: What was measured; a policy may have several rows at a point.
-        *columns: The columns that tell the point.
+        *point: The columns that identify a point.
 
     Raises:
         ValueError: If there is no such table, or if a heuristic has another QoS in it.
     """
     if not options.keep:
         return [dict(row) for row in rows]
-    table = _table(options, stem)
+    table = _earlier(options, stem)
     if not table.exists():
         raise ValueError(f"keep: there is no {table} to keep rows of; leave --keep out")
-
-    def grouped(part: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, list[Any]]]:
-        found: dict[tuple[Any, ...], dict[str, list[Any]]] = {}
-        for row in part:
-            point = found.setdefault(tuple(row[column] for column in columns), {})
-            point.setdefault(row["policy"], []).append(dict(row))
-        return found
-
-    now, before = grouped(rows), grouped(read_rows(table, empty=math.nan))
-    for point, policies in now.items():
-        for name in set(policies) & set(before.get(point, ())) & set(BASELINES):
-            new, old = (
-                [row["qos"] for row in part] for part in (policies[name], before[point][name])
-            )
-            if len(new) != len(old) or not np.allclose(new, old, atol=2e-6, equal_nan=True):
-                count = before[point][name][0].get("episodes", "those of its command")
-                raise ValueError(
-                    f"keep: at {', '.join(map(str, point))} {name} has another QoS in {table} "
-                    f"than here, so the episodes are others; give its --episodes ({count}), or "
-                    "leave --keep out"
-                )
-    found = []
-    for point in dict.fromkeys((*before, *now)):
-        for part in (before.get(point, {}) | now.get(point, {})).values():
-            found += part
-    return found
+    earlier = read_rows(table, empty=math.nan)
+    return merge_policies(rows, earlier, point, BASELINES, "qos", table)
 
 
-def _table(options: Options, stem: str) -> Path:
+def _earlier(options: Options, stem: str) -> Path:
     own = options.out / f"{stem}.csv"
-    return own if own.exists() else KEPT / own.name
+    return own if own.exists() else SHIPPED / own.name
 
 
-def _kept(options: Options, stem: str) -> dict[str, str]:
-    """Where the rows come from that `beside_kept` added: lines for the text beside the table."""
-    text = _table(options, stem).with_suffix(".txt")
+def _merged(options: Options, stem: str) -> list[dict[str, Any]]:
+    """Provenance of the tables whose rows `with_earlier` added, the oldest first."""
     if not options.keep:
-        return {}
-    if not text.exists():  # an installed package has the tables alone
-        return {"rows kept": f"from the table of serve-gym {versions()['serve-gym']}"}
-    lines = text.read_text(encoding="utf-8").splitlines()
-    told = dict(line.split(": ", 1) for line in lines if ": " in line)
-    keys = ("command", "sources", "trained routers")
-    how = "; ".join(f"{key}: {told[key]}" for key in keys if key in told)
-    older = {key: value for key, value in told.items() if key.startswith("rows kept")}
-    name = f"rows kept of {told.get('date', 'an earlier day')}, number {len(older) + 1}"
-    return {**older, name: how}
+        return []
+    record = read_record(_earlier(options, stem))
+    if not record:  # an installed package has the tables alone
+        return [{"versions": versions(())}]
+    before = record.get("merged", [])
+    return [*before, {key: record[key] for key in ("command", "date", "settings")}]
 
 
 def save(
-    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: str
+    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: Note
 ) -> None:
     """As `figure_run.save`, with the trained routers that the figure compares."""
-    trained = ", ".join(f"{run.label} s{run.seed}" for run in options.trained)
-    about = {
-        **versions(("torch",)),
-        "sources": source_digest(),
-        "trained routers": trained or "none, baselines only",
-        **_kept(options, stem),
-    }
-    figure_run.save(options, stem, rows, figure, *notes, about=about)
+    seeds: dict[str, list[int]] = {}
+    for run in options.trained:
+        seeds.setdefault(run.label, []).append(run.seed)
+    settings = {"sources": source_digest(), "trained_routers": seeds}
+    figure_run.save(
+        options,
+        stem,
+        rows,
+        figure,
+        *notes,
+        settings=settings,
+        packages=("torch",),
+        merged=_merged(options, stem),
+    )
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
@@ -457,7 +434,7 @@ def run_figures(
         module: The script's module.
         episodes: Default number of episodes.
         own: Adds the script's own options.
-        keeps: Whether its figures go through `beside_kept`.
+        keeps: Whether its figures go through `with_earlier`.
 
     Returns:
         0.

@@ -18,13 +18,13 @@ from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
     Options,
-    beside_kept,
     chosen,
     measure,
     policies_of,
     run_figures,
     save,
     style,
+    with_earlier,
 )
 from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table
@@ -46,7 +46,7 @@ def fig10(options: Options) -> None:
         rows += measure(options, {"profiles": fleet, "rate": rate}, point, chosen(options, fleet))
     keys = ("policy", "point", *PARTS, "e2e_s", "qos", "drop_rate", "reject_rate")
     rows = [{key: row[key] for key in keys} for row in rows]
-    rows = beside_kept(options, "fig10_end_to_end", rows, "point")
+    rows = with_earlier(options, "fig10_end_to_end", rows, "point")
     body = [
         [row["policy"], row["point"], *(f"{1e3 * row[part]:.1f}" for part in PARTS)]
         + [f"{row['e2e_s']:.3f}", f"{row['qos']:.3f}"]
@@ -174,7 +174,7 @@ def fig14(options: Options) -> None:
                 | {key: round(float(values[k]), 5) for key, values in found.items()}
                 for k in range(len(found["time_s"]))
             ]
-    rows = beside_kept(options, "fig14_15_long_run", rows, "profiles")
+    rows = with_earlier(options, "fig14_15_long_run", rows, "profiles")
     fleets = list(dict.fromkeys(row["profiles"] for row in rows))
     figure = _plot_long_run(rows, fleets)
     body = []

@@ -27,13 +27,13 @@ from servegym.experiments.figures.routing.claims import (
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
     Options,
-    beside_kept,
     chosen,
     measure,
     print_rows,
     run_figures,
     save,
     shipped_runs,
+    with_earlier,
 )
 from servegym.experiments.figures.routing.plots import plot_bars, plot_groups
 from servegym.experiments.figures.routing.runs import POINTS, RUNS
@@ -197,7 +197,7 @@ def fig17(options: Options) -> None:
             names = ("shortest_queue", "greedy_qos", "priced_greedy")
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, trained, names)
-    rows = beside_kept(options, "fig17_ablation", rows, "point")
+    rows = with_earlier(options, "fig17_ablation", rows, "point")
     print_rows("fig17: ablation", rows, ["point"])
     lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
     for name in dict.fromkeys(row["point"] for row in rows):
@@ -238,7 +238,7 @@ def fig18(options: Options) -> None:
             ]
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)
-    rows = beside_kept(options, "fig18_predictors", rows, "point", "predictors")
+    rows = with_earlier(options, "fig18_predictors", rows, "point", "predictors")
     print_rows("fig18: predictors", rows, ["point", "predictors"])
     lines = []
     for fleet_point in dict.fromkeys(row["point"] for row in rows):

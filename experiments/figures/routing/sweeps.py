@@ -15,7 +15,6 @@ from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.claims import OVER_BASELINE, PRINTED, Change, claims
 from servegym.experiments.figures.routing.common import (
     Options,
-    beside_kept,
     chosen,
     measure,
     plot_bars,
@@ -23,6 +22,7 @@ from servegym.experiments.figures.routing.common import (
     print_rows,
     run_figures,
     save,
+    with_earlier,
 )
 from servegym.hardware_profiles import load_fleet
 
@@ -49,7 +49,7 @@ def _comparison(options: Options, stem: str, arrivals: str, paper: Change, reque
             if not options.quick:
                 kwargs["episode_requests"] = requests
             rows += measure(options, kwargs, point, chosen(options, fleet))
-    rows = beside_kept(options, stem, rows, "point")
+    rows = with_earlier(options, stem, rows, "point")
     print_rows(f"{stem}: {arrivals} arrivals", rows, ["point"])
     lines = claims(rows, paper)
     save(options, stem, rows, plot_bars(rows, "point", f"{arrivals} arrivals"), *lines)
@@ -73,7 +73,7 @@ def fig12(options: Options) -> None:
             point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
             kwargs = {"profiles": fleet, "rate": rate}
             rows += measure(options, kwargs, point, chosen(options, fleet))
-    rows = beside_kept(options, "fig12_rate", rows, "point")
+    rows = with_earlier(options, "fig12_rate", rows, "point")
     print_rows("fig12: arrival rate", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 12"])
     title = "Poisson arrivals, six experts, L = 30 ms"
@@ -98,7 +98,7 @@ def fig11(options: Options) -> None:
                 and (run.experts, *run.rates) == (count, FIG11_RATE, FIG11_RATE)
             ]
             rows += measure(options, kwargs, point, [*chosen(options, fleet), *made])
-    rows = beside_kept(options, "fig11_experts", rows, "point")
+    rows = with_earlier(options, "fig11_experts", rows, "point")
     print_rows("fig11: number of experts", rows, ["point"])
     title = f"Poisson arrivals at {FIG11_RATE:g} requests/s, L = 30 ms"
     figure = plot_lines(rows, "experts", "experts", "profiles", title)
@@ -120,7 +120,7 @@ def fig13(options: Options) -> None:
             point = {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
             kwargs = {"profiles": fleet, "rate": rate, "latency_requirement_s": limit / 1e3}
             rows += measure(options, kwargs, point, chosen(options, fleet))
-    rows = beside_kept(options, "fig13_requirement", rows, "point")
+    rows = with_earlier(options, "fig13_requirement", rows, "point")
     print_rows("fig13: latency requirement", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 13"])
     title = "Poisson arrivals, six experts"

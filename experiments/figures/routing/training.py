@@ -13,7 +13,6 @@ What is trained, and how, stands in `routing_runs`.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import fcntl
 import hashlib
@@ -34,8 +33,8 @@ from typing import Any
 
 from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.runs import POINTS, RUNS, TrainingRun, select
-from servegym.experiments.figures.script import machine, versions
-from servegym.experiments.output import print_table, write_csv, write_json, write_text
+from servegym.experiments.output import print_table, write_json, write_text
+from servegym.experiments.tables import Table, machine, versions
 
 __all__ = ["POINTS", "RUNS", "TrainingRun", "main", "select", "train_all"]
 
@@ -140,19 +139,12 @@ def write_table(table: Path, runs: Path) -> int:
         The number of its rows.
     """
     with _TABLE:
-        rows: dict[str, dict[str, Any]] = {}
-        if table.exists():
-            with open(table, newline="", encoding="utf-8") as stream:
-                rows = {row["run"]: dict(row) for row in csv.DictReader(stream)}
-        for result in sorted(runs.glob(f"*/{RESULT}")):
-            row = json.loads(result.read_text(encoding="utf-8"))
-            rows[row["run"]] = row
+        found = Table(table, ("run",))
+        results = sorted(runs.glob(f"*/{RESULT}"))
+        fresh = [json.loads(result.read_text(encoding="utf-8")) for result in results]
         place = {run.name: index for index, run in enumerate(RUNS)}
-        order = sorted(rows, key=lambda name: (place.get(name, len(place)), name))
-        if order:
-            table.parent.mkdir(parents=True, exist_ok=True)
-            write_csv(table, [rows[name] for name in order])
-        return len(order)
+        found.update(fresh, lambda row: (place.get(row["run"], len(place)), row["run"]))
+        return len(found.rows)
 
 
 def train_one(

@@ -123,9 +123,9 @@ def save(
     rows: Sequence[Mapping[str, Any]],
     figure: Any,
     *notes: str,
-    about: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the notes and save; see `figure_run.save`."""
     for note in notes:
         print(f"{stem}: {note}")
-    figure_run.save(options, stem, rows, figure, *notes, about=about)
+    figure_run.save(options, stem, rows, figure, *notes, settings=settings)

@@ -8,7 +8,7 @@ prompts, each request cold and no cold start billed. The optimum knows the token
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -43,7 +43,8 @@ from servegym.experiments.figures.serverless.common import (
     recorded_request,
     with_interval,
 )
-from servegym.experiments.output import print_table, read_rows, write_csv
+from servegym.experiments.output import print_table, read_rows
+from servegym.experiments.tables import Table
 
 __all__ = [
     "AT_B",
@@ -266,17 +267,17 @@ def sweep(
     path = options.out / f"{stem}.csv"
     if options.redraw:
         return read_rows(path)
-    known = read_rows(path) if options.resume and path.exists() else []
-    rows: list[dict[str, Any]] = []
-    for setting in settings:
-        own = pick(known, **asdict(setting))
-        rows += own or rows_of(setting, measure(setting, options.episodes, **given))
-        if not own:
-            others = [row for row in known if row not in rows]
-            write_csv(path, rows + others)
-            print(".", end="", flush=True)
+    points = {astuple(setting): setting for setting in settings}
+    order = {point: index for index, point in enumerate(points)}
+    key = [field.name for field in fields(Setting)]
+    table = Table(path, key, load=options.resume)
+    table.discard(lambda row: table.key_of(row) not in order)
+    for point in table.missing(points):
+        fresh = rows_of(points[point], measure(points[point], options.episodes, **given))
+        table.update(fresh, order=lambda row: order[table.key_of(row)])
+        print(".", end="", flush=True)
     print()
-    return rows
+    return table.rows
 
 
 def few(options: Options, values: Sequence[Any]) -> Sequence[Any]:

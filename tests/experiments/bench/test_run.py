@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from servegym.experiments.bench.run import Goal, bench_options, interleave, report, row
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def test_the_median_counts_and_a_ratio_is_how_many_times_as_fast():
@@ -47,12 +48,13 @@ def test_the_report_names_what_is_missed(tmp_path, capsys):
     report(options, rows, "a note")
     with (tmp_path / "new" / "bench.csv").open() as stream:
         assert [r["met"] for r in csv.DictReader(stream)] == ["True", "False"]
-    text = (tmp_path / "new" / "bench.txt").read_text()
-    assert "note: missed: slow: 1 (>= 2 x)\n" in text and "note: a note\n" in text
-    assert text.startswith("command: servegym bench routing --out")
+    record = read_record(tmp_path / "new" / "bench.csv")
+    assert [one["text"] for one in record["notes"]] == ["missed: slow: 1 (>= 2 x)", "a note"]
+    assert record["command"].startswith("servegym bench routing --out") and record["quick"]
     assert "12,346" in capsys.readouterr().out
     report(options, rows[:1])
-    assert "note: every goal is met" in (tmp_path / "new" / "bench.txt").read_text()
+    record = read_record(tmp_path / "new" / "bench.csv")
+    assert [one["text"] for one in record["notes"]] == ["every goal is met"]
 
 
 def test_repeats_below_one_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.bench import serverless as bench_serverless
 from servegym.experiments.bench.run import Goal
 from servegym.experiments.figures.serverless import prediction as serverless_prediction
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def test_the_command_writes_every_goal_and_says_what_is_missed(tmp_path, monkeypatch, capsys):
@@ -25,8 +26,8 @@ def test_the_command_writes_every_goal_and_says_what_is_missed(tmp_path, monkeyp
         assert float(row["value"]) <= float(row["high"]) * (1 + 1e-9)
     assert rows["requests, global"]["met"] == "False"
     assert rows["requests, per_layer"]["met"] == "True"
-    text = (tmp_path / "bench.txt").read_text()
-    assert "missed: requests, global" in text and "smoke run" in text
+    record = read_record(tmp_path / "bench.csv")
+    assert "missed: requests, global" in record["notes"][0]["text"] and record["quick"]
     assert "NO" in capsys.readouterr().out
 
 

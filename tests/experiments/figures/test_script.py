@@ -1,9 +1,7 @@
 """The command line and the saved results that all figure scripts share."""
 
-import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -13,12 +11,12 @@ from servegym.experiments.figures.script import (  # noqa: E402
     command_line,
     errors,
     figure_parser,
-    machine,
     pyplot,
     run_chosen,
     save,
-    versions,
 )
+from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def parse(tmp_path: Path, *words: str) -> FigureOptions:
@@ -48,19 +46,18 @@ def test_only_the_named_figures_run(tmp_path: Path) -> None:
     assert made == ["b"]
 
 
-def test_a_result_is_a_table_a_picture_and_its_story(tmp_path: Path) -> None:
+def test_a_result_is_a_table_a_picture_and_its_record(tmp_path: Path) -> None:
     options = parse(tmp_path, "--quick", "--figure", "a")
     figure, axis = pyplot().subplots()
     axis.plot([1, 2])
     rows = [{"x": 1, "y": 0.5}, {"x": 2, "y": 0.25}]
-    save(options, "one", rows, figure, "y falls", about={"data": "mine"})
-    with open(options.out / "one.csv", newline="") as stream:
-        assert [row["y"] for row in csv.DictReader(stream)] == ["0.5", "0.25"]
+    save(options, "one", rows, figure, "y falls", settings={"data": "mine"})
+    assert [row["y"] for row in read_rows(options.out / "one.csv")] == [0.5, 0.25]
     assert (options.out / "one.png").read_bytes().startswith(b"\x89PNG")
-    text = (options.out / "one.txt").read_text()
-    assert "command: python -m pkg.script --quick --figure a\n" in text
-    assert "data: mine\nnote: y falls\nnote: a smoke run, figures not to quote\n" in text
-    assert f"numpy: {np.__version__}\n" in text
+    record = read_record(options.out / "one.csv")
+    assert record["command"] == "python -m pkg.script --quick --figure a"
+    assert record["quick"] and record["settings"] == {"data": "mine"}
+    assert record["notes"] == [{"text": "y falls"}]
     save(options, "two", rows, None)
     assert not (options.out / "two.png").exists()
 
@@ -73,10 +70,3 @@ def test_bars_are_never_negative() -> None:
     values, bars = errors(rows, "v", 10.0)
     assert values.tolist() == [20.0, 10.0]
     assert bars.tolist() == [[5.0, 0.0], [2.5, 2.5]]
-
-
-def test_versions_and_machine() -> None:
-    found = versions(("numpy", "no-such-package"))
-    assert found["numpy"] == np.__version__
-    assert found["no-such-package"] == "not installed"
-    assert set(machine()) == {"cpu", "cores", "system"}

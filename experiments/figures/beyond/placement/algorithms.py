@@ -56,7 +56,8 @@ from servegym.experiments.figures.script import (
     save,
     tidy,
 )
-from servegym.experiments.output import print_table, read_rows
+from servegym.experiments.output import print_table
+from servegym.experiments.tables import Table
 
 __all__ = ["PROBE", "SCENARIOS", "main", "planning"]
 
@@ -176,17 +177,16 @@ def _scenario(name: str, options: Options) -> None:
         kwargs |= {"epochs": 2, "epoch_s": 60.0}
     problem = build_problem(**kwargs, split="eval", action_mode="placement")
     described = Description.from_problem(problem)
-    about = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
-    rows = _read(options.out, name) if options.resume else []
-    for policy in options.policies:
-        if policy in [row["policy"] for row in rows]:
-            continue
+    settings = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
+    table = _table(options.out, name, load=options.resume)
+    for (policy,) in table.missing((policy,) for policy in options.policies):
         agent = make(policy, described, options.quick)
         planned = planning(problem, agent, min(episodes, PLANNED_EPISODES))
         found, _ = measure([agent], episodes, {"scenario": name}, **kwargs)
-        rows.append(found[0] | planned)
-        save(options, f"algorithms_{name}", rows, None, *_verdict(name, rows), about=about)
-    _print(name, rows)
+        table.update([found[0] | planned])
+        notes = _verdict(name, table.rows)
+        save(options, f"algorithms_{name}", table.rows, None, *notes, settings=settings)
+    _print(name, table.rows)
 
 
 def _cell(row: Mapping[str, Any], key: str, form: str, scale: float = 1.0) -> str:
@@ -278,16 +278,14 @@ def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _read(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Rows of a scenario whose results lie in the folder, none if there are none."""
+def _table(folder: Path, name: str, load: bool = True) -> Table:
+    """The table of a scenario, without rows if none lies in the folder."""
     path = folder / f"algorithms_{name}.csv"
-    if not path.exists():
-        return []
-    return read_rows(path, text=("scenario", "policy"), empty=math.nan)
+    return Table(path, ("policy",), text=("scenario", "policy"), empty=math.nan, load=load)
 
 
 def _summary(options: Options) -> None:
-    found = {name: _read(options.out, name) for name in SCENARIOS}
+    found = {name: _table(options.out, name).rows for name in SCENARIOS}
     results = {name: rows for name, rows in found.items() if rows}
     if not results:
         raise ValueError(f"out is {str(options.out)!r}; no scenario's results lie there yet")

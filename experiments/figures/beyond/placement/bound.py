@@ -173,8 +173,8 @@ def phases(options: Options) -> None:
     axis.set_xticks(np.arange(len(labels)), labels, fontsize=8)
     tidy(axis)
     legend(figure, axis)
-    about = {"setting": setting(drift), "epochs": epochs, "annealing steps": STEPS}
-    save(options, "bound_phases", rows, figure, *notes, about=about)
+    settings = {"setting": setting(drift), "epochs": epochs, "annealing steps": STEPS}
+    save(options, "bound_phases", rows, figure, *notes, settings=settings)
     print_table(
         "Phases of drift",
         ["phase", "placement", "mean", "low", "high"],
@@ -235,7 +235,7 @@ def climb(options: Options) -> None:
         f"whole_layer {seconds['whole_layer'].mean():.2f} s; against it, the start "
         f"takes {_change(seconds, 'start')}, climbed {_change(seconds, 'start, climbed')}",
     ]
-    save(options, "bound_climb", rows, None, *notes, about={"setting": setting(known)})
+    save(options, "bound_climb", rows, None, *notes, settings={"setting": setting(known)})
     print_table(
         "edge_hetero",
         ["placement", "mean", "low", "high"],

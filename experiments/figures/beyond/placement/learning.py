@@ -69,7 +69,8 @@ from servegym.experiments.figures.script import (
     save,
     tidy,
 )
-from servegym.experiments.output import print_table, read_rows, write_csv
+from servegym.experiments.output import print_table, read_rows
+from servegym.experiments.tables import Table, read_record
 
 __all__ = ["SCENARIOS", "Control", "main", "training_calls"]
 
@@ -84,7 +85,7 @@ CONTROLS = ("start", "frequency", "random", "constant")
 AGENTS = ("ppo_placement", "mappo_placement")
 UNBOUNDED = 10**9
 """Steps of a search that only its calls end."""
-KEPT = (
+COLUMNS = (
     "mean_latency_s",
     "p99_latency_s",
     "mean_latency_s_server_0",
@@ -236,9 +237,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     described = Description.from_problem(problem)
     agents = _agents(options, scenario, described)
     path = options.out / f"learning_episodes_{scenario}.csv"
-    rows: list[dict[str, Any]] = []
-    if path.exists():
-        rows = read_rows(path, text=("policy", "stamp"))
+    table = Table(path, ("policy", "episode"), text=("policy", "stamp"))
     names = [*BASELINES, BEST, *CONTROLS, *agents, "latency_local_search"]
     if described.usual_shares.max() < 1.0:  # tasks change: counts of one phase do not tell the mix
         names.insert(len(BASELINES), USUAL)
@@ -248,23 +247,26 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
         if name == "latency_local_search":
             episodes = min(episodes, options.search_episodes)
         stamp = _stamp(name, options, agents)
-        rows = [row for row in rows if row["policy"] != name or row["stamp"] == stamp]
-        done = sum(row["policy"] == name for row in rows)
+        table.discard(
+            lambda row, name=name, stamp=stamp: row["policy"] == name and row["stamp"] != stamp
+        )
         policy: Any = None
-        while done < episodes:
+        while missing := table.missing((name, float(episode)) for episode in range(episodes)):
             if policy is None:
                 policy = _policy(name, options, problem, described, agents)
             # A few at a time: a stopped run loses little. Episode i has its own seed.
-            number = 1 if name == "latency_local_search" else min(4, episodes - done)
-            runs = evaluate(ENV_ID, [policy], number, DEFAULT_SEED + done, kwargs, num_envs=number)
-            for run in runs:
-                row = {"policy": name, "stamp": stamp, "episode": float(done)}
-                row |= {key: run[key] for key in KEPT}
-                rows.append(row | {"calls": float(getattr(policy, "calls", 0))})
-                done += 1
-            write_csv(path, rows)
-            print(f"{scenario} {name}: {done}/{episodes} {runs[-1]['mean_latency_s']:.2f} s")
-    return rows, problem
+            number = 1 if name == "latency_local_search" else min(4, len(missing))
+            first = int(missing[0][1])
+            runs = evaluate(ENV_ID, [policy], number, DEFAULT_SEED + first, kwargs, num_envs=number)
+            table.update(
+                {"policy": name, "stamp": stamp, "episode": float(first + i)}
+                | {key: run[key] for key in COLUMNS}
+                | {"calls": float(getattr(policy, "calls", 0))}
+                for i, run in enumerate(runs)
+            )
+            latency = runs[-1]["mean_latency_s"]
+            print(f"{scenario} {name}: {first + number}/{episodes} {latency:.2f} s")
+    return table.rows, problem
 
 
 def _stamp(name: str, options: Options, agents: Mapping[str, Any]) -> str:
@@ -309,24 +311,24 @@ def _scenario(scenario: str, options: Options) -> None:
     for name in names:
         own = [row for row in episodes if row["policy"] == name]
         row: dict[str, Any] = {"scenario": scenario, "policy": name, "episodes": len(own)}
-        for key in KEPT:
+        for key in COLUMNS:
             row |= interval([r[key] for r in own], key)
         rows.append(row)
     calls = _agents(options, scenario, None)
-    about = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
+    settings = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
     for name, policy in calls.items():
         if name.startswith("ppo_placement"):
             start = policy.start
-            about[f"training of {name}"] = (
+            settings[f"training of {name}"] = (
                 f"{' '.join(policy.args.set)}, {policy.args.total_timesteps} decisions, best on "
                 f"validation after {policy.step}, {training_calls(policy):.2g} expert calls "
                 f"simulated, {start.calls if start else 0:.2g} of them to find the start "
                 f"({start.name if start else policy.args.base})"
             )
-    about["calls of latency_local_search"] = f"{options.search_calls:.2g} a search"
+    settings["calls of latency_local_search"] = f"{options.search_calls:.2g} a search"
     if options.search_once is not None and "ppo_placement" in calls:
-        about["calls of search_once"] = f"{_once_calls(options, calls):.2g}"
-    save(options, f"learning_{scenario}", rows, None, *_verdict(rows, episodes), about=about)
+        settings["calls of search_once"] = f"{_once_calls(options, calls):.2g}"
+    save(options, f"learning_{scenario}", rows, None, *_verdict(rows, episodes), settings=settings)
 
 
 def _latencies(episodes: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
@@ -452,7 +454,7 @@ def summary(options: Options) -> None:
             )
         axis.set_axisbelow(True)
         tidy(axis)
-        notes += [f"{scenario}: {line}" for line in _notes(options, scenario)]
+        notes += _notes(options, scenario)
     every = [row for rows in tables.values() for row in rows]
     save(
         options,
@@ -486,11 +488,10 @@ def summary(options: Options) -> None:
     )
 
 
-def _notes(options: Options, scenario: str) -> list[str]:
-    """The verdict of a scenario's text."""
-    path = options.out / f"learning_{scenario}.txt"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+def _notes(options: Options, scenario: str) -> list[dict[str, Any]]:
+    """The findings of a scenario."""
+    notes = read_record(options.out / f"learning_{scenario}.json").get("notes", [])
+    return [{**one, "text": f"{scenario}: {one['text']}"} for one in notes]
 
 
 ONE_JOB = True

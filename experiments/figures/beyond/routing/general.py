@@ -31,7 +31,8 @@ from servegym.experiments.figures.routing.common import (
     summarise_parts,
 )
 from servegym.experiments.figures.script import legend, pyplot, tidy
-from servegym.experiments.output import print_table, read_rows
+from servegym.experiments.output import print_table
+from servegym.experiments.tables import Table
 
 __all__ = ["Point", "main", "points", "verdict"]
 
@@ -57,6 +58,7 @@ AXES = {
 }
 
 
+POINT = ("sweep", "profiles", "value")
 TEXT = ("sweep", "profiles", "policy", "interval_over")
 
 
@@ -185,21 +187,16 @@ def seeds(options: Options) -> None:
 
 
 def _everywhere(options: Options, routers: Sequence[TrainedRun], stem: str) -> None:
-    table = options.out / f"{stem}.csv"
     sweeps: Sequence[str] = vars(options).get("sweeps", ())
-    kept = read_rows(table, text=TEXT) if sweeps and table.exists() else []
-    rows: list[dict[str, Any]] = []
+    table = Table(options.out / f"{stem}.csv", POINT, text=TEXT, load=bool(sweeps))
+    order = {(one.sweep, one.fleet, one.value): k for k, one in enumerate(points(options.quick))}
+    table.discard(lambda row: table.key_of(row) not in order)
     for point in points(options.quick):
-        if sweeps and point.sweep not in sweeps:
-            rows += [
-                row
-                for row in kept
-                if (row["sweep"], row["profiles"], row["value"])
-                == (point.sweep, point.fleet, point.value)
-            ]
-            continue
-        rows += _measure(options, point, routers)
-        print(f"{_where(rows[-1])}: {len(rows)} rows", flush=True)
+        if not sweeps or point.sweep in sweeps:
+            fresh = _measure(options, point, routers)
+            table.update(fresh, lambda row: order[table.key_of(row)])
+            print(f"{_where(fresh[-1])}: {len(table.rows)} rows", flush=True)
+    rows = table.rows
     keys = ("over_greedy_qos", "over_priced_greedy")
     body = [
         [_where(row), row["policy"], str(row["training_seed"]), f"{row['qos']:.4f}"]

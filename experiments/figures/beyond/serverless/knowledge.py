@@ -153,8 +153,8 @@ def knowledge(options: FigureOptions) -> None:
         "left to knowledge of later requests and to better planning; this planner is no optimum, "
         "so that the shares say where the gap lies and not what is the most that can be had"
     )
-    about = {"environment": f"{ENV_ID}, preset dynamic, split eval"}
-    save(options, "knowledge", rows, _draw(rows), told, about=about)
+    settings = {"environment": f"{ENV_ID}, preset dynamic, split eval"}
+    save(options, "knowledge", rows, _draw(rows), told, settings=settings)
 
 
 def _draw(rows: Sequence[dict[str, Any]]) -> Any:

@@ -33,8 +33,9 @@ from servegym.experiments.figures.script import (
     tidy,
 )
 from servegym.experiments.figures.serverless.common import OUT, save, with_interval
-from servegym.experiments.output import print_table, read_rows, write_csv
+from servegym.experiments.output import print_table, write_csv
 from servegym.experiments.stats import mean, paired_difference
+from servegym.experiments.tables import Table
 
 __all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
 
@@ -187,14 +188,14 @@ def measure(policy: Any, first: int, episodes: int, **kwargs: Any) -> list[dict[
 
 def baselines(options: Options) -> list[dict[str, Any]]:
     """Episodes of the policies that PPO is compared with, kept block by block."""
-    path = options.out / "learning_baselines.csv"
-    rows = read_rows(path) if path.exists() else []
+    table = Table(options.out / "learning_baselines.csv", ("policy", "seed"))
+    seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
     for name in BASELINES:
-        while (have := sum(row["policy"] == name for row in rows)) < options.episodes:
-            rows += measure(name, have, min(BLOCK, options.episodes - have))
-            write_csv(path, rows)
-            print(f"baselines: {name}, {have + BLOCK} episodes", flush=True)
-    return [row for row in rows if row["seed"] < DEFAULT_SEED + options.episodes]
+        while missing := table.missing((name, seed) for seed in seeds):
+            first = missing[0][1] - DEFAULT_SEED
+            table.update(measure(name, first, min(BLOCK, len(missing))))
+            print(f"baselines: {name}, {first + BLOCK} episodes", flush=True)
+    return [row for row in table.rows if row["seed"] in seeds]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
@@ -244,11 +245,11 @@ def learning(options: Options) -> None:
     _print(rows)
     points = curves(options.checkpoints)
     write_csv(options.out / "learning_curves.csv", points)
-    about = {
+    settings = {
         "environment": f"{ENV_ID}, preset dynamic, split eval",
         "training": ", ".join(path.name for path in runs),
     }
-    save(options, "learning", rows, _draw(points, rows), *_verdicts(rows), about=about)
+    save(options, "learning", rows, _draw(points, rows), *_verdicts(rows), settings=settings)
 
 
 def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:

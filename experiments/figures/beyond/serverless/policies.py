@@ -179,12 +179,12 @@ def policies(options: Options) -> None:
         "what is warm; remoe_sticky plans for the shared order; grid_optimum takes the best action "
         "of the request at hand, lookahead plans the whole episode"
     )
-    about = {
+    settings = {
         "environment": f"{ENV_ID}, split eval, {options.requests} requests an episode",
         "episodes": f"at least {options.episodes}, of {', '.join(SLOW)} at least "
         f"{options.slow_episodes}, in the preset seed {ALIKE} or as many as were there",
     }
-    save(options, "policies", rows, _draw(rows), *lines, about=about)
+    save(options, "policies", rows, _draw(rows), *lines, settings=settings)
 
 
 def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:

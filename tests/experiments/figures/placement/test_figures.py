@@ -27,6 +27,7 @@ from servegym.experiments.figures.placement.common import (  # noqa: E402
 from servegym.experiments.figures.placement.latency import PAPER, layer_times  # noqa: E402
 from servegym.experiments.figures.placement.workload import covered, skew_of  # noqa: E402
 from servegym.experiments.figures.run import list_figures  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -39,7 +40,7 @@ def rows_of(path):
 def made(folder, stem):
     """The rows of a result whose three files are there."""
     assert (folder / f"{stem}.png").read_bytes()[:8] == PNG
-    assert "a smoke run" in (folder / f"{stem}.txt").read_text()
+    assert read_record(folder / f"{stem}.csv")["quick"]
     return rows_of(folder / f"{stem}.csv")
 
 
@@ -252,7 +253,7 @@ def test_latency_figures(tmp_path, monkeypatch):
     servers = [float(own[f"mean_latency_s_server_{n}"]) for n in range(3)]
     assert float(own["mean_of_servers_s"]) == pytest.approx(np.mean(servers))
     assert min(servers) < float(own["mean_latency_s"]) < max(servers)
-    assert "2.0 %" not in (text := (tmp_path / "table2_latency.txt").read_text())
+    assert "2.0 %" not in (text := (tmp_path / "table2_latency.json").read_text())
     assert "link model nic" in text and "h = 1.5 ms" in text
 
 
@@ -267,7 +268,7 @@ def test_scale_and_migration_figures(tmp_path, monkeypatch):
     assert {(r["link_model"], r["gpus"]) for r in sizes} == {
         (link, gpus) for link in ("nic", "pairwise") for gpus in ("4", "8")
     }
-    assert "4 GPUs: Prism leaves" in (tmp_path / "fig8a_gpus.txt").read_text()
+    assert "4 GPUs: Prism leaves" in (tmp_path / "fig8a_gpus.json").read_text()
     cell = {
         (r["h_ms"], r["gpus"], r["mbps"]): float(r["mean_latency_s"])
         for r in made(tmp_path, "fig8b_bandwidth")

@@ -48,7 +48,7 @@ def run(monkeypatch, tmp_path, figure, mean_s=None, quick=False):
     assert placement_latency.main([*words, *(["--quick"] if quick else [])]) == 0
     (table,) = (path for path in tmp_path.glob("*.csv") if path.stem != "table1_pcie")
     assert table.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    return read_rows(table), table.with_suffix(".txt").read_text()
+    return read_rows(table), table.with_suffix(".json").read_text()
 
 
 def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):

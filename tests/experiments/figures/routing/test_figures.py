@@ -30,6 +30,7 @@ from servegym.experiments.figures.routing.claims import (  # noqa: E402
 )
 from servegym.experiments.figures.routing.common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 HET = "edge-6-heterogeneous"
 
@@ -213,10 +214,9 @@ def test_workload_figures(tmp_path, monkeypatch):
     assert len(share) == 12 and all(v == pytest.approx(1, abs=1e-4) for v in share.values())
     for stem in ("fig4_distributions", "fig5_interference", "fig8_trace"):
         assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        told = (tmp_path / f"{stem}.txt").read_text()
-        assert "command: python -m servegym.experiments.figures.routing.workload --quick" in told
-        assert "sources: " in told and "not to quote" in told
-    assert "SERVEGYM_DATA" in (tmp_path / "fig8_trace.txt").read_text()
+        record = read_record(tmp_path / f"{stem}.csv")
+        assert record["command"].startswith(f"python -m {routing_workload.MODULE} --quick")
+        assert record["quick"] and {"sources", "trained_routers"} == set(record["settings"])
     assert {row["series"] for row in rows_of(tmp_path / "fig8_trace.csv")} == {
         "burstgpt",
         "poisson",
@@ -252,7 +252,8 @@ def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
     assert {r["policy"]: r["trainings"] for r in rows}["sac_han"] == "2"
     # The same episodes for every policy: one ceiling at a rate.
     assert all(len({r["ceiling"] for r in rows if r["rate"] == v}) == 1 for v in ("5.0", "8.0"))
-    assert "sac_han s1" in (tmp_path / "fig12_rate.txt").read_text()
+    record = read_record(tmp_path / "fig12_rate.csv")
+    assert record["settings"]["trained_routers"]["sac_han"] == [1, 2]
 
 
 def test_number_of_experts(tmp_path, trained):
@@ -269,7 +270,7 @@ def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig17"]
     with pytest.raises(ValueError, match=r"keep: at .*results/routing/fig17.*--episodes \(20\)"):
         routing_learning.main([*argv, "--keep"])  # the package's own table: its episodes are longer
-    monkeypatch.setattr(routing_common, "KEPT", tmp_path / "nothing")
+    monkeypatch.setattr(routing_common, "SHIPPED", tmp_path / "nothing")
     with pytest.raises(ValueError, match="keep: there is no .*fig17_ablation.csv"):
         routing_learning.main([*argv, "--keep"])
     assert routing_learning.main([*argv, "--checkpoints", str(trained)]) == 0
@@ -277,11 +278,14 @@ def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
     assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
     both = rows_of(tmp_path / "fig17_ablation.csv")
     assert both[:-1] == alone and both[-1]["policy"] == "rpi (shipped)"
-    text = (tmp_path / "fig17_ablation.txt").read_text()
-    assert "trained routers: rpi (shipped) s1\nrows kept of" in text and "sac_han s2" in text
+    record = read_record(tmp_path / "fig17_ablation.csv")
+    assert record["settings"]["trained_routers"] == {"rpi (shipped)": [1]}
+    (merged,) = record["merged"]
+    assert merged["settings"]["trained_routers"]["sac_han"] == [1, 2]
+    assert str(trained) in merged["command"]
     assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
     assert rows_of(tmp_path / "fig17_ablation.csv") == both
-    with pytest.raises(ValueError, match=r"keep: at .* has another QoS in .*--episodes \(2\)"):
+    with pytest.raises(ValueError, match=r"keep: at .* has another qos in .*--episodes \(2\)"):
         routing_learning.main([*argv, "--routers", "rpi", "--keep", "--episodes", "1"])
     assert rows_of(tmp_path / "fig17_ablation.csv") == both
 
@@ -353,7 +357,7 @@ def test_learning_figures(tmp_path, trained, capsys):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
     assert routing_learning.main([*argv, "--episodes", "1"]) == 0
     curves = rows_of(tmp_path / "fig16_training.csv")
-    assert "shortest_queue 0." in (tmp_path / "fig16_training.txt").read_text()
+    assert "shortest_queue 0." in (tmp_path / "fig16_training.json").read_text()
     assert len(curves) == 3 * 3 and {float(row["value"]) for row in curves} == {0.1, 0.2, 0.3}
     ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
     assert ablation["sac_han"]["trainings"] == "2"

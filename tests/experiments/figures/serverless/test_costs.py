@@ -18,6 +18,7 @@ from servegym.experiments.figures.serverless import costs as serverless_costs
 from servegym.experiments.figures.serverless import methods as serverless_methods
 from servegym.experiments.figures.serverless.common import TREM_S, recorded_request  # noqa: E402
 from servegym.experiments.figures.serverless.methods import Setting, measure, rows_of  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 TOY = Setting("toy", n_in=20, n_out=12)
 
@@ -115,7 +116,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
     name = {"fig09_cost": "fig9", "fig10_ratio": "fig10"}.get(stem, stem.removeprefix("cost_"))
     assert module.main(["--quick", "--figure", name, "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
-        f"{stem}.{e}" for e in ("csv", "png", "txt")
+        f"{stem}.{e}" for e in ("csv", "png", "json")
     }
     rows = rows_in(tmp_path / f"{stem}.csv")
     methods = set(serverless_methods.COLOURS)
@@ -146,8 +147,8 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
         )
         assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--resume"]) == 0
         assert points and set(points) == {"fused"} and table.read_text() == before
-    text = (tmp_path / f"{stem}.txt").read_text()
-    assert "optimum" in text and "smoke run" in text and f"--figure {name}" in text
+    record = read_record(tmp_path / f"{stem}.csv")
+    assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
 
 
 def test_policy_table(monkeypatch, tmp_path, capsys):
@@ -170,7 +171,7 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
         paid = -float(row["mean_reward"]) - float(row["penalty"])
         assert paid > 0.0
     # Deployments are in the table, but they decide nothing: a sentence of their own.
-    ranked, *_ = [n for n in (tmp_path / "policies.txt").read_text().splitlines() if "ranked" in n]
+    ranked, *_ = [n for n in (tmp_path / "policies.json").read_text().splitlines() if "ranked" in n]
     assert "greedy_warm" in ranked and "cpu" not in ranked.split("deployments")[0]
     before = (tmp_path / "policies_episodes.csv").read_text()
     monkeypatch.setattr(serverless_policies, "measure", None)  # nothing is left to measure

@@ -61,7 +61,7 @@ def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsy
     with (tmp_path / "new" / "fig08_prediction.csv").open() as stream:
         assert len(list(csv.DictReader(stream))) == 2 * len(serverless_prediction.CASES)
     assert (tmp_path / "new" / "fig08_prediction.png").read_bytes().startswith(b"\x89PNG")
-    assert "minus SPS: bf" in (tmp_path / "new" / "fig08_prediction.txt").read_text()
+    assert "minus SPS: bf" in (tmp_path / "new" / "fig08_prediction.json").read_text()
 
 
 def test_the_order_is_told_as_it_is(toy):

@@ -27,6 +27,7 @@ from servegym.experiments.figures.serverless.common import (  # noqa: E402
     verdict,
     with_interval,
 )
+from servegym.experiments.tables import read_record  # noqa: E402
 from servegym.hardware_profiles.serverless import SERVING, ThetaLaw, load_constants  # noqa: E402
 
 DEEPSEEK = "deepseek-v2-lite"
@@ -43,9 +44,9 @@ def made(main, tmp_path, stems, *argv):
     for stem in stems:
         if not stem.startswith("table"):
             assert (tmp_path / f"{stem}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        told = (tmp_path / f"{stem}.txt").read_text()
-        assert "command: python -m servegym.experiments.figures.serverless." in told
-        assert "note: " in told and "not to quote" in told
+        record = read_record(tmp_path / f"{stem}.csv")
+        assert record["command"].startswith("python -m servegym.experiments.figures.serverless.")
+        assert record["quick"] and record["notes"]
     return [rows_of(tmp_path / f"{stem}.csv") for stem in stems]
 
 
@@ -110,7 +111,7 @@ def test_fig3(tmp_path):
     parts = [len(x) for x in np.array_split(np.arange(far.shape[1]), 10)]
     values = [float(r["value"]) for r in tenths]
     assert np.average(values, weights=parts) == pytest.approx(far.mean(), rel=1e-9)
-    assert "opposite sign" in (tmp_path / "fig03_similarity.txt").read_text()
+    assert "opposite sign" in (tmp_path / "fig03_similarity.json").read_text()
 
 
 # --------------------------------------------------------------------------------- Fig. 4 and 5
@@ -147,7 +148,7 @@ def test_fig4_and_fig5(tmp_path):
     stems = ["fig04_expert_time", "fig05_prefill_decode"]
     ratios, tokens = made(serverless_workload.main, tmp_path, stems)
     for stem in stems:
-        assert "model output" in (tmp_path / f"{stem}.txt").read_text()
+        assert "model output" in (tmp_path / f"{stem}.json").read_text()
     assert {r["model"] for r in ratios} == {DEEPSEEK, "gpt-oss-20b"}
     for row in ratios:
         if float(row["b"]) in (0.0, 1.0):

@@ -9,6 +9,7 @@ from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.expert_placement.config import build_problem
 from servegym.experiments.figures.beyond.placement import algorithms
+from servegym.experiments.tables import read_record  # noqa: E402
 
 NAMES = [info.name for info in list_policies("expert_placement")]
 
@@ -102,8 +103,8 @@ def test_a_resumed_run_keeps_its_rows(tmp_path, monkeypatch):
         ("prism", 2.0),
         ("whole_layer", 3.0),
     ]
-    text = (tmp_path / "algorithms_edge_hetero.txt").read_text()
-    assert "link model nic" in text and "smoke run" in text
+    record = read_record(tmp_path / "algorithms_edge_hetero.csv")
+    assert record["quick"] and record["settings"]["epochs"] == 2
     assert algorithms.main([*line[:3], "--figure", "summary"]) == 0
     assert (tmp_path / "algorithms.png").stat().st_size > 10_000
     assert "scenario" in (tmp_path / "algorithms.csv").read_text()

@@ -19,7 +19,7 @@ def test_clairvoyance_gains_and_the_verdict_says_how_much(tmp_path):
     assert float(rollout["gain"]) > 0
     for row in rows.values():
         assert float(row["qos"]) < float(row["ceiling"])
-    text = (tmp_path / "ceiling.txt").read_text()
+    text = (tmp_path / "ceiling.json").read_text()
     assert f"the best rollout gains {float(rollout['gain']):+.4f}" in text
     assert (tmp_path / "ceiling.png").stat().st_size > 5000
 

@@ -38,7 +38,7 @@ def test_the_differences_are_those_of_the_qos(tmp_path):
         gain = float(own["rpi (shipped)"]["qos"]) - float(own["greedy_qos"]["qos"])
         assert float(own["rpi (shipped)"]["over_greedy_qos"]) == pytest.approx(gain, abs=2e-5)
         assert float(own["priced_greedy"]["over_priced_greedy"]) == 0
-    text = (tmp_path / "general_router.txt").read_text()
+    text = (tmp_path / "general_router.json").read_text()
     assert f"of {len(points)} points" in text
     assert (tmp_path / "general_router.png").stat().st_size > 5000
 

@@ -89,4 +89,4 @@ def test_table_and_figure(tmp_path, monkeypatch):
     assert best > rows["warm_planner"]["mean_reward"]
     assert rows["lookahead"]["mean_reward"] > best - 0.05
     assert (tmp_path / "knowledge.png").stat().st_size > 5_000
-    assert "no controller knows" in (tmp_path / "knowledge.txt").read_text()
+    assert "no controller knows" in (tmp_path / "knowledge.json").read_text()

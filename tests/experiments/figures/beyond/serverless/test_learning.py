@@ -97,7 +97,7 @@ def test_table_and_figure(tmp_path, monkeypatch):
     assert row["closed_mix"] == pytest.approx((ours - mix).mean() / (bound - mix).mean())
     assert rows["ppo_serverless, all seeds"]["mean_reward"] == pytest.approx(ours.mean())
     assert (tmp_path / "learning.png").stat().st_size > 10_000
-    verdict = (tmp_path / "learning.txt").read_text()
+    verdict = (tmp_path / "learning.json").read_text()
     beaten = row["mean_reward_low"] > rows["mix"]["mean_reward_high"]
     assert ("mix: beaten" in verdict) == beaten
 
