@@ -23,7 +23,7 @@ import servegym
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
-from servegym.experiments.bench.run import short
+from servegym.experiments.bench.timing import short
 from servegym.experiments.figures.claims import HEADINGS
 from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.leaderboard import read_board, write_page
@@ -286,17 +286,13 @@ def benchmarks() -> None:
         record = read_record(path)
         lines += [f"## {title}", "", origin(record), "", "```sh", record["command"], "```", ""]
         lines += [
-            "| what | value | yardstick | ratio | goal |",
-            "| --- | ---: | --- | ---: | --- |",
+            "| what | value | yardstick | ratio |",
+            "| --- | ---: | --- | ---: |",
         ]
         for row in read_rows(path):
             value, of_it, ratio = (short(row[key]) for key in ("value", "yardstick_value", "ratio"))
-            met = {"True": ", met", "False": ", **missed**"}.get(str(row["met"]), "")
             against = f"{row['yardstick']}: {of_it}" if row["yardstick"] else ""
-            lines.append(
-                f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} "
-                f"| {row['goal']}{met} |"
-            )
+            lines.append(f"| {row['what']} | {value} {row['unit']} | {against} | {ratio} |")
         lines += ["", *(f"- {note['text']}" for note in record["notes"]), ""]
     write("benchmarks.md", "\n".join(lines))
 

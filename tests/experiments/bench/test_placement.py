@@ -1,4 +1,6 @@
-"""The growth of a call's cost is told as a product of its parts."""
+"""The growth of a call's cost is the product of its parts."""
+
+import pytest
 
 from servegym.experiments.bench.placement import decomposition, main, summary
 from servegym.experiments.output import read_rows
@@ -18,27 +20,24 @@ def row(gpus, per_call, per_event, under_way):
 def test_parts_of_the_cost_of_a_call():
     small, blind = row(4, 0.5, 60.0, 1.0), row(256, 1.0, 75.0, 1.5)
     quiet, large = row(256, 1.0, 90.0, 1.5), row(256, 1.0, 120.0, 90)
-    told = decomposition("per_server", small, blind, quiet, large)
-    assert "a call costs 4.00 x = 2.00 (events a call) x 1.25 (the size, with 1.5 " in told
-    assert "x 1.20 (a choice among 8 copies) x 1.33 (90 requests at once)" in told
-    assert "missed by 100 %" in told
-    assert "reached" in decomposition("per_server", small, small, small, small)
+    note = decomposition("per_server", small, blind, quiet, large)
+    assert note["growth"] == pytest.approx(4.0) and note["gpus"] == [4, 256]
+    assert note["factors"] == pytest.approx([2.0, 1.25, 1.2, 4 / 3])
 
 
 def test_a_smoke_run_writes_rates_beside_yardsticks(tmp_path):
     assert main(["--quick", "--gpus", "4", "--requests", "2", "--out", str(tmp_path)]) == 0
     rows = {row["what"]: row for row in read_rows(tmp_path / "bench.csv")}
     rate = rows["expert calls, per_server, 4 GPUs"]
-    assert rate["value"] > 0 and rate["ratio"] > 0 and rate["goal"] == ">= 8,000,000"
+    assert rate["value"] > 0 and rate["ratio"] > 0
     assert rows["plan of proxy_optimum, 3 servers, 1,664 experts"]["unit"] == "ms"
     assert len(read_rows(tmp_path / "bench_sizes.csv")) == 2
 
 
-def test_the_largest_cluster_is_judged_by_the_smallest():
+def test_the_yardstick_of_the_largest_cluster_is_the_smallest():
     large = {"messages": "per_server", "gpus": 256, "calls_per_s": 30.0}
     quiet, small = large | {"calls_per_s": 45.0}, large | {"gpus": 4, "calls_per_s": 90.0}
     both = [small, large, quiet]
     rows = summary([*both, *({**row, "messages": "per_expert"} for row in both)])
-    judged = [row for row in rows if "256" in row["what"]]
-    assert [round(row["ratio"], 3) for row in judged] == [0.333, 0.333]
-    assert all(row["met"] is False for row in judged)
+    ratios = [row["ratio"] for row in rows if "256" in row["what"]]
+    assert ratios == pytest.approx([1 / 3, 1 / 3])
