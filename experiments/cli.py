@@ -364,9 +364,9 @@ _HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 @_clear_errors
 def calibrate(context: typer.Context) -> None:
     """Fit a hardware profile to measurements; --check OTHER scores it on others."""
-    from servegym.hardware_profiles.build import check
+    from servegym.hardware_profiles.build import calibrate as fitting
 
-    raise typer.Exit(check.main(context.args))
+    raise typer.Exit(fitting.main(context.args))
 
 
 @app.command(context_settings=_HANDED_ON, add_help_option=False)

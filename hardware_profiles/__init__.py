@@ -5,14 +5,9 @@ a :class:`Fleet`. Importing this package loads numpy and nothing heavier.
 """
 
 from servegym.hardware_profiles.fleet import Fleet, FleetExpert, list_fleets, load_fleet
+from servegym.hardware_profiles.law import Estimator, LawTables, Profile
+from servegym.hardware_profiles.load import list_profiles, load
 from servegym.hardware_profiles.moe import MoeLayer, list_moe_layers, load_moe
-from servegym.hardware_profiles.profiles import (
-    Estimator,
-    LawTables,
-    Profile,
-    list_profiles,
-    load,
-)
 
 __all__ = [
     "Estimator",

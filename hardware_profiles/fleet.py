@@ -8,15 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from servegym.hardware_profiles.profiles import (
-    Profile,
-    _Fields,
-    data_path,
-    load,
-    load_named,
-    read_json,
-    unknown_name,
-)
+from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.load import data_path, load, load_named, unknown_name
+from servegym.hardware_profiles.schema import Fields, read_json
 
 FORMAT = "servegym-fleet/1"
 
@@ -69,7 +63,7 @@ def list_fleets() -> list[str]:
 def served_models() -> dict[str, dict[str, Any]]:
     """Memory facts of the catalog's models, by name (layers, KV heads, weight bytes, ...)."""
     file = data_path("served-models.json")
-    top = _Fields(read_json(file), file.name)
+    top = Fields(read_json(file), file.name)
     top.only(("provenance", "models"))
     models = top.child("models")
     return {str(key): dict(models.child(str(key)).data) for key in models.data}
@@ -93,7 +87,7 @@ def load_fleet(name_or_path: str | os.PathLike[str]) -> Fleet:
 
 
 def _read(file: Path) -> Fleet:
-    top = _Fields(read_json(file), file.name)
+    top = Fields(read_json(file), file.name)
     top.only(("format", "name", "description", "memory", "experts"))
     top.text("format", (FORMAT,))
     memory = top.text("memory", ("profile", "served_model"))
@@ -102,7 +96,7 @@ def _read(file: Path) -> Fleet:
         raise top.error("experts", "must be a non-empty list")
     experts = []
     for i, entry in enumerate(entries):
-        fields = _Fields(entry, file.name, f"experts[{i}]")
+        fields = Fields(entry, file.name, f"experts[{i}]")
         fields.only(("profile", "model"))
         model = fields.text("model")
         try:

@@ -16,26 +16,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.profiles import (
+from servegym.hardware_profiles.law import headline_error, interpolate, warn_outside
+from servegym.hardware_profiles.load import data_path, load_named
+from servegym.hardware_profiles.schema import (
     KINDS,
     MAX_PLAUSIBLE_S,
-    _check_error,
-    _check_grid,
-    _Fields,
-    _plain,
-    data_path,
-    headline_error,
-    interpolate,
-    load_named,
+    Fields,
+    check_domain,
+    check_fit_error,
+    check_grid,
+    check_provenance,
+    copy_json,
     read_json,
-    warn_outside,
     write_json,
 )
 
@@ -104,7 +103,7 @@ class MoeLayer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object it was made from."""
-        return _plain(self._data)
+        return copy_json(self._data)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile's JSON file in one move.
@@ -152,7 +151,7 @@ class MoeLayer:
         return self.base_s + sum(busy) if busy else 0.0
 
     def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show beside the layer's name, see :func:`profiles.headline_error`."""
+        """The error to show beside the layer's name, see :func:`law.headline_error`."""
         return headline_error(self.fit_error)
 
     def check_domain(self, expert_tokens: int = 0, layer_tokens: int = 0) -> bool:
@@ -174,7 +173,7 @@ class MoeLayer:
         )
 
 
-def _check_model(fields: _Fields) -> dict[str, Any]:
+def _check_model(fields: Fields) -> dict[str, Any]:
     whole = (
         "layers",
         "hidden_size",
@@ -199,11 +198,11 @@ def _check_model(fields: _Fields) -> dict[str, Any]:
             f"got {value['expert_bytes']}; must be 3 x hidden_size x expert_intermediate_size x "
             f"bytes_per_value = {expected}",
         )
-    return _plain(dict(fields.data))
+    return copy_json(fields.data)
 
 
 def _build(data: Any, where: str) -> MoeLayer:
-    top = _Fields(data, where)
+    top = Fields(data, where)
     keys = ("format", "name", "description", "kind", "device", "model", "engine", "law")
     top.only((*keys, "domain", "fit_error", "provenance"))
     top.text("format", (FORMAT,))
@@ -224,7 +223,7 @@ def _build(data: Any, where: str) -> MoeLayer:
     arrays: dict[str, np.ndarray] = {}
     for grid, times in _TABLES:
         arrays[grid] = law.array(grid, None, math.inf, "")
-        _check_grid(law, grid, arrays[grid])
+        check_grid(law, grid, arrays[grid])
         arrays[times] = law.array(times, (len(arrays[grid]),), MAX_PLAUSIBLE_S, hint)
         if arrays[times].min() <= 0.0:
             raise law.error(times, "every entry must be > 0: no call takes no time")
@@ -241,33 +240,25 @@ def _build(data: Any, where: str) -> MoeLayer:
             "(are the times in another unit?)",
         )
 
-    domain = top.child("domain")
-    domain.only(("max_expert_tokens", "max_layer_tokens"))
-    for key in ("max_expert_tokens", "max_layer_tokens"):
-        domain.integer(key)
-    _check_error(top.child("fit_error"))
-    provenance = top.child("provenance")
-    for key in ("source", "licence", "command"):
-        provenance.text(key)
-    if "commit" not in provenance.data and "date" not in provenance.data:
-        raise provenance.error("commit", "missing (a commit or a date is required)")
+    domain = check_domain(top.child("domain"), ("max_expert_tokens", "max_layer_tokens"))
+    check_fit_error(top.child("fit_error"))
     return MoeLayer(
         name=name,
         kind=kind,
-        device=_plain(dict(device.data)),
+        device=copy_json(device.data),
         model=model,
-        engine=_plain(dict(engine.data)),
+        engine=copy_json(engine.data),
         expert_tokens=arrays["expert_tokens"],
         expert_times_s=arrays["expert_s"],
         layer_tokens=arrays["layer_tokens"],
         layer_times_s=arrays["layer_s"],
         base_s=base,
         expert_read_s=read,
-        domain=_plain(dict(domain.data)),
-        fit_error=_plain(dict(top.child("fit_error").data)),
-        provenance=_plain(dict(provenance.data)),
+        domain=domain,
+        fit_error=copy_json(top.child("fit_error").data),
+        provenance=check_provenance(top.child("provenance")),
         description=description,
-        _data=_plain(dict(data)),
+        _data=copy_json(dict(data)),
     )
 
 
@@ -295,6 +286,3 @@ def load_moe(name_or_path: str | os.PathLike[str]) -> MoeLayer:
 
 def _read(file: Path) -> MoeLayer:
     return MoeLayer.from_dict(read_json(file), file.name)
-
-
-__all__: Sequence[str] = ["FORMAT", "MoeLayer", "list_moe_layers", "load_moe"]

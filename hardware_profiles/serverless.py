@@ -2,7 +2,7 @@
 
 Two things are here:
 
-* ``load_constants()`` reads what was measured and fitted; ``serverless_fit`` made that file.
+* ``load_constants()`` reads what was measured and fitted; ``build/fit_serverless.py`` made it.
 * ``SERVING``, ``GPU_PROFILES`` and ``memory_grids`` hold what the serverless environments assume.
   Each value says whether it is measured, derived, published or chosen, and from what; those with
   a measurement behind them are read from the same file.
@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.profiles import KINDS, data_path, read_json, unknown_name
+from servegym.hardware_profiles.load import data_path, unknown_name
+from servegym.hardware_profiles.schema import KINDS, read_json
 
 __all__ = [
     "GPU_PROFILES",
@@ -206,7 +207,19 @@ def _positive(data: Mapping[str, Any], key: str, where: str) -> float:
     return float(value)
 
 
-def parse(data: Any, name: str) -> Constants:
+def parse_constants(data: Any, name: str) -> Constants:
+    """Check a constants file's JSON object.
+
+    Args:
+        data: The decoded JSON object.
+        name: The file's name, for error messages.
+
+    Returns:
+        The constants.
+
+    Raises:
+        ValueError: Naming the file, the field and the reason.
+    """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ValueError(f"{name}: field 'format': must be {FORMAT!r}")
     for part in ("cpu_expert", "thread_scaling", "container_start", "model_load", "prices"):
@@ -267,7 +280,7 @@ def parse(data: Any, name: str) -> Constants:
 
 @functools.cache
 def _shipped() -> Constants:
-    return parse(read_json(data_path("serverless/constants.json")), "constants.json")
+    return parse_constants(read_json(data_path("serverless/constants.json")), "constants.json")
 
 
 def load_constants(path: str | os.PathLike[str] | None = None) -> Constants:
@@ -284,7 +297,7 @@ def load_constants(path: str | os.PathLike[str] | None = None) -> Constants:
     """
     if path is None:
         return _shipped()
-    return parse(read_json(path), Path(path).name)
+    return parse_constants(read_json(path), Path(path).name)
 
 
 # ------------------------------------------------------------------- what the environments assume
@@ -396,10 +409,11 @@ class ServingConstants:
 
     def provenance(self, model: str = "") -> dict[str, str]:
         """``kind: source`` of every constant by name, those of a model's own law for its own."""
-        told = {f.name: f"{f.metadata['kind']}: {f.metadata['source']}" for f in fields(self)}
+        sources = {f.name: f"{f.metadata['kind']}: {f.metadata['source']}" for f in fields(self)}
         if model in self.expert_own_s:
-            told |= dict.fromkeys(("expert_theta1_s", "expert_theta3_s"), told["expert_own_s"])
-        return told
+            own = sources["expert_own_s"]
+            sources |= dict.fromkeys(("expert_theta1_s", "expert_theta3_s"), own)
+        return sources
 
 
 def _theta2(paper: Mapping[str, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Settings that every test shares."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,20 @@ def root() -> Path:
     if not (ROOT / "pyproject.toml").exists():
         pytest.skip("needs the source tree")
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def measured() -> Callable[..., Path]:
+    """Path of a file or folder of the measured data; a test that asks in vain is skipped."""
+    roots = [os.environ.get("SERVEGYM_DATA"), ROOT.parent / "shared" / "data"]
+
+    def find(*parts: str) -> Path:
+        for root in roots:
+            if root and Path(root, *parts).exists():
+                return Path(root, *parts)
+        pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
+
+    return find
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,7 @@ import gymnasium
 
 import servegym
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build import check
+from servegym.hardware_profiles.build import calibrate
 from servegym.hardware_profiles.measure import command as measure
 
 assert "servegym/LLMRouting-v0" in servegym.ENV_IDS  # importing servegym registers the ids
@@ -20,7 +20,7 @@ assert "servegym/LLMRouting-v0" in servegym.ENV_IDS  # importing servegym regist
 with tempfile.TemporaryDirectory() as folder:
     measured, file = f"{folder}/measured", f"{folder}/mine.json"
     measure.main(["gpu", "--device", "cpu", "--model", "tiny", "--out", measured])
-    check.main([measured, "-o", file])  # as `servegym calibrate` does; prints held-out errors
+    calibrate.main([measured, "-o", file])  # as `servegym calibrate` does; prints held-out errors
     profile = load(file)
     print(profile.name, profile.kind, f"{Path(file).stat().st_size} bytes")
     env = gymnasium.make(

@@ -38,7 +38,7 @@ from servegym.envs._command_line import run_main
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.hardware_profiles import Profile, list_profiles, load
-from servegym.hardware_profiles.profiles import KINDS
+from servegym.hardware_profiles.schema import KINDS
 
 __all__ = [
     "MeasuredRun",

@@ -1,588 +1,50 @@
-"""Kernel timings of one device and model (CSV) to a profile (JSON).
+"""Kernel timings of one device and model (CSV) to a profile (JSON): ``servegym calibrate``.
 
-The folder holds three tables in the published layout of LLMServingSim's profiler: ``dense.csv``
-(layer, tokens, time_us), ``attention.csv`` (prefill_chunk, kv_prefill, n_decode, kv_decode,
-time_us; one transformer layer) and ``per_sequence.csv`` (layer, sequences, time_us). One
-iteration of the whole model is composed as
-
-    embedding + layers x (2 layernorm + qkv + rotary + o + gate_up + act + down + attention)
-    + final layernorm + lm_head + sampler
-
-and tabulated. The errors that the profile states are on rows left out of the tables.
+The kernels are composed to whole iterations (``kernel_tables``) and tabulated. The errors that the
+profile states are on rows left out of the tables; ``--check`` scores it on other measurements.
 """
 
 from __future__ import annotations
 
-import csv
-import math
+import argparse
 import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.profiles import (
-    FORMAT,
-    Estimator,
-    Profile,
-    interpolate,
-    interpolate_2d,
-    read_json,
-    unknown_name,
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.check import score_lines
+from servegym.hardware_profiles.build.fitting import (
+    ESTIMATOR_MAX_CONTEXT,
+    ESTIMATOR_MAX_PROMPT,
+    ESTIMATOR_MAX_SEQUENCES,
+    NO_ESTIMATE,
+    as_integers,
+    check_explains,
+    error_quantiles,
+    fit_estimator,
+    interpolate_missing,
+    interpolate_without,
+    model_facts,
+    random_third,
+    rounded,
+    thin,
 )
-
-# How often each op runs: per transformer layer, and per model.
-_PER_LAYER = {
-    "layernorm": 2,
-    "qkv_proj": 1,
-    "rotary_emb": 1,
-    "o_proj": 1,
-    "gate_up_proj": 1,
-    "act_fn": 1,
-    "down_proj": 1,
-}
-_PER_MODEL = {"embedding": 1, "final_layernorm": 1}
-_HEAD = ("lm_head", "sampler")
+from servegym.hardware_profiles.build.kernel_tables import (
+    SETTINGS_FILE,
+    KernelTables,
+    read_meta,
+)
+from servegym.hardware_profiles.law import Profile, interpolate, interpolate_2d
+from servegym.hardware_profiles.load import load
+from servegym.hardware_profiles.schema import FORMAT, read_json
 
 # Reading all weights once takes at least this long on any device, and no longer than this on
 # one worth serving from. Outside lies a unit mistake.
 _FASTEST_BYTES_PER_S = 3e13
 _SLOWEST_BYTES_PER_S = 5e9
-
-# Times of growing work whose best non-falling fit explains less than this are no law.
-EXPLAINED_FLOOR = 0.5
-
-# Where the linear estimator is fitted: what a router with small running queues meets.
-_ESTIMATOR_MAX_SEQUENCES = 8
-_ESTIMATOR_MAX_PROMPT = 1024
-_ESTIMATOR_MAX_CONTEXT = 1500
-# Stands in a draft until the estimator is fitted to its law.
-NO_ESTIMATE = {f.name: 0.0 for f in fields(Estimator)}
-
-Table1D = dict[int, float]
-AttentionTable = dict[tuple[int, int, int, int], float]
-
-
-class _Rows:
-    """Rows of a CSV file with their line numbers; every failure names file, line and field."""
-
-    def __init__(self, path: Path, columns: Sequence[str], least: int) -> None:
-        self.path = path
-        self.rows: list[tuple[int, dict[str, str]]] = []
-        try:
-            with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                header = reader.fieldnames or []
-                for column in columns:
-                    if column not in header:
-                        raise self.error(
-                            1,
-                            column,
-                            f"column missing (found: {', '.join(header) or 'none'})",
-                            f"write the columns {', '.join(columns)}",
-                        )
-                for row in reader:
-                    self.rows.append((reader.line_num, row))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"{path}: not a CSV text file: {error}") from error
-        if len(self.rows) < least:
-            raise self.error(
-                len(self.rows) + 1,
-                columns[0],
-                f"only {len(self.rows)} rows",
-                f"measure at least {least}",
-            )
-
-    def error(self, line: int, field: str, what: str, fix: str) -> ValueError:
-        return ValueError(f"{self.path}:{line}: field {field!r}: {what}; {fix}")
-
-    def count(self, line: int, row: Mapping[str, str], field: str) -> int:
-        text = row[field]
-        try:
-            value = int(text)
-        except (TypeError, ValueError):
-            raise self.error(line, field, f"got {text!r}", "write a whole number") from None
-        if value < 0:
-            raise self.error(line, field, f"got {value}", "write a number >= 0")
-        return value
-
-    def time_s(self, line: int, row: Mapping[str, str]) -> float:
-        text = row["time_us"]
-        try:
-            value = float(text)
-        except (TypeError, ValueError):
-            raise self.error(line, "time_us", f"got {text!r}", "write microseconds") from None
-        if not math.isfinite(value) or value <= 0.0:
-            raise self.error(
-                line, "time_us", f"got {text}", "write a finite time > 0 or leave the row out"
-            )
-        return value * 1e-6
-
-
-def _read_ops(path: Path, axis: str, ops: Sequence[str], least: int) -> dict[str, Table1D]:
-    rows = _Rows(path, ("layer", axis, "time_us"), least)
-    out: dict[str, Table1D] = {op: {} for op in ops}
-    for line, row in rows.rows:
-        op = row["layer"]
-        if op not in out:
-            raise rows.error(line, "layer", f"got {op!r}", f"use one of {', '.join(ops)}")
-        count = rows.count(line, row, axis)
-        if count < 1:
-            raise rows.error(line, axis, "got 0", "write a number >= 1")
-        if count in out[op]:
-            raise rows.error(line, axis, f"{op} at {count} is given twice", "keep one row")
-        out[op][count] = rows.time_s(line, row)
-    grid = set(out[ops[0]])
-    for op in ops:
-        if set(out[op]) != grid:
-            odd = min(set(out[op]) ^ grid)
-            raise rows.error(
-                len(rows.rows) + 1,
-                axis,
-                f"{op} and {ops[0]} are not measured at the same points (see {odd})",
-                "measure every layer at every point",
-            )
-    if len(grid) < 4:
-        raise rows.error(len(rows.rows) + 1, axis, f"only {len(grid)} points", "measure at least 4")
-    if min(grid) > 1:
-        raise rows.error(2, axis, f"starts at {min(grid)}", f"measure {axis} = 1 too")
-    return out
-
-
-def _read_attention(path: Path) -> AttentionTable:
-    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-    rows = _Rows(path, (*names, "time_us"), 8)
-    out: AttentionTable = {}
-    for line, row in rows.rows:
-        chunk, before, sequences, context = (rows.count(line, row, name) for name in names)
-        if chunk == 0 and sequences == 0:
-            raise rows.error(line, "prefill_chunk", "no work in this row", "leave it out")
-        if (sequences == 0) != (context == 0):
-            raise rows.error(
-                line, "kv_decode", f"got {context} for {sequences} decodes", "give both or neither"
-            )
-        key = (chunk, before, sequences, context)
-        if key in out:
-            raise rows.error(line, "prefill_chunk", "this point is given twice", "keep one row")
-        out[key] = rows.time_s(line, row)
-    return out
-
-
-def _product(
-    points: Mapping[tuple[int, int], float], path: Path, field: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, int], float]]:
-    """A table over the product of both axes, and the points of a second grid beside it.
-
-    A profiler may lay a second complete grid over the first; the one with the most columns
-    becomes the table, the other is left for checking. A grid with holes is refused.
-    """
-    columns_of: dict[int, set[int]] = {}
-    for row, column in points:
-        columns_of.setdefault(row, set()).add(column)
-    grids: dict[tuple[int, ...], list[int]] = {}
-    for columns in columns_of.values():
-        key = tuple(sorted(columns))
-        grids[key] = sorted(row for row, found in columns_of.items() if found.issuperset(key))
-    whole = {key: rows for key, rows in grids.items() if len(rows) >= 3 and len(key) >= 3}
-    if not whole:
-        raise ValueError(
-            f"{path}: field {field!r}: a table of {len(columns_of)} x "
-            f"{len({column for _, column in points})} points; measure at least 3 x 3, and every "
-            "combination of the two axes"
-        )
-    columns = max(whole, key=lambda key: (len(key), len(whole[key])))
-    rows = whole[columns]
-    second = [row for key, found in whole.items() if key != columns for row in found]
-    for row, column in points:
-        stray = row not in rows and row not in second
-        if stray or (row in rows and column not in columns and row not in second):
-            missing = min(set(columns) - columns_of[row] or {column})
-            raise ValueError(
-                f"{path}: field {field!r}: no row for ({row}, {missing}); measure every "
-                "combination of the two axes"
-            )
-    values = np.array([[points[row, column] for column in columns] for row in rows])
-    beside = {
-        (row, column): value
-        for (row, column), value in points.items()
-        if row not in rows or column not in columns
-    }
-    return np.array(rows, float), np.array(columns, float), values, beside
-
-
-def _read_meta(path: Path) -> dict[str, str]:
-    """The top-level ``key: value`` lines of a YAML file, as text."""
-    if not path.is_file():
-        return {}
-    found = re.findall(r"^(\w+): *['\"]?([^'\"\n]+?)['\"]? *$", path.read_text("utf-8"), re.M)
-    return dict(found)
-
-
-class _Kernels:
-    """The composed tables of a folder (seconds, whole model) and the rows behind them."""
-
-    def __init__(self, folder: Path, layers: int) -> None:
-        self.layers = layers
-        dense = _read_ops(folder / "dense.csv", "tokens", (*_PER_LAYER, *_PER_MODEL), 36)
-        self.tokens = np.array(sorted(dense["embedding"]), float)
-        counts = {op: layers * times for op, times in _PER_LAYER.items()} | _PER_MODEL
-        self.dense = np.array(
-            [sum(n * dense[op][int(t)] for op, n in counts.items()) for t in self.tokens]
-        )
-        head = _read_ops(folder / "per_sequence.csv", "sequences", _HEAD, 8)
-        self.sequences = np.array(sorted(head["lm_head"]), float)
-        self.head = np.array([sum(head[op][int(s)] for op in _HEAD) for s in self.sequences])
-
-        path = folder / "attention.csv"
-        rows = _read_attention(path)
-        self.chunks, self.before, chunk, beside = _product(
-            {(c, k): v for (c, k, n, _), v in rows.items() if n == 0}, path, "prefill_chunk"
-        )
-        self.decodes, self.contexts, decode, _ = _product(
-            {(n, k): v for (c, _, n, k), v in rows.items() if c == 0}, path, "n_decode"
-        )
-        if self.before[0] > 0:
-            raise ValueError(f"{path}: field 'kv_prefill': measure kv_prefill = 0 too")
-        if self.decodes[0] > 1:
-            raise ValueError(f"{path}: field 'n_decode': measure n_decode = 1 too")
-        self.chunk_attention = layers * chunk
-        self.decode_attention = layers * decode
-        self.beside = {key: layers * value for key, value in beside.items()}
-        self.mixed = {key: layers * v for key, v in rows.items() if key[0] and key[2]}
-
-
-def thin(grid: np.ndarray, values: np.ndarray, tolerance: float) -> np.ndarray:
-    """Indexes of the points to keep so that linear interpolation stays within ``tolerance``.
-
-    Args:
-        grid: ``(G,)`` strictly increasing.
-        values: ``(G,)`` positive.
-        tolerance: largest relative error allowed at a point that is dropped.
-
-    Returns:
-        Sorted indexes; the first and the last point always stay.
-    """
-    keep = [0, len(grid) - 1]
-    while True:
-        error = np.abs(np.interp(grid, grid[keep], values[keep]) / values - 1.0)
-        worst = int(np.argmax(error))
-        if error[worst] <= tolerance:
-            return np.array(keep)
-        keep = sorted({*keep, worst})
-
-
-def rising(values: np.ndarray) -> np.ndarray:
-    """Least-squares fit of ``values`` that never falls (pool adjacent violators).
-
-    A product of more rows never takes less work, so a fall is scatter of the timing.
-
-    Args:
-        values: ``(G,)``.
-
-    Returns:
-        ``(G,)`` non-decreasing.
-    """
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = float(value), 1
-        while pools and pools[-1][0] > mean:
-            last, size = pools.pop()
-            mean, count = (last * size + mean * count) / (size + count), size + count
-        pools.append((mean, count))
-    return np.repeat([mean for mean, _ in pools], [count for _, count in pools])
-
-
-def check_explains(values: np.ndarray, at: str) -> float:
-    """Refuse times that the size of the work does not explain.
-
-    Args:
-        values: ``(G,)`` times, sizes rising.
-        at: the file and field, for the error message.
-
-    Returns:
-        R² of the best fit that never falls (:func:`rising`).
-
-    Raises:
-        ValueError: if R² is below 0.5.
-    """
-    values = np.asarray(values, float)
-    total = float(np.sum((values - values.mean()) ** 2))
-    left = float(np.sum((values - rising(values)) ** 2))
-    explained = 1.0 - left / total if total > 0.0 else 0.0
-    if explained < EXPLAINED_FLOOR:
-        raise ValueError(
-            f"{at}: the size explains R² = {explained:.2f} of the times, below "
-            f"{EXPLAINED_FLOOR}; times that do not grow with the work cannot be extrapolated: "
-            "measure again, on an idle device, with more repeats and larger sizes"
-        )
-    return explained
-
-
-def _round(values: np.ndarray) -> Any:
-    return np.vectorize(lambda v: float(f"{v:.6g}"))(values).tolist()
-
-
-def _whole(values: np.ndarray) -> list[int]:
-    return [int(v) for v in values]
-
-
-def _with_start(grid: np.ndarray, values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Let the grid start at 1: below the first measured point the launch floor holds."""
-    if grid[0] <= 1.0:
-        return grid, values
-    first = np.take(values, [0], axis)
-    return np.concatenate(([1.0], grid)), np.concatenate((first, values), axis)
-
-
-def _extend_dense(
-    grid: np.ndarray, values: np.ndarray, kept: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
-
-    Dense kernels run in waves, so the table is a staircase and its last measured step says
-    nothing about what follows.
-    """
-    last = grid[-1]
-    upper = grid >= min(last / 2, grid[-2])
-    x = grid[upper] - grid[upper].mean()
-    slope = float(x @ values[upper] / (x @ x))
-    more = last * np.array([2.0, 4.0])
-    longer = values[-1] + slope * (more - last)
-    return np.append(grid[kept], more), np.append(values[kept], longer)
-
-
-def _extend_chunks(
-    chunks: np.ndarray, before: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add chunks of 2 and 4 times the largest: pieces of the largest, one after another."""
-    last = chunks[-1]
-    rows = [
-        [sum(interpolate(before, values[-1], c + i * last) for i in range(n)) for c in before]
-        for n in (2, 4)
-    ]
-    return np.append(chunks, last * np.array([2.0, 4.0])), np.vstack([values, rows])
-
-
-def _spread(error: np.ndarray) -> dict[str, float | int]:
-    size = np.abs(np.asarray(error, float)).ravel()
-    median, p90, largest = np.quantile(size, [0.5, 0.9, 1.0])
-    return {
-        "points": int(size.size),
-        "median": float(f"{median:.4g}"),
-        "p90": float(f"{p90:.4g}"),
-        "max": float(f"{largest:.4g}"),
-    }
-
-
-def _fill(grid: np.ndarray, values: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Values at ``missing`` (bool, along the last axis) interpolated from the others."""
-    out = values.copy()
-    for index in np.ndindex(values.shape[:-1]):
-        known = ~missing[index]
-        for j in np.flatnonzero(missing[index]):
-            out[index][j] = interpolate(grid[known], values[index][known], grid[j])
-    return out
-
-
-def _random_third(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """A random third of the inner points of every row."""
-    missing = np.zeros(shape, bool)
-    for index in np.ndindex(shape[:-1]):
-        inner = np.arange(1, shape[-1] - 1)
-        missing[index][rng.choice(inner, max(len(inner) // 3, 1), replace=False)] = True
-    return missing
-
-
-def _held_out(k: _Kernels, tolerance: float, seed: int) -> dict[str, Any]:
-    """Relative errors of tables built without some rows, at those rows."""
-    rng = np.random.default_rng(seed)
-    out: dict[str, Any] = {}
-
-    gone = _random_third(k.dense.shape, rng)
-    grid, values = k.tokens[~gone], k.dense[~gone]
-    kept = thin(grid, values, tolerance)
-    guess = np.array([interpolate(grid[kept], values[kept], t) for t in k.tokens[gone]])
-    out["dense_random_third"] = _spread(guess / k.dense[gone] - 1.0)
-
-    gone = _random_third(k.head.shape, rng)
-    guess = _fill(k.sequences, k.head, gone)
-    out["head_random_third"] = _spread(guess[gone] / k.head[gone] - 1.0)
-
-    # Attention is a small part of an iteration, so both errors are told: of the kernel, and of
-    # the iteration that it belongs to.
-    dense_at = np.array([interpolate(k.tokens, k.dense, t) for t in k.chunks])
-    rest = dense_at[:, None] + k.head[0]
-    gone = _random_third(k.chunk_attention.shape, rng)
-    guess = _fill(k.before, k.chunk_attention, gone)
-    out["chunk_attention_random_third"] = _spread((guess / k.chunk_attention - 1.0)[gone])
-    relative = (guess - k.chunk_attention) / (k.chunk_attention + rest)
-    out["chunk_iteration_random_third"] = _spread(relative[gone])
-
-    rest = np.array(
-        [interpolate(k.tokens, k.dense, b) + interpolate(k.sequences, k.head, b) for b in k.decodes]
-    )[:, None]
-    total = k.decode_attention + rest
-    gone = _random_third(k.decode_attention.shape, rng)
-    guess = _fill(k.contexts, k.decode_attention, gone)
-    out["decode_attention_random_third"] = _spread((guess / k.decode_attention - 1.0)[gone])
-    out["decode_iteration_random_third"] = _spread(((guess + rest) / total - 1.0)[gone])
-
-    for axis, grid, wanted, label in (
-        (0, k.decodes, 8, "decode_iteration_all_of_batch"),
-        (1, k.contexts, 1024, "decode_iteration_all_of_context"),
-    ):
-        inner = grid[1:-1]
-        at = float(inner[np.argmin(np.abs(inner - wanted))])
-        gone = np.zeros(total.shape, bool)
-        np.moveaxis(gone, axis, 0)[grid == at] = True
-        guess = np.moveaxis(
-            _fill(grid, np.moveaxis(k.decode_attention, axis, -1), np.moveaxis(gone, axis, -1)),
-            -1,
-            axis,
-        )
-        out[f"{label}_{at:g}"] = _spread(((guess + rest) / total - 1.0)[gone])
-    return out
-
-
-def _mixed_decode(k: _Kernels) -> np.ndarray | None:
-    """Decodes' attention beside the smallest chunk, less that chunk's; None if not measured."""
-    chunk = k.chunks[0]
-    counts = [n for n in k.decodes if any((chunk, 0, n, x) in k.mixed for x in k.contexts)]
-    points = {(n, x): k.mixed.get((chunk, 0, n, x)) for n in counts for x in k.contexts}
-    if len(counts) < 2 or None in points.values():
-        return None
-    alone = k.chunk_attention[0, 0]
-    table = np.array([[max(points[n, x] - alone, 0.0) for x in k.contexts] for n in counts])
-    grid = np.array(counts)
-    # Contexts at which the smallest times scatter must not fall at the end of the table.
-    rows = [[interpolate(grid, table[:, j], n) for j in range(len(k.contexts))] for n in k.decodes]
-    return np.maximum.accumulate(np.maximum(np.array(rows), 0.0), axis=0)
-
-
-def _beside(k: _Kernels, profile: Profile) -> dict[str, Any]:
-    """Error at the prefill points that the profiler took beside the table's grid."""
-    pairs = []
-    for (chunk, before), measured in k.beside.items():
-        rest = profile.dense_s(chunk) + profile.head_s(1)
-        guess = profile.chunk_attention_s(chunk, before)
-        pairs.append((guess / measured - 1.0, (guess - measured) / (measured + rest)))
-    if not pairs:
-        return {}
-    attention, iteration = np.array(pairs).T
-    return {
-        "chunk_attention_beside_grid": _spread(attention),
-        "chunk_iteration_beside_grid": _spread(iteration),
-    }
-
-
-def _additivity(k: _Kernels, profile: Profile) -> dict[str, Any]:
-    """Error of prefill attention + decode attention against the two measured together."""
-    attention, iteration, near, corrected = [], [], [], []
-    beside = profile.mixed_decode_attention_s()
-    t = profile.tables()
-    for (chunk, before, sequences, context), measured in k.mixed.items():
-        guess = profile.chunk_attention_s(chunk, before) + profile.decode_attention_s(
-            sequences, context
-        )
-        rest = profile.dense_s(chunk + sequences) + profile.head_s(sequences + 1)
-        attention.append(guess / measured - 1.0)
-        iteration.append((guess + rest) / (measured + rest) - 1.0)
-        # The table was built from the rows of the smallest chunk without context.
-        if (chunk, before) != (k.chunks[0], 0):
-            axes = (t.decode_sequences, t.decode_context_tokens)
-            other = profile.chunk_attention_s(chunk, before)
-            other += interpolate_2d(*axes, beside, sequences, context)
-            corrected.append((other - measured) / (measured + rest))
-        near.append(
-            sequences <= _ESTIMATOR_MAX_SEQUENCES
-            and chunk <= _ESTIMATOR_MAX_PROMPT
-            and max(before, context) <= _ESTIMATOR_MAX_CONTEXT
-        )
-    if not attention:
-        return {}
-    inside = np.array(near)
-    out = {
-        "mixed_attention_sum": _spread(np.array(attention)),
-        "mixed_iteration_sum": _spread(np.array(iteration)),
-    }
-    if beside is not t.decode_attention_s and corrected:
-        out["mixed_iteration_with_mixed_table"] = _spread(np.array(corrected))
-    if inside.any():
-        out["mixed_attention_sum_routing_domain"] = _spread(np.array(attention)[inside])
-        out["mixed_iteration_sum_routing_domain"] = _spread(np.array(iteration)[inside])
-    return out
-
-
-def fit_estimator(profile: Profile) -> tuple[dict[str, float], dict[str, Any]]:
-    """Least-squares linear law over batches of 1 to 8, prompts to 1,024, contexts to 1,500.
-
-    The constant and the decode terms come from decodes; the prefill slope is then fitted with
-    that constant held, as one constant serves both (Eq. 13 and 14 have none).
-
-    Args:
-        profile: the profile whose law is to be approximated.
-
-    Returns:
-        The estimator's fields (seconds), and its relative errors against the law.
-    """
-    batches = np.arange(1, _ESTIMATOR_MAX_SEQUENCES + 1)
-    contexts = np.arange(10, _ESTIMATOR_MAX_CONTEXT + 1, 10)
-    b, x = (a.ravel().astype(float) for a in np.meshgrid(batches, contexts, indexing="ij"))
-    decode = np.array([profile.decode_s(n, n * c) for n, c in zip(b, x, strict=True)])
-    design = np.column_stack([np.ones_like(b), b, b * x])
-    scale = np.array([1.0, 1.0, 1e3])
-    base, per_sequence, per_context = np.linalg.lstsq(design / scale, decode, rcond=None)[0] / scale
-    if per_sequence < 0.0:
-        per_sequence = 0.0
-        base, per_context = (
-            np.linalg.lstsq(design[:, [0, 2]] / scale[[0, 2]], decode, rcond=None)[0]
-            / scale[[0, 2]]
-        )
-    prompts = np.arange(1, _ESTIMATOR_MAX_PROMPT + 1).astype(float)
-    prefill = np.array([profile.prefill_s(p) for p in prompts])
-    per_token = float(prompts @ (prefill - base) / (prompts @ prompts))
-    fields = {
-        "base_s": base,
-        "prefill_s_per_token": per_token,
-        "decode_s_per_context_token": per_context,
-        "decode_s_per_sequence": per_sequence,
-    }
-    fields = {key: float(f"{value:.6g}") for key, value in fields.items()}
-    guess = fields["base_s"] + fields["prefill_s_per_token"] * prompts
-    coefficients = [
-        fields[key] for key in ("base_s", "decode_s_per_sequence", "decode_s_per_context_token")
-    ]
-    errors = {
-        "prefill": _spread(guess / prefill - 1.0),
-        "decode": _spread(design @ np.array(coefficients) / decode - 1.0),
-    }
-    return fields, errors
-
-
-def model_facts(name_or_path: str) -> dict[str, Any]:
-    """Memory facts of a model: by its name in ``served-models.json``, or from a JSON file.
-
-    Args:
-        name_or_path: the name, or the path of a JSON file with the same fields.
-
-    Returns:
-        The facts.
-
-    Raises:
-        ValueError: for an unknown name (the nearest valid one is given).
-    """
-    if name_or_path.endswith(".json"):
-        return read_json(name_or_path)
-    known = served_models()
-    if name_or_path not in known:
-        raise ValueError(unknown_name("model", name_or_path, list(known)))
-    return known[name_or_path]
 
 
 def calibrate_kernels(
@@ -627,64 +89,26 @@ def calibrate_kernels(
     """
     root = Path(folder)
     facts = model_facts(model)
-    kernels = _Kernels(root, int(facts["layers"]))
-    _check_units(kernels, root, float(facts["weight_bytes"]))
-    for values, at in (
-        (kernels.dense, "dense.csv: field 'time_us': by tokens"),
-        (kernels.chunk_attention[:, 0], "attention.csv: field 'time_us': by prefill_chunk"),
-        (kernels.decode_attention[-1], "attention.csv: field 'time_us': by kv_decode"),
-    ):
-        check_explains(values, f"{root}/{at}")
-    meta = _read_meta(root / "meta.yaml") or _read_meta(root.parent / "meta.yaml")
-
-    kept = thin(kernels.tokens, kernels.dense, tolerance)
-    head_kept = thin(kernels.sequences, kernels.head, tolerance)
-    tokens, dense_s = _extend_dense(kernels.tokens, kernels.dense, kept)
-    chunks, chunk_s = _extend_chunks(kernels.chunks, kernels.before, kernels.chunk_attention)
-    chunks, chunk_s = _with_start(chunks, chunk_s, 0)
-    contexts, decode_s = _with_start(kernels.contexts, kernels.decode_attention, 1)
-    law = {
-        "kind": "tabulated",
-        "dense_tokens": _whole(tokens),
-        "dense_s": _round(dense_s),
-        "chunk_tokens": _whole(chunks),
-        "context_tokens": _whole(kernels.before),
-        "chunk_attention_s": _round(chunk_s),
-        "decode_sequences": _whole(kernels.decodes),
-        "decode_context_tokens": _whole(contexts),
-        "decode_attention_s": _round(decode_s),
-        "head_sequences": _whole(kernels.sequences[head_kept]),
-        "head_s": _round(kernels.head[head_kept]),
-    }
-    mixed = _mixed_decode(kernels)
-    if mixed is not None:
-        law["mixed_decode_attention_s"] = _round(_with_start(kernels.contexts, mixed, 1)[1])
+    kernels = KernelTables(root, int(facts["layers"]))
+    _check_times(kernels, root, float(facts["weight_bytes"]))
+    meta = read_meta(root / "meta.yaml") or read_meta(root.parent / "meta.yaml")
+    device = device_name or meta.get("gpu", "device")
     origin: dict[str, Any] = {
         "source": source or "/".join(root.resolve().parts[-4:]),
         "licence": licence,
+        **({"commit": commit} if commit else {}),
+        "date": meta.get("profiled_at", "unknown"),
+        "command": "python -m servegym.hardware_profiles.build.calibrate FOLDER "
+        f"--name {name} --model {model}",
+        "notes": [*_composition_notes(kernels), *notes],
     }
-    if commit:
-        origin["commit"] = commit
-    origin["date"] = meta.get("profiled_at", "unknown")
-    origin["command"] = (
-        f"python -m servegym.hardware_profiles.build.calibrate FOLDER --name {name} --model {model}"
-    )
-    origin["notes"] = [
-        f"whole model = {kernels.layers} x (dense ops + attention), layernorm twice a layer; "
-        "embedding, final layernorm, lm_head and sampler once",
-        "below the smallest measured chunk and context the time of the smallest holds",
-        f"beyond {kernels.tokens[-1]:g} tokens: dense on the mean slope of the upper half, prefill "
-        f"attention composed of pieces of {kernels.chunks[-1]:g} tokens",
-        *notes,
-    ]
     data: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
-        "description": f"{device_name or meta.get('gpu', 'device')}, {facts['name']}, "
-        "tabulated from kernel timings",
+        "description": f"{device}, {facts['name']}, tabulated from kernel timings",
         "kind": "fitted",
         "device": {
-            "name": device_name or meta.get("gpu", "device"),
+            "name": device,
             "memory_bytes": memory_bytes,
             "usable_memory_fraction": usable_memory_fraction,
         },
@@ -695,7 +119,7 @@ def calibrate_kernels(
             "dtype": meta.get("variant", "bf16"),
             "activation_reserve_bytes": activation_reserve_bytes,
         },
-        "law": law,
+        "law": _tabulated_law(kernels, tolerance),
         "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": int(kernels.decodes[-1]),
@@ -707,69 +131,285 @@ def calibrate_kernels(
     }
     draft = Profile.from_dict(data, name)
     data["estimator"], estimator_error = fit_estimator(draft)
-    guess = np.array([draft.dense_s(t) for t in kernels.tokens])
-    data["fit_error"] = {
-        "measure": "absolute relative error; held-out rows unless said otherwise",
-        "dense_thinned_at_measured_points": _spread(guess / kernels.dense - 1.0),
-        **_held_out(kernels, tolerance, seed),
-        **_beside(kernels, draft),
-        **_additivity(kernels, draft),
-        "linear_estimator_against_law": estimator_error,
-    }
+    data["fit_error"] = _fit_errors(kernels, draft, tolerance, seed)
+    data["fit_error"]["linear_estimator_against_law"] = estimator_error
     return Profile.from_dict(data, name)
 
 
-def _check_units(kernels: _Kernels, folder: Path, weight_bytes: float) -> None:
+def _tabulated_law(k: KernelTables, tolerance: float) -> dict[str, Any]:
+    """The ``law`` field: thinned, extended beyond the largest iteration, started at 1."""
+    head = thin(k.sequences, k.head, tolerance)
+    tokens, dense_s = _extend_dense(k.tokens, k.dense, thin(k.tokens, k.dense, tolerance))
+    chunks, chunk_s = _extend_chunks(k.chunks, k.before, k.chunk_attention)
+    chunks, chunk_s = _with_start(chunks, chunk_s, 0)
+    contexts, decode_s = _with_start(k.contexts, k.decode_attention, 1)
+    law = {
+        "kind": "tabulated",
+        "dense_tokens": as_integers(tokens),
+        "dense_s": rounded(dense_s),
+        "chunk_tokens": as_integers(chunks),
+        "context_tokens": as_integers(k.before),
+        "chunk_attention_s": rounded(chunk_s),
+        "decode_sequences": as_integers(k.decodes),
+        "decode_context_tokens": as_integers(contexts),
+        "decode_attention_s": rounded(decode_s),
+        "head_sequences": as_integers(k.sequences[head]),
+        "head_s": rounded(k.head[head]),
+    }
+    mixed = _mixed_decode(k)
+    if mixed is not None:
+        law["mixed_decode_attention_s"] = rounded(_with_start(k.contexts, mixed, 1)[1])
+    return law
+
+
+def _composition_notes(k: KernelTables) -> list[str]:
+    """The ``notes`` on how an iteration is composed and extended."""
+    return [
+        f"whole model = {k.layers} x (dense ops + attention), layernorm twice a layer; "
+        "embedding, final layernorm, lm_head and sampler once",
+        "below the smallest measured chunk and context the time of the smallest holds",
+        f"beyond {k.tokens[-1]:g} tokens: dense on the mean slope of the upper half, prefill "
+        f"attention composed of pieces of {k.chunks[-1]:g} tokens",
+    ]
+
+
+def _fit_errors(k: KernelTables, draft: Profile, tolerance: float, seed: int) -> dict[str, Any]:
+    """The ``fit_error`` field, but for the linear estimator's."""
+    guess = np.array([draft.dense_s(t) for t in k.tokens])
+    return {
+        "measure": "absolute relative error; held-out rows unless said otherwise",
+        "dense_thinned_at_measured_points": error_quantiles(guess / k.dense - 1.0),
+        **_held_out_errors(k, tolerance, seed),
+        **_second_grid_errors(k, draft),
+        **_mixed_errors(k, draft),
+    }
+
+
+def _check_times(kernels: KernelTables, folder: Path, weight_bytes: float) -> None:
+    """Refuse times in another unit, and times that the size of the work does not explain."""
     token = kernels.dense[0] + kernels.head[0]
     low, high = weight_bytes / _FASTEST_BYTES_PER_S, weight_bytes / _SLOWEST_BYTES_PER_S
-    if low <= token <= high:
-        return
-    guess = "milliseconds or seconds" if token < low else "nanoseconds"
-    raise ValueError(
-        f"{folder / 'dense.csv'}:2: field 'time_us': one token through {weight_bytes:.3g} bytes of "
-        f"weights would take {token:.3g} s, outside {low:.2g} to {high:.2g} s; the times look "
-        f"like {guess}: write microseconds"
-    )
+    if not low <= token <= high:
+        guess = "milliseconds or seconds" if token < low else "nanoseconds"
+        raise ValueError(
+            f"{folder / 'dense.csv'}:2: field 'time_us': one token through {weight_bytes:.3g} "
+            f"bytes of weights would take {token:.3g} s, outside {low:.2g} to {high:.2g} s; the "
+            f"times look like {guess}: write microseconds"
+        )
+    for values, at in (
+        (kernels.dense, "dense.csv: field 'time_us': by tokens"),
+        (kernels.chunk_attention[:, 0], "attention.csv: field 'time_us': by prefill_chunk"),
+        (kernels.decode_attention[-1], "attention.csv: field 'time_us': by kv_decode"),
+    ):
+        check_explains(values, f"{folder}/{at}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line: a folder of kernel timings to a profile file.
+def _with_start(grid: np.ndarray, values: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """Let the grid start at 1: below the first measured point the launch floor holds."""
+    if grid[0] <= 1.0:
+        return grid, values
+    first = np.take(values, [0], axis)
+    return np.concatenate(([1.0], grid)), np.concatenate((first, values), axis)
 
-    Args:
-        arguments: the command line; ``sys.argv`` by default.
 
-    Returns:
-        0, or 2 when the input was refused.
+def _extend_dense(
+    grid: np.ndarray, values: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
+
+    Dense kernels run in waves, so the table is a staircase and its last measured step says
+    nothing about what follows.
     """
-    import argparse
-    import sys
+    last = grid[-1]
+    upper = grid >= min(last / 2, grid[-2])
+    x = grid[upper] - grid[upper].mean()
+    slope = float(x @ values[upper] / (x @ x))
+    more = last * np.array([2.0, 4.0])
+    longer = values[-1] + slope * (more - last)
+    return np.append(grid[kept], more), np.append(values[kept], longer)
 
+
+def _extend_chunks(
+    chunks: np.ndarray, before: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add chunks of 2 and 4 times the largest: pieces of the largest, one after another."""
+    last = chunks[-1]
+    rows = [
+        [sum(interpolate(before, values[-1], c + i * last) for i in range(n)) for c in before]
+        for n in (2, 4)
+    ]
+    return np.append(chunks, last * np.array([2.0, 4.0])), np.vstack([values, rows])
+
+
+def _mixed_decode(k: KernelTables) -> np.ndarray | None:
+    """Decodes' attention beside the smallest chunk, less that chunk's; None if not measured."""
+    chunk = k.chunks[0]
+    counts = [n for n in k.decodes if any((chunk, 0, n, x) in k.mixed for x in k.contexts)]
+    points = {(n, x): k.mixed.get((chunk, 0, n, x)) for n in counts for x in k.contexts}
+    if len(counts) < 2 or None in points.values():
+        return None
+    alone = k.chunk_attention[0, 0]
+    table = np.array([[max(points[n, x] - alone, 0.0) for x in k.contexts] for n in counts])
+    grid = np.array(counts)
+    # Contexts at which the smallest times scatter must not fall at the end of the table.
+    rows = [[interpolate(grid, table[:, j], n) for j in range(len(k.contexts))] for n in k.decodes]
+    return np.maximum.accumulate(np.maximum(np.array(rows), 0.0), axis=0)
+
+
+def _held_out_errors(k: KernelTables, tolerance: float, seed: int) -> dict[str, Any]:
+    """Relative errors of tables built without some rows, at those rows."""
+    rng = np.random.default_rng(seed)
+    out: dict[str, Any] = {}
+
+    gone = random_third(k.dense.shape, rng)
+    grid, values = k.tokens[~gone], k.dense[~gone]
+    kept = thin(grid, values, tolerance)
+    guess = np.array([interpolate(grid[kept], values[kept], t) for t in k.tokens[gone]])
+    out["dense_random_third"] = error_quantiles(guess / k.dense[gone] - 1.0)
+
+    gone = random_third(k.head.shape, rng)
+    guess = interpolate_missing(k.sequences, k.head, gone)
+    out["head_random_third"] = error_quantiles(guess[gone] / k.head[gone] - 1.0)
+
+    # Attention is a small part of an iteration, so both errors are stated: of the kernel, and of
+    # the iteration that it belongs to.
+    dense_at = np.array([interpolate(k.tokens, k.dense, t) for t in k.chunks])
+    rest = dense_at[:, None] + k.head[0]
+    gone = random_third(k.chunk_attention.shape, rng)
+    guess = interpolate_missing(k.before, k.chunk_attention, gone)
+    out["chunk_attention_random_third"] = error_quantiles((guess / k.chunk_attention - 1.0)[gone])
+    relative = (guess - k.chunk_attention) / (k.chunk_attention + rest)
+    out["chunk_iteration_random_third"] = error_quantiles(relative[gone])
+
+    rest = np.array(
+        [interpolate(k.tokens, k.dense, b) + interpolate(k.sequences, k.head, b) for b in k.decodes]
+    )[:, None]
+    total = k.decode_attention + rest
+    gone = random_third(k.decode_attention.shape, rng)
+    guess = interpolate_missing(k.contexts, k.decode_attention, gone)
+    out["decode_attention_random_third"] = error_quantiles((guess / k.decode_attention - 1.0)[gone])
+    out["decode_iteration_random_third"] = error_quantiles(((guess + rest) / total - 1.0)[gone])
+
+    for axis, grid, wanted, label in (
+        (0, k.decodes, 8, "decode_iteration_all_of_batch"),
+        (1, k.contexts, 1024, "decode_iteration_all_of_context"),
+    ):
+        inner = grid[1:-1]
+        at = float(inner[np.argmin(np.abs(inner - wanted))])
+        guess, gone = interpolate_without(grid, k.decode_attention, axis, at)
+        out[f"{label}_{at:g}"] = error_quantiles(((guess + rest) / total - 1.0)[gone])
+    return out
+
+
+def _second_grid_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
+    """Errors at the prefill points that the profiler took off the table's grid."""
+    pairs = []
+    for (chunk, before), measured in k.second_grid.items():
+        rest = profile.dense_s(chunk) + profile.head_s(1)
+        guess = profile.chunk_attention_s(chunk, before)
+        pairs.append((guess / measured - 1.0, (guess - measured) / (measured + rest)))
+    if not pairs:
+        return {}
+    attention, iteration = np.array(pairs).T
+    return {
+        "chunk_attention_beside_grid": error_quantiles(attention),
+        "chunk_iteration_beside_grid": error_quantiles(iteration),
+    }
+
+
+def _mixed_errors(k: KernelTables, profile: Profile) -> dict[str, Any]:
+    """Error of prefill attention + decode attention against the two measured together."""
+    attention, iteration, near, corrected = [], [], [], []
+    together = profile.mixed_decode_attention_s()
+    t = profile.tables()
+    for (chunk, before, sequences, context), measured in k.mixed.items():
+        guess = profile.chunk_attention_s(chunk, before) + profile.decode_attention_s(
+            sequences, context
+        )
+        rest = profile.dense_s(chunk + sequences) + profile.head_s(sequences + 1)
+        attention.append(guess / measured - 1.0)
+        iteration.append((guess + rest) / (measured + rest) - 1.0)
+        # The table was built from the rows of the smallest chunk without context.
+        if (chunk, before) != (k.chunks[0], 0):
+            axes = (t.decode_sequences, t.decode_context_tokens)
+            other = profile.chunk_attention_s(chunk, before)
+            other += interpolate_2d(*axes, together, sequences, context)
+            corrected.append((other - measured) / (measured + rest))
+        near.append(
+            sequences <= ESTIMATOR_MAX_SEQUENCES
+            and chunk <= ESTIMATOR_MAX_PROMPT
+            and max(before, context) <= ESTIMATOR_MAX_CONTEXT
+        )
+    if not attention:
+        return {}
+    inside = np.array(near)
+    out = {
+        "mixed_attention_sum": error_quantiles(np.array(attention)),
+        "mixed_iteration_sum": error_quantiles(np.array(iteration)),
+    }
+    if together is not t.decode_attention_s and corrected:
+        out["mixed_iteration_with_mixed_table"] = error_quantiles(np.array(corrected))
+    if inside.any():
+        out["mixed_attention_sum_routing_domain"] = error_quantiles(np.array(attention)[inside])
+        out["mixed_iteration_sum_routing_domain"] = error_quantiles(np.array(iteration)[inside])
+    return out
+
+
+# -- command line ---------------------------------------------------------------------------
+
+
+def _settings(folder: Path) -> list[str]:
+    """Arguments that ``servegym measure gpu`` left for the folder that it wrote, if any."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return []
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}: must be an object of arguments")
+    words: list[str] = []
+    for option, value in settings.items():
+        if not option.startswith("--") or not isinstance(value, str | int | float):
+            raise ValueError(f"{path}: field {option!r}: got {value!r}")
+        words += [option, str(folder / str(value)) if option == "--model" else str(value)]
+    return words
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The arguments; what is not given is left to :func:`calibrate_kernels`."""
     parser = argparse.ArgumentParser(
-        prog="python -m servegym.hardware_profiles.build.calibrate",
-        description="Kernel timings (CSV) to a hardware profile (JSON).",
+        prog="servegym calibrate",
+        description="Fit a hardware profile (JSON) to kernel timings (CSV), or score one.",
+        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("folder", help="holds dense.csv, attention.csv and per_sequence.csv (microseconds)")
-    add("--out", default=None, help="file to write (default: NAME.json)")
-    add("--name", default="rtx4090-llama-3.1-8b", help="name of the profile")
-    add("--model", default="Llama-3.1-8B", help="model name, or a JSON file of model facts")
-    add("--device-name", default=None, help="device (default: from meta.yaml)")
-    add("--memory-bytes", type=int, default=25_250_627_584, help="memory of the device")
-    add("--usable-memory-fraction", type=float, default=0.9, help="part the engine may use")
-    add("--activation-reserve-bytes", type=int, default=1_237_000_000, help="set aside")
-    add("--tolerance", type=float, default=0.003, help="largest relative thinning error")
-    add("--seed", type=int, default=0, help="chooses the rows held out")
-    add("--source", default=None, help="where the timings come from")
-    add("--licence", default="not stated", help="licence of the timings")
-    add("--commit", default=None, help="commit of the source")
-    add("--note", dest="notes", action="append", default=[], help="remark; repeatable")
-    options = vars(parser.parse_args(arguments))
-    out = options.pop("out") or f"{options['name']}.json"
-    try:
-        profile = calibrate_kernels(options.pop("folder"), **options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    add("folder", nargs="?", help="holds dense.csv, attention.csv and per_sequence.csv (us)")
+    add("-o", "--out", help="file to write (default: NAME.json)")
+    add("--check", metavar="OTHER", help="score on a folder, or a CSV file of whole iterations")
+    add("--profile", metavar="NAME", help="with --check: score this profile, fit none")
+    add("--name", help="name of the profile")
+    add("--model", help="model name, or a JSON file of model facts")
+    add("--device-name", help="device (default: from meta.yaml)")
+    add("--memory-bytes", type=int, help="memory of the device")
+    add("--usable-memory-fraction", type=float, help="part the engine may use")
+    add("--activation-reserve-bytes", type=int, help="memory set aside for activations")
+    add("--tolerance", type=float, help="largest relative thinning error")
+    add("--seed", type=int, help="chooses the rows held out")
+    add("--source", help="where the timings come from")
+    add("--licence", help="licence of the timings")
+    add("--commit", help="commit of the source")
+    add("--note", dest="notes", action="append", help="remark; repeatable")
+    return parser
+
+
+def _fit_and_save(given: dict[str, Any]) -> Profile:
+    """Fit the folder of ``given``, whose arguments win over those that lie in the folder."""
+    if "folder" not in given:
+        raise ValueError("folder: missing; name a folder of kernel timings")
+    folder = given["folder"]
+    options = vars(_parser().parse_args([folder, *_settings(Path(folder))])) | given
+    out = options.pop("out", None)
+    profile = calibrate_kernels(options.pop("folder"), **options)
+    out = out or f"{profile.name}.json"
     profile.save(out)
     e = profile.estimator
     print(
@@ -779,8 +419,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for label, spread in profile.fit_error.items():
         print(f"  {label}: {spread}")
+    return profile
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym calibrate``: fit a profile, score one, or both.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: if an argument or a file cannot be used.
+    """
+    given = vars(_parser().parse_args(arguments))
+    other, name = given.pop("check", None), given.pop("profile", None)
+    if name and not other:
+        raise ValueError("--profile goes with --check OTHER")
+    if other and not Path(other).exists():
+        raise ValueError(f"--check: there is no {other!r}")
+    if name and given:
+        raise ValueError(f"--profile scores a profile that there is; leave out {', '.join(given)}")
+    profile = load(name) if name else _fit_and_save(given)
+    if other:
+        print("\n".join(score_lines(profile, other)))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_main(main)

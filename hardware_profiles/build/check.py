@@ -1,31 +1,27 @@
 """Score a profile on measurements that it was not fitted to.
 
-``servegym calibrate FOLDER -o profile.json --check OTHER`` fits, then scores; ``servegym calibrate
---check OTHER --profile NAME`` scores a profile that there is. OTHER is a folder of kernel timings
-as ``calibrate`` reads it, or a CSV file of whole iterations with the columns ``prefill_chunk,
-kv_prefill, n_decode, kv_decode, time_us``: tokens of the prefill chunk and of the same request
-before it, decoding sequences and their mean context (0 where there is none), microseconds.
+The measurements are a folder of kernel timings as ``calibrate`` reads it, or a CSV file of whole
+iterations with the columns ``prefill_chunk, kv_prefill, n_decode, kv_decode, time_us``: tokens of
+the prefill chunk and of the same request before it, decoding sequences and their mean context (0
+where there is none), microseconds.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build import calibrate
-from servegym.hardware_profiles.measure.command import calibrate_arguments
-from servegym.hardware_profiles.profiles import Profile, load
-
-__all__ = ["main", "score", "score_steps"]
+from servegym.hardware_profiles.build.kernel_tables import KernelTables
+from servegym.hardware_profiles.build.tables import CsvTable
+from servegym.hardware_profiles.law import Profile
 
 COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")
-LEAST = 8
+MIN_POINTS = 8
 # Half of the iterations further off than this are in another unit.
 _UNIT_FACTOR = 30.0
 
@@ -60,6 +56,18 @@ def _inside(profile: Profile, sequences: float, tokens: float, context: float) -
     )
 
 
+def _number(table: CsvTable, line: int, row: Mapping[str, str], column: str) -> float:
+    """A finite number of at least 0, above 0 for a time."""
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or value < 0 or (column == "time_us" and not value):
+        fix = "write a finite number, above 0 for a time"
+        raise table.error(line, column, f"got {row[column]!r}", fix)
+    return value
+
+
 def score_steps(profile: Profile, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Errors of a profile on a CSV file of whole iterations.
 
@@ -78,54 +86,30 @@ def score_steps(profile: Profile, path: str | os.PathLike[str]) -> dict[str, Any
     file = Path(path)
     groups: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": [], "mixed": []}
     outside = 0
-    try:
-        with file.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream)
-            for column in COLUMNS:
-                if column not in (reader.fieldnames or ()):
-                    raise ValueError(
-                        f"{file}:1: field {column!r}: column missing; write {', '.join(COLUMNS)}"
-                    )
-            for row in reader:
-                values = []
-                for column in COLUMNS:
-                    try:
-                        value = float(row[column])
-                    except (TypeError, ValueError):
-                        value = math.nan
-                    if not math.isfinite(value) or value < 0 or (column == "time_us" and not value):
-                        raise ValueError(
-                            f"{file}:{reader.line_num}: field {column!r}: got {row[column]!r}; "
-                            "write a finite number, above 0 for a time"
-                        )
-                    values.append(value)
-                chunk, before, sequences, context, time_us = values
-                if chunk < 1 and sequences < 1:
-                    raise ValueError(
-                        f"{file}:{reader.line_num}: field 'prefill_chunk': no work in this row; "
-                        "leave it out"
-                    )
-                if not _inside(profile, sequences, chunk + sequences, max(before, context)):
-                    outside += 1
-                    continue
-                total = sequences * context
-                if chunk and sequences:
-                    kind = "mixed"
-                    seconds = profile.mixed_step_s([(chunk, before)], sequences, total)
-                elif chunk:
-                    kind, seconds = "prefill", profile.step_s([(chunk, before)])
-                else:
-                    kind, seconds = "decode", profile.step_s((), sequences, total)
-                groups[kind].append((1e6 * seconds, time_us))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{file}: not a CSV text file: {error}") from error
+    table = CsvTable(file, COLUMNS, 0)
+    for line, row in table.rows:
+        chunk, before, sequences, context, time_us = (
+            _number(table, line, row, column) for column in COLUMNS
+        )
+        if chunk < 1 and sequences < 1:
+            raise table.error(line, "prefill_chunk", "no work in this row", "leave it out")
+        if not _inside(profile, sequences, chunk + sequences, max(before, context)):
+            outside += 1
+            continue
+        total = sequences * context
+        if chunk and sequences:
+            kind = "mixed"
+            seconds = profile.mixed_step_s([(chunk, before)], sequences, total)
+        elif chunk:
+            kind, seconds = "prefill", profile.step_s([(chunk, before)])
+        else:
+            kind, seconds = "decode", profile.step_s((), sequences, total)
+        groups[kind].append((1e6 * seconds, time_us))
     count = sum(map(len, groups.values()))
-    if count < LEAST:
+    if count < MIN_POINTS:
         raise ValueError(
             f"{file}: {count} rows in the profile's domain ({outside} outside); "
-            f"at least {LEAST} are required"
+            f"at least {MIN_POINTS} are required"
         )
     out: dict[str, Any] = {
         kind: _errors(pairs, str(file)) for kind, pairs in groups.items() if pairs
@@ -135,7 +119,7 @@ def score_steps(profile: Profile, path: str | os.PathLike[str]) -> dict[str, Any
 
 def _score_kernels(profile: Profile, folder: Path) -> dict[str, Any]:
     """As :func:`score_steps`, on iterations composed from a folder of kernel timings."""
-    k = calibrate._Kernels(folder, int(profile.model["layers"]))
+    k = KernelTables(folder, int(profile.model["layers"]))
     groups: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
     outside = 0
 
@@ -183,56 +167,15 @@ def score(profile: Profile, other: str | os.PathLike[str]) -> dict[str, Any]:
     return _score_kernels(profile, path) if path.is_dir() else score_steps(profile, path)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Command line of ``servegym calibrate``, with ``--check OTHER`` and ``--profile NAME``.
-
-    Args:
-        arguments: The command line.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ValueError: If the check's input cannot be used.
-    """
-    rest: list[str] = []
-    found: dict[str, str] = {}
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name not in ("--check", "--profile"):
-            rest.append(word)
-            continue
-        given = value if equals else next(words, "")
-        if not given:
-            raise ValueError(f"{name} needs a value")
-        found[name] = given
-    if not found:
-        return calibrate.main(calibrate_arguments(rest))
-    if "--check" not in found:
-        raise ValueError("--profile goes with --check OTHER")
-    if not Path(found["--check"]).exists():
-        raise ValueError(f"--check: there is no {found['--check']!r}")
-    if "--profile" in found:
-        if rest:
-            raise ValueError(f"--profile scores what there is; got {' '.join(rest)!r} beside it")
-        profile = load(found["--profile"])
-    else:
-        fitted = calibrate_arguments(rest)
-        options = dict(zip(fitted, fitted[1:], strict=False))
-        options |= dict(word.split("=", 1) for word in fitted if "=" in word)
-        status = calibrate.main(fitted)
-        if status:
-            return status
-        out = options.get("--out") or f"{options.get('--name', 'rtx4090-llama-3.1-8b')}.json"
-        profile = load(Path(out).resolve())
-    result = score(profile, found["--check"])
+def score_lines(profile: Profile, other: str | os.PathLike[str]) -> list[str]:
+    """What ``servegym calibrate --check OTHER`` prints: :func:`score`, one line a kind."""
+    result = score(profile, other)
     outside = result.pop("outside_domain")
-    print(f"{profile.name} on {found['--check']} ({outside} points outside its domain left out):")
+    lines = [f"{profile.name} on {other} ({outside} points outside its domain left out):"]
     for kind, row in result.items():
-        print(
+        lines.append(
             f"  {kind:<8} {row['points']:5d} points, mean {100 * row['mean_error']:+.2f} %, "
             f"|error| median {100 * row['median']:.2f} %, P90 {100 * row['p90']:.2f} %, "
             f"max {100 * row['max']:.2f} %"
         )
-    return 0
+    return lines

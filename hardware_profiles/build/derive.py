@@ -9,26 +9,30 @@ timings of that card where such exist.
 
 from __future__ import annotations
 
-import csv
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build.calibrate import _spread, fit_estimator
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
+from servegym.hardware_profiles.build.fitting import error_quantiles, fit_estimator, rounded
+from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
+from servegym.hardware_profiles.build.tables import CsvTable
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.profiles import FORMAT, Profile, load, write_json
+from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.load import load
+from servegym.hardware_profiles.schema import FORMAT, write_json
 
 BASE = "rtx4090-llama-3.1-8b"
 # Iteration size at which the prefill ratio is defined: well above every card's ridge point.
 PREFILL_TOKENS = 1024
 
-_KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1/dense.csv"
 _LLAMA_CPP = "gpu_benchmarks/llamacpp_llama3_tok_s.csv"
 _GEMM = "aiconfigurator/{}_vllm_gemm_perf.csv"
-_VIDUR = "vidur/compute/{}/{}/mlp.csv"
 _SOURCES = (
     "XiongjieDai/GPU-Benchmarks-on-LLM-Inference @aa72e0ec86c3 (README tables); "
     "microsoft/vidur @7d47513363ec (mlp.csv); aiconfigurator-core 0.12.0 (vLLM GEMM tables); "
@@ -48,18 +52,8 @@ CARDS: dict[str, dict[str, Any]] = {
         "memory_bandwidth_bytes_per_s": 1.008e12,
         "tensor_flop_per_s": 165.2e12,
     },
-    "a100-80g": {
-        "name": "NVIDIA A100-SXM4-80GB",
-        "memory_bytes": 81920 * 2**20,
-        "memory_bandwidth_bytes_per_s": 2.039e12,
-        "tensor_flop_per_s": 312e12,
-    },
-    "l40s": {
-        "name": "NVIDIA L40S",
-        "memory_bytes": 46068 * 2**20,
-        "memory_bandwidth_bytes_per_s": 8.64e11,
-        "tensor_flop_per_s": 362e12,
-    },
+    "a100-80g": FITTED_CARDS["a100-80g"],
+    "l40s": FITTED_CARDS["l40s"],
     "a40": {
         "name": "NVIDIA A40",
         "memory_bytes": 46068 * 2**20,
@@ -91,22 +85,8 @@ MODELS = (
 _STANDARD_CARDS = ("a100-80g", "rtx4090", "rtx4090", "l40s", "a40", "a10")
 
 
-def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [c for c in columns if c not in (reader.fieldnames or [])]
-            if missing:
-                raise ValueError(f"{path}:1: field {missing[0]!r}: column missing")
-            return list(reader)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: not a CSV text file: {error}") from error
-
-
 def _llama_cpp(data: Path, card: str, phase: str) -> float:
-    for row in _rows(data / _LLAMA_CPP, ("phase", "gpu", "model", "tokens_per_s")):
+    for _, row in CsvTable(data / _LLAMA_CPP, ("phase", "gpu", "model", "tokens_per_s")).rows:
         if (row["phase"], row["gpu"], row["model"]) == (phase, card, "8B F16"):
             return float(row["tokens_per_s"])
     raise ValueError(f"{data / _LLAMA_CPP}: no row for {phase}, {card}, 8B F16")
@@ -121,7 +101,7 @@ def _gemm_s(data: Path, card: str) -> Callable[[int], float]:
     path = data / _GEMM.format(card)
     times = {
         (int(r["n"]), int(r["m"])): 1e-3 * float(r["latency"])
-        for r in _rows(path, ("m", "n", "k", "latency"))
+        for _, r in CsvTable(path, ("m", "n", "k", "latency")).rows
         if r["k"] == "4096"
     }
 
@@ -134,10 +114,10 @@ def _gemm_s(data: Path, card: str) -> Callable[[int], float]:
 
 def _ops_s(data: Path, ops: Sequence[str]) -> Callable[[int], float]:
     """Seconds of some ops of one layer on the RTX 4090, by tokens."""
-    path = data / _KERNELS
+    path = data / REFERENCE_KERNELS / "dense.csv"
     times = {
         (r["layer"], int(r["tokens"])): 1e-6 * float(r["time_us"])
-        for r in _rows(path, ("layer", "tokens", "time_us"))
+        for _, r in CsvTable(path, ("layer", "tokens", "time_us")).rows
     }
     return lambda m: sum(times[op, m] for op in ops)
 
@@ -153,29 +133,6 @@ _ALL_OPS = (
     "down_proj",
 )
 _GEMM_OPS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-
-
-def _vidur_s(data: Path, card: str, model: str) -> dict[int, float]:
-    """Seconds of one layer's ops but attention, by tokens (residual additions counted twice)."""
-    ops = {
-        "input_layernorm": 1,
-        "post_attention_layernorm": 1,
-        "attn_pre_proj": 1,
-        "attn_rope": 1,
-        "attn_post_proj": 1,
-        "mlp_up_proj": 1,
-        "mlp_act": 1,
-        "mlp_down_proj": 1,
-        "add": 2,
-    }
-    columns = [f"time_stats.{op}.median" for op in ops]
-    path = data / _VIDUR.format(card, model)
-    return {
-        int(r["num_tokens"]): 1e-3
-        * sum(n * float(r[c]) for n, c in zip(ops.values(), columns, strict=True))
-        for r in _rows(path, ("num_tokens", "num_tensor_parallel_workers", *columns))
-        if r["num_tensor_parallel_workers"] == "1"
-    }
 
 
 def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
@@ -214,9 +171,9 @@ def published_ratios(data: Path) -> dict[str, dict[str, dict[str, float]]]:
         out[card]["prefill"]["vllm_gemm"] = gemm(PREFILL_TOKENS) / products(PREFILL_TOKENS)
 
     layer = _ops_s(data, _ALL_OPS)
-    a100 = _vidur_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
-    a100_7b = _vidur_s(data, "a100", "meta-llama/Llama-2-7b-hf")
-    a40_7b = _vidur_s(data, "a40", "meta-llama/Llama-2-7b-hf")
+    a100 = vidur_layer_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
+    a100_7b = vidur_layer_s(data, "a100", "meta-llama/Llama-2-7b-hf")
+    a40_7b = vidur_layer_s(data, "a40", "meta-llama/Llama-2-7b-hf")
     for bound, tokens in (("decode", 1), ("prefill", PREFILL_TOKENS)):
         ratio = a100[tokens] / layer(tokens)
         out["a100-80g"][bound]["vidur"] = ratio
@@ -302,9 +259,6 @@ def derive_card(
         )
     t = base.tables()
 
-    def rounded(values: np.ndarray) -> Any:
-        return np.vectorize(lambda v: float(f"{v:.6g}"))(values).tolist()
-
     law = dict(base.law)
     law["dense_s"] = rounded(decode_ratio * floor + slope * (t.dense_s - floor))
     law["chunk_attention_s"] = rounded(prefill_ratio * t.chunk_attention_s)
@@ -364,27 +318,27 @@ def derive_cards(data: Path, base: Profile) -> dict[str, Profile]:
             ],
         }
         draft = derive_card(base, card, decode, prefill, provenance, {})
-        fit_error = _check_card(data, card, draft)
+        fit_error = _error_against_vidur(data, card, draft)
         out[card] = derive_card(base, card, decode, prefill, provenance, fit_error)
     return out
 
 
-def _check_card(data: Path, card: str, draft: Profile) -> dict[str, Any]:
+def _error_against_vidur(data: Path, card: str, draft: Profile) -> dict[str, Any]:
     """Distance of a derived dense table from kernel timings of that card, 1 to 2,048 tokens.
 
     The A40 was timed with Llama-2-7b: times the ratio of the two models' layers on the A100.
     """
     if card != "a40":
         return {"measure": "no kernel timings of this card were to be had"}
-    a40, a100 = (_vidur_s(data, c, "meta-llama/Llama-2-7b-hf") for c in ("a40", "a100"))
-    large = _vidur_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
+    a40, a100 = (vidur_layer_s(data, c, "meta-llama/Llama-2-7b-hf") for c in ("a40", "a100"))
+    large = vidur_layer_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
     points = [m for m in a40 if m <= 2048 and m in a100 and m in large]
     layers = draft.model["layers"]
     timed = [layers * a40[m] * large[m] / a100[m] for m in points]
     error = np.array([draft.dense_s(m) / t - 1.0 for m, t in zip(points, timed, strict=True)])
     return {
         "measure": "absolute relative error against kernel timings of this card",
-        "dense_against_vidur": _spread(error),
+        "dense_against_vidur": error_quantiles(error),
         "dense_against_vidur_mean_signed": float(f"{error.mean():.4g}"),
         "dense_against_vidur_one_token_signed": float(f"{error[points.index(1)]:.4g}"),
     }
@@ -489,11 +443,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; ``sys.argv`` by default.
 
     Returns:
-        0, or 2 when the input was refused.
-    """
-    import argparse
-    import sys
+        0.
 
+    Raises:
+        ValueError: naming what cannot be used.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m servegym.hardware_profiles.build.derive",
         description="Derived cards (needs the published tables), linear profiles and fleets.",
@@ -502,13 +456,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default=".", help="folder to write to")
     options = parser.parse_args(arguments)
     out = Path(options.out)
-    try:
-        made = [paper_linear(i) for i in range(1, 13)]
-        if options.data:
-            made += derive_cards(Path(options.data), load(BASE)).values()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    made = [paper_linear(i) for i in range(1, 13)]
+    if options.data:
+        made += derive_cards(Path(options.data), load(BASE)).values()
     for profile in made:
         profile.save(out / f"{profile.name}.json")
         print(
@@ -521,4 +471,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_main(main)

@@ -25,14 +25,10 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._command_line import run_main
-from servegym.hardware_profiles.measure.command import (
-    ResumableTable,
-    positive,
-    progress,
-    repeat,
-    whole_numbers,
-)
-from servegym.hardware_profiles.profiles import unknown_name
+from servegym.hardware_profiles.load import unknown_name
+from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
+from servegym.hardware_profiles.measure.table import ResumableTable
+from servegym.hardware_profiles.measure.timing import progress, repeat
 
 __all__ = ["SHAPES", "ExpertShape", "main", "measure"]
 

@@ -31,14 +31,13 @@ import torch
 from torch.nn import functional
 
 from servegym.envs._command_line import run_main
-from servegym.hardware_profiles.measure.command import (
-    SETTINGS_FILE,
-    ResumableTable,
-    positive,
-    progress,
-    repeat,
-)
-from servegym.hardware_profiles.profiles import unknown_name, write_json
+from servegym.envs._files import write_text
+from servegym.hardware_profiles.build.kernel_tables import SETTINGS_FILE
+from servegym.hardware_profiles.load import unknown_name
+from servegym.hardware_profiles.measure.arguments import positive
+from servegym.hardware_profiles.measure.table import ResumableTable
+from servegym.hardware_profiles.measure.timing import progress, repeat
+from servegym.hardware_profiles.schema import write_json
 
 __all__ = ["MODELS", "MOE_MODELS", "DenseShape", "MoeShape", "main", "measure_dense", "measure_moe"]
 
@@ -460,9 +459,7 @@ def _describe(root: Path, name: str, shape: DenseShape, clock: Clock) -> None:
         root / SETTINGS_FILE,
     )
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    temporary = meta.with_name("meta.yaml.tmp")
-    temporary.write_text(f"{mark}torch: {torch.__version__}\nprofiled_at: {when}\n", "utf-8")
-    os.replace(temporary, meta)
+    write_text(meta, f"{mark}torch: {torch.__version__}\nprofiled_at: {when}\n")
 
 
 # -------------------------------------------------------------------------------------------- MoE

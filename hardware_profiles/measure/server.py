@@ -25,12 +25,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from servegym.envs._command_line import run_main
-from servegym.hardware_profiles.measure.command import (
-    ResumableTable,
-    positive,
-    progress,
-    whole_numbers,
-)
+from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
+from servegym.hardware_profiles.measure.table import ResumableTable
+from servegym.hardware_profiles.measure.timing import progress
 
 __all__ = ["Endpoint", "Reply", "ask", "main", "measure", "summary"]
 

@@ -19,7 +19,9 @@ from servegym.hardware_profiles import (
     load_fleet,
 )
 from servegym.hardware_profiles.fleet import served_models
-from servegym.hardware_profiles.profiles import _WARNED, data_path, read_json, write_json
+from servegym.hardware_profiles.law import WARNED_PROFILES
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.schema import read_json, write_json
 
 RTX = "rtx4090-llama-3.1-8b"
 CARDS = ("a100-80g", "rtx4090", "rtx4090", "l40s", "a40", "a10")
@@ -302,7 +304,7 @@ def test_catalog_has_the_models():
 
 def test_check_domain_warns_once():
     p = load("a10-llama-3.1-8b")
-    _WARNED.discard(p.name)
+    WARNED_PROFILES.discard(p.name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert p.check_domain(batch=5, tokens=2048, context=1500)

@@ -18,7 +18,9 @@ from servegym.hardware_profiles.build import calibrate
 from servegym.hardware_profiles.measure import command as measure
 from servegym.hardware_profiles.measure import cpu as measure_cpu
 from servegym.hardware_profiles.measure import server as measure_server
-from servegym.hardware_profiles.measure.command import ResumableTable, calibrate_arguments, repeat
+from servegym.hardware_profiles.measure.arguments import whole_numbers
+from servegym.hardware_profiles.measure.table import ResumableTable
+from servegym.hardware_profiles.measure.timing import repeat
 
 
 def rows_of(path):
@@ -79,7 +81,7 @@ def test_repeat_keeps_to_its_limits():
 @pytest.mark.parametrize("text", ["", "0", "1,-2", "1.5", "a"])
 def test_bad_lists_of_numbers_are_refused(text):
     with pytest.raises(ValueError, match="loads"):
-        measure.whole_numbers("loads", text)
+        whole_numbers("loads", text)
 
 
 def test_unknown_measurement_is_refused():
@@ -286,7 +288,7 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path):
     assert {row["layer"] for row in rows_of(folder / "dense.csv")} >= {"qkv_proj", "embedding"}
     settings = json.loads((folder / "calibrate.json").read_text())
     out = tmp_path / "profile.json"
-    assert calibrate.main(calibrate_arguments([str(folder), "-o", str(out)])) == 0
+    assert calibrate.main([str(folder), "-o", str(out)]) == 0
     profile = load(out)
     assert profile.name == settings["--name"]
     assert profile.model["name"] == "tiny" and profile.kv_capacity_tokens > 0
@@ -305,23 +307,6 @@ def test_measure_then_calibrate_gives_a_profile(tmp_path):
     (folder / "meta.yaml").write_text("gpu: another\n")
     with pytest.raises(ValueError, match="another device"):
         measure_gpu.measure_dense("tiny", folder, clock)
-
-
-def test_what_the_user_gives_wins(tmp_path):
-    (tmp_path / "calibrate.json").write_text('{"--name": "a", "--model": "model.json"}')
-    words = calibrate_arguments([str(tmp_path), "-o", "p.json", "--name=b"])
-    assert words == [
-        str(tmp_path),
-        "--out",
-        "p.json",
-        "--name=b",
-        "--model",
-        str(tmp_path / "model.json"),
-    ]
-    assert calibrate_arguments(["elsewhere", "--name", "x"]) == ["elsewhere", "--name", "x"]
-    (tmp_path / "calibrate.json").write_text('{"name": "a"}')
-    with pytest.raises(ValueError, match="field 'name'"):
-        calibrate_arguments([str(tmp_path)])
 
 
 def test_expert_layers(tmp_path):
@@ -414,7 +399,7 @@ def test_kernels_on_a_gpu(tmp_path):
     arguments = ["gpu", "--model", "tiny", "--out", str(tmp_path / "dense"), "--repeats", "3"]
     assert measure.main(arguments) == 0
     out = tmp_path / "p.json"
-    assert calibrate.main(calibrate_arguments([str(tmp_path / "dense"), "-o", str(out)])) == 0
+    assert calibrate.main([str(tmp_path / "dense"), "-o", str(out)]) == 0
     assert load(out).decode_s(1, 16) > 0
     arguments = ["gpu", "--model", "tiny-moe", "--out", str(tmp_path / "moe"), "--repeats", "3"]
     assert measure.main(arguments) == 0

@@ -2,30 +2,25 @@
 
 import copy
 import csv
-import os
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from servegym.hardware_profiles import MoeLayer, list_moe_layers, list_profiles, load_moe
-from servegym.hardware_profiles.build.moe import (
+from servegym.hardware_profiles.build.fit_moe import (
     L2_BYTES,
     MODELS,
+    PROFILED_KERNELS,
     fit_layer,
     main,
     other_shape,
     small_call_law,
 )
-from servegym.hardware_profiles.profiles import _WARNED, data_path, read_json
+from servegym.hardware_profiles.law import WARNED_PROFILES
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.schema import read_json
 
-ROOT = Path(__file__).resolve().parents[2]
-DATA = Path(os.environ.get("SERVEGYM_DATA", ROOT.parent / "shared" / "data"))
-QWEN = DATA / "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
-needs_tables = pytest.mark.skipif(
-    not (DATA / "aiconfigurator").is_dir(), reason="kernel tables absent (set SERVEGYM_DATA)"
-)
 NAME = "rtxpro6000-qwen3-30b-a3b"
 NAMES = [f"{card}-{model}" for card in L2_BYTES for model in MODELS]
 
@@ -84,11 +79,10 @@ def test_share_and_group_are_parts_of_the_layer():
     assert layer.group_s([1, 1, 0]) == pytest.approx(layer.base_s + 2 * layer.share_s(1))
 
 
-@pytest.mark.skipif(not QWEN.is_dir(), reason="kernel timings absent (set SERVEGYM_DATA)")
-def test_layer_agrees_with_another_profiler_of_the_card():
+def test_layer_agrees_with_another_profiler_of_the_card(measured):
     layer = load_moe(NAME)
     whole, small = [], []
-    with (QWEN / "moe.csv").open() as file:
+    with measured(PROFILED_KERNELS, "moe.csv").open() as file:
         for row in csv.DictReader(file):
             tokens, active = int(row["tokens"]), int(row["activated_experts"])
             seconds = 1e-6 * float(row["time_us"])
@@ -101,11 +95,11 @@ def test_layer_agrees_with_another_profiler_of_the_card():
     assert np.median(np.abs(small)) < 0.1
 
 
-@needs_tables
 @pytest.mark.parametrize("model", list(MODELS))
-def test_layers_are_recomputed(model):
+def test_layers_are_recomputed(model, measured):
+    data = measured("aiconfigurator").parent
     for card in ("a100-80g", "rtxpro6000"):
-        assert fit_layer(card, model, DATA).to_dict() == load_moe(f"{card}-{model}").to_dict()
+        assert fit_layer(card, model, data).to_dict() == load_moe(f"{card}-{model}").to_dict()
 
 
 def test_small_call_law_recovers_a_line_and_skips_cached_calls():
@@ -143,7 +137,7 @@ def test_other_shape_is_exact_for_a_reading_and_a_working_layer():
 
 def test_check_domain_warns_once_and_names_the_domain():
     layer = load_moe("h100-mixtral-8x7b")
-    _WARNED.discard("moe-h100-mixtral-8x7b")
+    WARNED_PROFILES.discard("moe-h100-mixtral-8x7b")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert layer.check_domain(expert_tokens=4096, layer_tokens=16384)
@@ -212,9 +206,9 @@ def test_unknown_names_give_the_nearest(tmp_path):
         fit_layer("h200", "mixtral-8x7b", tmp_path)
 
 
-def test_bad_tables_are_refused(tmp_path, capsys):
-    assert main([str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "a100_sxm_vllm_moe_perf.csv: cannot be read" in capsys.readouterr().err
+def test_bad_tables_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a100_sxm_vllm_moe_perf.csv: cannot be read"):
+        main([str(tmp_path), "--out", str(tmp_path)])
     path = tmp_path / "aiconfigurator" / "h100_sxm_vllm_moe_perf.csv"
     path.parent.mkdir()
     names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts")

@@ -34,7 +34,8 @@ from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
 from servegym.experiments.requests_csv import read_requests
 from servegym.hardware_profiles.build import check
-from servegym.hardware_profiles.measure import command as measure
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.measure.table import ResumableTable
 
 FLIPS = int(os.environ.get("SERVEGYM_EXAMPLES", 0)) or 6
 SAMPLE = 100_000 if "SERVEGYM_EXAMPLES" in os.environ else 250
@@ -70,7 +71,7 @@ def _text(name: str, text: str) -> Callable[[Path], Path]:
 
 def _shipped(name: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        return Path(shutil.copy(hardware_profiles.profiles.data_path(name), folder / name))
+        return Path(shutil.copy(data_path(name), folder / name))
 
     return write
 
@@ -158,7 +159,7 @@ def _steps(folder: Path) -> Path:
 
 
 def _measured(path: Path) -> Any:
-    return measure.ResumableTable(path, ("op", "tokens", "time_us"), ("op", "tokens"))
+    return ResumableTable(path, ("op", "tokens", "time_us"), ("op", "tokens"))
 
 
 LOADERS: dict[str, Loader] = {

@@ -1,5 +1,4 @@
 import json
-import os
 import pickle
 from pathlib import Path
 
@@ -304,14 +303,6 @@ def test_groups_stay_in_one_split():
     assert (group_split(task, group, 4) != split).any()
 
 
-def measured(*parts):
-    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
-    for root in roots:
-        if root and Path(root, *parts).is_file():
-            return Path(root, *parts)
-    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
-
-
 SIZES = {
     "deepseek-v2-lite": (213, 26, 64, 4),
     "gpt-oss-20b": (461, 24, 32, 5),
@@ -369,7 +360,7 @@ def test_bank_agrees_with_the_full_counts_within_sampling_error(name):
     ("name", "folder"),
     [("deepseek-v2-lite", "esft_deepseek_v2_lite"), ("gpt-oss-20b", "gpt_oss_20b_experts")],
 )
-def test_counts_and_bank_are_those_of_the_raw_rows(name, folder):
+def test_counts_and_bank_are_those_of_the_raw_rows(name, folder, measured):
     a = load_activations(name)
     with np.load(measured(folder, "token_routing.npz")) as archive:
         ids, prompt = archive["expert_ids"], archive["prompt"]
@@ -606,7 +597,7 @@ def test_packaged_files_are_small_and_without_text():
         assert {"kind", "source", "date", "command", "top_expert_share"} <= set(notes)
 
 
-def test_two_builds_give_the_same_files(tmp_path):
+def test_two_builds_give_the_same_files(tmp_path, measured):
     data = measured("esft_deepseek_v2_lite", "token_routing.npz").parents[1]
     build([str(data), "--models", "deepseek-v2-lite", "--out", str(tmp_path)])
     made = sorted(tmp_path.glob("*.npz"))

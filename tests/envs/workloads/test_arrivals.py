@@ -1,6 +1,4 @@
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +16,6 @@ from servegym.envs.workloads.build.arrivals import (
 from servegym.envs.workloads.traces import load_trace
 
 FITTED = ("burstgpt", "azure")
-
-
-def measured(*parts):
-    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
-    for root in roots:
-        if root and Path(root, *parts).is_file():
-            return Path(root, *parts)
-    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +181,7 @@ def test_burstgpt_swings_and_azure_does_not():
     assert 3 < spread["azure"][0] < spread["azure"][1] < 8
 
 
-def test_fitted_numbers_are_of_the_measured_traces():
+def test_fitted_numbers_are_of_the_measured_traces(measured):
     rows = load_trace(measured("burstgpt", "burstgpt_1_first500_reconstructed.csv"))
     hours = read_hourly(measured("burstgpt", "burstgpt_1_hourly_requests.csv"))
     azure = load_trace(measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv"))

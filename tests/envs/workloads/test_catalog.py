@@ -1,10 +1,8 @@
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +17,6 @@ from servegym.envs.workloads.synthetic_catalog import fitted, synthetic_catalog
 
 HEADER = "prompt_id,dataset,prompt_tokens,model,output_tokens_max300,bertscore_f1_minilm\n"
 SPLIT_SHA256 = "d45f80a514597f1525273e94ff310ec536bd585eab221064beb80ac517a17c51"
-
-
-def measured(*parts):
-    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
-    for root in roots:
-        if root and Path(root, *parts).is_file():
-            return Path(root, *parts)
-    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
 
 
 def tiny(**changes):
@@ -195,7 +185,7 @@ def test_build_clamps_empty_outputs(tmp_path):
     assert counts["outputs_raised_from_0_to_1_token"] == 1
 
 
-def test_build_gives_the_packaged_catalog(tmp_path):
+def test_build_gives_the_packaged_catalog(tmp_path, measured):
     table = measured("routing_catalog", "alpaca_eval_7b.csv")
     build(["--csv", str(table), "--out", str(tmp_path)])
     fresh, packaged = read_catalog(tmp_path / "alpaca_eval_7b.npz"), load_catalog("alpaca_eval_7b")

@@ -1,8 +1,6 @@
 """The fitted length laws: the fit on known lengths, the shipped file, draws, refusals."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,16 +41,13 @@ def test_the_distance_sees_a_wrong_law():
     assert fit_lengths.distance(lengths, np.array([10] * 10 + [1000] * 11)) < 0.06
 
 
-def test_the_shipped_law_is_that_of_the_trace():
+def test_the_shipped_law_is_that_of_the_trace(measured):
     shipped = fitted_lengths()["traces"]["azure"]
     assert shipped["requests"] == 19_366
     assert [length_quantiles("azure", k)[10] for k in shipped if "tokens" in k] == [1020, 129]
     for kind, cap in fit_lengths.CAPS.items():
         assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
-    root = os.environ.get("SERVEGYM_DATA")
-    path = Path(root or "none", "azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
-    if not path.is_file():
-        pytest.skip("SERVEGYM_DATA does not hold the trace")
+    path = measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
     trace = fit_lengths.load_trace(path, "azure")
     assert fit_lengths.fit(trace.prompt_tokens, 1024) == shipped["prompt_tokens"]
     assert fit_lengths.fit(trace.output_tokens, 400) == shipped["output_tokens"]

@@ -1,6 +1,3 @@
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -8,14 +5,6 @@ from servegym.envs.workloads import MalformedFileError, load_trace
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-
-
-def measured(*parts):
-    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
-    for root in roots:
-        if root and Path(root, *parts).is_file():
-            return Path(root, *parts)
-    pytest.skip(f"{'/'.join(parts)} is in neither $SERVEGYM_DATA nor ../shared/data")
 
 
 def write(tmp_path, text, name="trace.csv"):
@@ -165,7 +154,7 @@ def test_missing_file_and_unknown_format(tmp_path):
         (("mooncake", "conversation_trace.jsonl"), "mooncake", 12031, 3536.999),
     ],
 )
-def test_published_traces(parts, fmt, rows, span):
+def test_published_traces(parts, fmt, rows, span, measured):
     trace = load_trace(measured(*parts))
     assert trace.fmt == fmt
     assert len(trace.timestamps_s) == len(trace.prompt_tokens) == len(trace.output_tokens) == rows

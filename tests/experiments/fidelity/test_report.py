@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numba
@@ -252,14 +250,9 @@ def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):
         fidelity.matching_profile(run)
 
 
-def test_the_measured_run_stays_within_the_goals():
+def test_the_measured_run_stays_within_the_goals(measured):
     """|error of the mean| and median |error| of the published run, where the data are at hand."""
-    roots = [os.environ.get("SERVEGYM_DATA"), Path(__file__).parents[4] / "shared" / "data"]
-    folders = [Path(root).joinpath(*fidelity.RUN_FOLDER) for root in roots if root]
-    folder = next((path for path in folders if path.is_dir()), None)
-    if folder is None:
-        pytest.skip("the measured run is in neither $SERVEGYM_DATA nor ../shared/data")
-    run = fidelity.load_run(folder)
+    run = fidelity.load_run(measured(*fidelity.RUN_FOLDER))
     profile = fidelity.matching_profile(run)
     simulated = fidelity.simulate(run, profile)
     found = {row["metric"]: row for row in fidelity.errors(run, simulated)}

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.build import calibrate as cal
-from servegym.hardware_profiles.build.calibrate import (
-    calibrate_kernels,
-    check_explains,
-    fit_estimator,
-    main,
-    thin,
-)
+from servegym.hardware_profiles.build.calibrate import calibrate_kernels, main
 from servegym.hardware_profiles.build.derive import (
     chosen_ratios,
     derive_card,
@@ -26,23 +19,18 @@ from servegym.hardware_profiles.build.derive import (
     published_ratios,
 )
 from servegym.hardware_profiles.build.derive import main as derive_main
-from servegym.hardware_profiles.profiles import data_path, read_json
+from servegym.hardware_profiles.build.fitting import check_explains, fit_estimator, thin
+from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.schema import read_json
 
 RTX = "rtx4090-llama-3.1-8b"
-ROOT = Path(__file__).resolve().parents[3]
-DATA = Path(os.environ.get("SERVEGYM_DATA", ROOT.parent / "shared" / "data"))
-KERNELS = DATA / "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"
-BENCH = DATA / "llmservingsim/bench/examples/RTX4090/Llama-3.1-8B/vllm"
-needs_kernels = pytest.mark.skipif(
-    not KERNELS.is_dir(), reason="raw kernel timings absent (set SERVEGYM_DATA)"
-)
-needs_cards = pytest.mark.skipif(
-    not (DATA / "vidur").is_dir(), reason="published card tables absent (set SERVEGYM_DATA)"
-)
+KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"
+SERVER_RUN = "llmservingsim/bench/examples/RTX4090/Llama-3.1-8B/vllm"
 
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 512, 1024, 2048)
 GRID = (16, 64, 256, 1024)
-OPS = (*cal._PER_LAYER, *cal._PER_MODEL)
+OPS = DENSE_OPS
 
 
 def _write(path, header, rows):
@@ -172,10 +160,9 @@ def test_capacity_follows_from_memory(folder):
     assert p.kv_capacity_tokens == int(free // (16 * 131_072)) * 16
 
 
-@needs_kernels
-def test_recorded_errors_and_tables_are_recomputed():
+def test_recorded_errors_and_tables_are_recomputed(measured):
     shipped = load(RTX)
-    again = calibrate_kernels(KERNELS)
+    again = calibrate_kernels(measured(KERNELS))
     assert _flat(again.fit_error) == pytest.approx(_flat(shipped.fit_error), rel=1e-3, abs=1e-6)
     assert again.law == shipped.law
     assert again.to_dict()["estimator"] == pytest.approx(shipped.to_dict()["estimator"], rel=1e-4)
@@ -187,11 +174,10 @@ def _flat(value, name=""):
     return {} if isinstance(value, str) else {name: value}
 
 
-@needs_kernels
-def test_every_measured_row_is_reproduced():
+def test_every_measured_row_is_reproduced(measured):
     p = load(RTX)
     times = {}
-    with (KERNELS / "dense.csv").open() as file:
+    with measured(KERNELS, "dense.csv").open() as file:
         for row in csv.DictReader(file):
             op = row["layer"]
             runs = 1 if op in ("embedding", "final_layernorm") else 32
@@ -200,7 +186,7 @@ def test_every_measured_row_is_reproduced():
             times[tokens] = times.get(tokens, 0.0) + runs * float(row["time_us"]) * 1e-6
     error = [p.dense_s(t) / s - 1 for t, s in times.items()]
     assert np.abs(error).max() < 0.005
-    with (KERNELS / "attention.csv").open() as file:
+    with measured(KERNELS, "attention.csv").open() as file:
         for row in csv.DictReader(file):
             chunk, before, n, context = (
                 int(row[c]) for c in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
@@ -212,15 +198,14 @@ def test_every_measured_row_is_reproduced():
                 assert p.decode_attention_s(n, context) == pytest.approx(seconds, rel=1e-5)
 
 
-@pytest.mark.skipif(not BENCH.is_dir(), reason="raw server run absent (set SERVEGYM_DATA)")
-def test_law_agrees_with_a_whole_server_run():
+def test_law_agrees_with_a_whole_server_run(measured):
     """Pure decode seconds of a vLLM run on the card: running / throughput is one iteration."""
     p = load(RTX)
-    assert json.loads((BENCH / "meta.json").read_text())["kv_cache"]["num_kv_tokens"] == (
+    assert json.loads(measured(SERVER_RUN, "meta.json").read_text())["kv_cache"]["num_kv_tokens"] == (
         p.kv_capacity_tokens
     )
     error = []
-    with (BENCH / "timeseries.csv").open() as file:
+    with measured(SERVER_RUN, "timeseries.csv").open() as file:
         for row in csv.DictReader(file):
             running, rate = int(row["running"]), float(row["gen_throughput"])
             idle = float(row["prompt_throughput"]) == 0 and float(row["waiting"]) == 0
@@ -231,16 +216,14 @@ def test_law_agrees_with_a_whole_server_run():
     assert abs(np.median(error)) < 0.07
 
 
-@needs_cards
-def test_derived_cards_are_recomputed():
-    for card, again in derive_cards(DATA, load(RTX)).items():
+def test_derived_cards_are_recomputed(measured):
+    for card, again in derive_cards(measured("vidur").parent, load(RTX)).items():
         shipped = load(f"{card}-llama-3.1-8b")
         assert again.to_dict() == shipped.to_dict()
 
 
-@needs_cards
-def test_published_ratios_order_the_cards():
-    published = published_ratios(DATA)
+def test_published_ratios_order_the_cards(measured):
+    published = published_ratios(measured("vidur").parent)
     chosen = chosen_ratios(published)
     assert 1 < chosen["a40"][0] < chosen["a10"][0]
     # The same order as the cards fitted from kernel tables.
@@ -286,9 +269,9 @@ def test_linear_profiles_and_fleets_are_as_shipped(tmp_path, capsys):
     assert "paper-linear-12" in capsys.readouterr().out
 
 
-def test_missing_published_tables_are_refused(tmp_path, capsys):
-    assert derive_main([str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "llamacpp_llama3_tok_s.csv" in capsys.readouterr().err
+def test_missing_published_tables_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="llamacpp_llama3_tok_s.csv"):
+        derive_main([str(tmp_path), "--out", str(tmp_path)])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -300,7 +283,7 @@ def test_missing_published_tables_are_refused(tmp_path, capsys):
     [
         ("dense.csv", 5, {"time_us": "nan"}, r"dense.csv:5: field 'time_us': got nan"),
         ("dense.csv", 5, {"time_us": "-3"}, r"dense.csv:5: field 'time_us': got -3"),
-        ("dense.csv", 5, {"time_us": "0"}, r"field 'time_us': got 0; write a finite time > 0"),
+        ("dense.csv", 5, {"time_us": "0"}, r"field 'time_us': got 0; write microseconds, finite and > 0"),
         ("dense.csv", 5, {"time_us": "inf"}, r"field 'time_us': got inf"),
         ("dense.csv", 5, {"time_us": "fast"}, r"got 'fast'; write microseconds"),
         ("dense.csv", 5, {"tokens": "1.5"}, r"dense.csv:5: field 'tokens': got '1.5'"),
@@ -391,6 +374,27 @@ def test_command_line(folder, tmp_path, capsys):
     assert "KV capacity" in capsys.readouterr().out
     out.unlink()
     (folder / "dense.csv").unlink()
-    assert main([str(folder), "--name", "card", "--out", str(out)]) == 2
-    assert "dense.csv" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="dense.csv"):
+        main([str(folder), "--name", "card", "--out", str(out)])
     assert not out.exists()
+
+
+def test_arguments_win_over_those_in_the_folder(folder, tmp_path):
+    out, file = tmp_path / "card.json", folder / "calibrate.json"
+    facts = load(RTX).model | {"name": "mine"}
+    (folder / "model.json").write_text(json.dumps(facts))
+    settings = {"--name": "a", "--model": "model.json", "--seed": 3, "--note": "of the folder"}
+    file.write_text(json.dumps(settings))
+    assert main([str(folder), "-o", str(out)]) == 0
+    profile = load(out)
+    assert (profile.name, profile.model["name"]) == ("a", "mine")
+    assert profile.provenance["notes"][-1] == "of the folder"
+    assert main([str(folder), "-o", str(out), "--name=b", "--note", "given"]) == 0
+    profile = load(out)
+    assert (profile.name, profile.model["name"]) == ("b", "mine")
+    assert profile.provenance["notes"][-1] == "given"
+    assert "of the folder" not in profile.provenance["notes"]
+    for bad in ('{"name": "a"}', '{"--name": ["a"]}', "[]"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match=r"calibrate\.json: "):
+            main([str(folder), "-o", str(out)])

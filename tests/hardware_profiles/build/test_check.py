@@ -6,7 +6,8 @@ import pytest
 
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build.check import COLUMNS, main, score
+from servegym.hardware_profiles.build.calibrate import main
+from servegym.hardware_profiles.build.check import COLUMNS, score
 
 NAME = "rtx4090-llama-3.1-8b"
 
@@ -107,10 +108,10 @@ def test_bad_files_are_refused(tmp_path, make, words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--check"], "--check needs a value"),
+        (["--seed", "1"], "folder: missing"),
         (["--profile", NAME], "--check OTHER"),
         (["--profile", NAME, "--check", "nowhere"], "no 'nowhere'"),
-        (["folder", "--profile", NAME, "--check", "."], "'folder' beside it"),
+        (["folder", "--profile", NAME, "--check", "."], "leave out folder"),
         (["--profile", "rtx4091", "--check", "."], "rtx4090"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles.build.derive import CARDS, derive_cards, main, published_ratios
-from servegym.hardware_profiles.profiles import load
+from servegym.hardware_profiles.load import load
 
 BASE = load("rtx4090-llama-3.1-8b")
 SIZES = (1, 64, 1024, 4096)

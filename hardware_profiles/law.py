@@ -1,0 +1,490 @@
+"""Latency laws: how long one iteration of a serving engine takes on one device.
+
+A :class:`Profile` is one (device, model, engine). Its law is either ``linear`` (the estimator form
+of the routing paper, Eq. 13 and 14, with a constant) or ``tabulated`` (times measured on a grid,
+interpolated linearly). Both are evaluated through the same :class:`LawTables`, so that a simulator
+needs one code path.
+
+All times are seconds, all sizes bytes, all lengths tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym.hardware_profiles.schema import (
+    ESTIMATOR_FIELDS,
+    FORMAT,
+    LINEAR_FIELDS,
+    MIXED_TABLE,
+    TABLE_AXES,
+    Fields,
+    check_model,
+    check_profile,
+    copy_json,
+    kv_capacity_tokens,
+    write_json,
+)
+
+
+class LawTables(NamedTuple):
+    """The tables a law is evaluated from; every array is float64 and read-only.
+
+    One iteration takes
+    ``dense(tokens) + sum over chunks of chunk_attention(chunk, context before it)
+    + decode_attention(b, T / b) + head(sequences)``,
+    with linear (bilinear) interpolation inside a grid and the slope of the outermost cell
+    beyond it.
+
+    Attributes:
+        dense_tokens: ``(G1,)`` scheduled tokens of an iteration (prefill + decode).
+        dense_s: ``(G1,)`` seconds of everything that depends on that number alone.
+        chunk_tokens: ``(G2,)`` tokens of one prefill chunk.
+        context_tokens: ``(G3,)`` tokens of the same request computed before the chunk.
+        chunk_attention_s: ``(G2, G3)`` seconds of the chunk's attention, whole model.
+        decode_sequences: ``(G5,)`` decoding sequences ``b``.
+        decode_context_tokens: ``(G4,)`` mean tokens in KV memory per sequence, ``x = T / b``.
+        decode_attention_s: ``(G5, G4)`` seconds of the decodes' attention, whole model.
+        head_sequences: ``(G6,)`` sequences that go through the language-model head.
+        head_s: ``(G6,)`` seconds of head and sampler.
+    """
+
+    dense_tokens: np.ndarray
+    dense_s: np.ndarray
+    chunk_tokens: np.ndarray
+    context_tokens: np.ndarray
+    chunk_attention_s: np.ndarray
+    decode_sequences: np.ndarray
+    decode_context_tokens: np.ndarray
+    decode_attention_s: np.ndarray
+    head_sequences: np.ndarray
+    head_s: np.ndarray
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Linear estimate of the law (Eq. 13 and 14 of the routing paper, with a constant).
+
+    ``prefill(P) = base_s + prefill_s_per_token * P`` and
+    ``decode(b, T) = base_s + decode_s_per_sequence * b + decode_s_per_context_token * T``.
+
+    Attributes:
+        base_s: seconds of an iteration that does nothing.
+        prefill_s_per_token: the paper's k1, seconds per prompt token.
+        decode_s_per_context_token: the paper's k2, seconds per token held in KV memory.
+        decode_s_per_sequence: seconds per decoding sequence.
+    """
+
+    base_s: float
+    prefill_s_per_token: float
+    decode_s_per_context_token: float
+    decode_s_per_sequence: float = 0.0
+
+    @property
+    def k1(self) -> float:
+        """Seconds per prompt token (Eq. 13)."""
+        return self.prefill_s_per_token
+
+    @property
+    def k2(self) -> float:
+        """Seconds per KV token of a decode iteration (Eq. 14)."""
+        return self.decode_s_per_context_token
+
+    def prefill_s(self, tokens: float) -> float:
+        """Estimated seconds of a prefill of ``tokens`` prompt tokens."""
+        return self.base_s + self.prefill_s_per_token * tokens
+
+    def decode_s(self, sequences: float, context_tokens: float) -> float:
+        """Estimated seconds of a decode of ``sequences`` holding ``context_tokens`` in all."""
+        return (
+            self.base_s
+            + self.decode_s_per_sequence * sequences
+            + self.decode_s_per_context_token * context_tokens
+        )
+
+
+def interpolate(grid: np.ndarray, values: np.ndarray, x: float) -> float:
+    """Piecewise-linear ``values(x)``; the outermost segment's slope holds beyond the grid.
+
+    Args:
+        grid: ``(G,)`` strictly increasing, ``G >= 2``.
+        values: ``(G,)``.
+        x: where to evaluate.
+
+    Returns:
+        The interpolated value.
+    """
+    i = min(max(bisect_right(grid, x) - 1, 0), len(grid) - 2)
+    w = (x - grid[i]) / (grid[i + 1] - grid[i])
+    return float(values[i] + w * (values[i + 1] - values[i]))
+
+
+def interpolate_2d(
+    rows: np.ndarray, columns: np.ndarray, values: np.ndarray, row: float, column: float
+) -> float:
+    """Bilinear ``values(row, column)``; the outermost cell's plane holds beyond the grid.
+
+    Args:
+        rows: ``(R,)`` strictly increasing, ``R >= 2``.
+        columns: ``(C,)`` strictly increasing, ``C >= 2``.
+        values: ``(R, C)``.
+        row: where to evaluate along the rows.
+        column: where to evaluate along the columns.
+
+    Returns:
+        The interpolated value.
+    """
+    i = min(max(bisect_right(rows, row) - 1, 0), len(rows) - 2)
+    w = (row - rows[i]) / (rows[i + 1] - rows[i])
+    low = interpolate(columns, values[i], column)
+    high = interpolate(columns, values[i + 1], column)
+    return float(low + w * (high - low))
+
+
+def law_tables(law: Mapping[str, Any]) -> LawTables:
+    """The tables of a checked law; a linear one is exact on four corners."""
+    if law["kind"] == "tabulated":
+        arrays = {key: np.array(law[key], dtype=np.float64) for key in TABLE_AXES}
+    else:
+        base, k1, kb, k2 = (float(law[key]) for key in LINEAR_FIELDS)
+        unit = np.array([0.0, 1.0])
+        # (kb - k1) b + k2 b x is bilinear, so its four corners hold it everywhere.
+        arrays = {
+            "dense_tokens": unit.copy(),
+            "dense_s": np.array([base, base + k1]),
+            "chunk_tokens": unit.copy(),
+            "context_tokens": unit.copy(),
+            "chunk_attention_s": np.zeros((2, 2)),
+            "decode_sequences": unit.copy(),
+            "decode_context_tokens": unit.copy(),
+            "decode_attention_s": np.array([[0.0, 0.0], [kb - k1, kb - k1 + k2]]),
+            "head_sequences": unit.copy(),
+            "head_s": np.zeros(2),
+        }
+    for array in arrays.values():
+        array.setflags(write=False)
+    return LawTables(**arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """One device running one model under one engine.
+
+    Make one with :func:`load` or :meth:`from_dict`; both check every field.
+
+    Attributes:
+        name: the profile's name, also its file name.
+        kind: ``"measured"``, ``"fitted"`` or ``"derived"``.
+        device: device facts (``memory_bytes``, ``usable_memory_fraction``, ...).
+        model: model facts (``layers``, ``kv_heads``, ``weight_bytes``, ...).
+        engine: engine facts (``activation_reserve_bytes``, ...).
+        kv_bytes_per_token: bytes that one token takes in KV memory.
+        kv_capacity_tokens: tokens that fit in the KV memory, whole blocks of 16.
+        estimator: linear estimate of the law.
+        domain: largest batch, iteration and context that the data behind the law cover.
+        fit_error: relative errors of the law on rows it was not built from.
+        provenance: source, licence, commit or date, command, notes.
+        law: the law as it stands in the file.
+        description: one line for people.
+    """
+
+    name: str
+    kind: str
+    device: dict[str, Any]
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    estimator: Estimator
+    domain: dict[str, Any]
+    fit_error: dict[str, Any]
+    provenance: dict[str, Any]
+    law: dict[str, Any] = field(repr=False)
+    description: str = ""
+    _tables: LawTables | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "<profile>") -> Profile:
+        """Check a profile's JSON object and build the profile.
+
+        Args:
+            data: the decoded JSON object.
+            where: the file's name, for error messages.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: naming ``where``, the field, what was given and what is allowed.
+        """
+        fields = check_profile(data, where)
+        fields["estimator"] = Estimator(**fields["estimator"])
+        at = f"{where}: field 'device.memory_bytes'"
+        tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
+        kv_bytes = int(fields["model"]["kv_bytes_per_token"])
+        return cls(**fields, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object; ``Profile.from_dict(p.to_dict())`` is the same profile."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "description": self.description,
+            "kind": self.kind,
+            "device": copy_json(self.device),
+            "model": copy_json(self.model),
+            "engine": copy_json(self.engine),
+            "law": copy_json(self.law),
+            "estimator": {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS},
+            "domain": copy_json(self.domain),
+            "fit_error": copy_json(self.fit_error),
+            "provenance": copy_json(self.provenance),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile's JSON file in one move.
+
+        Args:
+            path: the file to write.
+        """
+        write_json(self.to_dict(), path)
+
+    def tables(self) -> LawTables:
+        """Return the law's tables (float64, read-only, seconds and tokens)."""
+        if self._tables is None:
+            object.__setattr__(self, "_tables", law_tables(self.law))
+        assert self._tables is not None
+        return self._tables
+
+    def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
+        """Return this profile holding another model's weights and KV cache.
+
+        The latency law stays; only the KV bytes per token and the capacity change.
+
+        Args:
+            model: model facts, as in the ``model`` field of a profile file.
+            where: the file's name, for error messages.
+
+        Returns:
+            The profile with the new memory facts.
+
+        Raises:
+            ValueError: if a fact is missing or wrong, or the weights do not fit.
+        """
+        facts = check_model(Fields(model, where, "model"))
+        kv_bytes = int(facts["kv_bytes_per_token"])
+        tokens = kv_capacity_tokens(
+            self.device, facts, self.engine, f"{where}: field 'weight_bytes'"
+        )
+        return replace(self, model=facts, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
+
+    # -- a clear, slow evaluation of the law ------------------------------------------------
+
+    def dense_s(self, tokens: float) -> float:
+        """Seconds of an iteration's dense part for ``tokens`` scheduled tokens."""
+        t = self.tables()
+        return interpolate(t.dense_tokens, t.dense_s, tokens)
+
+    def chunk_attention_s(self, chunk: float, context: float) -> float:
+        """Seconds of the attention of a ``chunk`` of prompt tokens after ``context`` tokens."""
+        t = self.tables()
+        return interpolate_2d(t.chunk_tokens, t.context_tokens, t.chunk_attention_s, chunk, context)
+
+    def decode_attention_s(self, sequences: float, mean_context: float) -> float:
+        """Seconds of the attention of ``sequences`` decodes of ``mean_context`` tokens each."""
+        t = self.tables()
+        return interpolate_2d(
+            t.decode_sequences,
+            t.decode_context_tokens,
+            t.decode_attention_s,
+            sequences,
+            mean_context,
+        )
+
+    def head_s(self, sequences: float) -> float:
+        """Seconds of the language-model head and sampler for ``sequences``."""
+        t = self.tables()
+        return interpolate(t.head_sequences, t.head_s, sequences)
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds of a prefill iteration of ``tokens`` prompt tokens (Eq. 13's quantity)."""
+        return self.dense_s(tokens) + self.chunk_attention_s(tokens, 0.0) + self.head_s(1.0)
+
+    def decode_s(self, sequences: float, context_tokens: float) -> float:
+        """Seconds of one decode iteration (Eq. 14's quantity).
+
+        Args:
+            sequences: ``b >= 1`` running sequences, one new token each.
+            context_tokens: ``T``, tokens in KV memory summed over them.
+
+        Returns:
+            Seconds.
+        """
+        return (
+            self.dense_s(sequences)
+            + self.decode_attention_s(sequences, context_tokens / sequences)
+            + self.head_s(sequences)
+        )
+
+    def step_s(
+        self,
+        chunks: Iterable[tuple[float, float]] = (),
+        sequences: float = 0,
+        context_tokens: float = 0.0,
+    ) -> float:
+        """Seconds of one mixed iteration of the chunked-prefill scheduler.
+
+        Args:
+            chunks: ``(tokens, context)`` of every prefill chunk: its own tokens, and the
+                tokens of the same request computed before.
+            sequences: decoding sequences ``b``, one token each.
+            context_tokens: ``T``, tokens in KV memory summed over the decodes.
+
+        Returns:
+            Seconds.
+
+        Raises:
+            ValueError: if there is nothing to do.
+        """
+        parts = list(chunks)
+        if not parts and sequences < 1:
+            raise ValueError("step_s needs at least one chunk or one decoding sequence")
+        total = self.dense_s(sum(chunk for chunk, _ in parts) + sequences)
+        total += sum(self.chunk_attention_s(chunk, context) for chunk, context in parts)
+        if sequences >= 1:
+            total += self.decode_attention_s(sequences, context_tokens / sequences)
+        return total + self.head_s(sequences + len(parts))
+
+    def mixed_decode_attention_s(self) -> np.ndarray:
+        """The decodes' attention in an iteration that also prefills.
+
+        There the decodes run in the prefill kernel, without splitting their contexts over the
+        multiprocessors, and take longer than in an iteration of decodes alone.
+
+        Returns:
+            ``(G5, G4)`` seconds on the axes ``decode_sequences`` and ``decode_context_tokens`` of
+            :meth:`tables`, read-only; the decode table itself where nothing else was measured.
+        """
+        if MIXED_TABLE not in self.law:
+            return self.tables().decode_attention_s
+        table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
+        table.setflags(write=False)
+        return table
+
+    def mixed_step_s(
+        self, chunks: Iterable[tuple[float, float]], sequences: float, context_tokens: float
+    ) -> float:
+        """:meth:`step_s` with the decodes' attention as it is together with prefill chunks.
+
+        Args:
+            chunks: ``(tokens, context)`` of every prefill chunk; at least one.
+            sequences: decoding sequences ``b``, at least one.
+            context_tokens: ``T``, tokens in KV memory summed over the decodes.
+
+        Returns:
+            Seconds.
+
+        Raises:
+            ValueError: if there is no chunk or no decode.
+        """
+        parts = list(chunks)
+        if not parts or sequences < 1:
+            raise ValueError("mixed_step_s needs at least one chunk and one decoding sequence")
+        t, mean = self.tables(), context_tokens / sequences
+        alone = self.decode_attention_s(sequences, mean)
+        mixed = interpolate_2d(
+            t.decode_sequences,
+            t.decode_context_tokens,
+            self.mixed_decode_attention_s(),
+            sequences,
+            mean,
+        )
+        return self.step_s(parts, sequences, context_tokens) - alone + mixed
+
+    def headline_error(self) -> tuple[str, dict[str, Any]] | None:
+        """The error to show beside the profile's name, see :func:`headline_error`."""
+        return headline_error(self.fit_error)
+
+    def check_domain(self, batch: int, tokens: int, context: int = 0) -> bool:
+        """Warn, once per profile, when a setting leaves the range the law was built on.
+
+        Args:
+            batch: the most decoding sequences that may run together.
+            tokens: the most tokens of one iteration.
+            context: the longest context of one sequence.
+
+        Returns:
+            Whether the setting is inside the domain.
+        """
+        return warn_outside(
+            self.name,
+            (
+                ("decode_sequences", batch, self.domain["max_decode_sequences"]),
+                ("iteration_tokens", tokens, self.domain["max_iteration_tokens"]),
+                ("context_tokens", context, self.domain["max_context_tokens"]),
+            ),
+        )
+
+
+def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The error to show beside a profile's name.
+
+    Args:
+        fit_error: the profile's, by what was judged.
+
+    Returns:
+        The key in ``fit_error`` and the spread (points, median, p90, max) of the whole iterations
+        that the law predicts worst by its 90th percentile; iterations that mix prefill and
+        decodes aside. Where no whole iteration was judged, the worst of all entries; None where
+        there is none.
+    """
+    entries = {
+        key: value
+        for key, value in fit_error.items()
+        if isinstance(value, Mapping) and "p90" in value
+    }
+    whole = {
+        key: value
+        for key, value in entries.items()
+        if "_iteration" in key and not key.startswith("mixed")
+    }
+    found = whole or entries
+    if not found:
+        return None
+    key = max(found, key=lambda name: found[name]["p90"])
+    return key, copy_json(found[key])
+
+
+# Names of the profiles that have warned; each warns once a process.
+WARNED_PROFILES: set[str] = set()
+
+
+def warn_outside(name: str, limits: Iterable[tuple[str, float, float]]) -> bool:
+    """Warn, once per profile, when a setting leaves the range that a law was built on.
+
+    Args:
+        name: the profile's name.
+        limits: what is bounded, what is asked for, and the largest the data cover.
+
+    Returns:
+        Whether everything is inside.
+    """
+    limits = list(limits)
+    outside = [f"{what} {given} > {limit}" for what, given, limit in limits if given > limit]
+    if outside and name not in WARNED_PROFILES:
+        WARNED_PROFILES.add(name)
+        domain = ", ".join(f"{what} <= {limit}" for what, _, limit in limits)
+        warnings.warn(
+            f"profile {name!r} is used outside its domain ({domain}): {', '.join(outside)}; "
+            "the last slope of its tables is extended there",
+            UserWarning,
+            stacklevel=3,
+        )
+    return not outside

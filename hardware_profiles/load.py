@@ -1,0 +1,106 @@
+"""Profiles by name: what ships with the package, or a user's own file."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.schema import read_json
+
+_NOT_PROFILES = ("fleet-", "moe-", "schema", "served-models")
+
+
+def data_path(name: str) -> Path:
+    """Path of a file that ships in ``hardware_profiles/data``."""
+    return Path(str(resources.files("servegym.hardware_profiles.data"))) / name
+
+
+def list_profiles() -> list[str]:
+    """Names of the profiles that ship with the package, sorted."""
+    return sorted(
+        file.stem
+        for file in data_path("").glob("*.json")
+        if not file.name.startswith(_NOT_PROFILES)
+    )
+
+
+def load(name_or_path: str | os.PathLike[str]) -> Profile:
+    """Load a profile by the name of a shipped one or by the path of a JSON file.
+
+    Args:
+        name_or_path: a name of :func:`list_profiles`, or a path (anything that ends in
+            ``.json`` or holds a separator).
+
+    Returns:
+        The profile.
+
+    Raises:
+        ValueError: for an unknown name (the nearest valid one is given), or for a file that
+            is unreadable or malformed (the file, field and reason are given).
+    """
+    return load_named(name_or_path, "profile", list_profiles(), "", _read_profile)
+
+
+def unknown_name(what: str, given: str, names: list[str]) -> str:
+    """Message for a name that does not exist, with the nearest that does."""
+    near = [name for name in names if given and name.startswith(given)]
+    near = near or difflib.get_close_matches(given, names, 1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{what}: got {given!r}{hint} (allowed: {', '.join(names)})"
+
+
+def _read_profile(file: Path) -> Profile:
+    return Profile.from_dict(read_json(file), file.name)
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_Named)
+
+
+def load_named(
+    name_or_path: str | os.PathLike[str],
+    what: str,
+    names: list[str],
+    prefix: str,
+    read: Callable[[Path], _T],
+) -> _T:
+    """Load what ships under a name, or what is at a path.
+
+    Args:
+        name_or_path: one of ``names``, or a path (anything that ends in ``.json`` or holds a
+            separator).
+        what: what the names are names of, for the message.
+        names: what ships.
+        prefix: the shipped file is ``<prefix><name>.json``.
+        read: reads a file; what ships is read once.
+
+    Raises:
+        ValueError: for an unknown name, or what ``read`` raises.
+    """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise ValueError(f"{what}: got {name_or_path!r}; it must be a name or a path")
+    text = os.fspath(name_or_path)
+    if text.endswith(".json") or os.sep in text or "/" in text:
+        return read(Path(text))
+    if text not in names:
+        raise ValueError(unknown_name(what, text, names))
+    return _read_shipped(text, prefix, read)
+
+
+@functools.cache
+def _read_shipped(name: str, prefix: str, read: Callable[[Path], Any]) -> Any:
+    file = data_path(f"{prefix}{name}.json")
+    found = read(file)
+    if found.name != name:
+        raise ValueError(f"{file.name}: field 'name': got {found.name!r}; must be {name!r}")
+    return found
