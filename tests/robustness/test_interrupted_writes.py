@@ -199,7 +199,7 @@ def test_killed_in_the_middle(writer, tmp_path):
 
 def test_a_table_that_grows_row_by_row(tmp_path):
     """What a killed run leaves of its last row is dropped, the rows before it stay."""
-    from servegym.hardware_profiles.measure.command import ResumableTable
+    from servegym.hardware_profiles.measure.table import ResumableTable
 
     columns, key = ("op", "tokens", "time_us"), ("op", "tokens")
     path = tmp_path / "measured.csv"
