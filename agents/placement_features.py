@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from servegym.baselines.expert_placement.simple import whole_layer
+from servegym.baselines.expert_placement.heuristics import whole_layer
 
 Floats = NDArray[np.float64]
 BASES = ("best", "whole_layer", "none")

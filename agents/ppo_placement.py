@@ -44,7 +44,11 @@ from servegym.agents.lib.environments import parse_settings
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.agents.placement_features import Features, group_advantage, is_first
-from servegym.baselines.expert_placement.start import Start, cached_start, cluster_fingerprint
+from servegym.baselines.expert_placement.initial_placement import (
+    InitialPlacement,
+    cached_best_start,
+    cluster_fingerprint,
+)
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.env import make_problem
 
@@ -169,7 +173,7 @@ class Agent(nn.Module):
         return torch.where(free > 0, 0.0, choice) + moved * plan
 
 
-def make_features(cluster: Any, args: Args, start: Start | None) -> Features:
+def make_features(cluster: Any, args: Args, start: InitialPlacement | None) -> Features:
     """What the network reads and what its outputs do to the start."""
     held = None if start is None else start.held
     return Features(cluster, args.base, held, exchange=args.exchange and args.base == "best")
@@ -211,7 +215,9 @@ def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float
     return float(np.mean(kpis["mean_latency_s"])), float(np.mean(kpis["migrations"]))
 
 
-def save_policy(agent: Agent, args: Args, path: Path, step: int, start: Start | None) -> None:
+def save_policy(
+    agent: Agent, args: Args, path: Path, step: int, start: InitialPlacement | None
+) -> None:
     """Weights, arguments, shape, start and the decisions trained so far in one safetensors file."""
     meta = {
         "args": json.dumps(asdict(args)),
@@ -244,7 +250,7 @@ def train(args: Args) -> Path:
         # The search knows the prompts of the training split only.
         system = PlacementSystem.from_problem(make_problem(parse_settings(args.set)), own=True)
         tries, proposals = args.start_tries, args.start_steps
-        start = cached_start(
+        start = cached_best_start(
             run / "start.json", system, tries=tries, steps=proposals, seed=args.seed
         )
     features = make_features(envs.unwrapped.problem.cluster, args, start)
@@ -373,7 +379,7 @@ class PlacementPolicy(CheckpointPolicy):
         step: Decisions that it was trained on.
     """
 
-    start: Start | None = None
+    start: InitialPlacement | None = None
     step: int = 0
 
 
@@ -384,7 +390,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     """
     args = saved_args(Args, json_field(meta, "args"))
     system = make_problem(parse_settings(args.set)) if system is None else system
-    start = Start.from_json(meta["start"]) if "start" in meta else None
+    start = InitialPlacement.from_json(meta["start"]) if "start" in meta else None
     known = start if meta.get("setting") == cluster_fingerprint(system) else None
     features = make_features(system.cluster, args, known)
     net = Agent(features.columns, **json_field(meta, "shape"))

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.expert_placement import kernel
-from servegym.baselines.expert_placement.placement import Bools, Floats, Ints, check_instance
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, Ints, check_instance
+from servegym.baselines.expert_placement.kernel import balancing
 
 
 def _check_loads(loads: ArrayLike) -> Floats:
@@ -69,7 +69,7 @@ def eplb_slots(loads: ArrayLike, gpus: int, slots: int, *, groups: int = 1, node
             f"slots={slots!r}: {gpus} GPUs hold {gpus * slots} of {work.shape[1]} experts"
         )
     out = np.zeros((work.shape[0], gpus, slots), dtype=np.int64)
-    kernel.eplb_published(work, groups, nodes, out)
+    balancing.eplb_published(work, groups, nodes, out)
     return out
 
 
@@ -138,7 +138,7 @@ def _homes(work: Floats, groups: int, nodes: int) -> Ints:
     """Node of each expert (L, E): groups packed as the published algorithm does."""
     layers, experts = work.shape
     group_load = work.reshape(layers, groups, -1).sum(axis=2)
-    place = np.stack([kernel.pack(row, nodes) for row in group_load])
+    place = np.stack([balancing.pack(row, nodes) for row in group_load])
     return np.repeat(place, experts // groups, axis=1)
 
 
@@ -170,7 +170,7 @@ def balance_experts(
     on = np.zeros((layers, gpus, experts), dtype=np.bool_)
     node = np.repeat(np.arange(nodes), gpus // nodes)
     unbounded = np.full((layers, nodes), -1, dtype=np.int64)
-    kernel.balance_layers(work, limit, node, _homes(work, groups, nodes), unbounded, on)
+    balancing.balance_layers(work, limit, node, _homes(work, groups, nodes), unbounded, on)
     return on
 
 
@@ -216,7 +216,7 @@ def rebalance_experts(
     room = limit.reshape(layers, nodes, -1).sum(axis=2)
     budget = np.floor(max_moved_share * room + 1e-9).astype(np.int64)
     node = np.repeat(np.arange(nodes), gpus // nodes)
-    kernel.balance_layers(work, limit, node, per_node.argmax(axis=1), budget, on)
+    balancing.balance_layers(work, limit, node, per_node.argmax(axis=1), budget, on)
     return on
 
 
@@ -290,8 +290,8 @@ def eplb(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     owner = np.stack([_share_out(loads[x], quota[x], home, servers) for x in range(layers)])
     on = np.zeros((layers, room.size, experts), dtype=np.bool_)
     unbounded = np.full((layers, servers), -1, dtype=np.int64)
-    kernel.balance_layers(loads, quota, home, owner, unbounded, on)
-    kernel.fill_layers(loads, quota, on)
+    balancing.balance_layers(loads, quota, home, owner, unbounded, on)
+    balancing.fill_layers(loads, quota, on)
     return np.ascontiguousarray(on.transpose(1, 0, 2))
 
 

@@ -1,33 +1,54 @@
-"""The placement algorithms as policies: plan every epoch, move if Eq. 4 says so.
+"""The placement algorithms as policies: plan every epoch, migrate if Eq. 4 says so.
 
 Every row of a batch is planned from its own observation only. The first plan of an episode is
-carried out at once where the environment makes that free; later ones are weighed by Eq. 4.
+carried out at once where the environment makes that free; later ones are weighed by Eq. 4, in which
+policies that search put their own estimate for C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
-from servegym.baselines.expert_placement.optimum import proxy_optimum
-from servegym.baselines.expert_placement.placement import (
-    Bools,
-    Floats,
-    adopts,
-    expected_cost,
-    migration_time,
-    server_view,
+from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus, server_view
+from servegym.baselines.expert_placement.heuristics import (
+    redundance,
+    smartmoe,
+    uniform,
+    whole_layer,
 )
+from servegym.baselines.expert_placement.initial_placement import (
+    SWAPS,
+    TRIES,
+    InitialPlacement,
+    best_start,
+)
+from servegym.baselines.expert_placement.latency_search import annealing, latency_dp, local_search
+from servegym.baselines.expert_placement.layer_costs import LayerCostModel
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
+from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
 from servegym.baselines.expert_placement.prism import prism, prism_printed
-from servegym.baselines.expert_placement.simple import redundance, smartmoe, uniform, whole_layer
+from servegym.baselines.expert_placement.simulation_search import latency_local_search
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.envs._checks import choose
+from servegym.envs._checks import choose, whole
 from servegym.envs.expert_placement.simulator import CACHES
+
+
+class MigrationInputs(NamedTuple):
+    """What Eq. 4 reads besides the placements.
+
+    Attributes:
+        extra_s: (N,) mean seconds of a remote token less those of a local one.
+        window_s: Seconds over which the counts were taken.
+    """
+
+    extra_s: Floats
+    window_s: float
 
 
 class PlacementPolicy(BasePolicy):
@@ -55,15 +76,21 @@ class PlacementPolicy(BasePolicy):
         """
         raise NotImplementedError
 
-    def pays(self, counts: Floats, current: Bools, plan: Bools, view: View) -> bool:
+    def migration_pays(
+        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
+    ) -> bool:
         """Eq. 4 with the proxy: whether the plan's remote calls and loads cost less."""
         system = self.system
-        if view.window_s <= 0:
+        if inputs.window_s <= 0:
             return False
         home, servers = system.gpu_server, system.cluster.num_servers
         old, new = (
             expected_cost(
-                counts, server_view(z, home, servers), view.extra_s, system.epoch_s, view.window_s
+                counts,
+                server_view(z, home, servers),
+                inputs.extra_s,
+                system.epoch_s,
+                inputs.window_s,
             )
             for z in (current, plan)
         )
@@ -94,22 +121,16 @@ class PlacementPolicy(BasePolicy):
             if found is None:
                 continue
             seconds = np.asarray(observation["seconds_per_token"][b], dtype=np.float64)
-            view = View(seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0]))
-            if free or self.static or self.pays(counts, current, found, view):
+            inputs = MigrationInputs(
+                seconds[:, 1] - seconds[:, 0], float(observation["window_s"][b, 0])
+            )
+            if free or self.static or self.migration_pays(counts, current, found, inputs):
                 migrate[b] = 1
                 wished[b] = found
         return {"migrate": migrate, "plan": wished}
 
 
-class View:
-    """What Eq. 4 reads: extra seconds (N,) of a remote token and the window of the counts."""
-
-    def __init__(self, extra_s: Floats, window_s: float) -> None:
-        self.extra_s = extra_s
-        self.window_s = window_s
-
-
-class Keep(PlacementPolicy):
+class KeepPlacement(PlacementPolicy):
     """Never changes the placement that the episode starts with."""
 
     name = "keep"
@@ -120,7 +141,7 @@ class Keep(PlacementPolicy):
         return {"migrate": np.zeros(len(plan), dtype=np.int64), "plan": plan}
 
 
-class MoeInfinity(Keep):
+class MoeInfinity(KeepPlacement):
     """MoE-Infinity: every server has all experts in host memory and caches some on its GPUs.
 
     A miss fetches the expert over PCIe at the fixed cost of a message; no server helps another. It
@@ -154,7 +175,7 @@ class MoeInfinityLb(MoeInfinity):
     redirect = True
 
 
-class _Drawn(PlacementPolicy):
+class _RandomPolicy(PlacementPolicy):
     """A random placement, drawn for each row on its own."""
 
     draw: Callable[..., Bools]
@@ -171,7 +192,7 @@ class _Drawn(PlacementPolicy):
         return type(self).draw(counts, self.system.slots, self.system.gpu_server, seed=seed)
 
 
-class Uniform(_Drawn):
+class Uniform(_RandomPolicy):
     """Every expert once, evenly over the GPUs; never moves."""
 
     name = "uniform"
@@ -179,7 +200,7 @@ class Uniform(_Drawn):
     draw = staticmethod(uniform)
 
 
-class Redundance(_Drawn):
+class Redundance(_RandomPolicy):
     """`Uniform` with the free slots filled at random; never moves."""
 
     name = "redundance"
@@ -187,18 +208,20 @@ class Redundance(_Drawn):
     draw = staticmethod(redundance)
 
 
-class RandomPlacement(_Drawn):
+class RandomPlacement(_RandomPolicy):
     """Control: another `Redundance` every epoch, whatever the loads cost."""
 
     name = "random"
     draw = staticmethod(redundance)
 
-    def pays(self, counts: Floats, current: Bools, plan: Bools, view: View) -> bool:
+    def migration_pays(
+        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
+    ) -> bool:
         """Always."""
         return True
 
 
-class _Counted(PlacementPolicy):
+class _CountsPolicy(PlacementPolicy):
     """A function of counts, slots and GPUs."""
 
     place: Callable[..., Bools]
@@ -208,7 +231,7 @@ class _Counted(PlacementPolicy):
         return type(self).place(counts, self.system.slots, self.system.gpu_server)
 
 
-class WholeLayer(_Counted):
+class WholeLayer(_CountsPolicy):
     """Whole layers on each server; never moves."""
 
     name = "whole_layer"
@@ -216,35 +239,35 @@ class WholeLayer(_Counted):
     place = staticmethod(whole_layer)
 
 
-class SmartMoe(_Counted):
+class SmartMoe(_CountsPolicy):
     """SmartMoE's balance under Eq. 4."""
 
     name = "smartmoe"
     place = staticmethod(smartmoe)
 
 
-class Eplb(_Counted):
+class Eplb(_CountsPolicy):
     """Hierarchical EPLB under Eq. 4."""
 
     name = "eplb"
     place = staticmethod(eplb)
 
 
-class EplbGlobal(_Counted):
+class EplbGlobal(_CountsPolicy):
     """Global EPLB under Eq. 4."""
 
     name = "eplb_global"
     place = staticmethod(eplb_global)
 
 
-class Prism(_Counted):
+class Prism(_CountsPolicy):
     """Prism, corrected."""
 
     name = "prism"
     place = staticmethod(prism)
 
 
-class PrismPrinted(_Counted):
+class PrismPrinted(_CountsPolicy):
     """Prism as printed; keeps the placement where that cannot cover every expert."""
 
     name = "prism_printed"
@@ -257,8 +280,243 @@ class PrismPrinted(_Counted):
             return None
 
 
-class ProxyOptimum(_Counted):
+class ProxyOptimum(_CountsPolicy):
     """The optimum of Eq. 2 for the counts seen."""
 
     name = "proxy_optimum"
     place = staticmethod(proxy_optimum)
+
+
+class _LayerCostPolicy(PlacementPolicy):
+    """Plans by estimated latency, which also stands for C in Eq. 4."""
+
+    def __init__(self, system: PlacementSystem, *, rows: int = 512) -> None:
+        super().__init__(system)
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, got {rows!r}")
+        self.rows = int(rows)
+
+    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
+        """The placement (G, L, E) wished by the model."""
+        raise NotImplementedError
+
+    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
+        self._model = self.system.layer_cost_model(counts, rows=self.rows)
+        return self.search(self._model, counts, current, first)
+
+    def migration_pays(
+        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
+    ) -> bool:
+        """Eq. 4 with the estimate of the plan just made."""
+        system = self.system
+        home, servers = system.gpu_server, system.cluster.num_servers
+        old, new = (
+            system.epoch_s * float(self._model.cost(server_view(z, home, servers)).sum())
+            for z in (current, plan)
+        )
+        return adopts(new, self.migration_s(current, plan), old)
+
+
+class LatencyDp(_LayerCostPolicy):
+    """Layer budgets by an exact knapsack over estimated latency."""
+
+    name = "latency_dp"
+
+    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
+        """See `_LayerCostPolicy.search`."""
+        return latency_dp(model, counts, self.system.slots, self.system.gpu_server)
+
+
+class Annealing(_LayerCostPolicy):
+    """`LatencyDp` refined by annealing single experts."""
+
+    name = "annealing"
+
+    def __init__(self, system: PlacementSystem, *, rows: int = 512, steps: int = 600_000) -> None:
+        super().__init__(system, rows=rows)
+        self.steps = int(steps)
+
+    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
+        """See `_LayerCostPolicy.search`."""
+        slots, home = self.system.slots, self.system.gpu_server
+        return annealing(model, counts, slots, home, steps=self.steps)
+
+
+class LocalSearch(_LayerCostPolicy):
+    """The placement in use, improved by loads of at most a share of the slots an epoch.
+
+    A free first placement is not bounded and starts from `LatencyDp`.
+    """
+
+    name = "local_search"
+
+    def __init__(
+        self, system: PlacementSystem, *, rows: int = 512, max_moved_share: float = 0.1
+    ) -> None:
+        super().__init__(system, rows=rows)
+        self.max_moved_share = float(max_moved_share)
+
+    def search(self, model: LayerCostModel, counts: Floats, current: Bools, first: bool) -> Bools:
+        """See `_LayerCostPolicy.search`."""
+        slots, home = self.system.slots, self.system.gpu_server
+        if first:
+            current = latency_dp(model, counts, slots, home)
+        share = 1.0 if first else self.max_moved_share
+        return local_search(model, counts, slots, home, current, max_moved_share=share)
+
+
+class BestStart(PlacementPolicy):
+    """One placement for all episodes: the best of a long search before the first of them.
+
+    It is where ``ppo_placement`` starts, see `initial_placement.best_start`, without a network. It
+    knows the load of the long run, changing tasks included, and no counts; it never moves.
+
+    Args:
+        system: The cluster, its recorded prompts and its load.
+        tries: Annealed placements for each of three settings.
+        steps: Proposals of each annealing; by default as `initial_placement.best_start`.
+        swaps: Exchanges of two layers tried at last, by simulation.
+        seed: Of the search.
+    """
+
+    name = "best_start"
+    static = True
+
+    def __init__(
+        self,
+        system: PlacementSystem,
+        *,
+        tries: int = TRIES,
+        steps: int | None = None,
+        swaps: int = SWAPS,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(system)
+        given: dict[str, Any] = dict(tries=tries, steps=steps, swaps=swaps, seed=seed)
+        for name, value in given.items():
+            if value is not None:
+                whole(name, value, 0)
+        self._search = given
+        self._found: tuple[InitialPlacement, Bools] | None = None
+
+    @property
+    def start(self) -> InitialPlacement:
+        """What the search found; searched for at the first call."""
+        return self._once()[0]
+
+    def _once(self) -> tuple[InitialPlacement, Bools]:
+        if self._found is None:
+            system = self.system
+            start = best_start(system, **self._search)
+            usual = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
+            plan = assign_gpus(start.held, usual, system.slots, system.gpu_server)
+            self._found = start, plan
+        return self._found
+
+    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
+        return self._once()[1]
+
+
+class LatencyLocalSearch(PlacementPolicy):
+    """The placement in use or the best of other methods, improved step by step by the simulator.
+
+    It simulates requests of the tasks that the last epoch's counts tell of, see
+    `simulation_search.SimulatedLatency`, and searches again when these change. A change is made if
+    an epoch with it, its loads carried out, is faster in the engine than one without.
+
+    Args:
+        system: The cluster and what is known of its load.
+        steps: Exchanges tried by a search.
+        budget_calls: Expert calls that end a search; no bound by default.
+        requests: Requests simulated for each placement, at least two a server.
+        shift: Largest change of a server's task shares that starts no new search.
+
+    Attributes:
+        calls: Expert calls simulated since the policy was made.
+    """
+
+    name = "latency_local_search"
+
+    def __init__(
+        self,
+        system: PlacementSystem,
+        *,
+        steps: int = 200,
+        budget_calls: int | None = None,
+        requests: int = 40,
+        shift: float = 0.25,
+    ) -> None:
+        super().__init__(system)
+        limits = (("steps", steps, 0), ("budget_calls", budget_calls, 0), ("requests", requests, 1))
+        for name, value, low in limits:
+            if value is not None:
+                whole(name, value, low)
+        self.steps, self.budget_calls = int(steps), budget_calls
+        self.requests = max(int(requests), 2 * system.cluster.num_servers)
+        self.shift = float(shift)
+        self.calls = 0
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        super().reset(num_envs, seed)
+        streams = np.random.SeedSequence(seed, spawn_key=(1,)).spawn(num_envs)
+        self._rows = [np.random.default_rng(stream) for stream in streams]
+        self._seen: list[Floats | None] = [None] * num_envs
+        self._tasks: list[Floats | None] = [None] * num_envs
+
+    def act(self, observation: Observation, action_mask: Any = None) -> Any:
+        """See `PlacementPolicy.act`."""
+        begins = np.asarray(observation["progress"])[:, 0] <= 0.0
+        for b in np.flatnonzero(begins):
+            self._seen[b] = self._tasks[b] = None
+        action = super().act(observation, action_mask)
+        for b, moved in enumerate(action["migrate"]):
+            # The counts start anew with a change, not otherwise.
+            counts = np.asarray(observation["counts"][b], dtype=np.float64)
+            self._seen[b] = None if moved else counts
+        return action
+
+    def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
+        """See `PlacementPolicy.plan`."""
+        system, seen = self.system, self._seen[row]
+        new = counts if seen is None else np.maximum(counts - seen, 0.0)
+        self._latest = counts if new.sum() <= 0 else new
+        shares, searched = system.task_shares(self._latest), self._tasks[row]
+        if searched is not None and np.abs(shares - searched).max() <= self.shift:
+            return None
+        self._tasks[row] = shares
+        self._seed = int(self._rows[row].integers(1 << 31))
+        slots, home = system.slots, system.gpu_server
+        model = system.layer_cost_model(self._latest)
+        starts = [
+            current,
+            *(place(self._latest, slots, home) for place in (whole_layer, prism, proxy_optimum)),
+            latency_dp(model, self._latest, slots, home),
+        ]
+        objective = system.simulated_latency(self._latest, self.requests, seed=self._seed)
+        found = latency_local_search(
+            objective,
+            self._latest,
+            slots,
+            home,
+            starts,
+            steps=self.steps,
+            budget_calls=self.budget_calls,
+            seed=self._seed,
+        )
+        self.calls += objective.calls
+        return None if (found == current).all() else found
+
+    def migration_pays(
+        self, counts: Floats, current: Bools, plan: Bools, inputs: MigrationInputs
+    ) -> bool:
+        """Whether an epoch in the engine that begins with the change is faster than one without."""
+        arrivals = float((self.system.epoch_s / self.system.interarrival_s).sum())
+        epoch = self.system.simulated_latency(
+            self._latest, max(round(arrivals), 1), seed=self._seed + 1
+        )
+        better = epoch.latency_s(current, then=plan) < epoch.latency_s(current)
+        self.calls += epoch.calls
+        return better

@@ -4,18 +4,16 @@ Corrections to the print: the layer counts are clamped at E; what floor and clam
 spent; only layers above E give experts away; a server without duplicates is passed over.
 `prism_printed` leaves slots unused as the print does, for comparison.
 
-Theorem 1 does not bound Algorithm 2 (it is bound by layer counts and coverage, which the theorem's
-optimum is not); `local_utility` reports the ratio, and nothing here relies on it.
+Theorem 1 does not bound Algorithm 2: the algorithm has to keep layer counts and coverage, which the
+theorem's optimum does not.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import ArrayLike
 
-from servegym.baselines.expert_placement.placement import (
+from servegym.baselines.expert_placement.feasibility import (
     Bools,
     Floats,
     Ints,
@@ -173,34 +171,3 @@ def prism_printed(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) ->
     """
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     return assign_gpus(assign_experts(layer_counts(f, cap, fill=False), f), f, room, home)
-
-
-def coverage_bound(p: ArrayLike, delta: float, *, printed: bool = False) -> float:
-    """A lower bound on the experts needed to cover 1 - delta of the activations (Lemma 1).
-
-    The corrected bound is log2 k >= (H(p) - h(delta) - delta log2 E) / (1 - delta) with the binary
-    entropy h; the printed one, k >= 2^(H(p) - delta log2 E), is false.
-
-    Args:
-        p: (E,) probabilities.
-        delta: In (0, 1/2].
-        printed: The bound as printed.
-
-    Returns:
-        The bound on k.
-
-    Raises:
-        ValueError: If p is no distribution or delta is out of range.
-    """
-    shares = np.asarray(p, dtype=np.float64)
-    if shares.ndim != 1 or (shares < 0).any() or not math.isclose(shares.sum(), 1.0, abs_tol=1e-9):
-        raise ValueError("p must be a vector of probabilities that sum to 1")
-    if not 0 < delta <= 0.5:
-        raise ValueError(f"delta must be above 0 and at most 0.5, got {delta!r}")
-    positive = shares[shares > 0]
-    entropy = float(-(positive * np.log2(positive)).sum())
-    spread = delta * math.log2(shares.size)
-    if printed:
-        return 2.0 ** (entropy - spread)
-    binary = -delta * math.log2(delta) - (1 - delta) * math.log2(1 - delta)
-    return 2.0 ** ((entropy - binary - spread) / (1 - delta))

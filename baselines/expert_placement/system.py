@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from servegym.baselines.expert_placement.latency_model import LatencyModel, mask_experts
-from servegym.baselines.expert_placement.placement import Floats, Ints
-from servegym.baselines.expert_placement.rehearsal import Rehearsal
+from servegym.baselines.expert_placement.feasibility import Floats, Ints
+from servegym.baselines.expert_placement.layer_costs import LayerCostModel, mask_experts
+from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
@@ -35,7 +35,7 @@ class PlacementSystem:
         output_range: Least and most tokens of an answer.
         prompts: The recorded prompts.
         task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
-        usual_shares: (N, K) shares of the tasks in each server's requests in the long run.
+        long_run_shares: (N, K) shares of the tasks in each server's requests in the long run.
         replica_choice: How the engine chooses among remote copies.
         replica_candidates: Remote copies it looks at.
         task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
@@ -53,7 +53,7 @@ class PlacementSystem:
     output_range: tuple[int, int]
     prompts: Prompts
     task_prompts: tuple[Ints, ...]
-    usual_shares: Floats
+    long_run_shares: Floats
     replica_choice: str
     replica_candidates: int
     task_rows: tuple[NDArray[np.uint64], ...]
@@ -95,7 +95,7 @@ class PlacementSystem:
             output_range=problem.output_tokens,
             prompts=prompts,
             task_prompts=of_tasks,
-            usual_shares=shares,
+            long_run_shares=shares,
             replica_choice=problem.replica_choice,
             replica_candidates=problem.replica_candidates,
             task_rows=tuple(rows),
@@ -144,7 +144,7 @@ class PlacementSystem:
                 shares[n] = found / found.sum()
         return shares
 
-    def rehearsal(self, counts: Floats, number: int, *, seed: int = 0) -> Rehearsal:
+    def simulated_latency(self, counts: Floats, number: int, *, seed: int = 0) -> SimulatedLatency:
         """Requests of the tasks that these counts tell of, to compare placements on.
 
         Args:
@@ -153,9 +153,9 @@ class PlacementSystem:
             seed: Of the draw.
         """
         shares = self.task_shares(np.asarray(counts, dtype=np.float64))
-        return Rehearsal(self, shares, number, seed=seed)
+        return SimulatedLatency(self, shares, number, seed=seed)
 
-    def latency_model(self, counts: Floats, *, rows: int = 512, seed: int = 0) -> LatencyModel:
+    def layer_cost_model(self, counts: Floats, *, rows: int = 512, seed: int = 0) -> LayerCostModel:
         """The latency estimate for servers that see these counts.
 
         Rows of a task are taken by its share of a server's tokens.
@@ -184,7 +184,7 @@ class PlacementSystem:
                     ]
                 )
             )
-        return LatencyModel.of_cluster(
+        return LayerCostModel.of_cluster(
             self.cluster,
             chosen,
             prompt_tokens=shares @ self.task_prompt_tokens,

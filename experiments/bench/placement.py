@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
-from servegym.baselines.expert_placement.optimum import proxy_optimum
+from servegym.baselines.expert_placement.latency_search import latency_dp
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.baselines.expert_placement.search import latency_dp
 from servegym.baselines.expert_placement.system import PlacementSystem as Description
 from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.cluster import SCALES, scenario_cluster
@@ -134,7 +134,7 @@ def planning_ms(episodes: int = 3, scenario: str = "edge_hetero") -> dict[str, l
         "eplb_global": lambda counts: eplb_global(counts, slots, home),
         "proxy_optimum": lambda counts: proxy_optimum(counts, slots, home),
         "latency_dp": lambda counts: latency_dp(
-            described.latency_model(counts), counts, slots, home
+            described.layer_cost_model(counts), counts, slots, home
         ),
     }
     spent: dict[str, list[float]] = {name: [] for name in methods}

@@ -14,7 +14,7 @@ from servegym.agents.placement_features import (  # noqa: E402
     zero_action,
 )
 from servegym.agents.ppo_placement import Agent, Args, greedy, make_envs, train  # noqa: E402
-from servegym.baselines.expert_placement.simple import whole_layer  # noqa: E402
+from servegym.baselines.expert_placement.heuristics import whole_layer  # noqa: E402
 from servegym.envs.expert_placement.decode import decode_scores  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from servegym.agents.placement_features import Features, zero_action  # noqa: E402
-from servegym.baselines.expert_placement.simple import uniform, whole_layer  # noqa: E402
+from servegym.baselines.expert_placement.heuristics import uniform, whole_layer  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.baselines.expert_placement.optimum import proxy_optimum
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
 from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem

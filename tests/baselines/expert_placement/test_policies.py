@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement import PlacementSystem
-from servegym.baselines.expert_placement.placement import check_placement, server_view
+from servegym.baselines.expert_placement.feasibility import check_placement, server_view
 from servegym.baselines.registry import list_policies, make_policy
 
 env_module = pytest.importorskip("servegym.envs.expert_placement.env")
@@ -150,7 +150,7 @@ def test_the_system_tells_tasks_from_counts():
     empty = system.task_shares(np.zeros_like(system.task_counts[:1]))
     np.testing.assert_allclose(empty, 1 / tasks)
     counts = np.stack([system.task_counts[n % tasks] for n in range(3)])
-    model = system.latency_model(counts)
+    model = system.layer_cost_model(counts)
     everything = np.ones(counts.shape, bool)
     assert model.cost(everything).sum() == 0
     plan = server_view(np.ones((4, *counts.shape[1:]), bool), system.gpu_server)

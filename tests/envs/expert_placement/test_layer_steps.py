@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement.optimum import proxy_optimum
-from servegym.baselines.expert_placement.placement import assign_gpus
+from servegym.baselines.expert_placement.feasibility import assign_gpus
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
 

@@ -32,8 +32,9 @@ from typing import Any
 
 import numpy as np
 
-from servegym.baselines.expert_placement.optimum import proxy_optimum
-from servegym.baselines.expert_placement.placement import proxy, server_view
+from servegym.baselines.expert_placement.feasibility import server_view
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
+from servegym.baselines.expert_placement.objectives import proxy
 from servegym.baselines.expert_placement.system import PlacementSystem as Description
 from servegym.baselines.registry import list_policies
 from servegym.envs.expert_placement.config import Problem, build_problem

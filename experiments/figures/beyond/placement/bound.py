@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from servegym.agents.lib.checkpoint import load_policy, shipped
-from servegym.baselines.expert_placement.queue_model import QueueModel
-from servegym.baselines.expert_placement.rehearsal import latency_local_search
-from servegym.baselines.expert_placement.simple import whole_layer
-from servegym.baselines.expert_placement.start import best_start
+from servegym.baselines.expert_placement.heuristics import whole_layer
+from servegym.baselines.expert_placement.initial_placement import best_start
+from servegym.baselines.expert_placement.link_queues import LinkQueueModel
+from servegym.baselines.expert_placement.simulation_search import latency_local_search
 from servegym.baselines.expert_placement.system import PlacementSystem as Description
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
@@ -201,11 +201,11 @@ def climb(options: Options) -> None:
     known = build_problem(scenario="edge_hetero", action_mode="placement")
     new = build_problem(scenario="edge_hetero", split="eval", epochs=1 if options.quick else 12)
     described = Description.from_problem(known, own=True)
-    c, counts = known.cluster, QueueModel(described).counts
+    c, counts = known.cluster, LinkQueueModel(described).counts
     start = _start("edge_hetero").held
     plan = assign_gpus(c, start, counts.sum(axis=0), np.zeros((c.num_gpus, *start.shape[1:])))
     calls = min(options.climb_calls, 1e6) if options.quick else options.climb_calls
-    rehearsal = described.rehearsal(counts, round(3 * known.expected_arrivals), seed=SEED)
+    rehearsal = described.simulated_latency(counts, round(3 * known.expected_arrivals), seed=SEED)
     before = rehearsal.latency_s(plan)
     found = latency_local_search(
         rehearsal,

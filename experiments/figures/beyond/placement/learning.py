@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 
 from servegym.agents.lib.checkpoint import load_policy, shipped
-from servegym.baselines.expert_placement.search import latency_dp
+from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.system import PlacementSystem as Description
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.expert_placement.config import Problem, build_problem
@@ -201,13 +201,13 @@ def _agents(options: Options, scenario: str, described: Any) -> dict[str, Any]:
 
 def usual_counts(described: Any) -> np.ndarray:
     """(N, L, E) mean assignments of a request in the long run, changing tasks included."""
-    return np.einsum("nk,kle->nle", described.usual_shares, described.task_counts)
+    return np.einsum("nk,kle->nle", described.long_run_shares, described.task_counts)
 
 
 def _latency_dp_usual(described: Any) -> Fixed:
     """``latency_dp`` planned once for the usual tasks."""
     counts = usual_counts(described)
-    model = described.latency_model(counts)
+    model = described.layer_cost_model(counts)
     return Fixed(USUAL, latency_dp(model, counts, described.slots, described.gpu_server))
 
 
@@ -239,7 +239,9 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     path = options.out / f"learning_episodes_{scenario}.csv"
     table = Table(path, ("policy", "episode"), text=("policy", "stamp"))
     names = [*BASELINES, BEST, *CONTROLS, *agents, "latency_local_search"]
-    if described.usual_shares.max() < 1.0:  # tasks change: counts of one phase do not tell the mix
+    if (
+        described.long_run_shares.max() < 1.0
+    ):  # tasks change: counts of one phase do not tell the mix
         names.insert(len(BASELINES), USUAL)
     names += ["search_once"] if options.search_once is not None else []
     for name in names:

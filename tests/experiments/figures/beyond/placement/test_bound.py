@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from servegym.baselines.expert_placement.simple import uniform, whole_layer  # noqa: E402
+from servegym.baselines.expert_placement.heuristics import uniform, whole_layer  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
 from servegym.experiments.figures.beyond.placement import bound as placement_bound  # noqa: E402
 from servegym.experiments.figures.beyond.placement.bound import main, play  # noqa: E402

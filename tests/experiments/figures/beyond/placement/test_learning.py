@@ -117,7 +117,7 @@ def test_rivals_of_changing_tasks_know_their_mix():
         tasks = len(described.task_counts)
         wanted = described.task_counts[0] if rotate_s == 0 else described.task_counts.mean(axis=0)
         np.testing.assert_allclose(placement_learning.usual_counts(described)[0], wanted)
-        assert tasks > 1 and shares[0] >= described.usual_shares.max() - 1e-12
+        assert tasks > 1 and shares[0] >= described.long_run_shares.max() - 1e-12
     fixed = placement_learning._latency_dp_usual(described)
     assert fixed.name == "latency_dp_usual" and fixed.placement.any(axis=0).all()
 

@@ -6,17 +6,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement import kernel
-from servegym.baselines.expert_placement.latency_model import (
-    LatencyModel,
+from servegym.baselines.expert_placement.feasibility import (
+    check_placement,
+    reassign_gpus,
+    server_view,
+)
+from servegym.baselines.expert_placement.heuristics import redundance, uniform
+from servegym.baselines.expert_placement.kernel import layer_costs as kernel
+from servegym.baselines.expert_placement.latency_search import annealing, latency_dp, local_search
+from servegym.baselines.expert_placement.layer_costs import (
+    LayerCostModel,
     expert_masks,
     mask_experts,
 )
-from servegym.baselines.expert_placement.optimum import proxy_optimum
-from servegym.baselines.expert_placement.placement import check_placement, server_view
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.baselines.expert_placement.search import annealing, latency_dp, local_search, settle
-from servegym.baselines.expert_placement.simple import redundance, uniform
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementSystem as Engine
@@ -47,13 +51,13 @@ def make_case(seed=0, max_rows=512, **changes):
         "message_s": 4e-4,
         "max_messages": 2,
     }
-    model = LatencyModel.build(rows, 16, max_rows=max_rows, **(arguments | changes))
+    model = LayerCostModel.build(rows, 16, max_rows=max_rows, **(arguments | changes))
     return model, rows, counts, np.array([30, 34, 22, 28])
 
 
 def literal_cost(model, rows, held, n, layer):
     """One layer's estimate, written out token by token."""
-    w, prompt, decodes, trip, token_s, message_s, targets = model.par[n]
+    w, prompt, decodes, trip, token_s, message_s, targets = model.tables.cost[n, layer]
     remote = [
         min(targets, sum(1 for e in range(16) if (int(r[layer]) >> e) & 1 and not held[e]))
         for r in rows
@@ -143,7 +147,7 @@ def test_annealing_finds_the_optimum_of_a_tiny_instance():
     rng = np.random.default_rng(5)
     rows = make_rows(rng, servers=2, layers=1, experts=5, top_k=2, tokens=40)
     counts = np.stack([mask_experts(r, 5).sum(axis=0) for r in rows])
-    model = LatencyModel.build(
+    model = LayerCostModel.build(
         rows, 5, prompt_tokens=4, output_tokens=10, round_trip_s=0.01, token_s=1e-3
     )
     slots, home = np.array([3, 3]), np.array([0, 1])
@@ -163,8 +167,7 @@ def test_annealing_is_deterministic_and_keeps_its_books():
     assert (runs[0] == runs[1]).all() and (runs[0] != runs[2]).any()
     held = server_view(uniform(counts, slots, ONE_TWO), ONE_TWO)
     masks, cost = expert_masks(held), model.cost(held)
-    args = (model.each_par(), model.rows, model.hit, masks, cost, 5000, 0.1, 1e-3, 0)
-    total = kernel.anneal(*args)
+    total = kernel.anneal(model.tables, masks, cost, 5000, 0.1, 1e-3, 0)
     after = mask_experts(masks, 16)
     np.testing.assert_allclose(model.cost(after), cost)
     assert total == pytest.approx(cost.sum())
@@ -192,7 +195,7 @@ def test_settle_moves_nothing_that_stays():
     model, _, counts, slots = make_case(7)
     old = prism(counts, slots, ONE_TWO)
     view = server_view(old, ONE_TWO)
-    assert (settle(view, old, counts, slots, ONE_TWO) == old).all()
+    assert (reassign_gpus(view, old, counts, slots, ONE_TWO) == old).all()
 
 
 def test_cluster_times():
@@ -214,24 +217,26 @@ def test_cluster_times():
         dense_token_s=np.full(2, 1e-6),
     )
     rows = make_rows(np.random.default_rng(0), servers=2)
-    model = LatencyModel.of_cluster(cluster, rows, prompt_tokens=10, output_tokens=[5, 1])
+    model = LayerCostModel.of_cluster(cluster, rows, prompt_tokens=10, output_tokens=[5, 1])
     trip = 2 * 0.01 + 2 * 1e-3 + 2 * 2e-5 + 1e-5
     token = 2 * 4096 / 1e8 + 2 * 4096 / 1e10 + 1e-7
     for n, decodes in enumerate((4, 0)):
-        np.testing.assert_allclose(model.par[n], [1, 10, decodes, trip, token, 2e-3, 1])
+        np.testing.assert_allclose(
+            model.tables.cost[n, 0].tolist(), [1, 10, decodes, trip, token, 2e-3, 1]
+        )
     # Server 1 holds everything: of each layer one job of a prompt and four of decode steps pass
     # server 0's link, and so do the answers at server 1's. A Pollaczek-Khinchine wait at both.
-    layers = model.hit.shape[1]
-    held = np.zeros(model.hit.shape, bool)
+    layers = model.tables.hit.shape[1]
+    held = np.zeros(model.tables.hit.shape, bool)
     held[1] = True
     prompt, step = 10 * 4096 / 1e8 + 1e-3, 4096 / 1e8 + 1e-3
     rho = layers * (prompt + 4 * step)
     wait = layers * (prompt**2 + 4 * step**2) / (2 * (1 - rho))
     most = (2e-4 + 1e-6 + trip) * rho / (1 - rho)
-    loaded = model.loaded(held, np.ones(model.hit.shape)).by_layer
-    np.testing.assert_allclose(loaded[0, :, kernel.ROUND_TRIP], trip + 2 * min(wait, most))
-    np.testing.assert_allclose(loaded[0, :, kernel.TOKEN], token)
-    assert (loaded[1, :, kernel.TOKEN] == 0).all(), "it calls nobody"
+    loaded = model.loaded(held, np.ones(model.tables.hit.shape)).tables.cost
+    np.testing.assert_allclose(loaded["round_trip_s"][0], trip + 2 * min(wait, most))
+    np.testing.assert_allclose(loaded["token_s"][0], token)
+    assert (loaded["token_s"][1] == 0).all(), "it calls nobody"
 
 
 def test_servers_settle_where_none_gains():
@@ -241,7 +246,7 @@ def test_servers_settle_where_none_gains():
     engine = Engine(problem)
     engine.begin(np.random.default_rng(0))
     counts, slots, home = engine.counts().astype(float), system.slots, system.gpu_server
-    model = system.latency_model(counts, rows=64)
+    model = system.layer_cost_model(counts, rows=64)
     cost = []
     for rounds in (0, 3):
         z = latency_dp(model, counts, slots, home, rounds=rounds)
@@ -259,7 +264,7 @@ def test_annealing_gains_under_load():
     system, engine = PlacementSystem.from_problem(problem), Engine(problem)
     engine.begin(np.random.default_rng(0))
     counts, slots, home = engine.counts().astype(float), system.slots, system.gpu_server
-    model = system.latency_model(counts, rows=64)
+    model = system.layer_cost_model(counts, rows=64)
     first = latency_dp(model, counts, slots, home)
     start = server_view(first, home)
     z = check_placement(
@@ -275,17 +280,17 @@ def test_bad_input_is_refused():
     model, rows, counts, slots = make_case()
     times = {"prompt_tokens": 1, "output_tokens": 1, "round_trip_s": 1, "token_s": 1}
     with pytest.raises(ValueError, match="between 1 and 64"):
-        LatencyModel.build(rows, 65, **times)
+        LayerCostModel.build(rows, 65, **times)
     with pytest.raises(ValueError, match="above 7"):
-        LatencyModel.build(rows, 8, **times)
+        LayerCostModel.build(rows, 8, **times)
     with pytest.raises(ValueError, match="none empty"):
-        LatencyModel.build([rows[0][:0]], 16, **times)
+        LayerCostModel.build([rows[0][:0]], 16, **times)
     with pytest.raises(ValueError, match="same number of layers"):
-        LatencyModel.build([rows[0], rows[1][:, :2]], 16, **times)
+        LayerCostModel.build([rows[0], rows[1][:, :2]], 16, **times)
     with pytest.raises(ValueError, match="token_s must not be negative"):
-        LatencyModel.build(rows, 16, **(times | {"token_s": -1}))
+        LayerCostModel.build(rows, 16, **(times | {"token_s": -1}))
     with pytest.raises(ValueError, match="round_trip_s must be a finite number"):
-        LatencyModel.build(rows, 16, **(times | {"round_trip_s": [1, 2]}))
+        LayerCostModel.build(rows, 16, **(times | {"round_trip_s": [1, 2]}))
     with pytest.raises(ValueError, match="model is for counts"):
         latency_dp(model, counts[:, :5], slots, ONE_TWO)
     with pytest.raises(ValueError, match="cold and hot"):

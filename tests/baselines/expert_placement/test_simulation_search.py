@@ -4,11 +4,15 @@ import numpy as np
 import pytest
 
 from servegym.baselines.expert_placement import PlacementSystem
-from servegym.baselines.expert_placement.optimum import proxy_optimum
-from servegym.baselines.expert_placement.placement import check_placement, server_view
+from servegym.baselines.expert_placement.feasibility import check_placement, server_view
+from servegym.baselines.expert_placement.heuristics import uniform, whole_layer
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.baselines.expert_placement.rehearsal import Rehearsal, exchange, latency_local_search
-from servegym.baselines.expert_placement.simple import uniform, whole_layer
+from servegym.baselines.expert_placement.simulation_search import (
+    SimulatedLatency,
+    exchange,
+    latency_local_search,
+)
 from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
 
@@ -68,28 +72,28 @@ def test_from_a_blind_start_it_finds_what_no_other_method_sees():
         scenario="edge_decode", cluster_kwargs={"gpus": (1, 1), "slots": (16, 16)}
     )
     slots, home = system.slots, system.gpu_server
-    rehearsal = system.rehearsal(counts, 10)
+    objective = system.simulated_latency(counts, 10)
     others = [f(counts, slots, home) for f in (uniform, whole_layer, prism, proxy_optimum)]
-    found = latency_local_search(rehearsal, counts, slots, home, others[:1], steps=400, seed=1)
-    assert rehearsal.latency_s(found) < 0.97 * min(rehearsal.latency_s(z) for z in others)
+    found = latency_local_search(objective, counts, slots, home, others[:1], steps=400, seed=1)
+    assert objective.latency_s(found) < 0.97 * min(objective.latency_s(z) for z in others)
 
 
 def test_it_is_never_worse_than_its_starts_and_keeps_to_its_budget():
     system, counts = make_system()
     slots, home = system.slots, system.gpu_server
     starts = [uniform(counts, slots, home), prism(counts, slots, home)]
-    rehearsal = system.rehearsal(counts, 12)
-    one = [rehearsal.latency_s(z) for z in starts]
-    each = rehearsal.calls // 2
+    objective = system.simulated_latency(counts, 12)
+    one = [objective.latency_s(z) for z in starts]
+    each = objective.calls // 2
     for budget in (0, 20 * each):
-        before = rehearsal.calls
-        found = latency_local_search(rehearsal, counts, slots, home, starts, budget_calls=budget)
-        used = rehearsal.calls - before
+        before = objective.calls
+        found = latency_local_search(objective, counts, slots, home, starts, budget_calls=budget)
+        used = objective.calls - before
         assert max(budget, 2 * each) <= used <= max(budget + each, 2 * each)
-        assert rehearsal.latency_s(found) <= min(one)
+        assert objective.latency_s(found) <= min(one)
         check_placement(found, slots)
     again = latency_local_search(
-        system.rehearsal(counts, 12),
+        system.simulated_latency(counts, 12),
         counts,
         slots,
         home,
@@ -104,17 +108,17 @@ def test_experts_that_stay_on_a_server_stay_on_their_gpu():
     slots, home = system.slots, system.gpu_server
     start = prism(counts, slots, home)
     found = latency_local_search(
-        system.rehearsal(counts, 10), counts, slots, home, [start], steps=100
+        system.simulated_latency(counts, 10), counts, slots, home, [start], steps=100
     )
     view = server_view(found, home) & server_view(start, home)
     for g, n in enumerate(home):
         assert found[g][start[g] & view[n]].all()
 
 
-def test_a_rehearsal_has_the_tasks_and_rates_that_are_known():
+def test_the_simulated_requests_have_the_tasks_and_rates_that_are_known():
     system, _ = make_system(mean_interarrival_s=(1.0, 3.0, 3.0), output_tokens=(2, 5))
     shares = np.eye(2)[[0, 1, 0]]
-    requests = Rehearsal(system, shares, 3000, seed=3).requests
+    requests = SimulatedLatency(system, shares, 3000, seed=3).requests
     share = np.bincount(requests.home, minlength=3) / 3000
     np.testing.assert_allclose(share, [0.6, 0.2, 0.2], atol=0.03)
     assert np.diff(requests.arrival).mean() == pytest.approx(0.6, rel=0.1)
@@ -128,11 +132,11 @@ def test_loads_take_their_time_in_the_engine():
     system, counts = make_system(
         migration_source="network", cluster_kwargs={"nic_bps": 2e6}, mean_interarrival_s=1.0
     )
-    rehearsal = system.rehearsal(counts, 30)
+    objective = system.simulated_latency(counts, 30)
     start = uniform(counts, system.slots, system.gpu_server, seed=1)
     plan = uniform(counts, system.slots, system.gpu_server, seed=2)
-    assert rehearsal.latency_s(start, then=plan) > rehearsal.latency_s(plan)
-    assert rehearsal.latency_s(start, then=start) == rehearsal.latency_s(start)
+    assert objective.latency_s(start, then=plan) > objective.latency_s(plan)
+    assert objective.latency_s(start, then=start) == objective.latency_s(start)
 
 
 def play(env, policy, seed=0):
@@ -206,11 +210,15 @@ def test_bad_arguments_are_named(kwargs, word):
     arguments = {"starts": [uniform(counts, system.slots, system.gpu_server)]} | kwargs
     with pytest.raises(ValueError, match=word):
         latency_local_search(
-            system.rehearsal(counts, 2), counts, system.slots, system.gpu_server, **arguments
+            system.simulated_latency(counts, 2),
+            counts,
+            system.slots,
+            system.gpu_server,
+            **arguments,
         )
     with pytest.raises(ValueError, match="number"):
-        system.rehearsal(counts, 0)
+        system.simulated_latency(counts, 0)
     with pytest.raises(ValueError, match="shares"):
-        Rehearsal(system, np.ones((1, 2)), 3)
+        SimulatedLatency(system, np.ones((1, 2)), 3)
     with pytest.raises(ValueError, match="requests"):
         make_policy("latency_local_search", system, family="expert_placement", requests=0)

@@ -6,7 +6,7 @@ layer, the estimate adds, per request: in the prefill the volume of remote token
 any token is remote and the fixed cost of further messages; in each decode step the same for one
 token.
 
-`LatencyModel.loaded` adds what depends on everybody's placement: which server is asked, and the
+`LayerCostModel.loaded` adds what depends on everybody's placement: which server is asked, and the
 wait at the links, each an M/G/1 queue of the messages that the placement causes. GPUs are taken as
 idle: links fill up first.
 """
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.expert_placement import kernel
-from servegym.baselines.expert_placement.placement import Bools, Floats
+from servegym.baselines.expert_placement.feasibility import Bools, Floats
+from servegym.baselines.expert_placement.kernel import layer_costs as kernel
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
@@ -67,22 +67,17 @@ class Links:
 
 
 @dataclass(frozen=True, eq=False)
-class LatencyModel:
+class LayerCostModel:
     """Token rows of each server and what a remote expert costs it.
 
     Attributes:
-        rows: uint64 (N, L, T), expert sets of T tokens of each server.
-        hit: (N, L, E) chance that a prompt of the server has a token for the expert.
-        par: (N, 7), the columns of `kernel.layer_cost`.
+        tables: Costs (N, L), expert sets of tokens (N, L, T), chance that a prompt of a server has
+            a token for an expert (N, L, E).
         links: Of the cluster; None if only means are known, and then nothing depends on load.
-        by_layer: (N, L, 7), `par` of each layer as the others' placement makes it; None: `par`.
     """
 
-    rows: Masks
-    hit: Floats
-    par: Floats
+    tables: kernel.Tables
     links: Links | None = None
-    by_layer: Floats | None = None
 
     @classmethod
     def build(
@@ -99,7 +94,7 @@ class LatencyModel:
         max_messages: float = np.inf,
         max_rows: int = 512,
         seed: int = 0,
-    ) -> LatencyModel:
+    ) -> LayerCostModel:
         """Check the arguments and draw the same number of rows for every server.
 
         Args:
@@ -137,7 +132,7 @@ class LatencyModel:
             for t in tables
         ]
         stacked = np.ascontiguousarray(np.stack(kept).transpose(0, 2, 1))
-        par = np.empty((len(tables), 7))
+        cost = np.zeros(len(tables), kernel.LAYER_COST)
         columns = {
             "weight": weight,
             "prompt_tokens": prompt_tokens,
@@ -146,18 +141,21 @@ class LatencyModel:
             "token_s": token_s,
             "message_s": message_s,
         }
-        for at, (name, given) in enumerate(columns.items()):
+        for name, given in columns.items():
             value = np.asarray(given, dtype=np.float64)
             if value.shape not in ((), (len(tables),)) or not np.isfinite(value).all():
                 raise ValueError(f"{name} must be a finite number or one a server, got {given!r}")
             if (value < 0).any():
                 raise ValueError(f"{name} must not be negative, got {given!r}")
-            par[:, at] = value
-        par[:, kernel.DECODES] = np.maximum(par[:, kernel.DECODES] - 1.0, 0.0)
-        par[:, kernel.TARGETS] = max_messages
+            if name == "output_tokens":  # the prefill gives the first one
+                cost["decode_steps"] = np.maximum(value - 1.0, 0.0)
+            else:
+                cost[name] = value
+        cost["max_messages"] = max_messages
         share = np.stack([mask_experts(t, experts).mean(axis=0) for t in kept])
-        hit = 1.0 - (1.0 - share) ** par[:, kernel.PROMPT][:, None, None]
-        return cls(stacked, np.ascontiguousarray(hit), par)
+        hit = 1.0 - (1.0 - share) ** cost["prompt_tokens"][:, None, None]
+        layered = np.repeat(cost[:, None], stacked.shape[1], axis=1)
+        return cls(kernel.Tables(layered, stacked, np.ascontiguousarray(hit)))
 
     @classmethod
     def of_cluster(
@@ -170,7 +168,7 @@ class LatencyModel:
         weight: ArrayLike = 1.0,
         max_rows: int = 512,
         seed: int = 0,
-    ) -> LatencyModel:
+    ) -> LayerCostModel:
         """The model of a cluster's links and GPUs.
 
         Links to the other servers count by the slots there.
@@ -223,7 +221,7 @@ class LatencyModel:
         )
         return replace(model, links=links)
 
-    def loaded(self, held: ArrayLike, counts: ArrayLike) -> LatencyModel:
+    def loaded(self, held: ArrayLike, counts: ArrayLike) -> LayerCostModel:
         """The model as the others' placement and the load that it causes make it.
 
         A missing expert is called at the holder that takes least time without load; of equal ones
@@ -256,74 +254,24 @@ class LatencyModel:
             need = np.where(view[n], 0.0, f[n] + 1e-9) / np.maximum(asked.sum(axis=0), 1)
             near[n] = (asked * need).sum(axis=2).T
         near /= np.maximum(near.sum(axis=2, keepdims=True), 1e-300)
-        par = np.repeat(self.par[:, None], layers, axis=1)
-        par[:, :, kernel.TOKEN] = np.einsum("nlm,nm->nl", near, token)
-        par[:, :, kernel.ROUND_TRIP] = np.einsum("nlm,nm->nl", near, links.delay_s)
-        par[:, :, kernel.ROUND_TRIP] += self._waits(expert_masks(view), near, par, links)
-        return replace(self, by_layer=par)
-
-    def _waits(self, masks: Masks, near: Floats, par: Floats, links: Links) -> Floats:
-        """Mean seconds (N, L) that the two messages of a round trip wait in all."""
-        servers, layers = masks.shape
-        # Of the jobs at a link: share of time that they take, rate times squared size.
-        busy, square = np.zeros(servers), np.zeros(servers)
-        calls = np.zeros((servers, servers))  # of a decode step, at each server
-        step = links.layer_s * layers
-        for n in range(servers):
-            for layer in range(layers):
-                rate, prompt, decodes = par[
-                    n, layer, [kernel.WEIGHT, kernel.PROMPT, kernel.DECODES]
-                ]
-                targets = par[n, layer, kernel.TARGETS]
-                some, volume, hits = kernel.remote_share(
-                    self.rows[n, layer], self.hit[n, layer], masks[n, layer], targets
-                )
-                to = near[n, layer]
-                calls[n] += some * to
-                step[n] += some * par[n, layer, kernel.ROUND_TRIP]
-                each = volume / max(some, 1e-9)
-                jobs = (
-                    (rate * (1.0 - (1.0 - some) ** prompt), prompt * volume, min(hits, targets)),
-                    (rate * decodes * some, each, each),
-                )
-                for times, tokens, messages in jobs:
-                    out = tokens * float(to @ links.token_s[n]) + messages * links.message_s
-                    busy[n] += times * out
-                    square[n] += times * out**2
-                    back = to * (tokens * links.token_s[:, n] + messages * links.message_s)
-                    busy += times * back
-                    square += times * back**2
-        idle = 1.0 - np.minimum(busy, BUSIEST)
-        open_wait, slowed = square / (2.0 * idle), (1.0 - idle) / idle
-        own = np.minimum(open_wait, step / np.maximum(calls.sum(axis=1), 1e-9) * slowed)
-        theirs = np.minimum(open_wait, step[:, None] / np.maximum(calls, 1e-9) * slowed)
-        return own[:, None] + np.einsum("nlm,nm->nl", near, theirs)
+        cost = self.tables.cost.copy()
+        cost["token_s"] = np.einsum("nlm,nm->nl", near, token)
+        cost["round_trip_s"] = np.einsum("nlm,nm->nl", near, links.delay_s)
+        tables = self.tables._replace(cost=cost)
+        cost["round_trip_s"] += _link_waits(tables, expert_masks(view), near, links)
+        return replace(self, tables=tables)
 
     def cost(self, held: ArrayLike) -> Floats:
         """Estimated seconds (N, L) that remote experts add, weighted, for held (N, L, E)."""
         masks = expert_masks(held)
-        out = np.empty(self.hit.shape[:2])
-        for n in range(self.hit.shape[0]):
-            for layer in range(self.hit.shape[1]):
-                out[n, layer] = kernel.cost_of(
-                    self._par(n)[layer], self.rows[n, layer], self.hit[n, layer], masks[n, layer]
-                )
+        out = np.empty(masks.shape)
+        for n, layer in np.ndindex(*masks.shape):
+            out[n, layer] = kernel.layer_cost(self.tables, n, layer, masks[n, layer])
         return out
 
     def prefix_costs(self, n: int, order: Any) -> Floats:
         """Costs (L, E + 1) of server n if it holds the c first experts of ``order`` (L, E)."""
-        table = np.ascontiguousarray(order, dtype=np.int64)
-        return kernel.prefix_costs(self._par(n), self.rows[n], self.hit[n], table)
-
-    def _par(self, n: int) -> Floats:
-        """(L, 7)."""
-        return self.each_par()[n]
-
-    def each_par(self) -> Floats:
-        """(N, L, 7), the columns of `kernel.layer_cost` for every server and layer."""
-        if self.by_layer is not None:
-            return np.ascontiguousarray(self.by_layer)
-        return np.repeat(self.par[:, None], self.rows.shape[1], axis=1)
+        return kernel.prefix_costs(self.tables, n, np.ascontiguousarray(order, dtype=np.int64))
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Check that the model is for counts of this shape (N, L, E).
@@ -331,5 +279,50 @@ class LatencyModel:
         Raises:
             ValueError: If not.
         """
-        if self.hit.shape != tuple(shape):
-            raise ValueError(f"model is for counts of shape {self.hit.shape}, got {tuple(shape)}")
+        if self.tables.hit.shape != tuple(shape):
+            raise ValueError(
+                f"model is for counts of shape {self.tables.hit.shape}, got {tuple(shape)}"
+            )
+
+
+def _link_waits(tables: kernel.Tables, masks: Masks, near: Floats, links: Links) -> Floats:
+    """Mean seconds (N, L) that the two messages of a round trip wait in all.
+
+    Args:
+        tables: With the round trips (N, L) apart from waiting.
+        masks: uint64 (N, L) experts of each server.
+        near: (N, L, M) share of the remote calls of a server that go to each other server.
+        links: Of the cluster.
+    """
+    servers, layers = masks.shape
+    # Of the jobs at a link: share of time that they take, rate times squared size.
+    busy, square = np.zeros(servers), np.zeros(servers)
+    calls = np.zeros((servers, servers))  # of a decode step, at each server
+    step = links.layer_s * layers
+    for n, layer in np.ndindex(servers, layers):
+        cost, to = tables.cost[n, layer], near[n, layer]
+        rate, prompt, decodes = cost["weight"], cost["prompt_tokens"], cost["decode_steps"]
+        share, volume, hits = kernel.remote_calls(tables, n, layer, masks[n, layer])
+        calls[n] += share * to
+        step[n] += share * cost["round_trip_s"]
+        each = volume / max(share, 1e-9)
+        jobs = (
+            (
+                rate * (1.0 - (1.0 - share) ** prompt),
+                prompt * volume,
+                min(hits, cost["max_messages"]),
+            ),
+            (rate * decodes * share, each, each),
+        )
+        for times, tokens, messages in jobs:
+            out = tokens * float(to @ links.token_s[n]) + messages * links.message_s
+            busy[n] += times * out
+            square[n] += times * out**2
+            back = to * (tokens * links.token_s[:, n] + messages * links.message_s)
+            busy += times * back
+            square += times * back**2
+    idle = 1.0 - np.minimum(busy, BUSIEST)
+    open_wait, slowed = square / (2.0 * idle), (1.0 - idle) / idle
+    own = np.minimum(open_wait, step / np.maximum(calls.sum(axis=1), 1e-9) * slowed)
+    theirs = np.minimum(open_wait, step[:, None] / np.maximum(calls, 1e-9) * slowed)
+    return own[:, None] + np.einsum("nlm,nm->nl", near, theirs)

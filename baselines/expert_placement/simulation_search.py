@@ -1,6 +1,6 @@
 """Placements compared by the simulator itself, on requests like those seen, and a search by it.
 
-What is rehearsed are recorded prompts that no episode draws, of the tasks that the servers' counts
+The requests are recorded prompts that no episode draws, of the tasks that the servers' counts
 tell of, at the arrival rates an operator knows: nothing of the requests to come.
 """
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from servegym.baselines.expert_placement.placement import (
+from servegym.baselines.expert_placement.feasibility import (
     Bools,
     Floats,
     Ints,
     check_placement,
+    reassign_gpus,
     server_view,
 )
-from servegym.baselines.expert_placement.search import settle
 from servegym.envs.expert_placement.simulator import Requests, Simulator
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
 
 
-class Rehearsal:
+class SimulatedLatency:
     """The engine on one fixed list of requests, the same for every placement.
 
     Attributes:
@@ -173,7 +173,7 @@ def _proposal(held: Bools, rng: np.random.Generator) -> tuple[int, int, int, int
 
 
 def latency_local_search(
-    rehearsal: Rehearsal,
+    objective: SimulatedLatency,
     counts: ArrayLike,
     slots: ArrayLike,
     gpu_server: ArrayLike,
@@ -185,11 +185,11 @@ def latency_local_search(
 ) -> Bools:
     """Improve the best of some placements by `exchange`, every step measured by the engine.
 
-    Random exchanges are tried one after another and kept if the rehearsal is faster with them, so
+    Random exchanges are tried one after another and kept if the simulated latency falls, so
     that the result is never worse in it than any of ``starts``.
 
     Args:
-        rehearsal: Requests to measure on.
+        objective: Requests to measure on.
         counts: (N, L, E), which say what experts of a layer go first.
         slots: (G,).
         gpu_server: (G,).
@@ -214,9 +214,9 @@ def latency_local_search(
     f, room = np.asarray(counts, dtype=np.float64), np.asarray(slots, dtype=np.int64)
     home = np.asarray(gpu_server, dtype=np.int64)
     cap = np.bincount(home, room, f.shape[0]).astype(np.int64)
-    begun = rehearsal.calls
+    begun = objective.calls
     plans = [check_placement(z, room) for z in starts]
-    measured = [rehearsal.latency_s(z) for z in plans]
+    measured = [objective.latency_s(z) for z in plans]
     least = min(measured)
     best = start = plans[measured.index(least)]
     if f.shape[1] < 2:
@@ -224,13 +224,13 @@ def latency_local_search(
     held = server_view(best, home, f.shape[0])
     rng = np.random.default_rng(seed)
     for _ in range(steps):
-        if budget_calls is not None and rehearsal.calls - begun >= budget_calls:
+        if budget_calls is not None and objective.calls - begun >= budget_calls:
             break
         new = exchange(held, f, cap, *_proposal(held, rng))
         if new is None:
             continue
-        z = settle(new, start, f, room, home)
-        found = rehearsal.latency_s(z)
+        z = reassign_gpus(new, start, f, room, home)
+        found = objective.latency_s(z)
         if found < least:
             held, best, least = new, z, found
     return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from servegym.baselines.expert_placement.placement import (
+from servegym.baselines.expert_placement.feasibility import (
     Bools,
     Floats,
     Ints,

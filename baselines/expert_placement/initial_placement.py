@@ -1,6 +1,6 @@
 """One placement for all times: annealed by estimated latency, chosen and refined by simulation.
 
-The candidates are simple placements and some annealed by the estimate of `queue_model`, with
+The candidates are simple placements and some annealed by the estimate of `link_queues`, with
 several factors on what links wait. Each serves the same recorded requests in the simulator, and the
 fastest is taken. Then layers of it are exchanged two by two, as long as that gains. Nothing of the
 episode to come is used: prompts and task shares are those that an operator has recorded.
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servegym.baselines.expert_placement.optimum import proxy_optimum
-from servegym.baselines.expert_placement.placement import Bools, assign_gpus, server_view
+from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus, server_view
+from servegym.baselines.expert_placement.heuristics import whole_layer
+from servegym.baselines.expert_placement.linear_program import proxy_optimum
+from servegym.baselines.expert_placement.link_queues import LinkQueueModel
 from servegym.baselines.expert_placement.prism import prism
-from servegym.baselines.expert_placement.queue_model import QueueModel
-from servegym.baselines.expert_placement.rehearsal import Rehearsal
-from servegym.baselines.expert_placement.simple import whole_layer
+from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 from servegym.envs._checks import whole
 from servegym.envs._files import write_atomic
 
@@ -44,7 +44,7 @@ MOST_SERVERS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class InitialPlacement:
     """A placement and how it was found.
 
     Attributes:
@@ -67,7 +67,7 @@ class Start:
         return json.dumps(asdict(self) | {"held": packed, "shape": self.held.shape})
 
     @classmethod
-    def from_json(cls, text: str) -> Start:
+    def from_json(cls, text: str) -> InitialPlacement:
         """Inverse of `to_json`."""
         found = json.loads(text)
         shape = tuple(found.pop("shape"))
@@ -84,7 +84,7 @@ def best_start(
     requests: int = REQUESTS,
     swaps: int = SWAPS,
     seed: int = 0,
-) -> Start:
+) -> InitialPlacement:
     """The fastest of the heuristics and of the annealed placements on recorded requests.
 
     Args:
@@ -113,14 +113,16 @@ def best_start(
     c = system.cluster
     if steps is None:
         steps = min(MOST_STEPS, STEPS_EACH * c.num_servers * c.layers * c.experts)
-    about = QueueModel(system, seed=seed)
+    about = LinkQueueModel(system, seed=seed)
     draw = np.random.default_rng([seed, 1]).integers(1 << 31, size=2)
-    rehearsal = _rehearsal(system, requests, int(draw[0]))
+    objective = _objective(system, requests, int(draw[0]))
     held: dict[str, Bools] = {
         name: server_view(place(about.counts, c.slots, c.gpu_server), c.gpu_server)
         for name, place in HEURISTICS.items()
     }
-    latency = {name: _play(rehearsal, system, about.counts, view) for name, view in held.items()}
+    latency = {
+        name: _simulate(objective, system, about.counts, view) for name, view in held.items()
+    }
     best = min(latency, key=lambda name: latency[name])
     if c.num_servers <= MOST_SERVERS:
         first = held[best]
@@ -128,20 +130,20 @@ def best_start(
             for k in range(tries):
                 name = f"annealed, wait {wait:g}, try {k}"
                 held[name] = about.anneal(first, wait, steps, seed + k)
-                latency[name] = _play(rehearsal, system, about.counts, held[name])
+                latency[name] = _simulate(objective, system, about.counts, held[name])
         best = min(latency, key=lambda name: latency[name])
-    short = _rehearsal(system, SHORT, int(draw[1]))
+    short = _objective(system, SHORT, int(draw[1]))
     found, gained = climb(short, system, held[best], about.counts, swaps, seed)
-    return Start(
+    return InitialPlacement(
         held=found,
         name=f"{best}, {gained} of {swaps} exchanges of layers" if swaps else best,
         latency_s=latency,
-        calls=rehearsal.calls + short.calls,
+        calls=objective.calls + short.calls,
         cpu_s=time.process_time() - begin,
     )
 
 
-def cached_start(path: Path, system: PlacementSystem, **search: Any) -> Start:
+def cached_best_start(path: Path, system: PlacementSystem, **search: Any) -> InitialPlacement:
     """`best_start`, read from a file or else searched for and written to it.
 
     Args:
@@ -152,7 +154,7 @@ def cached_start(path: Path, system: PlacementSystem, **search: Any) -> Start:
     if not path.exists():
         text = best_start(system, **search).to_json()
         write_atomic(path, lambda stream: stream.write(text.encode()))
-    return Start.from_json(path.read_text(encoding="utf-8"))
+    return InitialPlacement.from_json(path.read_text(encoding="utf-8"))
 
 
 def cluster_fingerprint(system: Any) -> str:
@@ -184,17 +186,24 @@ def cluster_fingerprint(system: Any) -> str:
     return hashlib.sha256(b"".join([*words, text.encode()])).hexdigest()[:16]
 
 
-def _rehearsal(system: PlacementSystem, requests: int, seed: int) -> Rehearsal:
+def _objective(system: PlacementSystem, requests: int, seed: int) -> SimulatedLatency:
     number = max(requests, 10 * system.cluster.num_servers)
-    return Rehearsal(system, system.usual_shares, number, seed=seed)
+    return SimulatedLatency(system, system.long_run_shares, number, seed=seed)
 
 
-def _play(rehearsal: Rehearsal, system: PlacementSystem, counts: Any, held: Bools) -> float:
-    return rehearsal.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
+def _simulate(
+    objective: SimulatedLatency, system: PlacementSystem, counts: Any, held: Bools
+) -> float:
+    return objective.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
 
 
 def climb(
-    rehearsal: Rehearsal, system: PlacementSystem, held: Bools, counts: Any, swaps: int, seed: int
+    objective: SimulatedLatency,
+    system: PlacementSystem,
+    held: Bools,
+    counts: Any,
+    swaps: int,
+    seed: int,
 ) -> tuple[Bools, int]:
     """Exchange layers of a placement two by two where that is faster in the simulator.
 
@@ -202,7 +211,7 @@ def climb(
     first.
 
     Args:
-        rehearsal: The requests, the same for all proposals.
+        objective: The requests, the same for all proposals.
         system: The cluster.
         held: Bool (N, L, E), covered.
         counts: (N, L, E) assignments, which say which experts are most used.
@@ -217,13 +226,13 @@ def climb(
         return held, 0
     random = np.random.default_rng([seed, 2])
     order = np.argsort(-counts.sum(axis=0), axis=1, kind="stable")
-    least, gained = _play(rehearsal, system, counts, held), 0
+    least, gained = _simulate(objective, system, counts, held), 0
     for _ in range(swaps):
         a, b = random.choice(layers, 2, replace=False)
         new = held.copy()
         new[:, a, order[a]] = held[:, b, order[b]]
         new[:, b, order[b]] = held[:, a, order[a]]
-        seconds = _play(rehearsal, system, counts, new)
+        seconds = _simulate(objective, system, counts, new)
         if seconds < least:
             held, least, gained = new, seconds, gained + 1
     return held, gained

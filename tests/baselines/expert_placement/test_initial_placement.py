@@ -5,19 +5,23 @@ import json
 import numpy as np
 import pytest
 
-from servegym.baselines.expert_placement.latency_model import expert_masks
-from servegym.baselines.expert_placement.placement import assign_gpus, check_placement, server_view
-from servegym.baselines.expert_placement.queue_kernel import look, number_of
-from servegym.baselines.expert_placement.queue_model import QueueModel
-from servegym.baselines.expert_placement.rehearsal import Rehearsal
-from servegym.baselines.expert_placement.simple import uniform, whole_layer
-from servegym.baselines.expert_placement.start import (
-    Start,
+from servegym.baselines.expert_placement.feasibility import (
+    assign_gpus,
+    check_placement,
+    server_view,
+)
+from servegym.baselines.expert_placement.heuristics import uniform, whole_layer
+from servegym.baselines.expert_placement.initial_placement import (
+    InitialPlacement,
     best_start,
-    cached_start,
+    cached_best_start,
     climb,
     cluster_fingerprint,
 )
+from servegym.baselines.expert_placement.kernel.link_queues import CALLS, count_bits, remote_calls
+from servegym.baselines.expert_placement.layer_costs import expert_masks
+from servegym.baselines.expert_placement.link_queues import LinkQueueModel
+from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import build_problem
@@ -35,17 +39,17 @@ def view(system, place, counts):
 
 @pytest.mark.parametrize("messages", ["per_server", "per_expert"])
 def test_what_tokens_do_elsewhere_is_what_sets_say(messages):
-    about = QueueModel(toy(cluster_kwargs={"messages": messages}), tokens=40)
-    known, rng = about.known, np.random.default_rng(0)
+    about = LinkQueueModel(toy(cluster_kwargs={"messages": messages}), tokens=40)
+    tables, rng = about.tables, np.random.default_rng(0)
     held = rng.random((3, 4, 8)) < 0.5
     held[2] |= ~held.any(axis=0)
     masks = expert_masks(held)
     for n in range(3):
-        order = known.near[n]
+        order = tables.near[n]
         assert order[0] == n
         for layer in range(4):
             want = np.zeros((3, 4))
-            for row in known.rows[n, layer]:
+            for row in tables.rows[n, layer]:
                 missing = {e for e in range(8) if (int(row) >> e) & 1 and not held[n, layer, e]}
                 for m in order[1:]:
                     there = {e for e in missing if held[m, layer, e]}
@@ -56,10 +60,11 @@ def test_what_tokens_do_elsewhere_is_what_sets_say(messages):
                         farthest = m
                 if any((int(row) >> e) & 1 and not held[n, layer, e] for e in range(8)):
                     want[farthest, 2] += 1 / 40
-            out = np.empty((3, 4))
-            look(known, n, layer, masks, out)
+            out = np.empty(3, CALLS)
+            remote_calls(tables, n, layer, masks, out)
+            out = np.array(out.tolist())
             np.testing.assert_allclose(out[:, :3], want[:, :3])
-    assert number_of(np.uint64(0xFFFF_0000_0000_0001)) == 17
+    assert count_bits(np.uint64(0xFFFF_0000_0000_0001)) == 17
 
 
 def test_one_remote_server_by_hand():
@@ -72,13 +77,13 @@ def test_one_remote_server_by_hand():
             "latency_s": 0.002,
         }
     )
-    about = QueueModel(system)
+    about = LinkQueueModel(system)
     held = np.ones((2, 4, 8), bool)
     assert about.cost(held, 0.3) == 0
     held[0, 0] = False
-    known, (_, tokens, _, decodes) = about.known, about.known.load[0]
-    both = known.token[0, 1] + known.token[1, 0]
-    step = known.delay[0, 1] + 2 * known.cost
+    tables, (_, tokens, _, decodes) = about.tables, about.tables.load[0]
+    both = tables.token[0, 1] + tables.token[1, 0]
+    step = tables.delay[0, 1] + 2 * tables.cost
     want = decodes * (step + both) + step + tokens * both
     assert about.cost(held, 0.0) == pytest.approx(want / 2)  # half of the requests
     assert about.cost(held, 1.0) > about.cost(held, 0.3) > about.cost(held, 0.0)
@@ -86,7 +91,7 @@ def test_one_remote_server_by_hand():
 
 def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
     system = toy()
-    about = QueueModel(system)
+    about = LinkQueueModel(system)
     start = view(system, uniform, about.counts)
     found = about.anneal(start, 0.3, 4_000, 0)
     assert about.cost(found, 0.3) < 0.8 * about.cost(start, 0.3)
@@ -98,17 +103,17 @@ def test_the_counts_are_those_of_the_usual_tasks():
     """What `PlacementSystem` says of its tasks, weighted by their shares."""
     for kwargs in ({}, {"task_mix": "mixed"}, {"rotate_s": 60.0}):
         system = toy(**kwargs)
-        shares = system.usual_shares
+        shares = system.long_run_shares
         assert (shares.max(axis=1) == 1).all() == (not kwargs)
         np.testing.assert_allclose(shares.sum(axis=1), 1)
-        about = QueueModel(system, tokens=4_000)
+        about = LinkQueueModel(system, tokens=4_000)
         want = np.einsum("nk,kle->nle", shares, system.task_counts)
         np.testing.assert_allclose(about.counts, want, rtol=0.1, atol=0.5)
-        assert about.known.load[:, 1] == pytest.approx(shares @ system.task_prompt_tokens)
-        assert about.known.load[:, 3] == pytest.approx(system.output_tokens - 1)
-        assert (about.known.hit <= 1).all() and about.known.hit.max() > 0.5
+        assert about.tables.load["tokens"] == pytest.approx(shares @ system.task_prompt_tokens)
+        assert about.tables.load["decode_steps"] == pytest.approx(system.output_tokens - 1)
+        assert (about.tables.hit <= 1).all() and about.tables.hit.max() > 0.5
     with pytest.raises(ValueError, match="tokens"):
-        QueueModel(system, tokens=0)
+        LinkQueueModel(system, tokens=0)
 
 
 def test_the_start_is_the_fastest_candidate_in_the_simulator():
@@ -124,7 +129,7 @@ def test_the_start_is_the_fastest_candidate_in_the_simulator():
     assert len(set(found.latency_s.values())) == 4 and found.cpu_s > 0
     assert found.held.any(axis=0).all()
     assert (found.held.sum(axis=(1, 2)) <= system.cluster.cap).all()
-    again = Start.from_json(found.to_json())
+    again = InitialPlacement.from_json(found.to_json())
     np.testing.assert_array_equal(again.held, found.held)
     for name in ("name", "latency_s", "calls", "cpu_s"):
         assert getattr(again, name) == getattr(found, name)
@@ -132,21 +137,21 @@ def test_the_start_is_the_fastest_candidate_in_the_simulator():
 
 def test_exchanges_are_kept_where_they_are_faster():
     system = toy()
-    counts = QueueModel(system).counts
+    counts = LinkQueueModel(system).counts
     start = view(system, whole_layer, counts)
-    rehearsal = Rehearsal(system, system.usual_shares, 60)
+    objective = SimulatedLatency(system, system.long_run_shares, 60)
 
     def seconds(held):
-        return rehearsal.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
+        return objective.latency_s(assign_gpus(held, counts, system.slots, system.gpu_server))
 
-    found, gained = climb(rehearsal, system, start, counts, 12, 0)
+    found, gained = climb(objective, system, start, counts, 12, 0)
     assert 0 < gained < 12 and seconds(found) < seconds(start)
     np.testing.assert_array_equal(found.sum(axis=(1, 2)), start.sum(axis=(1, 2)))
     assert found.any(axis=0).all()
     # A place moves as a whole: how many experts the servers hold of a layer.
     places = [sorted(map(tuple, held.sum(axis=2).T)) for held in (found, start)]
     assert places[0] == places[1]
-    same, none = climb(rehearsal, system, start, counts, 0, 0)
+    same, none = climb(objective, system, start, counts, 0, 0)
     assert same is start and none == 0
 
 
@@ -170,9 +175,9 @@ def test_the_policy_searches_once_and_stays():
 
 def test_a_file_that_exists_is_read_and_no_search_is_made(tmp_path, monkeypatch):
     path, system = tmp_path / "start.json", toy()
-    first = cached_start(path, system, tries=0, swaps=2, seed=3)
-    monkeypatch.setattr("servegym.baselines.expert_placement.start.best_start", None)
-    again = cached_start(path, system)
+    first = cached_best_start(path, system, tries=0, swaps=2, seed=3)
+    monkeypatch.setattr("servegym.baselines.expert_placement.initial_placement.best_start", None)
+    again = cached_best_start(path, system)
     np.testing.assert_array_equal(again.held, first.held)
     assert json.loads(path.read_text())["name"] == first.name == again.name
     assert list(tmp_path.iterdir()) == [path]

@@ -1,6 +1,6 @@
 """Placements by estimated latency: exact layer budgets, annealing, a search with few moves.
 
-All of them minimise `LatencyModel`, so they see that a step waits when any expert is remote. They
+All of them minimise `LayerCostModel`, so they see that a step waits when any expert is remote. They
 differ in where they look: `latency_dp` takes each server's most frequent experts of a layer and
 chooses only how many; `annealing` goes on from there with single experts; `local_search` starts
 from the placement in use and loads a bounded number of experts.
@@ -11,20 +11,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from servegym.baselines.expert_placement import kernel
-from servegym.baselines.expert_placement.latency_model import (
-    LatencyModel,
-    expert_masks,
-    mask_experts,
-)
-from servegym.baselines.expert_placement.placement import (
+from servegym.baselines.expert_placement.feasibility import (
     Bools,
     Floats,
     Ints,
     assign_gpus,
     check_instance,
     check_placement,
+    reassign_gpus,
     server_view,
+)
+from servegym.baselines.expert_placement.kernel import layer_costs as kernel
+from servegym.baselines.expert_placement.layer_costs import (
+    LayerCostModel,
+    expert_masks,
+    mask_experts,
 )
 
 TURNS = 8
@@ -34,7 +35,7 @@ ROUNDS = 4
 
 
 def latency_dp(
-    model: LatencyModel,
+    model: LayerCostModel,
     counts: ArrayLike,
     slots: ArrayLike,
     gpu_server: ArrayLike,
@@ -79,7 +80,7 @@ def latency_dp(
     return assign_gpus(held, f, room, home)
 
 
-def _settle_servers(model: LatencyModel, held: Bools, f: Floats, cap: Ints, rounds: int) -> Bools:
+def _settle_servers(model: LayerCostModel, held: Bools, f: Floats, cap: Ints, rounds: int) -> Bools:
     """Plan one server after another against the placement of the others, while that pays."""
     servers, layers, experts = f.shape
     order = np.argsort(-f, axis=2, kind="stable")
@@ -108,7 +109,7 @@ def _settle_servers(model: LatencyModel, held: Bools, f: Floats, cap: Ints, roun
     return held
 
 
-def _budgets(model: LatencyModel, f: Floats, cap: Ints) -> Bools:
+def _budgets(model: LayerCostModel, f: Floats, cap: Ints) -> Bools:
     model.check(f.shape)
     servers, layers, experts = f.shape
     order = np.argsort(-f, axis=2, kind="stable")
@@ -187,7 +188,7 @@ def _cover(held: Bools, f: Floats, costs: Floats) -> None:
 
 
 def annealing(
-    model: LatencyModel,
+    model: LayerCostModel,
     counts: ArrayLike,
     slots: ArrayLike,
     gpu_server: ArrayLike,
@@ -201,7 +202,7 @@ def annealing(
     """Simulated annealing of the estimated latency, from `latency_dp` or a given placement.
 
     What a missing expert costs depends on who holds it and how busy the links are
-    (`LatencyModel.loaded`). That is taken from the placement and kept while it is annealed, then
+    (`LayerCostModel.loaded`). That is taken from the placement and kept while it is annealed, then
     taken anew, `ROUNDS` times, each with its part of the proposals and from a lower temperature; a
     round counts only if the placement costs less under the load that it causes itself.
 
@@ -247,9 +248,7 @@ def annealing(
             break
         warm = hot * (cold / hot) ** (k / rounds)
         kernel.anneal(
-            now.each_par(),
-            model.rows,
-            model.hit,
+            now.tables,
             masks,
             cost,
             steps // rounds,
@@ -266,7 +265,7 @@ def annealing(
 
 
 def local_search(
-    model: LatencyModel,
+    model: LayerCostModel,
     counts: ArrayLike,
     slots: ArrayLike,
     gpu_server: ArrayLike,
@@ -301,44 +300,5 @@ def local_search(
         raise ValueError(f"max_moved_share must be between 0 and 1, got {max_moved_share!r}")
     masks = expert_masks(server_view(old, home))
     budget = int(max_moved_share * cap.sum() + 1e-9)
-    kernel.descend(model.par, model.rows, model.hit, masks, cap, budget)
-    return settle(mask_experts(masks, f.shape[2]), old, f, room, home)
-
-
-def settle(
-    held: ArrayLike,
-    old: ArrayLike,
-    counts: ArrayLike,
-    slots: ArrayLike,
-    gpu_server: ArrayLike,
-) -> Bools:
-    """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
-
-    Args:
-        held: (N, L, E) bool, at most cap_n a server.
-        old: z (G, L, E) in use.
-        counts: (N, L, E).
-        slots: (G,).
-        gpu_server: (G,).
-
-    Returns:
-        z, bool (G, L, E) with one copy of an expert a server.
-    """
-    view, before = np.asarray(held).astype(np.bool_), np.asarray(old).astype(np.bool_)
-    home = np.asarray(gpu_server, dtype=np.int64)
-    total = np.asarray(counts, dtype=np.float64).sum(axis=0)
-    z = np.zeros(before.shape, dtype=np.bool_)
-    for n in range(view.shape[0]):
-        gpus = np.flatnonzero(home == n)
-        placed = np.zeros(view.shape[1:], dtype=np.bool_)
-        for g in gpus:
-            z[g] = before[g] & view[n] & ~placed
-            placed |= z[g]
-        free = np.asarray(slots, dtype=np.int64)[gpus] - z[gpus].sum(axis=(1, 2))
-        load = (z[gpus] * total).sum(axis=2)
-        for layer, e in np.argwhere(view[n] & ~placed):
-            at = int(np.argmin(np.where(free > 0, load[:, layer], np.inf)))
-            z[gpus[at], layer, e] = True
-            free[at] -= 1
-            load[at, layer] += total[layer, e]
-    return z
+    kernel.descend(model.tables, masks, cap, budget)
+    return reassign_gpus(mask_experts(masks, f.shape[2]), old, f, room, home)

@@ -1,8 +1,9 @@
-"""An estimate of latency that knows near servers and queues at links, and annealing by it.
+"""Estimated latency of a whole placement, with a queue at every link, and annealing by it.
 
-Unlike the estimate of `latency_dp` it knows which other server is near, and that a link is a queue:
-the activations of a long prompt hold up the short messages of all decode steps behind them. How
-much is a factor that the estimate cannot know. `start.best_start` tries several, by simulation.
+`layer_costs` adds up over servers and layers. Here each missing expert is called at the nearest
+server that holds it, and every link is a queue: the activations of a long prompt hold up the short
+messages of all decode steps behind them. How much is a factor that the estimate cannot know;
+`initial_placement.best_start` tries several by simulation.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from servegym.baselines.expert_placement import queue_kernel
-from servegym.baselines.expert_placement.latency_model import expert_masks, mask_experts
-from servegym.baselines.expert_placement.placement import Bools
+from servegym.baselines.expert_placement.feasibility import Bools
+from servegym.baselines.expert_placement.kernel import link_queues as kernel
+from servegym.baselines.expert_placement.layer_costs import expert_masks, mask_experts
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
@@ -22,7 +23,7 @@ HOT, COLD = 0.1, 3e-4
 """First and last temperature of the annealing, seconds."""
 
 
-class QueueModel:
+class LinkQueueModel:
     """The estimate of a cluster that serves its usual tasks.
 
     Args:
@@ -37,7 +38,7 @@ class QueueModel:
     def __init__(self, system: PlacementSystem, *, tokens: int = 256, seed: int = 0) -> None:
         if tokens < 1:
             raise ValueError(f"tokens must be at least 1, got {tokens!r}")
-        c, prompts, shares = system.cluster, system.prompts, system.usual_shares
+        c, prompts, shares = system.cluster, system.prompts, system.long_run_shares
         random = np.random.default_rng(seed)
         decodes = max(system.output_tokens - 1.0, 0.0)
         tables = [prompts.counts[of_task] for of_task in system.task_prompts]
@@ -58,13 +59,15 @@ class QueueModel:
         trip = delay + token + token.T
         np.fill_diagonal(trip, -1.0)
         self.counts, self.experts = np.array(counts), c.experts
-        self.known = queue_kernel.Known(
+        load = np.zeros(len(shares), kernel.LOAD)
+        load["rate"] = 1.0 / system.interarrival_s
+        load["tokens"], load["tokens_squared"] = (shares @ length).T
+        load["decode_steps"] = decodes
+        self.tables = kernel.Tables(
             rows=np.ascontiguousarray(np.array(rows)),
             hit=np.ascontiguousarray(np.einsum("nk,kle->nle", shares, some)),
             near=np.argsort(trip, axis=1, kind="stable"),
-            load=np.column_stack(
-                [1.0 / system.interarrival_s, shares @ length, np.full(len(shares), decodes)]
-            ),
+            load=load,
             token=token,
             delay=delay,
             cost=float(c.message_cost_s),
@@ -80,13 +83,13 @@ class QueueModel:
         """
         masks = expert_masks(held)
         servers, layers = masks.shape
-        seen = np.zeros((servers, layers, servers, 4))
+        calls = np.zeros((servers, layers, servers), kernel.CALLS)
         for n, layer in np.ndindex(servers, layers):
-            queue_kernel.look(self.known, n, layer, masks, seen[n, layer])
-        return float(queue_kernel.estimate(self.known, seen, wait))
+            kernel.remote_calls(self.tables, n, layer, masks, calls[n, layer])
+        return float(kernel.estimate(self.tables, calls, wait))
 
     def anneal(self, start: Bools, wait: float, steps: int, seed: int) -> Bools:
-        """Improve a covered server view (N, L, E) by its estimate, see `queue_kernel.anneal`."""
+        """Improve a covered server view (N, L, E), see `kernel.link_queues.anneal`."""
         masks = expert_masks(start)
-        queue_kernel.anneal(self.known, masks, wait, steps, HOT, COLD, seed)
+        kernel.anneal(self.tables, masks, wait, steps, HOT, COLD, seed)
         return mask_experts(masks, self.experts)

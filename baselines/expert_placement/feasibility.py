@@ -1,8 +1,4 @@
-"""Placements as arrays: memory, coverage, the proxy of Eq. 2, migration (Eq. 3, Eq. 4).
-
-The equations are those of the Prism paper in the readings of this project: slots are counted per
-GPU and then added, the frequencies are *counts* (never normalised per server), an expert on another
-GPU of the same server is local, and freeing memory costs nothing.
+"""Placements as arrays: checks of memory and coverage, from servers to GPUs.
 
 Shapes everywhere: N servers, G GPUs of all servers, L MoE layers, E routed experts a layer.
 ``counts`` (N, L, E) are token-to-expert assignments of the requests that arrived at a server,
@@ -23,7 +19,7 @@ Ints = NDArray[np.int64]
 
 
 def check_instance(
-    counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike, expert_bytes: int | None = None
+    counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike
 ) -> tuple[Floats, Ints, Ints, Ints]:
     """Check the inputs of a placement algorithm and that all experts fit somewhere.
 
@@ -31,7 +27,6 @@ def check_instance(
         counts: (N, L, E), finite and not negative.
         slots: (G,) expert slots of each GPU, not negative.
         gpu_server: (G,) server of each GPU, 0..N-1; every server has at least one.
-        expert_bytes: Size of one expert, for the message only.
 
     Returns:
         counts as float64, slots and gpu_server as int64, and cap (N,) = slots of each server.
@@ -59,28 +54,14 @@ def check_instance(
         )
     room, home = room.astype(np.int64), home.astype(np.int64)
     cap = np.bincount(home, weights=room, minlength=f.shape[0]).astype(np.int64)
-    check_memory(cap, f.shape[1] * f.shape[2], expert_bytes)
-    return f, room, home, cap
-
-
-def check_memory(cap: ArrayLike, experts: int, expert_bytes: int | None = None) -> None:
-    """Check that the servers can hold every expert once.
-
-    Args:
-        cap: (N,) slots of each server.
-        experts: L E.
-        expert_bytes: Size of one expert, for the message.
-
-    Raises:
-        ValueError: If sum_n min(cap_n, L E) < L E; names what is missing.
-    """
+    experts = f.shape[1] * f.shape[2]
     missing = experts - int(np.minimum(cap, experts).sum())
     if missing > 0:
-        size = "" if expert_bytes is None else f" ({missing * int(expert_bytes):,} bytes)"
         raise ValueError(
-            f"slots: the servers hold {experts - missing} of {experts} experts; "
-            f"{missing} slots{size} are missing"
+            f"slots: the servers hold {experts - missing} of {experts} experts; {missing} slots "
+            "are missing"
         )
+    return f, room, home, cap
 
 
 def server_view(z: ArrayLike, gpu_server: ArrayLike, servers: int | None = None) -> Bools:
@@ -182,104 +163,43 @@ def assign_gpus(
     return z
 
 
-def proxy(counts: ArrayLike, held: ArrayLike) -> float:
-    """Eq. 2: token-to-expert assignments whose expert is not on the server they arrived at.
-
-    Args:
-        counts: (N, L, E).
-        held: (N, L, E) bool.
-
-    Returns:
-        Their number.
-    """
-    return float(np.sum(counts, where=~np.asarray(held).astype(np.bool_), dtype=np.float64))
-
-
-def remote_share(counts: ArrayLike, held: ArrayLike) -> float:
-    """Eq. 2 over all assignments, in [0, 1] (in tokens; 0 without counts)."""
-    total = float(np.sum(counts, dtype=np.float64))
-    return proxy(counts, held) / total if total > 0 else 0.0
-
-
-def local_utility(counts: ArrayLike, held: ArrayLike) -> Floats:
-    """U_n(A_n) of Theorem 1 over the mass of the server's top |A_n| experts.
-
-    The denominator ignores layer budgets and coverage, so no constant bounds the ratio from below.
-
-    Args:
-        counts: (N, L, E).
-        held: (N, L, E) bool.
-
-    Returns:
-        (N,) ratios in [0, 1]; 1 for a server without counts.
-    """
-    f = np.asarray(counts, dtype=np.float64)
-    view = np.asarray(held).astype(np.bool_)
-    ratios = np.ones(f.shape[0])
-    for n in range(f.shape[0]):
-        best = np.sort(f[n].ravel())[::-1][: view[n].sum()].sum()
-        if best > 0:
-            ratios[n] = f[n][view[n]].sum() / best
-    return ratios
-
-
-def migration_time(
+def reassign_gpus(
+    held: ArrayLike,
     old: ArrayLike,
-    new: ArrayLike,
-    expert_bytes: float,
-    bytes_per_s: ArrayLike,
-    *,
-    count_removals: bool = False,
-) -> float:
-    """Eq. 3: seconds of loading, added over all GPUs.
+    counts: ArrayLike,
+    slots: ArrayLike,
+    gpu_server: ArrayLike,
+) -> Bools:
+    """Place a server view on GPUs with the fewest loads: what stays on a server stays put.
 
     Args:
-        old: (G, L, E) placement before.
-        new: (G, L, E) placement after.
-        expert_bytes: Bytes of one expert.
-        bytes_per_s: Loading speed, one number or (G,).
-        count_removals: Also count experts that go, as the equation is printed.
+        held: (N, L, E) bool, at most cap_n a server.
+        old: z (G, L, E) in use.
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
 
     Returns:
-        Seconds.
+        z, bool (G, L, E) with one copy of an expert a server.
     """
-    before, after = np.asarray(old).astype(np.bool_), np.asarray(new).astype(np.bool_)
-    changed = before ^ after if count_removals else after & ~before
-    per_gpu = changed.sum(axis=(1, 2)) * float(expert_bytes)
-    return float((per_gpu / np.asarray(bytes_per_s, dtype=np.float64)).sum())
-
-
-def expected_cost(
-    counts: ArrayLike, held: ArrayLike, extra_s: ArrayLike, horizon_s: float, window_s: float
-) -> float:
-    """C(P) of Eq. 4: seconds that remote calls will cost over the decision horizon.
-
-    C = horizon / window * sum_n extra_n * (remote assignments of server n).
-
-    Args:
-        counts: (N, L, E) assignments of the window.
-        held: (N, L, E) bool.
-        extra_s: (N,) mean seconds per assignment of a remote call less those of a local one.
-        horizon_s: Time the plan is for.
-        window_s: Time the counts were taken over.
-
-    Returns:
-        Seconds; 0 if nothing was seen.
-
-    Raises:
-        ValueError: If a time is not positive.
-    """
-    if horizon_s <= 0 or window_s <= 0:
-        raise ValueError(
-            f"horizon_s and window_s must be above 0, got {horizon_s!r} and {window_s!r}"
-        )
-    remote = np.sum(counts, where=~np.asarray(held).astype(np.bool_), axis=(1, 2), dtype=np.float64)
-    return float(horizon_s / window_s * (np.asarray(extra_s, dtype=np.float64) * remote).sum())
-
-
-def adopts(cost_new: float, migration_s: float, cost_old: float) -> bool:
-    """Eq. 4: whether the new plan pays for its migration, C(P') + T_mig < C(P)."""
-    return cost_new + migration_s < cost_old
+    view, before = np.asarray(held).astype(np.bool_), np.asarray(old).astype(np.bool_)
+    home = np.asarray(gpu_server, dtype=np.int64)
+    total = np.asarray(counts, dtype=np.float64).sum(axis=0)
+    z = np.zeros(before.shape, dtype=np.bool_)
+    for n in range(view.shape[0]):
+        gpus = np.flatnonzero(home == n)
+        placed = np.zeros(view.shape[1:], dtype=np.bool_)
+        for g in gpus:
+            z[g] = before[g] & view[n] & ~placed
+            placed |= z[g]
+        free = np.asarray(slots, dtype=np.int64)[gpus] - z[gpus].sum(axis=(1, 2))
+        load = (z[gpus] * total).sum(axis=2)
+        for layer, e in np.argwhere(view[n] & ~placed):
+            at = int(np.argmin(np.where(free > 0, load[:, layer], np.inf)))
+            z[gpus[at], layer, e] = True
+            free[at] -= 1
+            load[at, layer] += total[layer, e]
+    return z
 
 
 def fill_slots(held: Any, counts: Floats, cap: Ints) -> Bools:

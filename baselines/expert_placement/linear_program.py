@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import linprog
 from scipy.sparse import csr_array, vstack
 
-from servegym.baselines.expert_placement.placement import (
+from servegym.baselines.expert_placement.feasibility import (
     Bools,
     assign_gpus,
     check_instance,
@@ -15,17 +15,10 @@ from servegym.baselines.expert_placement.placement import (
 )
 
 
-def proxy_optimum(
-    counts: ArrayLike,
-    slots: ArrayLike,
-    gpu_server: ArrayLike,
-    *,
-    expert_bytes: ArrayLike | None = None,
-    min_holders: int = 1,
-) -> Bools:
+def proxy_optimum(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
     """The placement with the least Eq. 2. It is no optimum of latency.
 
-    maximise sum f z subject to sum_n z >= min_holders for each expert and sum z <= cap_n for each
+    maximise sum f z subject to sum_n z >= 1 for each expert and sum z <= cap_n for each
     server. Every variable is in one row of each kind, so the matrix is totally unimodular and the
     vertex that the simplex method returns is a placement.
 
@@ -36,28 +29,16 @@ def proxy_optimum(
         counts: (N, L, E).
         slots: (G,).
         gpu_server: (G,).
-        expert_bytes: Sizes of the experts if known, one number or (L, E); must all be equal.
-        min_holders: Servers that must hold each expert, 1..N.
 
     Returns:
         z, bool (G, L, E).
 
     Raises:
-        ValueError: On a wrong shape or value, unequal sizes, or too little memory.
+        ValueError: On a wrong shape or value, or too little memory.
     """
-    if expert_bytes is not None and np.unique(np.asarray(expert_bytes)).size != 1:
-        raise ValueError(
-            "expert_bytes: the linear program is exact only if all experts have one size; with "
-            "unequal sizes it is a knapsack"
-        )
     f, room, home, cap = check_instance(counts, slots, gpu_server)
     servers, layers, experts = f.shape
     size = layers * experts
-    if not 1 <= min_holders <= servers:
-        raise ValueError(f"min_holders must be between 1 and {servers}, got {min_holders!r}")
-    missing = min_holders * size - int(np.minimum(cap, size).sum())
-    if missing > 0:
-        raise ValueError(f"min_holders={min_holders}: {missing} slots are missing")
     # Scaled to about 1, where the solver's absolute tolerances belong.
     weight = f.reshape(servers, size)
     used = weight[weight > 0]
@@ -69,7 +50,7 @@ def proxy_optimum(
     solution = linprog(
         -(weight / scale).ravel(),
         A_ub=vstack([coverage, memory], format="csc"),
-        b_ub=np.concatenate([np.full(size, -float(min_holders)), cap.astype(np.float64)]),
+        b_ub=np.concatenate([np.full(size, -1.0), cap.astype(np.float64)]),
         bounds=(0.0, 1.0),
         method="highs-ds",
     )

@@ -1,0 +1,1 @@
+"""Jitted inner loops of the placement algorithms, one module a subject."""
