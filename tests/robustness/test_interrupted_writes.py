@@ -22,7 +22,7 @@ from servegym.envs import _files
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.output import read_rows, write_csv, write_json
-from servegym.hardware_profiles import load, profiles
+from servegym.hardware_profiles import load, schema
 
 ROWS = 3000
 
@@ -100,7 +100,7 @@ def _read_snapshot(path: Path) -> int:
 def _profile(path: Path, version: int) -> None:
     about = load("rtx4090-llama-3.1-8b").to_dict()
     about["device"]["memory_bytes"] = 10**9 * (version + 20)
-    profiles.write_json(about, path)
+    schema.write_json(about, path)
 
 
 SMALL = load_catalog("synthetic", num_models=6, num_prompts=200)
