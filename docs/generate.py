@@ -24,6 +24,7 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench.timing import short
+from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.figures.claims import HEADINGS
 from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.leaderboard import read_board, write_page
@@ -297,20 +298,6 @@ def benchmarks() -> None:
     write("benchmarks.md", "\n".join(lines))
 
 
-def fidelity() -> None:
-    """The comparison with a measured run."""
-    folder = RESULTS / "fidelity"
-    with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
-        stream.write((folder / "fidelity.png").read_bytes())
-    report = (folder / "report.txt").read_text(encoding="utf-8")
-    write(
-        "fidelity.md",
-        "# Fidelity\n\nA measured run of vLLM replayed by the engine; "
-        "[Hardware](hardware.md) has the profiles and their errors.\n\n"
-        f"![Measured against replayed](fidelity.png)\n\n```text\n{report}\n```\n",
-    )
-
-
 def home() -> None:
     """README, CONTRIBUTING and CHANGELOG with their links turned into this site's."""
     for source, page in (
@@ -327,9 +314,11 @@ def home() -> None:
 
 
 def hardware() -> None:
-    """The page of this folder, with its pictures where the site has them."""
+    """The page of this folder, with the picture of the measured run against its replay."""
+    with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
+        stream.write(draw_fidelity(RESULTS / "fidelity"))
     text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-    write("hardware.md", text.replace("../experiments/results/fidelity/", ""))
+    write("hardware.md", text)
 
 
 def glossary() -> None:
@@ -361,12 +350,11 @@ def leaderboard() -> bool:
 
 
 home()
-fidelity()
 benchmarks()
 hardware()
 glossary()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
-standing += [{"Benchmarks": "benchmarks.md"}, {"Fidelity": "fidelity.md"}]
+standing += [{"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [
     {"Home": "index.md"},
     {

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.experiments.fidelity.report import Table, update_document
+from servegym.experiments.fidelity.markdown import Table, update_document
 from servegym.experiments.output import check_writable, print_table, write_csv
 from servegym.hardware_profiles import Profile, list_profiles, load
 

@@ -3,7 +3,6 @@
 import csv
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -11,8 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from servegym.experiments.cli import app
-from servegym.experiments.fidelity import aiconfigurator as check_aiconfigurator
-from servegym.experiments.fidelity import report as fidelity
+from servegym.experiments.fidelity import comparison, report
+from servegym.experiments.fidelity.markdown import Table, update_document
+from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
+from servegym.experiments.fidelity.profiles import matching_profile
+from servegym.experiments.fidelity.queueing import erlang_c, queueing
+from servegym.experiments.output import read_rows
 from servegym.hardware_profiles import load
 
 PROFILE = "rtx4090-llama-3.1-8b"
@@ -31,10 +34,8 @@ def made_up_run(folder, factor=1.0, count=40, change=None):
         "block_size": 16,
         "prefix_caching": True,
     }
-    run = fidelity.MeasuredRun(
-        "made-up", arrival, prompt, output, arrival, arrival, arrival, engine
-    )
-    replay = fidelity.simulate(run, load(PROFILE))
+    run = MeasuredRun("made-up", arrival, prompt, output, arrival, arrival, arrival, engine)
+    replay = comparison.simulate(run, load(PROFILE))
     folder.mkdir(exist_ok=True)
     rows = []
     for j in range(count):
@@ -61,7 +62,7 @@ def made_up_run(folder, factor=1.0, count=40, change=None):
     }
     (folder / "meta.json").write_text(json.dumps(meta))
     times = np.arange(0.5, 8.0, 0.5)
-    course = fidelity.trajectory(run, load(PROFILE), times)
+    course = comparison.trajectory(run, load(PROFILE), times)
     with (folder / "timeseries.csv").open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(("t", "running", "waiting", "kv_cache_pct"))
@@ -77,48 +78,48 @@ def folder(tmp_path_factory):
 
 
 def test_a_run_of_the_engine_itself_has_no_error(folder):
-    run = fidelity.load_run(folder)
+    run = load_run(folder)
     assert run.model == "Llama-3.1-8B" and run.engine["kv_tokens"] == 8000
-    profile = fidelity.matching_profile(run)
+    profile = matching_profile(run)
     assert profile.name == PROFILE
-    for row in fidelity.errors(run, fidelity.simulate(run, profile)):
+    for row in comparison.errors(run, comparison.simulate(run, profile)):
         assert abs(row["error_of_mean"]) < 1e-6
         assert row["p99_error"] < 1e-5
         assert row["requests"] == 40
-    course = fidelity.trajectory(run, profile, run.series["t_s"])
-    for row in fidelity.compare_series(run.series, course):
+    course = comparison.trajectory(run, profile, run.series["t_s"])
+    for row in comparison.compare_series(run.series, course):
         assert row["mean_absolute_difference"] < 1e-9
         assert row["correlation"] == pytest.approx(1.0)
 
 
 def test_errors_have_the_right_size_and_sign(tmp_path):
     made_up_run(tmp_path / "slow", factor=1.25)
-    run = fidelity.load_run(tmp_path / "slow")
-    for row in fidelity.errors(run, fidelity.simulate(run, load(PROFILE))):
+    run = load_run(tmp_path / "slow")
+    for row in comparison.errors(run, comparison.simulate(run, load(PROFILE))):
         assert row["error_of_mean"] == pytest.approx(-0.2, rel=1e-5)
         for name in ("median_error", "p90_error", "p99_error", "mean_error"):
             assert row[name] == pytest.approx(0.2, rel=1e-5)
 
 
 def test_the_first_requests_can_be_left_out(folder):
-    run = fidelity.load_run(folder)
-    simulated = fidelity.simulate(run, load(PROFILE))
+    run = load_run(folder)
+    simulated = comparison.simulate(run, load(PROFILE))
     simulated["ttft_s"][:5] *= 2
     late = np.arange(40) >= 5
-    assert fidelity.errors(run, simulated)[0]["error_of_mean"] > 0.001
-    assert fidelity.errors(run, simulated, late)[0]["error_of_mean"] < 1e-6
+    assert comparison.errors(run, simulated)[0]["error_of_mean"] > 0.001
+    assert comparison.errors(run, simulated, late)[0]["error_of_mean"] < 1e-6
 
 
 def test_the_trajectory_agrees_with_the_replay(folder):
     """Between engine boundaries nothing moves, so counts follow from the requests' own times."""
-    run = fidelity.load_run(folder)
+    run = load_run(folder)
     # Memory for all: nothing is preempted, and every request runs from admission to finish.
     changes = {"kv_tokens": 10**6, "max_num_seqs": 8, "prefix_caching": False}
-    result = fidelity.simulate(run, load(PROFILE), **changes)
+    result = comparison.simulate(run, load(PROFILE), **changes)
     admitted, finish = run.arrival_s + result["queue_s"], result["finish_s"]
     times = np.random.default_rng(1).uniform(0, finish.max() * 1.05, 60)
     times.sort()
-    course = fidelity.trajectory(run, load(PROFILE), times, **changes)
+    course = comparison.trajectory(run, load(PROFILE), times, **changes)
     running = ((admitted <= times[:, None]) & (times[:, None] < finish)).sum(1)
     waiting = ((run.arrival_s <= times[:, None]) & (times[:, None] < admitted)).sum(1)
     np.testing.assert_array_equal(course["running"], running)
@@ -129,27 +130,27 @@ def test_the_trajectory_agrees_with_the_replay(folder):
 
 
 def test_sensitivity_tells_what_matters(folder):
-    run = fidelity.load_run(folder)
-    rows = {row["variant"]: row for row in fidelity.sensitivity(run, load(PROFILE))}
+    run = load_run(folder)
+    rows = {row["variant"]: row for row in comparison.sensitivity(run, load(PROFILE))}
     assert abs(rows["as the engine is set"]["end to end"]) < 1e-6
     assert abs(rows["Orca scheduler"]["end to end"]) > 0.01
     assert rows["reserve instead of paged"]["preemptions"] == 0
 
 
 def test_closed_forms():
-    assert fidelity.erlang_c(1, 0.6) == pytest.approx(0.6)
-    assert fidelity.erlang_c(2, 0.5) == pytest.approx(1 / 3)
+    assert erlang_c(1, 0.6) == pytest.approx(0.6)
+    assert erlang_c(2, 0.5) == pytest.approx(1 / 3)
     compiled = not numba.config.DISABLE_JIT  # type: ignore[attr-defined]
-    rows = fidelity.queueing(40_000 if compiled else 1000, loads=(0.3, 0.8), repeats=2)
+    rows = queueing(40_000 if compiled else 1000, loads=(0.3, 0.8), repeats=2)
     assert {row["queue"] for row in rows} == {"M/M/1", "M/D/1", "M/G/1-PS", "M/M/4"}
     for row in rows:
         # Half a thousandth for the lattice of iterations.
         assert abs(row["difference"]) < 4 * row["standard_error"] + 0.0015 / (1 - 0.8)
         assert row["standard_error"] < 0.06 or not compiled
     with pytest.raises(ValueError, match="loads"):
-        fidelity.queueing(loads=(1.0,))
+        queueing(loads=(1.0,))
     with pytest.raises(ValueError, match="requests"):
-        fidelity.queueing(requests=10)
+        queueing(requests=10)
 
 
 def test_the_command(folder, tmp_path):
@@ -158,19 +159,18 @@ def test_the_command(folder, tmp_path):
     words = ["fidelity", "--run", str(folder), "--out", str(out), "--queue-requests", "0"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    for name in ("TTFT", "TPOT", "end to end", "Orca scheduler", "kv_use"):
-        assert name in result.output
-    files = {path.name for path in out.iterdir()}
-    assert files == {
-        "errors.csv",
-        "sensitivity.csv",
-        "trajectory.csv",
-        "trajectory_difference.csv",
+    stems = ("course", "errors", "latencies", "sensitivity", "trajectory_difference")
+    assert {path.name for path in out.iterdir()} == {
         "fidelity.png",
-        "report.txt",
+        *(f"{stem}{ending}" for stem in stems for ending in (".csv", ".json")),
     }
     assert (out / "fidelity.png").read_bytes()[:4] == b"\x89PNG"
-    assert (out / "report.txt").read_text() in result.output
+    record = json.loads((out / "errors.json").read_text())
+    assert record["settings"]["profile"] == PROFILE
+    for row in read_rows(out / "latencies.csv"):
+        assert row["measured_s"] == pytest.approx(row["simulated_s"], abs=2e-5)
+    for row in read_rows(out / "course.csv"):
+        assert row["measured_running"] == row["simulated_running"]
     with (out / "errors.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["requests_from"] for row in rows] == ["all"] * 3 + ["later"] * 3
@@ -179,12 +179,12 @@ def test_the_command(folder, tmp_path):
 def test_tables_of_a_document_are_replaced(tmp_path, root):
     path = tmp_path / "page.md"
     path.write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb -1\n")
-    table = fidelity.Table("x", "Title", ["name", "error"], [["one", "-1.5 %"], ["-a", "+2 %"]])
-    fidelity.update_document(path, [table])
+    table = Table("x", "Title", ["name", "error"], [["one", "-1.5 %"], ["-a", "+2 %"]])
+    update_document(path, [table])
     wanted = "| name | error |\n| --- | ---: |\n| one | \N{MINUS SIGN}1.5 % |\n| -a | +2 % |"
     assert path.read_text() == f"a\n<!-- x -->\n{wanted}\n<!-- /x -->\nb -1\n"
     with pytest.raises(ValueError, match="<!-- y -->"):
-        fidelity.update_document(path, [table._replace(key="y")])
+        update_document(path, [table._replace(key="y")])
     # The page shows what the last run wrote.
     page = (root / "docs" / "hardware.md").read_text()
     with (root / "experiments/results/fidelity/errors.csv").open() as stream:
@@ -212,32 +212,32 @@ def set_row(index, **values):
 def test_bad_requests_are_refused(tmp_path, change, words):
     made_up_run(tmp_path, change=change)
     with pytest.raises(ValueError, match=words):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
 
 
 def test_other_bad_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no requests\.jsonl"):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
     made_up_run(tmp_path)
     series, meta = tmp_path / "timeseries.csv", tmp_path / "meta.json"
     text, settings = series.read_text(), json.loads(meta.read_text())
     series.write_text(text.replace("running", "runing"))
     with pytest.raises(ValueError, match="timeseries.csv:1: field 'running'"):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
     series.write_text(text + "9,1,1,nan\n")
     with pytest.raises(ValueError, match="field 'kv_cache_pct'"):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
     series.write_text(text + "9,1,1,941.0\n")
     with pytest.raises(ValueError, match="write percent"):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
     series.unlink()
-    assert fidelity.load_run(tmp_path).series is None
+    assert load_run(tmp_path).series is None
     meta.write_text(json.dumps({**settings, "kv_cache": {"block_size": 16}}))
     with pytest.raises(ValueError, match="field 'kv_tokens'"):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
     meta.write_text("{")
     with pytest.raises(ValueError, match="meta.json:1"):
-        fidelity.load_run(tmp_path)
+        load_run(tmp_path)
 
 
 def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):
@@ -245,17 +245,17 @@ def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["fidelity"])
     assert result.exit_code == 2 and "--run" in result.stderr
-    run = replace(fidelity.load_run(folder), device="NVIDIA GeForce RTX 4091")
+    run = replace(load_run(folder), device="NVIDIA GeForce RTX 4091")
     with pytest.raises(ValueError, match=r"RTX 4091.*--profile"):
-        fidelity.matching_profile(run)
+        matching_profile(run)
 
 
-def test_the_measured_run_stays_within_the_goals(measured):
+def test_errors_of_the_published_run_stay_small(measured):
     """|error of the mean| and median |error| of the published run, where the data are at hand."""
-    run = fidelity.load_run(measured(*fidelity.RUN_FOLDER))
-    profile = fidelity.matching_profile(run)
-    simulated = fidelity.simulate(run, profile)
-    found = {row["metric"]: row for row in fidelity.errors(run, simulated)}
+    run = load_run(measured(*report.RUN_FOLDER))
+    profile = matching_profile(run)
+    simulated = comparison.simulate(run, profile)
+    found = {row["metric"]: row for row in comparison.errors(run, simulated)}
     for metric, mean, median in (
         ("TTFT", 0.05, 0.05),
         ("TPOT", 0.02, 0.03),
@@ -263,23 +263,5 @@ def test_the_measured_run_stays_within_the_goals(measured):
     ):
         assert abs(found[metric]["error_of_mean"]) <= mean, metric
         assert found[metric]["median_error"] <= median, metric
-    course = fidelity.trajectory(run, profile, run.series["t_s"])
-    assert all(row["correlation"] > 0.9 for row in fidelity.compare_series(run.series, course))
-
-
-def test_the_check_against_another_tool():
-    """Against a stand-in that says what our profile says, but for decodes a quarter more."""
-    profile = load(PROFILE)
-    engine = SimpleNamespace(
-        predict_prefill_latency=lambda b, n: 1e3 * profile.prefill_s(n),
-        predict_decode_latency=lambda b, x, osl: 1250 * profile.decode_s(b, b * (x + 1)),
-        mixed_step_latency=lambda c, b, isl, osl: (
-            1e3 * profile.mixed_step_s([(c, 0)], b, b * (isl + 1))
-        ),
-    )
-    rows = check_aiconfigurator.compare(profile, engine)
-    found = {row["step"]: row for row in check_aiconfigurator.summary(profile, rows)}
-    assert found["prefill"]["mape"] < 1e-12 and found["mixed"]["mape"] < 1e-12
-    assert found["decode"]["bias"] == pytest.approx(-0.2)
-    assert check_aiconfigurator.system_of(load("a100-80g-llama-3.1-8b")) == "a100_sxm"
-    assert check_aiconfigurator.system_of(profile) is None
+    course = comparison.trajectory(run, profile, run.series["t_s"])
+    assert all(row["correlation"] > 0.9 for row in comparison.compare_series(run.series, course))

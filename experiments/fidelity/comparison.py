@@ -1,0 +1,209 @@
+"""A measured run against its replay: errors of latencies, sensitivity, course over time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.experiments.fidelity.measured_run import MeasuredRun
+from servegym.experiments.fidelity.profiles import linear_profile
+from servegym.hardware_profiles import Profile
+
+__all__ = [
+    "METRICS",
+    "compare_series",
+    "course_means",
+    "errors",
+    "latency_quantiles",
+    "sensitivity",
+    "simulate",
+    "trajectory",
+]
+
+METRICS = {"ttft_s": "TTFT", "tpot_s": "TPOT", "e2e_s": "end to end"}
+"""Latency of a request -> its name in the tables."""
+
+QUANTITIES = ("running", "waiting", "kv_use")
+"""Quantities of a course over time."""
+
+
+def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
+    """Replay the run.
+
+    Args:
+        run: The measured run.
+        profile: Whose law gives the iterations' times.
+        **changes: Arguments of the replay that differ from the run's engine.
+
+    Returns:
+        ``(J,)`` structured array of ``servegym.envs.llm_routing.replay``.
+    """
+    from servegym.envs.llm_routing import replay as engine_replay
+
+    settings = {**run.engine, **changes}
+    return engine_replay(
+        run.arrival_s, run.prompt_tokens, run.output_tokens, profile=profile, **settings
+    )
+
+
+def errors(
+    run: MeasuredRun, simulated: np.ndarray, keep: NDArray[np.bool_] | None = None
+) -> list[dict[str, Any]]:
+    """Errors of the three latencies, simulated against measured.
+
+    Args:
+        run: The measured run.
+        simulated: Its replay.
+        keep: ``(J,)`` which requests to judge; all by default.
+
+    Returns:
+        One row a metric: ``requests``, ``measured_mean_s``, ``simulated_mean_s``,
+        ``error_of_mean`` (signed, relative), the quantiles ``median_error``, ``p90_error``,
+        ``p99_error`` and the mean ``mean_error`` of the requests' absolute relative errors.
+    """
+    rows = []
+    for key, label in METRICS.items():
+        measured, guess = getattr(run, key), simulated[key]
+        use = np.isfinite(measured) & (measured > 0)
+        if keep is not None:
+            use &= keep
+        measured, guess = measured[use], guess[use]
+        size = np.abs(guess / measured - 1.0)
+        median, p90, p99 = np.quantile(size, [0.5, 0.9, 0.99])
+        rows.append(
+            {
+                "metric": label,
+                "requests": int(use.sum()),
+                "measured_mean_s": float(measured.mean()),
+                "simulated_mean_s": float(guess.mean()),
+                "error_of_mean": float(guess.mean() / measured.mean() - 1.0),
+                "median_error": float(median),
+                "p90_error": float(p90),
+                "p99_error": float(p99),
+                "mean_error": float(size.mean()),
+            }
+        )
+    return rows
+
+
+def latency_quantiles(run: MeasuredRun, simulated: np.ndarray) -> list[dict[str, Any]]:
+    """The distributions of the three latencies: a row a metric and percentile, in seconds."""
+    shares = np.linspace(0.0, 1.0, 101)
+    rows = []
+    for key, label in METRICS.items():
+        found = [
+            np.quantile(values[np.isfinite(values)], shares)
+            for values in (getattr(run, key), simulated[key])
+        ]
+        rows += [
+            {
+                "metric": label,
+                "share": round(float(share), 2),
+                "measured_s": round(float(measured), 5),
+                "simulated_s": round(float(guess), 5),
+            }
+            for share, measured, guess in zip(shares, *found, strict=True)
+        ]
+    return rows
+
+
+def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
+    """Errors of the means when one part of the model is replaced.
+
+    Returns:
+        One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``.
+    """
+    linear = linear_profile(profile)
+    variants: dict[str, tuple[Profile, dict[str, Any]]] = {
+        "as the engine is set": (profile, {}),
+        "without prefix cache": (profile, {"prefix_caching": False}),
+        "Orca scheduler": (profile, {"scheduler": "orca", "prefix_caching": False}),
+        "reserve instead of paged": (profile, {"memory_policy": "reserve"}),
+        "KV memory of the profile": (profile, {"kv_tokens": None}),
+        "linear law instead of tables": (linear, {}),
+    }
+    rows = []
+    for name, (used, changes) in variants.items():
+        simulated = simulate(run, used, **changes)
+        row: dict[str, Any] = {"variant": name}
+        for error in errors(run, simulated):
+            row[error["metric"]] = error["error_of_mean"]
+        rows.append({**row, "preemptions": int(simulated["preemptions"].sum())})
+    return rows
+
+
+def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any) -> np.ndarray:
+    """Running requests, waiting requests and KV use at given times of the replay.
+
+    Args:
+        run: The measured run.
+        profile: Whose law gives the iterations' times.
+        times_s: ``(T,)`` seconds since the run began, non-decreasing.
+        **changes: Arguments of the replay that differ from the run's engine.
+
+    Returns:
+        ``(T,)`` structured array: ``t_s``, ``running``, ``waiting``, ``kv_use`` (blocks in use
+        over all blocks). Requests that have not arrived yet do not wait.
+    """
+    from servegym.envs.llm_routing import replay_course
+
+    return replay_course(
+        run.arrival_s,
+        run.prompt_tokens,
+        run.output_tokens,
+        times_s,
+        profile=profile,
+        **{**run.engine, **changes},
+    )
+
+
+def compare_series(measured: np.ndarray, simulated: np.ndarray) -> list[dict[str, Any]]:
+    """Means of both courses, their mean absolute difference and their correlation.
+
+    Args:
+        measured: ``(T,)`` the measured course.
+        simulated: ``(T,)`` the simulated one at the same times.
+
+    Returns:
+        One row a quantity.
+    """
+    rows = []
+    for name in QUANTITIES:
+        a, b = measured[name], simulated[name]
+        rows.append(
+            {
+                "quantity": name,
+                "measured_mean": float(a.mean()),
+                "simulated_mean": float(b.mean()),
+                "mean_absolute_difference": float(np.abs(b - a).mean()),
+                "correlation": float(np.corrcoef(a, b)[0, 1]),
+            }
+        )
+    return rows
+
+
+def course_means(
+    measured: np.ndarray, simulated: np.ndarray, window_s: float = 5.0
+) -> list[dict[str, Any]]:
+    """Means of both courses over windows of time, for a plot.
+
+    Args:
+        measured: ``(T,)`` the measured course.
+        simulated: ``(T,)`` the simulated one at the same times.
+        window_s: Length of a window.
+
+    Returns:
+        One row a window that has samples: ``t_s`` (its middle), and ``measured_`` and
+        ``simulated_`` of each quantity.
+    """
+    window = (measured["t_s"] // window_s).astype(int)
+    rows = []
+    for index in np.unique(window):
+        row = {"t_s": window_s * (float(index) + 0.5)}
+        for source, course in (("measured", measured), ("simulated", simulated)):
+            for name in QUANTITIES:
+                row[f"{source}_{name}"] = round(float(course[name][window == index].mean()), 4)
+        rows.append(row)
+    return rows

@@ -1,0 +1,217 @@
+"""A measured run of a serving engine, read from its folder.
+
+A run is a folder with ``requests.jsonl`` (one object a request: ``input_toks``, ``output_toks``,
+``arrival_time``, ``queued_ts``, ``first_token_ts``, ``last_token_ts``, in tokens and seconds),
+``meta.json`` (the engine's settings) and, if there is one, ``timeseries.csv`` (``t``, ``running``,
+``waiting``, ``kv_cache_pct``): the layout of LLMServingSim's benchmark of vLLM.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.envs.workloads.errors import MalformedFileError
+
+__all__ = ["MeasuredRun", "load_run"]
+
+Array = NDArray[np.float64]
+
+_FIELDS = (
+    "input_toks",
+    "output_toks",
+    "arrival_time",
+    "queued_ts",
+    "first_token_ts",
+    "last_token_ts",
+)
+# Nobody waits an hour for a request; a file that says so counts milliseconds.
+_LONGEST_S = 3600.0
+_SERIES = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One measured run of a serving engine.
+
+    Attributes:
+        name: The run's folder.
+        arrival_s: ``(J,)`` arrivals, seconds since the run began, non-decreasing.
+        prompt_tokens: ``(J,)``.
+        output_tokens: ``(J,)``.
+        ttft_s: ``(J,)`` time to first token, seconds.
+        tpot_s: ``(J,)`` time per output token after the first, seconds; NaN for one token.
+        e2e_s: ``(J,)`` end-to-end latency, seconds.
+        engine: Settings of the engine, as arguments of ``servegym.envs.llm_routing.replay``.
+        device: Name of the device, empty if not stated.
+        model: Name of the model, empty if not stated.
+        series: ``(T,)`` with ``t_s``, ``running``, ``waiting``, ``kv_use`` (0 to 1), or None.
+    """
+
+    name: str
+    arrival_s: Array
+    prompt_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    ttft_s: Array
+    tpot_s: Array
+    e2e_s: Array
+    engine: dict[str, Any]
+    device: str = ""
+    model: str = ""
+    series: np.ndarray | None = None
+
+
+def _number(path: Path, line: int, row: Mapping[str, Any], field: str, whole: bool) -> float:
+    value: Any = row.get(field)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or (whole and (value != int(value) or value < 1)):
+        wanted = "a whole number, 1 or more" if whole else "a finite number of seconds"
+        raise MalformedFileError(path, line, field, f"got {value!r}", f"write {wanted}")
+    return float(value)
+
+
+def _read_requests(path: Path) -> dict[str, Array]:
+    columns: dict[str, list[float]] = {field: [] for field in _FIELDS}
+    with path.open(encoding="utf-8") as stream:
+        for line, text in enumerate(stream, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise MalformedFileError(
+                    path, line, None, f"not JSON ({error.msg})", "write one object a line"
+                ) from error
+            if not isinstance(row, dict):
+                raise MalformedFileError(path, line, None, "no object", "write one object a line")
+            got = {f: _number(path, line, row, f, f.endswith("_toks")) for f in _FIELDS}
+            if not got["queued_ts"] <= got["first_token_ts"] <= got["last_token_ts"]:
+                raise MalformedFileError(
+                    path,
+                    line,
+                    "first_token_ts",
+                    "queued_ts, first_token_ts and last_token_ts are not in this order",
+                    "take the three from one clock",
+                )
+            if got["last_token_ts"] - got["queued_ts"] > _LONGEST_S:
+                raise MalformedFileError(
+                    path,
+                    line,
+                    "last_token_ts",
+                    f"the request takes {got['last_token_ts'] - got['queued_ts']:.6g} s",
+                    "write seconds, not milliseconds",
+                )
+            for field, value in got.items():
+                columns[field].append(value)
+    if len(columns["queued_ts"]) < 2:
+        raise MalformedFileError(path, None, None, "fewer than two requests", "measure more")
+    return {field: np.array(values) for field, values in columns.items()}
+
+
+def _read_series(path: Path, shift_s: float) -> np.ndarray:
+    names = ("t", "running", "waiting", "kv_cache_pct")
+    with path.open(newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        for name in names:
+            if name not in (reader.fieldnames or ()):
+                raise MalformedFileError(
+                    path, 1, name, "column missing", f"write the columns {', '.join(names)}"
+                )
+        rows = []
+        for row in reader:
+            values = []
+            for name in names:
+                try:
+                    value = float(row[name])
+                except (TypeError, ValueError):
+                    value = math.nan
+                if not math.isfinite(value) or value < 0:
+                    raise MalformedFileError(
+                        path, reader.line_num, name, f"got {row[name]!r}", "write a number >= 0"
+                    )
+                values.append(value)
+            if values[3] > 100.0:
+                raise MalformedFileError(
+                    path, reader.line_num, "kv_cache_pct", f"got {values[3]:g}", "write percent"
+                )
+            rows.append((values[0] + shift_s, values[1], values[2], values[3] / 100.0))
+    return np.array(rows, dtype=_SERIES)
+
+
+def _settings(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    engine, cache = meta.get("engine_kwargs", {}), meta.get("kv_cache", {})
+    found = {
+        "max_num_seqs": engine.get("max_num_seqs"),
+        "max_num_batched_tokens": engine.get("max_num_batched_tokens"),
+        "kv_tokens": cache.get("num_kv_tokens"),
+        "block_size": cache.get("block_size"),
+    }
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise MalformedFileError(
+                path, None, name, f"got {value!r}", "write a whole number, 1 or more"
+            )
+    return {**found, "prefix_caching": bool(cache.get("enable_prefix_caching", False))}
+
+
+def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
+    """Read a measured run.
+
+    The engine's clock and the client's differ by a constant. It is taken from the request that
+    the engine saw earliest after its arrival, so that no request is queued before it arrives.
+
+    Args:
+        folder: Holds ``requests.jsonl`` and ``meta.json``, and ``timeseries.csv`` if there is one.
+
+    Returns:
+        The run.
+
+    Raises:
+        MalformedFileError: Naming the file, line and field that cannot be used, and why.
+        ValueError: If a file is missing.
+    """
+    root = Path(folder)
+    for name in ("requests.jsonl", "meta.json"):
+        if not (root / name).is_file():
+            raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
+    rows = _read_requests(root / "requests.jsonl")
+    try:
+        meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise MalformedFileError(
+            root / "meta.json", error.lineno, None, f"not JSON ({error.msg})", "write an object"
+        ) from error
+    order = np.argsort(rows["arrival_time"], kind="stable")
+    rows = {field: values[order] for field, values in rows.items()}
+    client = rows["arrival_time"]
+    offset = float(np.min(rows["queued_ts"] - client))
+    arrival = client + offset
+    start = client[0]
+    if "started_at" in meta:
+        start = min(start, datetime.datetime.fromisoformat(meta["started_at"]).timestamp())
+    output = rows["output_toks"]
+    decoded = np.where(output > 1, output - 1, np.nan)
+    series = root / "timeseries.csv"
+    return MeasuredRun(
+        name="/".join(root.resolve().parts[-4:]),
+        arrival_s=client - start,
+        prompt_tokens=rows["input_toks"].astype(np.int64),
+        output_tokens=output.astype(np.int64),
+        ttft_s=rows["first_token_ts"] - arrival,
+        tpot_s=(rows["last_token_ts"] - rows["first_token_ts"]) / decoded,
+        e2e_s=rows["last_token_ts"] - arrival,
+        engine=_settings(root / "meta.json", meta),
+        device=str(meta.get("hardware", {}).get("device_name", "")),
+        model=str(meta.get("model", "")).rpartition("/")[2],
+        series=_read_series(series, 0.0) if series.is_file() else None,
+    )
