@@ -1,0 +1,1 @@
+"""What makes the shipped workload files; run once, offline."""

@@ -1,0 +1,1 @@
+"""What makes the shipped profiles from measurements; run once, offline."""
