@@ -1,11 +1,11 @@
-"""Sweeps through Ray Tune: the files of `sweep`, the runs spread over a cluster.
+"""Sweeps through Ray Tune: the files of `sweeps.run`, the runs spread over a cluster.
 
 ``servegym sweep FILE --ray auto`` takes the same file, and writes the same table, importances and
 plot, as without ``--ray``. Optuna chooses here as well (Tune's ``OptunaSearch`` with the same
 samplers), and early termination is Tune's asynchronous hyperband. A run is a process of the agent
 on the machine where Tune places it, with one processor. A run whose worker is lost is run again
-with the same arguments; a sweep that was stopped is restored by Tune and goes on. On several
-machines the folder of the sweep must lie on a file system that all of them see.
+with the same arguments; Tune restores a sweep that was stopped. On several machines the folder of
+the sweep must lie on a file system that all of them see.
 """
 
 # Ray is an extra that need not be installed where types are checked.
@@ -18,7 +18,6 @@ import itertools
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from servegym.experiments.cluster.executor import RETRIES, check_ray, cluster
+from servegym.experiments.jobs import interrupt_on_sigterm, run_process
 from servegym.experiments.sweeps import run as local
 from servegym.experiments.sweeps.spec import Parameter, Sweep
 
@@ -33,9 +33,6 @@ __all__ = ["run_sweep"]
 
 LONGEST = 10**9
 """Evaluations at which Tune's hyperband would end any run; never reached."""
-
-FAILURES = 3
-"""Failed runs after which a sweep without any good one is given up."""
 
 
 def run_sweep(
@@ -48,7 +45,7 @@ def run_sweep(
     echo: local.Echo = print,
     ray: str = "auto",
 ) -> Path:
-    """Run a sweep on a cluster, or go on with it, until it has ``trials`` finished runs.
+    """Run or resume a sweep on a cluster until it has ``trials`` finished runs.
 
     Args:
         sweep: The sweep.
@@ -81,38 +78,43 @@ def run_sweep(
     folder.mkdir(parents=True, exist_ok=True)
     # The state of a sweep is saved this often, in seconds, so that little is run again.
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "5")
-    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # a line a run is said here
+    os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # `_line_a_run` prints
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with local._alone(folder), local._end_on_sigterm(), cluster(ray, workers):
-        local._same_sweep(folder, sweep, fixed or {}, "run by Ray Tune")
-        parts = _Parts(folder, sweep, dict(fixed or {}), workers, seed)
+    with local.lock_sweep(folder), interrupt_on_sigterm(), cluster(ray, workers):
+        local.save_definition(folder, sweep, fixed or {}, "run by Ray Tune")
+        experiments = _Experiments(folder, sweep, dict(fixed or {}), workers, seed)
         try:
-            parts.finish_last()
-            parts.begin(trials)
+            experiments.resume_last()
+            experiments.start(trials)
         finally:
-            study = parts.study(optuna)
+            study = experiments.study(optuna)
             if study.trials:
-                local._report(optuna, study, sweep, folder, echo)
-        if not local._finished(optuna, study):
+                local.report(optuna, study, sweep, folder, echo)
+        if not local.finished_trials(optuna, study):
             raise RuntimeError(f"every run failed; see {folder}")
     return folder
 
 
-class _Parts:
+class _Experiments:
     """The experiments of Tune that a sweep consists of: one each time that ``trials`` is raised."""
 
     def __init__(
         self, folder: Path, sweep: Sweep, fixed: dict[str, Any], workers: int | None, seed: int
     ) -> None:
         self.folder, self.sweep, self.seed, self.workers = folder, sweep, seed, workers
-        self.given = {"sweep": sweep, "fixed": fixed, "words": local._words, "cwd": os.getcwd()}
+        self.arguments = {
+            "sweep": sweep,
+            "fixed": fixed,
+            "agent_command": local.agent_command,
+            "cwd": os.getcwd(),
+        }
 
     def trainable(self) -> Any:
         from ray import tune
 
-        return tune.with_resources(tune.with_parameters(_run, **self.given), {"cpu": 1})
+        return tune.with_resources(tune.with_parameters(_run, **self.arguments), {"cpu": 1})
 
-    def finish_last(self) -> None:
+    def resume_last(self) -> None:
         """Let the experiment that was stopped run to its end."""
         from ray import tune
 
@@ -122,7 +124,7 @@ class _Parts:
                     str(path), self.trainable(), resume_unfinished=True, restart_errored=True
                 ).fit()
 
-    def begin(self, trials: int) -> None:
+    def start(self, trials: int) -> None:
         """A new experiment with the runs that are missing."""
         from ray import tune
 
@@ -153,14 +155,14 @@ class _Parts:
                 name=f"tune_{len(self.paths()):02d}",
                 storage_path=str(self.folder),
                 failure_config=tune.FailureConfig(max_failures=RETRIES),
-                callbacks=[_say(self.sweep, first)],
-                stop=_give_up(),
+                callbacks=[_line_a_run(self.sweep, first)],
+                stop=_stop_if_all_fail(),
                 verbose=0,
             ),
         ).fit()
 
     def search(self, before: list[Any], points: list[dict[str, Any]] | None) -> Any:
-        """Optuna with the samplers of the local runner, told of the runs of earlier experiments."""
+        """Optuna with the samplers of the local runner, given the runs so far."""
         import optuna
         from ray.tune.search.optuna import OptunaSearch
 
@@ -202,10 +204,10 @@ class _Parts:
         study = optuna.create_study(direction="maximize" if self.sweep.maximize else "minimize")
         space = {name: _distribution(p) for name, p in self.sweep.searched.items()}
         for trial in (trial for path in self.paths() for trial in _trials(path)):
-            state, told = _state(trial), trial.last_result or {}
+            state, result = _state(trial), trial.last_result or {}
             if state is None:
                 continue
-            best = told.get("best", math.nan)
+            best = result.get("best", math.nan)
             study.add_trial(
                 optuna.trial.create_trial(
                     state=optuna.trial.TrialState[state.upper()],
@@ -213,8 +215,8 @@ class _Parts:
                     distributions=space,
                     value=best if state == "complete" else None,
                     user_attrs={
-                        "evaluations": told.get("evaluations", 0),
-                        "seconds": told.get("seconds", math.nan),
+                        "evaluations": result.get("evaluations", 0),
+                        "seconds": result.get("seconds", math.nan),
                         **({"best": best} if state != "fail" else {}),
                     },
                 )
@@ -238,14 +240,14 @@ def _index(trial: Any) -> int:
 
 def _state(trial: Any) -> str | None:
     """What became of a run, in the words of the table; None if it has not ended."""
-    told = trial.last_result or {}
+    result = trial.last_result or {}
     if trial.status == "ERROR":
         return "fail"
     if trial.status != "TERMINATED":
         return None
-    if not told.get("ended"):
+    if not result.get("ended"):
         return "pruned"
-    return "complete" if told["status"] == 0 and told["evaluations"] else "fail"
+    return "complete" if result["status"] == 0 and result["evaluations"] else "fail"
 
 
 def _distribution(parameter: Parameter) -> Any:
@@ -264,10 +266,10 @@ def _run(
     config: dict[str, Any],
     sweep: Sweep,
     fixed: dict[str, Any],
-    words: Callable[..., list[str]],
+    agent_command: Callable[..., list[str]],
     cwd: str,
 ) -> None:
-    """A run, on its worker: start the agent, pass its evaluations on to Tune."""
+    """A run, on its worker: the agent's process, its evaluations to Tune."""
     from ray import tune
 
     begin, better = time.monotonic(), max if sweep.maximize else min
@@ -275,33 +277,32 @@ def _run(
     # After the loss of a worker the run begins anew, in a folder of its own.
     run = next(f for k in itertools.count() if not (f := folder / f"attempt_{k}").exists())
     run.mkdir(parents=True)
-    told: dict[str, Any] = {"best": math.nan, "evaluations": 0, "ended": False, "status": None}
-    read = 0
-    with open(run / "output.log", "wb") as log:
-        process = subprocess.Popen(
-            words(sweep, {**config, **fixed}, run),
-            stdout=log,
-            stderr=log,
-            cwd=cwd if os.path.isdir(cwd) else None,
-            preexec_fn=_end_with_worker,
-        )
-        try:
-            over = False
-            while not over:
-                over = process.poll() is not None
-                values, read = local._evaluations(run / "metrics.jsonl", read, sweep.metric)
-                for value in values:
-                    best = better(value, told["best"]) if told["evaluations"] else value
-                    told |= {"best": best, "evaluations": told["evaluations"] + 1}
-                    tune.report({**told, "seconds": round(time.monotonic() - begin, 1)})
-                if not over:
-                    time.sleep(local.POLL_S)
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-    told |= {"ended": True, "status": process.returncode}
-    tune.report({**told, "seconds": round(time.monotonic() - begin, 1)})
+    result: dict[str, Any] = {"best": math.nan, "evaluations": 0, "ended": False, "status": None}
+    offset = 0
+
+    def report() -> None:
+        tune.report({**result, "seconds": round(time.monotonic() - begin, 1)})
+
+    def report_evaluations() -> bool:
+        nonlocal offset
+        new, offset = local.new_evaluations(run / "metrics.jsonl", offset, sweep.metric)
+        for value in new:
+            result["best"] = better(value, result["best"]) if result["evaluations"] else value
+            result["evaluations"] += 1
+            report()  # where Tune ends the run, this does not return
+        return False
+
+    status = run_process(
+        agent_command(sweep, {**config, **fixed}, run),
+        run / "output.log",
+        stop=report_evaluations,
+        poll_s=local.POLL_S,
+        cwd=cwd if os.path.isdir(cwd) else None,
+        preexec_fn=_end_with_worker,
+    )
+    report_evaluations()
+    result |= {"ended": True, "status": status}
+    report()
 
 
 def _end_with_worker() -> None:
@@ -310,33 +311,30 @@ def _end_with_worker() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _say(sweep: Sweep, first: int) -> Any:
+def _line_a_run(sweep: Sweep, first: int) -> Any:
     """A callback that prints a line a finished run."""
     from ray import tune
 
-    class Say(tune.Callback):
+    class LineARun(tune.Callback):
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-            told = trial.last_result or {}
-            best, seconds = told.get("best", math.nan), told.get("seconds", math.nan)
-            said = f"{sweep.metric} {best:.5g}"
-            if not told.get("ended"):
-                said = f"stopped early at {best:.5g}"
-            elif told["status"] != 0 or not told["evaluations"]:
-                said = f"failed with status {told['status']}, see {trial.path}"
-            chosen = ", ".join(
-                f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
-                for k, v in trial.config.items()
-            )
-            print(f"trial_{first + _index(trial):04d}: {said} ({seconds:.0f} s; {chosen})")
+            result = trial.last_result or {}
+            best, seconds = result.get("best", math.nan), result.get("seconds", math.nan)
+            outcome = f"{sweep.metric} {best:.5g}"
+            if not result.get("ended"):
+                outcome = f"stopped early at {best:.5g}"
+            elif result["status"] != 0 or not result["evaluations"]:
+                outcome = f"failed with status {result['status']}, see {trial.path}"
+            name, chosen = f"trial_{first + _index(trial):04d}", local.describe(trial.config)
+            print(f"{name}: {outcome} ({seconds:.0f} s; {chosen})")
 
-    return Say()
+    return LineARun()
 
 
-def _give_up() -> Any:
+def _stop_if_all_fail() -> Any:
     """A stopper that ends a sweep whose first runs all fail."""
     from ray import tune
 
-    class GiveUp(tune.Stopper):
+    class StopIfAllFail(tune.Stopper):
         good, failed = 0, 0
 
         def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
@@ -346,6 +344,6 @@ def _give_up() -> Any:
             return False
 
         def stop_all(self) -> bool:
-            return self.failed >= FAILURES and not self.good
+            return self.failed >= local.MAX_FAILURES and not self.good
 
-    return GiveUp()
+    return StopIfAllFail()

@@ -2,21 +2,18 @@
 
 The files are those that ``wandb sweep`` takes. ``bayes`` is Optuna's tree-structured Parzen
 estimator, ``random`` and ``grid`` what they say, and early termination its hyperband pruner. A
-run's value is the best evaluation of its log, since that is the checkpoint that an agent keeps.
-Stopped at any time, a sweep goes on where it was: finished runs are kept, unfinished ones are run
-again with the same arguments.
+run's value is the best evaluation of its log, since the agent saves that checkpoint. A sweep can
+be stopped at any time and resumed: finished runs stay, unfinished ones are run again with the same
+arguments.
 """
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
 import json
 import math
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,14 +24,25 @@ from pathlib import Path
 from typing import Any
 
 from servegym.experiments.figures.script import pyplot, tidy
+from servegym.experiments.jobs import folder_lock, interrupt_on_sigterm, run_process
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.experiments.sweeps.spec import Parameter, Sweep
 
-__all__ = ["run_sweep"]
+__all__ = [
+    "agent_command",
+    "finished_trials",
+    "lock_sweep",
+    "new_evaluations",
+    "report",
+    "run_sweep",
+    "save_definition",
+]
 
 POLL_S = 0.5
-FEW = 4
-"""Finished runs below which nothing is said of a parameter's importance."""
+MIN_FOR_IMPORTANCE = 4
+"""Complete runs that the importances of the parameters need."""
+MAX_FAILURES = 3
+"""Failed runs after which a sweep without any good run ends."""
 
 Echo = Callable[[str], object]
 
@@ -48,7 +56,7 @@ def run_sweep(
     fixed: Mapping[str, Any] | None = None,
     echo: Echo = print,
 ) -> Path:
-    """Run a sweep, or go on with it, until it has ``trials`` finished runs.
+    """Run or resume a sweep until it has ``trials`` finished runs.
 
     Args:
         sweep: The sweep.
@@ -74,12 +82,12 @@ def run_sweep(
             raise ValueError(f"{name} is {value}; allowed is 1 or more")
     folder = out or Path("sweeps") / sweep.path.stem
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder), _end_on_sigterm():
-        _same_sweep(folder, sweep, fixed or {})
+    with lock_sweep(folder), interrupt_on_sigterm():
+        save_definition(folder, sweep, fixed or {})
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = _study(optuna, sweep, folder, seed)
         _requeue(optuna, study, sweep)
-        work = _Work(optuna, study, sweep, folder, trials, dict(fixed or {}), echo)
+        work = _Workers(optuna, study, sweep, folder, trials, dict(fixed or {}), echo)
         with ThreadPoolExecutor(workers) as pool:
             futures = [pool.submit(work.loop) for _ in range(workers)]
             try:
@@ -88,53 +96,43 @@ def run_sweep(
             except BaseException:
                 work.stop.set()
                 raise
-        _report(optuna, study, sweep, folder, echo)
-        if work.failed and not _finished(optuna, study):
+        report(optuna, study, sweep, folder, echo)
+        if work.failed and not finished_trials(optuna, study):
             raise RuntimeError(f"every run failed; see {folder / 'runs'}")
     return folder
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    with open(folder / "lock", "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs") from None
+def lock_sweep(folder: Path) -> Iterator[None]:
+    """Hold the folder of a sweep.
+
+    Raises:
+        ValueError: If another process holds it.
+    """
+    with folder_lock(folder) as lock:
+        if lock is None:
+            raise ValueError(f"out is {str(folder)!r}, whose sweep another process runs")
         yield
 
 
-@contextmanager
-def _end_on_sigterm() -> Iterator[None]:
-    """End as by Ctrl-C when asked to terminate, so that no agent outlives its sweep."""
+def save_definition(folder: Path, sweep: Sweep, fixed: Mapping[str, Any], runner: str = "") -> None:
+    """Write ``sweep.yaml``: the file, the fixed arguments and the runner of the sweep.
 
-    def end(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _same_sweep(folder: Path, sweep: Sweep, fixed: Mapping[str, Any], note: str = "") -> None:
-    """Refuse to mix runs of different files, fixed arguments or runners in one folder."""
+    Raises:
+        ValueError: If the folder holds the runs of another definition.
+    """
     text = sweep.path.read_text(encoding="utf-8")
-    if note:
-        text += f"\n# {note}\n"
+    if runner:
+        text += f"\n# {runner}\n"
     if fixed:
         text += f"\n# fixed: {json.dumps(dict(sorted(fixed.items())))}\n"
-    kept = folder / "sweep.yaml"
-    if kept.exists() and kept.read_text(encoding="utf-8") != text:
+    definition = folder / "sweep.yaml"
+    if definition.exists() and definition.read_text(encoding="utf-8") != text:
         raise ValueError(
             f"out is {str(folder)!r}, which holds another sweep or another version of this one; "
             "name another folder"
         )
-    write_text(kept, text)
+    write_text(definition, text)
 
 
 def _study(optuna: Any, sweep: Sweep, folder: Path, seed: int) -> Any:
@@ -177,12 +175,13 @@ def _requeue(optuna: Any, study: Any, sweep: Sweep) -> None:
             study.enqueue_trial(trial.params)
 
 
-def _finished(optuna: Any, study: Any) -> list[Any]:
+def finished_trials(optuna: Any, study: Any) -> list[Any]:
+    """The runs that count: complete ones and those stopped early."""
     states = optuna.trial.TrialState
     return study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
 
 
-def _ask(trial: Any, parameter: Parameter) -> Any:
+def _suggest(trial: Any, parameter: Parameter) -> Any:
     if parameter.values:
         return trial.suggest_categorical(parameter.name, list(parameter.values))
     if parameter.whole:
@@ -192,8 +191,8 @@ def _ask(trial: Any, parameter: Parameter) -> Any:
     )
 
 
-class _Work:
-    """What the workers of one sweep share."""
+class _Workers:
+    """The state that the worker threads of one sweep share."""
 
     def __init__(
         self,
@@ -214,7 +213,7 @@ class _Work:
     def next_trial(self) -> Any | None:
         """The next run with its arguments, or None when there is no more to begin."""
         with self.lock:
-            done = len(_finished(self.optuna, self.study))
+            done = len(finished_trials(self.optuna, self.study))
             if self.stop.is_set() or done + self.running >= self.trials:
                 return None
             waiting = self.study.get_trials(deepcopy=False, states=(self.states.WAITING,))
@@ -222,7 +221,7 @@ class _Work:
                 return None
             trial = self.study.ask()
             for parameter in self.sweep.searched.values():
-                _ask(trial, parameter)
+                _suggest(trial, parameter)
             self.running += 1
             return trial
 
@@ -236,81 +235,87 @@ class _Work:
                     self.running -= 1
 
     def run(self, trial: Any) -> None:
-        """One run: start the agent, follow its evaluations, tell the study."""
+        """One run: the agent's process, its evaluations to the pruner, its value to the study."""
         begin = time.monotonic()
-        name = f"trial_{trial.number:04d}"
-        run = self.folder / "runs" / name
+        run = self.folder / "runs" / f"trial_{trial.number:04d}"
         shutil.rmtree(run, ignore_errors=True)
         run.mkdir(parents=True)
-        words = _words(self.sweep, {**trial.params, **self.fixed}, run)
         values: list[float] = []
-        with open(run / "output.log", "wb") as log:
-            process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
-            try:
-                pruned = self._follow(process, run / "metrics.jsonl", trial, values)
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                    process.wait()
-        seconds = time.monotonic() - begin
+        offset = 0
+
+        def report_evaluations() -> bool:
+            """Report what is new in the log; whether the pruner wants the run to end."""
+            nonlocal offset
+            new, offset = new_evaluations(run / "metrics.jsonl", offset, self.sweep.metric)
+            prune = False
+            for value in new:
+                values.append(value)
+                with self.lock:
+                    trial.report(value, len(values))
+                    prune |= bool(self.sweep.min_iter and trial.should_prune())
+            return prune
+
+        command = agent_command(self.sweep, {**trial.params, **self.fixed}, run)
+        status = run_process(
+            command,
+            run / "output.log",
+            stop=lambda: self.stop.is_set() or report_evaluations(),
+            poll_s=POLL_S,
+        )
         if self.stop.is_set():
             return  # left as running: the next process runs it again
+        if status is not None:
+            report_evaluations()  # those of the last moment; a run that has ended is not pruned
+        self.finish(trial, status, values, time.monotonic() - begin, run)
+
+    def finish(
+        self, trial: Any, status: int | None, values: list[float], seconds: float, run: Path
+    ) -> None:
+        """Record how a run ended, and print a line."""
         best = (max if self.sweep.maximize else min)(values) if values else math.nan
         with self.lock:
             trial.set_user_attr("seconds", round(seconds, 1))
             trial.set_user_attr("evaluations", len(values))
-            if pruned:
+            if status is None:
                 trial.set_user_attr("best", best)
                 self.study.tell(trial, state=self.states.PRUNED)
-                said = f"stopped early at {best:.5g}"
-            elif process.returncode == 0 and values:
+                outcome = f"stopped early at {best:.5g}"
+            elif status == 0 and values:
                 trial.set_user_attr("best", best)
                 self.study.tell(trial, best)
-                said = f"{self.sweep.metric} {best:.5g}"
+                outcome = f"{self.sweep.metric} {best:.5g}"
             else:
                 self.study.tell(trial, state=self.states.FAIL)
                 self.failed += 1
-                said = f"failed with status {process.returncode}, see {run / 'output.log'}"
-                if self.failed >= 3 and not _finished(self.optuna, self.study):
+                outcome = f"failed with status {status}, see {run / 'output.log'}"
+                if self.failed >= MAX_FAILURES and not finished_trials(self.optuna, self.study):
                     self.stop.set()
             write_csv(self.folder / "trials.csv", _rows(self.study, self.sweep))
-        chosen = ", ".join(
-            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-            for key, value in trial.params.items()
-        )
-        self.echo(f"{name}: {said} ({seconds:.0f} s; {chosen})")
-
-    def _follow(self, process: Any, log: Path, trial: Any, values: list[float]) -> bool:
-        """Read evaluations until the process ends; True if the pruner stopped it."""
-        read = 0
-        while True:
-            over = process.poll() is not None
-            fresh, read = _evaluations(log, read, self.sweep.metric)
-            for value in fresh:
-                values.append(value)
-                with self.lock:
-                    trial.report(value, len(values))
-                    if not over and self.sweep.min_iter and trial.should_prune():
-                        return True
-            if over or self.stop.is_set():
-                return False
-            self.stop.wait(POLL_S)
+        self.echo(f"{run.name}: {outcome} ({seconds:.0f} s; {describe(trial.params)})")
 
 
-def _evaluations(log: Path, read: int, metric: str) -> tuple[list[float], int]:
-    """Values of the metric in the whole lines after byte ``read`` of a log, and where they end."""
+def describe(parameters: Mapping[str, Any]) -> str:
+    """The chosen arguments in a line."""
+    return ", ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in parameters.items()
+    )
+
+
+def new_evaluations(log: Path, offset: int, metric: str) -> tuple[list[float], int]:
+    """Values of the metric in the whole lines after a byte of a log, and where the lines end."""
     try:
         with open(log, "rb") as stream:
-            stream.seek(read)
+            stream.seek(offset)
             text = stream.read()
     except FileNotFoundError:
-        return [], read
+        return [], offset
     end = text.rfind(b"\n") + 1
-    found = (json.loads(line).get(metric) for line in text[:end].splitlines())
-    return [float(value) for value in found if value is not None], read + end
+    values = (json.loads(line).get(metric) for line in text[:end].splitlines())
+    return [float(value) for value in values if value is not None], offset + end
 
 
-def _words(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:
+def agent_command(sweep: Sweep, chosen: Mapping[str, Any], run: Path) -> list[str]:
     """The agent's command line: as wandb writes it, but with no account and our folder."""
     constants = {name: p.values[0] for name, p in sweep.parameters.items() if len(p.values) == 1}
     arguments = {**constants, **chosen, "track": False, "out_dir": run.parent, "run_name": run.name}
@@ -335,7 +340,7 @@ def _rows(study: Any, sweep: Sweep) -> list[dict[str, Any]]:
     return rows
 
 
-def _report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> None:
+def report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> None:
     """Print the best runs, write the table, the importances and the plot."""
     rows = _rows(study, sweep)
     write_csv(folder / "trials.csv", rows)
@@ -356,7 +361,7 @@ def _report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> 
     complete = [row for row in rows if row["state"] == "complete"]
     importance: dict[str, float] = {}
     varied = [n for n in sweep.searched if len({row[n] for row in complete}) > 1]
-    if len(complete) >= FEW and varied:
+    if len(complete) >= MIN_FOR_IMPORTANCE and varied:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
         importance = optuna.importance.get_param_importances(
             study, evaluator=evaluator, params=varied
@@ -364,7 +369,7 @@ def _report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> 
         table = [{"parameter": k, "importance": round(v, 4)} for k, v in importance.items()]
         write_csv(folder / "importance.csv", table)
     else:
-        echo(f"no importances from {len(complete)} complete runs; {FEW} are needed")
+        echo(f"no importances from {len(complete)} complete runs; {MIN_FOR_IMPORTANCE} are needed")
     if complete:
         _plot(rows, importance, sweep, folder / "sweep.png")
     echo(f"{folder}: trials.csv" + (", importance.csv" if importance else "") + ", sweep.png")

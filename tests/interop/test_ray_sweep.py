@@ -91,12 +91,12 @@ def two_workers():
 def agent(tmp_path, monkeypatch):
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
-    monkeypatch.setattr(local, "_words", swapped(str(script)))
+    monkeypatch.setattr(local, "agent_command", swapped(str(script)))
     monkeypatch.setattr(local, "POLL_S", 0.02)
     return script
 
 
-def swapped(script, real=local._words):
+def swapped(script, real=local.agent_command):
     """The agent's command line with the script above as the agent."""
     return lambda *a: [sys.executable, script, *real(*a)[3:]]
 
@@ -194,8 +194,8 @@ from pathlib import Path
 from servegym.experiments.cluster import sweep as ray_sweep
 from servegym.experiments.sweeps import run as sweep
 from servegym.experiments.sweeps.spec import read_sweep
-real = sweep._words
-sweep._words = lambda *a: [sys.executable, {str(agent)!r}, *real(*a)[3:]]
+real = sweep.agent_command
+sweep.agent_command = lambda *a: [sys.executable, {str(agent)!r}, *real(*a)[3:]]
 ray_sweep.run_sweep(
     read_sweep({str(sweep.path)!r}), 4, 1, Path({str(tmp_path / "out")!r}), ray="local:1"
 )

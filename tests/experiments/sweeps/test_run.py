@@ -59,8 +59,8 @@ with open(run / "metrics.jsonl", "w") as log:
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
-    real = running._words
-    monkeypatch.setattr(running, "_words", lambda *a: [sys.executable, str(script), *real(*a)[3:]])
+    real = running.agent_command
+    monkeypatch.setattr(running, "agent_command", lambda *a: [sys.executable, str(script), *real(*a)[3:]])
     monkeypatch.setattr(running, "POLL_S", 0.02)
     return script
 
@@ -133,8 +133,8 @@ def test_unknown_sweeps_are_named() -> None:
 def test_runs_are_chosen_in_range_and_the_best_evaluation_counts(
     tmp_path: Path, agent: Path
 ) -> None:
-    said: list[str] = []
-    out = run_sweep(read_sweep(written(tmp_path)), 6, 2, tmp_path / "out", echo=said.append)
+    lines: list[str] = []
+    out = run_sweep(read_sweep(written(tmp_path)), 6, 2, tmp_path / "out", echo=lines.append)
     rows = table(out)
     assert len(rows) == 6 and {row["state"] for row in rows} == {"complete"}
     values = [float(row["eval/score"]) for row in rows]
@@ -154,7 +154,7 @@ def test_runs_are_chosen_in_range_and_the_best_evaluation_counts(
         shares = {row["parameter"]: float(row["importance"]) for row in csv.DictReader(stream)}
     assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert len([line for line in said if line.startswith("trial_")]) == 6
+    assert len([line for line in lines if line.startswith("trial_")]) == 6
 
 
 def test_a_sweep_goes_on_and_ends_where_it_should(tmp_path: Path, agent: Path) -> None:
@@ -228,8 +228,8 @@ import sys
 from pathlib import Path
 from servegym.experiments.sweeps import run as sweep
 from servegym.experiments.sweeps.spec import read_sweep
-real = sweep._words
-sweep._words = lambda *a: [sys.executable, {str(agent)!r}, *real(*a)[3:]]
+real = sweep.agent_command
+sweep.agent_command = lambda *a: [sys.executable, {str(agent)!r}, *real(*a)[3:]]
 sweep.run_sweep(read_sweep({str(path)!r}), 3, 2, Path({str(tmp_path / "out")!r}))
 """
     )
