@@ -21,10 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base
-from servegym.envs.workloads.expert_sets import ids_to_masks, pack_sets
 from servegym.envs._files import measured_data, write_atomic, write_json
-from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,
@@ -39,6 +36,9 @@ from servegym.envs.workloads.activations import (
     top_expert_share,
 )
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.expert_sets import ids_to_masks, pack_sets
+from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.synthetic_activations import mixtral_targets, solve_base
 
 BANK_SEED = 20240802
 LAW_SEED = 20240803

@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._files import write_json
-from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,
     MMPPArrivals,
     ModulatedArrivals,
 )
+from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.traces import load_trace
 
@@ -124,9 +124,7 @@ def mmpp_log_likelihood(gaps: np.ndarray, process: MMPPArrivals) -> float:
     return float(total + np.log(max((start @ product[0]).sum(), 1e-300)))
 
 
-def _minimise(
-    loss: Callable[[np.ndarray], float], *starts: Sequence[float]
-) -> np.ndarray:
+def _minimise(loss: Callable[[np.ndarray], float], *starts: Sequence[float]) -> np.ndarray:
     """The least point that Nelder-Mead finds from several starts."""
     return min((_descend(loss, start) for start in starts), key=loss)
 

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._files import measured_data, write_atomic, write_json
-from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.catalog import (
     MAX_OUTPUT_TOKENS,
     SPLIT_SHARES,
@@ -30,6 +29,7 @@ from servegym.envs.workloads.catalog import (
     make_split,
 )
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.files import DATA_DIR
 
 NAME = "alpaca_eval_7b"
 SPLIT_SEED = 20240801

@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import fcntl
 import hashlib
 import json
 import math
 import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +30,7 @@ from typing import Any
 
 from servegym.envs._command_line import run_main
 from servegym.experiments.figures.routing.runs import POINTS, RUNS, TrainingRun, select
+from servegym.experiments.jobs import folder_lock, run_process
 from servegym.experiments.output import print_table, write_json, write_text
 from servegym.experiments.tables import Table, machine, versions
 
@@ -41,7 +39,7 @@ __all__ = ["POINTS", "RUNS", "TrainingRun", "main", "select", "train_all"]
 SNAPSHOT_STEPS = 50_000
 POLL_S = 1.0
 TABLE = Path("experiments/results/routing/training.csv")
-RESULT, SECONDS, LOCK, LOG = "result.json", "seconds.txt", "lock", "training.log"
+RESULT, SECONDS, LOG = "result.json", "seconds.txt", "training.log"
 
 
 def source_digest() -> str:
@@ -61,28 +59,10 @@ def state_of(run: TrainingRun, runs: Path) -> str:
         return "finished"
     if not folder.exists():
         return "waiting"
-    with _locked(folder) as handle:
-        if handle is None:
+    with folder_lock(folder) as lock:
+        if lock is None:
             return "running"
     return "begun" if (folder / "metrics.jsonl").exists() else "waiting"
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[int | None]:
-    """The open file of the folder's lock, or None if another process holds it.
-
-    The training process inherits it: the lock lasts as long as either lives.
-    """
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield None
-            return
-        yield handle
-    finally:
-        os.close(handle)  # unlocks once no process has it open any more
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
@@ -168,42 +148,32 @@ def train_one(
     """
     folder = runs / run.name
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder) as handle:
-        if handle is None:
+    with folder_lock(folder) as lock:
+        if lock is None:
             return "running"
         if (folder / RESULT).exists():
             return "finished"
         clock = folder / SECONDS
         before = float(clock.read_text()) if clock.exists() else 0.0
-        command = run.command(runs, snapshot_steps)
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
         begin = time.monotonic()
-        with open(folder / LOG, "ab") as log:
-            child = subprocess.Popen(
-                ["nice", "-n", str(niceness), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **threads},
-                pass_fds=(handle,),
-            )
-            told = begin
-            try:
-                while child.poll() is None and time.monotonic() < deadline:
-                    if _STOP.wait(POLL_S):
-                        break
-                    if time.monotonic() - told > 30:
-                        told = time.monotonic()
-                        write_text(clock, f"{before + told - begin:.1f}\n")
-            finally:
-                stopped = child.poll() is None
-                if stopped:
-                    child.terminate()
-                    child.wait()
+
+        def stop() -> bool:
+            write_text(clock, f"{before + time.monotonic() - begin:.1f}\n")
+            return _STOP.is_set() or time.monotonic() >= deadline
+
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+        status = run_process(
+            ["nice", "-n", str(niceness), *run.command(runs, snapshot_steps)],
+            folder / LOG,
+            stop,
+            POLL_S,
+            env={**os.environ, **threads},
+            pass_fds=(lock,),
+        )
         write_text(clock, f"{before + time.monotonic() - begin:.1f}\n")
-        if stopped:
+        if status is None:
             return "stopped"
-        if child.returncode != 0 or not (folder / "best.safetensors").exists():
+        if status != 0 or not (folder / "best.safetensors").exists():
             return "failed"
         write_json(folder / RESULT, summary(run, folder))
         (folder / "snapshot.pt").unlink(missing_ok=True)

@@ -60,7 +60,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "agent.py"
     script.write_text(AGENT)
     real = running.agent_command
-    monkeypatch.setattr(running, "agent_command", lambda *a: [sys.executable, str(script), *real(*a)[3:]])
+    monkeypatch.setattr(
+        running, "agent_command", lambda *a: [sys.executable, str(script), *real(*a)[3:]]
+    )
     monkeypatch.setattr(running, "POLL_S", 0.02)
     return script
 
@@ -184,9 +186,9 @@ def test_a_grid_runs_every_point_once(tmp_path: Path, agent: Path) -> None:
 
 
 def test_hyperband_stops_poor_runs_before_their_end(tmp_path: Path, agent: Path) -> None:
-    text = GOOD.replace("method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\n"
-                        "method: random").replace("{value: mlp}", "{value: mlp}\n"
-                        "  pause: {value: 0.4}")
+    text = GOOD.replace(
+        "method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\nmethod: random"
+    ).replace("{value: mlp}", "{value: mlp}\n  pause: {value: 0.4}")
     out = run_sweep(read_sweep(written(tmp_path, text)), 12, 4, tmp_path / "out", seed=3)
     rows = table(out)
     stopped = [row for row in rows if row["state"] == "pruned"]

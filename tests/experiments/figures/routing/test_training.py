@@ -21,6 +21,7 @@ pytest.importorskip("rich")
 
 from servegym.agents import load_policy, sac_han  # noqa: E402
 from servegym.experiments.figures.routing import training as queue  # noqa: E402
+from servegym.experiments.jobs import LOCK  # noqa: E402
 
 TINY = {
     "profiles": "edge-6-heterogeneous",
@@ -114,7 +115,7 @@ def test_trains_writes_its_row_and_does_nothing_twice(tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("trained again")
 
-    monkeypatch.setattr(queue.subprocess, "Popen", fail)
+    monkeypatch.setattr(queue, "run_process", fail)
     assert queue.train_all([tiny()], runs, table, niceness=0) == {tiny().name: "finished"}
 
 
@@ -157,7 +158,7 @@ def test_a_run_that_another_process_holds_is_left_alone(tmp_path):
         "fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder / queue.LOCK)], stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(folder / LOCK)], stdout=subprocess.PIPE
     )
     try:
         assert holder.stdout.readline() == b"held\n"
