@@ -1,11 +1,18 @@
 """Multi-agent PPO for expert placement: every server plans its own experts, the critic sees all.
 
-The servers of the PettingZoo environment share one actor, which reads what the server knows itself
-(its counts, what it holds, its links) and gives heights and slopes as in ``ppo_placement``. The
-critic reads ``state()`` and serves only in training (Yu et al., NeurIPS 2022, "The surprising
-effectiveness of PPO in cooperative multi-agent games"). All servers get the sum of the rewards.
-Groups of episodes with the same requests, the start and the free first placement are as in
-``ppo_placement``. ``python agents/mappo_placement.py --help`` lists the options.
+The servers of the PettingZoo environment share one actor, which reads what a server knows itself:
+its counts, the experts it holds, its links. For every layer the actor gives a height and a slope:
+the score of an expert is what the base placement says, plus the height, plus the slope times the
+logarithm of the expert's share of the server's tokens, and the server takes its best-scored experts
+(``action_mode="expert_score"``). A Bernoulli head decides whether the server migrates; the first
+placement of an episode is free and is always carried out. The privileged critic reads ``state()``
+and serves in training alone (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in
+cooperative multi-agent games"); all servers get the sum of the rewards.
+
+``ppo_placement`` differs: one controller sees the whole system, and it exchanges whole layers of
+the placement that the search found. The base, the groups of environments with the same requests
+and the free first placement are the same. ``python agents/mappo_placement.py --help`` lists the
+options.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from servegym.agents.lib.checkpoint import (
 from servegym.agents.lib.environments import parse_settings
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.agents.placement_features import SCALARS, Features, group_advantage, is_first
+from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import (
     InitialPlacement,
     cached_best_start,
@@ -55,49 +62,177 @@ class Args(RunArgs):
     set: tuple[str, ...] = ("scenario=edge_hetero",)
     """environment arguments, key=value with a JSON value, as in scenario=drift"""
     base: str = "best"
-    """where the scores start: best (found by simulation), whole_layer or none"""
-    start_tries: int = 3
-    """placements annealed for each of three settings, from which the best start is taken"""
-    start_steps: int = 3_000_000
-    """proposals of each annealing"""
+    """placement that the network changes: best (annealed, then simulated), best_heuristic (the same
+    search without annealing), whole_layer or none"""
     width: int = 64
     """hidden units of every layer"""
     total_timesteps: int = 160
     """decisions over all environments, those of all servers counted once"""
-    groups: int = 4
-    """different episodes per update"""
-    members: int = 8
-    """copies of each episode, with the same requests"""
+    num_envs: int = 32
+    """parallel environments"""
+    group_size: int = 8
+    """environments that share their episodes and differ by the actions alone"""
     epochs: int = 1
     """decisions of a training episode; evaluations have the environment's"""
     learning_rate: float = 3e-3
     """learning rate at first; it falls linearly to zero"""
-    gamma: float = 1.0
-    """discount per epoch"""
-    gae_lambda: float = 0.95
-    """lambda of the generalised advantage estimate"""
-    num_minibatches: int = 2
-    """minibatches per pass"""
     update_epochs: int = 4
     """passes over the collected steps"""
-    clip_coef: float = 0.2
-    """clipping of the probability ratio of each server"""
-    target_kl: float = 1.0
-    """the passes of an update end when the policy has moved so far"""
-    std: tuple[float, float] = (0.6, 0.4)
-    """standard deviation of heights and slopes at first and at last, linear in between"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """gradients are clipped to this norm"""
-    move_bias: float = -4.0
-    """logit of a server's migration after the first, at first"""
     eval_every: int = 160
     """decisions between evaluations on the validation split; the best policy is kept"""
     eval_episodes: int = 4
     """episodes per evaluation"""
     resume: bool = False
-    """go on with the run of this name where it was stopped; needs what save_model writes"""
+    """go on with the run of this name where it was stopped"""
+
+
+BASES = ("best", "best_heuristic", "whole_layer", "none")
+START_TRIES, START_STEPS = 3, 3_000_000
+"""Annealed placements of each of three settings in the search for a start; proposals of each."""
+
+# PPO. The discount is one as an episode is a few epochs, and costs now and later weigh alike.
+GAMMA, GAE_LAMBDA = 1.0, 0.95
+NUM_MINIBATCHES, CLIP_COEF, VF_COEF, MAX_GRAD_NORM = 2, 0.2, 0.5, 0.5
+TARGET_KL = 1.0
+"""The passes of an update end when the policy has moved so far."""
+STD_FIRST, STD_LAST = 0.6, 0.4
+"""Standard deviation of the outputs at first and at last, linear in between."""
+MIGRATE_BIAS = -4.0
+"""Logit of a server's migration after the first placement, at first."""
+
+# What the network reads.
+MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
+"""Shares of a layer's experts, the most frequent first, whose cumulative mass is a feature."""
+FREQUENCIES = 8
+"""Pairs of sine and cosine that encode the position of a layer."""
+SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
+
+# What the network's outputs do.
+BASE_WEIGHT, MIN_BASE_WEIGHT = 0.6, 0.4
+"""Score of a base expert in a layer held whole, and the least share of that score elsewhere: whole
+layers are hard to break and single experts easily exchanged."""
+HEIGHT_SCALE, SLOPE_AT_ZERO, SLOPE_GROWTH = 0.15, 0.05, 0.5
+
+
+class Features:
+    """Observations as features by server and layer, and the actor's outputs as plans.
+
+    Args:
+        cluster: Servers, links and sizes: N servers, L layers, E experts a layer.
+        base: One of `BASES`.
+        start: Bool (N, L, E), experts of each server in the placement that the search found.
+            Without one, as on a cluster never seen, ``best`` is ``whole_layer``.
+
+    Raises:
+        ValueError: If the base is unknown.
+    """
+
+    columns = len(MASS_AT) + 1 + 4 + 1 + 2 * FREQUENCIES + 8
+
+    def __init__(self, cluster: Any, base: str, start: Any = None):
+        if base not in BASES:
+            raise ValueError(f"base is {base!r}; allowed are {', '.join(BASES)}")
+        servers, layers, experts = cluster.num_servers, cluster.layers, cluster.experts
+        self.shape = (servers, layers, experts)
+        self.gpu_server, self.top_k = cluster.gpu_server, cluster.top_k
+        held = np.zeros(self.shape)
+        if base.startswith("best") and start is not None:
+            held[np.asarray(start) > 0] = 1.0
+        elif base != "none":
+            layers_dealt = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
+            held[cluster.server_view(layers_dealt).all(axis=2)] = 1.0
+        self.base = held.mean(axis=2)  # (N, L) share of a layer's experts that the base holds
+        weight = np.maximum(self.base, MIN_BASE_WEIGHT)[:, :, None]
+        self.held = torch.as_tensor(held * weight, dtype=torch.float32)
+
+        # Features that an episode does not change. First the round trips to other servers.
+        byte_s = 1.0 / cluster.link_bytes_s
+        trip = cluster.latency_s + cluster.latency_s.T + 2 * cluster.message_cost_s
+        trip = trip + cluster.activation_bytes * (byte_s + byte_s.T)
+        away = ~np.eye(servers, dtype=bool)
+        scale = trip[away].mean() if servers > 1 else 1.0
+        trip = np.where(away, trip / scale, 0.0)
+        # The nearest other server that holds a layer in the base, and how many do.
+        there = np.where(self.base[None] * away[:, :, None] > 0.5, trip[:, :, None], np.inf)
+        nearest = np.minimum(there.min(axis=1), trip.max(axis=1, keepdims=True))
+        others = (self.base.sum(axis=0) - self.base) / max(servers - 1, 1)
+        position = np.arange(layers) / layers
+        waves = [position]
+        for k in range(1, FREQUENCIES + 1):
+            waves += [np.sin(2 * np.pi * k * position), np.cos(2 * np.pi * k * position)]
+        capacity = cluster.cap / (layers * experts)
+        bandwidth = np.log(cluster.nic_bps / cluster.nic_bps.mean())
+        of_server = np.stack([capacity, trip.mean(axis=1), bandwidth], axis=-1)
+        self.static = np.concatenate(
+            [
+                np.stack([self.base, nearest, others], axis=-1),
+                np.broadcast_to(np.stack(waves, axis=-1), (servers, layers, len(waves))),
+                np.broadcast_to(of_server[:, None], (servers, layers, 3)),
+            ],
+            axis=-1,
+        )
+
+    def __call__(self, observation: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Features and log-shares of a batch of observations of the whole system."""
+        placement = np.asarray(observation["placement"]) > 0  # (B, GPUs, L, E)
+        held = np.zeros((len(placement), self.shape[0], *placement.shape[2:]), dtype=bool)
+        for g, n in enumerate(self.gpu_server):
+            held[:, n] |= placement[:, g]
+        return self.by_server(observation["counts"], held, observation)
+
+    def by_server(
+        self, counts: Any, held: Any, scalars: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Features (B, N, L, columns) and log-shares (B, N, L, E) of what servers know themselves.
+
+        Args:
+            counts: (B, N, L, E) assignments.
+            held: (B, N, L, E) which experts a server has.
+            scalars: ``in_system``, ``arrivals``, ``link_backlog_s`` (B, N), ``window_s`` (seconds)
+                and ``progress`` (B, 1) or (B, N).
+
+        Raises:
+            ValueError: If the counts are of another cluster or model.
+        """
+        counts = np.asarray(counts, dtype=np.float64)
+        if counts.shape[1:] != self.shape:
+            raise ValueError(f"counts have shape {counts.shape[1:]}, expected {self.shape}")
+        batch, (servers, layers, experts) = len(counts), self.shape
+        # How a server's tokens fall on the experts of a layer.
+        total = counts.sum(axis=3, keepdims=True)
+        share = np.where(total > 0, counts / np.maximum(total, 1.0), 1.0 / experts)
+        mass = np.cumsum(-np.sort(-share, axis=3), axis=3)
+        at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
+        entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=3) / np.log(max(experts, 2))
+        # The load of the servers, first their tokens a second since the last change.
+        in_system, arrivals, backlog_s, window_s, progress = (
+            np.asarray(scalars[name], dtype=np.float64) for name in SCALARS
+        )
+        demand = counts.sum(axis=(2, 3)) / (layers * self.top_k) / (window_s + 1.0)
+        load = [np.log(demand + 1e-3) / 3 - 1, *map(np.log1p, (in_system, arrivals, backlog_s))]
+        load = np.stack([np.broadcast_to(x, (batch, servers)) for x in (*load, progress)], axis=-1)
+        parts = [
+            mass[..., at],
+            entropy[..., None],
+            np.asarray(held).mean(axis=3)[..., None],
+            np.broadcast_to(self.static, (batch, *self.static.shape)),
+            np.broadcast_to(load[:, :, None], (batch, servers, layers, load.shape[-1])),
+        ]
+        x = np.concatenate(parts, axis=-1).astype(np.float32)
+        log_share = 0.5 * np.log(np.clip(share * experts, 1e-2, None)).astype(np.float32)
+        return torch.from_numpy(x), torch.from_numpy(log_share)
+
+    def plan(self, outputs: Tensor, log_share: Tensor) -> NDArray[np.float32]:
+        """Scores (B, N, L, E) in [0, 1] of the actor's outputs (B, N, L, 2): height and slope.
+
+        Only the order within a server matters for what the server takes, so scores are ranks.
+        """
+        height, slope = outputs[..., 0], outputs[..., 1].clamp(-8.0, 8.0)
+        score = BASE_WEIGHT * self.held + (HEIGHT_SCALE * height)[..., None]
+        slope = SLOPE_AT_ZERO * torch.exp(SLOPE_GROWTH * slope)
+        flat = (score + slope[..., None] * log_share).flatten(2)
+        rank = flat.argsort(dim=-1, stable=True).argsort(-1)
+        return (rank.float() / max(flat.shape[-1] - 1, 1)).view(log_share.shape).numpy()
 
 
 def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
@@ -111,7 +246,7 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
 class Agent(nn.Module):
     """One actor for every server, and a critic of the whole system."""
 
-    def __init__(self, columns: int, width: int, move_bias: float = -4.0) -> None:
+    def __init__(self, columns: int, width: int) -> None:
         super().__init__()
         self.columns, self.width = columns, width
         self.encode = nn.Sequential(
@@ -120,12 +255,12 @@ class Agent(nn.Module):
         self.mix = nn.Sequential(layer(2 * width, width), nn.Tanh())
         self.mean = layer(width, 2, 0.01)
         self.move = layer(width, 1, 0.01)
-        nn.init.constant_(self.move.bias, move_bias)
+        nn.init.constant_(self.move.bias, MIGRATE_BIAS)
         self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
         self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means (..., L, 2) and logits of a move (...,) of features (..., L, columns).
+        """Means (..., L, 2) and logits of a migration (...,) of features (..., L, columns).
 
         Each leading index is a server on its own.
         """
@@ -134,25 +269,40 @@ class Agent(nn.Module):
         return self.mean(h), self.move(h.mean(-2)).squeeze(-1)
 
     def value(self, x: Tensor) -> Tensor:
-        """Values (B,) of features (B, N, L, columns)."""
+        """Values (B,) of features (B, N, L, columns) of the whole system."""
         return self.critic(self.critic_encode(x).mean((1, 2))).squeeze(-1)
 
-    def log_prob(
-        self, mean: Tensor, std: float, move: Tensor, z: Tensor, moved: Tensor, free: Tensor
-    ) -> Tensor:
-        """Log-probability (B, N) of each server's action; free (B, 1) as in ``ppo_placement``."""
-        plan = torch.distributions.Normal(mean, std).log_prob(z).sum((2, 3))
-        choice = -nn.functional.binary_cross_entropy_with_logits(move, moved, reduction="none")
-        return torch.where(free > 0, 0.0, choice) + moved * plan
+
+def log_prob(
+    mean: Tensor, std: float, logit: Tensor, outputs: Tensor, migrate: Tensor, first: Tensor
+) -> Tensor:
+    """Log-probability (B, N): to migrate unless that is free, and of a plan that is carried out.
+
+    A plan that is not carried out has no effect, so it has no part in the gradient. ``mean`` and
+    the drawn ``outputs`` are (B, N, L, 2), the ``logit`` of a migration and ``migrate`` (1: the
+    plan is carried out) are (B, N), ``first`` (1: the first placement of an episode) is (B, 1).
+    """
+    plan = torch.distributions.Normal(mean, std).log_prob(outputs).sum((2, 3))
+    choice = -nn.functional.binary_cross_entropy_with_logits(logit, migrate, reduction="none")
+    return torch.where(first > 0, 0.0, choice) + migrate * plan
 
 
-def make_features(cluster: Any, args: Args, start: InitialPlacement | None) -> Features:
-    """What the network reads."""
-    return Features(cluster, args.base, None if start is None else start.held)
+def group_advantage(advantage: Tensor, group_size: int) -> Tensor:
+    """Advantages (T, B) less the mean of their group, over a robust spread and limited to 3.
+
+    An expert moved at the wrong time can cost a hundred times what plans differ by; without the
+    limit such an episode alone would decide the update.
+    """
+    steps = len(advantage)
+    grouped = advantage.view(steps, -1, group_size)
+    centred = (grouped - grouped.median(-1, keepdim=True).values).reshape(steps, -1)
+    spread = centred.abs().median().clamp_min(1e-8) * 1.5
+    limited = (centred / spread).clamp(-3.0, 3.0).view(steps, -1, group_size)
+    return (limited - limited.mean(-1, keepdim=True)).reshape(steps, -1)
 
 
 def make_env(args: Args, **overrides: Any) -> ExpertPlacementParallelEnv:
-    """The multi-agent environment in the mode of scores."""
+    """The multi-agent environment with actions of scores."""
     kwargs = parse_settings(args.set) | {"action_mode": "expert_score", "shared_reward": True}
     return ExpertPlacementParallelEnv(**(kwargs | overrides))
 
@@ -160,261 +310,286 @@ def make_env(args: Args, **overrides: Any) -> ExpertPlacementParallelEnv:
 def local_features(
     features: Features, observations: Sequence[Mapping[str, Mapping[str, Any]]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features (B, N, L, columns) and log-shares of what the servers see; whether free (B, 1)."""
+    """What the actors of B environments see.
+
+    Returns:
+        Features (B, N, L, columns), log-shares (B, N, L, E) and 1 where the placement is the first
+        of its episode (B, 1).
+    """
 
     def stack(name: str) -> NDArray[Any]:
-        return np.stack([np.stack([own[name] for own in seen.values()]) for seen in observations])
+        return np.stack([np.stack([own[name] for own in of.values()]) for of in observations])
 
     scalars = {name: stack(name)[..., 0] for name in SCALARS}
     x, log_share = features.by_server(stack("counts"), stack("held")[:, :, 0] > 0, scalars)
-    free = torch.as_tensor(scalars["progress"][:, :1] <= 0.0, dtype=torch.float32)
-    return x, log_share, free
+    first = torch.as_tensor(scalars["progress"][:, :1] <= 0.0, dtype=torch.float32)
+    return x, log_share, first
 
 
 def state_features(features: Features, envs: Sequence[ExpertPlacementParallelEnv]) -> Tensor:
-    """Features (B, N, L, columns) of the environments' ``state()``."""
+    """Features (B, N, L, columns) of the environments' ``state()``, for the critic."""
     space = observation_space(envs[0].problem)
-    found = [gym.spaces.unflatten(space, env.state()) for env in envs]
-    return features({name: np.stack([one[name] for one in found]) for name in space})[0]
+    states = [gym.spaces.unflatten(space, env.state()) for env in envs]
+    return features({name: np.stack([state[name] for state in states]) for name in space})[0]
 
 
 def step_all(
     envs: Sequence[ExpertPlacementParallelEnv], migrate: NDArray[Any], plan: NDArray[Any]
 ) -> tuple[list[Any], Tensor, list[Any]]:
     """Step every environment: observations, shared rewards (B,), infos of the first servers."""
-    seen, rewards, infos = [], [], []
-    for env, moves, plans in zip(envs, migrate, plan, strict=True):
+    observations, rewards, infos = [], [], []
+    for env, env_migrate, env_plan in zip(envs, migrate, plan, strict=True):
         actions = {
-            agent: {"migrate": int(moves[n]), "plan": plans[n]}
+            agent: {"migrate": int(env_migrate[n]), "plan": env_plan[n]}
             for n, agent in enumerate(env.agents)
         }
         observation, reward, _, _, info = env.step(actions)
-        seen.append(observation)
+        observations.append(observation)
         rewards.append(next(iter(reward.values())))
         infos.append(next(iter(info.values())))
-    return seen, torch.tensor(rewards, dtype=torch.float32), infos
+    return observations, torch.tensor(rewards, dtype=torch.float32), infos
 
 
 def greedy(
     agent: Agent, features: Features, cluster: Any, observation: Mapping[str, Any]
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Any]:
     """The likeliest joint action for the single environment with ``action_mode="placement"``.
 
     The servers' plans are put together as the multi-agent environment does.
     """
     x, log_share = features(observation)
     with torch.no_grad():
-        mean, move = agent(x)
-    migrate = is_first(observation)[:, None] | (move.numpy() > 0)
+        mean, logit = agent(x)
+    first = np.asarray(observation["progress"])[:, :1] <= 0.0
+    migrate = first | (logit.numpy() > 0)  # (B, N)
     plan = features.plan(mean, log_share)
-    found = np.array(observation["placement"], dtype=np.int8)
+    placement = np.array(observation["placement"], dtype=np.int8)
     for b in np.flatnonzero(migrate.any(axis=1)):
         counts = np.asarray(observation["counts"][b], dtype=np.float64)
-        wanted = decode_scores(cluster, plan[b], counts, found[b])
-        keeps = ~migrate[b][cluster.gpu_server]
-        wanted[keeps] = found[b][keeps]
-        found[b] = repair_placement(cluster, wanted, counts)
-    return {"migrate": migrate.any(axis=1).astype(np.int64), "plan": found}
+        target = decode_scores(cluster, plan[b], counts, placement[b])
+        unchanged = ~migrate[b][cluster.gpu_server]
+        target[unchanged] = placement[b][unchanged]
+        placement[b] = repair_placement(cluster, target, counts)
+    return {"migrate": migrate.any(axis=1).astype(np.int64), "plan": placement}
 
 
-def evaluate(agent: Agent, features: Features, args: Args) -> tuple[float, float]:
-    """Mean latency in seconds and migrations of the greedy servers on validation episodes."""
+def evaluate(agent: Agent, features: Features, args: Args) -> dict[str, float]:
+    """Mean latency (seconds) and migrations of the greedy servers on validation episodes."""
     envs = [make_env(args, split="val") for _ in range(args.eval_episodes)]
-    seen = [env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)]
+    observations = [env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)]
     infos: list[Any] = []
     while envs[0].agents:
-        x, log_share, free = local_features(features, seen)
+        x, log_share, first = local_features(features, observations)
         with torch.no_grad():
-            mean, move = agent(x)
-        migrate = ((free > 0) | (move > 0)).long().numpy()
-        seen, _, infos = step_all(envs, migrate, features.plan(mean, log_share))
+            mean, logit = agent(x)
+        migrate = ((first > 0) | (logit > 0)).long().numpy()
+        observations, _, infos = step_all(envs, migrate, features.plan(mean, log_share))
     kpis = [info["episode_kpis"] for info in infos]
-    latency, migrations = (
-        float(np.mean([k[name] for k in kpis])) for name in ("mean_latency_s", "migrations")
-    )
-    return latency, migrations
-
-
-def save_policy(
-    agent: Agent, args: Args, path: Path, step: int, start: InitialPlacement | None
-) -> None:
-    """Weights, arguments, shape, start and the decisions trained so far in one safetensors file."""
-    meta = {"args": json.dumps(asdict(args)), "shape": json.dumps({"width": agent.width})}
-    if start is not None:
-        meta["start"] = start.to_json()
-    meta["setting"] = cluster_fingerprint(make_problem(parse_settings(args.set)))
-    write_checkpoint(agent, meta | {"agent": "mappo_placement", "step": str(step)}, path)
+    return {
+        f"eval/{name}": float(np.mean([k[name] for k in kpis]))
+        for name in ("mean_latency_s", "migrations")
+    }
 
 
 def train(args: Args) -> Path:
-    """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    torch.set_num_threads(args.torch_threads)
-    torch.manual_seed(args.seed)
-    for name in ("groups", "members", "epochs", "eval_episodes", "start_tries", "start_steps"):
-        low = {"members": 2, "start_tries": 0}.get(name, 1)
+    """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors).
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    for name, low in (("group_size", 2), ("epochs", 1), ("eval_episodes", 1)):
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
-    if min(args.std) <= 0:
-        raise ValueError(f"std is {args.std}; both must be above 0")
-    n, steps = args.groups * args.members, args.epochs
-    if "free_start" in parse_settings(args.set):
+    if args.num_envs < 1 or args.num_envs % args.group_size:
+        raise ValueError(f"num_envs is {args.num_envs}; allowed are multiples of group_size")
+    if args.base not in BASES:
+        raise ValueError(f"base is {args.base!r}; allowed are {', '.join(BASES)}")
+    settings = parse_settings(args.set)
+    if "free_start" in settings:
         raise ValueError("set: free_start must stay True, the first placement is always made")
-    envs = [make_env(args, epochs=steps) for _ in range(n)]
+    torch.set_num_threads(args.torch_threads)
+    torch.manual_seed(args.seed)
+    envs = [make_env(args, epochs=args.epochs) for _ in range(args.num_envs)]
     run = Path(args.out_dir) / (args.run_name or f"mappo_placement_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
-    start = None
-    if args.base == "best":
-        # The search knows the prompts of the training split only.
-        system = PlacementSystem.from_problem(make_problem(parse_settings(args.set)), own=True)
-        tries, proposals = args.start_tries, args.start_steps
+
+    # The start: a search that knows the prompts of the training split only.
+    problem, start = make_problem(settings), None
+    if args.base.startswith("best"):
+        tries = START_TRIES if args.base == "best" else 0
+        system = PlacementSystem.from_problem(problem, own=True)
         start = cached_best_start(
-            run / "start.json", system, tries=tries, steps=proposals, seed=args.seed
+            run / "start.json", system, tries=tries, steps=START_STEPS, seed=args.seed
         )
-    features = make_features(envs[0].problem.cluster, args, start)
-    agent = Agent(features.columns, args.width, args.move_bias)
+    features = Features(problem.cluster, args.base, None if start is None else start.held)
+    servers, layers, _ = features.shape
+    agent = Agent(features.columns, args.width)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    size = steps * n
-    updates = max(args.total_timesteps // size, 1)
-    best, first, log_size = np.inf, 0, 0
+    steps, n = args.epochs, args.num_envs
+    batch_size = steps * n
+    num_updates = max(args.total_timesteps // batch_size, 1)
+    first_update, best_score, log_size = 0, -np.inf, 0
     state = load_snapshot(args.resume, run / "state.pt")
     if state is not None:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        best, first, log_size = state["best"], state["iteration"], state["log_bytes"]
-    log = RunLog(run, args, "mappo_placement", first * size, log_size)
+        torch.set_rng_state(state["rng"])
+        first_update, best_score = state["update"], state["best_score"]
+        log_size = state["log_size"]
+    log = RunLog(run, args, "mappo_placement", first_update * batch_size, log_size)
+    meta = {
+        "agent": "mappo_placement",
+        "args": json.dumps(asdict(args)),
+        "shape": json.dumps({"width": agent.width}),
+        "setting": cluster_fingerprint(problem),
+    }
+    if start is not None:
+        meta["start"] = start.to_json()
+    if first_update == 0:
+        result = evaluate(agent, features, args)
+        log.write(0, result)
+        latency = result["eval/mean_latency_s"]
+        log.bar.console.print(f"step 0: validation latency {latency:.3f} s")
+        save = partial(write_checkpoint, agent, meta | {"step": "0"})
+        best_score = save_best_and_last(save, args, run, -latency, best_score)
 
-    servers, layers, _ = features.shape
-    local = (steps, n, servers, layers, features.columns)
-    b_x, b_state = torch.zeros(local), torch.zeros(local)
-    b_z = torch.zeros(steps, n, servers, layers, 2)
-    b_moved, b_logp = torch.zeros(steps, n, servers), torch.zeros(steps, n, servers)
-    b_free = torch.zeros(steps, n, 1)
-    b_reward, b_value = torch.zeros(steps, n), torch.zeros(steps, n)
+    # Buffers.
+    obs, states = torch.zeros(2, steps, n, servers, layers, features.columns)
+    outputs = torch.zeros(steps, n, servers, layers, 2)
+    migrate, logprobs = torch.zeros(2, steps, n, servers)
+    first = torch.zeros(steps, n, 1)
+    rewards, values = torch.zeros(2, steps, n)
 
-    def check(step: int) -> dict[str, float]:
-        """Evaluate and keep the policy."""
-        nonlocal best
-        latency, migrations = evaluate(agent, features, args)
-        log.bar.console.print(f"step {step}: validation latency {latency:.3f} s")
-        write = partial(save_policy, agent, args, step=step, start=start)
-        best = -save_best_and_last(write, args, run, -latency, -best)
-        return {"eval/mean_latency_s": latency, "eval/migrations": migrations}
+    for update in range(first_update, num_updates):
+        frac = update / num_updates
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - frac)
+        std = STD_FIRST + frac * (STD_LAST - STD_FIRST)
 
-    if first == 0:
-        log.write(0, check(0))
-    for iteration in range(first, updates):
-        gone = iteration / updates
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - gone)
-        std = args.std[0] + gone * (args.std[1] - args.std[0])
-        # The seeds of an update follow from its number alone: a stopped run needs no environment.
-        draw = np.random.default_rng([args.seed, iteration]).integers(1 << 30, size=args.groups)
-        seeds = np.repeat(draw, args.members).tolist()
-        seen = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+        # Collect whole episodes. The seeds of an update follow from its number alone, so that a
+        # resumed run needs no state of the environments.
+        rng = np.random.default_rng([args.seed, update])
+        seeds = np.repeat(rng.integers(1 << 30, size=n // args.group_size), args.group_size)
+        observations = [
+            env.reset(seed=seed)[0] for env, seed in zip(envs, seeds.tolist(), strict=True)
+        ]
         infos: list[Any] = []
         with torch.no_grad():
             for t in range(steps):
-                b_x[t], log_share, b_free[t] = local_features(features, seen)
-                b_state[t] = state_features(features, envs)
-                mean, move = agent(b_x[t])
-                b_value[t] = agent.value(b_state[t])
-                b_z[t] = mean + std * torch.randn_like(mean)
-                b_moved[t] = torch.maximum(b_free[t], torch.bernoulli(move.sigmoid()))
-                b_logp[t] = agent.log_prob(mean, std, move, b_z[t], b_moved[t], b_free[t])
-                plan = features.plan(b_z[t], log_share)
-                seen, b_reward[t], infos = step_all(envs, b_moved[t].long().numpy(), plan)
-            advantage, running = torch.zeros(steps, n), torch.zeros(n)
-            following = torch.zeros(n)  # nothing follows the last decision
+                obs[t], log_share, first[t] = local_features(features, observations)
+                states[t] = state_features(features, envs)
+                mean, logit = agent(obs[t])
+                values[t] = agent.value(states[t])
+                outputs[t] = mean + std * torch.randn_like(mean)
+                migrate[t] = torch.maximum(first[t], torch.bernoulli(logit.sigmoid()))
+                logprobs[t] = log_prob(mean, std, logit, outputs[t], migrate[t], first[t])
+                plan = features.plan(outputs[t], log_share)
+                observations, rewards[t], infos = step_all(envs, migrate[t].long().numpy(), plan)
+
+            # Generalised advantage estimate; nothing comes after the last decision.
+            advantages, last_advantage, next_value = torch.zeros(steps, n), torch.zeros(n), 0.0
             for t in reversed(range(steps)):
-                delta = b_reward[t] + args.gamma * following - b_value[t]
-                running = delta + args.gamma * args.gae_lambda * running
-                advantage[t], following = running, b_value[t]
-            goals = advantage + b_value
-            advantage = group_advantage(advantage, args.members)
-        flat = [
-            x.reshape(size, *x.shape[2:])
-            for x in (b_x, b_state, b_z, b_moved, b_free, b_logp, advantage, goals)
-        ]
+                delta = rewards[t] + GAMMA * next_value - values[t]
+                last_advantage = delta + GAMMA * GAE_LAMBDA * last_advantage
+                advantages[t], next_value = last_advantage, values[t]
+            returns = advantages + values
+            advantages = group_advantage(advantages, args.group_size)
+
+        # Update the policy and the value network.
+        buffers = (obs, states, outputs, migrate, first, logprobs, advantages, returns)
+        batch = [x.reshape(batch_size, *x.shape[2:]) for x in buffers]
         for _ in range(args.update_epochs):
-            for index in torch.randperm(size).chunk(args.num_minibatches):
-                x, whole, z, moved, free, old, adv, goal = (f[index] for f in flat)
-                mean, move = agent(x)
-                log_ratio = agent.log_prob(mean, std, move, z, moved, free) - old
-                ratio, adv = log_ratio.exp(), adv[:, None]
-                kl = (ratio - 1 - log_ratio).sum(-1).mean().item()
-                if kl > args.target_kl:
+            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
+                (
+                    b_obs,
+                    b_states,
+                    b_outputs,
+                    b_migrate,
+                    b_first,
+                    b_logprobs,
+                    b_advantages,
+                    b_returns,
+                ) = (x[index] for x in batch)
+                mean, logit = agent(b_obs)
+                logratio = log_prob(mean, std, logit, b_outputs, b_migrate, b_first) - b_logprobs
+                ratio, b_advantages = logratio.exp(), b_advantages[:, None]  # (B, N), (B, 1)
+                approx_kl = (ratio - 1 - logratio).sum(-1).mean().item()
+                if approx_kl > TARGET_KL:
                     break
-                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
-                value_loss = nn.functional.smooth_l1_loss(agent.value(whole), goal)
-                loss = policy_loss + args.vf_coef * value_loss
+                clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
+                policy_loss = -torch.min(b_advantages * ratio, b_advantages * clipped).mean()
+                value_loss = nn.functional.smooth_l1_loss(agent.value(b_states), b_returns)
+                loss = policy_loss + VF_COEF * value_loss
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
-            if kl > args.target_kl:
+            if approx_kl > TARGET_KL:
                 break
-        step = (iteration + 1) * size
+
+        step = (update + 1) * batch_size
         kpis = [info["episode_kpis"] for info in infos]
         metrics = {
             "charts/SPS": log.advance(step),
-            "charts/episodic_return": b_reward.sum(0).mean().item(),
+            "charts/episodic_return": rewards.sum(0).mean().item(),
             "charts/mean_latency_s": float(np.mean([k["mean_latency_s"] for k in kpis])),
             "charts/migrations": float(np.mean([k["migrations"] for k in kpis])),
             "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(),
             "charts/std": std,
-            "charts/move_rate": b_moved[1:].mean().item() if steps > 1 else 0.0,
-            "losses/approx_kl": kl,
+            "charts/move_rate": migrate[1:].mean().item() if steps > 1 else 0.0,
+            "losses/approx_kl": approx_kl,
         }
-        if interval_passed(args.eval_every, step - size, step) or iteration + 1 == updates:
-            metrics |= check(step)
+        if interval_passed(args.eval_every, step - batch_size, step) or update + 1 == num_updates:
+            result = evaluate(agent, features, args)
+            metrics |= result
+            latency = result["eval/mean_latency_s"]
+            log.bar.console.print(f"step {step}: validation latency {latency:.3f} s")
+            save = partial(write_checkpoint, agent, meta | {"step": str(step)})
+            best_score = save_best_and_last(save, args, run, -latency, best_score)
         log.write(step, metrics)
-        if args.save_model:
-            save_snapshot(
-                run / "state.pt",
-                agent=agent.state_dict(),
-                optimizer=optimizer.state_dict(),
-                random=torch.get_rng_state(),
-                best=best,
-                iteration=iteration + 1,
-                log_bytes=log.size,
-            )
+        save_snapshot(
+            run / "state.pt",
+            agent=agent.state_dict(),
+            optimizer=optimizer.state_dict(),
+            rng=torch.get_rng_state(),
+            update=update + 1,
+            best_score=best_score,
+            log_size=log.size,
+        )
     log.close()
     return run
 
 
 class PlacementPolicy(CheckpointPolicy):
-    """A placement agent's policy.
-
-    Attributes:
-        start: Where its training started; None for a base by name.
-        step: Decisions that it was trained on.
-    """
+    """The greedy policy of a checkpoint."""
 
     start: InitialPlacement | None = None
+    """Placement that the search of the training found; None for other bases."""
     step: int = 0
+    """Decisions that the policy was trained on."""
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> PlacementPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`.
 
-    On another cluster than that of the training it does not have the start.
+    On another cluster than that of the training the policy does not have the start.
     """
-    args = saved_args(Args, json_field(meta, "args"))
+    given = json_field(meta, "args")
+    if "members" in given:  # the flags of earlier versions
+        given |= {"num_envs": given["groups"] * given["members"], "group_size": given["members"]}
+    args = saved_args(Args, given)
     system = make_problem(parse_settings(args.set)) if system is None else system
     start = InitialPlacement.from_json(meta["start"]) if "start" in meta else None
-    known = start if meta.get("setting") == cluster_fingerprint(system) else None
-    features = make_features(system.cluster, args, known)
+    known = start is not None and meta.get("setting") == cluster_fingerprint(system)
+    held = start.held if start and known else None
+    features = Features(system.cluster, args.base, held)
     net = Agent(features.columns, **json_field(meta, "shape"))
     net.load_state_dict(weights)
-    policy = PlacementPolicy(
-        "mappo_placement",
-        "graph",
-        args,
-        net,
-        lambda obs, _: greedy(net, features, system.cluster, obs),
-    )
+
+    def decide(observation: Any, _: Any) -> dict[str, Any]:
+        return greedy(net, features, system.cluster, observation)
+
+    policy = PlacementPolicy("mappo_placement", "graph", args, net, decide)
     policy.start, policy.step = start, int(meta.get("step") or args.total_timesteps)
     policy.env_kwargs = {"action_mode": "placement"}
     return policy

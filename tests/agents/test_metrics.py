@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+LOGGED = r'"((?:losses|charts|eval|imitation)/\w+(?:\{\w*)?)'
+
 
 def test_every_logged_number_is_explained(root: Path) -> None:
     page = (root / "docs" / "metrics.md").read_text()
@@ -10,7 +12,7 @@ def test_every_logged_number_is_explained(root: Path) -> None:
     logged = {
         re.sub(r"_\{.*|_$", "", key)
         for path in (root / "agents").rglob("*.py")
-        for key in re.findall(r'"((?:losses|charts|eval)/\w+(?:\{\w*)?)', path.read_text())
+        for key in re.findall(LOGGED, path.read_text())
     }
     logged = {key for key in logged if not key.endswith("/")}
     assert len(logged) > 15

@@ -8,13 +8,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from servegym.agents import load_policy, mappo_placement, ppo_placement  # noqa: E402
-from servegym.agents.placement_features import (  # noqa: E402
+from servegym.agents.ppo_placement import (  # noqa: E402
+    Args,
     Features,
+    greedy,
     group_advantage,
-    zero_action,
+    log_prob,
+    make_envs,
 )
-from servegym.agents.ppo_placement import Agent, Args, greedy, make_envs, train  # noqa: E402
-from servegym.baselines.expert_placement.heuristics import whole_layer  # noqa: E402
+from servegym.baselines.expert_placement.heuristics import uniform, whole_layer  # noqa: E402
+from servegym.baselines.expert_placement.initial_placement import InitialPlacement  # noqa: E402
 from servegym.envs.expert_placement.decode import decode_scores  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, make_problem  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
@@ -22,10 +25,9 @@ from servegym.experiments.evaluate import evaluate  # noqa: E402
 TOY = ("model=toy",)
 QUICK = {
     "set": (*TOY, "epoch_s=40", "history_requests=5"),
-    "start_tries": 1,
-    "start_steps": 500,
-    "groups": 2,
-    "members": 4,
+    "base": "best_heuristic",
+    "num_envs": 8,
+    "group_size": 4,
     "width": 16,
     "total_timesteps": 96,
     "eval_every": 32,
@@ -64,13 +66,19 @@ def observe(seed, servers=3, layers=4, experts=8, batch=2, first=True):
     }
 
 
-def trained(module, columns, seed=0):
+def trained(module, seed=0):
     """An agent whose outputs are far from those at initialisation."""
     torch.manual_seed(seed)
-    agent = module.Agent(columns, 16)
+    agent = module.Agent(module.Features.columns, 16)
     for parameter in agent.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return agent
+
+
+def zero_plan(features, seen):
+    """The plan for one observation with every output of the network zero."""
+    _, log_share = features({name: part[None] for name, part in seen.items()})
+    return features.plan(torch.zeros(*log_share.shape[:3], features.outputs), log_share)[0]
 
 
 def test_exchanged_servers_exchange_their_plans():
@@ -78,7 +86,7 @@ def test_exchanged_servers_exchange_their_plans():
     exchanged = {
         name: part[:, order] if part.shape[1] == 3 else part for name, part in seen.items()
     }
-    agent = trained(ppo_placement, Features.columns)
+    agent = trained(ppo_placement)
     plan, other = (
         greedy(agent, Features(cluster_of(servers), "whole_layer"), given)["plan"]
         for servers, given in (([0, 1, 2], seen), (order, exchanged))
@@ -97,7 +105,7 @@ def test_exchanged_experts_exchange_their_scores():
     seen["counts"] += np.arange(4, dtype=np.float32)[:, None] / 7
     order = rng.permutation(8)
     exchanged = seen | {name: seen[name][..., order] for name in ("counts", "placement")}
-    agent = trained(ppo_placement, features.columns)
+    agent = trained(ppo_placement)
     plan, other = (greedy(agent, features, given)["plan"] for given in (seen, exchanged))
     np.testing.assert_array_equal(plan[..., order], other)
 
@@ -120,7 +128,7 @@ def test_zero_action_is_the_base():
     seen, _ = env.reset(seed=0)
     cluster = env.problem.cluster
     features = Features(cluster, "whole_layer")
-    plan = zero_action(features, {name: part[None] for name, part in seen.items()})[0]
+    plan = zero_plan(features, seen)
     got = cluster.server_view(env.system.decode(plan))
     counts = seen["counts"].astype(float)
     want = cluster.server_view(whole_layer(counts, cluster.slots, cluster.gpu_server))
@@ -131,8 +139,8 @@ def test_zero_action_is_the_base():
 
 @agents
 def test_scrambled_future_leaves_actions_unchanged(module):
-    features = Features(make_problem({"model": "toy"}).cluster, "none")
-    agent = trained(module, features.columns)
+    features = module.Features(make_problem({"model": "toy"}).cluster, "none")
+    agent = trained(module)
     agent.move.bias.data[:] = 5.0
 
     def play(known_s):
@@ -169,8 +177,9 @@ def test_scrambled_future_leaves_actions_unchanged(module):
 
 
 def test_a_server_of_mappo_sees_only_itself():
-    features, seen = Features(cluster_of([0, 1, 2]), "whole_layer"), observe(4, first=False)
-    agent = trained(mappo_placement, features.columns)
+    features = mappo_placement.Features(cluster_of([0, 1, 2]), "whole_layer")
+    seen = observe(4, first=False)
+    agent = trained(mappo_placement)
     mean, move = agent(features(seen)[0])
     other = {name: part.copy() for name, part in seen.items()}
     for name in ("counts", "placement", "in_system", "arrivals", "link_backlog_s"):
@@ -185,19 +194,19 @@ def test_mappo_plans_alike_in_both_environments():
     args = mappo_placement.Args(set=(*TOY, "epochs=3", "epoch_s=40"))
     many = mappo_placement.make_env(args)
     single = ExpertPlacementEnv(model="toy", epochs=3, epoch_s=40.0, action_mode="placement")
-    features = Features(many.problem.cluster, "none")
-    agent = trained(mappo_placement, features.columns)
+    features = mappo_placement.Features(many.problem.cluster, "none")
+    agent = trained(mappo_placement)
     agent.move.bias.data[:] = 0.0
     observations, _ = many.reset(seed=5)
     seen, _ = single.reset(seed=5)
     for _ in range(3):
-        x, log_share, free = mappo_placement.local_features(features, [observations])
+        x, log_share, first = mappo_placement.local_features(features, [observations])
         rows = {name: part[None] for name, part in seen.items()}
         torch.testing.assert_close(x, features(rows)[0])
         torch.testing.assert_close(x, mappo_placement.state_features(features, [many]))
         with torch.no_grad():
             mean, move = agent(x)
-        migrate = ((free > 0) | (move > 0)).long().numpy()
+        migrate = ((first > 0) | (move > 0)).long().numpy()
         (observations,), _, _ = mappo_placement.step_all(
             [many], migrate, features.plan(mean, log_share)
         )
@@ -207,14 +216,13 @@ def test_mappo_plans_alike_in_both_environments():
 
 
 def test_a_plan_that_is_not_carried_out_has_no_gradient():
-    agent = Agent(5, 8)
     mean = torch.zeros(2, 3, 4, 2, requires_grad=True)
     z, move = torch.randn(2, 3, 4, 2), torch.zeros(2)
-    found = agent.log_prob(mean, 0.5, move, z, torch.tensor([0.0, 1.0]), torch.zeros(2))
+    found = log_prob(mean, 0.5, move, z, torch.tensor([0.0, 1.0]), torch.zeros(2))
     found.sum().backward()
     assert mean.grad[0].abs().max() == 0 and mean.grad[1].abs().min() > 0
     assert found[0].item() == pytest.approx(np.log(0.5))
-    free = agent.log_prob(mean, 0.5, move - 50, z, torch.ones(2), torch.ones(2))
+    free = log_prob(mean, 0.5, move - 50, z, torch.ones(2), torch.ones(2))
     assert free[1].item() == pytest.approx(found[1].item() - np.log(0.5), rel=1e-5)
 
 
@@ -303,7 +311,8 @@ def test_learns_which_layers_pay(module, tmp_path, monkeypatch):
         "set": TOY,
         "base": "none",
         "epochs": 1,
-        "members": 8,
+        "num_envs": 16,
+        "group_size": 8,
         "total_timesteps": 2_400,
         "eval_every": 10_000,
         "learning_rate": 3e-3,
@@ -330,11 +339,11 @@ def test_same_seed_same_log_and_a_stopped_run_goes_on(module, tmp_path, monkeypa
     assert all(np.isfinite(list(line.values())).all() for line in want)
     calls = []
 
-    def stop(advantage, members):
-        calls.append(members)
+    def stop(advantage, group_size):
+        calls.append(group_size)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return group_advantage(advantage, members)
+        return group_advantage(advantage, group_size)
 
     monkeypatch.setattr(module, "group_advantage", stop)
     args = module.Args(**QUICK, out_dir=str(tmp_path), run_name="c")
@@ -363,26 +372,87 @@ def test_checkpoints_are_policies(module, tmp_path):
     assert load_policy(run).step in (0, 32)
 
 
+@agents
+def test_a_start_is_searched_for_once(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "START_TRIES", 1)
+    monkeypatch.setattr(module, "START_STEPS", 500)
+    settings = {**QUICK, "base": "best", "total_timesteps": 8, "out_dir": str(tmp_path)}
+    run = module.train(module.Args(**settings, run_name="run"))
+    found = InitialPlacement.from_json((run / "start.json").read_text())
+    assert found.latency_s.keys() > {"whole_layer", "prism", "proxy_optimum"}, "none was annealed"
+    monkeypatch.setattr("servegym.baselines.expert_placement.initial_placement.best_start", None)
+    again = module.train(module.Args(**settings, run_name="run"))
+    np.testing.assert_array_equal(load_policy(again).start.held, found.held)
+
+
+@agents
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"base": "prism"}, "base is 'prism'; allowed are best, whole_layer, none"),
-        ({"members": 1}, "members is 1; allowed is 2 or more"),
+        ({"base": "prism"}, "base is 'prism'; allowed are best, best_heuristic, whole_layer, none"),
+        ({"group_size": 1}, "group_size is 1; allowed is 2 or more"),
+        ({"num_envs": 6}, "num_envs is 6"),
         ({"set": ("free_start=false",)}, "free_start"),
-        ({"std": (0.5, 0.0)}, "std is"),
     ],
 )
-def test_bad_arguments_are_named(settings, message, tmp_path):
+def test_bad_arguments_are_named(module, settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        train(Args(**{**QUICK, **settings}, out_dir=str(tmp_path)))
+        module.train(module.Args(**{**QUICK, **settings}, out_dir=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
 
 
-def test_counts_of_another_model_are_refused():
-    features = Features(cluster_of([0, 1, 2]), "none")
+@agents
+def test_counts_of_another_model_are_refused(module):
+    features = module.Features(cluster_of([0, 1, 2]), "none")
     with pytest.raises(ValueError, match="counts have shape"):
-        features.by_server(*[observe(0, experts=16)["counts"]] * 2, observe(0))
+        features(observe(0, experts=16))
 
 
 def test_environments_are_in_the_mode_of_scores():
     envs = make_envs(Args(set=TOY), 2)
     assert envs.single_action_space["plan"].shape == (3, 4, 8)
+
+
+def test_no_output_is_the_start_to_the_last_expert():
+    env = ExpertPlacementEnv(model="toy", action_mode="expert_score", epochs=1)
+    seen, _ = env.reset(seed=0)
+    cluster = env.problem.cluster
+    counts = seen["counts"].astype(float)
+    for place in (whole_layer, uniform):
+        held = cluster.server_view(place(counts, cluster.slots, cluster.gpu_server))
+        features = Features(cluster, "best", held)
+        plan = zero_plan(features, seen)
+        got = cluster.server_view(env.system.decode(plan))
+        np.testing.assert_array_equal(got[held], True)
+    plain = Features(cluster, "best")  # a cluster without a start: whole layers
+    np.testing.assert_array_equal(plain.base, Features(cluster, "whole_layer").base)
+
+
+def test_heights_exchange_layers_and_keep_memory_and_coverage():
+    c = make_problem({"model": "toy"}).cluster
+    start = c.server_view(whole_layer(np.ones((3, 4, 8)), c.slots, c.gpu_server))
+    features = Features(c, "best", start, exchange=True)
+    rng = np.random.default_rng(0)
+    log_share = torch.as_tensor(rng.normal(size=(1, 3, 4, 8)), dtype=torch.float32)
+    height = torch.zeros(1, 3, 4)
+    same = features.exchanged(height, log_share)[0].numpy() > 0
+    np.testing.assert_array_equal(same, start)
+    full = start.all(axis=2)
+    n = int(np.argmax(full.sum(axis=1)))
+    held, missing = int(np.argmax(full[n])), int(np.argmin(start[n].sum(axis=1)))
+    height[0, n, missing] = 10.0
+    found = features.exchanged(height, log_share)[0].numpy() > 0
+    assert found[n, missing].all() and not start[n, missing].all()
+    np.testing.assert_array_equal(found.sum(axis=(1, 2)), start.sum(axis=(1, 2)))
+    assert found.any(axis=0).all()
+    moved = (found.sum(axis=2) != start.sum(axis=2)).any(axis=0)
+    assert moved[missing] and moved.sum() == 2  # one pair of layers has changed places
+    other = int(np.flatnonzero(moved & (np.arange(4) != missing))[0])
+    np.testing.assert_array_equal(found[:, missing].sum(axis=1), start[:, other].sum(axis=1))
+    # The most used experts of a place are the most used ones of the layer that takes it.
+    used = np.exp(2 * log_share[0].numpy()).sum(axis=0)
+    for level, at in ((missing, other), (other, missing)):
+        np.testing.assert_array_equal(
+            found[:, level, np.argsort(-used[level])], start[:, at, np.argsort(-used[at])]
+        )
+    assert held != missing

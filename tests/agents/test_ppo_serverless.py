@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from servegym.agents import lessons, load_policy, ppo_serverless  # noqa: E402
+from servegym.agents import load_policy, ppo_serverless  # noqa: E402
 from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
-from servegym.agents.ppo_serverless import Agent, Args, train  # noqa: E402
+from servegym.agents.ppo_serverless import WARM_COLUMN, Agent, Args, train  # noqa: E402
 from servegym.baselines.registry import make_policy  # noqa: E402
 from servegym.baselines.serverless_moe.system import ServerlessSystem  # noqa: E402
 
@@ -20,7 +20,7 @@ QUICK = {
     "set": ("model=toy", "episode_requests=20"),
     "teacher": "",
     "num_envs": 8,
-    "replicas": 2,
+    "group_size": 2,
     "num_steps": 16,
     "width": 16,
     "total_timesteps": 1_024,
@@ -72,7 +72,7 @@ def test_probabilities_of_all_plans(agent, warm, illegal):
     np.testing.assert_allclose(share, chance, atol=0.012)
 
 
-def test_parts_are_told_of_those_before(agent):
+def test_parts_depend_on_those_before(agent):
     x, mask, previous = torch.zeros(1, 5), torch.ones(1, 9), torch.zeros(1, 3, dtype=torch.long)
     chance = probabilities(agent, x, previous, mask).reshape(CHOICES)
     second = chance.sum(2) / chance.sum((1, 2))[:, None]
@@ -93,7 +93,7 @@ def test_entropies(agent):
 def test_observations_are_standardised(agent):
     x = torch.randn(1_000, 5) * torch.tensor([1.0, 10.0, 0.01, 3.0, 0.0]) + 2
     for part in x.split(300):
-        agent.observe(part)
+        agent.update_statistics(part)
     np.testing.assert_allclose(agent.mean, x.mean(0), rtol=1e-4)
     np.testing.assert_allclose(agent.variance, x.var(0, unbiased=False), rtol=1e-3, atol=1e-6)
     z = agent.encode(x, torch.zeros(1_000, 3, dtype=torch.long))[:, :5]
@@ -102,23 +102,24 @@ def test_observations_are_standardised(agent):
 
 
 class Made(gym.vector.VectorEnv):
-    """Episodes of 10 steps with a common noise of each seed; column 0 says whether it is warm.
+    """Episodes of 10 steps with a common noise of each seed; one column says whether it is warm.
 
-    The reward is 1 for the plan (2, 0), half of it for each part that is right. With ``keeping``
+    The reward is 1 for the plan (2, 0), half of it for each part that is right. With ``repeating``
     only a repeated plan earns 1, any.
     """
 
     seeds: list
 
-    def __init__(self, num_envs, keeping=False):
-        self.num_envs, self.keeping = num_envs, keeping
-        self.single_observation_space = gym.spaces.Box(0, 1, (2,), np.float32)
+    def __init__(self, num_envs, repeating=False):
+        self.num_envs, self.repeating = num_envs, repeating
+        self.single_observation_space = gym.spaces.Box(0, 1, (WARM_COLUMN + 1,), np.float32)
         self.single_action_space = gym.spaces.MultiDiscrete([4, 3])
         self.generators = [np.random.default_rng(0)] * num_envs
 
     def observation(self):
-        warm = np.full(self.num_envs, self.step_index > 0)
-        return np.stack([warm, np.ones(self.num_envs)], 1).astype(np.float32)
+        observation = np.ones((self.num_envs, WARM_COLUMN + 1), np.float32)
+        observation[:, WARM_COLUMN] = self.step_index > 0
+        return observation
 
     def reset(self, *, seed=None, options=None):
         if isinstance(seed, list):
@@ -128,8 +129,8 @@ class Made(gym.vector.VectorEnv):
         return self.observation(), {}
 
     def step(self, actions):
-        noise = 0.0 if self.keeping else np.array([3 * g.normal() for g in self.generators])
-        if self.keeping:
+        noise = 0.0 if self.repeating else np.array([3 * g.normal() for g in self.generators])
+        if self.repeating:
             reward = (actions == self.last).all(1).astype(float)
         else:
             reward = 0.5 * (actions[:, 0] == 2) + 0.5 * (actions[:, 1] == 0) + noise
@@ -142,29 +143,30 @@ class Made(gym.vector.VectorEnv):
 MADE = {
     **QUICK,
     "num_envs": 32,
-    "replicas": 4,
+    "group_size": 4,
     "total_timesteps": 10_240,
     "eval_every": 10_240,
     "learning_rate": 0.01,
-    "warm_column": 0,
     "eval_episodes": 8,
 }
 
 
-def test_learns_under_noise_that_replicas_share(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_serverless, "make_envs", lambda args, n, **kwargs: Made(n))
+def test_learns_under_noise_that_a_group_shares(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_serverless, "make_envs", lambda env_id, n, **kwargs: Made(n))
     run = train(Args(**MADE, gamma=0.0, out_dir=str(tmp_path), run_name="run"))
     assert [Made.seeds.count(s) for s in sorted(set(Made.seeds))] == [4] * 8
     last = lines(run)[-1]
     assert last["eval/commonest_share_0"] == last["eval/commonest_share_1"] == 1.0
-    plan = load_policy(run).act(np.array([[0, 1]], np.float32), np.ones((1, 7), np.int8))
+    plan = load_policy(run).act(Made(1).reset()[0], np.ones((1, 7), np.int8))
     assert plan.tolist() == [[2, 0]]
     assert last["losses/advantage_std"] > 2.0  # the noise
     assert last["losses/advantage_std_less_others"] < 0.3
 
 
-def test_learns_to_keep(tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_serverless, "make_envs", lambda args, n, **kw: Made(n, keeping=True))
+def test_learns_to_repeat(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        ppo_serverless, "make_envs", lambda env_id, n, **kw: Made(n, repeating=True)
+    )
     run = train(Args(**MADE, out_dir=str(tmp_path), run_name="run"))
     first, last = lines(run)[0], lines(run)[-1]
     assert first["charts/reward"] < 0.7
@@ -184,16 +186,22 @@ TAUGHT = {
     **QUICK,
     "teacher": "greedy_warm",
     "width": 32,
-    "imitation_epochs": 80,
-    "imitation_rate": 0.005,
     "total_timesteps": 256,
     "eval_every": 128,
 }
 
 
-def test_begins_with_what_its_teacher_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(lessons, "EPISODES", 24)
-    run = train(Args(**TAUGHT, critic_updates=2, out_dir=str(tmp_path), run_name="run"))
+@pytest.fixture
+def short_imitation(monkeypatch):
+    """Fewer demonstrations and updates of the critic alone, and faster learning."""
+    short = {"EPISODES": 24, "EPOCHS": 80, "RATE": 0.005}
+    for name, value in short.items():
+        monkeypatch.setattr(ppo_serverless, f"IMITATION_{name}", value)
+    monkeypatch.setattr(ppo_serverless, "CRITIC_UPDATES", 2)
+
+
+def test_begins_with_what_its_teacher_decides(short_imitation, tmp_path, monkeypatch):
+    run = train(Args(**TAUGHT, out_dir=str(tmp_path), run_name="run"))
     first, *others = lines(run)
     assert first["global_step"] == 0 and [x["global_step"] for x in others] == [128, 256]
     assert first["imitation/log_likelihood"] > -1.0
@@ -204,8 +212,8 @@ def test_begins_with_what_its_teacher_decides(tmp_path, monkeypatch):
     assert changed >= {"critic.0.weight", "critic.4.bias"} or first["eval/score"] < max(
         line["eval/score"] for line in others
     )
-    assert not {key for key in changed if key.startswith(("actor", "keep", "heads", "told"))}
-    # It decides as the teacher in train episodes that were no lesson.
+    assert not {key for key in changed if key.startswith(("actor", "repeat", "heads", "embed"))}
+    # It decides as the teacher in train episodes without demonstrations.
     args = load_policy(run).args
     kwargs = {"model": "toy", "episode_requests": 20, "split": "train"}
     system = ServerlessSystem.from_kwargs(**kwargs)
@@ -219,33 +227,46 @@ def test_begins_with_what_its_teacher_decides(tmp_path, monkeypatch):
     alike = []
     for _ in range(19):
         plan = teacher.act(dicts, info["action_mask"])
-        policy._last = getattr(teacher, "last", np.zeros_like(plan))
+        policy.last_plan = getattr(teacher, "last", np.zeros_like(plan))
         alike.append((policy.act(flat, info["action_mask"]) == plan).all(1))
         teacher.last = plan
         flat, *_, info = views[0].step(plan)
         dicts, *_ = views[1].step(plan)
     assert np.mean(alike) > 0.5, "there are thousands of plans"
-    # Further runs read the lessons, those with other arguments collect their own.
-    (file,) = tmp_path.glob("lessons_*.npz")
-    told = np.load(file)
-    assert told["obs"].shape[0] == told["plan"].shape[0] == 24 * 20
-    slips = (told["plan"][:-24] != told["previous"][24:]).any(1).mean()
-    assert 0.02 < slips < 0.3
-    monkeypatch.setattr(lessons, "make_policy", None)
-    again = train(Args(**TAUGHT, critic_updates=2, out_dir=str(tmp_path), run_name="again"))
+    # Further runs read the demonstrations, those with other arguments collect their own.
+    (file,) = tmp_path.glob("demonstrations_*.npz")
+    data = np.load(file)
+    assert data["obs"].shape[0] == data["plan"].shape[0] == 24 * 20
+    deviations = (data["plan"][:-24] != data["previous"][24:]).any(1).mean()
+    assert 0.02 < deviations < 0.3
+    monkeypatch.setattr(ppo_serverless, "make_policy", None)
+    again = train(Args(**TAUGHT, out_dir=str(tmp_path), run_name="again"))
     assert lines(again) == lines(run)
     with pytest.raises(TypeError):
         train(Args(**{**TAUGHT, "teacher": "mix"}, out_dir=str(tmp_path), run_name="other"))
 
 
-def test_ppo_goes_on_from_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(lessons, "EPISODES", 8)
-    runs = [
-        train(Args(**TAUGHT, critic_updates=k, out_dir=str(tmp_path), run_name=str(k)))
-        for k in (0, 2)
-    ]
+def test_ppo_goes_on_from_the_start(short_imitation, tmp_path, monkeypatch):
+    runs = []
+    for updates in (0, 2):
+        monkeypatch.setattr(ppo_serverless, "CRITIC_UPDATES", updates)
+        runs.append(train(Args(**TAUGHT, out_dir=str(tmp_path), run_name=str(updates))))
     assert lines(runs[0])[0] == lines(runs[1])[0]
     assert lines(runs[0])[-1] != lines(runs[1])[-1]
+
+
+def test_the_warm_column_is_where_the_environment_says_so():
+    envs = [
+        gym.make_vec(f"servegym/ServerlessMoE{view}-v0", 4, "vector_entry_point", model="toy")
+        for view in ("", "Flat")
+    ]
+    (both, _), (flat, _) = (env.reset(seed=0) for env in envs)
+    warm = []
+    for _ in range(10):
+        np.testing.assert_array_equal(both["warm_main"][:, 0], flat[:, WARM_COLUMN])
+        warm += both["warm_main"][:, 0].tolist()
+        (both, *_), (flat, *_) = (env.step(np.zeros((4, 5), np.int64)) for env in envs)
+    assert {0.0, 1.0} <= set(warm)
 
 
 def test_checkpoint_round_trip_by_name(tmp_path):
@@ -346,8 +367,7 @@ def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"set": (), "env_id": "servegym/LLMRoutingFlat-v0"}, "LLMRoutingFlat"),
-        ({"replicas": 3}, "replicas=3"),
-        ({"warm_column": 999}, "warm_column=999"),
+        ({"group_size": 3}, "group_size=3"),
         ({"teacher": "greedy_warn"}, "greedy_warm"),
     ],
 )

@@ -120,7 +120,7 @@ class Control(BasePolicy):
     env_kwargs = {"action_mode": "expert_score"}
 
     def __init__(self, name: str, cluster: Any, start: Any = None) -> None:
-        from servegym.agents.placement_features import Features
+        from servegym.agents.ppo_placement import Features
 
         self.name = name
         self.features = Features(cluster, "best" if name == "start" else "none", start)
@@ -129,7 +129,7 @@ class Control(BasePolicy):
         """Scores of every row; only the first placement is carried out."""
         import torch
 
-        from servegym.agents.placement_features import is_first
+        from servegym.agents.ppo_placement import is_first
 
         _, log_share = self.features(observation)
         z = torch.zeros(*log_share.shape[:3], 2)
@@ -174,7 +174,7 @@ def training_calls(policy: Any) -> float:
     from servegym.envs.expert_placement.env import make_problem
 
     args, problem = policy.args, make_problem(parse_settings(policy.args.set))
-    size = args.groups * args.members * args.epochs
+    size = args.num_envs * args.epochs
     updates = max(args.total_timesteps // size, 1)
     decisions = updates * size
     evaluations = 1 + min(updates, math.ceil(decisions / args.eval_every))

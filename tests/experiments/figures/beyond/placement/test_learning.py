@@ -31,8 +31,7 @@ def test_calls_of_a_request_are_those_simulated(mix):
     assert calls_a_request(env.problem) == pytest.approx(simulated / requests, rel=0.01)
     args = SimpleNamespace(
         set=("model=toy", "epoch_s=50"),
-        groups=1,
-        members=5,
+        num_envs=5,
         epochs=1,
         total_timesteps=12,
         eval_every=4,

@@ -66,7 +66,7 @@ def test_table_and_figure(tmp_path, monkeypatch):
             set=("episode_requests=10",),
             teacher="",
             num_envs=8,
-            replicas=2,
+            group_size=2,
             num_steps=4,
             total_timesteps=64,
             eval_episodes=2,
