@@ -548,8 +548,8 @@ class PlanPolicy(CheckpointPolicy):
             self.reset(len(rows))
         with torch.inference_mode():
             plan = net.act(rows, torch.as_tensor(self.last_plan), torch.as_tensor(legal), True)
-        self.last_plan = np.array(plan, dtype=np.int64)
-        return self.last_plan.copy()
+        self.last_plan = plan.numpy().astype(np.int64)
+        return plan.numpy().astype(np.int64)
 
 
 OLD_NAMES = {"keep.": "repeat.", "told.": "embeddings."}
