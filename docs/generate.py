@@ -27,7 +27,8 @@ from servegym.experiments.bench.timing import short
 from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.figures.claims import HEADINGS
 from servegym.experiments.figures.claims import lines as claim_lines
-from servegym.experiments.leaderboard import read_board, write_page
+from servegym.experiments.leaderboard import markdown as leaderboard_page
+from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
 from servegym.experiments.render import render_episode
 from servegym.experiments.tables import read_record
@@ -341,11 +342,9 @@ def leaderboard() -> bool:
     """The committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
     if rows:
-        with mkdocs_gen_files.open("leaderboard.md", "w") as stream:
-            target = Path(stream.name)
-        write_page(rows, target)
-        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", target.read_text("utf-8"))
-        target.write_text(text, "utf-8")  # an interval stays on one line
+        # An interval stays on one line.
+        text = re.sub(r" \[(\S+), (\S+)\]", "\u00a0[\\1,\u00a0\\2]", leaderboard_page(rows))
+        write("leaderboard.md", text)
     return bool(rows)
 
 

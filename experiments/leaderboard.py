@@ -13,6 +13,8 @@ import argparse
 import datetime
 import json
 import math
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +29,14 @@ from servegym.envs.families import FAMILIES, Family
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import evaluate, make_envs, resolve, summarise
 from servegym.experiments.executor import Executor, run_serially
-from servegym.experiments.output import print_table, read_rows, write_csv, write_text
+from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.reporting import report_of
-from servegym.experiments.tables import machine, versions
+from servegym.experiments.tables import Table, machine, provenance, versions, write_record
 
-__all__ = ["POINTS", "Point", "main", "measure", "ranked", "read_board", "write_page"]
+__all__ = ["POINTS", "Point", "main", "markdown", "measure", "ranked", "read_board"]
 
 BOARD = Path("experiments/results/leaderboard.csv")
 SHIPPED_BOARD = Path(__file__).parent / "results" / "leaderboard.csv"
-PAGE = Path("docs/leaderboard.md")
 
 
 class Point(NamedTuple):
@@ -206,8 +207,8 @@ def _title(point: Point) -> str:
     return f"{point.name}: {point.family.env_id}, {arguments}"
 
 
-def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """The tables in Markdown."""
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page of the documentation: a table a point."""
     lines = [
         "# Leaderboard",
         "",
@@ -228,7 +229,7 @@ def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
-    write_text(path, "\n".join(lines))
+    return "\n".join(lines)
 
 
 def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> None:
@@ -297,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"there are no results in {board}; --run makes them")
         _print(saved, points)
         return 0
-    saved = rows = [] if args.quick else saved
+    table = Table(board, ("point", "policy"), load=False)
+    saved = [] if args.quick else saved
     jobs = _missing_jobs(args, points, saved)
     names = [
         f"{policy if isinstance(policy, str) else policy.name} at {point.name}"
@@ -306,16 +308,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     measured: dict[int, dict[str, Any]] = {}
     for index, row in executor(measure, jobs, names):
         measured[index] = row
-        rows = _merged(saved, [measured[i] for i in sorted(measured)])
         print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
-        if not args.quick:
-            board.parent.mkdir(parents=True, exist_ok=True)
-            write_csv(board, rows)
-    if not args.quick and args.out is None and PAGE.parent.is_dir():
-        write_page(rows, PAGE)
-    _print(rows, points)
-    if not args.quick:
+        if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
+            table.rows = list(saved)
+            table.update(measured[i] for i in sorted(measured))
+    if args.quick:
+        rows = [measured[i] for i in sorted(measured)]
+    else:
+        rows = table.rows if measured else saved
+        if measured:
+            words = sys.argv[1:] if argv is None else argv
+            write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
         print(f"{board} ({machine()['cpu']})")
+    _print(rows, points)
     return _compare_guests(rows, points, args.at_least) if args.at_least else 0
 
 
@@ -374,14 +379,6 @@ def _load_guest(point: Point, name: str) -> str | Policy:
     system = describe_system(envs.unwrapped.problem, family=point.family.name)
     envs.close()
     return resolve(name, system, point.family.name).policy
-
-
-def _merged(
-    saved: Sequence[dict[str, Any]], fresh: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The saved rows without those that were measured again, then the fresh ones."""
-    new = {(row["point"], row["policy"]): row for row in fresh}
-    return [r for r in saved if (r["point"], r["policy"]) not in new] + list(new.values())
 
 
 def _compare_guests(

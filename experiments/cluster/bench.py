@@ -1,9 +1,9 @@
-"""What Ray gains on one machine: an evaluation in one process and on workers, timed in turn.
+"""The gain by Ray on one machine: an evaluation in one process and on workers, timed in turn.
 
 ``python -m servegym.experiments.cluster.bench`` runs the same evaluation in this process and on
-local clusters, several times in turn, checks that all rows are equal, and writes ``scaling.csv``
-and ``scaling.txt``. Times are of the wall clock, since that is what workers save; the start of a
-cluster, with its workers' imports, is counted apart.
+local clusters, several times in turn, checks that all rows are equal, and writes the table
+``scaling``. Times are of the wall clock, since workers save wall time; the start of a cluster, with
+its workers' imports, is counted apart.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from servegym.envs._command_line import run_main
 from servegym.experiments.cluster.executor import check_ray, cluster, ray_executor
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.script import FigureOptions, save
 from servegym.experiments.output import print_table
+from servegym.experiments.tables import note, provenance, write_result
 
 __all__ = ["main"]
 
@@ -30,19 +30,6 @@ MODULE = "servegym.experiments.cluster.bench"
 OUT = Path("experiments/results/scaling")
 ENV_ID = "servegym/LLMRouting-v0"
 POLICIES = ("least_latency", "greedy_qos", "priced_greedy", "linucb")
-
-
-class Options(FigureOptions):
-    """The command line.
-
-    Attributes:
-        workers: Workers of the local clusters.
-        repeats: Turns.
-    """
-
-    quick = False
-    workers: list[int]
-    repeats: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,14 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="of clusters (1 2)")
     parser.add_argument("--repeats", type=int, default=3, help="turns; medians count (3)")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results ({OUT})")
-    options = parser.parse_args(argv, Options())
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser.parse_args(words)
     for name in ("episodes", "requests", "repeats"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} is {getattr(options, name)}; allowed is 1 or more")
     for workers in options.workers:
         check_ray(f"local:{workers}")
-    words = sys.argv[1:] if argv is None else argv
-    options.command = shlex.join([*parser.prog.split(), *words])
     options.out.mkdir(parents=True, exist_ok=True)
 
     given: dict[str, Any] = {
@@ -78,14 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluate(ENV_ID, POLICIES, **warm)
     times: dict[int, list[float]] = {0: [], **{workers: [] for workers in options.workers}}
     starts: dict[int, list[float]] = {workers: [] for workers in options.workers}
-    wanted, equal = "", True
+    expected, equal = "", True
     for _ in range(options.repeats):
         for workers, spent in times.items():
             if workers == 0:
                 begin = time.monotonic()
                 rows = evaluate(ENV_ID, POLICIES, **given)
                 spent.append(time.monotonic() - begin)
-                wanted = wanted or repr(rows)
+                expected = expected or repr(rows)
             else:
                 begin = time.monotonic()
                 with cluster(f"local:{workers}"):
@@ -94,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     begin = time.monotonic()
                     rows = evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **given)
                     spent.append(time.monotonic() - begin)
-            equal &= repr(rows) == wanted
+            equal &= repr(rows) == expected
     base = statistics.median(times[0])
     found = []
     for workers, spent in times.items():
@@ -114,19 +100,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         list(found[0]),
         [[str(value) for value in row.values()] for row in found],
     )
-    said = "equal bit for bit" if equal else "NOT EQUAL"
-    save(
-        options,
-        "scaling",
+    load = f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores"
+    made = provenance(
+        shlex.join([*parser.prog.split(), *words]), packages=("ray",), settings={"load": load}
+    )
+    write_result(
+        options.out / "scaling",
         found,
-        None,
-        f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} requests each, "
-        f"jobs of 8 episodes; medians of {options.repeats} turns, wall clock; rows are {said}.",
-        "start_s: start of a cluster and its workers' first jobs (imports, compiled code read).",
-        packages=("ray",),
-        settings={
-            "load": f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores",
-        },
+        made,
+        [
+            note(
+                f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} "
+                f"requests each, jobs of 8 episodes; medians of {options.repeats} turns, wall "
+                f"clock; the rows are {'equal bit for bit' if equal else 'NOT EQUAL'}.",
+                equal=equal,
+            ),
+            "start_s: start of a cluster and its workers' first jobs (imports, compiled code "
+            "read).",
+        ],
     )
     return 0 if equal else 1
 

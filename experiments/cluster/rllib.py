@@ -19,6 +19,7 @@ used in training; the evaluation leaves illegal actions out. Made for Ray's new 
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import shlex
 import sys
@@ -46,9 +47,9 @@ from servegym.experiments.cluster.rllib_policy import (
     untrained,
 )
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures.script import FigureOptions, save
-from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.experiments.reporting import report_of
+from servegym.experiments.tables import provenance, write_result
 
 __all__ = ["ENV_IDS", "main", "parser", "ppo", "register", "train"]
 
@@ -181,13 +182,6 @@ def train(config: Any, iterations: int, checkpoint: Path) -> list[dict[str, Any]
     return rows
 
 
-class Options(FigureOptions):
-    """The command line; `FigureOptions` has the parts that results are saved with."""
-
-    quick = False
-    figure = ()
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     words = argparse.ArgumentParser(
@@ -234,10 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: If an argument is not valid, before anything runs.
     """
-    options = parser().parse_args(argv, Options())
-    options.command = shlex.join(
-        [*parser().prog.split(), *(sys.argv[1:] if argv is None else argv)]
-    )
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser().parse_args(words)
     choose("env_id", options.env_id, ENV_IDS)
     for name in ("iterations", "batch", "num_envs", "width", "episodes"):
         if getattr(options, name) < 1:
@@ -281,21 +273,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     write_csv(options.out / f"{options.name}_curve.csv", rows)
     first, last = rows[0], rows[-1]
-    save(
-        options,
-        options.name,
-        found,
-        draw(rows, found, random_return, headline, report.heading),
+    made = provenance(
+        shlex.join([*parser().prog.split(), *words]),
+        packages=("ray", "torch"),
+        settings={"training_s": last["seconds"], "random_return": random_return},
+    )
+    notes = [
         finding(found, headline, report.higher_is_better),
         f"Learning curve: {first['episode_return_mean']:.3f} after {first['steps']} steps, "
         f"{last['episode_return_mean']:.3f} after {last['steps']} (exploring, training episodes); "
         f"random {random_return:.3f} on training episodes.",
         "One training run: intervals are over episodes, not over trainings.",
-        packages=("ray", "torch"),
-        settings={
-            "time": f"{last['seconds']:.0f} s of training",
-        },
-    )
+    ]
+    write_result(options.out / options.name, found, made, notes)
+    picture = io.BytesIO()
+    figure = draw(rows, found, random_return, headline, report.heading)
+    figure.savefig(picture, dpi=110, format="png")
+    write_text(options.out / f"{options.name}.png", picture.getvalue())
+    print(f"{options.out / options.name}.csv, .json, .png, _curve.csv")
     return 0
 
 

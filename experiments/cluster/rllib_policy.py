@@ -24,6 +24,7 @@ from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.script import errors, pyplot, tidy
 from servegym.experiments.reporting import report_of
 from servegym.experiments.stats import iqm, stratified_bootstrap
+from servegym.experiments.tables import note
 
 __all__ = [
     "PARALLEL_IDS",
@@ -231,18 +232,26 @@ def compare(
     return found
 
 
-def finding(found: Sequence[Mapping[str, Any]], headline: str, higher_is_better: bool) -> str:
-    """Whether the trained policy is better than random and the untrained one, in a sentence."""
-    own, parts = found[0], []
+def finding(
+    found: Sequence[Mapping[str, Any]], headline: str, higher_is_better: bool
+) -> dict[str, Any]:
+    """A note: whether the trained policy is better than random and the untrained one."""
+    own, better_than = found[0], {}
     for other in (row for row in found if row["policy"] in ("random", "untrained")):
         if higher_is_better:
             better = own[f"{headline}_low"] > other[f"{headline}_high"]
         else:
             better = own[f"{headline}_high"] < other[f"{headline}_low"]
-        parts.append(f"{'better' if better else 'not clearly better'} than {other['policy']}")
+        better_than[other["policy"]] = better
+    parts = [
+        f"{'' if yes else 'not clearly '}better than {name}" for name, yes in better_than.items()
+    ]
     by_value = sorted(found, key=lambda row: row[headline], reverse=higher_is_better)
     order = ", ".join(f"{row['policy']} {row[headline]:.3f}" for row in by_value)
-    return f"The trained policy is {' and '.join(parts)} (95 % intervals); best first: {order}."
+    return note(
+        f"The trained policy is {' and '.join(parts)} (95 % intervals); best first: {order}.",
+        better_than=better_than,
+    )
 
 
 def draw(

@@ -1,5 +1,6 @@
 """The standard evaluation, policies from files, and the presubmit."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,8 @@ def test_rows_are_kept_completed_and_renewed(
     assert [row["kind"] for row in rows] == ["baseline", "baseline", "guest"]
     main(["--policy", "random", "--again", *out])
     assert measured[3:] == ["random"]
+    record = json.loads((small / "board.json").read_text())
+    assert record["command"] == "servegym leaderboard --policy random --again --out board.csv"
     again = {row["policy"]: row["value"] for row in read_board(small / "board.csv")}
     assert again == {row["policy"]: row["value"] for row in rows}
     capsys.readouterr()
@@ -112,10 +115,9 @@ def test_the_best_comes_first_and_undefined_last() -> None:
 
 
 def test_the_page_has_the_same_numbers(small: Path) -> None:
-    (small / "docs").mkdir()
     assert main(["--policy", "random"]) == 0
     (row,) = read_board(small / "experiments" / "results" / "leaderboard.csv")
-    page = (small / "docs" / "leaderboard.md").read_text()
+    page = leaderboard.markdown([row])
     assert f"| random | baseline | {row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]" in page
 
 
