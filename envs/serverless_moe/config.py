@@ -430,13 +430,13 @@ def build_problem(
         requests=whole("episode_requests", episode_requests, 1, 1_000_000),
         per_layer=granularity == "per_layer",
         per_call=decode_invocation == "per_call",
-        bill=flag("bill_cold_start", setting("bill_cold_start")),
-        shared=flag("load_shared", load_shared),
+        bill_cold_start=flag("bill_cold_start", setting("bill_cold_start")),
+        load_shared=flag("load_shared", load_shared),
         flat_view=view,
-        deployed=deployment != "plan",
+        by_deployment=deployment != "plan",
         max_in=longest[0],
         max_out=longest[1],
-        keep_alive=keep_alive,
+        keep_alive_s=keep_alive,
         penalty=real("penalty", penalty, 0.0, 1e6),
     )
 

@@ -19,8 +19,7 @@ from servegym.envs.workloads.lengths import sample_lengths
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
 STEP_VALUES = ("cost_usd", "mix_cost_usd", "ttft_s", "tpot_s", "cold_start_s")
 VIOLATIONS = ("ttft", "tpot", "main_memory", "remote_memory", "payload")
-_VALUE_FIELDS = ("cost", "mix_cost", "ttft", "tpot", "cold")
-_FLAG_FIELDS = ("slow", "stalled", "bad_main", "bad_remote", "bad_payload")
+_VIOLATION_FIELDS = ("ttft_violated", "tpot_violated", "main_memory", "remote_memory", "payload")
 
 _LOG_FIELDS: list[tuple[str, str]] = [
     ("prompt", "i4"),
@@ -46,9 +45,9 @@ class ServerlessState:
         requests: ``(J,)`` records of the drawn requests.
         trem: ``(J + 1, L)`` invocation overheads, s.
         env: record of position, deployment and sums.
-        live: ``(L,)`` records of the remote functions deployed last.
+        functions: ``(L,)`` records of the remote functions deployed last.
         log: ``(J,)`` records of the requests served.
-        deployed: ``(J,)`` records of what the requests take of a deployment that is no plan.
+        deployment: ``(J,)`` records of what the requests take of a deployment that is no plan.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
     """
@@ -56,9 +55,9 @@ class ServerlessState:
     requests: np.ndarray
     trem: np.ndarray
     env: np.ndarray
-    live: np.ndarray
+    functions: np.ndarray
     log: np.ndarray
-    deployed: np.ndarray
+    deployment: np.ndarray
     random: Any = None
     finished: bool = False
 
@@ -127,18 +126,25 @@ class ServerlessBatch:
             requests=np.zeros((num_rows, length), dtype=kernel.REQUEST),
             trem=np.zeros((num_rows, length + 1, layers)),
             env=np.zeros(num_rows, dtype=kernel.ENV),
-            live=np.zeros((num_rows, layers), dtype=kernel.LIVE),
-            deployed=np.zeros((num_rows, length * int(c["deployed"])), dtype=kernel.DEPLOYED),
+            functions=np.zeros((num_rows, layers), dtype=kernel.FUNCTION),
+            deployment=np.zeros(
+                (num_rows, length * int(c["by_deployment"])), dtype=kernel.DEPLOYMENT
+            ),
             log=np.zeros((num_rows, length), dtype=kernel.LOG),
             activations=np.zeros((num_rows, layers, experts), dtype=np.float32),
-            scalars=np.zeros((num_rows, kernel.SCALARS), dtype=np.float32),
+            scalars=np.zeros(num_rows, dtype=kernel.SCALARS),
             warm_remote=np.zeros((num_rows, layers, 2), dtype=np.float32),
             flat=np.zeros((num_rows, flat_width(problem) if is_flat else 0), dtype=np.float32),
             action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
             out=np.zeros((num_rows, 4)),
-            counts=np.zeros(layers * (experts + int(c["top_k"]) + 1), dtype=np.int64),
-            work=np.zeros(256 + layers),
-            chosen=np.zeros(64 + layers, dtype=np.int64),
+            scratch=kernel.Scratch(
+                plan=np.zeros(layers, dtype=kernel.PLAN),
+                replica=np.zeros((layers, experts), dtype=np.int64),
+                replica_s=np.zeros(int(c["z_max"])),
+                replica_tokens=np.zeros(int(c["z_max"])),
+                tokens=np.zeros((layers, experts), dtype=np.int64),
+                decoded=np.zeros((layers, int(c["top_k"]) + 1), dtype=np.int64),
+            ),
         )
         self.action_mask = self.arrays.action_mask
         self.out = self.arrays.out
@@ -147,7 +153,8 @@ class ServerlessBatch:
         if is_flat:
             self.observation = self.arrays.flat
         else:
-            parts = {name: self.arrays.scalars[:, part] for name, part in _SLICES.items()}
+            scalars = self.arrays.scalars.view(np.float32).reshape(num_rows, -1)
+            parts = {name: scalars[:, part] for name, part in _SLICES.items()}
             parts["activations"] = self.arrays.activations
             parts["warm_remote"] = self.arrays.warm_remote
             self.observation = {name: parts[name] for name in observation_space(problem)}  # pyright: ignore
@@ -156,8 +163,7 @@ class ServerlessBatch:
         compile_kernels(
             "serverless MoE engine",
             [
-                (kernel.begin, (*shared, which)),
-                (kernel.redraw, (*shared, which)),
+                (kernel.observe, (*shared, which)),
                 (kernel.step, (*shared, actions, problem.nvec, which)),
             ],
         )
@@ -167,7 +173,7 @@ class ServerlessBatch:
         p, r = self.problem, self.arrays.requests[row]
         n = p.episode_requests
         prompts = p.rows[random.integers(0, len(p.rows), n)]
-        start = p.tables.bank_start
+        start = p.tables.recorded.bank_start
         r["prompt"] = prompts
         r["offset"] = random.integers(0, start[prompts + 1] - start[prompts])
         for name, law in zip(("n_in", "n_out"), p.lengths, strict=True):
@@ -189,7 +195,7 @@ class ServerlessBatch:
         regime = (random.integers(0, regimes) + np.cumsum(moves)) % regimes
         spread = random.standard_normal(self.arrays.trem.shape[1:]) * p.trem_sigma
         self.arrays.trem[row] = p.trem_s[regime][:, None] * np.exp(spread)
-        for index in range(self.arrays.deployed.shape[1]):
+        for index in range(self.arrays.deployment.shape[1]):
             self._deploy(row, index)
 
     def request(self, row: int, index: int) -> Request:
@@ -207,19 +213,21 @@ class ServerlessBatch:
 
     def _deploy(self, row: int, index: int) -> None:
         """Reckon what the problem's deployment takes for a drawn request."""
-        p, d = self.problem, self.arrays.deployed[row, index]
+        p, d = self.problem, self.arrays.deployment[row, index]
         s = serve(p.arguments["deployment"], p.system, self.request(row, index))
-        d.prefill, d.decode, d.main_usd = (
-            s.prefill_s,
-            s.decode_s,
-            (s.prefill_s + s.decode_s) * s.main_usd_s,
-        )
+        d.prefill_s, d.decode_s = s.prefill_s, s.decode_s
+        d.main_usd = (s.prefill_s + s.decode_s) * s.main_usd_s
         d.prefill_usd, d.decode_usd = s.prefill_usd, s.decode_usd
-        d.start, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
+        d.start_s, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
-        kernel.begin(self.problem.tables, self.arrays, which)
+        rows, a = which != 0, self.arrays
+        a.env[rows], a.functions[rows], a.out[rows] = (
+            np.zeros((), part.dtype) for part in (a.env, a.functions, a.out)
+        )
+        a.env["idle_s"][rows] = a.requests["gap"][rows, 0]
+        kernel.observe(self.problem.tables, a, which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
         """Serve the current request of the rows with ``which`` set; int64 ``(B, n)`` actions.
@@ -242,12 +250,11 @@ class ServerlessBatch:
 
     def values(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """What the last step of each row cost and took, and what it violated: ``(B,)`` arrays."""
-        values = {
-            name: self.env[field].copy()
-            for name, field in zip(STEP_VALUES, _VALUE_FIELDS, strict=True)
-        }
+        last = self.arrays.log[np.arange(self.num_rows), self.env["index"] - 1]
+        values = {name: last[name] for name in STEP_VALUES}
         flags = {
-            name: self.env[field] != 0 for name, field in zip(VIOLATIONS, _FLAG_FIELDS, strict=True)
+            name: last[field] != 0
+            for name, field in zip(VIOLATIONS, _VIOLATION_FIELDS, strict=True)
         }
         return values, flags
 
@@ -258,9 +265,9 @@ class ServerlessBatch:
             requests=a.requests[row].copy(),
             trem=a.trem[row].copy(),
             env=a.env[row : row + 1].copy(),
-            live=a.live[row].copy(),
+            functions=a.functions[row].copy(),
             log=a.log[row].copy(),
-            deployed=a.deployed[row].copy(),
+            deployment=a.deployment[row].copy(),
         )
 
     def restore(self, row: int, state: ServerlessState) -> None:
@@ -269,7 +276,7 @@ class ServerlessBatch:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        names = ("requests", "trem", "live", "log", "deployed")
+        names = ("requests", "trem", "functions", "log", "deployment")
         for name in names:
             mine, theirs = getattr(self.arrays, name)[row], getattr(state, name)
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
@@ -282,7 +289,7 @@ class ServerlessBatch:
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
-        kernel.redraw(self.problem.tables, self.arrays, which)
+        kernel.observe(self.problem.tables, self.arrays, which)
 
     def kpis(self, row: int) -> dict[str, float]:
         """Key figures of the episode so far; NaN before its first request."""
@@ -331,11 +338,11 @@ class ServerlessBatch:
             "problem": self.problem,
             "num_rows": self.num_rows,
             # Record scalars lose their class in some NumPy pickles; plain bytes do not.
-            "arrays": [np.array(part) for part in self.arrays],
+            "arrays": [np.array(part) for part in self.arrays[:-1]],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffers.
         ServerlessBatch.__init__(self, state["problem"], state["num_rows"])
-        for mine, theirs in zip(self.arrays, state["arrays"], strict=True):
+        for mine, theirs in zip(self.arrays[:-1], state["arrays"], strict=True):
             mine[...] = theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,27 +26,25 @@ def make_config(system: SystemModel, **chosen: float) -> np.ndarray:
         "experts": system.num_experts,
         "top_k": system.top_k,
         "blocks": system.layers,
-        "main_specs": len(system.main_specs_mb),
-        "remote_specs": len(system.remote_specs_mb),
         "z_max": system.z_max,
-        "gpu_base": system.gpu_layer_base_s,
-        "gpu_token": system.gpu_layer_token_s,
-        "swap_base": system.swap_base_s,
-        "swap_rate": system.swap_mb_s,
+        "gpu_base_s": system.gpu_layer_base_s,
+        "gpu_token_s": system.gpu_layer_token_s,
+        "swap_base_s": system.swap_base_s,
+        "swap_mb_s": system.swap_mb_s,
         "token_mb": system.token_mb,
-        "bandwidth": system.bandwidth_mb_s,
+        "bandwidth_mb_s": system.bandwidth_mb_s,
         "price_cpu": system.price_cpu,
         "price_gpu": system.price_gpu,
-        "gpu_per_token": system.token_mb + float(system.kv_mb_per_token.sum()),
-        "non_expert": system.all_non_expert_mb,
-        "gpu_fixed": system.all_non_expert_mb + system.mem_pre_post_mb + system.runtime_gpu_mb,
-        "runtime_cpu": system.runtime_cpu_mb,
-        "load": system.load_mb_s,
-        "start_main": system.container_start_main_s,
-        "start_remote": system.container_start_remote_s,
-        "payload": system.payload_mb,
-        "expert_total": system.all_experts_mb,
-        "largest_expert": float(system.expert_mb.max()),
+        "gpu_token_mb": system.token_mb + float(system.kv_mb_per_token.sum()),
+        "non_expert_mb": system.all_non_expert_mb,
+        "gpu_fixed_mb": system.all_non_expert_mb + system.mem_pre_post_mb + system.runtime_gpu_mb,
+        "runtime_cpu_mb": system.runtime_cpu_mb,
+        "load_mb_s": system.load_mb_s,
+        "start_main_s": system.container_start_main_s,
+        "start_remote_s": system.container_start_remote_s,
+        "payload_mb": system.payload_mb,
+        "all_experts_mb": system.all_experts_mb,
+        "largest_expert_mb": float(system.expert_mb.max()),
     }
     values = fixed | chosen
     cfg = np.zeros(1, dtype=kernel.CONFIG)
@@ -66,54 +65,17 @@ def make_tables(
     cfg: np.ndarray,
 ) -> kernel.Tables:
     """Lay out everything that the kernel reads."""
-    prompts, layers, experts = predicted.shape
-    unique, prediction = np.unique(predicted.reshape(prompts, -1), axis=0, return_inverse=True)
-    q = len(unique)
-    table = np.ascontiguousarray(unique.reshape(q, layers, experts))
-    wide = table.astype(np.float64)
-    masks = np.empty((q + 1, len(levels), layers), dtype=np.uint64)
-    share = np.zeros((q, 2, len(levels), layers))
-    worst = np.zeros((q, 2, len(levels), 2))
-    for level, count in enumerate(levels):
-        away = least_used(shared, int(count))
-        masks[q, level] = bit_sets(away)
-        for i in range(q):
-            mine = least_used(wide[i], int(count))
-            masks[i, level] = bit_sets(mine)
-            for order, members in enumerate((mine, away)):
-                inside = np.where(members, wide[i], 0.0)
-                share[i, order, level] = inside.sum(axis=1)
-                worst[i, order, level] = share[i, order, level].max(), inside.max()
-    specs = np.concatenate([system.main_specs_mb, system.remote_specs_mb])
-    one = system.expert_cpu_s(specs, 1)
-    # Not a difference of two calls: LPT breaks ties by the last digit.
-    more = system.expert_token_s / np.minimum(specs / 1024.0, system.max_vcpus)
-    law = np.stack([specs, one, more], axis=1)
-    choice = np.empty((len(levels), len(headroom[0])), dtype=np.int64)
-    most = int(cfg["max_out"][0])
-    for level, count in enumerate(levels):
-        away = least_used(shared, int(count))
-        least = smallest_spec(system.main_specs_mb, main_memory_mb(system, away, most))
-        for w, more in enumerate(headroom[0]):
-            chosen = smallest_spec(system.main_specs_mb, least + more)
-            choice[level, w] = np.searchsorted(system.main_specs_mb, chosen)
+    table, prediction = _distinct(predicted)
+    masks, share, worst_expert = _remote_sets(table, shared, levels)
+    sums, sums_start = _cumulative_counts(activations, predicted.shape[2])
     bank = np.array(activations.bank)
-    bits = set_bits(bank, experts)
-    sums, starts = [], [0]
-    for p in range(prompts):
-        mine = bits[activations.bank_start[p] : activations.bank_start[p + 1]]
-        if len(mine) > 65_535:
-            raise ValueError(f"activations: prompt {p} has {len(mine)} tokens; 65535 are allowed.")
-        until = np.concatenate([np.zeros((1, layers, experts), np.uint16), mine]).cumsum(
-            axis=0, dtype=np.uint16
-        )
-        sums.append(np.concatenate([until[:: kernel.CHUNK], until[-1:]]))
-        starts.append(starts[-1] + len(sums[-1]))
+    most_tokens = int(cfg["max_out"][0])
     return kernel.Tables(
         cfg=cfg,
-        law=law,
-        sizes=np.ascontiguousarray(system.expert_mb, dtype=np.float64),
-        main_choice=choice,
+        main_law=_laws(system, system.main_specs_mb),
+        remote_law=_laws(system, system.remote_specs_mb),
+        expert_mb=np.ascontiguousarray(system.expert_mb, dtype=np.float64),
+        main_choice=_main_choice(system, shared, levels, headroom[0], most_tokens),
         y_headroom=headroom[1],
         z_headroom=headroom[2].astype(np.int64),
         members=levels.astype(np.int64),
@@ -121,11 +83,88 @@ def make_tables(
         falling=np.argsort(-table, axis=2, kind="stable").astype(np.int16),
         masks=masks,
         share=share,
-        worst=worst,
-        prediction=np.ascontiguousarray(prediction.reshape(-1).astype(np.int64)),
-        bank=bank,
-        ids=masks_to_ids(bank, system.top_k),
-        bank_start=np.array(activations.bank_start, dtype=np.int64),
-        sums=np.concatenate(sums),
-        sums_start=np.asarray(starts, dtype=np.int64),
+        worst_share=share.max(axis=3),
+        worst_expert=worst_expert,
+        prediction=prediction,
+        recorded=kernel.Recorded(
+            bank=bank,
+            ids=masks_to_ids(bank, system.top_k),
+            bank_start=np.array(activations.bank_start, dtype=np.int64),
+            sums=sums,
+            sums_start=sums_start,
+        ),
     )
+
+
+def _distinct(predicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct predictions ``(Q, L, K)`` and the one of each prompt, int64 ``(P,)``."""
+    prompts, layers, experts = predicted.shape
+    unique, which = np.unique(predicted.reshape(prompts, -1), axis=0, return_inverse=True)
+    table = np.ascontiguousarray(unique.reshape(len(unique), layers, experts))
+    return table, np.ascontiguousarray(which.reshape(-1).astype(np.int64))
+
+
+def _remote_sets(
+    table: np.ndarray, shared: np.ndarray, levels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``masks``, ``share`` and ``worst_expert`` of :class:`kernel.Tables`."""
+    q, layers, _ = table.shape
+    wide = table.astype(np.float64)
+    masks = np.empty((q + 1, len(levels), layers), dtype=np.uint64)
+    share = np.zeros((q, 2, len(levels), layers))
+    worst_expert = np.zeros((q, 2, len(levels)))
+    for level, count in enumerate(levels):
+        by_shared = least_used(shared, int(count))
+        masks[q, level] = bit_sets(by_shared)
+        for i in range(q):
+            by_prompt = least_used(wide[i], int(count))
+            masks[i, level] = bit_sets(by_prompt)
+            for order, members in enumerate((by_prompt, by_shared)):
+                inside = np.where(members, wide[i], 0.0)
+                share[i, order, level] = inside.sum(axis=1)
+                worst_expert[i, order, level] = inside.max()
+    return masks, share, worst_expert
+
+
+def _laws(system: SystemModel, specs_mb: np.ndarray) -> np.ndarray:
+    """Memory specifications and the speed of experts in them, :data:`kernel.LAW`."""
+    law = np.zeros(len(specs_mb), dtype=kernel.LAW)
+    law["mb"] = specs_mb
+    law["one_s"] = system.expert_cpu_s(specs_mb, 1)
+    # Not a difference of two calls: LPT breaks ties by the last digit.
+    law["more_s"] = system.expert_token_s / np.minimum(specs_mb / 1024.0, system.max_vcpus)
+    return law
+
+
+def _main_choice(
+    system: SystemModel,
+    shared: np.ndarray,
+    levels: np.ndarray,
+    headroom_mb: np.ndarray,
+    most_tokens: int,
+) -> np.ndarray:
+    """Specification of the main function for values of b and w, int64 ``(levels, n_w)``."""
+    choice = np.empty((len(levels), len(headroom_mb)), dtype=np.int64)
+    for level, count in enumerate(levels):
+        need = main_memory_mb(system, least_used(shared, int(count)), most_tokens)
+        least = smallest_spec(system.main_specs_mb, need)
+        for w, more in enumerate(headroom_mb):
+            chosen = smallest_spec(system.main_specs_mb, least + more)
+            choice[level, w] = np.searchsorted(system.main_specs_mb, chosen)
+    return choice
+
+
+def _cumulative_counts(activations: Any, experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """``sums`` and ``sums_start`` of :class:`kernel.Recorded`."""
+    bits = set_bits(np.array(activations.bank), experts)
+    sums, starts = [], [0]
+    for prompt, (first, last) in enumerate(pairwise(activations.bank_start)):
+        if last - first > 65_535:
+            raise ValueError(
+                f"activations: prompt {prompt} has {last - first} tokens; 65535 are allowed."
+            )
+        nothing = np.zeros((1, *bits.shape[1:]), np.uint16)
+        until = np.concatenate([nothing, bits[first:last]]).cumsum(axis=0, dtype=np.uint16)
+        sums.append(np.concatenate([until[:: kernel.CHUNK], until[-1:]]))
+        starts.append(starts[-1] + len(sums[-1]))
+    return np.concatenate(sums), np.asarray(starts, dtype=np.int64)

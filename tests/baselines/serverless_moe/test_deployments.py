@@ -27,8 +27,8 @@ def by_hand(name, seed, **kwargs):
         asked, request = env.batch.arrays.requests[0, index], env.batch.request(0, index)
         idle = float(asked["gap"])  # a request is served at once, nothing goes on in between
         limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}
-        cold = first or not 0.0 < idle <= float(cfg["keep_alive"])
-        bill = bool(cfg["bill"])
+        cold = first or not 0.0 < idle <= float(cfg["keep_alive_s"])
+        bill = bool(cfg["bill_cold_start"])
         outcome = deployment_cost(
             name, problem.system, request, cold=cold, bill_cold_start=bill, **limits
         )

@@ -58,12 +58,12 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
     env = ServerlessMoEEnv(**(SMALL | {"episode_requests": steps} | kwargs))
     options = {
         "decode_invocation": env.problem.arguments["decode_invocation"],
-        "bill_cold_start": bool(env.problem.tables.cfg["bill"][0]),
-        "load_shared": bool(env.problem.tables.cfg["shared"][0]),
+        "bill_cold_start": bool(env.problem.tables.cfg["bill_cold_start"][0]),
+        "load_shared": bool(env.problem.tables.cfg["load_shared"][0]),
     }
     rng = np.random.default_rng(seed)
     env.reset(seed=seed)
-    warm = Warm(float(env.problem.tables.cfg["keep_alive"][0]))
+    warm = Warm(float(env.problem.tables.cfg["keep_alive_s"][0]))
     action = None
     seen = {"feasible": 0, "infeasible": 0, "warm": 0, "partly": 0}
     for index in range(steps):

@@ -1,0 +1,55 @@
+"""Jitted engine of the serverless MoE family: one whole request per call and system.
+
+``layout`` describes the arrays: those of a problem are in one named tuple (``Tables``), those of a
+batch of B systems in another (``Batch``). ``planning`` reads an action, ``routing`` counts the
+tokens of experts, ``service`` serves the request and ``observation`` writes what is seen of the
+next one. Units are seconds, MB, tokens and USD.
+"""
+
+from __future__ import annotations
+
+from servegym.envs._jit import jit
+from servegym.envs.serverless_moe.kernel.layout import *  # noqa: F403
+from servegym.envs.serverless_moe.kernel.layout import __all__ as _LAYOUT
+from servegym.envs.serverless_moe.kernel.observation import observe_row
+from servegym.envs.serverless_moe.kernel.routing import popcount
+from servegym.envs.serverless_moe.kernel.service import serve
+
+__all__ = [*_LAYOUT, "observe", "popcount", "step"]
+
+
+@jit
+def observe(t, b, which):
+    """Write observations and action masks of the rows with ``which`` (int8 ``(B,)``) set."""
+    for row in range(len(which)):
+        if which[row] != 0:
+            observe_row(t, b, row)
+
+
+@jit
+def step(t, b, actions, nvec, which):
+    """Serve the current request of the rows with ``which`` set.
+
+    Args:
+        t: tables.
+        b: batch.
+        actions: int64 ``(B, n)``.
+        nvec: int64 ``(n,)`` how many values each action has.
+        which: int8 ``(B,)``.
+
+    Returns:
+        How many episodes ended; -1 - i if the action of system i is out of range, and then
+        nothing has changed.
+    """
+    for row in range(len(which)):
+        if which[row] != 0:
+            for i in range(len(nvec)):
+                if actions[row, i] < 0 or actions[row, i] >= nvec[i]:
+                    return -1 - row
+    ended = 0
+    for row in range(len(which)):
+        if which[row] != 0:
+            if serve(t, b, row, actions[row]):
+                ended += 1
+            observe_row(t, b, row)
+    return ended

@@ -1,0 +1,207 @@
+"""What the controller sees: the observation of each layout and the action mask."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from servegym.envs._jit import jit
+from servegym.envs.serverless_moe.kernel.layout import (
+    FLAT,
+    MAX_IDLE_S,
+    MAX_PRICE,
+    MAX_SLO_S,
+    MAX_TREM_S,
+)
+from servegym.envs.serverless_moe.kernel.planning import functions_are_warm
+
+__all__ = ["observe_row"]
+
+_TREM_SCALE_S = 0.001
+
+
+@jit
+def _mask_infeasible(c, members, worst_share, worst_expert, largest_mb, n_in, mask):
+    """Mask each b that memory (10e) or payload (10g) rule out in both orders, as predicted.
+
+    Args:
+        c: :data:`CONFIG`.
+        members: int64 ``(levels,)`` remote experts of a layer.
+        worst_share: ``(2, levels)`` of the prompt.
+        worst_expert: ``(2, levels)`` of the prompt.
+        largest_mb: the largest remote function.
+        n_in: prompt tokens.
+        mask: int8 ``(A,)``, written.
+    """
+    body_mb = c.token_mb * float(n_in * c.top_k)
+    for level in range(c.levels):
+        m = members[level]
+        if m == 0:
+            continue
+        legal = 0
+        for order in range(2):
+            share = worst_share[order, level]
+            if (
+                c.largest_expert_mb * m + body_mb * share <= largest_mb
+                and body_mb * share <= c.z_max * c.payload_mb
+                and body_mb * worst_expert[order, level] <= c.payload_mb
+            ):
+                legal = 1
+        mask[level] = legal
+
+
+@jit
+def _mask_all_but_first(c, n_w, n_y, n_z, mask):
+    """Leave the first value of every part of the action, whose numbers of values are n_w to n_z."""
+    copies = c.layers if c.per_layer else 1
+    mask[:] = 0
+    mask[0], mask[c.levels], mask[c.levels + 2] = 1, 1, 1
+    at = c.levels + 2 + n_w
+    for size in (n_y, n_z):
+        for _ in range(copies):
+            mask[at] = 1
+            at += size
+
+
+@jit
+def _observe_functions(c, e, functions, members, largest, s, warm_remote):
+    """Write what is warm, and the prices.
+
+    Args:
+        c: :data:`CONFIG`.
+        e: :data:`ENV`.
+        functions: ``(L,)`` :data:`FUNCTION`.
+        members: int64 ``(levels,)`` remote experts of a layer.
+        largest: MB of the largest main and the largest remote function.
+        s: :data:`SCALARS`, written.
+        warm_remote: float32 ``(L, 2)``, written.
+    """
+    warm = functions_are_warm(c, e)
+    s.idle_s = min(e.idle_s, MAX_IDLE_S) if e.deployed == 1 else 0.0
+    s.warm, s.warm_main, s.warm_ratio, s.warm_order = 0.0, 0.0, 0.0, 0.0
+    if warm:
+        s.warm = 1.0
+        s.warm_main = e.main_mb / largest[0]
+        s.warm_ratio = members[e.level] / c.experts
+        s.warm_order = e.order
+    for layer in range(c.layers):
+        warm_remote[layer, 0] = functions[layer].mb / largest[1] if warm else 0.0
+        warm_remote[layer, 1] = functions[layer].replicas / c.z_max if warm else 0.0
+    s.price_cpu = min(c.price_cpu * 1024.0 * 3600.0, MAX_PRICE)
+    s.price_gpu = min(c.price_gpu * 1024.0 * 3600.0, MAX_PRICE)
+
+
+@jit
+def _observe_request(c, e, request, last_trem, functions, masks, s):
+    """Write a request, and whether the warm experts are those of its prompt.
+
+    Args:
+        c: :data:`CONFIG`.
+        e: :data:`ENV`.
+        request: :data:`REQUEST`.
+        last_trem: ``(L,)`` invocation overheads of the request before, s.
+        functions: ``(L,)`` :data:`FUNCTION`.
+        masks: uint64 ``(L,)`` remote experts of the warm b and order for this prompt.
+        s: :data:`SCALARS`, written.
+    """
+    s.n_in = request.n_in
+    s.n_out_predicted = request.n_out_predicted
+    s.ttft_limit = min(request.ttft_limit, MAX_SLO_S)
+    s.tpot_limit = min(request.tpot_limit, MAX_SLO_S)
+    total = 0.0
+    for layer in range(c.layers):
+        total += last_trem[layer]
+    s.t_rem = min(total / c.layers, MAX_TREM_S)
+    s.warm_same = 0.0
+    if functions_are_warm(c, e):
+        same = 1.0
+        for layer in range(c.layers):
+            if masks[layer] != functions[layer].mask:
+                same = 0.0
+        s.warm_same = same
+
+
+@jit
+def _observe_no_request(s, activations, flat):
+    """Write the end of an episode."""
+    s.n_in, s.n_out_predicted, s.ttft_limit, s.tpot_limit = 0.0, 0.0, 0.0, 0.0
+    s.t_rem, s.warm_same = 0.0, 0.0
+    activations[:] = 0.0
+    flat[:] = 0.0
+
+
+@jit
+def _observe_flat(c, s, warm_remote, share, worst_share, flat):
+    """Write the flat layout: 15 features and four for every b.
+
+    Args:
+        c: :data:`CONFIG`.
+        s: :data:`SCALARS`.
+        warm_remote: float32 ``(L, 2)``.
+        share: ``(2, levels, L)`` of the prompt.
+        worst_share: ``(2, levels)`` of the prompt.
+        flat: float32 ``(F,)``, written.
+    """
+    flat[0] = min(s.n_in / c.max_in, 1.0)
+    flat[1] = min(s.n_out_predicted / c.max_out, 1.0)
+    flat[2] = min(s.ttft_limit / 60.0, 1.0)
+    flat[3] = min(s.tpot_limit / 0.5, 1.0)
+    flat[4] = math.log1p(s.t_rem / _TREM_SCALE_S) / math.log1p(MAX_TREM_S / _TREM_SCALE_S)
+    flat[5] = math.log1p(s.idle_s) / math.log1p(MAX_IDLE_S)
+    flat[6], flat[7], flat[8] = s.warm, s.warm_main, s.warm_ratio
+    flat[9], flat[10] = s.warm_order, s.warm_same
+    mean_mb = 0.0
+    mean_replicas = 0.0
+    for layer in range(c.layers):
+        mean_mb += warm_remote[layer, 0] / c.layers
+        mean_replicas += warm_remote[layer, 1] / c.layers
+    flat[11] = mean_mb
+    flat[12] = mean_replicas
+    flat[13] = min(s.price_cpu, 1.0)
+    flat[14] = min(s.price_gpu / 10.0, 1.0)
+    at = 15
+    for order in range(2):
+        for level in range(c.levels):
+            mean = 0.0
+            for layer in range(c.layers):
+                mean += share[order, level, layer]
+            flat[at] = min(mean / c.layers, 1.0)
+            flat[at + 1] = min(worst_share[order, level], 1.0)
+            at += 2
+
+
+@jit
+def _observe_dict(predicted, activations):
+    """Write the activations of the Dict layout, ``(L, K)``; its other parts are there already."""
+    for layer in range(activations.shape[0]):
+        for k in range(activations.shape[1]):
+            activations[layer, k] = predicted[layer, k]
+
+
+@jit
+def observe_row(t, b, row):
+    """Write observation and action mask of the current request of a system, or of the end."""
+    c, e, s, mask = t.cfg[0], b.env[row], b.scalars[row], b.action_mask[row]
+    functions, warm_remote = b.functions[row], b.warm_remote[row]
+    largest = t.main_law[len(t.main_law) - 1].mb, t.remote_law[len(t.remote_law) - 1].mb
+    mask[:] = 1
+    _observe_functions(c, e, functions, t.members, largest, s, warm_remote)
+    if e.index == c.requests:
+        _observe_no_request(s, b.activations[row], b.flat[row])
+        return
+    request = b.requests[row, e.index]
+    q = t.prediction[request.prompt]
+    if c.by_deployment == 1:
+        n_w, n_y, n_z = t.main_choice.shape[1], len(t.y_headroom), len(t.z_headroom)
+        _mask_all_but_first(c, n_w, n_y, n_z, mask)
+    else:
+        share, expert = t.worst_share[q], t.worst_expert[q]
+        n_in = np.int64(request.n_in)
+        _mask_infeasible(c, t.members, share, expert, largest[1], n_in, mask)
+    masks = t.masks[q if e.order == 0 else t.predicted.shape[0], e.level]
+    _observe_request(c, e, request, b.trem[row, e.index], functions, masks, s)
+    if c.flat_view == FLAT:
+        _observe_flat(c, s, warm_remote, t.share[q], t.worst_share[q], b.flat[row])
+    else:
+        _observe_dict(t.predicted[q], b.activations[row])

@@ -1,0 +1,168 @@
+"""What an action asks for: the functions of a request, planned from predicted activations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym.envs._jit import jit
+from servegym.envs.serverless_moe.kernel.routing import has_expert
+
+__all__ = ["Choice", "choose", "functions_are_warm", "plan_functions"]
+
+
+class Choice(NamedTuple):
+    """The whole-model part of an action, and what of it is warm.
+
+    Attributes:
+        level: index of b.
+        order: 0, experts ordered by the prompt's prediction; 1, by the shared mean.
+        mask_row: row of ``Tables.masks`` of that order.
+        members: remote experts of each layer.
+        main_mb: memory of the main function.
+        one_s: expert call of one token there.
+        more_s: each further token of the call.
+        warm: whether functions are warm.
+        main_warm: whether the main function asked for is.
+    """
+
+    level: Any
+    order: Any
+    mask_row: Any
+    members: Any
+    main_mb: Any
+    one_s: Any
+    more_s: Any
+    warm: Any
+    main_warm: Any
+
+
+@jit
+def functions_are_warm(c, e):
+    """Whether the functions deployed last are still there."""
+    return e.deployed == 1 and c.keep_alive_s > 0.0 and e.idle_s <= c.keep_alive_s
+
+
+@jit
+def choose(t, e, request, functions, action):
+    """Read b, order and main memory of an action; MIX where a deployment serves."""
+    c = t.cfg[0]
+    level, order, headroom = action[0], action[1], action[2]
+    if c.by_deployment == 1:
+        level, order, headroom = 0, 0, 0
+    mask_row = t.predicted.shape[0]
+    if order == 0:
+        mask_row = t.prediction[request.prompt]
+    main = t.main_law[t.main_choice[level, headroom]]
+    warm = functions_are_warm(c, e)
+    main_warm = warm and e.main_mb == main.mb
+    for layer in range(c.layers):
+        if functions[layer].mask != t.masks[mask_row, level, layer]:
+            main_warm = False
+    members = t.members[level]
+    return Choice(
+        level, order, mask_row, members, main.mb, main.one_s, main.more_s, warm, main_warm
+    )
+
+
+@jit
+def _smallest_specification(law, need_mb):
+    """Row of the smallest specification of at least ``need_mb``; else the last."""
+    low = 0
+    high = len(law) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if law[middle].mb >= need_mb:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@jit
+def _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned):
+    """Assign a layer's remote experts to z replicas, longest expected time first.
+
+    Args:
+        c: :data:`CONFIG`.
+        plan: :data:`PLAN` of the layer.
+        falling: int16 ``(K,)`` experts by falling prediction.
+        predicted: float32 ``(K,)``.
+        tokens: prompt tokens times experts a token.
+        z: replicas.
+        replica: int64 ``(K,)``, written.
+        busy_s: ``(z_max,)`` scratch.
+        assigned: ``(z_max,)`` scratch.
+
+    Returns:
+        Expected tokens of the replica that gets most.
+    """
+    experts, token_mb, bandwidth = c.experts, c.token_mb, c.bandwidth_mb_s
+    mask, one, more = plan.mask, plan.one_s, plan.more_s
+    for j in range(z):
+        busy_s[j] = 0.0
+        assigned[j] = 0.0
+    for i in range(experts):
+        k = np.int64(falling[i])
+        if not has_expert(mask, k):
+            continue
+        n = tokens * np.float64(predicted[k])
+        job = 2.0 * n * token_mb / bandwidth
+        if n > 0.0:
+            job += one + more * (max(n, 1.0) - 1.0)
+        best = 0
+        for j in range(1, z):
+            if busy_s[j] < busy_s[best]:
+                best = j
+        busy_s[best] += job
+        assigned[best] += n
+        replica[k] = best
+    largest = 0.0
+    for j in range(z):
+        largest = max(largest, assigned[j])
+    return largest
+
+
+@jit
+def plan_functions(t, scratch, request, choice, action):
+    """Write memory, replicas and experts of each layer's remote function, ``scratch.plan``.
+
+    Memory: the least that holds the experts and the tokens predicted for them (10e), and the
+    headroom of the action. Replicas: the least with which no body exceeds the payload as predicted
+    (10g), and the action's.
+    """
+    c = t.cfg[0]
+    q = t.prediction[request.prompt]
+    tokens = float(np.int64(request.n_in) * c.top_k)
+    busy_s, assigned = scratch.replica_s, scratch.replica_tokens
+    for layer in range(c.layers):
+        plan = scratch.plan[layer]
+        plan.mask = t.masks[choice.mask_row, choice.level, layer]
+        plan.mb, plan.one_s, plan.more_s, plan.replicas = 0.0, 0.0, 0.0, 0
+        if choice.members == 0:
+            continue
+        step_y = action[3 + layer] if c.per_layer else action[3]
+        step_z = action[3 + c.layers + layer] if c.per_layer else action[4]
+        expected = tokens * t.share[q, choice.order, choice.level, layer]
+        need = t.expert_mb[layer] * choice.members + c.token_mb * expected
+        least = t.remote_law[_smallest_specification(t.remote_law, need)].mb
+        wanted = least + t.y_headroom[step_y]
+        law = t.remote_law[_smallest_specification(t.remote_law, wanted)]
+        plan.mb, plan.one_s, plan.more_s = law.mb, law.one_s, law.more_s
+        falling, predicted = t.falling[q, layer], t.predicted[q, layer]
+        replica = scratch.replica[layer]
+        # No fewer can hold the payloads.
+        z = max(1, min(c.z_max, int(math.ceil(expected * c.token_mb / c.payload_mb - 1e-9))))
+        largest = _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned)
+        while largest * c.token_mb > c.payload_mb and z < c.z_max:
+            z += 1
+            largest = _assign_by_lpt(
+                c, plan, falling, predicted, tokens, z, replica, busy_s, assigned
+            )
+        plan.replicas = min(z + t.z_headroom[step_z], c.z_max)
+        if plan.replicas != z:
+            _assign_by_lpt(
+                c, plan, falling, predicted, tokens, plan.replicas, replica, busy_s, assigned
+            )
