@@ -2,21 +2,23 @@
 
 from servegym.baselines.registry import register_policy
 from servegym.baselines.serverless_moe.clairvoyant import GridOptimum, Lookahead
-from servegym.baselines.serverless_moe.deployments import Cpu, Fetch, Gpu, PerExpert
-from servegym.baselines.serverless_moe.policies import (
+from servegym.baselines.serverless_moe.heuristics import (
     BestConstant,
+    Cpu,
+    Fetch,
+    Gpu,
     GreedyWarm,
     KeepAlive,
     Mix,
+    PerExpert,
     Random,
-    Remoe,
-    RemoeCost,
-    RemoeSticky,
 )
+from servegym.baselines.serverless_moe.lpt import compile_lpt as compile_kernels
+from servegym.baselines.serverless_moe.remoe.policies import Remoe, RemoeCost, RemoeSticky
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
 
-__all__ = ["ServerlessSystem"]
+__all__ = ["ServerlessSystem", "compile_kernels"]
 
 _FAMILY = "serverless_moe"
 register_policy("random", Random, "uniform over the legal actions", family=_FAMILY)

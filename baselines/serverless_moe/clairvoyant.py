@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy, best_action
 from servegym.baselines.serverless_moe.loads import Load
-from servegym.baselines.serverless_moe.policies import Actions, Seen, ServerlessPolicy, best
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 
 
@@ -32,11 +32,11 @@ class Clairvoyant(ServerlessPolicy):
         """Index of the row's current request."""
         return int(self._batch.env["index"][row])
 
-    def true_load(self, row: int, index: int) -> tuple[Load, Seen]:
-        """A request of the row's episode as it is, and what is seen of it (nothing warm)."""
+    def true_load(self, row: int, index: int) -> tuple[Load, Observed]:
+        """A request of the row's episode as it is, and what is observed of it (nothing warm)."""
         asked = self._batch.arrays.requests[row, index]
         request = self._batch.request(row, index)
-        seen = Seen(
+        observed = Observed(
             self._problem.predicted[int(asked["prompt"])],
             request.n_in,
             request.n_out,
@@ -45,7 +45,7 @@ class Clairvoyant(ServerlessPolicy):
             0.0,
             None,
         )
-        return Load.known(request), seen
+        return Load.known(request), observed
 
 
 class GridOptimum(Clairvoyant):
@@ -53,10 +53,10 @@ class GridOptimum(Clairvoyant):
 
     name = "grid_optimum"
 
-    def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
+    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
         load, _ = self.true_load(row, self.position(row))
-        return best(self.rewards(seen, load, spread=0.0), legal)
+        return best_action(self.rewards(observed, load, spread=0.0), legal)
 
 
 class Lookahead(Clairvoyant):
@@ -92,7 +92,7 @@ class Lookahead(Clairvoyant):
         """Sum of rewards that no policy exceeds in the row's planned episode: nothing is cold."""
         return self._bound[row]
 
-    def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
+    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
         if row not in self._plan:
             self._plan[row], self._bound[row] = self._search(row)
@@ -107,9 +107,9 @@ class Lookahead(Clairvoyant):
         cold, warm, free, free_at = [], [], np.empty(count), np.empty(count, dtype=np.int64)
         bound = 0.0
         for i in range(count):
-            load, seen = self.true_load(row, i)
-            started = self.rewards(seen, load, spread=0.0)
-            kept = self.rewards(seen, load, spread=0.0, starts=False) if keep > 0 else started
+            load, observed = self.true_load(row, i)
+            started = self.rewards(observed, load, spread=0.0)
+            kept = self.rewards(observed, load, spread=0.0, starts=False) if keep > 0 else started
             free_at[i] = started.argmax()
             free[i] = started.flat[free_at[i]]
             cold.append(started[:, 1].ravel().astype(np.float32))

@@ -18,15 +18,15 @@ from scipy import optimize, sparse
 from servegym.baselines.serverless_moe.loads import (
     Load,
     Options,
-    fixed_s,
     job_times,
     layer_options,
+    non_expert_s,
     option_terms,
     predict,
 )
 from servegym.baselines.serverless_moe.lpt import lpt
-from servegym.baselines.serverless_moe.selection import remote_set
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.sets import least_used, remote_count
 
 Floats = NDArray[np.float64]
 TOLERANCE = 1e-6
@@ -145,7 +145,7 @@ def solve_knapsack(
 
 
 @dataclass(frozen=True, eq=False)
-class GridOptimum:
+class OptimalPlan:
     """The best plan found.
 
     Attributes:
@@ -170,7 +170,7 @@ class GridOptimum:
         return (self.cost_usd - self.bound_usd) / self.cost_usd
 
 
-def plan_of(
+def _assemble_plan(
     system: eq.SystemModel, load: Load, options: Options, chosen: NDArray, main_mb: float
 ) -> eq.Plan:
     """The plan of one option a layer (index ``v Z + z - 1``)."""
@@ -199,7 +199,7 @@ def grid_optimum(
     cold_start: bool = True,
     bill_cold_start: bool = False,
     gap: float = 1e-6,
-) -> GridOptimum:
+) -> OptimalPlan:
     """The cheapest feasible plan over b, W, Y and z.
 
     Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
@@ -227,12 +227,12 @@ def grid_optimum(
     experts = system.num_experts
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
-    fixed_prefill, fixed_decode = fixed_s(system, load)
+    fixed_prefill, fixed_decode = non_expert_s(system, load)
     fixed, candidates, had = fixed_prefill + fixed_decode, [], np.inf
     limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
     layers = np.arange(system.moe_layers)
     for b in tried.tolist():
-        remote = remote_set(order, b)
+        remote = least_used(order, int(remote_count(b, experts)))
         options = layer_options(system, load, remote, decode_invocation)
         own = np.sort(specs[specs >= eq.main_memory_mb(system, remote, load.n_out)])
         if not own.size:
@@ -257,7 +257,7 @@ def grid_optimum(
                 ):
                     had = min(had, bound)
     candidates.sort(key=lambda c: c[0])
-    best, lowest = GridOptimum(None, 0.0, np.inf, np.inf, None), np.inf
+    best, lowest = OptimalPlan(None, 0.0, np.inf, np.inf, None), np.inf
     for bound, b, w, options, start, base, price in candidates:
         if bound >= best.cost_usd:
             lowest = min(lowest, bound)
@@ -273,7 +273,7 @@ def grid_optimum(
         )
         lowest = min(lowest, base + found.bound)
         if base + found.cost < best.cost_usd and (found.chosen >= 0).all():
-            plan = plan_of(system, load, options, found.chosen, w)
+            plan = _assemble_plan(system, load, options, found.chosen, w)
             cold = eq.Cold(
                 cold_start, plan.replicas if cold_start else np.zeros_like(plan.replicas)
             )
@@ -287,8 +287,8 @@ def grid_optimum(
                 ttft_limit_s=ttft_limit_s,
                 tpot_limit_s=tpot_limit_s,
             )
-            best = GridOptimum(plan, b, base + found.cost, np.inf, outcome)
-    return GridOptimum(
+            best = OptimalPlan(plan, b, base + found.cost, np.inf, outcome)
+    return OptimalPlan(
         best.plan, best.ratio, best.cost_usd, min(lowest, best.cost_usd), best.outcome
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe import kernel
+from servegym.baselines.serverless_moe.lpt import replica_loads
 from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
@@ -121,7 +121,7 @@ class Load:
         return self.n_out * ways * share**r * (1.0 - share) ** (top_k - r)
 
 
-def expert_line(system: eq.SystemModel, mb: ArrayLike) -> tuple[Floats, Floats]:
+def expert_time_terms(system: eq.SystemModel, mb: ArrayLike) -> tuple[Floats, Floats]:
     """Expert time ``first + more n`` of n >= 1 tokens: both terms, seconds, in the shape of mb."""
     one = np.asarray(system.expert_cpu_s(mb, 1), np.float64)
     more = np.asarray(system.expert_cpu_s(mb, 2), np.float64) - one
@@ -139,42 +139,11 @@ def job_times(system: eq.SystemModel, load: Load, mb: Floats) -> Floats:
     Returns:
         (L, K), or (L, V, K).
     """
-    first, more = expert_line(system, mb)
+    first, more = expert_time_terms(system, mb)
     wire = system.transfer_s
     if first.ndim == 1:
         return first[:, None] * load.active + (more + wire)[:, None] * load.tokens
     return first[..., None] * load.active[:, None] + (more + wire)[..., None] * load.tokens[:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class Spread:
-    """Jobs on 1..Z replicas by LPT; the last axis is z - 1.
-
-    Attributes:
-        slowest_s: (..., Z) load of the slowest replica, without the overhead.
-        invoked: (..., Z) replicas that get work.
-        payload_mb: (..., Z) largest one-way body.
-    """
-
-    slowest_s: Floats
-    invoked: NDArray[np.int64]
-    payload_mb: Floats
-
-
-def spread(jobs_s: Floats, body_mb: Floats, z_max: int) -> Spread:
-    """LPT of many rows of jobs at once, for each number of replicas up to z_max.
-
-    Args:
-        jobs_s: (..., K), 0 for what is no job.
-        body_mb: (..., K), broadcast against the jobs.
-        z_max: Most replicas.
-    """
-    width = jobs_s.shape[-1]
-    jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
-    body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
-    shape = (*jobs_s.shape[:-1], z_max)
-    slowest, invoked, payload = kernel.spread(jobs, body.reshape(-1, width), z_max)
-    return Spread(slowest.reshape(shape), invoked.reshape(shape), payload.reshape(shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,15 +180,15 @@ def layer_options(
     """Tabulate the choices of each layer."""
     specs = system.remote_specs_mb
     jobs = np.where(remote[:, None], job_times(system, load, specs[None]), 0.0)
-    spread_z = spread(jobs, (load.tokens * system.token_mb)[:, None], system.z_max)
+    placed = replica_loads(jobs, (load.tokens * system.token_mb)[:, None], system.z_max)
     used = remote.any(axis=1)
     trem = load.trem_s[:, None, None]
-    slowest = np.where(spread_z.invoked > 0, spread_z.slowest_s + trem, 0.0)
-    billed = jobs.sum(axis=2)[..., None] + spread_z.invoked * trem
+    slowest = np.where(placed.invoked > 0, placed.slowest_s + trem, 0.0)
+    billed = jobs.sum(axis=2)[..., None] + placed.invoked * trem
     call = system.expert_cpu_s(specs, 1) + system.transfer_s
     calls = eq.call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
     need = eq.remote_memory_mb(system, load.tokens, remote)
-    allowed = (need[:, None] <= specs)[..., None] & (spread_z.payload_mb <= system.payload_mb)
+    allowed = (need[:, None] <= specs)[..., None] & (placed.payload_mb <= system.payload_mb)
     return Options(
         remote,
         np.asarray(used),
@@ -236,7 +205,7 @@ def local_prefill_s(
     system: eq.SystemModel, load: Load, remote: NDArray[np.bool_], main_mb: float
 ) -> Floats:
     """(L,) local experts one after another in prefill."""
-    first, more = expert_line(system, main_mb)
+    first, more = expert_time_terms(system, main_mb)
     return np.where(remote, 0.0, first * load.active + more * load.tokens).sum(axis=1)
 
 
@@ -263,7 +232,7 @@ def option_terms(
     return prefill, decode, cost
 
 
-def fixed_s(system: eq.SystemModel, load: Load) -> tuple[float, float]:
+def non_expert_s(system: eq.SystemModel, load: Load) -> tuple[float, float]:
     """Seconds of the non-expert parts: prefill and decoding."""
     prefill = eq.prefill_non_expert_s(system, load.n_in)
     return prefill, load.n_out * system.layers * system.gpu_layer_s(1)
@@ -293,7 +262,7 @@ def predict(
     local = local_prefill_s(system, load, remote, plan.main_mb)
     expert = np.maximum(local, seconds.max(axis=1)).sum()
     expert += len(remote) * 2.0 * system.swap_s(load.n_in)
-    fixed_prefill, fixed_decode = fixed_s(system, load)
+    fixed_prefill, fixed_decode = non_expert_s(system, load)
     prefill = fixed_prefill + float(expert)
 
     r = np.arange(system.top_k + 1)

@@ -1,4 +1,4 @@
-"""Remote experts over replicas: longest processing time first, then the payload limit (10g)."""
+"""Experts over replicas: longest processing time first (LPT), and the payload limit (10g)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,121 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe import kernel
+from servegym.envs._jit import compile_kernels, jit
+
+__all__ = [
+    "Assignment",
+    "ReplicaLoads",
+    "assign",
+    "compile_lpt",
+    "largest_replica_sums",
+    "lpt",
+    "lpt_rows",
+    "replica_loads",
+]
+
+Floats = NDArray[np.float64]
+
+
+@jit
+def _place(jobs, order, z, load, replica):
+    """LPT of one row of jobs ``(K,)`` in falling ``order``; jobs of 0 stay where they are."""
+    load[:z] = 0.0
+    for i in range(order.shape[0]):
+        k = order[i]
+        if not jobs[k] > 0.0:
+            break
+        least = 0
+        for j in range(1, z):
+            if load[j] < load[least]:
+                least = j
+        load[least] += jobs[k]
+        replica[k] = least
+
+
+@jit
+def _lpt(jobs, z):
+    """Replica of each job, int64 ``(K,)``: jobs by falling time, each to the least loaded.
+
+    Ties go to the lower index; jobs of 0 are put on replica 0.
+
+    Args:
+        jobs: float64 ``(K,)``.
+        z: Replicas.
+    """
+    replica = np.zeros(jobs.shape[0], np.int64)
+    _place(jobs, np.argsort(-jobs, kind="mergesort"), z, np.empty(z), replica)
+    return replica
+
+
+@jit
+def lpt_rows(jobs, z_max):
+    """LPT of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``."""
+    replica = np.zeros((jobs.shape[0], z_max, jobs.shape[1]), np.int8)
+    load = np.empty(z_max)
+    for row in range(jobs.shape[0]):
+        order = np.argsort(-jobs[row], kind="mergesort")
+        for z in range(z_max):
+            _place(jobs[row], order, z + 1, load, replica[row, z])
+    return replica
+
+
+@jit
+def _replica_loads(jobs, body, z_max):
+    """Rows of jobs on 1..z_max replicas by LPT.
+
+    Args:
+        jobs: float64 ``(N, K)`` seconds, 0 for what is no job.
+        body: float64 ``(N, K)`` MB that go with each job.
+        z_max: Most replicas.
+
+    Returns:
+        ``(N, z_max)`` each: seconds of the slowest replica, replicas that get work, MB of the
+        largest body.
+    """
+    slowest = np.zeros((jobs.shape[0], z_max))
+    invoked = np.zeros((jobs.shape[0], z_max), np.int64)
+    largest = np.zeros((jobs.shape[0], z_max))
+    load = np.empty(z_max)
+    carried = np.empty(z_max)
+    replica = np.zeros(jobs.shape[1], np.int64)
+    for row in range(jobs.shape[0]):
+        order = np.argsort(-jobs[row], kind="mergesort")
+        for z in range(1, z_max + 1):
+            _place(jobs[row], order, z, load, replica)
+            carried[:z] = 0.0
+            for k in range(jobs.shape[1]):
+                if jobs[row, k] > 0.0:
+                    carried[replica[k]] += body[row, k]
+            for j in range(z):
+                slowest[row, z - 1] = max(slowest[row, z - 1], load[j])
+                largest[row, z - 1] = max(largest[row, z - 1], carried[j])
+                invoked[row, z - 1] += load[j] > 0.0
+    return slowest, invoked, largest
+
+
+@jit
+def _largest_replica_sums(replica, weight):
+    """Largest sum of weights on a replica.
+
+    Args:
+        replica: int8 ``(N, Z, K)`` of :func:`lpt_rows`.
+        weight: float64 ``(N, K)``.
+
+    Returns:
+        float64 ``(N, Z)``.
+    """
+    rows, z_max, width = replica.shape
+    largest = np.zeros((rows, z_max))
+    total = np.empty(z_max)
+    for row in range(rows):
+        for z in range(z_max):
+            total[: z + 1] = 0.0
+            for k in range(width):
+                total[replica[row, z, k]] += weight[row, k]
+            for j in range(z + 1):
+                largest[row, z] = max(largest[row, z], total[j])
+    return largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +142,6 @@ class Assignment:
     payload_mb: NDArray[np.float64]
     fits: bool
 
-    @property
-    def makespan_s(self) -> float:
-        """Seconds of the slowest replica."""
-        return float(self.load_s.max(initial=0.0))
-
 
 def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
     """Longest processing time first: jobs by falling time, each to the least loaded replica.
@@ -51,7 +160,7 @@ def lpt(jobs_s: ArrayLike, replicas: int) -> NDArray[np.int64]:
         raise ValueError(f"replicas must be at least 1, got {replicas}")
     if jobs.ndim != 1 or (jobs < 0).any():
         raise ValueError("jobs_s must be a row of times that are not negative")
-    return kernel.lpt(jobs, replicas)
+    return _lpt(jobs, replicas)
 
 
 def least_replicas(payload_mb: ArrayLike, limit_mb: float) -> int:
@@ -123,3 +232,56 @@ def _repair(
                     total[full] -= amount
                     total[to] += amount
     return bool((payload <= slack).all())
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaLoads:
+    """Jobs on 1..Z replicas by LPT; the last axis is z - 1.
+
+    Attributes:
+        slowest_s: (..., Z) load of the slowest replica, without the overhead.
+        invoked: (..., Z) replicas that get work.
+        payload_mb: (..., Z) largest one-way body.
+    """
+
+    slowest_s: Floats
+    invoked: NDArray[np.int64]
+    payload_mb: Floats
+
+
+def replica_loads(jobs_s: Floats, body_mb: Floats, z_max: int) -> ReplicaLoads:
+    """LPT of many rows of jobs at once, for each number of replicas up to z_max.
+
+    Args:
+        jobs_s: (..., K), 0 for what is no job.
+        body_mb: (..., K), broadcast against the jobs.
+        z_max: Most replicas.
+    """
+    width = jobs_s.shape[-1]
+    jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
+    body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
+    shape = (*jobs_s.shape[:-1], z_max)
+    slowest, invoked, payload = _replica_loads(jobs, body.reshape(-1, width), z_max)
+    return ReplicaLoads(slowest.reshape(shape), invoked.reshape(shape), payload.reshape(shape))
+
+
+def largest_replica_sums(replica: NDArray[np.int8], weight: Floats) -> Floats:
+    """Largest sum of weights (S, L, K) on a replica (S, L, Z, K), (S, L, Z) for 1..Z of them."""
+    shape = replica.shape
+    rows = np.ascontiguousarray(weight, np.float64).reshape(-1, shape[-1])
+    found = _largest_replica_sums(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
+    return found.reshape(shape[:3])
+
+
+def compile_lpt() -> None:
+    """Compile the functions of this module, or load them from the cache on disk."""
+    rows, replica = np.zeros((1, 1)), np.zeros((1, 1, 1), dtype=np.int8)
+    compile_kernels(
+        "serverless MoE policies",
+        [
+            (_lpt, (rows[0], 1)),
+            (lpt_rows, (rows, 1)),
+            (_replica_loads, (rows, rows, 1)),
+            (_largest_replica_sums, (replica, rows)),
+        ],
+    )

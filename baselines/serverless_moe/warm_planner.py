@@ -27,18 +27,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.serverless_moe.base import Actions, Observed, ServerlessPolicy, best_action
 from servegym.baselines.serverless_moe.loads import Load
-from servegym.baselines.serverless_moe.policies import Actions, Seen, ServerlessPolicy, best
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 
-__all__ = ["WarmPlanner", "kept_worth", "regime_switching", "train_requests"]
+__all__ = ["WarmPlanner", "relative_values", "regime_transitions", "train_requests"]
 
 Floats = NDArray[np.float64]
 MOST_CHANCE = 0.99
 """Chance of finding things warm is taken as no more, so that the iteration ends."""
 
 
-def kept_worth(
+def relative_values(
     free: Floats,
     cold: Floats,
     kept: Floats,
@@ -85,7 +85,7 @@ def kept_worth(
             return worth, value.mean(axis=0)
 
 
-def regime_switching(system: ServerlessSystem) -> Floats:
+def regime_transitions(system: ServerlessSystem) -> Floats:
     """(R, R) probability of the next overhead regime: one of the others with ``trem_switch``."""
     count = system.trem_s.size
     if count == 1:
@@ -94,7 +94,7 @@ def regime_switching(system: ServerlessSystem) -> Floats:
     return np.full((count, count), other) + np.eye(count) * (1.0 - system.trem_switch - other)
 
 
-def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Seen]:
+def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[Observed]:
     """Requests of the train split as a policy would see them, nothing warm.
 
     Args:
@@ -112,7 +112,7 @@ def train_requests(system: ServerlessSystem, requests: int, seed: int) -> list[S
     batch = ServerlessBatch(problem, 1)
     batch.draw(0, np.random.default_rng(seed))
     return [
-        Seen(
+        Observed(
             frequency=problem.predicted[int(asked["prompt"])],
             n_in=int(asked["n_in"]),
             n_out=max(1, round(float(asked["n_out_predicted"]))),
@@ -150,14 +150,16 @@ class WarmPlanner(ServerlessPolicy):
         if requests < 1:
             raise ValueError(f"requests must be at least 1, got {requests}")
         super().__init__(system)
-        self._switching = regime_switching(system)
+        self._switching = regime_transitions(system)
         self.chance = min(system.reuse_chance(), MOST_CHANCE)
         tables = [
             [
-                np.array([self.rewards(seen, load, starts=starts) for load in self._loads(seen)])
+                np.array(
+                    [self.rewards(request, load, starts=starts) for load in self._loads(request)]
+                )
                 for starts in (True, False)
             ]
-            for seen in train_requests(system, requests, seed)
+            for request in train_requests(system, requests, seed)
         ]
         count, shape = len(self._switching), tables[0][0].shape  # (R, levels, 2, W, Y, Z)
         # Expected over the regime of the request, given the last one's.
@@ -165,7 +167,7 @@ class WarmPlanner(ServerlessPolicy):
             np.array([np.tensordot(self._switching, table[k], axes=1) for table in tables])
             for k in (0, 1)
         )
-        worth, _ = kept_worth(
+        worth, _ = relative_values(
             cold[:, :, :, 0].reshape(requests, count, -1).max(axis=2),
             cold[:, :, :, 1].reshape(requests, count, -1),
             kept[:, :, :, 1].reshape(requests, count, -1),
@@ -177,28 +179,28 @@ class WarmPlanner(ServerlessPolicy):
         prompt's order."""
         self.worth[:, :, 1] = worth.reshape(count, shape[1], *shape[3:])
 
-    def _loads(self, seen: Seen) -> list[Load]:
+    def _loads(self, observed: Observed) -> list[Load]:
         """The expected load in each regime of the overhead."""
         model = self.system.model
         mean = self.system.trem_s * np.exp(0.5 * self.system.trem_sigma**2)
         return [
-            Load.predicted(model, seen.frequency, seen.n_in, seen.n_out, float(trem))
+            Load.predicted(model, observed.frequency, observed.n_in, observed.n_out, float(trem))
             for trem in mean
         ]
 
-    def regimes(self, row: int, seen: Seen) -> Floats:
+    def regimes(self, row: int, observed: Observed) -> Floats:
         """(R,) how likely each regime of the overhead is at a row's request."""
-        return self._switching[self.system.regime(seen.last_trem_s)]
+        return self._switching[self.system.regime(observed.last_trem_s)]
 
-    def now(self, row: int, seen: Seen) -> Floats:
+    def now(self, row: int, observed: Observed) -> Floats:
         """(R, levels, 2, W, Y, Z) expected rewards of a row's request, by its regime."""
-        return np.array([self.rewards(seen, load) for load in self._loads(seen)])
+        return np.array([self.rewards(observed, load) for load in self._loads(observed)])
 
     def later(self, row: int) -> Floats:
         """(R, levels, 2, W, Y, Z) what is expected of leaving things warm, by the regime."""
         return self.worth
 
-    def decide(self, row: int, seen: Seen, legal: NDArray[np.bool_]) -> Actions:
+    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """See `ServerlessPolicy.decide`."""
-        total = self.now(row, seen) + self.later(row)
-        return best(np.einsum("r,r...->...", self.regimes(row, seen), total), legal)
+        total = self.now(row, observed) + self.later(row)
+        return best_action(np.einsum("r,r...->...", self.regimes(row, observed), total), legal)

@@ -132,7 +132,7 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
         policy.reset(1, seed=0)
         taken = []
         for _ in range(requests + WARM_UP):
-            policy.table.forget()
+            policy.table.clear_cache()
             start = time.process_time()
             action = policy.act(observation, info["action_mask"])
             taken.append(1e3 * (time.process_time() - start))

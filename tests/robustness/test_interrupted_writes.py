@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from servegym.baselines.serverless_moe.prediction_search import SimilarPromptsSearch
+from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs import _files
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from servegym import hardware_profiles
-from servegym.baselines.serverless_moe.prediction_search import SimilarPromptsSearch
+from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
 from servegym.envs.workloads import load_catalog, predictions
 from servegym.envs.workloads.activations import make_toy_activations, read_activations
 from servegym.envs.workloads.build.activations import write_activations

@@ -155,14 +155,14 @@ def plan_functions(t, scratch, request, choice, action):
         replica = scratch.replica[layer]
         # No fewer can hold the payloads.
         z = max(1, min(c.z_max, int(math.ceil(expected * c.token_mb / c.payload_mb - 1e-9))))
-        largest = _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned)
-        while largest * c.token_mb > c.payload_mb and z < c.z_max:
+        while (
+            _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned)
+            * c.token_mb
+            > c.payload_mb
+            and z < c.z_max
+        ):
             z += 1
-            largest = _assign_by_lpt(
-                c, plan, falling, predicted, tokens, z, replica, busy_s, assigned
-            )
         plan.replicas = min(z + t.z_headroom[step_z], c.z_max)
         if plan.replicas != z:
-            _assign_by_lpt(
-                c, plan, falling, predicted, tokens, plan.replicas, replica, busy_s, assigned
-            )
+            z = plan.replicas
+            _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned)

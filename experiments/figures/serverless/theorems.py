@@ -26,16 +26,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless_moe.bounds import (
+from servegym.baselines.serverless_moe.prediction import make_predictor
+from servegym.baselines.serverless_moe.remoe.bounds import (
     ConformalBound,
     corollary1,
     corollary1_printed,
     theorem1,
     theorem1_printed,
 )
-from servegym.baselines.serverless_moe.prediction import make_predictor
-from servegym.baselines.serverless_moe.selection import least_used_first, remote_count
 from servegym.envs._command_line import run_main
+from servegym.envs.serverless_moe.sets import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
 from servegym.experiments.figures.script import errors, pyplot, tidy
 from servegym.experiments.figures.serverless.common import Options, run_figures, save, verdict

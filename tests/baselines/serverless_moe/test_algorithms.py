@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from servegym.baselines.serverless_moe import bounds, lpt, memory, selection
+from servegym.baselines.serverless_moe import lpt
+from servegym.baselines.serverless_moe.remoe import bounds, memory
+from servegym.envs.serverless_moe.sets import least_used, remote_count
 
 
 def test_theorem1_constants():
@@ -59,21 +61,18 @@ def test_theorem4_bounds_lpt():
     rng = np.random.default_rng(2)
     for _ in range(200):
         jobs, z = rng.exponential(size=rng.integers(1, 12)), int(rng.integers(1, 6))
-        slowest = lpt.assign(jobs, z).makespan_s + 0.1
+        slowest = lpt.assign(jobs, z).load_s.max() + 0.1
         assert slowest <= bounds.theorem4(jobs.max(), jobs.sum(), z, 0.1) + 1e-12
 
 
-def test_utility_and_remote_set():
+def test_remote_sets_are_the_least_used_experts():
     s = np.array([[0.1, 0.4, 0.1, 0.4], [0.7, 0.1, 0.1, 0.1]])
-    u = selection.utility(s, 10, 20, 2)
-    assert u.sum() == pytest.approx(2 * 30 * 2)
-    assert selection.remote_set(u, 0.5).tolist() == [[1, 0, 1, 0], [0, 1, 1, 0]]
-    assert selection.remote_set(u, 0.0).sum() == 0 and selection.remote_set(u, 1.0).all()
-    # A dense layer has no experts; ceil(b K) does not suffer from rounding.
-    assert selection.remote_set(u, 0.5, np.array([4, 0])).tolist() == [[1, 0, 1, 0], [0] * 4]
-    assert [int(selection.remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
+    assert least_used(s, 2).tolist() == [[1, 0, 1, 0], [0, 1, 1, 0]]
+    assert least_used(s, 0).sum() == 0 and least_used(s, 4).all()
+    # ceil(b K) does not suffer from rounding.
+    assert [int(remote_count(k / 64, 64)) for k in range(65)] == list(range(65))
     with pytest.raises(ValueError, match="ratio"):
-        selection.remote_set(u, 1.5)
+        remote_count(1.5, 4)
 
 
 def test_lpt_against_brute_force():
@@ -85,12 +84,12 @@ def test_lpt_against_brute_force():
             np.bincount(choice, weights=jobs, minlength=z).max()
             for choice in itertools.product(range(z), repeat=6)
         )
-        ratio = lpt.assign(jobs, z).makespan_s / best
+        ratio = lpt.assign(jobs, z).load_s.max() / best
         assert 1.0 <= ratio <= 4 / 3 - 1 / (3 * z) + 1e-12
         worst = max(worst, ratio)
     assert worst > 1.0  # LPT is not exact: the bound was put to work
     # The textbook's worst case for z = 2.
-    assert lpt.assign([3, 3, 2, 2, 2], 2).makespan_s == 7
+    assert lpt.assign([3, 3, 2, 2, 2], 2).load_s.max() == 7
 
 
 def test_payload_repair():
@@ -102,27 +101,9 @@ def test_payload_repair():
     assert more.fits and more.replicas == 3
     never = lpt.assign([1], 1, payload_mb=[9], limit_mb=5, max_replicas=4)
     assert not never.fits and never.replicas == 4
-    assert lpt.assign([], 2).makespan_s == 0.0
+    assert (lpt.assign([], 2).load_s == 0.0).all()
     with pytest.raises(ValueError, match="replicas"):
         lpt.lpt([1.0], 0)
-
-
-def test_time_law_recovers_its_parameters():
-    gb = np.arange(0.2, 5.0, 0.1)
-    true = memory.TimeLaw(6.86e-3, 2.4363, 0.2e-3)
-    law = memory.fit_time_law(gb, true(gb))
-    assert (law.theta1, law.theta2, law.theta3) == pytest.approx(
-        (true.theta1, true.theta2, true.theta3), rel=1e-5
-    )
-    noise = np.random.default_rng(4).normal(0, 1e-5, gb.size)
-    noisy = memory.fit_time_law(gb, true(gb) + noise)
-    assert noisy.theta2 == pytest.approx(true.theta2, rel=0.02)
-    reference = optimize.curve_fit(
-        lambda y, a, b, c: a * np.exp(-b * y) + c, gb, true(gb) + noise, p0=(7e-3, 2.0, 1e-4)
-    )[0]
-    assert (noisy.theta1, noisy.theta2, noisy.theta3) == pytest.approx(reference, rel=1e-4)
-    with pytest.raises(ValueError, match="3 different"):
-        memory.fit_time_law([1, 1, 2], [1, 1, 1])
 
 
 def problem(seed=0, layers=6, slack=None, theta2=2.4363, **kwargs):
@@ -151,7 +132,8 @@ def test_theorem2_derivatives():
     assert p.cost_slope(y) == pytest.approx(slope, rel=1e-6)
     # The printed g'' = c theta1 theta2^2 exp(-theta2 y) (y - (2/theta2 - H/c)).
     c = p.price_usd_gb_s
-    printed = c * p.theta1 * p.theta2**2 * np.exp(-p.theta2 * y) * (y - p.convex_from_gb())
+    convex_from = 2 / p.theta2 - p.holding_usd_s / c
+    printed = c * p.theta1 * p.theta2**2 * np.exp(-p.theta2 * y) * (y - convex_from)
     second = (p.cost_slope(y + h) - p.cost_slope(y - h)) / (2 * h)
     assert second == pytest.approx((1 + p.eta) * p.share * printed, rel=1e-6)
 
@@ -192,7 +174,7 @@ def test_memory_infeasible_and_outside_the_convex_side():
     assert not never.feasible and (never.gb == p.upper_gb).all()
     # Concave at the lower end: the minimum is still that of a fine scan.
     q = problem(1, theta2=0.5, holding_usd_s=1e-6, lower_gb=np.full(6, 0.1))
-    assert (q.convex_from_gb() > q.lower_gb).all()
+    assert (2 / q.theta2 - q.holding_usd_s / q.price_usd_gb_s > q.lower_gb).all()
     scan = np.linspace(0.1, 5000 / 1024, 20001)
     best = np.array([[q.cost(np.full(6, y))] for y in scan])[:, 0].min(axis=0)
     assert q.cost(memory.solve_memory(q).gb) == pytest.approx(best, rel=1e-6)

@@ -8,16 +8,20 @@ import pytest
 
 from servegym.baselines.serverless_moe import grid_optimum as go
 from servegym.baselines.serverless_moe import loads
-from servegym.baselines.serverless_moe.bounds import corollary1
 from servegym.baselines.serverless_moe.loads import Load, predict
-from servegym.baselines.serverless_moe.lpt import lpt
-from servegym.baselines.serverless_moe.mmp import mmp, worst_cases
-from servegym.baselines.serverless_moe.remoe import check_plan, remoe
-from servegym.baselines.serverless_moe.replicas import choose_replicas
-from servegym.baselines.serverless_moe.selection import remote_set
+from servegym.baselines.serverless_moe.lpt import lpt, replica_loads
+from servegym.baselines.serverless_moe.remoe import remoe
+from servegym.baselines.serverless_moe.remoe.bounds import corollary1
+from servegym.baselines.serverless_moe.remoe.mmp import mmp, worst_cases
+from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
+from servegym.envs.serverless_moe.sets import least_used, remote_count
+
+
+def remote_set(frequency, ratio):
+    return least_used(frequency, int(remote_count(ratio, frequency.shape[1])))
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +106,11 @@ def test_predicted_load_is_the_mean_of_known_ones(system):
         Load.predicted(system, frequency[:1], 20, 30, 2e-4)
 
 
-def test_spread_is_lpt():
+def test_replica_loads_are_those_of_lpt():
     rng = np.random.default_rng(1)
     jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
     body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
-    table = loads.spread(jobs, body, 4)
+    table = replica_loads(jobs, body, 4)
     for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
         replica = lpt(jobs[i, j], z)
         seconds = np.bincount(replica, jobs[i, j], z)
@@ -157,10 +161,10 @@ def test_remoe_plans_are_feasible_with_true_routing(system, reading, limits):
         load = Load.predicted(system, frequency, n_in, request.n_out, 2e-4)
         kwargs = {"ttft_limit_s": limits[0], "tpot_limit_s": limits[1]}
         decision = remoe(system, load, reading=reading, **kwargs)
-        broken = check_plan(system, request, decision.plan, **kwargs)
-        assert not set(broken) & set(eq.CONSTRAINTS)
+        outcome = eq.evaluate_plan(system, request, decision.plan, **kwargs)
+        assert outcome.feasible
         if n_in == 115 and decision.worst_case_met:
-            assert not broken
+            assert not any(outcome.violations.values())
 
 
 def test_remoe_is_cheaper_than_mix_and_dearer_than_the_optimum(system):
@@ -181,8 +185,9 @@ def test_remoe_is_cheaper_than_mix_and_dearer_than_the_optimum(system):
         **limits,
     )
     assert best.plan is not None and best.gap < 1e-5
-    assert not check_plan(system, request, best.plan, **limits)
-    true = eq.evaluate_plan(system, request, best.plan).cost_usd
+    outcome = eq.evaluate_plan(system, request, best.plan, **limits)
+    assert not any(outcome.violations.values())
+    true = outcome.cost_usd
     assert best.cost_usd == pytest.approx(true, rel=1e-12)
     assert 0.98 * true < costs["remoe_cost"] <= costs["remoe"] < 0.6 * mix
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.baselines.serverless_moe.action_values import Warm
-from servegym.baselines.serverless_moe.actions import ActionTable
-from servegym.baselines.serverless_moe.kernel import lpt_rows
+from servegym.baselines.serverless_moe.action_table import ActionTable, Warm
+from servegym.baselines.serverless_moe.base import observed_row
+from servegym.baselines.serverless_moe.heuristics import search_constant
 from servegym.baselines.serverless_moe.loads import Load
-from servegym.baselines.serverless_moe.lpt import lpt
-from servegym.baselines.serverless_moe.policies import search_constant, see
+from servegym.baselines.serverless_moe.lpt import lpt, lpt_rows
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
@@ -164,13 +163,13 @@ def test_remoe_meets_a_plan_layer_by_layer(name):
     problem, system = env.problem, ServerlessSystem.from_env(env)
     policy = make_policy(name, system, family=FAMILY)
     observation, _ = env.reset(seed=0)
-    seen, rng, kinds = see(system, observation, 0), np.random.default_rng(0), 0
+    observed, rng, kinds = observed_row(system, observation, 0), np.random.default_rng(0), 0
     prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
     for _ in range(40):
         action = (rng.random(len(problem.nvec)) * problem.nvec).astype(np.int64)
         action[1] = policy.order
-        plan = problem.plan(prompt, seen.n_in, action)
-        again = problem.plan(prompt, seen.n_in, policy.on_grid(seen, plan))
+        plan = problem.plan(prompt, observed.n_in, action)
+        again = problem.plan(prompt, observed.n_in, policy.on_grid(observed, plan))
         assert (again.remote == plan.remote).all() and again.main_mb == plan.main_mb
         assert (again.remote_mb == plan.remote_mb).all()
         assert (again.replicas == plan.replicas).all()
@@ -200,15 +199,15 @@ def test_remoe_uses_what_an_action_a_layer_offers(name):
     )
     even.system = dataclasses.replace(even.system, per_layer=False)
     observation, info = env.reset(seed=0)
-    seen = see(policy.system, observation, 0)
+    observed = observed_row(policy.system, observation, 0)
     legal = info["action_mask"][0, : len(policy.system.levels)] > 0
     for other in (policy, even):
         other.reset(1, seed=0)
     decided = remoe(
         policy.system.model,
-        policy.expected(seen),
-        ttft_limit_s=seen.ttft_limit_s,
-        tpot_limit_s=seen.tpot_limit_s,
+        policy.expected(observed),
+        ttft_limit_s=observed.ttft_limit_s,
+        tpot_limit_s=observed.tpot_limit_s,
         reading=policy.reading,
         max_tokens=400,
         bill_cold_start=True,
@@ -218,7 +217,9 @@ def test_remoe_uses_what_an_action_a_layer_offers(name):
     ).plan
     prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
     own, same = (
-        env.problem.plan(prompt, seen.n_in, policy.system.full_action(x.on_grid(seen, decided)))
+        env.problem.plan(
+            prompt, observed.n_in, policy.system.full_action(x.on_grid(observed, decided))
+        )
         for x in (policy, even)
     )
     off = [np.abs(p.remote_mb - decided.remote_mb).sum() for p in (own, same)]
@@ -233,14 +234,16 @@ def test_the_reward_of_one_action_is_that_of_the_table():
     observation, _ = env.reset(seed=0)
     rng = np.random.default_rng(0)
     for _ in range(12):
-        seen = see(system, observation, 0)
-        rewards = policy.rewards(seen)
+        observed = observed_row(system, observation, 0)
+        rewards = policy.rewards(observed)
         for _ in range(5):
             action = np.array([rng.integers(n) for n in rewards.shape])
-            assert policy.reward(seen, action) == pytest.approx(rewards[tuple(action)], rel=1e-12)
+            assert policy.reward(observed, action) == pytest.approx(
+                rewards[tuple(action)], rel=1e-12
+            )
             spread_out = layered.full_action(action)
             assert len(spread_out) > 5
-            assert other.reward(seen, spread_out) == pytest.approx(
+            assert other.reward(observed, spread_out) == pytest.approx(
                 rewards[tuple(action)], rel=1e-12
             )
         observation, *_ = env.step(action[None])
@@ -336,12 +339,12 @@ def test_see_reads_the_warm_state():
     env = make_env(1)
     system = ServerlessSystem.from_env(env)
     observation, _ = env.reset(seed=0)
-    first = see(system, observation, 0)
-    assert first.warm is None and first.live
+    first = observed_row(system, observation, 0)
+    assert first.warm is None and first.has_request
     action = np.array([[4, 1, 1, 2, 1]])
     for _ in range(20):
         observation, *_ = env.step(action)
-        warm = see(system, observation, 0).warm
+        warm = observed_row(system, observation, 0).warm
         if warm is not None:
             break
     assert warm is not None and (warm.level, warm.order) == (4, 1)

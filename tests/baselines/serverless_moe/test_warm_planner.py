@@ -8,7 +8,7 @@ import pytest
 
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.baselines.serverless_moe.warm_planner import kept_worth, regime_switching
+from servegym.baselines.serverless_moe.warm_planner import regime_transitions, relative_values
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 from servegym.envs.workloads.activations import make_toy_activations
 
@@ -76,7 +76,9 @@ def test_value_iteration_finds_the_best_of_all_plans(n, regimes, actions, seed):
     kept = cold + rng.uniform(0.0, 0.5, cold.shape)
     free = cold.max(axis=2) + rng.uniform(0.0, 0.2, (n, regimes))
     switching = np.array([[0.8, 0.2], [0.2, 0.8]]) if regimes == 2 else np.ones((1, 1))
-    worth, value = kept_worth(free, cold, kept, chance=0.7, switching=switching, tolerance=1e-10)
+    worth, value = relative_values(
+        free, cold, kept, chance=0.7, switching=switching, tolerance=1e-10
+    )
     states = regimes * (actions + 1)
 
     def gain_and_values(plan):
@@ -97,12 +99,12 @@ def test_value_iteration_finds_the_best_of_all_plans(n, regimes, actions, seed):
 def test_worth_by_hand():
     """One request, one configuration: kept for good, it saves (kept - cold) with chance p."""
     one = np.ones((1, 1))
-    worth, value = kept_worth(
+    worth, value = relative_values(
         -1.0 * one, -1.1 * one[None], -0.6 * one[None], chance=0.5, switching=one, tolerance=1e-12
     )
     # D = p (W + D - (C + D)) = 0.5 * 0.5, and the cold start, C + D = -0.85, beats F = -1.
     assert worth == pytest.approx(np.array([[0.25]])) and value == pytest.approx([-0.85])
-    nothing, value = kept_worth(
+    nothing, value = relative_values(
         -1.0 * one, -1.1 * one[None], -0.6 * one[None], chance=0.0, switching=one
     )
     assert nothing == 0.0 and value == -1.0
@@ -113,7 +115,7 @@ def test_bad_arguments():
     for argument, value in (("chance", 1.0), ("chance", -0.1), ("tolerance", 0.0)):
         kwargs = {"chance": 0.5, argument: value}
         with pytest.raises(ValueError, match=argument):
-            kept_worth(one, one[None], one[None], switching=one, **kwargs)
+            relative_values(one, one[None], one[None], switching=one, **kwargs)
     with pytest.raises(ValueError, match="requests"):
         planner(make_env(1), requests=0)
 
@@ -124,11 +126,11 @@ def test_regime_switching_is_the_environments(trem_s):
     env.reset(seed=0)
     system = ServerlessSystem.from_env(env)
     regime = np.array([system.regime(x) for x in env.batch.arrays.trem[0].mean(axis=1)])
-    seen = np.zeros((len(trem_s), len(trem_s)))
-    np.add.at(seen, (regime[:-1], regime[1:]), 1.0)
-    seen /= seen.sum(axis=1, keepdims=True)
-    assert regime_switching(system) == pytest.approx(seen, abs=0.05)
-    assert regime_switching(system).sum(axis=1) == pytest.approx(1.0)
+    observed = np.zeros((len(trem_s), len(trem_s)))
+    np.add.at(observed, (regime[:-1], regime[1:]), 1.0)
+    observed /= observed.sum(axis=1, keepdims=True)
+    assert regime_transitions(system) == pytest.approx(observed, abs=0.05)
+    assert regime_transitions(system).sum(axis=1) == pytest.approx(1.0)
 
 
 def test_better_than_one_step():
@@ -159,7 +161,7 @@ def test_worthless_where_nothing_stays_warm():
 
 
 def test_routing_and_future_change_no_action():
-    """Other routing, true lengths, overheads and later requests behind what is seen: same actions.
+    """Other routing, true lengths, overheads and later requests: the same actions.
 
     Every few requests of an episode the hidden part of the state is replaced and the observation
     made anew; a policy that starts there acts as the one that came along.

@@ -187,5 +187,5 @@ def test_one_compiled_version_of_each_entry_point():
         env.reset(seed=0)
         env.step(env.action_space.sample())
         env.restore_state(env.clone_state())
-    for entry in (kernel.begin, kernel.redraw, kernel.step):
+    for entry in (kernel.observe, kernel.step):
         assert len(entry.signatures) == 1, entry

@@ -32,15 +32,15 @@ def test_the_command_writes_every_figure(tmp_path, monkeypatch):
 
 
 def test_decisions_take_longer_without_what_is_cached():
-    """``forget`` must really drop the predictions, or the times would flatter."""
+    """``clear_cache`` must really drop the predictions, or the times would flatter."""
     from servegym.baselines.serverless_moe import ServerlessSystem
-    from servegym.baselines.serverless_moe.actions import ActionTable
+    from servegym.baselines.serverless_moe.action_table import ActionTable
 
     table = ActionTable(ServerlessSystem.from_kwargs(model="toy"))
     share = make_toy_activations().frequencies()[0]
     first = table.sets(share)
     assert table.sets(share) is first
-    table.forget()
+    table.clear_cache()
     assert table.sets(share) is not first
 
 

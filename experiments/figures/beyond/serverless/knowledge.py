@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.registry import make_policy
+from servegym.baselines.serverless_moe.base import Observed
 from servegym.baselines.serverless_moe.clairvoyant import Clairvoyant
-from servegym.baselines.serverless_moe.policies import Seen
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
 from servegym.envs._command_line import run_main
@@ -65,20 +65,20 @@ class Told(Clairvoyant, WarmPlanner):
         vars(self).update(vars(planner))
         self.name, self.told = name, set(told)
 
-    def regimes(self, row: int, seen: Seen) -> Floats:
+    def regimes(self, row: int, observed: Observed) -> Floats:
         """See `WarmPlanner.regimes`."""
-        likely = super().regimes(row, seen)
+        likely = super().regimes(row, observed)
         if not self.told & {"regime", "request"}:
             return likely
         trem = self._batch.arrays.trem[row, self.position(row) + 1]
         return np.eye(len(likely))[self.system.regime(float(trem.mean()))]
 
-    def now(self, row: int, seen: Seen) -> Floats:
+    def now(self, row: int, observed: Observed) -> Floats:
         """See `WarmPlanner.now`."""
         if "request" not in self.told:
-            return super().now(row, seen)
+            return super().now(row, observed)
         load, _ = self.true_load(row, self.position(row))
-        return np.repeat(self.rewards(seen, load, spread=0.0)[None], len(self.worth), axis=0)
+        return np.repeat(self.rewards(observed, load, spread=0.0)[None], len(self.worth), axis=0)
 
     def later(self, row: int) -> Floats:
         """See `WarmPlanner.later`."""

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from servegym.baselines.serverless_moe.policies import see  # noqa: E402
+from servegym.baselines.serverless_moe.base import observed_row  # noqa: E402
 from servegym.baselines.serverless_moe.system import ServerlessSystem  # noqa: E402
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner  # noqa: E402
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv  # noqa: E402
@@ -51,12 +51,12 @@ def test_what_it_is_told_is_true(system):
         policy.reset(1)
     arrays, kinds = env.batch.arrays, set()
     for index in range(TOY["episode_requests"]):
-        seen = see(system, observation, 0)
+        observed = observed_row(system, observation, 0)
         # The medians of the regimes are 0.2 and 1 ms.
         regime = int(arrays.trem[0, index + 1].mean() > 0.5e-3)
         for name in ("regime", "request"):
-            assert policies[name].regimes(0, seen).tolist() == np.eye(2)[regime].tolist()
-        assert sorted(policies["gap"].regimes(0, seen)) == [0.1, 0.9]
+            assert policies[name].regimes(0, observed).tolist() == np.eye(2)[regime].tolist()
+        assert sorted(policies["gap"].regimes(0, observed)) == [0.1, 0.9]
         last = index + 1 == TOY["episode_requests"]
         warm = not last and arrays.requests[0, index + 1]["gap"] <= 300.0
         later, worth = policies["gap"].later(0), policies["gap"].worth
@@ -65,7 +65,7 @@ def test_what_it_is_told_is_true(system):
         kinds.add((regime, warm))
         # The reward that it expects of the request is the one that comes.
         action = policies["request"].act(observation, info["action_mask"])
-        expected = policies["request"].now(0, seen)[(regime, *action[0])]
+        expected = policies["request"].now(0, observed)[(regime, *action[0])]
         observation, reward, *_, info = env.step(action)
         if not last:
             assert reward[0] == pytest.approx(expected, rel=0.02)

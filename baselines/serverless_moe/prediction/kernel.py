@@ -1,10 +1,8 @@
-"""Compiled parts of the serverless baselines.
+"""Compiled tree of similar prompts: its search (Algorithm 1) and PAM's clustering.
 
-The first part puts experts on replicas by LPT (longest processing time first), for many layers and
-numbers of replicas at once. The second is the tree of similar prompts: its search (Algorithm 1) and
-PAM's clustering. There ``nodes`` is int64 ``(N, 6)`` with the columns below; the children of a node
-are the rows ``FIRST .. FIRST + COUNT - 1``, and the prompts below it the rows ``START .. STOP - 1``
-of the vectors that are laid out leaf by leaf.
+``nodes`` is int64 ``(N, 6)`` with the columns below; the children of a node are the rows
+``FIRST .. FIRST + COUNT - 1``, and the prompts below it the rows ``START .. STOP - 1`` of the
+vectors that are laid out leaf by leaf.
 """
 
 from __future__ import annotations
@@ -14,112 +12,6 @@ import numpy as np
 from servegym.envs._jit import jit
 
 MEDOID, PARENT, FIRST, COUNT, START, STOP = range(6)
-
-# ------------------------------------------------------------------------------------- replicas
-
-
-@jit
-def _place(jobs, order, z, load, replica):
-    """LPT of one row of jobs ``(K,)`` in falling ``order``; jobs of 0 stay where they are."""
-    load[:z] = 0.0
-    for i in range(order.shape[0]):
-        k = order[i]
-        if not jobs[k] > 0.0:
-            break
-        least = 0
-        for j in range(1, z):
-            if load[j] < load[least]:
-                least = j
-        load[least] += jobs[k]
-        replica[k] = least
-
-
-@jit
-def lpt(jobs, z):
-    """Replica of each job, int64 ``(K,)``: jobs by falling time, each to the least loaded.
-
-    Ties go to the lower index; jobs of 0 are put on replica 0.
-
-    Args:
-        jobs: float64 ``(K,)``.
-        z: Replicas.
-    """
-    replica = np.zeros(jobs.shape[0], np.int64)
-    _place(jobs, np.argsort(-jobs, kind="mergesort"), z, np.empty(z), replica)
-    return replica
-
-
-@jit
-def lpt_rows(jobs, z_max):
-    """:func:`lpt` of rows of jobs ``(N, K)`` on 1..z_max replicas: int8 ``(N, z_max, K)``."""
-    replica = np.zeros((jobs.shape[0], z_max, jobs.shape[1]), np.int8)
-    load = np.empty(z_max)
-    for row in range(jobs.shape[0]):
-        order = np.argsort(-jobs[row], kind="mergesort")
-        for z in range(z_max):
-            _place(jobs[row], order, z + 1, load, replica[row, z])
-    return replica
-
-
-@jit
-def spread(jobs, body, z_max):
-    """Rows of jobs on 1..z_max replicas by LPT.
-
-    Args:
-        jobs: float64 ``(N, K)`` seconds, 0 for what is no job.
-        body: float64 ``(N, K)`` MB that go with each job.
-        z_max: Most replicas.
-
-    Returns:
-        ``(N, z_max)`` each: seconds of the slowest replica, replicas that get work, MB of the
-        largest body.
-    """
-    slowest = np.zeros((jobs.shape[0], z_max))
-    invoked = np.zeros((jobs.shape[0], z_max), np.int64)
-    largest = np.zeros((jobs.shape[0], z_max))
-    load = np.empty(z_max)
-    carried = np.empty(z_max)
-    replica = np.zeros(jobs.shape[1], np.int64)
-    for row in range(jobs.shape[0]):
-        order = np.argsort(-jobs[row], kind="mergesort")
-        for z in range(1, z_max + 1):
-            _place(jobs[row], order, z, load, replica)
-            carried[:z] = 0.0
-            for k in range(jobs.shape[1]):
-                if jobs[row, k] > 0.0:
-                    carried[replica[k]] += body[row, k]
-            for j in range(z):
-                slowest[row, z - 1] = max(slowest[row, z - 1], load[j])
-                largest[row, z - 1] = max(largest[row, z - 1], carried[j])
-                invoked[row, z - 1] += load[j] > 0.0
-    return slowest, invoked, largest
-
-
-@jit
-def busiest(replica, weight):
-    """Largest sum of weights on a replica.
-
-    Args:
-        replica: int8 ``(N, Z, K)`` of :func:`lpt_rows`.
-        weight: float64 ``(N, K)``.
-
-    Returns:
-        float64 ``(N, Z)``.
-    """
-    rows, z_max, width = replica.shape
-    largest = np.zeros((rows, z_max))
-    total = np.empty(z_max)
-    for row in range(rows):
-        for z in range(z_max):
-            total[: z + 1] = 0.0
-            for k in range(width):
-                total[replica[row, z, k]] += weight[row, k]
-            for j in range(z + 1):
-                largest[row, z] = max(largest[row, z], total[j])
-    return largest
-
-
-# ------------------------------------------------------------------------------- similar prompts
 
 
 @jit
@@ -196,15 +88,15 @@ def search(queries, nodes, medoids, vectors, alpha):
     for row in range(queries.shape[0]):
         query, p, s = queries[row], prompts[row], similarity[row]
         node = descend(query, nodes, medoids, near)
-        seen = nodes[node, STOP] - nodes[node, START]
+        observed = nodes[node, STOP] - nodes[node, START]
         held = _rank(query, vectors, nodes[node, START], nodes[node, STOP], near, p, s, 0)
-        while seen < alpha:
+        while observed < alpha:
             parent = nodes[node, PARENT]
             first, count = nodes[parent, FIRST], nodes[parent, COUNT]
             np.dot(medoids[first : first + count], query, order[:count])
             order[node - first] = -np.inf
             for _ in range(count - 1):
-                if seen >= alpha:
+                if observed >= alpha:
                     break
                 best = 0
                 for child in range(1, count):
@@ -213,7 +105,7 @@ def search(queries, nodes, medoids, vectors, alpha):
                 order[best] = -np.inf
                 start, stop = nodes[first + best, START], nodes[first + best, STOP]
                 held = _rank(query, vectors, start, stop, near, p, s, held)
-                seen += stop - start
+                observed += stop - start
             node = parent
     return prompts, similarity
 

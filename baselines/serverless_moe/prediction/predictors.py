@@ -1,28 +1,4 @@
-"""Prediction of expert activations from a prompt's embedding (Sec. IV-B, V-B).
-
-Every predictor is fitted on historical prompts and returns, for new ones, the share of the calls
-of a layer that each expert gets: ``(Q, L, K)``, each layer summing to 1. Use::
-
-    predictor = make_predictor("sps", alpha=5, beta=60)
-    predictor.fit(embeddings, activations)
-    shares = predictor.predict(new_embeddings)
-
-| name | prediction |
-|---|---|
-| bf | softmax-weighted mean of the ``alpha`` most similar prompts, found by brute force |
-| sps | the same of the prompts that Algorithm 1 finds in a tree of k-medoids |
-| varpam | SPS with a tree of Partitioning Around Medoids |
-| vared | SPS with a tree clustered by the Euclidean distance of activations |
-| dop | mean activation of all historical prompts |
-| fate | a linear softmax gate a layer on the prompt's embedding |
-| ef | equal frequencies |
-| category | mean activation of the prompt's task |
-| ridge | ridge regression on the embeddings |
-
-The last two are not the paper's. Fate's gates are the model's own in the paper and read the
-embedding in place of the layers' inputs; recordings do not hold these weights, so here they are
-fitted to the history, which favours Fate.
-"""
+"""Predictors by name, and those without similar prompts: EF, DOP, category, ridge, Fate."""
 
 from __future__ import annotations
 
@@ -33,36 +9,28 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from servegym.baselines.serverless_moe.prediction_base import (
+from servegym.baselines.serverless_moe.prediction.base import (
     Array,
     Indexes,
     Predictor,
     js_divergence,
 )
-from servegym.baselines.serverless_moe.prediction_search import (
-    LARGE_DATA,
+from servegym.baselines.serverless_moe.prediction.similar_prompts import (
     BruteForce,
     SimilarPromptsSearch,
     VarED,
     VarPAM,
 )
-from servegym.baselines.serverless_moe.prediction_tree import unit_rows
+from servegym.baselines.serverless_moe.prediction.tree import unit_rows
 from servegym.envs._checks import choose, real, whole
 
 __all__ = [
-    "LARGE_DATA",
     "PREDICTORS",
-    "BruteForce",
     "CategoryMean",
     "DistributionOnly",
     "EqualFrequency",
     "Fate",
-    "Predictor",
     "Ridge",
-    "SimilarPromptsSearch",
-    "VarED",
-    "VarPAM",
-    "js_divergence",
     "make_predictor",
 ]
 

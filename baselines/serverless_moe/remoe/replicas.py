@@ -7,16 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.serverless_moe.bounds import ConformalBound, theorem4
 from servegym.baselines.serverless_moe.loads import (
     Load,
-    expert_line,
-    fixed_s,
+    expert_time_terms,
     job_times,
     local_prefill_s,
-    spread,
+    non_expert_s,
 )
-from servegym.baselines.serverless_moe.lpt import assign
+from servegym.baselines.serverless_moe.lpt import assign, replica_loads
+from servegym.baselines.serverless_moe.remoe.bounds import ConformalBound, theorem4
 from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
@@ -79,7 +78,7 @@ def choose_replicas(
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
     jobs = np.where(remote, job_times(system, load, safe), 0.0)
     body = load.tokens * system.token_mb
-    table = spread(jobs, body, z_max)
+    table = replica_loads(jobs, body, z_max)
 
     z = np.ones(layers, dtype=np.int64)
     fit = table.payload_mb * payload_margin <= system.payload_mb
@@ -96,7 +95,7 @@ def choose_replicas(
     billed = jobs.sum(axis=1)[:, None] + table.invoked * trem
     cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
 
-    first, more = expert_line(system, safe)
+    first, more = expert_time_terms(system, safe)
     wire = system.transfer_s
     law = bound or ConformalBound(HOEFFDING_Q, system.top_k)
     upper = np.where(remote, law(load.frequency, load.n_in), 0.0).max(axis=1)
@@ -106,7 +105,7 @@ def choose_replicas(
     worst_slowest[np.setdiff1d(np.arange(layers), used)] = 0.0
     worst = np.maximum(local[:, None], worst_slowest)
 
-    fixed = fixed_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
+    fixed = non_expert_s(system, load)[0] + layers * 2.0 * system.swap_s(load.n_in) + cold_s
     at = np.arange(layers)
 
     def potential() -> Floats:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe.prediction_base import (
+from servegym.baselines.serverless_moe.prediction.base import (
     Array,
     Indexes,
     Predictor,
@@ -18,7 +18,7 @@ from servegym.baselines.serverless_moe.prediction_base import (
     checked_shares,
     checked_vectors,
 )
-from servegym.baselines.serverless_moe.prediction_tree import (
+from servegym.baselines.serverless_moe.prediction.tree import (
     EuclideanMedoids,
     MedoidTree,
     PartitioningAroundMedoids,

@@ -1,25 +1,32 @@
-"""The expected reward of actions of a serverless environment: cost, penalties, cold starts.
+"""The expected reward of every global action of a serverless environment at once.
 
-Actions come as `Choices`: S remote sets, and for each of them W main memories, Y settings of the
-remote memories and Z of the replicas, all combined. Two things are approximate: experts are on
-replicas as at the mean prompt length (the environment puts them there at the request's own), and
-for a predicted load the slowest replica is taken at expected times.
+An action is (b, order, W headroom, Y headroom, z headroom). The table follows the environment's
+own rules: remote sets by predicted or shared order, least memory and least replicas plus headroom.
+Two things are approximate: experts are on replicas as at the mean prompt length (the environment
+puts them there at the request's own), and for a predicted load the slowest replica is taken at
+expected times.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from servegym.baselines.serverless_moe import kernel
-from servegym.baselines.serverless_moe.loads import Load, expert_line, fixed_s
+from servegym.baselines.serverless_moe import lpt
+from servegym.baselines.serverless_moe.loads import Load, expert_time_terms, non_expert_s
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.sets import least_used_first
+
+__all__ = ["ActionTable", "Choices", "Values", "Warm", "evaluate_actions"]
 
 Floats = NDArray[np.float64]
+CACHED_PREDICTIONS = 512
 LOAD_SPREAD = 0.12
 """Relative standard deviation of a replica's true tokens about the expected ones."""
 
@@ -107,15 +114,125 @@ class Values:
     mix_usd: float
 
 
-def busiest(replica: NDArray[np.int8], weight: Floats) -> Floats:
-    """Largest sum of weights (S, L, K) on a replica (S, L, Z, K), (S, L, Z) for 1..Z of them."""
-    shape = replica.shape
-    rows = np.ascontiguousarray(weight, np.float64).reshape(-1, shape[-1])
-    found = kernel.busiest(np.ascontiguousarray(replica).reshape(-1, *shape[2:]), rows)
-    return found.reshape(shape[:3])
+@dataclass(frozen=True, eq=False)
+class Sets:
+    """What depends on the prediction alone. S = levels x 2 orders, the order changing fastest.
+
+    Attributes:
+        remote: bool (S, L, K).
+        replica: int8 (S, L, Z, K) replica of each expert if there are 1..Z.
+        share: (S, L) predicted share of the remote experts.
+        top: (S, L, Z) predicted share of the most loaded replica.
+    """
+
+    remote: NDArray[np.bool_]
+    replica: NDArray[np.int8]
+    share: Floats
+    top: Floats
 
 
-def value(
+class ActionTable:
+    """Evaluates all global actions of a system for one request at a time."""
+
+    def __init__(self, system: ServerlessSystem) -> None:
+        self.system = system
+        model = system.model
+        self._cache: OrderedDict[bytes, Sets] = OrderedDict()
+        self.members = np.repeat(np.asarray(system.levels), 2)
+        most = system.max_output_tokens
+        local = (model.num_experts - self.members) * float(model.expert_mb.sum())
+        specs = model.main_specs_mb
+        least = eq.smallest_specs(specs, local + model.token_mb * most)
+        self.main_mb = eq.smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
+        self.local_mb = np.asarray(local + model.all_non_expert_mb, np.float64)
+
+    def sets(self, frequency: NDArray) -> Sets:
+        """Remote sets and replicas of a predicted activation matrix (L, K), cached."""
+        key = np.ascontiguousarray(frequency, dtype=np.float32).tobytes()
+        found = self._cache.get(key)
+        if found is not None:
+            self._cache.move_to_end(key)
+            return found
+        model = self.system.model
+        share = np.asarray(frequency, np.float64)
+        orders = np.stack([least_used_first(share), least_used_first(self.system.shared)])
+        rank = np.argsort(orders, axis=2)  # place of each expert among the least used
+        remote = rank[None] < np.asarray(self.system.levels)[:, None, None, None]
+        remote = remote.reshape(-1, *share.shape)
+        tokens = model.top_k * self.system.mean_prompt_tokens * share
+        middle = float(np.median(model.remote_specs_mb))
+        jobs = np.where(remote, eq.replica_jobs_s(model, middle, tokens), 0.0)
+        replica = lpt.lpt_rows(jobs.reshape(-1, share.shape[1]), model.z_max)
+        replica = replica.reshape(*remote.shape[:2], model.z_max, -1)
+        inside = np.where(remote, share, 0.0)
+        found = Sets(remote, replica, inside.sum(axis=2), lpt.largest_replica_sums(replica, inside))
+        self._cache[key] = found
+        if len(self._cache) > CACHED_PREDICTIONS:
+            self._cache.popitem(last=False)
+        return found
+
+    def clear_cache(self) -> None:
+        """Drop what is cached of predictions, so that the next decision takes its full time."""
+        self._cache.clear()
+
+    def memory_mb(self, sets: Sets, n_in: float) -> Floats:
+        """Y of each layer and headroom, (S, L, Y); of no meaning where nothing is remote."""
+        model, specs = self.system.model, self.system.model.remote_specs_mb
+        need = model.expert_mb * self.members[:, None] + model.token_mb * model.top_k * n_in * (
+            sets.share
+        )
+        least = eq.smallest_specs(specs, need)
+        return eq.smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
+
+    def replicas(self, sets: Sets, n_in: float) -> NDArray[np.int64]:
+        """Replicas of each layer and headroom, (S, L, Z)."""
+        model = self.system.model
+        body = sets.top * (model.top_k * n_in * model.token_mb)
+        fits = body <= model.payload_mb
+        least = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, model.z_max)
+        return np.minimum(least[..., None] + self.system.z_headroom, model.z_max)
+
+    def choices(self, frequency: NDArray, n_in: float) -> Choices:
+        """All actions for a prompt of ``n_in`` tokens."""
+        sets = self.sets(frequency)
+        return Choices(
+            self.members,
+            np.arange(self.members.size) % 2,
+            sets.remote,
+            sets.replica,
+            sets.top,
+            self.main_mb,
+            self.local_mb,
+            self.memory_mb(sets, n_in),
+            self.replicas(sets, n_in),
+        )
+
+    def values(self, load: Load, frequency: NDArray, **limits: Any) -> Values:
+        """Expected reward of every global action, arrays (levels, 2, W, Y, Z).
+
+        Args:
+            load: What is expected, or the true load (then the values are clairvoyant).
+            frequency: (L, K) predicted frequencies that the environment plans with.
+            **limits: As :func:`evaluate_actions`.
+        """
+        found = evaluate_actions(self.system, self.choices(frequency, load.n_in), load, **limits)
+        shape = (len(self.system.levels), 2, *found.reward.shape[1:])
+        arrays = (found.reward, found.cost_usd, found.ttft_s, found.tpot_s)
+        return Values(*(x.reshape(shape) for x in arrays), mix_usd=found.mix_usd)
+
+    def reward(
+        self, load: Load, frequency: NDArray, action: NDArray[np.int64], **limits: Any
+    ) -> float:
+        """Expected reward of one action, global or with an action a layer; else as `values`."""
+        level, order, w = (int(x) for x in action[:3])
+        y, z = np.split(np.asarray(action[3:]), 2)
+        layers = self.system.model.moe_layers
+        y, z = np.broadcast_to(y, layers), np.broadcast_to(z, layers)
+        one = self.choices(frequency, load.n_in).one(2 * level + order, w, y, z)
+        return float(evaluate_actions(self.system, one, load, **limits).reward[1, 0, 0, 0])
+
+
+def evaluate_actions(
     system: ServerlessSystem,
     choices: Choices,
     load: Load,
@@ -143,7 +260,7 @@ def value(
     model, price, c = system.model, system.model.price_cpu, choices
     used = c.members > 0
     n_in, n_out, top_k, layers = load.n_in, load.n_out, model.top_k, model.moe_layers
-    first, more = expert_line(model, c.memory_mb)
+    first, more = expert_time_terms(model, c.memory_mb)
     wire = model.transfer_s
 
     # Sums over the remote experts by a product of matrices: fast and exact enough.
@@ -153,8 +270,8 @@ def value(
         top_all = c.top * (top_k * n_in)
         top_first = active[..., None] / np.arange(1, model.z_max + 1)
     else:
-        top_all = busiest(c.replica, np.where(c.remote, load.tokens, 0.0))
-        top_first = busiest(c.replica, np.where(c.remote, load.active, 0.0))
+        top_all = lpt.largest_replica_sums(c.replica, np.where(c.remote, load.tokens, 0.0))
+        top_first = lpt.largest_replica_sums(c.replica, np.where(c.remote, load.active, 0.0))
     step = np.maximum(c.replicas, 1) - 1
     top = np.take_along_axis(top_all, step, axis=2)  # (S, L, Z)
     calls = np.take_along_axis(top_first, step, axis=2)
@@ -168,13 +285,13 @@ def value(
     jobs = first * active[..., None] + (more + wire) * tokens[..., None]
     busy = jobs[..., None] + (invoked * trem)[:, :, None]  # (S, L, Y, Z)
 
-    own_first, own_more = expert_line(model, c.main_mb)  # (S, W)
+    own_first, own_more = expert_time_terms(model, c.main_mb)  # (S, W)
     local = (
         own_first[:, None] * (load.active.sum(axis=1) - active)[..., None]
         + own_more[:, None] * (load.tokens.sum(axis=1) - tokens)[..., None]
     )
     prefill = np.maximum(local[:, :, :, None, None], slowest[:, :, None]).sum(axis=1)
-    fixed_prefill, fixed_decode = fixed_s(model, load)
+    fixed_prefill, fixed_decode = non_expert_s(model, load)
     prefill += fixed_prefill + layers * 2.0 * model.swap_s(n_in)
 
     r = np.arange(top_k + 1)

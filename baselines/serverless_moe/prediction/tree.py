@@ -13,8 +13,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe import kernel
-from servegym.baselines.serverless_moe.kernel import COUNT, FIRST, MEDOID, PARENT, START, STOP
+from servegym.baselines.serverless_moe.prediction import kernel
+from servegym.baselines.serverless_moe.prediction.kernel import (
+    COUNT,
+    FIRST,
+    MEDOID,
+    PARENT,
+    START,
+    STOP,
+)
 
 __all__ = [
     "EuclideanMedoids",
@@ -22,7 +29,6 @@ __all__ = [
     "PartitioningAroundMedoids",
     "SemanticMedoids",
     "Splitter",
-    "soft_cosine",
     "top",
     "unit_rows",
 ]
@@ -30,33 +36,16 @@ __all__ = [
 Floats = NDArray[np.float32]
 Indexes = NDArray[np.int64]
 
-SIGMA = 1e-12
 MAX_ITERATIONS = 10
 # Below this a distance is rounding: the two prompts are the same.
 _SAME = 1e-6
-
-
-def soft_cosine(first: ArrayLike, second: ArrayLike, sigma: float = SIGMA) -> NDArray[np.float64]:
-    """Soft cosine similarity of prompts from their pooled vectors (Eq. 11).
-
-    Args:
-        first: ``(P, d)`` or ``(d,)``, the sums of the normalised token embeddings.
-        second: ``(Q, d)`` or ``(d,)``.
-        sigma: The small number that keeps the quotient defined for a zero vector.
-
-    Returns:
-        ``(P, Q)`` in [-1, 1], without the axes of single vectors.
-    """
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    norms = np.multiply.outer(np.linalg.norm(a, axis=-1), np.linalg.norm(b, axis=-1))
-    return (a @ b.T) / (norms + sigma)
 
 
 def unit_rows(vectors: ArrayLike) -> Floats:
     """Rows divided by their length, float32; a zero row stays zero, so its similarities are 0."""
     rows = np.asarray(vectors, np.float64)
     return np.ascontiguousarray(
-        rows / (np.linalg.norm(rows, axis=1, keepdims=True) + SIGMA), np.float32
+        rows / (np.linalg.norm(rows, axis=1, keepdims=True) + 1e-12), np.float32
     )
 
 

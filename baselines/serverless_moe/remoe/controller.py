@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.baselines.serverless_moe import mmp as algorithm2
-from servegym.baselines.serverless_moe.bounds import ConformalBound, corollary1
-from servegym.baselines.serverless_moe.loads import Load, fixed_s, predict
-from servegym.baselines.serverless_moe.memory import (
+from servegym.baselines.serverless_moe.loads import Load, non_expert_s, predict
+from servegym.baselines.serverless_moe.remoe.bounds import ConformalBound, corollary1
+from servegym.baselines.serverless_moe.remoe.memory import (
     MemoryProblem,
     MemorySolution,
     make_overhead,
     round_memory,
     solve_memory,
 )
-from servegym.baselines.serverless_moe.replicas import choose_replicas
-from servegym.baselines.serverless_moe.selection import remote_set
+from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
+from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
 from servegym.envs._checks import choose, real, whole
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.sets import least_used
 
 READINGS = ("remoe", "remoe_cost")
 
@@ -68,7 +68,7 @@ def memory_problem(
     calls = np.maximum(calls, np.where(remote, load.tokens, 0.0).sum(axis=1))
     need = system.expert_mb * members + system.token_mb * calls
     low, high = system.remote_specs_mb[0], system.remote_specs_mb[-1]
-    budget = tpot_limit_s - fixed_s(system, load)[1] / max(load.n_out, 1)
+    budget = tpot_limit_s - non_expert_s(system, load)[1] / max(load.n_out, 1)
     budget -= system.moe_layers * 2.0 * system.swap_s(system.top_k)
     problem = MemoryProblem(
         theta1=system.top_k * system.expert_theta1_s * ones,
@@ -198,7 +198,7 @@ def remoe(
     eq.check_limits(ttft_limit_s, tpot_limit_s)
     whole("candidates", candidates, 1)
     real("payload_margin", payload_margin, 0.0, open_low=True)
-    cases = algorithm2.worst_cases(
+    cases = worst_cases(
         system,
         load,
         ttft_limit_s,
@@ -220,7 +220,7 @@ def remoe(
         tried = good[np.unique(np.round(pick).astype(np.int64))]
     best: Decision | None = None
     for at in tried:
-        remote = remote_set(order, float(cases.ratio[at]))
+        remote = least_used(order, int(cases.members[at]))
         main_mb = float(cases.main_mb[at])
         plan, solution = plan_for(
             system,
@@ -260,18 +260,3 @@ def remoe(
 def _rank(outcome: eq.Outcome) -> tuple[int, float]:
     """Fewest violations first, then least cost."""
     return sum(outcome.violations.values()), outcome.cost_usd
-
-
-def check_plan(
-    system: eq.SystemModel, request: eq.Request, plan: eq.Plan, **limits: float
-) -> list[str]:
-    """The one checker: names of what a plan violates under the true routing, SLOs included.
-
-    Args:
-        system: The system.
-        request: The request with its true routing.
-        plan: Any plan, of whatever origin.
-        **limits: ``ttft_limit_s``, ``tpot_limit_s`` and the other options of `evaluate_plan`.
-    """
-    outcome = eq.evaluate_plan(system, request, plan, **limits)  # type: ignore[arg-type]
-    return [name for name, broken in outcome.violations.items() if broken]

@@ -95,7 +95,7 @@ class ConformalBound:
         level: float = 0.95,
         layer_maximum: bool = False,
     ) -> ConformalBound:
-        """Calibrate on prompts that the predictor has not seen (split conformal).
+        """Calibrate on prompts that the predictor has not observed (split conformal).
 
         Args:
             counts: (P, L, K) calls of each expert.

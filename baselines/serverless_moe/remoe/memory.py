@@ -1,4 +1,4 @@
-"""Memory of the remote functions: the law of expert time, problem P2 and its dual (IV-E).
+"""Memory of the remote functions: problem P2 and its dual (Sec. IV-E).
 
 Memory is in GB and prices in USD per GB and second here, as in the paper's convexity check.
 
@@ -21,76 +21,6 @@ from servegym.envs._checks import choose
 Floats = NDArray[np.float64]
 
 SURROGATES = ("printed", "eq5")
-
-
-@dataclass(frozen=True)
-class TimeLaw:
-    """``T(y) = theta1 exp(-theta2 y) + theta3``, seconds at y GB.
-
-    Attributes:
-        theta1: Seconds.
-        theta2: Per GB.
-        theta3: Seconds.
-        rmse_s: Error of the fit.
-    """
-
-    theta1: float
-    theta2: float
-    theta3: float
-    rmse_s: float = 0.0
-
-    def __call__(self, gb: ArrayLike) -> Floats:
-        """Seconds at so many GB."""
-        return self.theta1 * np.exp(-self.theta2 * np.asarray(gb, float)) + self.theta3
-
-    def scaled(self, factor: float) -> TimeLaw:
-        """The law of ``factor`` calls."""
-        return TimeLaw(
-            factor * self.theta1, self.theta2, factor * self.theta3, factor * self.rmse_s
-        )
-
-
-def fit_time_law(gb: ArrayLike, seconds: ArrayLike, theta2_max: float = 50.0) -> TimeLaw:
-    """Least squares: theta2 by a golden-section search, theta1 and theta3 linear given it.
-
-    Args:
-        gb: (M,) memory, at least 3 different values.
-        seconds: (M,) measured times, above 0.
-        theta2_max: Largest rate tried, per GB.
-
-    Raises:
-        ValueError: If there are fewer than 3 points or a time is not above 0.
-    """
-    x, t = np.asarray(gb, np.float64), np.asarray(seconds, np.float64)
-    if x.shape != t.shape or np.unique(x).size < 3:
-        raise ValueError("gb and seconds must be alike in shape, with 3 different memory sizes")
-    if not (np.isfinite(t).all() and (t > 0).all()):
-        raise ValueError("seconds must be finite and above 0")
-
-    def given(rate: float) -> tuple[float, float, float]:
-        e = np.exp(-rate * (x - x.min()))  # shifted: no underflow of the whole column
-        spread = e - e.mean()
-        slope = float(np.clip(spread @ (t - t.mean()) / (spread @ spread), 0.0, None))
-        floor = float(t.mean() - slope * e.mean())
-        if floor < 0.0:
-            floor, slope = 0.0, float(max(e @ t / (e @ e), 0.0))
-        error = slope * e + floor - t
-        return float(error @ error), slope, floor
-
-    rates = np.geomspace(1e-3, theta2_max, 200)
-    best = int(np.argmin([given(r)[0] for r in rates]))
-    low, high = rates[max(best - 1, 0)], rates[min(best + 1, rates.size - 1)]
-    ratio = (np.sqrt(5.0) - 1.0) / 2.0
-    for _ in range(100):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        if given(left)[0] <= given(right)[0]:
-            high = right
-        else:
-            low = left
-    rate = float(0.5 * (low + high))
-    error, slope, floor = given(rate)
-    theta1 = slope * float(np.exp(rate * x.min()))
-    return TimeLaw(theta1, rate, floor, float(np.sqrt(error / x.size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,10 +84,6 @@ class MemoryProblem:
     def time_slope(self, gb: Floats) -> Floats:
         """(L,) derivative of `time_s`."""
         return -self.share * self.theta1 * self.theta2 * np.exp(-self.theta2 * gb)
-
-    def convex_from_gb(self) -> Floats:
-        """(L,) Theorem 2: the cost is strictly convex above ``2/theta2 - H/c``."""
-        return 2.0 / self.theta2 - self.holding_usd_s / self.price_usd_gb_s
 
 
 def make_overhead(

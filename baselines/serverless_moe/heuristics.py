@@ -1,0 +1,279 @@
+"""Heuristic policies: random, deployments, constant actions and one step of looking ahead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.baselines.serverless_moe.action_table import ActionTable
+from servegym.baselines.serverless_moe.base import (
+    TIME_SPREAD,
+    Actions,
+    Mask,
+    Observed,
+    ServerlessPolicy,
+    best_action,
+)
+from servegym.baselines.serverless_moe.loads import Load
+from servegym.baselines.serverless_moe.system import ServerlessSystem
+
+__all__ = [
+    "BestConstant",
+    "Constant",
+    "Cpu",
+    "Deployment",
+    "Fetch",
+    "Gpu",
+    "GreedyWarm",
+    "KeepAlive",
+    "Mix",
+    "PerExpert",
+    "Random",
+    "search_constant",
+]
+
+
+class Random(ServerlessPolicy):
+    """Uniform over the legal values of each action."""
+
+    name = "random"
+
+    def act(self, observation: Observation, action_mask: Mask) -> Actions:
+        """See `Policy.act`."""
+        mask = np.asarray(action_mask) > 0
+        ends = np.cumsum(self.system.nvec)
+        columns = []
+        for part in np.split(mask, ends[:-1], axis=1):
+            draw = self.rng.random(part.shape)
+            columns.append(np.where(part, draw, -1.0).argmax(axis=1))
+        return np.stack(columns, axis=1).astype(np.int64)
+
+
+class Mix(ServerlessPolicy):
+    """Every expert local in the smallest main function (b = 0)."""
+
+    name = "mix"
+
+    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
+        return np.zeros(5, dtype=np.int64)
+
+
+class Deployment(BasePolicy):
+    """A deployment that takes no decision; a subclass names it."""
+
+    def __init__(self, system: ServerlessSystem) -> None:
+        self.parts = len(system.nvec)
+        self.env_kwargs: Mapping[str, Any] = {"deployment": self.name}
+
+    def act(self, observation: Observation, action_mask: Mask) -> Actions:
+        """See `Policy.act`; zeros, which the environment ignores.
+
+        Raises:
+            ValueError: If there is something to decide: the environment serves by plans, and the
+                numbers would be MIX's under this name.
+        """
+        mask = np.asarray(action_mask)
+        if (mask.sum(axis=1) != self.parts).any():
+            raise ValueError(
+                f"policy {self.name!r} needs an environment made with deployment={self.name!r}"
+            )
+        return np.zeros((len(mask), self.parts), dtype=np.int64)
+
+
+class Cpu(Deployment):
+    """The whole model on one CPU function."""
+
+    name = "cpu"
+
+
+class Gpu(Deployment):
+    """The whole model in GPU memory."""
+
+    name = "gpu"
+
+
+class Fetch(Deployment):
+    """Experts in CPU memory, copied to the GPU when they are needed."""
+
+    name = "fetch"
+
+
+class PerExpert(Deployment):
+    """A function for every expert."""
+
+    name = "per_expert"
+
+
+def mean_request_rewards(
+    table: ActionTable, regime: int, *, starts: bool
+) -> list[NDArray[np.float64]]:
+    """Rewards of all actions for the mean request, one array for each SLO class.
+
+    Args:
+        table: The actions.
+        regime: Regime of the invocation overhead.
+        starts: False if everything is warm.
+    """
+    system = table.system
+    trem = float(system.trem_s[regime]) * float(np.exp(0.5 * system.trem_sigma**2))
+    load = Load.predicted(
+        system.model,
+        system.shared,
+        round(system.mean_prompt_tokens),
+        round(system.mean_output_tokens),
+        trem,
+    )
+    return [
+        table.values(
+            load,
+            system.shared,
+            ttft_limit_s=float(ttft),
+            tpot_limit_s=float(tpot),
+            spread=TIME_SPREAD,
+            starts=starts,
+        ).reward
+        for ttft, tpot in system.slo
+    ]
+
+
+class GreedyWarm(ServerlessPolicy):
+    """Greatest expected reward now, and what the configuration is worth if it stays warm.
+
+    That worth is ``p / (1 - p)`` (the expected number of requests that find it warm) times what
+    keeping it saves for the mean request against the best cold start. Only the shared order can be
+    kept from prompt to prompt.
+    """
+
+    name = "greedy_warm"
+
+    def __init__(self, system: ServerlessSystem) -> None:
+        super().__init__(system)
+        chance = min(system.reuse_chance(), 0.99)
+        self._worth = []
+        for regime in range(system.trem_s.size):
+            kept = np.mean(mean_request_rewards(self.table, regime, starts=False), axis=0)
+            cold = mean_request_rewards(self.table, regime, starts=True)
+            saved = np.maximum(kept - np.mean([c.max() for c in cold]), 0.0)
+            saved[:, 0] = 0.0
+            self._worth.append(chance / (1.0 - chance) * saved)
+
+    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
+        worth = self._worth[self.system.regime(observed.last_trem_s)]
+        return best_action(self.rewards(observed) + worth, legal)
+
+
+class Constant(ServerlessPolicy):
+    """One action for all requests, the next smaller legal b where its own is not legal."""
+
+    def constant(self) -> Actions:
+        """The action (5,)."""
+        raise NotImplementedError
+
+    def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
+        """See `ServerlessPolicy.decide`."""
+        action = self.constant().copy()
+        lower = np.flatnonzero(legal[: action[0] + 1])
+        action[0] = lower[-1] if lower.size else np.flatnonzero(legal)[0]
+        return action
+
+
+class KeepAlive(Constant):
+    """The configuration that is best while everything stays warm, never changed."""
+
+    name = "keep_alive"
+
+    def __init__(self, system: ServerlessSystem) -> None:
+        super().__init__(system)
+        regimes = range(system.trem_s.size)
+        total = np.sum(
+            [mean_request_rewards(self.table, regime, starts=False) for regime in regimes],
+            axis=(0, 1),
+        )
+        total[:, 0] = -np.inf  # only the shared order stays warm from prompt to prompt
+        self._action = best_action(total, np.ones(total.shape[0], dtype=np.bool_))
+
+    def constant(self) -> Actions:
+        """See `Constant.constant`."""
+        return self._action
+
+
+_FOUND: dict[str, Actions] = {}
+
+
+class BestConstant(Constant):
+    """The best constant action on the train split, found by a coordinate search; cached."""
+
+    name = "best_constant"
+
+    def __init__(
+        self, system: ServerlessSystem, *, rows: int = 8, requests: int = 100, seed: int = 0
+    ) -> None:
+        super().__init__(system)
+        if rows < 1 or requests < 1:
+            raise ValueError(f"rows and requests must be at least 1, got {rows} and {requests}")
+        key = json.dumps([dict(system.arguments), rows, requests, seed], default=id, sort_keys=True)
+        if key not in _FOUND:
+            _FOUND[key] = search_constant(system, rows, requests, seed)
+        self._action = _FOUND[key]
+
+    def constant(self) -> Actions:
+        """See `Constant.constant`."""
+        return self._action
+
+
+def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: int) -> Actions:
+    """Rehearse on the train split: from keep_alive's action, one coordinate after the other.
+
+    Args:
+        system: The system; its ``arguments`` make the rehearsals' environment.
+        rows: Parallel episodes.
+        requests: Requests of an episode.
+        seed: Seed of the episodes.
+
+    Returns:
+        (5,), the action that no change of one coordinate improves.
+    """
+    from servegym.envs.serverless_moe import kernel
+    from servegym.envs.serverless_moe.config import build_problem
+    from servegym.envs.serverless_moe.core import ServerlessBatch
+
+    arguments = {**system.arguments, "split": "train", "episode_requests": requests}
+    batch = ServerlessBatch(build_problem(view=kernel.DICT, **arguments), rows)
+    for row in range(rows):
+        batch.draw(row, np.random.default_rng((seed, row)))
+    which = np.ones(rows, dtype=np.int8)
+    scores: dict[tuple[int, ...], float] = {}
+
+    def score(action: Actions) -> float:
+        key = tuple(int(x) for x in action)
+        if key not in scores:
+            everywhere = np.repeat(system.full_action(action)[None], rows, axis=0)
+            batch.begin(which)
+            for _ in range(requests):
+                batch.step(everywhere, which)
+            scores[key] = float(batch.env["total_reward"].sum())
+        return scores[key]
+
+    action = KeepAlive(system).constant().copy()
+    sizes = [
+        len(system.levels),
+        2,
+        *(int(n) for n in system.nvec[2:3]),
+        len(system.y_headroom_mb),
+        len(system.z_headroom),
+    ]
+    while True:
+        before = score(action)
+        for i, size in enumerate(sizes):
+            trials = np.repeat(action[None], size, axis=0)
+            trials[:, i] = np.arange(size)
+            action = trials[int(np.argmax([score(trial) for trial in trials]))].copy()
+        if score(action) <= before:
+            return action
