@@ -6,6 +6,7 @@ Every command imports what it needs when it runs, so that ``servegym --help`` an
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import sys
@@ -284,20 +285,16 @@ def replay(
     ] = False,
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
-    import numpy as np
-
-    from servegym.experiments.output import check_writable, write_csv
-    from servegym.experiments.requests_csv import read_requests
+    from servegym.experiments.output import check_writable
 
     check_writable(out, (".csv",))
-    arrival_s, prompt_tokens, output_tokens = read_requests(requests)
 
-    from servegym.envs.llm_routing import replay as engine_replay
+    from servegym.experiments.replay import replay_file
 
-    result = engine_replay(
-        arrival_s,
-        prompt_tokens,
-        output_tokens,
+    replay_file(
+        requests,
+        out,
+        typer.echo,
         profile=profile,
         scheduler=scheduler,
         max_num_seqs=max_num_seqs,
@@ -307,22 +304,6 @@ def replay(
         prefix_caching=prefix_caching,
         memory_policy=memory_policy,
     )
-    columns = {
-        "arrival_s": arrival_s,
-        "prompt_tokens": prompt_tokens,
-        "output_tokens": output_tokens,
-        **{name: result[name] for name in result.dtype.names or ()},
-    }
-    values = [np.asarray(column).tolist() for column in columns.values()]
-    write_csv(out, [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)])
-    served = np.isfinite(result["finish_s"])
-    typer.echo(f"{len(result)} requests, {int((~served).sum())} rejected; written to {out}")
-    for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):
-        some = result[name][np.isfinite(result[name])]
-        if some.size:
-            p50, p90, p99 = np.percentile(some, [50, 90, 99])
-            parts = f"mean {some.mean():.4f}  p50 {p50:.4f}  p90 {p90:.4f}  p99 {p99:.4f}"
-            typer.echo(f"{name:<7} {parts} {unit}")
 
 
 @app.command()
@@ -354,37 +335,6 @@ def render(
     from servegym.experiments.render import render_episode
 
     render_episode(env_id, policy, steps, settings, seed=seed, fps=fps, out=out, echo=typer.echo)
-
-
-# These have a parser of their own; their words are handed on untouched.
-_HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-@_clear_errors
-def calibrate(context: typer.Context) -> None:
-    """Fit a hardware profile to measurements; --check OTHER scores it on others."""
-    from servegym.hardware_profiles.build import calibrate as fitting
-
-    raise typer.Exit(fitting.main(context.args))
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-@_clear_errors
-def measure(context: typer.Context) -> None:
-    """Measure a machine: gpu, cpu-expert or server."""
-    from servegym.hardware_profiles.measure import command as measuring
-
-    raise typer.Exit(measuring.main(context.args) or 0)
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-@_clear_errors
-def fidelity(context: typer.Context) -> None:
-    """Replay a measured run and print how far the engine is from it."""
-    from servegym.experiments.fidelity import report as comparison
-
-    raise typer.Exit(comparison.main(context.args) or 0)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -470,33 +420,47 @@ def sweep(
     run_sweep(chosen, trials, workers or 1, out, seed, settings, typer.echo)
 
 
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-@_clear_errors
-def leaderboard(context: typer.Context) -> None:
-    """Print the standard evaluation of all policies, complete it, or put yours beside them."""
-    from servegym.experiments import leaderboard as board
+def _add_command(name: str, module: str, summary: str) -> None:
+    """Add a command whose module has a parser of its own; its words are passed on untouched."""
 
-    raise typer.Exit(board.main(context.args))
-
-
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-@_clear_errors
-def claims(context: typer.Context) -> None:
-    """Print the papers' claims beside what the kept results say of them."""
-    from servegym.experiments.figures import claims as table
-
-    raise typer.Exit(table.main(context.args))
+    @app.command(
+        name,
+        help=summary,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,
+    )
+    @_clear_errors
+    def command(context: typer.Context) -> None:
+        main = importlib.import_module(f"servegym.{module}").main
+        raise typer.Exit(main(context.args) or 0)
 
 
-@app.command(context_settings=_HANDED_ON, add_help_option=False)
-@_clear_errors
-def bench(context: typer.Context) -> None:
-    """Measure speed and its yardsticks: routing (default), serverless or placement."""
-    import importlib
-
-    words = list(context.args)
-    family = words.pop(0) if words and words[0] in _BENCHES else _BENCHES[0]
-    importlib.import_module(f"servegym.experiments.bench.{family}").main(words)
-
-
-_BENCHES = ("routing", "serverless", "placement")
+for _command in (
+    (
+        "calibrate",
+        "hardware_profiles.build.calibrate",
+        "Fit a hardware profile to measurements; --check OTHER scores it on others.",
+    ),
+    (
+        "measure",
+        "hardware_profiles.measure.command",
+        "Measure a machine: gpu, cpu-expert or server.",
+    ),
+    (
+        "fidelity",
+        "experiments.fidelity.report",
+        "Replay a measured run and print how far the engine is from it.",
+    ),
+    (
+        "leaderboard",
+        "experiments.leaderboard",
+        "Print the standard evaluation of all policies, complete it, or add your policy.",
+    ),
+    ("claims", "experiments.figures.claims", "Print the papers' claims with our results."),
+    (
+        "bench",
+        "experiments.bench",
+        "Measure speed and its yardsticks: routing (default), serverless or placement.",
+    ),
+):
+    _add_command(*_command)

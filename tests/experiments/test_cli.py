@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from servegym.experiments.cli import app, parse_settings
-from servegym.experiments.requests_csv import read_requests
+from servegym.experiments.replay import read_requests
 
 ENV_ID = "servegym/LLMRouting-v0"
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"

@@ -25,13 +25,14 @@ from servegym.experiments.figures.routing.plots import (
     policies_of,
     style,
 )
-from servegym.experiments.figures.routing.training import LOCK, RESULT, source_digest
+from servegym.experiments.figures.routing.training import RESULT, source_digest
 from servegym.experiments.figures.script import (
     FigureOptions,
     command_line,
     figure_parser,
     run_chosen,
 )
+from servegym.experiments.jobs import LOCK
 from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.stats import Interval, over_trainings
 from servegym.experiments.tables import Note, merge_policies, read_record, versions

@@ -1,19 +1,62 @@
-"""Reader of the request files that ``servegym replay`` takes."""
+"""Replay a file of requests on one expert: reader, engine, table of times and summary."""
 
 from __future__ import annotations
 
 import csv
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.experiments.output import write_csv
 
-__all__ = ["read_requests"]
+__all__ = ["read_requests", "replay_file"]
 
 FIELDS = ("arrival_s", "prompt_tokens", "output_tokens")
+
+
+def replay_file(
+    requests: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    echo: Callable[[str], object] = print,
+    **settings: Any,
+) -> None:
+    """Replay a file of requests, write the times of every request and print a summary.
+
+    Args:
+        requests: CSV file of `read_requests`.
+        out: CSV file to write: the requests and the columns of the engine's result.
+        echo: Prints a line.
+        **settings: Arguments of ``servegym.envs.llm_routing.replay``.
+
+    Raises:
+        ValueError: If the file or a setting cannot be used.
+    """
+    arrival_s, prompt_tokens, output_tokens = read_requests(requests)
+
+    from servegym.envs.llm_routing import replay
+
+    result = replay(arrival_s, prompt_tokens, output_tokens, **settings)
+    columns = {
+        "arrival_s": arrival_s,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        **{name: result[name] for name in result.dtype.names or ()},
+    }
+    values = [np.asarray(column).tolist() for column in columns.values()]
+    write_csv(out, [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)])
+    served = np.isfinite(result["finish_s"])
+    echo(f"{len(result)} requests, {int((~served).sum())} rejected; written to {out}")
+    for name, unit in (("ttft_s", "s"), ("tpot_s", "s/token"), ("e2e_s", "s")):
+        times = result[name][np.isfinite(result[name])]
+        if times.size:
+            p50, p90, p99 = np.percentile(times, [50, 90, 99])
+            parts = f"mean {times.mean():.4f}  p50 {p50:.4f}  p90 {p90:.4f}  p99 {p99:.4f}"
+            echo(f"{name:<7} {parts} {unit}")
 
 
 def read_requests(
