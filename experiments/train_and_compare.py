@@ -4,11 +4,12 @@
 episodes of the evaluation split at three arrival rates. It leaves in one folder
 
 - ``router.safetensors``: the checkpoint, which ``servegym evaluate --policy`` takes;
-- ``comparison.csv``: one row a policy, rate and episode;
+- ``comparison.csv`` and ``comparison.json``: one row a policy, rate and episode, and how they were
+  made;
 - ``comparison.png``: QoS, latency and refused requests against the rate.
 
-``TRAIN_STEPS`` in the environment shortens the training; ``--quick`` shortens everything and says
-nothing about the policies.
+``TRAIN_STEPS`` in the environment shortens the training; ``--quick`` shortens everything, a smoke
+run whose numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import argparse
 import io
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,11 +28,13 @@ from typing import Any
 import numpy as np
 
 from servegym.experiments.evaluate import evaluate, print_summary
-from servegym.experiments.output import print_table, write_csv, write_text
+from servegym.experiments.output import print_table, write_text
 from servegym.experiments.stats import Interval, iqm, paired_difference, stratified_bootstrap
+from servegym.experiments.tables import provenance, write_result
 
 __all__ = ["main"]
 
+MODULE = "servegym.experiments.train_and_compare"
 ENV_ID = "servegym/LLMRouting-v0"
 RATES = (5.0, 8.0, 10.0)
 BASELINES = (
@@ -102,8 +107,8 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["policy"] for row in rows))
 
 
-def print_verdict(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
-    """Print QoS by rate and what the trained policy gains on each heuristic, episode by episode."""
+def print_comparison(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
+    """Print QoS by rate, and the paired difference of the trained policy to each heuristic."""
 
     def text(interval: Interval, sign: str = "") -> str:
         return f"{interval.value:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
@@ -185,8 +190,8 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
         axes["refused"].plot(x, refused, **style)
     ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in rates]
     axes["qos"].plot(rates, ceilings, "k--", linewidth=1, label="ceiling: best score")
-    told = json.loads(rows[0]["env_kwargs"])
-    limit = 1e3 * told["latency_requirement_s"]
+    env_kwargs = json.loads(rows[0]["env_kwargs"])
+    limit = 1e3 * env_kwargs["latency_requirement_s"]
     axes["latency"].axhline(limit, color="grey", linestyle=":", linewidth=1)
     axes["latency"].annotate(
         "L", (1, limit), xycoords=("axes fraction", "data"), va="center", color="grey"
@@ -205,7 +210,7 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
     axes["qos"].legend(fontsize=8, ncols=2, loc="lower left", frameon=False)
     episodes = len({row["seed"] for row in rows})
     figure.suptitle(
-        f"LLM routing, fleet {told['profiles']}: {episodes} evaluation episodes a point",
+        f"LLM routing, fleet {env_kwargs['profiles']}: {episodes} evaluation episodes a point",
         fontsize=11,
     )
     picture = io.BytesIO()
@@ -222,8 +227,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--episodes", type=int, default=20, help="episodes a policy and rate (20)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
     parser.add_argument("--checkpoint", type=Path, help="compare this one and train nothing")
-    parser.add_argument("--quick", action="store_true", help="a smoke run, figures not to quote")
-    args = parser.parse_args(argv)
+    parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(words)
     steps = args.steps
     if steps is None and os.environ.get("TRAIN_STEPS"):
         try:
@@ -254,8 +260,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_text(target, checkpoint.read_bytes())
     env_kwargs = {"episode_requests": 100} if args.quick else {}
     rows = compare(target, RATES, args.episodes, env_kwargs)
-    print_verdict(rows, RATES)
-    write_csv(args.out / "comparison.csv", rows)
+    print_comparison(rows, RATES)
+    made = provenance(
+        shlex.join(["python", "-m", MODULE, *words]),
+        args.quick,
+        packages=("torch",),
+        settings={"seed": args.seed, "steps": None if args.checkpoint else steps},
+    )
+    write_result(args.out / "comparison", rows, made)
     plot(rows, RATES, args.out / "comparison.png")
     print(
         f"training {trained - begin:.0f} s, comparison {time.perf_counter() - trained:.0f} s; "

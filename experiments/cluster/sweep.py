@@ -89,7 +89,8 @@ def run_sweep(
         finally:
             study = experiments.study(optuna)
             if study.trials:
-                local.report(optuna, study, sweep, folder, echo)
+                settings = {"seed": seed, "fixed": dict(fixed or {}), "ray": ray}
+                local.report(optuna, study, sweep, folder, echo, settings)
         if not local.finished_trials(optuna, study):
             raise RuntimeError(f"every run failed; see {folder}")
     return folder

@@ -14,6 +14,8 @@ together and interpolated, not the measurement. The column ``source`` says which
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,12 @@ import numpy as np
 
 from servegym.experiments.fidelity.markdown import Table, update_document
 from servegym.experiments.output import check_writable, print_table, write_csv
+from servegym.experiments.tables import provenance, write_result
 from servegym.hardware_profiles import Profile, list_profiles, load
 
 __all__ = ["compare", "main"]
+
+MODULE = "servegym.experiments.fidelity.aiconfigurator"
 
 # Our devices and models by their names in aiconfigurator.
 SYSTEMS = {
@@ -145,12 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 1 when the package is missing.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--profile", action="append", help="profile to check; repeatable")
     parser.add_argument("--out", type=Path, help="write the summary to FILE.csv")
     parser.add_argument("--steps", type=Path, help="write every step to FILE.csv")
     parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(words)
     for path in (options.out, options.steps):
         if path is not None:
             check_writable(path, (".csv",))
@@ -175,7 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.document is not None:
         update_document(options.document, [table])
     if options.out is not None:
-        write_csv(options.out, found)
+        made = provenance(
+            shlex.join([*parser.prog.split(), *words]), packages=("aiconfigurator-core",)
+        )
+        write_result(options.out, found, made)
     if options.steps is not None:
         write_csv(options.steps, steps)
     return 0

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import math
+import shlex
 import shutil
 import sys
 import threading
@@ -27,6 +28,7 @@ from servegym.experiments.figures.script import pyplot, tidy
 from servegym.experiments.jobs import folder_lock, interrupt_on_sigterm, run_process
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.experiments.sweeps.spec import Parameter, Sweep
+from servegym.experiments.tables import provenance, write_result
 
 __all__ = [
     "agent_command",
@@ -96,7 +98,7 @@ def run_sweep(
             except BaseException:
                 work.stop.set()
                 raise
-        report(optuna, study, sweep, folder, echo)
+        report(optuna, study, sweep, folder, echo, {"seed": seed, "fixed": dict(fixed or {})})
         if work.failed and not finished_trials(optuna, study):
             raise RuntimeError(f"every run failed; see {folder / 'runs'}")
     return folder
@@ -340,10 +342,19 @@ def _rows(study: Any, sweep: Sweep) -> list[dict[str, Any]]:
     return rows
 
 
-def report(optuna: Any, study: Any, sweep: Sweep, folder: Path, echo: Echo) -> None:
+def report(
+    optuna: Any,
+    study: Any,
+    sweep: Sweep,
+    folder: Path,
+    echo: Echo,
+    settings: Mapping[str, Any],
+) -> None:
     """Print the best runs, write the table, the importances and the plot."""
     rows = _rows(study, sweep)
-    write_csv(folder / "trials.csv", rows)
+    command = shlex.join(["servegym", "sweep", str(sweep.path), "--out", str(folder)])
+    made = provenance(command, packages=("optuna",), settings=settings)
+    write_result(folder / "trials", rows, made)
     shown = [
         [
             str(row["trial"]),
