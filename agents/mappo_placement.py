@@ -421,7 +421,7 @@ def train(args: Args) -> Path:
         start = cached_best_start(
             run / "start.json", system, tries=tries, steps=START_STEPS, seed=args.seed
         )
-    features = Features(problem.cluster, args.base, None if start is None else start.held)
+    features = Features(problem.cluster, args.base, start and start.held)
     servers, layers, _ = features.shape
     agent = Agent(features.columns, args.width)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)

@@ -422,8 +422,7 @@ def train(args: Args) -> Path:
         start = cached_best_start(
             run / "start.json", system, tries=tries, steps=START_STEPS, seed=args.seed
         )
-    held, exchange = None if start is None else start.held, start is not None
-    features = Features(problem.cluster, args.base, held, exchange=exchange)
+    features = Features(problem.cluster, args.base, start and start.held, exchange=bool(start))
     servers, layers, _ = features.shape
     table = (servers, layers, features.outputs) if start else ()
     agent = Agent(features.columns, args.width, features.outputs, table)

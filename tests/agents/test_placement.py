@@ -295,7 +295,11 @@ class WishedByAgents(WishedLayers):
         )
 
 
-@agents
+@pytest.mark.parametrize(
+    "module",
+    [ppo_placement, pytest.param(mappo_placement, marks=pytest.mark.slow)],
+    ids=["ppo", "mappo"],
+)
 def test_learns_which_layers_pay(module, tmp_path, monkeypatch):
     if module is ppo_placement:
         monkeypatch.setattr(module, "make_envs", lambda args, n, **kwargs: WishedLayers(n))
