@@ -2,7 +2,8 @@
 
 A value that is allowed gives episodes that end, inside their spaces, the same for the same seed;
 any other is refused by a message that names the argument, before anything runs.
-`SERVEGYM_EXAMPLES=200` tries that many values of each argument instead of a few.
+The quick suite tries a few values of each argument, the slow one five times as many;
+`SERVEGYM_EXAMPLES=200` tries that many.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ IDS = {
 }
 PARALLEL_ENVS = {"routing": LLMRoutingParallelEnv, "placement": ExpertPlacementParallelEnv}
 SYSTEMS = {"routing": RoutingBatch, "serverless": ServerlessBatch, "placement": PlacementSystem}
+
+
+@pytest.fixture(params=[1, pytest.param(5, marks=pytest.mark.slow)], ids=["few", "many"])
+def effort(request) -> int:
+    """How many times the examples of the quick suite are tried."""
+    return request.param
 
 
 def parameters(function: Any, *hidden: str) -> set[str]:
@@ -222,10 +229,10 @@ def arguments(family: str, argument: Argument, name: str, value: Any) -> dict[st
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=map("-".join, CASES))
-def test_what_is_allowed_runs(family, name):
+def test_what_is_allowed_runs(family, name, effort):
     argument = FAMILIES[family][name]
 
-    @tries(3)
+    @tries(2 * effort)
     @given(
         st.data(), argument.valid, st.sampled_from(IDS[family]), st.sampled_from(["1", "n", "p"])
     )
@@ -243,10 +250,10 @@ def test_what_is_allowed_runs(family, name):
 
 
 @pytest.mark.parametrize("name", CLUSTER)
-def test_what_a_cluster_may_be_runs(name):
+def test_what_a_cluster_may_be_runs(name, effort):
     argument = CLUSTER[name]
 
-    @tries(3)
+    @tries(2 * effort)
     @given(argument.valid, st.integers(0, 1000))
     def check(value, seed):
         more = {"cluster_kwargs": {name: value}}
@@ -278,10 +285,10 @@ def combination(family: str, size: int) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_arguments_together_run_or_are_refused(family):
+def test_arguments_together_run_or_are_refused(family, effort):
     """Not every combination makes sense: those are refused as clearly as a single bad value."""
 
-    @tries(30)
+    @tries(8 * effort)
     @given(combination(family, 6), st.sampled_from(IDS[family]), st.integers(0, 1000))
     def check(drawn, env_id, seed):
         kwargs = {**BASE[family], **drawn}
@@ -324,11 +331,11 @@ def refuses(make: Any, names: tuple[str, ...], value: Any) -> None:
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=map("-".join, CASES))
-def test_everything_else_is_refused_by_name(family, name, nothing_runs):
+def test_everything_else_is_refused_by_name(family, name, nothing_runs, effort):
     argument = FAMILIES[family][name]
     forms = ["single", "vector", *(["parallel"] if family in PARALLEL_ENVS else [])]
 
-    @tries(20)
+    @tries(6 * effort)
     @given(argument.bad, st.sampled_from(IDS[family]), st.sampled_from(forms))
     def check(value, env_id, form):
         kwargs = arguments(family, argument, name, value)
@@ -347,10 +354,10 @@ def test_everything_else_is_refused_by_name(family, name, nothing_runs):
 
 
 @pytest.mark.parametrize("name", CLUSTER)
-def test_no_other_cluster_is_built(name, nothing_runs):
+def test_no_other_cluster_is_built(name, nothing_runs, effort):
     argument = CLUSTER[name]
 
-    @tries(20)
+    @tries(6 * effort)
     @given(argument.bad)
     def check(value):
         kwargs = {**BASE["placement"], "cluster_kwargs": {name: value}}
@@ -366,10 +373,10 @@ PARAMETERS = [(process, name) for process, table in PROCESSES.items() for name i
 
 
 @pytest.mark.parametrize(("process", "name"), PARAMETERS, ids=map("-".join, PARAMETERS))
-def test_parameters_of_arrival_processes(process, name):
+def test_parameters_of_arrival_processes(process, name, effort):
     argument = PROCESSES[process][name]
 
-    @tries(10)
+    @tries(3 * effort)
     @given(argument.valid, st.integers(0, 40), st.floats(TINY, LARGEST), st.integers(0, 1000))
     def runs(value, count, rate, seed):
         arrivals = make_arrivals(process, rate, **{name: value})
@@ -378,7 +385,7 @@ def test_parameters_of_arrival_processes(process, name):
         assert (np.diff(times, prepend=0.0) >= 0).all()
         assert np.array_equal(times, arrivals.sample(count, np.random.default_rng(seed)))
 
-    @tries(20)
+    @tries(6 * effort)
     @given(argument.bad)
     def refused(value):
         refuses(lambda: make_arrivals(process, 5.0, **{name: value}), (name,), value)
@@ -392,10 +399,10 @@ def test_parameters_of_arrival_processes(process, name):
 
 @pytest.mark.parametrize("name", VECTOR)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_arguments_of_vector_environments(family, name):
+def test_arguments_of_vector_environments(family, name, effort):
     argument = VECTOR[name]
 
-    @tries(2)
+    @tries(effort)
     @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
     def runs(value, env_id, seed):
         kwargs = {"num_envs": 2, **BASE[family], name: value}
@@ -413,7 +420,7 @@ def test_arguments_of_vector_environments(family, name):
             ended = terminated | truncated
         envs.close()
 
-    @tries(12)
+    @tries(4 * effort)
     @given(argument.bad, st.sampled_from(IDS[family]))
     def refused(value, env_id):
         vector = gym.envs.registration.load_env_creator(gym.spec(env_id).vector_entry_point)
@@ -426,10 +433,10 @@ def test_arguments_of_vector_environments(family, name):
 
 @pytest.mark.parametrize("name", COMMON)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_arguments_of_single_environments(family, name):
+def test_arguments_of_single_environments(family, name, effort):
     argument = COMMON[name]
 
-    @tries(3)
+    @tries(2 * effort)
     @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
     def runs(value, env_id, seed):
         entry = gym.envs.registration.load_env_creator(gym.spec(env_id).entry_point)
@@ -438,7 +445,7 @@ def test_arguments_of_single_environments(family, name):
         if env.render_mode is not None:
             assert isinstance(env.render(), (str, np.ndarray))
 
-    @tries(12)
+    @tries(4 * effort)
     @given(argument.bad, st.sampled_from(IDS[family]))
     def refused(value, env_id):
         entry = gym.envs.registration.load_env_creator(gym.spec(env_id).entry_point)
@@ -452,15 +459,15 @@ PARALLEL_CASES = [(family, name) for family, table in PARALLEL.items() for name 
 
 
 @pytest.mark.parametrize(("family", "name"), PARALLEL_CASES, ids=map("-".join, CASES))
-def test_arguments_of_parallel_environments(family, name):
+def test_arguments_of_parallel_environments(family, name, effort):
     argument, env = PARALLEL[family][name], PARALLEL_ENVS[family]
 
-    @tries(3)
+    @tries(2 * effort)
     @given(argument.valid, st.integers(0, 1000))
     def runs(value, seed):
         check_parallel(env(**BASE[family], **{name: value}), seed)
 
-    @tries(12)
+    @tries(4 * effort)
     @given(argument.bad)
     def refused(value):
         refuses(lambda: env(**BASE[family], **{name: value}), (name,), value)

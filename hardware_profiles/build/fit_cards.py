@@ -1,0 +1,748 @@
+"""Profiles of cards fitted from the vLLM kernel tables of aiconfigurator.
+
+Those tables hold single kernels (matrix products, prefill attention without earlier context,
+decode attention) timed on the card itself. One iteration of the whole model is composed from
+them as
+
+    embedding + layers x (2 layernorm + qkv + rotary + o + gate_up + act + down + attention)
+    + final layernorm + lm_head + sampler
+
+Four things are not in the tables, or not as a model meets them:
+
+ * A product of a shape that was not timed is the median of the three timed ones nearest in size,
+   scaled by size. Times are made non-decreasing in the rows: these tables scatter.
+ * Elementwise ops come from the RTX 4090: their launch floor as it is, what grows with the tokens
+   by memory bandwidth.
+ * Decode attention was timed in a loop over the same keys, so small ones came from the L2 cache,
+   which 32 layers of weights flush in between. No time is taken below floor + bytes / bandwidth,
+   the bandwidth being that of the longest rows.
+ * A prefill chunk after earlier context takes the RTX 4090's increment, scaled by the rate of long
+   prefills and by the waves that the blocks of queries make on either card's multiprocessors.
+
+Each file states how far the composition is from timings it was not built from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.fitting import (
+    NO_ESTIMATE,
+    as_integers,
+    check_explains,
+    error_quantiles,
+    fit_estimator,
+    interpolate_missing,
+    interpolate_without,
+    isotonic_fit,
+    model_facts,
+    random_third,
+    rounded,
+    thin,
+)
+from servegym.hardware_profiles.build.kernel_tables import (
+    DENSE_OPS,
+    HEAD_OPS,
+    OPS_PER_MODEL,
+    read_ops,
+)
+from servegym.hardware_profiles.build.published import (
+    REFERENCE_KERNELS,
+    MatrixProducts,
+    scale_by_bandwidth,
+    vidur_layer_s,
+)
+from servegym.hardware_profiles.build.tables import CsvTable
+from servegym.hardware_profiles.law import Profile, interpolate
+from servegym.hardware_profiles.load import load, unknown_name
+from servegym.hardware_profiles.schema import FORMAT
+
+REFERENCE = "rtx4090-llama-3.1-8b"
+_REFERENCE_PROCESSORS = 128
+_ELEMENTWISE = {"layernorm": 2, "rotary_emb": 1, "act_fn": 1}
+# Queries that one block of the prefill kernel works on; blocks run one a multiprocessor.
+_QUERY_TILE = 128
+
+_CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_DECODE_CONTEXTS = (2, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LONGEST_CHUNK = 8192
+_TOLERANCE = 0.003
+
+# Memory as the driver reports it; bandwidth and dense 16-bit tensor rate from data sheets.
+CARDS: dict[str, dict[str, Any]] = {
+    "a100-80g": {
+        "file": "a100_sxm",
+        "version": "0.14.0",
+        "name": "NVIDIA A100-SXM4-80GB",
+        "memory_bytes": 81920 * 2**20,
+        "memory_bandwidth_bytes_per_s": 2.039e12,
+        "tensor_flop_per_s": 312e12,
+        "multiprocessors": 108,
+    },
+    "l40s": {
+        "file": "l40s",
+        "version": "0.24.0",
+        "name": "NVIDIA L40S",
+        "memory_bytes": 46068 * 2**20,
+        "memory_bandwidth_bytes_per_s": 8.64e11,
+        "tensor_flop_per_s": 362e12,
+        "multiprocessors": 142,
+    },
+    "h100": {
+        "file": "h100_sxm",
+        "version": "0.24.0",
+        "name": "NVIDIA H100 SXM5 80GB",
+        "memory_bytes": 81559 * 2**20,
+        "memory_bandwidth_bytes_per_s": 3.35e12,
+        "tensor_flop_per_s": 989e12,
+        "multiprocessors": 132,
+    },
+    "rtxpro6000": {
+        "file": "rtx_pro_6000_server",
+        "version": "0.24.0",
+        "name": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "memory_bytes": 97887 * 2**20,
+        "memory_bandwidth_bytes_per_s": 1.597e12,
+        "tensor_flop_per_s": 503.8e12,
+        "multiprocessors": 188,
+    },
+}
+# This card has whole-model kernel timings too: its profile comes from those, and the tables
+# composed here are judged against them.
+CHECK = "rtxpro6000"
+CHECK_PROFILE = "rtxpro6000-llama-3.1-8b"
+# Unloaded token (one decode, 256 tokens) with the unfiltered tables, which hold wider products
+# (65,536 x 4,096, 4,096 x 12,288 and 16,384), against the one shipped: the price of scaling.
+_UNFILTERED: dict[str, str] = {
+    "a100-80g": "11.29 ms (-4.1 %)",
+    "l40s": "21.02 ms (0.0 %)",
+    "h100": "6.07 ms (+0.2 %)",
+}
+
+# Step latencies of Llama-3.1-8B in milliseconds as another composition of the same kind of tables
+# predicts them (aiconfigurator 0.12.0, vLLM, static batch): decodes by (batch, context) and one
+# prompt by its tokens.
+_AICONFIGURATOR_DECODE_MS = {
+    "a100-80g": {
+        (1, 256): 11.79,
+        (1, 1024): 11.86,
+        (8, 256): 12.10,
+        (8, 1024): 12.64,
+        (32, 256): 13.07,
+        (32, 1024): 15.58,
+    },
+    "h100": {
+        (1, 256): 6.14,
+        (1, 1024): 6.18,
+        (8, 256): 6.45,
+        (8, 1024): 6.60,
+        (32, 256): 7.07,
+        (32, 1024): 8.32,
+    },
+    "l40s": {
+        (1, 256): 21.94,
+        (1, 1024): 21.98,
+        (8, 256): 22.71,
+        (8, 1024): 23.45,
+        (32, 256): 25.74,
+        (32, 1024): 31.43,
+    },
+    "rtxpro6000": {
+        (1, 256): 11.16,
+        (1, 1024): 11.23,
+        (8, 256): 11.39,
+        (8, 1024): 11.69,
+        (32, 256): 12.01,
+        (32, 1024): 13.67,
+    },
+}
+_AICONFIGURATOR_PREFILL_MS = {
+    "a100-80g": {128: 14.51, 512: 35.99, 1024: 64.73, 2048: 125.19},
+    "h100": {128: 7.62, 512: 12.02, 1024: 22.11, 2048: 43.51},
+    "l40s": {128: 26.92, 512: 38.27, 1024: 70.33, 2048: 144.89},
+    "rtxpro6000": {128: 13.19, 512: 25.52, 1024: 44.89, 2048: 87.61},
+}
+
+
+# -- reading --------------------------------------------------------------------------------
+
+
+def _read_attention(path: Path, heads: int, kv_heads: int) -> dict[tuple[int, int, int], float]:
+    """``{(batch, isl, step): seconds}`` of full attention with these heads."""
+    names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads")
+    rows = CsvTable(path, (*names, "head_dim", "kv_cache_dtype", "latency"), 8)
+    out: dict[tuple[int, int, int], float] = {}
+    for line, row in rows.rows:
+        batch, isl, step, h, kv = (rows.count(line, row, name) for name in names)
+        plain = row["head_dim"] == "128" and row["kv_cache_dtype"] == "bfloat16"
+        if (h, kv) == (heads, kv_heads) and plain and row.get("window_size", "0") == "0":
+            out[batch, isl, step] = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
+    if not out:
+        raise ValueError(
+            f"{path}: field 'num_heads': no row for {heads} heads and {kv_heads} KV heads"
+        )
+    return out
+
+
+def _elementwise(data: Path, bandwidth: float, tokens: Sequence[int], layers: int) -> np.ndarray:
+    """Seconds of everything but products and attention, whole model, on another card."""
+    ops = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens", DENSE_OPS, 36)
+    counts = {op: layers * n for op, n in _ELEMENTWISE.items()} | OPS_PER_MODEL
+    grid = np.array(sorted(ops["embedding"]), float)
+    time = np.array([sum(n * ops[op][int(t)] for op, n in counts.items()) for t in grid])
+    return scale_by_bandwidth(grid, time, bandwidth, tokens)
+
+
+# -- composing ------------------------------------------------------------------------------
+
+
+@dataclass
+class Composed:
+    """Composed tables of one card, in seconds of the whole model.
+
+    Attributes:
+        tokens: ``(G1,)`` scheduled tokens of an iteration.
+        dense: ``(G1,)`` seconds of all ops but attention and head, products made non-decreasing.
+        sequences: ``(G6,)`` sequences through the head.
+        head: ``(G6,)`` seconds of head and sampler, the product made non-decreasing.
+        chunks: ``(G2,)`` tokens of a prefill chunk.
+        before: ``(G3,)`` tokens of the same request before the chunk.
+        chunk_attention: ``(G2, G3)`` seconds.
+        decodes: ``(G5,)`` decoding sequences.
+        contexts: ``(G4,)`` tokens in KV memory of each.
+        decode_attention: ``(G5, G4)`` seconds.
+        timed_dense: ``dense`` with the products as timed.
+        timed_head: ``head`` with the product as timed.
+        timed_decode: ``(G5, G4)`` bool, entries of ``decode_attention`` that are as timed.
+        cached_rows: decode rows raised because keys and values came from the L2 cache.
+        filled_rows: decode rows that were not timed.
+        decode_bandwidth: bytes/s of the longest decode rows.
+    """
+
+    tokens: np.ndarray
+    dense: np.ndarray
+    sequences: np.ndarray
+    head: np.ndarray
+    chunks: np.ndarray
+    before: np.ndarray
+    chunk_attention: np.ndarray
+    decodes: np.ndarray
+    contexts: np.ndarray
+    decode_attention: np.ndarray
+    timed_dense: np.ndarray
+    timed_head: np.ndarray
+    timed_decode: np.ndarray
+    cached_rows: int
+    filled_rows: int
+    decode_bandwidth: float
+
+
+def long_prefill_rate(fresh: Mapping[int, float]) -> float:
+    """Seconds of attention a layer takes per (query, key) pair in long prefills.
+
+    Args:
+        fresh: seconds by prompt length, no context before; 2,048 and 8,192 must be there.
+
+    Returns:
+        Seconds per pair.
+    """
+    return (fresh[8192] - fresh[2048]) / (0.5 * (8192**2 - 2048**2))
+
+
+def context_increment(
+    reference: Profile, rate: float, processors: int, chunk: float, context: float
+) -> float:
+    """Seconds, one layer, that earlier context adds to a chunk's attention on another card.
+
+    The reference card's increment times the ratio of the long-prefill rates, times the ratio of
+    how full the multiprocessors are: ``heads x ceil(chunk / 128)`` blocks run in whole waves.
+
+    Args:
+        reference: the profile with a measured chunk x context table.
+        rate: seconds per pair of the card (:func:`long_prefill_rate`).
+        processors: multiprocessors of the card.
+        chunk: tokens of the chunk.
+        context: tokens before it.
+
+    Returns:
+        Seconds.
+    """
+    layers, heads = reference.model["layers"], reference.model["attention_heads"]
+    longest = 2048
+    if chunk > longest:
+        return rate * chunk * context
+    far = float(reference.tables().context_tokens[-1])
+    own = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
+    own_rate = own / layers / (longest * far)
+    added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
+    blocks = heads * math.ceil(chunk / _QUERY_TILE)
+    fill = [math.ceil(blocks / p) * p for p in (processors, _REFERENCE_PROCESSORS)]
+    return max(added, 0.0) / layers * (rate / own_rate) * (fill[0] / fill[1])
+
+
+def uncached_decode(
+    times: Mapping[tuple[int, int], float], kv_bytes: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Decode attention over the whole grid, one layer, with L2 hits taken out.
+
+    Args:
+        times: seconds by (sequences, context tokens), as timed.
+        kv_bytes: bytes of keys and values per token and layer.
+
+    Returns:
+        The ``(decodes, contexts)`` table in seconds; which of its entries are as timed (bool; the
+        others lay more than 10 % below floor + bytes / bandwidth or were not timed, and take that
+        value); and the bandwidth in bytes/s.
+    """
+    rates = []
+    for b in _DECODES:
+        timed = sorted(x for n, x in times if n == b)
+        if len(timed) >= 2 and b * timed[-2] * kv_bytes >= 2**28:
+            x0, x1 = timed[-2:]
+            rates.append(b * (x1 - x0) * kv_bytes / (times[b, x1] - times[b, x0]))
+    bandwidth = float(np.median(rates))
+    table = np.empty((len(_DECODES), len(_DECODE_CONTEXTS)))
+    as_timed = np.zeros(table.shape, bool)
+    for i, b in enumerate(_DECODES):
+        floor = times[b, _DECODE_CONTEXTS[0]]
+        for j, x in enumerate(_DECODE_CONTEXTS):
+            least = floor + b * x * kv_bytes / bandwidth
+            seen = times.get((b, x), 0.0)
+            as_timed[i, j] = seen >= 0.9 * least
+            table[i, j] = seen if as_timed[i, j] else least
+    return table, as_timed, bandwidth
+
+
+def compose(data: Path, tables: Path, card: str, model: Mapping[str, Any]) -> Composed:
+    """Compose a model's tables on a card.
+
+    Args:
+        data: folder that holds the RTX 4090's kernel timings.
+        tables: folder that holds the card's kernel tables.
+        card: a key of :data:`CARDS`.
+        model: model facts, with ``intermediate_size`` and ``vocabulary``.
+
+    Returns:
+        The tables.
+
+    Raises:
+        ValueError: naming the file, line and field of a bad input.
+    """
+
+    def table(kernel: str) -> Path:
+        return tables / f"{CARDS[card]['file']}_vllm_{kernel}_perf.csv"
+
+    products = MatrixProducts(table("gemm"))
+    return Composed(
+        **_compose_dense(data, products, card, model),
+        **_compose_head(data, products, card, model),
+        **_compose_prefill(table("context_attention"), card, model),
+        **_compose_decode(table("generation_attention"), model),
+    )
+
+
+def _compose_dense(
+    data: Path, products: MatrixProducts, card: str, model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``tokens``, ``dense`` and ``timed_dense``: four products and the elementwise ops a layer."""
+    layers, hidden = int(model["layers"]), int(model["hidden_size"])
+    heads, kv_heads, size = (int(model[k]) for k in ("attention_heads", "kv_heads", "head_size"))
+    wide = int(model["intermediate_size"])
+    shapes = [
+        ((heads + 2 * kv_heads) * size, hidden),
+        (hidden, heads * size),
+        (2 * wide, hidden),
+        (hidden, wide),
+    ]
+    tokens = products.tokens(shapes)
+    raw = [products.seconds(n, k, tokens) for n, k in shapes]
+    per_layer = np.sum([isotonic_fit(times) for times in raw], axis=0)
+    check_explains(np.sum(raw, axis=0), f"{products.path}: field 'latency': products by rows m")
+    bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
+    other = _elementwise(data, bandwidth, tokens, layers)
+    return {
+        "tokens": np.array(tokens, float),
+        "dense": layers * per_layer + other,
+        "timed_dense": layers * np.sum(raw, axis=0) + other,
+    }
+
+
+def _compose_head(
+    data: Path, products: MatrixProducts, card: str, model: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``sequences``, ``head`` and ``timed_head``: one product and the sampler."""
+    shape = (int(model["vocabulary"]), int(model["hidden_size"]))
+    sequences = [m for m in products.tokens([shape]) if m <= _DECODES[-1]]
+    path = data / REFERENCE_KERNELS / "per_sequence.csv"
+    sampler = read_ops(path, "sequences", HEAD_OPS, 8)["sampler"]
+    grid = np.array(sorted(sampler), float)
+    time = np.array([sampler[int(s)] for s in grid])
+    timed = products.seconds(*shape, sequences)
+    bandwidth = CARDS[card]["memory_bandwidth_bytes_per_s"]
+    rest = scale_by_bandwidth(grid, time, bandwidth, sequences)
+    return {
+        "sequences": np.array(sequences, float),
+        "head": isotonic_fit(timed) + rest,
+        "timed_head": timed + rest,
+    }
+
+
+def _compose_prefill(path: Path, card: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """``chunks``, ``before`` and ``chunk_attention``: prompts as timed, and earlier context."""
+    times = _read_attention(path, int(model["attention_heads"]), int(model["kv_heads"]))
+    fresh = {isl: s for (batch, isl, step), s in times.items() if batch == 1 and step == 0}
+    for needed in (1, 2048, 8192):
+        if needed not in fresh:
+            raise ValueError(f"{path}: field 'isl': no row for batch 1, isl {needed}, step 0")
+    chunks = sorted(isl for isl in fresh if isl <= _LONGEST_CHUNK)
+    check_explains(np.array([fresh[c] for c in chunks]), f"{path}: field 'latency': by isl")
+    rate = long_prefill_rate(fresh)
+    reference, processors = load(REFERENCE), CARDS[card]["multiprocessors"]
+    seconds = [
+        [fresh[c] + context_increment(reference, rate, processors, c, k) for k in _CONTEXTS]
+        for c in chunks
+    ]
+    return {
+        "chunks": np.array(chunks, float),
+        "before": np.array(_CONTEXTS, float),
+        "chunk_attention": int(model["layers"]) * np.array(seconds),
+    }
+
+
+def _compose_decode(path: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The decode fields of :class:`Composed`."""
+    layers = int(model["layers"])
+    times = _read_attention(path, int(model["attention_heads"]), int(model["kv_heads"]))
+    timed = {(b, isl + step): s for (b, isl, step), s in times.items()}
+    for b in _DECODES:
+        if (b, _DECODE_CONTEXTS[0]) not in timed:
+            raise ValueError(f"{path}: field 'batch_size': no row for batch {b}, step 1")
+    kv_bytes = int(model["kv_bytes_per_token"]) // layers
+    decode, as_timed, bandwidth = uncached_decode(timed, kv_bytes)
+    there = np.sum([(b, x) in timed for b in _DECODES for x in _DECODE_CONTEXTS])
+    cached = int(there - as_timed.sum())
+    return {
+        "decodes": np.array(_DECODES, float),
+        "contexts": np.array((1, *_DECODE_CONTEXTS[1:]), float),
+        "decode_attention": layers * decode,
+        "timed_decode": as_timed,
+        "cached_rows": cached,
+        "filled_rows": int(as_timed.size - as_timed.sum() - cached),
+        "decode_bandwidth": bandwidth,
+    }
+
+
+# -- errors ---------------------------------------------------------------------------------
+
+
+def _held_out_errors(k: Composed, law: Profile, seed: int) -> dict[str, Any]:
+    """Relative errors at timed rows that a table was built without."""
+    rng = np.random.default_rng(seed)
+    out: dict[str, Any] = {}
+    # The isotonic fit is made again without the rows that are held out.
+    gone = random_third(k.dense.shape, rng)
+    kept = isotonic_fit(k.timed_dense[~gone])
+    guess = np.array([interpolate(k.tokens[~gone], kept, t) for t in k.tokens[gone]])
+    out["dense_random_third"] = error_quantiles(guess / k.timed_dense[gone] - 1.0)
+    gone = random_third(k.head.shape, rng)
+    kept = isotonic_fit(k.timed_head[~gone])
+    guess = np.array([interpolate(k.sequences[~gone], kept, s) for s in k.sequences[gone]])
+    out["head_random_third"] = error_quantiles(guess / k.timed_head[gone] - 1.0)
+
+    fresh = k.chunk_attention[:, 0]
+    gone = random_third(fresh.shape, rng)
+    guess = interpolate_missing(k.chunks, fresh, gone)
+    rest = np.array([law.dense_s(c) + law.head_s(1) for c in k.chunks])
+    out["fresh_prefill_attention_random_third"] = error_quantiles((guess / fresh - 1.0)[gone])
+    out["fresh_prefill_iteration_random_third"] = error_quantiles(
+        ((guess - fresh) / (fresh + rest))[gone]
+    )
+
+    # Only entries that are as timed can say anything: the others follow from the others.
+    rest = np.array([law.dense_s(b) + law.head_s(b) for b in k.decodes])[:, None]
+    total = k.decode_attention + rest
+    gone = random_third(total.shape, rng)
+    guess = interpolate_missing(k.contexts, k.decode_attention, gone)
+    here = gone & k.timed_decode
+    out["decode_attention_random_third"] = error_quantiles((guess / k.decode_attention - 1.0)[here])
+    out["decode_iteration_random_third"] = error_quantiles(((guess + rest) / total - 1.0)[here])
+    for axis, grid, at, label in (
+        (0, k.decodes, 8, "decode_iteration_all_of_batch_8"),
+        (1, k.contexts, 1024, "decode_iteration_all_of_context_1024"),
+    ):
+        guess, gone = interpolate_without(grid, k.decode_attention, axis, at)
+        here = gone & k.timed_decode
+        if here.any():
+            out[label] = error_quantiles(((guess + rest) / total - 1.0)[here])
+    return out
+
+
+def errors_against(guess: Profile, truth: Profile) -> dict[str, Any]:
+    """Relative distance of two laws of one card and model, at the points of the second.
+
+    Args:
+        guess: the law to be judged.
+        truth: the law of the same card from other timings.
+
+    Returns:
+        Spreads of the relative error of whole iterations, by kind of iteration.
+    """
+    t = truth.tables()
+    limit = truth.domain["max_iteration_tokens"]
+    prompts = [c for c in t.dense_tokens if c <= limit]
+    chunks = [c for c in t.chunk_tokens if c <= limit]
+    pairs = [(c, x) for c in chunks for x in t.context_tokens]
+    batches = [(b, x) for b in t.decode_sequences for x in t.decode_context_tokens]
+    batches = [(b, x) for b, x in batches if b * x <= truth.kv_capacity_tokens]
+
+    def spread(values: list[tuple[float, float]]) -> dict[str, float | int]:
+        return error_quantiles(np.array([a / b - 1.0 for a, b in values]))
+
+    return {
+        "dense": spread([(guess.dense_s(m), truth.dense_s(m)) for m in prompts]),
+        "prefill_iteration": spread([(guess.prefill_s(m), truth.prefill_s(m)) for m in prompts]),
+        "chunk_iteration": spread([(guess.step_s([pair]), truth.step_s([pair])) for pair in pairs]),
+        "decode_iteration": spread(
+            [(guess.decode_s(b, b * x), truth.decode_s(b, b * x)) for b, x in batches]
+        ),
+    }
+
+
+def errors_against_aiconfigurator(card: str, law: Profile) -> dict[str, Any]:
+    """Distance of a card's step latencies from those that aiconfigurator 0.12.0 predicts.
+
+    Args:
+        card: a key of :data:`CARDS`.
+        law: its profile with Llama-3.1-8B.
+
+    Returns:
+        Spreads of the relative difference, for decodes and for prefills.
+    """
+    decode = _AICONFIGURATOR_DECODE_MS[card].items()
+    prefill = _AICONFIGURATOR_PREFILL_MS[card].items()
+    return {
+        "decode_against_aiconfigurator": error_quantiles(
+            np.array([1e3 * law.decode_s(b, b * x) / ms - 1.0 for (b, x), ms in decode])
+        ),
+        "prefill_against_aiconfigurator": error_quantiles(
+            np.array([1e3 * law.prefill_s(p) / ms - 1.0 for p, ms in prefill])
+        ),
+    }
+
+
+def _errors_against_vidur(data: Path, law: Profile) -> dict[str, Any]:
+    """Distance of the A100's dense table from an independent profile of the same layer."""
+    layer = vidur_layer_s(data, "a100", "meta-llama/Meta-Llama-3-8B")
+    points = [m for m in layer if m <= law.domain["max_iteration_tokens"]]
+    error = np.array([law.dense_s(m) / (law.model["layers"] * layer[m]) - 1.0 for m in points])
+    small = np.array([m <= 256 for m in points])
+    return {
+        "dense_against_vidur": error_quantiles(error),
+        "dense_against_vidur_to_256_tokens": error_quantiles(error[small]),
+        "dense_against_vidur_mean_signed": float(f"{error.mean():.4g}"),
+    }
+
+
+# -- profiles -------------------------------------------------------------------------------
+
+
+def fit_card(
+    card: str,
+    data: str | Path,
+    *,
+    tables: str | Path | None = None,
+    model: str = "Llama-3.1-8B",
+    intermediate_size: int = 14336,
+    vocabulary: int = 128256,
+    seed: int = 0,
+    method: Mapping[str, Any] | None = None,
+) -> Profile:
+    """Fit a card's profile from its kernel tables.
+
+    Args:
+        card: a key of :data:`CARDS`.
+        data: folder of the published tables.
+        tables: folder of the card's kernel tables; by default ``data/aiconfigurator``.
+        model: a model of ``served-models.json``.
+        intermediate_size: width of its feed-forward layers.
+        vocabulary: rows of its language-model head.
+        seed: chooses the rows that are held out.
+        method: errors of the method on a card with timings of its own, to be stated.
+
+    Returns:
+        The profile, of kind ``"fitted"``.
+
+    Raises:
+        ValueError: for an unknown card, or naming the file, line and field of a bad input.
+    """
+    if card not in CARDS:
+        raise ValueError(unknown_name("card", card, list(CARDS)))
+    root = Path(data)
+    facts = dict(model_facts(model))
+    sizes = {"intermediate_size": intermediate_size, "vocabulary": vocabulary}
+    folder = root / "aiconfigurator" if tables is None else Path(tables)
+    k = compose(root, folder, card, facts | sizes)
+
+    _check_units(k, card, facts, folder)
+    name = f"{card}-{model.lower()}"
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "name": name,
+        "description": f"{CARDS[card]['name']}, {facts['name']}, composed from kernel timings",
+        "kind": "fitted",
+        "device": {
+            **{k: v for k, v in CARDS[card].items() if k not in ("file", "version")},
+            "usable_memory_fraction": 0.9,
+        },
+        "model": facts,
+        "engine": {
+            "name": "vLLM",
+            "version": f"{CARDS[card]['version']} (kernels)",
+            "dtype": "bf16",
+            "activation_reserve_bytes": 1_237_000_000,
+        },
+        "law": _tabulated_law(k),
+        "estimator": NO_ESTIMATE,
+        "domain": {
+            "max_decode_sequences": int(k.decodes[-1]),
+            "max_iteration_tokens": int(k.tokens[-1]),
+            "max_context_tokens": int(min(k.before[-1], k.contexts[-1])),
+        },
+        "fit_error": {},
+        "provenance": _provenance(k, card),
+    }
+    draft = Profile.from_dict(result, name)
+    result["estimator"], estimator_error = fit_estimator(draft)
+    error: dict[str, Any] = {
+        "measure": "absolute relative error; held-out rows unless said otherwise",
+        **_held_out_errors(k, draft, seed),
+    }
+    if facts["name"] == "Llama-3.1-8B":
+        error |= errors_against_aiconfigurator(card, draft)
+        if card == "a100-80g":
+            error |= _errors_against_vidur(root, draft)
+    for kind, spread in (method or {}).items():
+        error[f"method_on_rtxpro6000_{kind}"] = spread
+    result["fit_error"] = {**error, "linear_estimator_against_law": estimator_error}
+    return Profile.from_dict(result, name)
+
+
+def _check_units(k: Composed, card: str, model: Mapping[str, Any], folder: Path) -> None:
+    """Refuse tables in another unit: one token reads all weights."""
+    token = float(k.dense[0] + k.head[0])
+    least = model["weight_bytes"] / CARDS[card]["memory_bandwidth_bytes_per_s"]
+    if not 0.5 * least <= token <= 20.0 * least:
+        raise ValueError(
+            f"{folder}: field 'latency': one token would take {token:.3g} s where reading the "
+            f"weights takes {least:.3g} s; the times look like "
+            f"{'seconds' if token < least else 'microseconds'}: write milliseconds"
+        )
+
+
+def _tabulated_law(k: Composed) -> dict[str, Any]:
+    """The ``law`` field."""
+    kept, head = thin(k.tokens, k.dense, _TOLERANCE), thin(k.sequences, k.head, _TOLERANCE)
+    return {
+        "kind": "tabulated",
+        "dense_tokens": as_integers(k.tokens[kept]),
+        "dense_s": rounded(k.dense[kept]),
+        "chunk_tokens": as_integers(k.chunks),
+        "context_tokens": as_integers(k.before),
+        "chunk_attention_s": rounded(k.chunk_attention),
+        "decode_sequences": as_integers(k.decodes),
+        "decode_context_tokens": as_integers(k.contexts),
+        "decode_attention_s": rounded(k.decode_attention),
+        "head_sequences": as_integers(k.sequences[head]),
+        "head_s": rounded(k.head[head]),
+    }
+
+
+def _provenance(k: Composed, card: str) -> dict[str, Any]:
+    """The ``provenance`` field."""
+    notes = [
+        "products of untimed shapes (gate_up 28,672 x 4,096, down 4,096 x 14,336, lm_head "
+        "128,256 x 4,096): median of the three nearest in size, scaled by size; times of one "
+        "product made non-decreasing in its rows; this way was the best of six tried on the RTX "
+        "PRO 6000, so method_on_rtxpro6000 flatters it a little (dense median 3.7 %, from 5.5 % "
+        "with the nearest product alone)",
+        "elementwise ops and sampler: RTX 4090 timings (LLMServingSim), launch floor kept, the "
+        "rest by memory bandwidth",
+        f"decode attention: {k.cached_rows} timed rows lay over 10 % below floor + bytes / "
+        f"{k.decode_bandwidth / 1e9:.0f} GB/s (keys and values found in the L2 cache) and were "
+        f"raised to it; {k.filled_rows} untimed rows take that value",
+        "prefill attention after earlier context was not timed: increment of the RTX 4090, "
+        "scaled by the rate of long prefills and the waves of query blocks",
+        "activation_reserve_bytes is the RTX 4090's",
+        "kernel time only: no scheduler, sampling or launch gaps between kernels",
+    ]
+    if card in _UNFILTERED:
+        notes.append(
+            "with the wider products of the unfiltered tables an unloaded token takes "
+            + _UNFILTERED[card]
+        )
+    return {
+        "source": f"aiconfigurator-core 0.12.0: {CARDS[card]['file']} vLLM "
+        f"{CARDS[card]['version']} gemm, context_attention and generation_attention; "
+        "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
+        "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
+        "commit": "aiconfigurator-core 0.12.0",
+        "date": "2026-11-21",
+        "command": "python -m servegym.hardware_profiles.build.fit_cards DATA",
+        "notes": notes,
+    }
+
+
+def method_error(data: str | Path, truth: Profile) -> dict[str, Any]:
+    """Error of the method on the one card that has both kinds of tables.
+
+    Args:
+        data: folder of the published tables.
+        truth: the RTX PRO 6000's profile from its own whole-model kernel timings.
+
+    Returns:
+        As :func:`errors_against` returns it.
+    """
+    return errors_against(fit_card(CHECK, data), truth)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: write the fitted cards.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: naming what cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.hardware_profiles.build.fit_cards",
+        description="Cards fitted from kernel tables of single products and attention.",
+    )
+    parser.add_argument("data", help="folder of the published tables")
+    parser.add_argument("--out", default=".", help="folder to write to")
+    options = parser.parse_args(arguments)
+    method = method_error(options.data, load(CHECK_PROFILE))
+    made = [fit_card(card, options.data, method=method) for card in CARDS if card != CHECK]
+    for profile in made:
+        profile.save(Path(options.out) / f"{profile.name}.json")
+        print(
+            f"{profile.name}: decode {1e3 * profile.decode_s(1, 256):.2f} ms, prefill of 1,024 "
+            f"{1e3 * profile.prefill_s(1024):.1f} ms, KV {profile.kv_capacity_tokens} tokens"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

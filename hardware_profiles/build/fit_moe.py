@@ -1,0 +1,423 @@
+"""Layer profiles from kernel tables: Mixtral-8x7B, Qwen3-30B-A3B, DeepSeek-V2-Lite.
+
+The whole layer is the fused kernel as timed, tokens spread evenly over the experts (on the A100
+only skewed routing was timed: power law, exponent 1.01). An expert alone is composed of its
+matrix products with dense kernels and of the activation. Weights that fit in the L2 cache were
+still there from the call before when the kernels were timed; in a model another layer runs in
+between, so such times are raised to ``base_s + active x expert_read_s``, fitted on the calls too
+large for the cache.
+
+DeepSeek-V2-Lite was not timed. Its layer is that of Qwen3-30B-A3B (same hidden size) with the
+reading of weights scaled by the bytes of an expert and the rest taken at equal arithmetic; how
+far this is off is stated by predicting two timed layers of other shapes in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.fit_cards import CARDS
+from servegym.hardware_profiles.build.fitting import (
+    as_integers,
+    check_explains,
+    error_quantiles,
+    interpolate_missing,
+    isotonic_fit,
+    random_third,
+    rounded,
+)
+from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS, read_ops
+from servegym.hardware_profiles.build.published import (
+    REFERENCE_KERNELS,
+    MatrixProducts,
+    scale_by_bandwidth,
+)
+from servegym.hardware_profiles.build.tables import CsvTable
+from servegym.hardware_profiles.law import interpolate
+from servegym.hardware_profiles.load import unknown_name
+from servegym.hardware_profiles.moe import FORMAT, MoeLayer
+
+L2_BYTES = {"a100-80g": 40e6, "l40s": 96e6, "h100": 50e6, "rtxpro6000": 128e6}
+ROUTING = {"a100-80g": "power_law_1.01"}
+PROFILED_KERNELS = (
+    "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
+)
+_DEVICE_FACTS = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s")
+# The activation was timed with this width.
+_TIMED_WIDTH = 14336
+
+
+def _model(
+    name: str, layers: int, hidden: int, width: int, experts: int, top_k: int, shared: int
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "layers": layers,
+        "hidden_size": hidden,
+        "expert_intermediate_size": width,
+        "experts": experts,
+        "top_k": top_k,
+        "shared_experts": shared,
+        "bytes_per_value": 2,
+        "expert_bytes": 3 * hidden * width * 2,
+    }
+
+
+MODELS = {
+    "mixtral-8x7b": _model("Mixtral-8x7B", 32, 4096, 14336, 8, 2, 0),
+    "qwen3-30b-a3b": _model("Qwen3-30B-A3B", 48, 2048, 768, 128, 8, 0),
+    "deepseek-v2-lite": _model("DeepSeek-V2-Lite", 26, 2048, 1408, 64, 6, 2),
+}
+# Timed layers of other shapes: how far the way to DeepSeek-V2-Lite is off is judged on them.
+OTHER_TIMED = {
+    "2816x704": _model("2816x704", 1, 2816, 704, 128, 8, 0),
+    "4096x1536": _model("4096x1536", 1, 4096, 1536, 128, 8, 0),
+}
+
+# A law through two points alone gives them back to rounding: such a call is not below the law.
+_ROUNDING = 1e-9
+
+
+def _read_layer(path: Path, model: Mapping[str, Any], routing: str) -> dict[int, float]:
+    """``{tokens: seconds}`` of the fused layer with all experts on the card."""
+    names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts")
+    rows = CsvTable(path, (*names, "moe_tp_size", "moe_ep_size", "distribution", "latency"), 8)
+    shape = tuple(
+        model[key] for key in ("hidden_size", "expert_intermediate_size", "top_k", "experts")
+    )
+    out: dict[int, float] = {}
+    for line, row in rows.rows:
+        tokens, *found = (rows.count(line, row, name) for name in names)
+        whole = (row["moe_tp_size"], row["moe_ep_size"], row["distribution"]) == ("1", "1", routing)
+        if whole and tuple(found) == shape:
+            if tokens < 1 or tokens in out:
+                raise rows.error(line, "num_tokens", f"got {tokens}", "give every size once, >= 1")
+            out[tokens] = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
+    if len(out) < 8 or 1 not in out:
+        raise ValueError(
+            f"{path}: field 'num_tokens': {len(out)} sizes of {shape} with {routing} routing; "
+            "time at least 8, one token among them"
+        )
+    return dict(sorted(out.items()))
+
+
+def _active(model: Mapping[str, Any], tokens: float) -> float:
+    return min(float(model["experts"]), tokens * model["top_k"])
+
+
+def small_call_law(
+    times: Mapping[int, float], model: Mapping[str, Any], cache_bytes: float, even: bool
+) -> tuple[float, float]:
+    """Base and reading time of the calls bound by reading the experts' weights.
+
+    Args:
+        times: seconds of the layer by tokens.
+        model: layer facts.
+        cache_bytes: L2 cache of the card; calls whose weights fit in twice that are left out.
+        even: whether tokens spread evenly; if not, only one token and a saturated call tell how
+            many experts are active.
+
+    Returns:
+        ``(base_s, expert_read_s)``, neither negative.
+    """
+    full = model["experts"] / model["top_k"]
+    fastest: dict[float, float] = {}
+    for tokens, seconds in times.items():
+        active = _active(model, tokens)
+        known = tokens <= 4 * full if even else tokens == 1 or tokens == 8 * full
+        # Up to twice the cache a part of the weights is still found there.
+        if known and active * model["expert_bytes"] > 2.0 * cache_bytes:
+            # More tokens on the same experts only add to the time, and so does scatter.
+            fastest[active] = min(seconds, fastest.get(active, seconds))
+    if not even:
+        # One token is kept even if its weights fit: there is no other small call.
+        fastest[_active(model, 1)] = times[1]
+    a, t = np.array(list(fastest.items())).T
+    design = np.column_stack([np.ones_like(a), a]) / t[:, None]
+    base, read = np.linalg.lstsq(design, np.ones_like(t), rcond=None)[0]
+    if base < 0.0:
+        base, read = 0.0, float(np.sum(a / t) / np.sum((a / t) ** 2))
+    return float(base), float(read)
+
+
+def _whole_layer(
+    times: Mapping[int, float],
+    model: Mapping[str, Any],
+    law: tuple[float, float],
+    cache_bytes: float,
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Tokens, seconds with cached calls raised to the law, and how many were raised."""
+    raised = 0
+    out = []
+    for tokens, seconds in times.items():
+        active = _active(model, tokens)
+        least = law[0] + active * law[1]
+        if active * model["expert_bytes"] <= 2.0 * cache_bytes and seconds < least * (
+            1.0 - _ROUNDING
+        ):
+            seconds, raised = least, raised + 1
+        out.append(seconds)
+    return np.array(list(times), float), np.array(out), raised
+
+
+def _expert_alone(
+    data: Path, card: str, model: Mapping[str, Any], read_s: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens and seconds of one expert: two products and the activation, weights from memory.
+
+    The third array holds the seconds before the products are made non-decreasing.
+    """
+    facts = CARDS[card]
+    hidden, width = model["hidden_size"], model["expert_intermediate_size"]
+    shapes = [(2 * width, hidden), (hidden, width)]
+    products = MatrixProducts(data / "aiconfigurator" / f"{facts['file']}_vllm_gemm_perf.csv")
+    tokens = products.tokens(shapes)
+    raw = [products.seconds(n, k, tokens) for n, k in shapes]
+    smooth = np.sum([isotonic_fit(times) for times in raw], axis=0)
+    act = read_ops(data / REFERENCE_KERNELS / "dense.csv", "tokens", DENSE_OPS, 36)["act_fn"]
+    grid = np.array(sorted(act), float)
+    time = np.array([act[int(t)] for t in grid])
+    floor = time[0]
+    grown = scale_by_bandwidth(grid, time, facts["memory_bandwidth_bytes_per_s"], tokens) - floor
+    other = floor + grown * (width / _TIMED_WIDTH)
+    return (
+        np.array(tokens, float),
+        np.maximum(smooth + other, read_s),
+        np.maximum(np.sum(raw, axis=0) + other, read_s),
+    )
+
+
+def other_shape(
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    timed: Mapping[str, Any],
+    law: tuple[float, float],
+    wanted: Mapping[str, Any],
+) -> tuple[np.ndarray, tuple[float, float]]:
+    """A layer of another shape from a timed one.
+
+    Args:
+        tokens: ``(G,)`` tokens of the timed layer; also those of the result.
+        seconds: ``(G,)`` its seconds.
+        timed: its facts.
+        law: its ``(base_s, expert_read_s)``.
+        wanted: the facts of the other layer.
+
+    Returns:
+        ``(G,)`` seconds, and ``(base_s, expert_read_s)`` of the other layer.
+    """
+    base, read = law
+    size = wanted["expert_bytes"] / timed["expert_bytes"]
+    work = size * wanted["top_k"] / timed["top_k"]
+    rest = seconds - base - np.array([_active(timed, t) for t in tokens]) * read
+    rest = np.maximum(rest, 0.0)
+    reading = base + np.array([_active(wanted, t) for t in tokens]) * read * size
+    return reading + [interpolate(tokens, rest, t * work) for t in tokens], (base, read * size)
+
+
+def fit_layer(card: str, model: str, data: str | Path, *, seed: int = 0) -> MoeLayer:
+    """Fit the profile of one layer on one card.
+
+    Args:
+        card: a key of :data:`L2_BYTES`.
+        model: a key of :data:`MODELS`.
+        data: folder of the published tables.
+        seed: chooses the rows that are held out.
+
+    Returns:
+        The profile: ``"fitted"`` where the layer was timed, else ``"derived"``.
+
+    Raises:
+        ValueError: for an unknown name, or naming the file, line and field of a bad input.
+    """
+    if card not in L2_BYTES:
+        raise ValueError(unknown_name("card", card, list(L2_BYTES)))
+    if model not in MODELS:
+        raise ValueError(unknown_name("model", model, list(MODELS)))
+    root, wanted = Path(data), MODELS[model]
+    derived = model == "deepseek-v2-lite"
+    timed = MODELS["qwen3-30b-a3b"] if derived else wanted
+    routing = ROUTING.get(card, "balanced")
+    path = root / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_moe_perf.csv"
+    times = _read_layer(path, timed, routing)
+    check_explains(np.array(list(times.values())), f"{path}: field 'latency': by num_tokens")
+    law = small_call_law(times, timed, L2_BYTES[card], routing == "balanced")
+    tokens, seconds, raised = _whole_layer(times, timed, law, L2_BYTES[card])
+
+    as_timed = seconds == np.array(list(times.values()))
+    error: dict[str, Any] = {
+        "measure": "absolute relative error; held-out rows unless said",
+        "layer_random_third": _layer_error(tokens, seconds, as_timed, seed),
+    }
+    if derived:
+        error |= _other_shape_errors(path, routing, tokens, seconds, timed, law, card)
+        seconds, law = other_shape(tokens, seconds, timed, law, wanted)
+    alone_tokens, alone, unsmoothed = _expert_alone(root, card, wanted, law[1])
+    error["expert_random_third"] = _expert_error(alone_tokens, unsmoothed, seed)
+    result = {
+        "format": FORMAT,
+        "name": f"{card}-{model}",
+        "description": f"{CARDS[card]['name']}, one layer of {wanted['name']}",
+        "kind": "derived" if derived else "fitted",
+        "device": {key: CARDS[card][key] for key in _DEVICE_FACTS} | {"l2_bytes": L2_BYTES[card]},
+        "model": wanted,
+        "engine": {
+            "name": "vLLM fused MoE; dense products",
+            "version": f"{CARDS[card]['version']} (kernels)",
+            "dtype": "bf16",
+        },
+        "law": {
+            "base_s": float(f"{law[0]:.6g}"),
+            "expert_read_s": float(f"{law[1]:.6g}"),
+            "expert_tokens": as_integers(alone_tokens),
+            "expert_s": rounded(alone),
+            "layer_tokens": as_integers(tokens),
+            "layer_s": rounded(seconds),
+        },
+        "domain": {
+            "max_expert_tokens": int(alone_tokens[-1]),
+            "max_layer_tokens": int(tokens[-1]),
+        },
+        "fit_error": error,
+        "provenance": _provenance(card, routing, raised, derived),
+    }
+    if (card, model) == ("rtxpro6000", "qwen3-30b-a3b"):
+        draft = MoeLayer.from_dict(result, result["name"])
+        error |= _against_profiler(root / PROFILED_KERNELS / "moe.csv", draft)
+    return MoeLayer.from_dict(result, result["name"])
+
+
+def _layer_error(
+    tokens: np.ndarray, seconds: np.ndarray, as_timed: np.ndarray, seed: int
+) -> dict[str, float | int]:
+    """Errors of the layer at a third of its rows, interpolated from the others."""
+    gone = random_third(seconds.shape, np.random.default_rng(seed))
+    guess = interpolate_missing(tokens, seconds, gone)
+    return error_quantiles((guess / seconds - 1.0)[gone & as_timed])
+
+
+def _expert_error(tokens: np.ndarray, unsmoothed: np.ndarray, seed: int) -> dict[str, float | int]:
+    """Errors of an expert alone at a third of its rows, fitted without them."""
+    gone = random_third(unsmoothed.shape, np.random.default_rng(seed))
+    kept = isotonic_fit(unsmoothed[~gone])
+    guess = np.array([interpolate(tokens[~gone], kept, t) for t in tokens[gone]])
+    return error_quantiles(guess / unsmoothed[gone] - 1.0)
+
+
+def _other_shape_errors(
+    path: Path,
+    routing: str,
+    tokens: np.ndarray,
+    seconds: np.ndarray,
+    timed: Mapping[str, Any],
+    law: tuple[float, float],
+    card: str,
+) -> dict[str, Any]:
+    """Errors of :func:`other_shape` on the timed layers of other shapes, as far as there are."""
+    error = {}
+    for label, shape in OTHER_TIMED.items():
+        try:
+            truth = _read_layer(path, shape, routing)
+        except ValueError:
+            continue
+        predicted, _ = other_shape(tokens, seconds, timed, law, shape)
+        pairs = [
+            (interpolate(tokens, predicted, t), s)
+            for t, s in truth.items()
+            if _active(shape, t) * shape["expert_bytes"] > L2_BYTES[card]
+        ]
+        error[f"layer_of_{label}_predicted_from_qwen3"] = error_quantiles(
+            np.array([a / b - 1.0 for a, b in pairs])
+        )
+    return error
+
+
+def _provenance(card: str, routing: str, raised: int, derived: bool) -> dict[str, Any]:
+    """The ``provenance`` field."""
+    notes = [
+        f"whole layer: fused kernel as timed, {routing.replace('_', ' ')} routing; gate and "
+        "shared experts left out",
+        "expert alone: two matrix products (untimed shapes: median of the three nearest in size, "
+        "scaled) and the activation of the RTX 4090 scaled by memory bandwidth and width",
+        f"{raised} calls whose weights fit in twice the L2 cache of {L2_BYTES[card] / 1e6:.0f} MB "
+        "were raised to base_s + active x expert_read_s",
+        "several experts in one fused call: base_s plus each one's share of the whole layer at "
+        "its number of tokens; an expert alone in dense kernels is another kernel, slower for few "
+        "tokens of small experts",
+    ]
+    if derived:
+        notes.insert(
+            0,
+            "layer: from Qwen3-30B-A3B on this card; reading scaled by expert bytes, the rest at "
+            "equal arithmetic",
+        )
+    return {
+        "source": f"aiconfigurator-core 0.12.0: {CARDS[card]['file']} vLLM "
+        f"{CARDS[card]['version']} moe and gemm; casys-kaist/LLMServingSim @5daddb21a545 for the "
+        "activation",
+        "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
+        "commit": "aiconfigurator-core 0.12.0",
+        "date": "2026-11-21",
+        "command": "python -m servegym.hardware_profiles.build.fit_moe DATA",
+        "notes": notes,
+    }
+
+
+def _against_profiler(path: Path, layer: MoeLayer) -> dict[str, Any]:
+    """Distance from another profiler's fused calls, by tokens and active experts."""
+    rows = CsvTable(path, ("tokens", "activated_experts", "time_us"), 8)
+    whole, groups = [], []
+    for line, row in rows.rows:
+        tokens, active = (rows.count(line, row, name) for name in ("tokens", "activated_experts"))
+        seconds = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+        if active * layer.model["expert_bytes"] <= L2_BYTES["rtxpro6000"]:
+            continue
+        if active == layer.model["experts"]:
+            whole.append(layer.layer_s(tokens) / seconds - 1.0)
+        each = tokens * layer.model["top_k"] / active
+        groups.append(layer.group_s([each] * active) / seconds - 1.0)
+    return {
+        "layer_against_llmservingsim": error_quantiles(np.array(whole)),
+        "group_against_llmservingsim": error_quantiles(np.array(groups)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: write the layer profiles.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: naming what cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.hardware_profiles.build.fit_moe",
+        description="Mixture-of-experts layers from kernel tables.",
+    )
+    parser.add_argument("data", help="folder of the published tables")
+    parser.add_argument("--out", default=".", help="folder to write to")
+    options = parser.parse_args(arguments)
+    made = [fit_layer(card, model, options.data) for card in L2_BYTES for model in MODELS]
+    for layer in made:
+        layer.save(Path(options.out) / f"moe-{layer.name}.json")
+        print(
+            f"{layer.name}: expert alone, 1 and 256 tokens {1e6 * layer.expert_s(1):.0f} and "
+            f"{1e6 * layer.expert_s(256):.0f} us; layer, 1 and 256 tokens "
+            f"{1e6 * layer.layer_s(1):.0f} and {1e6 * layer.layer_s(256):.0f} us; "
+            f"{1e6 * layer.base_s:.0f} + {1e6 * layer.expert_read_s:.1f} us an active expert"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,488 @@
+"""Fit the constants of serverless serving to measurements.
+
+    python -m servegym.hardware_profiles.build.fit_serverless DATA --cpu-expert FILE
+
+FILE is what ``servegym measure cpu-expert`` writes; DATA holds
+``moe_prefetch/x2_cpu_expert_cost.csv``, ``lambda_perf/lambda_cold_starts.csv``,
+``serverlessllm/load_times.csv`` and ``serverless_pricing/prices.csv``.
+
+Units: seconds, tokens, MB of 2**20 bytes, GB of 1024 MB, vCPUs, USD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.fitting import error_quantiles
+from servegym.hardware_profiles.build.tables import CsvTable
+from servegym.hardware_profiles.load import unknown_name
+from servegym.hardware_profiles.schema import write_json
+from servegym.hardware_profiles.serverless import (
+    FORMAT,
+    MAX_VCPUS,
+    MB,
+    load_constants,
+    parse_constants,
+)
+
+# A law that explains less of the variance than this is refused.
+MIN_R2 = 0.8
+
+
+def r_squared(measured: np.ndarray, guess: np.ndarray) -> float:
+    """Share of the variance of ``measured`` that ``guess`` explains."""
+    around = measured - measured.mean()
+    total = float(around @ around)
+    rest = measured - guess
+    return 1.0 - float(rest @ rest) / total if total > 0.0 else 0.0
+
+
+def _require(r2: float, what: str) -> float:
+    if not r2 >= MIN_R2:
+        raise ValueError(
+            f"{what}: the law explains {100 * max(r2, 0.0):.0f} % of the variance (R2 = {r2:.2f}); "
+            f"at least {100 * MIN_R2:.0f} % is required: measure again on a quiet machine"
+        )
+    return float(f"{r2:.4g}")
+
+
+def _line(tokens: np.ndarray, times: np.ndarray) -> tuple[float, float]:
+    """``a + b n`` with a, b > 0 of least relative squares."""
+    design = np.column_stack([1.0 / times, tokens / times])
+    from scipy.optimize import nnls
+
+    (floor, slope), _ = nnls(design, np.ones_like(times))
+    return float(floor), float(slope)
+
+
+def fit_experts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fit the time of one expert against tokens, from the fastest of the repeats.
+
+    Args:
+        path: CSV with ``model, threads, tokens, expert_params, ms_min``; rows of one thread.
+
+    Returns:
+        One entry a shape, seconds.
+
+    Raises:
+        ValueError: Naming file, line and field of bad input, or a law that explains too little.
+    """
+    table = CsvTable(Path(path), ("model", "threads", "tokens", "expert_params", "ms_min"), 4)
+    points: dict[str, dict[int, float]] = defaultdict(dict)
+    parameters: dict[str, int] = {}
+    for line, row in table.rows:
+        tokens = table.positive(line, row, "tokens")
+        seconds = 1e-3 * table.positive(line, row, "ms_min")
+        size = table.positive(line, row, "expert_params")
+        if table.positive(line, row, "threads") != 1:
+            continue
+        # No processor core multiplies faster than 1e12 or slower than 1e8 times a second.
+        if not 1e-12 < seconds / (size * tokens) < 1e-8:
+            raise table.error(line, "ms_min", f"got {row['ms_min']}", "write milliseconds")
+        points[row["model"]][int(tokens)] = seconds
+        parameters[row["model"]] = int(size)
+    out = {}
+    for name, times in points.items():
+        if 1 not in times or len(times) < 4:
+            raise ValueError(
+                f"{table.path}: field 'tokens': {name} has the points {sorted(times)}; measure 1 "
+                "and at least three more with one thread"
+            )
+        n = np.array(sorted(times)[1:], float)
+        t = np.array([times[int(v)] for v in n])
+        floor, slope = _line(n, t)
+        left_out = []
+        for i in range(len(n)):
+            rest = np.arange(len(n)) != i
+            a, b = _line(n[rest], t[rest])
+            left_out.append((a + b * n[i]) / t[i] - 1.0)
+        out[name] = {
+            "parameters": parameters[name],
+            "bytes_per_value": 4,
+            "one_token_s": float(f"{times[1]:.5g}"),
+            "batch_floor_s": float(f"{max(floor, 1e-9):.5g}"),
+            "per_token_s": float(f"{max(slope, 1e-12):.5g}"),
+            "max_tokens": int(n[-1]),
+            "fit_error": {
+                "r2": _require(r_squared(t, floor + slope * n), f"{table.path}: {name}"),
+                "left_out_one_by_one": error_quantiles(np.array(left_out), 3),
+            },
+        }
+    return out
+
+
+def fit_threads(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fit ``theta1 exp(-theta2 n) + theta3`` to the time of one call on n threads, T(1) = 1.
+
+    Args:
+        path: CSV with ``threads, experts_per_call, us_p50``.
+
+    Returns:
+        The law, relative to one thread, and its errors.
+
+    Raises:
+        ValueError: Naming file, line and field of bad input, or a law that explains too little.
+    """
+    from scipy.optimize import least_squares
+
+    table = CsvTable(Path(path), ("threads", "experts_per_call", "us_p50"), 4)
+    best: dict[int, float] = {}
+    for line, row in table.rows:
+        threads = int(table.positive(line, row, "threads"))
+        time = table.positive(line, row, "us_p50")
+        if table.positive(line, row, "experts_per_call") == 1 and threads <= MAX_VCPUS:
+            best[threads] = min(time, best.get(threads, math.inf))
+    if 1 not in best or len(best) < 4:
+        raise ValueError(
+            f"{table.path}: field 'threads': has {sorted(best)}; measure 1 and three more"
+        )
+    n = np.array(sorted(best), float)
+    t = np.array([best[int(v)] for v in n]) / best[1]
+
+    def law(log_theta: np.ndarray, threads: np.ndarray) -> np.ndarray:
+        theta1, theta2, theta3 = np.exp(log_theta)
+        return theta1 * np.exp(-theta2 * threads) + theta3
+
+    def solve(keep: np.ndarray) -> np.ndarray:
+        start = np.log([1.0, 1.0, max(float(t.min()), 0.1)])
+        return least_squares(lambda x: law(x, n[keep]) / t[keep] - 1.0, start).x
+
+    everything = np.ones(len(n), bool)
+    found = solve(everything)
+    left_out = []
+    for i in range(1, len(n)):
+        found_without = solve(np.arange(len(n)) != i)
+        left_out.append(float(law(found_without, n[i : i + 1])[0] / t[i] - 1.0))
+    guess = law(found, n)
+    # The law is scaled so that one vCPU takes exactly the measured one-token time.
+    theta1, theta2, theta3 = np.exp(found)
+    one = float(law(found, np.ones(1))[0])
+    return {
+        "theta1_relative": float(f"{theta1 / one:.5g}"),
+        "theta2_per_vcpu": float(f"{theta2:.5g}"),
+        "theta3_relative": float(f"{theta3 / one:.5g}"),
+        "max_vcpus": int(n[-1]),
+        "fit_error": {
+            "r2": _require(r_squared(t, guess), str(table.path)),
+            "at_measured_points": error_quantiles(guess / t - 1.0, 3),
+            "left_out_one_by_one": error_quantiles(np.array(left_out), 3),
+        },
+    }
+
+
+def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Fit lognormal start times of Python functions; every third day is left out.
+
+    Args:
+        path: CSV with ``date, runtime, package, arch, memory_mb, init_ms_samples``.
+
+    Returns:
+        One law a package and architecture, pooled over memory sizes.
+
+    Raises:
+        ValueError: Naming file, line and field of bad input, or a law that is far off.
+    """
+    columns = ("date", "runtime", "package", "arch", "memory_mb", "init_ms_samples")
+    table = CsvTable(Path(path), columns, 10)
+    days = {row["date"] for _, row in table.rows}
+    spare = set(sorted(days)[2::3])
+    groups: dict[str, list[tuple[bool, int, list[float]]]] = defaultdict(list)
+    for line, row in table.rows:
+        if not row["runtime"].startswith("python3"):
+            continue
+        memory = int(table.positive(line, row, "memory_mb"))
+        samples = []
+        for text in row["init_ms_samples"].split():
+            value = table.positive(line, {"init_ms_samples": text}, "init_ms_samples")
+            if not 1.0 < value < 600_000.0:
+                raise table.error(line, "init_ms_samples", f"got {text}", "write milliseconds")
+            samples.append(1e-3 * value)
+        groups[f"{row['package']}-{row['arch']}"].append((row["date"] in spare, memory, samples))
+    if not groups:
+        raise ValueError(f"{table.path}: field 'runtime': no row of a Python function")
+    return {name: _start_law(table.path, name, rows) for name, rows in sorted(groups.items())}
+
+
+def _start_law(path: Path, name: str, rows: list[tuple[bool, int, list[float]]]) -> dict[str, Any]:
+    """One lognormal law of ``(held out, memory in MB, seconds)`` rows, and its errors."""
+    from scipy.special import ndtr, ndtri
+
+    fitted = np.array([s for held, _, samples in rows if not held for s in samples])
+    held = np.sort([s for gone, _, samples in rows if gone for s in samples])
+    if len(fitted) < 30 or len(held) < 10:
+        raise ValueError(
+            f"{path}: field 'init_ms_samples': {name} has {len(fitted)} samples to fit "
+            f"and {len(held)} left out; at least 30 and 10 are required"
+        )
+    centre, sigma = float(np.log(fitted).mean()), float(np.log(fitted).std())
+    share = ndtr((np.log(held) - centre) / sigma)
+    count = len(held)
+    distance = max(
+        np.abs(share - np.arange(count) / count).max(),
+        np.abs(share - np.arange(1, count + 1) / count).max(),
+    )
+    if distance > 0.3:
+        raise ValueError(
+            f"{path}: {name}: the lognormal law is {distance:.2f} away from the days "
+            "left out (Kolmogorov-Smirnov); at most 0.3 is allowed"
+        )
+    sizes = sorted({memory for _, memory, _ in rows})
+    by_memory = [
+        np.median([s for _, memory, samples in rows if memory == size for s in samples])
+        for size in sizes
+    ]
+    effect = np.abs(np.array(by_memory) / np.median(fitted) - 1).max()
+    errors = {
+        f"p{q:g}": float(f"{math.exp(centre + sigma * ndtri(q / 100)) / v - 1:.3g}")
+        for q, v in zip((50, 90, 99), np.percentile(held, (50, 90, 99)), strict=True)
+    }
+    return {
+        "median_s": float(f"{math.exp(centre):.4g}"),
+        "sigma": float(f"{sigma:.4g}"),
+        "samples": len(fitted),
+        "largest_effect_of_memory": float(f"{effect:.3g}"),
+        "memory_mb": sizes,
+        "fit_error": {
+            "held_out_samples": count,
+            "kolmogorov_smirnov": float(f"{distance:.3g}"),
+            "relative_error_of_quantile": errors,
+        },
+    }
+
+
+# Published parameter counts of the loaded checkpoints, two bytes each.
+_LOADED = {
+    "facebook/opt-6.7b": 6_658_473_984,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+}
+
+
+def fit_loads(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Median rate at which checkpoints are loaded.
+
+    Args:
+        path: CSV with ``testbed, mode, model, format, loading_time_s``.
+
+    Returns:
+        One entry a testbed, mode and format: ``mb_per_s`` and the relative errors of the times
+        that it gives.
+
+    Raises:
+        ValueError: Naming file, line and field of bad input.
+    """
+    table = CsvTable(Path(path), ("testbed", "mode", "model", "format", "loading_time_s"), 2)
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line, row in table.rows:
+        if row["model"] not in _LOADED:
+            raise table.error(
+                line,
+                "model",
+                unknown_name("model", row["model"], list(_LOADED)),
+                "add its parameter count to the fit",
+            )
+        seconds = table.positive(line, row, "loading_time_s")
+        size = 2.0 * _LOADED[row["model"]] / MB
+        if not 50.0 < size / seconds < 1e6:
+            problem = f"{size:.0f} MB in {seconds:g}"
+            raise table.error(line, "loading_time_s", problem, "write seconds")
+        key = f"{row['testbed'].partition('_')[0]}-{row['format']}"
+        groups[key if row["mode"] == "random" else f"{key}-{row['mode']}"].append((size, seconds))
+    out = {}
+    for key, rows in sorted(groups.items()):
+        size, seconds = np.array(rows).T
+        rate = float(np.median(size / seconds))
+        out[key] = {
+            "mb_per_s": float(f"{rate:.4g}"),
+            "p10_mb_per_s": float(f"{np.quantile(size / seconds, 0.1):.4g}"),
+            "p90_mb_per_s": float(f"{np.quantile(size / seconds, 0.9):.4g}"),
+            "fit_error": error_quantiles(size / rate / seconds - 1.0, 3),
+        }
+    return out
+
+
+def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
+    """List prices in USD per MB·s, and the ratio of GPU to CPU memory prices.
+
+    Args:
+        path: CSV with ``provider, item, value, unit, tier_or_note``.
+
+    Returns:
+        The prices; every key carries its unit.
+
+    Raises:
+        ValueError: If one is missing or no number.
+    """
+    table = CsvTable(Path(path), ("provider", "item", "value", "unit", "tier_or_note"), 5)
+
+    def find(provider: str, item: str, note: str = "") -> float:
+        for line, row in table.rows:
+            if (row["provider"], row["item"]) == (provider, item) and row[
+                "tier_or_note"
+            ].startswith(note):
+                return table.positive(line, row, "value")
+        raise ValueError(
+            f"{table.path}: field 'item': no row of {provider}, {item} {note}".rstrip()
+        )
+
+    arm = find("AWS Lambda arm64", "memory-duration", "us-east-1") / 1024
+    x86 = find("AWS Lambda x86_64", "memory-duration", "us-east-1") / 1024
+    unit = find("Alibaba FC", "CU price", "tier 1")
+    # A GB of memory comes with one vCPU.
+    cpu = find("Alibaba FC", "active vCPU") + find("Alibaba FC", "memory")
+    tesla, ada = (find("Alibaba FC", f"{card} GPU active") for card in ("Tesla", "Ada"))
+    prices = {
+        "aws_cpu_usd_per_mb_s": x86,
+        "aws_cpu_arm_usd_per_mb_s": arm,
+        "aws_request_usd": find("AWS Lambda", "requests") * 1e-6,
+        "alibaba_cpu_usd_per_mb_s": unit * cpu / 1024,
+        "alibaba_gpu_tesla_usd_per_mb_s": unit * tesla / 1024,
+        "alibaba_gpu_ada_usd_per_mb_s": unit * ada / 1024,
+        "alibaba_gpu_tesla_over_cpu": tesla / cpu,
+        "alibaba_gpu_ada_over_cpu": ada / cpu,
+        "alibaba_request_usd": find("Alibaba FC", "invocations") * unit * 1e-4,
+    }
+    for key in ("aws_cpu_usd_per_mb_s", "alibaba_cpu_usd_per_mb_s"):
+        if not 1e-10 < prices[key] < 1e-5:
+            raise ValueError(f"{table.path}: field 'value': {key} would be {prices[key]:g}")
+    return {key: float(f"{value:.6g}") for key, value in prices.items()}
+
+
+def fit(
+    folder: str | os.PathLike[str], cpu_expert: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """Fit everything from a folder of measurements.
+
+    Args:
+        folder: See the module's docstring.
+        cpu_expert: The CSV of CPU experts, by default that of the folder.
+
+    Returns:
+        The JSON object of the constants file.
+
+    Raises:
+        ValueError: Naming the file and field that cannot be used, and why.
+    """
+    root = Path(folder)
+    experts = Path(cpu_expert or root / "local_cpu_expert" / "expert_ffn_ms.csv")
+    data = {
+        "format": FORMAT,
+        "description": "CPU experts, container starts, model loading and prices of serverless "
+        "serving; MB are 2**20 bytes, 1 GB of memory comes with one vCPU",
+        "cpu_expert": {
+            "kind": "fitted",
+            "law": "one token: one_token_s; n > 1: batch_floor_s + n * per_token_s (one vCPU)",
+            "shapes": fit_experts(experts),
+            "provenance": {
+                "source": "our own measurement: one expert feed-forward pass, float32, numpy with "
+                "OpenBLAS, one pinned thread, a virtual machine on an AMD EPYC",
+                "licence": "MIT (this project)",
+                "date": "2026-11-21",
+                "command": "servegym measure cpu-expert",
+                "notes": [
+                    "the fastest of 3 to 60 repeats: the machine was shared",
+                    "two and more tokens leave the matrix-vector path of the library, hence the "
+                    "jump after one token",
+                ],
+            },
+        },
+        "thread_scaling": {
+            "kind": "fitted",
+            "law": "T(n)/T(1) = theta1 exp(-theta2 n) + theta3, n vCPUs",
+            **fit_threads(root / "moe_prefetch" / "x2_cpu_expert_cost.csv"),
+            "paper_theta2_per_gb": {"deepseek-v2-lite": 2.4363, "gpt2-moe": 11.8665},
+            "provenance": {
+                "source": "everett6/moe-prefetch, artifacts/x2_cpu_expert_cost.csv: one "
+                "Qwen3-30B-A3B expert, Q4_K_M, on an AMD Ryzen 9 7950X",
+                "licence": "none stated (figures only)",
+                "commit": "fd7da7a359da",
+            },
+        },
+        "container_start": {
+            "kind": "fitted",
+            "law": "lognormal; hello-world function, Python runtimes, pooled over memory sizes",
+            "laws": fit_starts(root / "lambda_perf" / "lambda_cold_starts.csv"),
+            "provenance": {
+                "source": "maxday/lambda-perf, data/: AWS Lambda, one day a month, 2024-01 to "
+                "2026-08",
+                "licence": "Apache-2.0",
+                "commit": "6070b7947b5d",
+            },
+        },
+        "model_load": {
+            "kind": "fitted",
+            "law": "seconds = MB / mb_per_s; the median of the runs",
+            "rates": fit_loads(root / "serverlessllm" / "load_times.csv"),
+            "provenance": {
+                "source": "ServerlessLLM/ServerlessLLM: checkpoint loading on NVIDIA A5000 (2024) "
+                "and H100 (2025), safetensors and its own format (sllm)",
+                "licence": "Apache-2.0",
+                "commit": "9f50241baa53",
+                "notes": ["sizes are parameter counts times two bytes"],
+            },
+        },
+        "prices": {
+            "kind": "derived",
+            "values": read_prices(root / "serverless_pricing" / "prices.csv"),
+            "provenance": {
+                "source": "list prices of AWS Lambda (us-east-1) and Alibaba Function Compute "
+                "(first tier, from 2024-08-27)",
+                "licence": "published list prices",
+            },
+        },
+    }
+    parse_constants(data, "<fit>")
+    return data
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: fit the constants and write the file.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: naming what cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.hardware_profiles.build.fit_serverless",
+        description="Fit the constants of serverless serving to measurements.",
+    )
+    parser.add_argument("folder", metavar="DATA", help="folder with the measured tables")
+    parser.add_argument("--cpu-expert", help="CSV of `servegym measure cpu-expert`")
+    parser.add_argument("--out", default="constants.json", help="file to write")
+    options = parser.parse_args(arguments)
+    data = fit(options.folder, options.cpu_expert)
+    write_json(data, options.out)
+    constants = load_constants(options.out)
+    for expert in constants.experts.values():
+        print(
+            f"{expert.name}: {1e3 * expert.seconds(1):.3f} ms a token, "
+            f"{1e3 * expert.batch_floor_s:.2f} + {1e3 * expert.per_token_s:.4f} n ms; "
+            f"{expert.fit_error}"
+        )
+    print(f"threads: {data['thread_scaling']}")
+    for start in constants.container_start.values():
+        print(f"{start.name}: {start.median_s:.3f} s, sigma {start.sigma:.2f}; {start.fit_error}")
+    for key, rate in constants.load_mb_per_s.items():
+        print(f"{key}: {rate:.0f} MB/s; {data['model_load']['rates'][key]['fit_error']}")
+    for key, value in constants.prices.items():
+        print(f"{key}: {value:.6g}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

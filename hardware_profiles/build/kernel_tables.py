@@ -1,0 +1,192 @@
+"""Kernel timings of one device and model, and the iteration that is composed of them.
+
+The folder holds three tables in the published layout of LLMServingSim's profiler: ``dense.csv``
+(layer, tokens, time_us), ``attention.csv`` (prefill_chunk, kv_prefill, n_decode, kv_decode,
+time_us; one transformer layer) and ``per_sequence.csv`` (layer, sequences, time_us). One
+iteration of the whole model is composed as
+
+    embedding + layers x (2 layernorm + qkv + rotary + o + gate_up + act + down + attention)
+    + final layernorm + lm_head + sampler
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from servegym.hardware_profiles.build.tables import CsvTable
+
+# Written with GPU measurements: arguments of `servegym calibrate` for the folder.
+SETTINGS_FILE = "calibrate.json"
+
+# How often each op runs: per transformer layer, and per model.
+OPS_PER_LAYER = {
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
+    "down_proj": 1,
+}
+OPS_PER_MODEL = {"embedding": 1, "final_layernorm": 1}
+DENSE_OPS = (*OPS_PER_LAYER, *OPS_PER_MODEL)
+HEAD_OPS = ("lm_head", "sampler")
+
+Table1D = dict[int, float]
+AttentionTable = dict[tuple[int, int, int, int], float]
+
+
+def read_ops(path: Path, axis: str, ops: Sequence[str], least: int) -> dict[str, Table1D]:
+    """Seconds of each of ``ops`` by ``axis``, from a file with the columns layer, axis, time_us."""
+    rows = CsvTable(path, ("layer", axis, "time_us"), least)
+    out: dict[str, Table1D] = {op: {} for op in ops}
+    for line, row in rows.rows:
+        op = row["layer"]
+        if op not in out:
+            raise rows.error(line, "layer", f"got {op!r}", f"use one of {', '.join(ops)}")
+        count = rows.count(line, row, axis)
+        if count < 1:
+            raise rows.error(line, axis, "got 0", "write a number >= 1")
+        if count in out[op]:
+            raise rows.error(line, axis, f"{op} at {count} is given twice", "keep one row")
+        out[op][count] = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+    grid = set(out[ops[0]])
+    for op in ops:
+        if set(out[op]) != grid:
+            odd = min(set(out[op]) ^ grid)
+            raise rows.error(
+                len(rows.rows) + 1,
+                axis,
+                f"{op} and {ops[0]} are not measured at the same points (see {odd})",
+                "measure every layer at every point",
+            )
+    if len(grid) < 4:
+        raise rows.error(len(rows.rows) + 1, axis, f"only {len(grid)} points", "measure at least 4")
+    if min(grid) > 1:
+        raise rows.error(2, axis, f"starts at {min(grid)}", f"measure {axis} = 1 too")
+    return out
+
+
+def _read_attention(path: Path) -> AttentionTable:
+    names = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+    rows = CsvTable(path, (*names, "time_us"), 8)
+    out: AttentionTable = {}
+    for line, row in rows.rows:
+        chunk, before, sequences, context = (rows.count(line, row, name) for name in names)
+        if chunk == 0 and sequences == 0:
+            raise rows.error(line, "prefill_chunk", "no work in this row", "leave it out")
+        if (sequences == 0) != (context == 0):
+            raise rows.error(
+                line, "kv_decode", f"got {context} for {sequences} decodes", "give both or neither"
+            )
+        key = (chunk, before, sequences, context)
+        if key in out:
+            raise rows.error(line, "prefill_chunk", "this point is given twice", "keep one row")
+        out[key] = 1e-6 * rows.positive(line, row, "time_us", "microseconds")
+    return out
+
+
+def _full_grid(
+    points: Mapping[tuple[int, int], float], path: Path, field: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[tuple[int, int], float]]:
+    """A table over the product of both axes, and the points of a second grid.
+
+    A profiler may lay a second complete grid over the first; the one with the most columns
+    becomes the table, the other is left for checking. A grid with holes is refused.
+    """
+    columns_of: dict[int, set[int]] = {}
+    for row, column in points:
+        columns_of.setdefault(row, set()).add(column)
+    grids: dict[tuple[int, ...], list[int]] = {}
+    for columns in columns_of.values():
+        key = tuple(sorted(columns))
+        grids[key] = sorted(row for row, found in columns_of.items() if found.issuperset(key))
+    whole = {key: rows for key, rows in grids.items() if len(rows) >= 3 and len(key) >= 3}
+    if not whole:
+        raise ValueError(
+            f"{path}: field {field!r}: a table of {len(columns_of)} x "
+            f"{len({column for _, column in points})} points; measure at least 3 x 3, and every "
+            "combination of the two axes"
+        )
+    columns = max(whole, key=lambda key: (len(key), len(whole[key])))
+    rows = whole[columns]
+    second = [row for key, found in whole.items() if key != columns for row in found]
+    for row, column in points:
+        stray = row not in rows and row not in second
+        if stray or (row in rows and column not in columns and row not in second):
+            missing = min(set(columns) - columns_of[row] or {column})
+            raise ValueError(
+                f"{path}: field {field!r}: no row for ({row}, {missing}); measure every "
+                "combination of the two axes"
+            )
+    values = np.array([[points[row, column] for column in columns] for row in rows])
+    other = {
+        (row, column): value
+        for (row, column), value in points.items()
+        if row not in rows or column not in columns
+    }
+    return np.array(rows, float), np.array(columns, float), values, other
+
+
+def read_meta(path: Path) -> dict[str, str]:
+    """The top-level ``key: value`` lines of a YAML file, as text."""
+    if not path.is_file():
+        return {}
+    found = re.findall(r"^(\w+): *['\"]?([^'\"\n]+?)['\"]? *$", path.read_text("utf-8"), re.M)
+    return dict(found)
+
+
+class KernelTables:
+    """The composed tables of a folder, in seconds of the whole model.
+
+    Args:
+        folder: holds the three tables; see the module's docstring.
+        layers: transformer layers of the model.
+
+    Attributes:
+        tokens: ``(G1,)`` scheduled tokens of an iteration.
+        dense: ``(G1,)`` seconds of all ops but attention and head.
+        sequences: ``(G6,)`` sequences through the head.
+        head: ``(G6,)`` seconds of head and sampler.
+        chunks: ``(G2,)`` tokens of a prefill chunk.
+        before: ``(G3,)`` tokens of the same request before the chunk.
+        chunk_attention: ``(G2, G3)`` seconds.
+        decodes: ``(G5,)`` decoding sequences.
+        contexts: ``(G4,)`` tokens in KV memory of each.
+        decode_attention: ``(G5, G4)`` seconds.
+        second_grid: seconds by (chunk, before) of prefill points off the table's grid.
+        mixed: seconds by (chunk, before, decodes, context) of prefill and decodes together.
+    """
+
+    def __init__(self, folder: Path, layers: int) -> None:
+        self.layers = layers
+        dense = read_ops(folder / "dense.csv", "tokens", DENSE_OPS, 36)
+        self.tokens = np.array(sorted(dense["embedding"]), float)
+        counts = {op: layers * times for op, times in OPS_PER_LAYER.items()} | OPS_PER_MODEL
+        self.dense = np.array(
+            [sum(n * dense[op][int(t)] for op, n in counts.items()) for t in self.tokens]
+        )
+        head = read_ops(folder / "per_sequence.csv", "sequences", HEAD_OPS, 8)
+        self.sequences = np.array(sorted(head["lm_head"]), float)
+        self.head = np.array([sum(head[op][int(s)] for op in HEAD_OPS) for s in self.sequences])
+
+        path = folder / "attention.csv"
+        rows = _read_attention(path)
+        self.chunks, self.before, chunk, second = _full_grid(
+            {(c, k): v for (c, k, n, _), v in rows.items() if n == 0}, path, "prefill_chunk"
+        )
+        self.decodes, self.contexts, decode, _ = _full_grid(
+            {(n, k): v for (c, _, n, k), v in rows.items() if c == 0}, path, "n_decode"
+        )
+        if self.before[0] > 0:
+            raise ValueError(f"{path}: field 'kv_prefill': measure kv_prefill = 0 too")
+        if self.decodes[0] > 1:
+            raise ValueError(f"{path}: field 'n_decode': measure n_decode = 1 too")
+        self.chunk_attention = layers * chunk
+        self.decode_attention = layers * decode
+        self.second_grid = {key: layers * value for key, value in second.items()}
+        self.mixed = {key: layers * v for key, v in rows.items() if key[0] and key[2]}

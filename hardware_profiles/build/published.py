@@ -1,0 +1,123 @@
+"""Published tables that several fits read: RTX 4090 kernels, matrix products, vidur's layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from servegym.hardware_profiles.build.tables import CsvTable
+from servegym.hardware_profiles.law import interpolate
+
+# LLMServingSim's kernel timings of the RTX 4090, below the folder of the published tables.
+REFERENCE_KERNELS = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1"
+REFERENCE_BANDWIDTH = 1.008e12
+# How many timed products stand for one that was not: the median of these, by size.
+_NEAR = 3
+
+
+class MatrixProducts:
+    """Times of matrix products ``(m x k) @ (k x n)`` on one card, by shape.
+
+    Args:
+        path: a table with the columns m, n, k and latency (milliseconds).
+
+    Raises:
+        ValueError: naming the file, line and field of a bad row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        rows = CsvTable(path, ("m", "n", "k", "latency"), 16)
+        self.path = path
+        self.shapes: dict[tuple[int, int], dict[int, float]] = {}
+        for line, row in rows.rows:
+            m, n, k = (rows.count(line, row, name) for name in ("m", "n", "k"))
+            if min(m, n, k) < 1:
+                raise rows.error(line, "m", "a side of 0", "write sides >= 1")
+            seconds = 1e-3 * rows.positive(line, row, "latency", "milliseconds")
+            self.shapes.setdefault((n, k), {})[m] = seconds
+
+    def _near(self, n: int, k: int) -> list[tuple[float, dict[int, float]]]:
+        """Size ratio and times of the shapes that stand for ``n x k``: itself, or three."""
+        if (n, k) in self.shapes:
+            return [(1.0, self.shapes[n, k])]
+        order = sorted(self.shapes, key=lambda s: (abs(math.log(n * k / (s[0] * s[1]))), -s[0]))
+        scale = n * k / (order[0][0] * order[0][1])
+        if not 0.5 <= scale <= 8.0:
+            raise ValueError(
+                f"{self.path}: field 'n': the timed product nearest to {n} x {k} is "
+                f"{order[0][0]} x {order[0][1]}, {max(scale, 1 / scale):.3g} times off in size; "
+                "time it"
+            )
+        return [(n * k / (s[0] * s[1]), self.shapes[s]) for s in order[:_NEAR]]
+
+    def seconds(self, n: int, k: int, tokens: Sequence[int]) -> np.ndarray:
+        """Seconds of the product with ``n`` output and ``k`` inner features.
+
+        Args:
+            n: output features.
+            k: inner features.
+            tokens: rows ``m``; every one must have been timed for the shapes used.
+
+        Returns:
+            ``(len(tokens),)`` seconds.
+
+        Raises:
+            ValueError: if no timed shape is near, or a number of tokens was not timed.
+        """
+        parts = self._near(n, k)
+        for _, times in parts:
+            missing = [m for m in tokens if m not in times]
+            if missing:
+                raise ValueError(f"{self.path}: field 'm': {missing[0]} was not timed; time it")
+        return np.array([np.median([w * times[m] for w, times in parts]) for m in tokens])
+
+    def tokens(self, shapes: Sequence[tuple[int, int]]) -> list[int]:
+        """Rows ``m`` at which every shape can be had, sorted."""
+        grids = [set(times) for s in shapes for _, times in self._near(*s)]
+        return sorted(set.intersection(*grids))
+
+
+def scale_by_bandwidth(
+    grid: np.ndarray, time: np.ndarray, bandwidth: float, wanted: Sequence[int]
+) -> np.ndarray:
+    """Times of a memory-bound op of the RTX 4090 on another card.
+
+    The launch floor stays; what grows is scaled by the ratio of the memory bandwidths.
+
+    Args:
+        grid: ``(G,)`` sizes at which the op was timed.
+        time: ``(G,)`` seconds on the RTX 4090.
+        bandwidth: memory bandwidth of the other card, bytes/s.
+        wanted: sizes to evaluate.
+
+    Returns:
+        ``(len(wanted),)`` seconds.
+    """
+    here = np.array([interpolate(grid, time, t) for t in wanted])
+    return time[0] + (here - time[0]) * (REFERENCE_BANDWIDTH / bandwidth)
+
+
+def vidur_layer_s(data: Path, card: str, model: str) -> dict[int, float]:
+    """Seconds of one layer's ops but attention, by tokens (residual additions counted twice)."""
+    ops = {
+        "input_layernorm": 1,
+        "post_attention_layernorm": 1,
+        "attn_pre_proj": 1,
+        "attn_rope": 1,
+        "attn_post_proj": 1,
+        "mlp_up_proj": 1,
+        "mlp_act": 1,
+        "mlp_down_proj": 1,
+        "add": 2,
+    }
+    columns = [f"time_stats.{op}.median" for op in ops]
+    path = data / f"vidur/compute/{card}/{model}/mlp.csv"
+    return {
+        int(r["num_tokens"]): 1e-3
+        * sum(n * float(r[c]) for n, c in zip(ops.values(), columns, strict=True))
+        for _, r in CsvTable(path, ("num_tokens", "num_tensor_parallel_workers", *columns)).rows
+        if r["num_tensor_parallel_workers"] == "1"
+    }
