@@ -158,9 +158,8 @@ def _whole_layer(
     for tokens, seconds in times.items():
         active = _active(model, tokens)
         least = law[0] + active * law[1]
-        if active * model["expert_bytes"] <= 2.0 * cache_bytes and seconds < least * (
-            1.0 - _ROUNDING
-        ):
+        cached = active * model["expert_bytes"] <= 2.0 * cache_bytes
+        if cached and seconds < least * (1.0 - _ROUNDING):
             seconds, raised = least, raised + 1
         out.append(seconds)
     return np.array(list(times), float), np.array(out), raised

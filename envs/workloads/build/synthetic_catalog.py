@@ -104,7 +104,9 @@ def fit(catalog: Catalog) -> dict[str, Any]:
             low = 0.001 if name.endswith(("_between", "_common")) else -0.95
             latent[name] = float(np.clip(latent[name], low, 0.95))
     result["parameters"] = {name: float(f"{value:.4g}") for name, value in latent.items()}
-    runs = [moments(*draw_values(result, catalog.num_models, len(rows), 5000 + k)) for k in range(50)]
+    runs = [
+        moments(*draw_values(result, catalog.num_models, len(rows), 5000 + k)) for k in range(50)
+    ]
     result["fit_error"] = {
         name: {
             "measured": float(f"{value:.4g}"),

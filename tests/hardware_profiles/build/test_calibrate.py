@@ -2,8 +2,6 @@
 
 import csv
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,9 +199,9 @@ def test_every_measured_row_is_reproduced(measured):
 def test_law_agrees_with_a_whole_server_run(measured):
     """Pure decode seconds of a vLLM run on the card: running / throughput is one iteration."""
     p = load(RTX)
-    assert json.loads(measured(SERVER_RUN, "meta.json").read_text())["kv_cache"]["num_kv_tokens"] == (
-        p.kv_capacity_tokens
-    )
+    assert json.loads(measured(SERVER_RUN, "meta.json").read_text())["kv_cache"][
+        "num_kv_tokens"
+    ] == (p.kv_capacity_tokens)
     error = []
     with measured(SERVER_RUN, "timeseries.csv").open() as file:
         for row in csv.DictReader(file):
@@ -283,7 +281,12 @@ def test_missing_published_tables_are_refused(tmp_path):
     [
         ("dense.csv", 5, {"time_us": "nan"}, r"dense.csv:5: field 'time_us': got nan"),
         ("dense.csv", 5, {"time_us": "-3"}, r"dense.csv:5: field 'time_us': got -3"),
-        ("dense.csv", 5, {"time_us": "0"}, r"field 'time_us': got 0; write microseconds, finite and > 0"),
+        (
+            "dense.csv",
+            5,
+            {"time_us": "0"},
+            "got 0; write microseconds, finite and > 0",
+        ),
         ("dense.csv", 5, {"time_us": "inf"}, r"field 'time_us': got inf"),
         ("dense.csv", 5, {"time_us": "fast"}, r"got 'fast'; write microseconds"),
         ("dense.csv", 5, {"tokens": "1.5"}, r"dense.csv:5: field 'tokens': got '1.5'"),

@@ -12,8 +12,17 @@ BASE = load("rtx4090-llama-3.1-8b")
 SIZES = (1, 64, 1024, 4096)
 GEMM = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 OTHER = ("layernorm", "rotary_emb", "act_fn")
-VIDUR = ("input_layernorm", "post_attention_layernorm", "attn_pre_proj", "attn_rope",
-         "attn_post_proj", "mlp_up_proj", "mlp_act", "mlp_down_proj", "add")
+VIDUR = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "attn_pre_proj",
+    "attn_rope",
+    "attn_post_proj",
+    "mlp_up_proj",
+    "mlp_act",
+    "mlp_down_proj",
+    "add",
+)
 
 
 def products_s(m):
@@ -45,21 +54,39 @@ def tables(tmp_path):
     """A100 0.7 and 0.6, L40S 1.2 and 0.8 times the RTX 4090 by GEMM; A40 2.5 times the A100."""
     kernels = "llmservingsim/profiler/perf/RTX4090/meta-llama/Llama-3.1-8B/bf16/tp1/dense.csv"
     rows = [(op, m, 20 + m) for op in GEMM for m in SIZES]
-    write(tmp_path / kernels, ("layer", "tokens", "time_us"),
-          rows + [(op, m, 3) for op in OTHER for m in SIZES])
+    write(
+        tmp_path / kernels,
+        ("layer", "tokens", "time_us"),
+        rows + [(op, m, 3) for op in OTHER for m in SIZES],
+    )
     for file, decode, prefill in (("a100_sxm", 0.7, 0.6), ("l40s", 1.2, 0.8)):
         # 6144 + 4096 + 28672 + 14336 output features, of which the last two are not in the table.
-        rows = [(m, n, 4096, 1e3 * products_s(m) * n / 53248 * (decode if m < 9 else prefill))
-                for m in SIZES for n in (4096, 6144, 16384)]
-        write(tmp_path / "aiconfigurator" / f"{file}_vllm_gemm_perf.csv",
-              ("m", "n", "k", "latency"), [*rows, (1, 4096, 5120, 99)])
-    speed = {"4090 24GB": (60, 9000), "A100 PCIe 80GB": (50, 6000), "L40S 48GB": (40, 5000),
-             "A40 48GB": (30, 3000)}
-    write(tmp_path / "gpu_benchmarks" / "llamacpp_llama3_tok_s.csv",
-          ("phase", "gpu", "model", "tokens_per_s"),
-          [(phase, gpu, model, value * factor) for gpu, values in speed.items()
-           for phase, value in zip(("generation_1024", "prompt_1024"), values, strict=True)
-           for model, factor in (("8B F16", 1), ("8B Q4_K_M", 3))])
+        rows = [
+            (m, n, 4096, 1e3 * products_s(m) * n / 53248 * (decode if m < 9 else prefill))
+            for m in SIZES
+            for n in (4096, 6144, 16384)
+        ]
+        write(
+            tmp_path / "aiconfigurator" / f"{file}_vllm_gemm_perf.csv",
+            ("m", "n", "k", "latency"),
+            [*rows, (1, 4096, 5120, 99)],
+        )
+    speed = {
+        "4090 24GB": (60, 9000),
+        "A100 PCIe 80GB": (50, 6000),
+        "L40S 48GB": (40, 5000),
+        "A40 48GB": (30, 3000),
+    }
+    write(
+        tmp_path / "gpu_benchmarks" / "llamacpp_llama3_tok_s.csv",
+        ("phase", "gpu", "model", "tokens_per_s"),
+        [
+            (phase, gpu, model, value * factor)
+            for gpu, values in speed.items()
+            for phase, value in zip(("generation_1024", "prompt_1024"), values, strict=True)
+            for model, factor in (("8B F16", 1), ("8B Q4_K_M", 3))
+        ],
+    )
     vidur(tmp_path, "a100", "meta-llama/Meta-Llama-3-8B", lambda m: 0.64 * layer_s(m))
     vidur(tmp_path, "a100", "meta-llama/Llama-2-7b-hf", lambda m: 0.5 * layer_s(m))
     vidur(tmp_path, "a40", "meta-llama/Llama-2-7b-hf", lambda m: 1.25 * layer_s(m))

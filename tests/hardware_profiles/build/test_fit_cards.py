@@ -1,8 +1,6 @@
 """Cards fitted from kernel tables: known kernels, the published tables, bad input."""
 
 import csv
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,7 +215,9 @@ def test_step_latencies_agree_with_another_tool(card):
     assert spread["decode_against_aiconfigurator"]["max"] < 0.12
     assert spread["prefill_against_aiconfigurator"]["max"] < 0.12
     other = load("l40s-llama-3.1-8b" if card != "l40s" else "h100-llama-3.1-8b")
-    assert errors_against_aiconfigurator(card, other)["decode_against_aiconfigurator"]["median"] > 0.3
+    assert (
+        errors_against_aiconfigurator(card, other)["decode_against_aiconfigurator"]["median"] > 0.3
+    )
 
 
 def test_against_itself_is_zero_and_sees_a_change():

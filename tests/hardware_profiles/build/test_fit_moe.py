@@ -1,10 +1,12 @@
 """Layers of experts fitted to tables whose law is known."""
 
 import csv
+import shutil
 
 import numpy as np
 import pytest
 
+from servegym.hardware_profiles import load_moe
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.fit_moe import (
     L2_BYTES,
@@ -14,6 +16,8 @@ from servegym.hardware_profiles.build.fit_moe import (
     ROUTING,
     fit_layer,
     main,
+    other_shape,
+    small_call_law,
 )
 from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS
@@ -65,8 +69,17 @@ def tables(tmp_path_factory):
                 rows.append([tokens, *shape, 2, 1, routing, 99.0])  # a half of it, on two cards
         write(
             data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_moe_perf.csv",
-            ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size",
-             "moe_ep_size", "distribution", "latency"),
+            (
+                "num_tokens",
+                "hidden_size",
+                "inter_size",
+                "topk",
+                "num_experts",
+                "moe_tp_size",
+                "moe_ep_size",
+                "distribution",
+                "latency",
+            ),
             rows,
         )
         products = [
@@ -76,15 +89,20 @@ def tables(tmp_path_factory):
             for n, k in ((2 * w, h), (h, w))
             for m in TOKENS
         ]
-        write(data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_gemm_perf.csv",
-              ("m", "n", "k", "latency"), products)
+        write(
+            data / "aiconfigurator" / f"{CARDS[card]['file']}_vllm_gemm_perf.csv",
+            ("m", "n", "k", "latency"),
+            products,
+        )
     write(
-        data / REFERENCE_KERNELS / "dense.csv", ("layer", "tokens", "time_us"),
+        data / REFERENCE_KERNELS / "dense.csv",
+        ("layer", "tokens", "time_us"),
         [(op, m, 3.0) for op in DENSE_OPS for m in TOKENS],
     )
     qwen = MODELS["qwen3-30b-a3b"]
     write(
-        data / PROFILED_KERNELS / "moe.csv", ("tokens", "activated_experts", "time_us"),
+        data / PROFILED_KERNELS / "moe.csv",
+        ("tokens", "activated_experts", "time_us"),
         [(m, 128, 1.25e6 * layer_s(qwen, m)) for m in TOKENS[4:]] + [(1, 8, 1.0), (2, 16, 1.0)],
     )
     return data
@@ -138,3 +156,81 @@ def test_every_layer_is_written(tables, tmp_path, capsys):
     # Uneven routing: one token and a full call alone say how many experts are active.
     assert skewed.expert_read_s == pytest.approx(read_s(MODELS["mixtral-8x7b"]), rel=0.02)
     assert np.isfinite(skewed.base_s)
+
+
+def test_a_law_through_two_points_raises_neither(tables, tmp_path):
+    """Uneven routing: the law goes through one token and a full call, but for rounding."""
+    data = shutil.copytree(tables, tmp_path / "data")
+    path = data / "aiconfigurator" / f"{CARDS['a100-80g']['file']}_vllm_moe_perf.csv"
+    model = MODELS["qwen3-30b-a3b"]
+    shape = [*(model[key] for key in SHAPE), 1, 1, ROUTING["a100-80g"]]
+    rows = path.read_text().splitlines()[:1]
+    for scale in np.linspace(1.0, 2.0, 25):  # rounding falls on either side
+        times = [(m, *shape, 1e3 * scale * layer_s(model, m)) for m in TOKENS]
+        write(path, rows[0].split(","), times)
+        layer = fit_layer("a100-80g", "qwen3-30b-a3b", data)
+        assert any(note.startswith("0 calls whose") for note in layer.provenance["notes"])
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_layers_are_recomputed(model, measured):
+    data = measured("aiconfigurator").parent
+    for card in L2_BYTES:
+        assert fit_layer(card, model, data).to_dict() == load_moe(f"{card}-{model}").to_dict()
+
+
+def test_small_call_law_recovers_a_line_and_skips_cached_calls():
+    model = MODELS["qwen3-30b-a3b"]
+    size = model["expert_bytes"]
+    times = {}
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 1024):
+        active = min(128, 8 * tokens)
+        cached = active * size <= 200e6
+        times[tokens] = (1e-5 if cached else 2e-5 + 6e-6 * active) + 1e-9 * tokens
+    base, read = small_call_law(times, model, 100e6, even=True)
+    assert (base, read) == pytest.approx((2e-5, 6e-6), rel=5e-3)
+    base, read = small_call_law(
+        {1: 1e-5 + 2e-5, 32: 4e-5, 2: 1.0}, MODELS["mixtral-8x7b"], 1, False
+    )
+    assert base >= 0 and read > 0
+
+
+def test_other_shape_is_exact_for_a_reading_and_a_working_layer():
+    timed = MODELS["qwen3-30b-a3b"]
+    wanted = MODELS["deepseek-v2-lite"]
+    size = wanted["expert_bytes"] / timed["expert_bytes"]
+    tokens = np.array([1.0, 4, 16, 64, 256, 1024, 4096])
+
+    def seconds(model, scale):
+        active = np.minimum(model["experts"], tokens * model["top_k"])
+        return 1e-5 + active * 5e-6 * scale + tokens * model["top_k"] * scale * 1e-8
+
+    predicted, law = other_shape(tokens, seconds(timed, 1.0), timed, (1e-5, 5e-6), wanted)
+    np.testing.assert_allclose(predicted, seconds(wanted, size), rtol=1e-9)
+    assert law == pytest.approx((1e-5, 5e-6 * size))
+    same, _ = other_shape(tokens, seconds(timed, 1.0), timed, (1e-5, 5e-6), timed)
+    np.testing.assert_allclose(same, seconds(timed, 1.0), rtol=1e-12)
+
+
+def test_bad_tables_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a100_sxm_vllm_moe_perf.csv: cannot be read"):
+        main([str(tmp_path), "--out", str(tmp_path)])
+    path = tmp_path / "aiconfigurator" / "h100_sxm_vllm_moe_perf.csv"
+    path.parent.mkdir()
+    names = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts")
+    names += ("moe_tp_size", "moe_ep_size", "distribution", "latency")
+
+    def write(rows):
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([names, *rows])
+
+    shape = (4096, 14336, 2, 8, 1, 1, "balanced")
+    write([(n, *shape, 0.3 * n) for n in range(1, 8)] + [(9, 1, *shape[1:], 0.3)])
+    with pytest.raises(ValueError, match="7 sizes of .* time at least 8"):
+        fit_layer("h100", "mixtral-8x7b", tmp_path)
+    write([(n, *shape, "nan" if n == 3 else 0.3) for n in range(1, 10)])
+    with pytest.raises(ValueError, match=r"moe_perf.csv:4: field 'latency': got nan"):
+        fit_layer("h100", "mixtral-8x7b", tmp_path)
+    write([(max(n, 2), *shape, 0.3) for n in range(1, 10)])
+    with pytest.raises(ValueError, match="give every size once"):
+        fit_layer("h100", "mixtral-8x7b", tmp_path)
