@@ -107,7 +107,7 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
 def read_rows(
     path: str | os.PathLike[str], text: Collection[str] = (), empty: Any = ""
 ) -> list[dict[str, Any]]:
-    """Rows of a file of `write_csv`, numbers as numbers.
+    """Rows of a file of `write_csv`, numbers as numbers and truth values as such.
 
     Args:
         path: The file.
@@ -124,6 +124,8 @@ def read_rows(
             return cell
         if cell == "":
             return empty
+        if cell in ("True", "False"):
+            return cell == "True"
         for kind in (int, float):
             try:
                 return kind(cell)

@@ -21,7 +21,7 @@ from pettingzoo.utils.wrappers import BaseParallelWrapper
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.families import Family, family_named, family_of
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.script import errors, pyplot, tidy
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
 from servegym.experiments.reporting import report_of
 from servegym.experiments.stats import iqm, stratified_bootstrap
 from servegym.experiments.tables import note
@@ -275,7 +275,7 @@ def draw(
         fontsize=9,
     )
     axes[0].set(xlabel="thousand steps of training", ylabel="mean return of an episode")
-    values, bars = errors(found, headline)
+    values, bars = error_bars(found, headline)
     places = np.arange(len(found))[::-1]
     axes[1].barh(
         places, values, xerr=bars, color=["#4c72b0", "#b8c7e0"] + ["0.75"] * (len(found) - 2)

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from servegym.experiments.figures.script import pyplot, tidy
+from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.jobs import folder_lock, interrupt_on_sigterm, run_process
 from servegym.experiments.output import print_table, write_csv, write_text
 from servegym.experiments.sweeps.spec import Parameter, Sweep

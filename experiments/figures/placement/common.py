@@ -1,10 +1,9 @@
-"""What the figures of the expert placement family share: policies, episodes, intervals, looks."""
+"""What the figures of expert placement share: policies, episodes, intervals, line styles."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,25 +15,26 @@ from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
     figure_parser,
     run_chosen,
 )
 from servegym.experiments.stats import Interval, mean, stratified_bootstrap, student_interval
+from servegym.experiments.tables import note
 
 __all__ = [
     "COLOURS",
     "ENV_ID",
-    "OUT",
     "POLICIES",
     "SEED",
     "apart",
+    "as_text",
     "band",
     "change",
     "drive",
-    "few",
     "growing",
     "interval",
     "make",
@@ -44,12 +44,10 @@ __all__ = [
     "run_figures",
     "seconds_axis",
     "setting",
-    "told",
     "versus",
 ]
 
 ENV_ID = "servegym/ExpertPlacement-v0"
-OUT = Path("experiments/results/placement")
 POLICIES = (
     "uniform",
     "redundance",
@@ -84,19 +82,15 @@ COLOURS: dict[str, str] = dict(
 
 def run_figures(
     figures: Mapping[str, Callable[[FigureOptions], object]],
+    pictures: Pictures,
     argv: Sequence[str] | None,
     description: str | None,
     module: str,
     episodes: int,
 ) -> int:
-    """Parse a figure script's command line and make its figures; returns 0."""
-    parser = figure_parser(tuple(figures), description, module, episodes, OUT)
-    return run_chosen(figures, command_line(parser, argv, FigureOptions()))
-
-
-def few(options: FigureOptions, values: Sequence[Any]) -> Sequence[Any]:
-    """First and last of ``values`` in a smoke run, all of them else."""
-    return values[:: max(len(values) - 1, 1)] if options.quick else values
+    """Parse a figure module's command line and make its figures; returns 0."""
+    parser = figure_parser(tuple(figures), description, module, episodes)
+    return run_chosen(figures, pictures, command_line(parser, argv, FigureOptions()))
 
 
 def setting(problem: Problem) -> str:
@@ -214,15 +208,17 @@ def overloaded(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [row["policy"] for row in rows if row.get("overloaded", 0.0) > 0]
 
 
-def growing(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
-    """Which points are overloaded, as a note; none if none is."""
+def growing(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """A note on the points that are overloaded."""
     grow = [" ".join(str(row[key]) for key in keys) for row in rows if row["overloaded"]]
     if not grow:
-        return ["no point is overloaded: twice the arrivals raise no mean by more than 20 %"]
-    return [
-        f"overloaded ({', '.join(keys)}), the mean is the length of the run's and grows by more "
-        f"than 20 % with twice the arrivals: {'; '.join(grow)}"
-    ]
+        text = "No point is overloaded: twice the arrivals raise no mean by more than 20 %."
+        return [note(text, overloaded=[])]
+    text = (
+        f"Overloaded points ({', '.join(keys)}), whose mean tells the length of the run and grows "
+        f"by more than 20 % with twice the arrivals: {'; '.join(grow)}."
+    )
+    return [note(text, overloaded=grow)]
 
 
 def change(one: np.ndarray, other: np.ndarray) -> Interval:
@@ -263,7 +259,7 @@ def ratio_of(one: np.ndarray, other: np.ndarray) -> Interval:
     return Interval(value, 100 * np.expm1(log - half), 100 * np.expm1(log + half))
 
 
-def told(found: Interval, form: str = "+.1f") -> str:
+def as_text(found: Interval, form: str = "+.1f") -> str:
     """A change as text: ``-20.0 % [-21.0, -19.0]``; of one episode without an interval."""
     if np.isnan(found.low):
         return f"{found.value:{form}} % (one episode)"
@@ -272,7 +268,7 @@ def told(found: Interval, form: str = "+.1f") -> str:
 
 def versus(one: np.ndarray, other: np.ndarray) -> str:
     """`change` in words; negative where ``one`` is less."""
-    return told(change(one, other))
+    return as_text(change(one, other))
 
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any], paired: Interval, number: int) -> str:

@@ -9,7 +9,7 @@ is served where it arrives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ from servegym.experiments.figures.placement.common import (
     COLOURS,
     POLICIES,
     SEED,
+    as_text,
     band,
+    change,
     drive,
-    few,
     growing,
     interval,
     measure,
@@ -34,8 +35,10 @@ from servegym.experiments.figures.placement.common import (
     setting,
     versus,
 )
-from servegym.experiments.figures.script import FigureOptions, errors, legend, pyplot, save, tidy
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.figures.run import FigureOptions, Pictures, first_and_last, save
 from servegym.experiments.output import print_table
+from servegym.experiments.tables import Note, note
 
 __all__ = ["PAPER", "layer_times", "main"]
 
@@ -98,6 +101,8 @@ TABLE1 = {
     "uniform": (4.96, 4.34, 3.40, 4.11),
 }
 """Table I as printed, Mixtral-8x7B; "naive collaboration" is ``uniform``."""
+LOCAL_POLICIES = ("uniform", "redundance", "smartmoe", "eplb_global", "prism", "proxy_optimum")
+"""The policies of Fig. 6."""
 PCIE_GB_S = (12, 16, 24)
 """Host channel of a GPU: the default, and faster ones."""
 
@@ -106,8 +111,8 @@ def table1(options: FigureOptions) -> None:
     """Servers that fetch experts from their own memory against servers that share experts."""
     rows: list[dict[str, Any]] = []
     channel: list[dict[str, Any]] = []
-    notes: list[str] = []
-    for skew in few(options, ("measured", "paper"))[: 1 if options.quick else 2]:
+    notes: list[Note] = []
+    for skew in first_and_last(options, ("measured", "paper"))[: 1 if options.quick else 2]:
         kwargs: dict[str, Any] = {"scenario": "paper_testbed", "model": "mixtral-8x7b"}
         kwargs |= {"skew": skew, "epochs": 1 if options.quick else 7}
         point = {"model": "mixtral-8x7b", "skew": skew, "pcie_gb_s": PCIE_GB_S[0]}
@@ -115,14 +120,19 @@ def table1(options: FigureOptions) -> None:
         for row in found:
             cells = TABLE1.get(row["policy"], (float("nan"),) * 4)
             rows.append(row | {"paper_mean_s": cells[3]})
-        told = [f"{row['policy']} {row['mean_latency_s']:.2f}" for row in found]
+        means = [f"{row['policy']} {row['mean_latency_s']:.2f}" for row in found]
         notes += [
-            f"{skew} skew: mean latency, s: {', '.join(told)}; the paper: 5.19, 5.03, 4.11",
-            f"{skew} skew: against moe_infinity, uniform takes "
-            f"{_unless(found, own, 'uniform', 'moe_infinity')} (paper -20.8 %), redirection "
-            f"{_unless(found, own, 'moe_infinity_lb', 'moe_infinity')} (paper -3.1 %)",
+            note(
+                f"{skew} skew, mean latency in s: {', '.join(means)}; the paper: 5.19, 5.03, 4.11.",
+                skew=skew,
+                mean_latency_s={row["policy"]: row["mean_latency_s"] for row in found},
+            ),
+            *(
+                _compared(found, own, one, "moe_infinity", f"{skew} skew", f" (paper {paper} %)")
+                for one, paper in (("uniform", -20.8), ("moe_infinity_lb", -3.1))
+            ),
         ]
-        for speed in few(options, PCIE_GB_S):
+        for speed in first_and_last(options, PCIE_GB_S):
             if speed == PCIE_GB_S[0]:
                 part = [row for row in found if row["policy"] in TABLE1]
             else:
@@ -131,39 +141,49 @@ def table1(options: FigureOptions) -> None:
                     tuple(TABLE1), options.episodes, point | {"pcie_gb_s": speed}, **faster
                 )
             channel += part
-            notes.append(
-                f"{skew} skew, PCIe {speed} GB/s (a fetch of 352 MB takes "
-                f"{352 / speed:.0f} ms): {_on_servers(part)}; uniform against moe_infinity "
-                f"{_unless(part, own, 'uniform', 'moe_infinity')}"
-            )
+            place = f"{skew} skew, PCIe {speed} GB/s (a fetch of 352 MB takes {352 / speed:.0f} ms)"
+            found_here = _compared(part, own, "uniform", "moe_infinity", place)
+            found_here["text"] += f" Mean latency on servers 1 / 2 / 3: {_on_servers(part)}."
+            notes.append({**found_here, "pcie_gb_s": speed})
     notes.append(
-        "the paper, servers 1 / 2 / 3: moe_infinity 9.14 / 4.77 / 3.18, moe_infinity_lb 8.60 / "
-        "4.77 / 3.10, uniform 4.96 / 4.34 / 3.40; what sharing is worth depends on the speed of "
-        "the host channel, which the paper does not give: the default is 12 GB/s"
+        "The paper has on servers 1 / 2 / 3: moe_infinity 9.14 / 4.77 / 3.18, moe_infinity_lb "
+        "8.60 / 4.77 / 3.10, uniform 4.96 / 4.34 / 3.40. What sharing is worth depends on the speed of "
+        "the host channel, which the paper does not give: the default is 12 GB/s."
     )
     problem = build_problem(scenario="paper_testbed", model="mixtral-8x7b", split="eval")
-    figure = _plot_table1(rows)
     settings = {"setting": setting(problem)}
-    save(options, "table1_offloading", rows, figure, *notes, settings=settings)
-    save(options, "table1_pcie", channel, None, *notes, settings=settings)
-    print("\n".join(notes))
+    save(options, "table1_offloading", rows, *notes, settings=settings)
+    save(options, "table1_pcie", channel, *notes, settings=settings)
 
 
-def _unless(rows: Sequence[Any], latency: dict[str, np.ndarray], one: str, other: str) -> str:
-    """`versus`, or that one of the two is overloaded."""
+def _compared(
+    rows: Sequence[Any],
+    latency: dict[str, np.ndarray],
+    one: str,
+    other: str,
+    place: str,
+    paper: str = "",
+) -> dict[str, Any]:
+    """A note on the change from one policy to another, or on which of them is overloaded."""
+    data = {"place": place, "policy": one, "against": other}
     grow = [name for name in overloaded(rows) if name in (one, other)]
     if grow:
-        return f"without end ({' and '.join(grow)} overloaded)"
-    return versus(latency[one], latency[other])
+        text = f"{place}: {one} against {other}: no change, {' and '.join(grow)} overloaded"
+        return note(f"{text}{paper}.", **data, overloaded=grow)
+    found = change(latency[one], latency[other])
+    text = f"{place}: {one} against {other}: mean latency {as_text(found)}{paper}."
+    return note(text, **data, change_pct=list(found))
 
 
 def _on_servers(rows: Sequence[dict[str, Any]]) -> str:
     """Mean latency on each server, and who is overloaded."""
-    told = []
+    cells_of = []
     for row in rows:
         cells = " / ".join(f"{row[f'mean_latency_s_server_{n}']:.1f}" for n in range(3))
-        told.append(f"{row['policy']} {cells} s" + (" overloaded" if row.get("overloaded") else ""))
-    return ", ".join(told)
+        cells_of.append(
+            f"{row['policy']} {cells} s" + (" overloaded" if row.get("overloaded") else "")
+        )
+    return ", ".join(cells_of)
 
 
 def _plot_table1(rows: Sequence[dict[str, Any]]) -> Any:
@@ -173,7 +193,7 @@ def _plot_table1(rows: Sequence[dict[str, Any]]) -> Any:
     for k, (axis, key) in enumerate(zip(axes, keys, strict=True)):
         for j, skew in enumerate(dict.fromkeys(row["skew"] for row in rows)):
             part = [row for row in rows if row["skew"] == skew]
-            values, bars = errors(part, key)
+            values, bars = error_bars(part, key)
             axis.bar(
                 np.arange(len(part)) + 0.4 * j,
                 values,
@@ -204,40 +224,54 @@ def _plot_table1(rows: Sequence[dict[str, Any]]) -> Any:
 # ------------------------------------------------------------------------------------- Table II
 
 
-def _words(
+def _part_notes(
     workload: str, model: str, skew: str, rows: Sequence[Any], latency: dict[str, np.ndarray]
-) -> list[str]:
-    """What one part of the table says beside the paper's."""
+) -> list[dict[str, Any]]:
+    """One part of the table against the paper's: gain over EPLB, size, order and the fastest."""
     here = f"{workload}, {model}, {skew} skew"
     own = {row["policy"]: row["mean_latency_s"] for row in rows}
-    lines = [
-        f"{here}: prism against eplb_global "
-        f"{versus(latency['prism'], latency['eplb_global'])}, against eplb "
-        f"{versus(latency['prism'], latency['eplb'])}; the paper claims {CLAIMS[workload, model]} "
-        "against its EPLB"
-    ]
     printed = {name: cells[3] for name, cells in PAPER[workload, model].items()}
     ratios = {name: own[name] / seconds for name, seconds in printed.items()}
-    off = [f"{name} {ratio:.2f}" for name, ratio in ratios.items()]
     inside = sum(0.7 <= ratio <= 1.3 for ratio in ratios.values())
-    lines.append(
-        f"{here}: ours over the paper's mean latency: {', '.join(off)}; {inside} of 5 within 30 %"
-    )
     mine, theirs = (sorted(printed, key=table.__getitem__) for table in (own, printed))
-    same = "the same order" if mine == theirs else "another order"
-    lines.append(f"{here}: {same}: {' < '.join(mine)}; the paper: {' < '.join(theirs)}")
     best = min(own, key=own.__getitem__)
-    gap = versus(latency[best], latency["prism"])
-    lines.append(f"{here}: fastest of all is {best}, {gap} against prism")
-    return lines
+    sizes = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    order = "the same order" if mine == theirs else "another order"
+    claim = f" (the paper claims {CLAIMS[workload, model]} against its EPLB)"
+    return [
+        _compared((), latency, "prism", "eplb_global", here, claim),
+        _compared((), latency, "prism", "eplb", here),
+        note(
+            f"{here}: our mean latency over the paper's: {sizes}; {inside} of {len(ratios)} are "
+            "within 30 %.",
+            place=here,
+            ratio_to_paper=ratios,
+            within_30_pct=inside,
+        ),
+        note(
+            f"{here}: {order} as in the paper: {' < '.join(mine)}; the paper: "
+            f"{' < '.join(theirs)}.",
+            place=here,
+            order=mine,
+            same_order=mine == theirs,
+        ),
+        note(
+            f"{here}: {best} is fastest of all, {versus(latency[best], latency['prism'])} against "
+            "prism.",
+            place=here,
+            fastest=best,
+        ),
+    ]
 
 
 def table2(options: FigureOptions) -> None:
     """Latency per server and over all requests, every policy, both models and workloads."""
-    rows, notes, settings = [], [], {}
+    rows: list[dict[str, Any]] = []
+    notes: list[Note] = []
+    settings: dict[str, Any] = {}
     for workload, (scenario, epochs) in WORKLOADS.items():
         for model, name in MODELS.items():
-            for skew in few(options, ("measured", "paper"))[: 1 if options.quick else 2]:
+            for skew in first_and_last(options, ("measured", "paper"))[: 1 if options.quick else 2]:
                 kwargs: dict[str, Any] = {"scenario": scenario, "model": name, "skew": skew}
                 kwargs["epochs"] = 1 if options.quick else epochs
                 point = {"workload": workload, "model": model, "skew": skew}
@@ -252,7 +286,7 @@ def table2(options: FigureOptions) -> None:
                         "ratio_to_paper": row["mean_latency_s"] / cells[3],
                     }
                 rows += found
-                notes += _words(workload, model, skew, found, latency)
+                notes += _part_notes(workload, model, skew, found, latency)
                 if skew == "measured":
                     problem = build_problem(scenario=scenario, model=name, split="eval")
                     settings[f"{workload}, {model}"] = setting(problem)
@@ -272,14 +306,13 @@ def table2(options: FigureOptions) -> None:
     print_table("Mean latency, s", head, body)
     notes += growing(rows, ("workload", "model", "skew", "policy"))
     notes.append(
-        "means over episodes of about 200 requests a server, 95 % intervals of Student's t over "
-        "episodes; 'servers' weighs servers alike, 'requests' requests"
+        "Means over episodes of about 200 requests a server, with Student's 95 % intervals over "
+        "episodes; 'servers' weighs servers alike, 'requests' weighs requests alike."
     )
-    save(options, "table2_latency", rows, _bars(rows), *notes, settings=settings)
-    print("\n".join(notes))
+    save(options, "table2_latency", rows, *notes, settings=settings)
 
 
-def _bars(rows: Sequence[dict[str, Any]]) -> Any:
+def _plot_table2(rows: Sequence[dict[str, Any]]) -> Any:
     plt = pyplot()
     parts = list(dict.fromkeys((r["workload"], r["model"]) for r in rows))
     figure, axes = plt.subplots(
@@ -291,7 +324,7 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Any:
         at = np.arange(len(POLICIES))
         for k, skew in enumerate(skews):
             part = [r for r in own if r["skew"] == skew]
-            values, bars = errors(part, "mean_latency_s")
+            values, bars = error_bars(part, "mean_latency_s")
             axis.bar(
                 at + 0.4 * k,
                 values,
@@ -323,7 +356,7 @@ def fit(options: FigureOptions) -> None:
     """Latency of the five published methods against the cost of a message, and the best one."""
     printed = PAPER["BigBench", "DeepSeek-V2-Lite"]
     rows, errors_by_h = [], {}
-    for h in few(options, (0.5, 0.75, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75)):
+    for h in first_and_last(options, (0.5, 0.75, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.75)):
         kwargs = {
             "scenario": "paper_testbed",
             "epochs": 1 if options.quick else 7,
@@ -338,18 +371,23 @@ def fit(options: FigureOptions) -> None:
     own = {row["policy"]: row for row in rows if row["h_ms"] == best}
     ratios = [f"{n} {own[n]['mean_latency_s'] / printed[n][3]:.2f}" for n in printed]
     notes = [
-        f"h = {best:g} ms fits the paper's BigBench column of DeepSeek-V2-Lite best: root mean "
-        f"square of log ratios {errors_by_h[best]:.3f}; ratios {', '.join(ratios)}",
-        "by h: " + ", ".join(f"{h:g} ms {error:.3f}" for h, error in errors_by_h.items()),
-        "one number is fitted to five; prompts of the train split",
+        note(
+            f"A message cost h of {best:g} ms fits the paper's BigBench column of "
+            f"DeepSeek-V2-Lite best: root mean square of log ratios {errors_by_h[best]:.3f}, our "
+            f"latency over the paper's {', '.join(ratios)}.",
+            h_ms=best,
+            rms_log_ratio=errors_by_h[best],
+        ),
+        "Root mean square of log ratios by h: "
+        + ", ".join(f"{h:g} ms {error:.3f}" for h, error in errors_by_h.items())
+        + ". One number is fitted to five, on prompts of the train split.",
     ]
     settings = {"setting": setting(build_problem(scenario="paper_testbed", split="train"))}
-    figure = _plot_fit(rows, best)
-    save(options, "table2_message_cost", rows, figure, *notes, settings=settings)
-    print("\n".join(notes))
+    save(options, "table2_message_cost", rows, *notes, settings=settings)
 
 
-def _plot_fit(rows: Sequence[dict[str, Any]], best: float) -> Any:
+def _plot_fit(rows: Sequence[Mapping[str, Any]]) -> Any:
+    best = min(rows, key=lambda row: row["rms_log_ratio"])["h_ms"]
     printed = PAPER["BigBench", "DeepSeek-V2-Lite"]
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6, 4.2), layout="constrained")
@@ -419,53 +457,36 @@ def fig5(options: FigureOptions) -> None:
     """Time of a layer against the share of its experts that are remote, nothing queued."""
     rows = []
     for messages in ("per_expert", "per_server"):
-        for share in few(options, tuple(np.arange(9) / 8)):
+        for share in first_and_last(options, tuple(np.arange(9) / 8)):
             runs = [layer_times(share, SEED + s, messages, 40) for s in range(options.episodes)]
             row: dict[str, Any] = {"messages": messages, "remote_share": float(share)}
             for key in runs[0]:
                 row |= interval([found[key] for found in runs], key)
             rows.append(row)
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    for axis, step in zip(axes, ("prefill", "decode"), strict=True):
-        for messages in ("per_expert", "per_server"):
-            part = [row for row in rows if row["messages"] == messages]
-            band(
-                axis,
-                part,
-                "remote_share",
-                f"{step}_ms",
-                marker="o",
-                ms=3,
-                label=f"messages {messages}",
-            )
-        axis.set_xlabel("share of a layer's experts that are remote")
-        axis.set_ylabel("time of a layer, ms")
-        axis.set_ylim(0)
-        axis.set_title(f"{step}, DeepSeek-V2-Lite, link model nic, h = 1.5 ms", fontsize=10)
-        tidy(axis)
-    legend(figure, axes[0])
     notes = []
     for messages in ("per_expert", "per_server"):
         part = [row for row in rows if row["messages"] == messages]
         first, last = part[0], part[-1]
-        told = [
+        steps = ("prefill", "decode")
+        grows = [
             f"{step} {first[f'{step}_ms']:.2f} to {last[f'{step}_ms']:.2f} ms "
             f"({last[f'{step}_ms'] / first[f'{step}_ms']:.0f} x)"
-            for step in ("prefill", "decode")
+            for step in steps
         ]
-        notes.append(f"{messages}, all local to all remote: {', '.join(told)}")
+        text = f"Messages {messages}, time of a layer from all experts local to all remote: "
+        ratio = {step: last[f"{step}_ms"] / first[f"{step}_ms"] for step in steps}
+        notes.append(note(f"{text}{', '.join(grows)}.", messages=messages, ratio=ratio))
     if not options.quick:
         eighth = next(r for r in rows if r["remote_share"] == 0.125)
         end = next(r for r in rows if r["remote_share"] == 1.0)
         part = eighth["decode_ms"] / end["decode_ms"]
-        notes.append(
-            f"the sharp rise of the paper's Fig. 5 is there; with an eighth of the experts remote "
+        text = (
+            f"The sharp rise of the paper's Fig. 5 is there: with an eighth of the experts remote "
             f"a decode step's layer already takes {100 * part:.0f} % of the time with all remote "
-            "(per_expert), because one remote call is enough to wait for"
+            "(per_expert), because one remote call is enough to wait for."
         )
-    save(options, "fig5_layer_time", rows, figure, *notes)
-    print("\n".join(notes))
+        notes.append(note(text, eighth_over_all=part))
+    save(options, "fig5_layer_time", rows, *notes)
 
 
 # --------------------------------------------------------------------------------------- Fig. 6
@@ -474,13 +495,12 @@ def fig5(options: FigureOptions) -> None:
 def fig6(options: FigureOptions) -> None:
     """Share of tokens and calls served where they arrive, over time."""
     rows, notes = [], []
-    chosen = ("uniform", "redundance", "smartmoe", "eplb_global", "prism", "proxy_optimum")
     for workload, (scenario, epochs) in WORKLOADS.items():
         for model, name in MODELS.items():
             kwargs: dict[str, Any] = {"scenario": scenario, "model": name}
             kwargs["epochs"] = 2 if options.quick else epochs
             ends = {}
-            for policy in chosen:
+            for policy in LOCAL_POLICIES:
                 runs = [
                     drive(kwargs, policy, SEED + s, 5, pooled_start=True)[1]
                     for s in range(options.episodes)
@@ -504,41 +524,24 @@ def fig6(options: FigureOptions) -> None:
                     np.mean([r["local_tokens"] for r in part]) for part in (own[:5], own[5:])
                 ]
                 print(f"{workload} {model} {policy}: {ends[policy]}")
-            told = [f"{p} {100 * a:.0f} % then {100 * b:.0f} %" for p, (a, b) in ends.items()]
-            notes.append(
-                f"{workload}, {model}: local tokens in the first 5 minutes and after them: "
-                + ", ".join(told)
+            shares = [f"{p} {100 * a:.0f} % then {100 * b:.0f} %" for p, (a, b) in ends.items()]
+            text = (
+                f"{workload}, {model}: share of local tokens in the first 5 minutes and after "
+                f"them: {', '.join(shares)}."
             )
-    plt = pyplot()
-    figure, axes = plt.subplots(2, 4, figsize=(16, 7), layout="constrained", sharey=True)
+            notes.append(note(text, workload=workload, model=model, local_tokens=ends))
     parts = [(workload, model) for workload in WORKLOADS for model in MODELS]
-    for column, (workload, model) in enumerate(parts):
-        for axis, unit in zip(axes[:, column], ("tokens", "calls"), strict=True):
-            for policy in chosen:
-                part = [
-                    r
-                    for r in rows
-                    if (r["workload"], r["model"], r["policy"]) == (workload, model, policy)
-                ]
-                band(axis, part, "minute", f"local_{unit}", color=COLOURS[policy], label=policy)
-            axis.set_title(f"{workload}, {model}", fontsize=10)
-            axis.set_xlabel("minutes")
-            axis.set_ylabel(f"share of {unit} served at home")
-            tidy(axis)
-    figure.suptitle(
-        "Decisions every 5 minutes; first placement by the counts of all servers "
-        "pooled; link model nic, h = 1.5 ms",
-        fontsize=10,
-    )
-    legend(figure, axes[0, 0])
+    leads = [_leads(rows, *part) for part in parts]
     notes.append(
-        "prism keeps more at home than uniform, redundance, smartmoe and eplb_global in every "
-        "part, as the paper says; proxy_optimum, which the paper lacks, bounds what counts can do"
-        if all(_leads(rows, *part) for part in parts)
-        else "prism does not lead in every part"
+        note(
+            "prism serves a larger share locally than uniform, redundance, smartmoe and "
+            f"eplb_global in {sum(leads)} of {len(leads)} settings (the paper: in all); "
+            "proxy_optimum, which the paper lacks, bounds what a placement by counts can reach.",
+            prism_leads=sum(leads),
+            settings=len(leads),
+        )
     )
-    save(options, "fig6_local_ratio", rows, figure, *notes)
-    print("\n".join(notes))
+    save(options, "fig6_local_ratio", rows, *notes)
 
 
 def _leads(rows: Sequence[dict[str, Any]], workload: str, model: str) -> bool:
@@ -556,12 +559,71 @@ def _leads(rows: Sequence[dict[str, Any]], workload: str, model: str) -> bool:
     return max(means, key=means.__getitem__) == "prism"
 
 
+def _plot_layer_times(rows: Sequence[Mapping[str, Any]]) -> Any:
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    for axis, step in zip(axes, ("prefill", "decode"), strict=True):
+        for messages in ("per_expert", "per_server"):
+            part = [row for row in rows if row["messages"] == messages]
+            band(
+                axis,
+                part,
+                "remote_share",
+                f"{step}_ms",
+                marker="o",
+                ms=3,
+                label=f"messages {messages}",
+            )
+        axis.set_xlabel("share of a layer's experts that are remote")
+        axis.set_ylabel("time of a layer, ms")
+        axis.set_ylim(0)
+        axis.set_title(f"{step}, DeepSeek-V2-Lite, link model nic, h = 1.5 ms", fontsize=10)
+        tidy(axis)
+    legend(figure, axes[0])
+    return figure
+
+
+def _plot_local_ratio(rows: Sequence[Mapping[str, Any]]) -> Any:
+    parts = list(dict.fromkeys((row["workload"], row["model"]) for row in rows))
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        2, len(parts), figsize=(4 * len(parts), 7), squeeze=False, layout="constrained", sharey=True
+    )
+    for column, (workload, model) in enumerate(parts):
+        for axis, unit in zip(axes[:, column], ("tokens", "calls"), strict=True):
+            for policy in LOCAL_POLICIES:
+                part = [
+                    r
+                    for r in rows
+                    if (r["workload"], r["model"], r["policy"]) == (workload, model, policy)
+                ]
+                band(axis, part, "minute", f"local_{unit}", color=COLOURS[policy], label=policy)
+            axis.set_title(f"{workload}, {model}", fontsize=10)
+            axis.set_xlabel("minutes")
+            axis.set_ylabel(f"share of {unit} served at home")
+            tidy(axis)
+    figure.suptitle(
+        "Decisions every 5 minutes; first placement by the counts of all servers "
+        "pooled; link model nic, h = 1.5 ms",
+        fontsize=10,
+    )
+    legend(figure, axes[0, 0])
+    return figure
+
+
 FIGURES = {"table1": table1, "table2": table2, "fit": fit, "fig5": fig5, "fig6": fig6}
+PICTURES: Pictures = {
+    "table1_offloading": _plot_table1,
+    "table2_latency": _plot_table2,
+    "table2_message_cost": _plot_fit,
+    "fig5_layer_time": _plot_layer_times,
+    "fig6_local_ratio": _plot_local_ratio,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=8)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=8)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ mean grows with the length of the run (column ``overloaded``) has no change in p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.experiments.figures.placement.common import (
     COLOURS,
     SEED,
+    as_text,
     band,
-    few,
     growing,
     measure,
     overloaded,
@@ -28,10 +28,10 @@ from servegym.experiments.figures.placement.common import (
     run_figures,
     seconds_axis,
     setting,
-    told,
     versus,
 )
-from servegym.experiments.figures.script import FigureOptions, errors, legend, pyplot, save, tidy
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.figures.run import FigureOptions, Pictures, first_and_last, save
 from servegym.experiments.output import print_table
 
 __all__ = ["main"]
@@ -41,6 +41,8 @@ GPUS = (4, 8, 16, 32, 64, 128, 256)
 GAPS_S = (8.0, 15.0)
 MBPS = (100, 200, 300, 500, 750, 1000)
 LINKS = ("nic", "pairwise")
+COMPARED = ("redundance", "eplb", "eplb_global", "prism", "proxy_optimum", "whole_layer")
+"""Placements of the sensitivity table."""
 CASES = (("nic", 0.2), ("nic", 1.5), ("pairwise", 1.5))
 """Link model and cost of a message, ms, of Fig. 8b."""
 
@@ -58,8 +60,8 @@ def _compared(one: Found, other: Found, names: tuple[str, str], paired: bool = F
     """Change from ``other`` to ``one`` in words, or which of them, by name, is overloaded."""
     grow = [name for name, found in zip(names, (one, other), strict=True) if found[1]]
     if grow:
-        return f"no change to tell ({' and '.join(grow)} overloaded)"
-    return versus(one[0], other[0]) if paired else told(ratio_of(one[0], other[0]), "+.0f")
+        return f"no change ({' and '.join(grow)} overloaded)"
+    return versus(one[0], other[0]) if paired else as_text(ratio_of(one[0], other[0]), "+.0f")
 
 
 def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
@@ -106,7 +108,7 @@ def fig8a(options: FigureOptions) -> None:
     for link in LINKS:
         chosen = ("redundance", "eplb", "prism") if link == "nic" else ("eplb", "prism")
         for gap in GAPS_S:
-            for gpus in few(options, GPUS[:3] if options.quick else GPUS):
+            for gpus in first_and_last(options, GPUS[:3] if options.quick else GPUS):
                 kwargs: dict[str, Any] = {
                     "scenario": f"scale_{gpus}",
                     "mean_interarrival_s": gap,
@@ -122,12 +124,12 @@ def fig8a(options: FigureOptions) -> None:
     first, last = sizes[0], sizes[-1]
     notes = []
     for link in LINKS:
-        said = []
+        changes = []
         for gap, paper in zip(GAPS_S, ("-19 %", "-9 %"), strict=True):
             late, early = (latency[link, gap, gpus, "prism"] for gpus in (last, first))
             change = _compared(late, early, (f"{last} GPUs", f"{first} GPUs"))
-            said.append(f"{change} at {gap:g} s between requests (paper {paper})")
-        notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(said)}")
+            changes.append(f"{change} at {gap:g} s between requests (paper {paper})")
+        notes.append(f"Prism, {link}, {first} to {last} GPUs: {'; '.join(changes)}")
     for link in LINKS:
         wins = [
             f"{gpus} GPUs at {gap:g} s "
@@ -147,6 +149,12 @@ def fig8a(options: FigureOptions) -> None:
     )
     notes += [holders(gpus) for gpus in (first, last)]
     notes += growing(rows, ("link_model", "gap_s", "gpus", "policy"))
+    settings = {"setting": setting(build_problem(scenario=f"scale_{last}", split="eval"))}
+    save(options, "fig8a_gpus", rows, *notes, settings=settings)
+
+
+def _plot_sizes(rows: Sequence[Mapping[str, Any]]) -> Any:
+    sizes = sorted({row["gpus"] for row in rows})
     plt = pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
     panels = [(link, gap) for link in LINKS for gap in GAPS_S]
@@ -181,9 +189,7 @@ def fig8a(options: FigureOptions) -> None:
         tidy(axis)
     figure.suptitle("DeepSeek-V2-Lite, per-expert messages, h = 1.5 ms, 500 Mbps", fontsize=10)
     legend(figure, axes[0])
-    settings = {"setting": setting(build_problem(scenario=f"scale_{last}", split="eval"))}
-    save(options, "fig8a_gpus", rows, figure, *notes, settings=settings)
-    print("\n".join(notes))
+    return figure
 
 
 # --------------------------------------------------------------------------------------- Fig. 8b
@@ -196,7 +202,7 @@ def fig8b(options: FigureOptions) -> None:
     sizes = (4, 16) if options.quick else (4, 64, 256)
     for link, h in CASES:
         for gpus in sizes:
-            for mbps in few(options, MBPS):
+            for mbps in first_and_last(options, MBPS):
                 kwargs: dict[str, Any] = {
                     "scenario": f"scale_{gpus}",
                     "mean_interarrival_s": 15.0,
@@ -213,17 +219,23 @@ def fig8b(options: FigureOptions) -> None:
                 latency[link, h, gpus, mbps] = own["prism"], bool(overloaded(found))
     notes = []
     for link, h in CASES:
-        said = []
+        changes = []
         for gpus in sizes:
             fast, slow = (latency[link, h, gpus, mbps] for mbps in (MBPS[-1], MBPS[0]))
             change = _compared(fast, slow, (f"{MBPS[-1]} Mbps", f"{MBPS[0]} Mbps"))
-            said.append(f"{gpus} GPUs {change}")
+            changes.append(f"{gpus} GPUs {change}")
         notes.append(
-            f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(said)}; the "
+            f"{link}, h = {h:g} ms, from {MBPS[0]} to {MBPS[-1]} Mbps: {', '.join(changes)}; the "
             "paper: -55 % with 4 GPUs, -35 % with 256"
         )
     notes.append("15 s between the requests of a server, arrivals of 5 minutes")
     notes += growing(rows, ("link_model", "h_ms", "gpus", "mbps"))
+    settings = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
+    save(options, "fig8b_bandwidth", rows, *notes, settings=settings)
+
+
+def _plot_bandwidths(rows: Sequence[Mapping[str, Any]]) -> Any:
+    sizes = sorted({row["gpus"] for row in rows})
     plt = pyplot()
     figure, axes = plt.subplots(1, len(CASES), figsize=(12, 4), layout="constrained")
     for axis, (link, h) in zip(axes, CASES, strict=True):
@@ -250,9 +262,7 @@ def fig8b(options: FigureOptions) -> None:
         axis.set_title(f"Prism, link model {link}, h = {h:g} ms", fontsize=10)
         tidy(axis)
     legend(figure, axes[0])
-    settings = {"setting": setting(build_problem(scenario=f"scale_{sizes[-1]}", split="eval"))}
-    save(options, "fig8b_bandwidth", rows, figure, *notes, settings=settings)
-    print("\n".join(notes))
+    return figure
 
 
 # ----------------------------------------------------------------------------------- sensitivity
@@ -260,10 +270,9 @@ def fig8b(options: FigureOptions) -> None:
 
 def sensitivity(options: FigureOptions) -> None:
     """Which placement is fastest by link model, kind and cost of messages and link speed."""
-    chosen = ("redundance", "eplb", "eplb_global", "prism", "proxy_optimum", "whole_layer")
     rows: list[dict[str, Any]] = []
     notes = []
-    for scenario in few(options, ("paper_testbed", "edge_hetero")):
+    for scenario in first_and_last(options, ("paper_testbed", "edge_hetero")):
         for link in LINKS:
             for messages in ("per_expert", "per_server"):
                 for h in (0.2, 1.5):
@@ -279,7 +288,7 @@ def sensitivity(options: FigureOptions) -> None:
                     place = f"{scenario}, {link}, {messages}, h = {h:g} ms"
                     point = {"point": place, "scenario": scenario, "link_model": link}
                     point |= {"messages": messages, "h_ms": h}
-                    found, own = measure(chosen, options.episodes, point, **kwargs)
+                    found, own = measure(COMPARED, options.episodes, point, **kwargs)
                     rows += found
                     order = sorted(own, key={k: x.mean() for k, x in own.items()}.__getitem__)
                     grow = overloaded(found)
@@ -290,13 +299,19 @@ def sensitivity(options: FigureOptions) -> None:
     cell = {(row["point"], row["policy"]): row for row in rows}
     print_table(
         "Mean latency, s",
-        ["", *chosen],
-        [[p, *(f"{cell[p, name]['mean_latency_s']:.2f}" for name in chosen)] for p in points],
+        ["", *COMPARED],
+        [[p, *(f"{cell[p, name]['mean_latency_s']:.2f}" for name in COMPARED)] for p in points],
     )
-    first = {p: min(chosen, key=lambda n, p=p: cell[p, n]["mean_latency_s"]) for p in points}
-    wins = [f"{name} in {list(first.values()).count(name)}" for name in chosen]
+    first = {p: min(COMPARED, key=lambda n, p=p: cell[p, n]["mean_latency_s"]) for p in points}
+    wins = [f"{name} in {list(first.values()).count(name)}" for name in COMPARED]
     notes.insert(0, f"fastest of these six in {len(points)} settings: {', '.join(wins)}")
     notes += growing(rows, ("point", "policy"))
+    save(options, "sensitivity_links", rows, *notes)
+
+
+def _plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Any:
+    points = list(dict.fromkeys(row["point"] for row in rows))
+    cell = {(row["point"], row["policy"]): row for row in rows}
     plt = pyplot()
     figure, axes = plt.subplots(
         1,
@@ -306,9 +321,9 @@ def sensitivity(options: FigureOptions) -> None:
         squeeze=False,
     )
     for axis, scenario in zip(axes[0], dict.fromkeys(r["scenario"] for r in rows), strict=True):
-        own = [p for p in points if cell[p, chosen[0]]["scenario"] == scenario]
-        for k, name in enumerate(chosen):
-            values, bars = errors([cell[p, name] for p in own], "mean_latency_s")
+        own = [p for p in points if cell[p, COMPARED[0]]["scenario"] == scenario]
+        for k, name in enumerate(COMPARED):
+            values, bars = error_bars([cell[p, name] for p in own], "mean_latency_s")
             axis.bar(
                 np.arange(len(own)) + 0.14 * k,
                 values,
@@ -325,16 +340,20 @@ def sensitivity(options: FigureOptions) -> None:
         axis.set_title(f"{scenario}, DeepSeek-V2-Lite", fontsize=10)
         tidy(axis)
     legend(figure, axes[0, 0])
-    save(options, "sensitivity_links", rows, figure, *notes)
-    print("\n".join(notes))
+    return figure
 
 
 FIGURES = {"fig8a": fig8a, "fig8b": fig8b, "sensitivity": sensitivity}
+PICTURES: Pictures = {
+    "fig8a_gpus": _plot_sizes,
+    "fig8b_bandwidth": _plot_bandwidths,
+    "sensitivity_links": _plot_sensitivity,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=5)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=5)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ that Prism gives it cover, beside the most they could and beside Theorem 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from servegym.baselines.expert_placement.prism import prism
 from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.figures.placement.common import few, interval, run_figures, setting
-from servegym.experiments.figures.script import FigureOptions, legend, pyplot, save, tidy
+from servegym.experiments.figures.placement.common import interval, run_figures, setting
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
+from servegym.experiments.figures.run import FigureOptions, Pictures, first_and_last, save
 from servegym.experiments.output import print_table
 
 __all__ = ["covered", "main", "skew_of"]
@@ -67,7 +68,7 @@ def _resampled(activations: Activations, rows: np.ndarray, number: int) -> dict[
 def skew(options: FigureOptions) -> None:
     """Share of the most used expert and entropy, by model, task and layer, with both skews."""
     rows: list[dict[str, Any]] = []
-    for model in few(options, MODELS):
+    for model in first_and_last(options, MODELS):
         for kind in ("measured", "paper"):
             activations = load_activations(model, skew=kind)
             for t, task in enumerate(activations.tasks):
@@ -106,18 +107,18 @@ def skew(options: FigureOptions) -> None:
         ],
     )
     notes = []
-    for model in few(options, MODELS):
+    for model in first_and_last(options, MODELS):
         sizes = load_activations(model).model
         for kind in ("measured", "paper"):
             part = [r for r in rows if r["model"] == model and r["skew"] == kind]
             top = [r["top_share"] for r in part if r["layer"] != "mean"]
-            told = [r for r in part if r["layer"] == "mean"]
-            mean = np.mean([r["top_share"] for r in told])
+            means = [r for r in part if r["layer"] == "mean"]
+            mean = np.mean([r["top_share"] for r in means])
             notes.append(
-                f"{model}, {kind} skew ({told[0]['kind']}): the most used expert of a layer takes "
+                f"{model}, {kind} skew ({means[0]['kind']}): the most used expert of a layer takes "
                 f"{100 * mean:.1f} % of a task's choices (from {100 * min(top):.1f} to "
                 f"{100 * max(top):.1f} %; equal use {100 / sizes.experts:.1f} %, at most "
-                f"{100 / sizes.top_k:.1f} %); entropy {np.mean([r['entropy'] for r in told]):.3f} "
+                f"{100 / sizes.top_k:.1f} %); entropy {np.mean([r['entropy'] for r in means]):.3f} "
                 "of log2 E"
             )
     notes += [
@@ -125,8 +126,7 @@ def skew(options: FigureOptions) -> None:
         "even) are not in the recorded activations; skew='paper' makes tasks as narrow as that",
         "intervals: prompts drawn again; 'mean' over layers",
     ]
-    save(options, "fig2_3_skew", rows, _plot_skew(rows), *notes)
-    print("\n".join(notes))
+    save(options, "fig2_3_skew", rows, *notes)
 
 
 def _plot_skew(rows: Sequence[dict[str, Any]]) -> Any:
@@ -196,7 +196,7 @@ def coverage(options: FigureOptions) -> None:
     """U_n of Prism and of the exact optimum of Eq. 2 against memory, and Theorem 1's bound."""
     rows: list[dict[str, Any]] = []
     methods = {"prism": prism, "proxy_optimum": proxy_optimum}
-    for fraction in few(options, FRACTIONS):
+    for fraction in first_and_last(options, FRACTIONS):
         problem = build_problem(
             scenario="paper_testbed", split="eval", cluster_kwargs={"memory_fraction": fraction}
         )
@@ -218,6 +218,24 @@ def coverage(options: FigureOptions) -> None:
                 for n in range(cluster.num_servers):
                     row |= interval([r[key][n] for r in runs], f"{key}_server_{n + 1}")
             rows.append(row)
+    prism_rows = [row for row in rows if row["policy"] == "prism"]
+    worst = min(row[f"ratio_server_{n}"] for row in prism_rows for n in (1, 2, 3))
+    default = min(prism_rows, key=lambda row: abs(row["memory_fraction"] - 0.3))
+    shares = [f"{default[f'ratio_server_{n}']:.3f}" for n in (1, 2, 3)]
+    notes = [
+        f"at {default['memory_fraction']:g} of the memory Prism covers {', '.join(shares)} of what "
+        f"the servers' most frequent experts would; the least at any memory is {worst:.3f}",
+        "Theorem 1 promises 1 - 1/e = 0.632 of the optimum: met on these activations at every "
+        "memory, but it is no guarantee, since coverage can force 0.5 (one layer of 8 experts, "
+        "two servers of 4 slots that both use experts 0 to 3 only)"
+        if worst >= 1 - 1 / math.e
+        else "Theorem 1's 1 - 1/e = 0.632 is not met on these activations",
+    ]
+    problem = build_problem(scenario="paper_testbed", split="eval")
+    save(options, "theorem1_coverage", rows, *notes, settings={"setting": setting(problem)})
+
+
+def _plot_coverage(rows: Sequence[Mapping[str, Any]]) -> Any:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
     for name, style in (("prism", "-"), ("proxy_optimum", "--")):
@@ -240,30 +258,16 @@ def coverage(options: FigureOptions) -> None:
     axis.set_title("DeepSeek-V2-Lite, 1, 1, 2 GPUs", fontsize=10)
     tidy(axis)
     legend(figure, axis, columns=3)
-    prism_rows = [row for row in rows if row["policy"] == "prism"]
-    worst = min(row[f"ratio_server_{n}"] for row in prism_rows for n in (1, 2, 3))
-    default = min(prism_rows, key=lambda row: abs(row["memory_fraction"] - 0.3))
-    told = [f"{default[f'ratio_server_{n}']:.3f}" for n in (1, 2, 3)]
-    notes = [
-        f"at {default['memory_fraction']:g} of the memory Prism covers {', '.join(told)} of what "
-        f"the servers' most frequent experts would; the least at any memory is {worst:.3f}",
-        "Theorem 1 promises 1 - 1/e = 0.632 of the optimum: met on these activations at every "
-        "memory, but it is no guarantee, since coverage can force 0.5 (one layer of 8 experts, "
-        "two servers of 4 slots that both use experts 0 to 3 only)"
-        if worst >= 1 - 1 / math.e
-        else "Theorem 1's 1 - 1/e = 0.632 is not met on these activations",
-    ]
-    problem = build_problem(scenario="paper_testbed", split="eval")
-    save(options, "theorem1_coverage", rows, figure, *notes, settings={"setting": setting(problem)})
-    print("\n".join(notes))
+    return figure
 
 
 FIGURES = {"skew": skew, "coverage": coverage}
+PICTURES: Pictures = {"fig2_3_skew": _plot_skew, "theorem1_coverage": _plot_coverage}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=5)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=5)
 
 
 if __name__ == "__main__":

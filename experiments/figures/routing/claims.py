@@ -1,4 +1,4 @@
-"""The routing paper's claims: what they come to in the tables, and in words for each figure."""
+"""The routing paper's claims: what the tables say of them, and the notes of each figure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from servegym.experiments.figures.verdicts import (
     span,
     values,
 )
+from servegym.experiments.tables import note
 
 __all__ = [
     "CLAIMS",
@@ -26,9 +27,10 @@ __all__ = [
     "OVER_BASELINE",
     "PAPER_HEURISTICS",
     "PRINTED",
-    "TRAINED_SO",
+    "RETRAINED",
     "Change",
     "ahead",
+    "at_point",
     "best_trained",
     "claim",
     "claims",
@@ -76,7 +78,7 @@ for each number of experts."""
 PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
 """The paper's baselines beside Baseline RL."""
 
-TRAINED_SO = "sac_han (trained so)"
+RETRAINED = "sac_han (trained so)"
 """SAC-HAN trained anew for each of the predictors that it is measured with (Fig. 18)."""
 
 COLLAPSED = 0.9
@@ -123,7 +125,7 @@ def ahead(
                 poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
                 (weak if poor and change * paper > 0 else counted).append(change)
                 rivals.append(rival)
-            told = [
+            parts = [
                 f"{span(part)} at {_points(part)}{why}"
                 for part, why in (
                     (counted, f" over {' or '.join(dict.fromkeys(rivals))}" * best),
@@ -133,7 +135,7 @@ def ahead(
             ]
             worst = min((one / paper for one in counted), default=None)
             verdict = OPEN if worst is None else judge(worst * paper, paper, least)
-            yield Finding(fleet, "; ".join(told), verdict)
+            yield Finding(fleet, "; ".join(parts), verdict)
 
     return read
 
@@ -155,9 +157,9 @@ def changed(
     """The claim that a change between two routers is the one of `PRINTED`, see `ahead`."""
     printed = PRINTED[f"{place}, {part}" if part else place]
     figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
-    told = f"{'at least ' * least}{figure:+.2f} %"
+    printed_as = f"{'at least ' * least}{figure:+.2f} %"
     read = ahead(method, reference, figure, least, key, best)
-    return Claim("routing", place, text, told, source, read)
+    return Claim("routing", place, text, printed_as, source, read)
 
 
 def end_to_end(rows: Rows) -> Iterable[Finding]:
@@ -179,7 +181,7 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS with predicted scores and lengths over that with none."""
     for point in values(rows, "point"):
         own = pick(rows, point=point)
-        for policy in ("priced_greedy", "rpi (shipped)", TRAINED_SO):
+        for policy in ("priced_greedy", "rpi (shipped)", RETRAINED):
             qos = {row["predictors"]: row["qos"] for row in pick(own, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
@@ -193,7 +195,7 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
     for point in values(rows, "point"):
         own = pick(rows, point=point)
         named = {row["policy"]: row for row in pick(own, predictors="PS+PL")}
-        none = pick(own, predictors="ZS+ZL", policy=TRAINED_SO)
+        none = pick(own, predictors="ZS+ZL", policy=RETRAINED)
         if not none:
             yield Finding(point, "not trained here", OPEN)
             continue
@@ -218,102 +220,127 @@ def predictor(quantity: str, top1: float, top3: float) -> Reader:
         for buckets in values(rows, "buckets"):
             own = pick(rows, quantity=quantity, split="eval", buckets=buckets)
             (tuned,), (common,) = (pick(own, predictor=p) for p in ("fine-tuned", "most common"))
-            told = "/".join(f"{100 * tuned[key]:.1f}" for key in ("top1", "top3"))
-            blind = "/".join(f"{100 * common[key]:.1f}" for key in ("top1", "top3"))
+            ours, blind = (
+                "/".join(f"{100 * row[key]:.1f}" for key in ("top1", "top3"))
+                for row in (tuned, common)
+            )
             met = holds([100 * tuned["top1"] >= top1, 100 * tuned["top3"] >= top3])
-            yield Finding(f"{buckets} buckets", f"{told} % (the commonest alone {blind} %)", met)
+            yield Finding(f"{buckets} buckets", f"{ours} % (the commonest alone {blind} %)", met)
 
     return read
 
 
 def claim(
     rows: Sequence[Mapping[str, Any]], method: str, reference: str, paper: Change | str
-) -> list[str]:
-    """What the paper claims of ``method`` over ``reference`` against these rows, one line.
+) -> dict[str, Any]:
+    """What the paper claims of ``method`` over ``reference``, held against the rows of a point.
 
-    ``paper`` is the printed change, or words where it prints none.
-    A reference that ends below shortest_queue counts as undertrained: a gain over it is no figure.
+    A reference below shortest_queue counts as undertrained: a gain over it has no ratio.
+
+    Args:
+        rows: The rows of a point.
+        method: A policy.
+        reference: The policy that it is compared with.
+        paper: The printed change, or words where the paper prints none.
+
+    Returns:
+        A note with ``method``, ``reference``, ``verdict`` and, where there is a ratio, the changes
+        ``qos_pct`` and ``latency_pct`` and the policies that have ``collapsed``.
     """
     named = {row["policy"]: row for row in rows}
+    pair = {"method": method, "reference": reference}
     if method not in named or reference not in named:
-        return [f"{method} over {reference}: not trained here (paper: {paper})"]
+        text = f"{method} over {reference}: not trained here (paper: {paper})."
+        return note(text, **pair, verdict=OPEN)
     ours, theirs = named[method], named[reference]
     ceiling, queue = ours.get("ceiling", math.nan), named.get("shortest_queue")
     if queue is not None and theirs["qos"] < min(queue["qos"], ours["qos"]):
-        return [
-            f"{method} over {reference}: no ratio, {reference} is undertrained "
-            f"({theirs['qos']:.3f}, below shortest_queue {queue['qos']:.3f}; {method} "
-            f"{ours['qos']:.3f}) (paper: {paper}; the best score whatever the latency is "
-            f"{percent(ceiling, queue['qos']):+.0f} % over shortest_queue)"
-        ]
+        text = (
+            f"{method} over {reference}: no ratio, since {reference} learnt too little (its QoS of "
+            f"{theirs['qos']:.3f} is below shortest_queue's {queue['qos']:.3f}; {method} has "
+            f"{ours['qos']:.3f}). The paper has {paper}; a router that always gave the best score "
+            f"would have {percent(ceiling, queue['qos']):+.0f} % over shortest_queue."
+        )
+        return note(text, **pair, verdict=OPEN)
     qos = percent(ours["qos"], theirs["qos"])
     latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
-    most = percent(ceiling, theirs["qos"])
-    verdict = judge(qos, paper.qos, paper.least) if isinstance(paper, Change) else "no figure"
-    if max(ours.get("top_share", 0), theirs.get("top_share", 0)) > COLLAPSED:
-        shares = [f"{row['policy']} {100 * row['top_share']:.0f} %" for row in (ours, theirs)]
-        paper = f"{paper}; COLLAPSED onto one expert: {', '.join(shares)}"
-    return [
+    verdict = judge(qos, paper.qos, paper.least) if isinstance(paper, Change) else OPEN
+    collapsed = [row for row in (ours, theirs) if row.get("top_share", 0) > COLLAPSED]
+    text = (
         f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
-        f"{paper}: {verdict}; the best score whatever the latency: {most:+.0f} %)"
-    ]
+        f"{paper}{'' if verdict == OPEN else f': {verdict}'}; a router that always gave the best "
+        f"score: QoS {percent(ceiling, theirs['qos']):+.0f} %)."
+    )
+    for row in collapsed:
+        text += f" {row['policy']} sends {100 * row['top_share']:.0f} % to one expert: collapsed."
+    found = {"qos_pct": qos, "latency_pct": latency, "verdict": verdict}
+    return note(text, **pair, **found, collapsed=[row["policy"] for row in collapsed])
 
 
 def best_trained(
     rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
-) -> list[str]:
-    """The best trained router of these rows against the best heuristics, one line or none."""
+) -> list[dict[str, Any]]:
+    """The best trained router of a point against the best heuristics: one note or none."""
     named = {row["policy"]: row for row in rows if row["policy"] in references}
     trained = [row for row in rows if row["trainings"]]
     if not trained or len(named) < len(references):
         return []
     best = max(trained, key=lambda row: row["qos"])
-    told = [
+    against = [
         f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; on "
         f"the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
         f"{best[f'over_{name}_high']:+.4f}])"
         for name in references
     ]
-    return [
-        f"best trained: {best['policy']} {best['qos']:.3f} [{best['qos_low']:.3f}, "
-        f"{best['qos_high']:.3f}] against {', '.join(told)}; best score "
-        f"{best['ceiling']:.3f}"
-    ]
+    text = (
+        f"the best trained router is {best['policy']} with a QoS of {best['qos']:.3f} "
+        f"[{best['qos_low']:.3f}, {best['qos_high']:.3f}], against {', '.join(against)}; the best "
+        f"score of every request would be {best['ceiling']:.3f}."
+    )
+    return [note(text, method=best["policy"], qos=best["qos"])]
 
 
-def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[str]:
-    """What the paper's claim comes to, and who is best, at every point.
+def at_point(point: str, notes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Notes on one point, which their sentences and records name."""
+    return [{**one, "text": f"{point}: {one['text']}", "point": point} for one in notes]
+
+
+def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[dict[str, Any]]:
+    """What the paper's claim comes to, and which router is best, at every point.
 
     The paper's figures are over Baseline RL or over all its baselines: the trained one has its
-    line, and the strongest of them where that is a heuristic.
+    note, and so has the `strongest` where that is a heuristic.
     """
-    lines = []
+    notes = []
     for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
         part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
         points = {point: pick(part, point=point) for point in values(part, "point")}
         trained = {row["policy"] for row in part}
         pairs = [pair for pair in PAIRS if set(pair) <= trained]
         if not pairs:
-            lines += [f"{fleet}: {one}" for one in claim([], *PAIRS[0], paper)]
-        for pair in pairs:
-            method, reference = pair
+            notes += at_point(fleet, [claim([], *PAIRS[0], paper)])
+        for method, reference in pairs:
             for point, own in points.items():
                 named = {row["policy"]: row for row in own}
-                if set(pair) <= set(named):
-                    for rival in dict.fromkeys((reference, strongest(named, reference))):
-                        lines += [f"{point}: {one}" for one in claim(own, method, rival, paper)]
+                if {method, reference} <= set(named):
+                    rivals = dict.fromkeys((reference, strongest(named, reference)))
+                    notes += at_point(point, [claim(own, method, one, paper) for one in rivals])
         for point, own in points.items():
-            lines += [f"{point}: {line}" for line in best_trained(own)]
-    print("\n".join(lines))
-    return lines
+            notes += at_point(point, best_trained(own))
+    return notes
 
 
-def spread(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def spread(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """How the trained routers of these rows spread what they send, and whether one collapsed."""
     return [
-        f"{row['policy']}: busiest expert {100 * row['top_share']:.0f} % of what is sent, entropy "
-        f"of the shares {row['share_entropy']:.2f}"
-        + (" (COLLAPSED)" if row["top_share"] > COLLAPSED else "")
+        note(
+            f"{row['policy']} sends {100 * row['top_share']:.0f} % of its requests to the busiest "
+            f"expert (entropy of the shares {row['share_entropy']:.2f}"
+            + ("): collapsed." if row["top_share"] > COLLAPSED else ")."),
+            policy=row["policy"],
+            top_share=row["top_share"],
+            collapsed=row["top_share"] > COLLAPSED,
+        )
         for row in rows
         if row["trainings"]
     ]

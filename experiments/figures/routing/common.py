@@ -1,8 +1,4 @@
-"""What the figure scripts of the routing experiments share.
-
-Baselines and trained routers on the same episodes, their summaries with intervals, the tidy CSV,
-the picture, and beside them a text file with the command, the versions and the machine.
-"""
+"""What the figures of the routing experiments share: routers, episodes and their summaries."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ import numpy as np
 
 from servegym.envs._checks import choose
 from servegym.experiments.evaluate import evaluate
-from servegym.experiments.figures import script as figure_run
+from servegym.experiments.figures import run as figure_run
 from servegym.experiments.figures.routing.plots import (
     BASELINES,
     plot_bars,
@@ -26,11 +22,13 @@ from servegym.experiments.figures.routing.plots import (
     style,
 )
 from servegym.experiments.figures.routing.training import RESULT, source_digest
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
     figure_parser,
     run_chosen,
+    table_path,
 )
 from servegym.experiments.jobs import LOCK
 from servegym.experiments.output import print_table, read_rows
@@ -56,9 +54,6 @@ __all__ = [
 
 ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
-OUT = Path("experiments/results/routing")
-SHIPPED = Path(__file__).parents[2] / "results" / "routing"
-"""The tables that come with the package."""
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
 GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
@@ -86,7 +81,7 @@ class TrainedRun(NamedTuple):
     """A finished training.
 
     Attributes:
-        label: What it is called in tables and pictures; runs of one label differ in their seed.
+        label: Its name in tables and pictures; runs of one label differ in their seed.
         path: Its checkpoint.
         group: Group of the training queue, or ``other``.
         variant: Variant of the training queue, or what the checkpoint calls itself.
@@ -109,7 +104,7 @@ class TrainedRun(NamedTuple):
 
 
 class Options(FigureOptions):
-    """What the command line of a routing figure says, beside `FigureOptions`.
+    """The command line of a routing figure: `FigureOptions` and the routers to compare.
 
     Attributes:
         checkpoints: Folder of the trainings, or None.
@@ -118,7 +113,7 @@ class Options(FigureOptions):
         fleets: Fleets to measure.
         requests: Requests of an episode.
         trained: The finished trainings.
-        keep: Whether the kept tables' other policies stay in them, see `with_earlier`.
+        keep: Whether policies that are not measured stay in the tables, see `with_earlier`.
     """
 
     checkpoints: Path | None
@@ -154,16 +149,16 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
     found = []
     for path in sorted(folder.glob("**/best.safetensors")):
         run = path.parent
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if (run / RESULT).exists():
-            told = json.loads((run / RESULT).read_text(encoding="utf-8"))
+            result = json.loads((run / RESULT).read_text(encoding="utf-8"))
         elif (run / LOCK).exists():
             print(f"{run.name} is not finished and left out")
             continue
         policy = load_policy(path)
         if policy.agent not in GRAPH_AGENTS:
             continue
-        group, variant = told.get("group", "other"), told.get("variant", policy.name)
+        group, variant = result.get("group", "other"), result.get("variant", policy.name)
         label = {
             "paper": variant,
             "general": f"{'sac_han' if variant == 'residual' else variant} (general)",
@@ -352,32 +347,25 @@ def with_earlier(
     """
     if not options.keep:
         return [dict(row) for row in rows]
-    table = _earlier(options, stem)
+    table = table_path(options, stem)
     if not table.exists():
         raise ValueError(f"keep: there is no {table} to keep rows of; leave --keep out")
     earlier = read_rows(table, empty=math.nan)
     return merge_policies(rows, earlier, point, BASELINES, "qos", table)
 
 
-def _earlier(options: Options, stem: str) -> Path:
-    own = options.out / f"{stem}.csv"
-    return own if own.exists() else SHIPPED / own.name
-
-
 def _merged(options: Options, stem: str) -> list[dict[str, Any]]:
     """Provenance of the tables whose rows `with_earlier` added, the oldest first."""
     if not options.keep:
         return []
-    record = read_record(_earlier(options, stem))
+    record = read_record(table_path(options, stem))
     if not record:  # an installed package has the tables alone
         return [{"versions": versions(())}]
     before = record.get("merged", [])
     return [*before, {key: record[key] for key in ("command", "date", "settings")}]
 
 
-def save(
-    options: Options, stem: str, rows: Sequence[Mapping[str, Any]], figure: Any, *notes: Note
-) -> None:
+def save(options: Options, stem: str, rows: Sequence[Mapping[str, Any]], *notes: Note) -> None:
     """As `figure_run.save`, with the trained routers that the figure compares."""
     seeds: dict[str, list[int]] = {}
     for run in options.trained:
@@ -387,7 +375,6 @@ def save(
         options,
         stem,
         rows,
-        figure,
         *notes,
         settings=settings,
         packages=("torch",),
@@ -419,23 +406,25 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]], keys: Sequence[str
 
 def run_figures(
     figures: Mapping[str, Figure],
+    pictures: Pictures,
     argv: Sequence[str] | None,
     description: str | None,
     module: str,
     episodes: int,
     own: Callable[[argparse.ArgumentParser], None] | None = None,
-    keeps: bool = False,
+    mergeable: bool = False,
 ) -> int:
-    """The command line of a figure script.
+    """The command line of a figure module.
 
     Args:
         figures: Figure by name, in order.
+        pictures: See `figure_run.run_chosen`.
         argv: Arguments, those of the process by default.
-        description: The script's docstring.
-        module: The script's module.
+        description: The module's docstring.
+        module: Import name of the module.
         episodes: Default number of episodes.
-        own: Adds the script's own options.
-        keeps: Whether its figures go through `with_earlier`.
+        own: Adds the module's own options.
+        mergeable: Whether its figures go through `with_earlier`, so that it takes ``--keep``.
 
     Returns:
         0.
@@ -443,7 +432,7 @@ def run_figures(
     Raises:
         ValueError: If an argument is not valid.
     """
-    parser = figure_parser(tuple(figures), description, module, episodes, OUT)
+    parser = figure_parser(tuple(figures), description, module, episodes)
     parser.add_argument(
         "--checkpoints", type=Path, help="folder of trainings; default: the shipped ones"
     )
@@ -461,15 +450,17 @@ def run_figures(
         dest="fleets",
         help=f"fleets ({' '.join(FLEETS)})",
     )
-    if keeps:
+    if mergeable:
         parser.add_argument(
             "--keep",
             action="store_true",
-            help="leave the policies that are not measured in the kept table (not fig16, table2)",
+            help="leave the policies that are not measured in the table (not fig16, table2)",
         )
     if own is not None:
         own(parser)
     options = command_line(parser, argv, Options())
+    if options.draw:
+        return run_chosen(figures, pictures, options)
     options.trained = tuple(find_runs(options.checkpoints))
     if options.shipped and options.checkpoints is not None:
         options.trained += tuple(shipped_runs())
@@ -482,4 +473,4 @@ def run_figures(
     options.requests = 100 if options.quick else 1000
     if not options.trained:
         print("no trained routers: baselines only")
-    return run_chosen(figures, options)
+    return run_chosen(figures, pictures, options)

@@ -15,6 +15,7 @@ from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import run_main
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
     Options,
@@ -26,8 +27,9 @@ from servegym.experiments.figures.routing.common import (
     style,
     with_earlier,
 )
-from servegym.experiments.figures.script import legend, pyplot, tidy
+from servegym.experiments.figures.run import Pictures
 from servegym.experiments.output import print_table
+from servegym.experiments.tables import note
 
 __all__ = ["long_run", "main"]
 
@@ -68,9 +70,16 @@ def fig10(options: Options) -> None:
         ],
         body,
     )
-    plt = pyplot()
+    note = (
+        "The mean is over served requests, and a request is shorter on a model with short "
+        "answers: compare latencies together with the QoS and the share of refused requests."
+    )
+    save(options, "fig10_end_to_end", rows, note)
+
+
+def _plot_parts(rows: Sequence[Mapping[str, Any]]) -> Any:
     points = list(dict.fromkeys(row["point"] for row in rows))
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         1, len(points), figsize=(6.2 * len(points), 4), squeeze=False, layout="constrained"
     )
     for axis, point_name in zip(axes[0], points, strict=True):
@@ -84,8 +93,7 @@ def fig10(options: Options) -> None:
         axis.set(title=point_name, xlabel="mean end-to-end latency of served requests, s")
         tidy(axis)
     legend(figure, axes[0, 0])
-    note = "a request is shorter on a model with short answers: compare beside QoS and refusals"
-    save(options, "fig10_end_to_end", rows, figure, note, "paper: at least -21.34 %")
+    return figure
 
 
 def long_run(
@@ -157,10 +165,10 @@ def fig14(options: Options) -> None:
             "episode_requests": 300 if options.quick else 6000,
         }
         policies: list[Any] = list(LONG_RUN)
-        taken: set[str] = set()
+        labels: set[str] = set()
         for one in chosen(options, fleet):  # one training of each kind: a run, not a mean
-            if one.label not in taken:
-                taken.add(one.label)
+            if one.label not in labels:
+                labels.add(one.label)
                 policy = load_policy(one.path)
                 if getattr(policy, "experts", 0) not in (0, 6):
                     continue
@@ -176,8 +184,7 @@ def fig14(options: Options) -> None:
             ]
     rows = with_earlier(options, "fig14_15_long_run", rows, "profiles")
     fleets = list(dict.fromkeys(row["profiles"] for row in rows))
-    figure = _plot_long_run(rows, fleets)
-    body = []
+    body, notes = [], []
     for fleet in fleets:
         for name in policies_of([row for row in rows if row["profiles"] == fleet]):
             own = [r for r in rows if r["policy"] == name and r["profiles"] == fleet]
@@ -187,13 +194,26 @@ def fig14(options: Options) -> None:
                 for key in ("qos", "memory_use")
             ]
             body.append([name, fleet, f"{means[0]:.3f}", f"{100 * means[1]:.1f}"])
+            notes.append(
+                note(
+                    f"{name} on {fleet}: QoS {means[0]:.3f} and {100 * means[1]:.1f} % of the KV "
+                    "memory in use, over the whole run.",
+                    policy=name,
+                    profiles=fleet,
+                    qos=means[0],
+                    memory_use=means[1],
+                )
+            )
     print_table("fig14, fig15: long run", ["policy", "fleet", "QoS", "memory %"], body)
-    note = f"one episode; windows of {WINDOW_S:g} s; bursts fitted to BurstGPT at a mean of 5/s"
-    told = [f"{name}, {fleet}: QoS {qos}, memory {use} %" for name, fleet, qos, use in body]
-    save(options, "fig14_15_long_run", rows, figure, note, *told)
+    setting = (
+        f"One episode in windows of {WINDOW_S:g} s; arrivals with bursts fitted to BurstGPT, 5 "
+        "requests/s on average."
+    )
+    save(options, "fig14_15_long_run", rows, setting, *notes)
 
 
-def _plot_long_run(rows: Sequence[Mapping[str, Any]], fleets: Sequence[str]) -> Any:
+def _plot_long_run(rows: Sequence[Mapping[str, Any]]) -> Any:
+    fleets = list(dict.fromkeys(row["profiles"] for row in rows))
     figure, grid = pyplot().subplots(
         3,
         len(fleets),
@@ -228,11 +248,12 @@ def _plot_long_run(rows: Sequence[Mapping[str, Any]], fleets: Sequence[str]) -> 
 
 
 FIGURES = {"fig10": fig10, "fig14": fig14}
+PICTURES: Pictures = {"fig10_end_to_end": _plot_parts, "fig14_15_long_run": _plot_long_run}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50, keeps=True)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50, mergeable=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import numpy as np
 
 from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
+from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.routing.claims import (
     PAPER_HEURISTICS,
     PRINTED,
-    TRAINED_SO,
+    RETRAINED,
+    at_point,
     claim,
     spread,
 )
@@ -36,12 +38,13 @@ from servegym.experiments.figures.routing.common import (
     with_earlier,
 )
 from servegym.experiments.figures.routing.plots import plot_bars, plot_groups
-from servegym.experiments.figures.routing.runs import POINTS, RUNS
 from servegym.experiments.figures.routing.training import RESULT
-from servegym.experiments.figures.script import pyplot, tidy
+from servegym.experiments.figures.routing.training_runs import POINTS, RUNS
+from servegym.experiments.figures.run import Picture, Pictures
 from servegym.experiments.figures.verdicts import percent
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import student_interval
+from servegym.experiments.tables import note
 
 __all__ = ["learning_curves", "main", "profile_router"]
 
@@ -61,6 +64,7 @@ predictor that was fine-tuned here (`agents.train_predictor`); the truth, an upp
 
 REFERENCES = ("shortest_queue", "greedy_qos", "priced_greedy")
 """Heuristics drawn into the training curves."""
+REFERENCES_TABLE = "fig16_references"
 
 
 def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
@@ -80,7 +84,7 @@ def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
         path = folder / one.name / "metrics.jsonl" if folder is not None else None
         if path is None or not path.exists():
             continue
-        told = {"run": one.name, "group": one.group, "variant": one.variant, "point": one.point}
+        head = {"run": one.name, "group": one.group, "variant": one.variant, "point": one.point}
         found: dict[str, dict[int, list[float]]] = {name: {} for name in names.values()}
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
@@ -95,7 +99,7 @@ def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
         for name, points in found.items():
             rows += [
                 {
-                    **told,
+                    **head,
                     "seed": one.seed,
                     "step": step,
                     "quantity": name,
@@ -110,7 +114,7 @@ def reference_levels(point: str) -> dict[str, float]:
     """Validation QoS of `REFERENCES` on the episodes that the learning curves are measured on.
 
     Args:
-        point: Key of `routing_runs.POINTS`.
+        point: Key of `training_runs.POINTS`.
     """
     from servegym.agents.lib.run import validate
     from servegym.agents.sac_han import Args
@@ -131,57 +135,81 @@ def fig16(options: Options) -> None:
     if options.checkpoints is None or not rows:
         print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
         return
-    plt = pyplot()
     done = {row["run"] for row in rows if (options.checkpoints / row["run"] / RESULT).exists()}
     rows = [row for row in rows if row["run"] in done or not done]
     # Trainings in changed environments have other reference levels: their tables are Fig. 11 to 18.
     changed = {one.name for one in RUNS if one.settings.get("set")}
     rows = [row for row in rows if row["run"] not in changed]
-    panels = list(dict.fromkeys((row["group"], row["point"]) for row in rows))
-    levels = {point: reference_levels(point) for point in dict.fromkeys(p for _, p in panels)}
-    notes: list[str] = []
+    levels = [
+        {"point": point, "policy": name, "val_qos": level}
+        for point in dict.fromkeys(row["point"] for row in rows)
+        for name, level in reference_levels(point).items()
+    ]
+    save(options, REFERENCES_TABLE, levels)
+    notes = [note("Intervals are Student's 95 % intervals over seeds.")]
+    for (group, point, variant), (steps, curve, seeds) in _seed_means(rows).items():
+        top, rise = int(np.argmax(curve[:, 0])), curve[-1, 0] - curve[2 * len(steps) // 3, 0]
+        ends = f" [{curve[top, 1]:.3f}, {curve[top, 2]:.3f}]" if seeds > 1 else ""
+        text = (
+            f"{group}, {point}: {variant} reaches a validation QoS of {curve[top, 0]:.3f}{ends} "
+            f"after {steps[top]:,} steps ({seeds} seed(s)), from {curve[0, 0]:.3f} after "
+            f"{steps[0]:,}; it ends at {curve[-1, 0]:.3f} after {steps[-1]:,} ({rise:+.3f} over "
+            "the last third)."
+        )
+        found = {"seeds": seeds, "best": curve[top, 0], "best_step": steps[top]}
+        found |= {"first": curve[0, 0], "last": curve[-1, 0], "last_third": rise}
+        notes.append(note(text, group=group, point=point, variant=variant, **found))
+    for point in dict.fromkeys(row["point"] for row in levels):
+        named = {row["policy"]: row["val_qos"] for row in levels if row["point"] == point}
+        listed = ", ".join(f"{name} {level:.3f}" for name, level in named.items())
+        notes.append(note(f"{point}: on the same validation episodes {listed}.", **named))
+    save(options, "fig16_training", rows, *notes)
+
+
+def _seed_means(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], tuple[Any, Any, int]]:
+    """Validation QoS over the seeds of each group, point and variant.
+
+    Returns:
+        Their names -> steps, the mean and its interval by step ``(steps, 3)``, number of seeds.
+    """
+    found = {}
+    own = [row for row in rows if row["quantity"] == "val_qos"]
+    for key in dict.fromkeys((row["group"], row["point"], row["variant"]) for row in own):
+        series = [row for row in own if (row["group"], row["point"], row["variant"]) == key]
+        steps = sorted({row["step"] for row in series})
+        values = [[row["value"] for row in series if row["step"] == step] for step in steps]
+        curve = np.array([student_interval(value) for value in values])
+        found[key] = steps, curve, len({row["seed"] for row in series})
+    return found
+
+
+def _plot_training(rows: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[str, Any]]) -> Any:
+    curves = _seed_means(rows)
+    panels = list(dict.fromkeys(key[:2] for key in curves))
     across = 2 if len(panels) == 4 else min(len(panels), 3)
     down = -(-len(panels) // across)
-    figure, axes = plt.subplots(
+    figure, axes = pyplot().subplots(
         down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained"
     )
     for spare in axes.flat[len(panels) :]:
         spare.set_axis_off()
     for axis, (group, point) in zip(axes.flat, panels, strict=False):
-        own = [r for r in rows if (r["group"], r["point"]) == (group, point)]
-        own = [r for r in own if r["quantity"] == "val_qos"]
-        for variant in dict.fromkeys(row["variant"] for row in own):
-            series = [row for row in own if row["variant"] == variant]
-            seeds = {row["seed"] for row in series}
-            steps = sorted({row["step"] for row in series})
-            values = [[r["value"] for r in series if r["step"] == step] for step in steps]
-            curve = np.array([student_interval(v) for v in values])
+        for (*panel, variant), (steps, curve, seeds) in curves.items():
+            if panel != [group, point]:
+                continue
             thousands = np.array(steps) / 1e3
-            line = axis.plot(thousands, curve[:, 0], label=f"{variant}, {len(seeds)} seed(s)")[0]
-            if len(seeds) > 1:
-                axis.fill_between(
-                    thousands, curve[:, 1], curve[:, 2], alpha=0.2, color=line.get_color()
-                )
-            top, rise = int(np.argmax(curve[:, 0])), curve[-1, 0] - curve[2 * len(steps) // 3, 0]
-            ends = f" [{curve[top, 1]:.3f}, {curve[top, 2]:.3f}]" if len(seeds) > 1 else ""
-            notes.append(
-                f"{group}, {point}: {variant} x{len(seeds)}: validation QoS {curve[0, 0]:.3f} "
-                f"after {steps[0]:,} steps, at most {curve[top, 0]:.3f}{ends} after "
-                f"{steps[top]:,}, {curve[-1, 0]:.3f} after "
-                f"{steps[-1]:,} ({rise:+.3f} over the last third)"
-            )
-        for name, style in zip(REFERENCES, ("--", "-.", ":"), strict=True):
-            axis.axhline(
-                levels[point][name], color="grey", linestyle=style, linewidth=1, label=name
-            )
-        told = ", ".join(f"{name} {level:.3f}" for name, level in levels[point].items())
-        notes.append(f"{group}, {point}: on the same episodes {told}")
+            (line,) = axis.plot(thousands, curve[:, 0], label=f"{variant}, {seeds} seed(s)")
+            if seeds > 1:
+                low, high = curve[:, 1], curve[:, 2]
+                axis.fill_between(thousands, low, high, alpha=0.2, color=line.get_color())
+        own = [row for row in levels if row["point"] == point]
+        for row, style in zip(own, ("--", "-.", ":"), strict=True):
+            look = {"color": "grey", "linestyle": style, "linewidth": 1, "label": row["policy"]}
+            axis.axhline(row["val_qos"], **look)
         axis.set(title=f"{group}, {point}", xlabel="thousand steps", ylabel="validation QoS")
         axis.legend(fontsize=7)
         tidy(axis)
-    print("\n".join(notes))
-    note = "line: mean over seeds; band: Student's 95 % interval"
-    save(options, "fig16_training", rows, figure, note, *notes)
+    return figure
 
 
 def fig17(options: Options) -> None:
@@ -202,20 +230,19 @@ def fig17(options: Options) -> None:
     lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
     for name in dict.fromkeys(row["point"] for row in rows):
         own = [row for row in rows if row["point"] == name]
-        lines += [
-            f"{name}: {one}"
-            for one in (
-                *claim(own, "baseline_rl_dsa", "baseline_rl", state),
-                *claim(own, "sac_han", "baseline_rl_dsa", reward),
-                *claim(own, "sac_han", "baseline_rl", "both together"),
-                *claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
-                *claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
-                *claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
-            )
-        ]
-        lines += [f"{name}: {one}" for one in spread(own)]
-    print("\n".join(lines))
-    save(options, "fig17_ablation", rows, plot_bars(rows, "point", "Ablation"), *lines)
+        lines += at_point(
+            name,
+            [
+                claim(own, "baseline_rl_dsa", "baseline_rl", state),
+                claim(own, "sac_han", "baseline_rl_dsa", reward),
+                claim(own, "sac_han", "baseline_rl", "both together"),
+                claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
+                claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
+                claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
+                *spread(own),
+            ],
+        )
+    save(options, "fig17_ablation", rows, *lines)
 
 
 def fig18(options: Options) -> None:
@@ -232,7 +259,7 @@ def fig18(options: Options) -> None:
             point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
             variant = name.lower().replace("+", "_")
             trained = [
-                one._replace(label=TRAINED_SO) if one.group == "predictors" else one
+                one._replace(label=RETRAINED) if one.group == "predictors" else one
                 for one in chosen(options, fleet, ("paper", "predictors"))
                 if one.group == "shipped" or one.variant in (variant, "baseline_rl")
             ]
@@ -253,17 +280,19 @@ def fig18(options: Options) -> None:
                     qos = percent(with_it["qos"], none["qos"])
                     per_token = "latency_ms_per_token"
                     latency = percent(with_it[per_token], none[per_token])
-                    lines.append(
-                        f"{fleet_point}: {policy} with {words} over without: QoS {qos:+.2f} %, "
-                        f"latency per token {latency:+.2f} % (paper: {PRINTED['Fig. 18']})"
+                    text = (
+                        f"{fleet_point}: {policy} with {words} against without any: QoS "
+                        f"{qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
+                        f"{PRINTED['Fig. 18']})."
                     )
-    print("\n".join(lines))
-    figure = plot_groups(rows, "point", "predictors")
-    note = (
-        "P predicted (as often right as the paper's predictor), Z zero, S score, L length; "
-        "learned: the predictor fine-tuned here; exact predictions are an upper bound"
+                    data = {"point": fleet_point, "policy": policy, "predictors": name}
+                    lines.append(note(text, **data, qos_pct=qos, latency_pct=latency))
+    text = (
+        "Predictions of the score (S) and the length (L) are as often right as the paper's (P), or "
+        "zero (Z); 'learned' are those of the predictor that is fine-tuned here; 'exact' ones are "
+        "the truth, an upper bound."
     )
-    save(options, "fig18_predictors", rows, figure, note, *lines)
+    save(options, "fig18_predictors", rows, text, *lines)
 
 
 def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]:
@@ -390,27 +419,29 @@ def table2(options: Options) -> None:
         list(rows[0]),
         [[str(value) for value in row.values()] for row in rows],
     )
-    note = (
-        "predictions are read from tables here; the paper's two predictors have 67M "
-        "parameters and take 5 ms each on a GPU"
-    )
     save(
         options,
         "table2_router",
         rows,
-        None,
-        note,
-        "the parts: default architecture of sac_han, untrained weights, the shipped routers below",
-        "cpu_p99_ms leaves out what other processes took of the core",
+        "Predictions are read from tables here; the paper's two predictors have 67M parameters "
+        "and take 5 ms each on a GPU.",
+        "The parts are those of sac_han's default architecture with untrained weights; the "
+        "shipped routers follow as a whole.",
+        "cpu_p99_ms is processor time: it leaves out what other processes took of the core.",
     )
 
 
 FIGURES = {"fig16": fig16, "fig17": fig17, "fig18": fig18, "table2": table2}
+PICTURES: Pictures = {
+    "fig16_training": Picture(_plot_training, ("fig16_training", REFERENCES_TABLE)),
+    "fig17_ablation": lambda rows: plot_bars(rows, "point", "Ablation"),
+    "fig18_predictors": lambda rows: plot_groups(rows, "point", "predictors"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=50, keeps=True)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50, mergeable=True)
 
 
 if __name__ == "__main__":

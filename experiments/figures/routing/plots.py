@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.experiments.figures.script import legend, pyplot, tidy
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 
 __all__ = ["BASELINES", "plot_bars", "plot_groups", "plot_lines", "policies_of", "style"]
 

@@ -7,7 +7,7 @@ killed too. A finished run leaves ``result.json`` there and one row in ``--table
 repeats exactly on the same kind of processor; on another one sums round differently, and after some
 ten thousand steps it is another training: what the seeds have in common is what counts.
 
-What is trained, and how, stands in `routing_runs`.
+What is trained, and how, stands in `training_runs`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from servegym.envs._command_line import run_main
-from servegym.experiments.figures.routing.runs import POINTS, RUNS, TrainingRun, select
+from servegym.experiments.figures.routing.training_runs import POINTS, RUNS, TrainingRun, select
 from servegym.experiments.jobs import folder_lock, run_process
 from servegym.experiments.output import print_table, write_json, write_text
 from servegym.experiments.tables import Table, machine, versions

@@ -7,7 +7,7 @@ folder (``SERVEGYM_DATA``) Fig. 8 shows the hourly requests of the published tra
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from servegym.envs._files import measured_data
 from servegym.envs.workloads import load_catalog, make_arrivals
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
     Options,
     run_figures,
     save,
 )
-from servegym.experiments.figures.script import legend, pyplot, tidy
+from servegym.experiments.figures.run import Pictures
 from servegym.experiments.output import print_table
+from servegym.experiments.tables import Note, note
 from servegym.hardware_profiles import load_fleet
 
 __all__ = ["first_request_latency", "main"]
@@ -45,8 +47,6 @@ def fig4(options: Options) -> None:
     models = load_fleet("edge-6-heterogeneous").models[:6]
     columns = catalog.columns(list(models))
     rows, body = [], []
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     edges = {
         "score": np.linspace(0, 1, 21),
         "output_tokens": np.linspace(0, catalog.max_output_tokens, 21),
@@ -57,10 +57,9 @@ def fig4(options: Options) -> None:
             "output_tokens": catalog.output_tokens[:, column].astype(np.float64),
         }
         cells = [model]
-        for axis, (quantity, found) in zip(axes, values.items(), strict=True):
+        for quantity, found in values.items():
             grid = edges[quantity]
             share = np.histogram(np.clip(found, grid[0], grid[-1]), grid)[0] / len(found)
-            axis.stairs(100 * share, grid, label=model, linewidth=1.5)
             rows += [
                 {
                     "model": model,
@@ -74,16 +73,27 @@ def fig4(options: Options) -> None:
             p10, p50, p90 = np.percentile(found, [10, 50, 90])
             cells += [f"{found.mean():.3g}", f"{p10:.3g}", f"{p50:.3g}", f"{p90:.3g}"]
         body.append(cells)
-    axes[0].set(xlabel="score", ylabel="share of prompts, %")
-    axes[1].set(xlabel="output tokens", ylabel="share of prompts, %")
-    for axis in axes:
-        tidy(axis)
-    legend(figure, axes[0])
     parts = [f"{q} {s}" for q in ("score", "tokens") for s in ("mean", "P10", "P50", "P90")]
     title = f"fig4: {catalog.num_prompts} prompts of {catalog.name}, all splits"
     print_table(title, ["model", *parts], body)
-    figure.suptitle(title.partition(": ")[2], fontsize=11)
-    save(options, "fig4_distributions", rows, figure, "scores and lengths of the catalog itself")
+    text = (
+        f"Scores and lengths of the catalog {catalog.name}, {catalog.num_prompts} prompts of all "
+        "splits; the environment adds nothing to them."
+    )
+    save(options, "fig4_distributions", rows, text)
+
+
+def _plot_distributions(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    for axis, quantity in zip(axes, ("score", "output_tokens"), strict=True):
+        for model in dict.fromkeys(row["model"] for row in rows):
+            own = [row for row in rows if (row["model"], row["quantity"]) == (model, quantity)]
+            edges = [own[0]["bin_low"], *(row["bin_high"] for row in own)]
+            axis.stairs([100 * row["share"] for row in own], edges, label=model, linewidth=1.5)
+        axis.set(xlabel=quantity.replace("_", " "), ylabel="share of prompts, %")
+        tidy(axis)
+    legend(figure, axes[0])
+    return figure
 
 
 def first_request_latency(
@@ -159,19 +169,12 @@ def fig5(options: Options) -> None:
     """Latency per token of the first request against time, by the rate at which others join it."""
     seconds, episodes = (2.0, 8) if options.quick else (6.0, max(options.episodes, 400))
     rows: list[dict[str, Any]] = []
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(EXPERTS), figsize=(11, 3.8), layout="constrained")
-    for axis, (name, profile) in zip(axes, EXPERTS.items(), strict=True):
+    for name, profile in EXPERTS.items():
         for rate in RATES:
             found = first_request_latency(profile, rate, episodes, seconds)
             # A mean over the few requests that are served longest would be one over others.
             shown = found["share"] >= 0.3
             shown &= np.isfinite(found["latency_s_per_token"])
-            axis.plot(
-                found["age_s"][shown],
-                1e3 * found["latency_s_per_token"][shown],
-                label=f"{rate:g} requests/s",
-            )
             rows += [
                 {
                     "expert": name,
@@ -182,15 +185,30 @@ def fig5(options: Options) -> None:
                 }
                 for t, value, share in zip(*(found[key][shown] for key in found), strict=True)
             ]
+    text = (
+        f"Means of {episodes} episodes of one expert with 16 running slots. A rate is that of the "
+        "requests sent to the expert. A curve ends where fewer than 30 % of the first requests "
+        "are still served."
+    )
+    save(options, "fig5_interference", rows, text)
+
+
+def _plot_interference(rows: Sequence[Mapping[str, Any]]) -> Any:
+    names = list(dict.fromkeys(row["expert"] for row in rows))
+    figure, axes = pyplot().subplots(1, len(names), figsize=(11, 3.8), layout="constrained")
+    for axis, name in zip(np.atleast_1d(axes), names, strict=True):
+        for rate in dict.fromkeys(row["rate"] for row in rows):
+            own = [row for row in rows if (row["expert"], row["rate"]) == (name, rate)]
+            axis.plot(
+                [row["age_s"] for row in own],
+                [row["latency_ms_per_token"] for row in own],
+                label=f"{rate:g} requests/s",
+            )
         axis.set(title=name, xlabel="seconds since the first request arrived")
         tidy(axis)
-    axes[0].set(ylabel="its latency per token so far, ms")
-    legend(figure, axes[0])
-    note = (
-        f"{episodes} episodes; one expert with 16 running slots; rates are those of the "
-        "requests sent to it; shown while 30 % of the first requests are served"
-    )
-    save(options, "fig5_interference", rows, figure, note)
+    figure.axes[0].set(ylabel="its latency per token so far, ms")
+    legend(figure, figure.axes[0])
+    return figure
 
 
 def _hourly(path: Path | None) -> np.ndarray | None:
@@ -212,48 +230,56 @@ def _hourly(path: Path | None) -> np.ndarray | None:
 
 
 def fig8(options: Options) -> None:
-    """Arrival intensity: the trace's hours, and one episode of each arrival process."""
+    """Arrival intensity of one episode of each arrival process."""
     requests = 500 if options.quick else 5000
-    hours = _hourly(measured_data(*HOURLY))
     rows: list[dict[str, Any]] = []
-    plt = pyplot()
-    panels = 3 if hours is not None else 2
-    figure, axes = plt.subplots(1, panels, figsize=(4.6 * panels, 3.4), layout="constrained")
-    if hours is not None:
-        axes[0].plot(np.arange(len(hours)) / 24, hours, linewidth=0.8)
-        axes[0].axhspan(4, 6, color="grey", alpha=0.3)
-        axes[0].set(xlabel="day of the trace", ylabel="requests/s, by the hour", title="BurstGPT")
-    for axis, kind in zip(axes[-2:], ("burstgpt", "poisson"), strict=True):
+    notes: list[Note] = [f"Each process draws {requests} requests at 5 requests/s on average."]
+    for kind in ("burstgpt", "poisson"):
         times = make_arrivals(kind, 5.0).sample(requests, np.random.default_rng(DEFAULT_SEED))
         counts = np.histogram(times, np.arange(0, times[-1] + 10, 10.0))[0] / 10
-        axis.step(10 * np.arange(len(counts)), counts, where="post", linewidth=1)
-        axis.axhline(5.0, color="grey", linestyle=":")
         gaps = np.diff(times)
-        axis.set(
-            xlabel="seconds",
-            ylabel="requests/s, by 10 s",
-            title=f"{kind}: gaps' CV {gaps.std() / gaps.mean():.1f}",
-        )
+        variation = gaps.std() / gaps.mean()
         rows += [
             {"series": kind, "time_s": 10 * k, "requests_per_s": round(float(c), 3)}
             for k, c in enumerate(counts)
         ]
+        text = f"{kind}: the coefficient of variation of the gaps between arrivals is"
+        notes.append(note(f"{text} {variation:.1f}.", series=kind, variation=variation))
+    save(options, "fig8_trace", rows, *notes)
+
+
+def _plot_arrivals(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """One panel a process, and the hours of the published trace where the data folder has them."""
+    hours = _hourly(measured_data(*HOURLY))
+    series = list(dict.fromkeys(row["series"] for row in rows))
+    panels = len(series) + (hours is not None)
+    figure, axes = pyplot().subplots(1, panels, figsize=(4.6 * panels, 3.4), layout="constrained")
+    if hours is not None:
+        axes[0].plot(np.arange(len(hours)) / 24, hours, linewidth=0.8)
+        axes[0].axhspan(4, 6, color="grey", alpha=0.3)
+        axes[0].set(xlabel="day of the trace", ylabel="requests/s, by the hour", title="BurstGPT")
+    for axis, kind in zip(axes[-len(series) :], series, strict=True):
+        own = [row for row in rows if row["series"] == kind]
+        at, counts = ([row[key] for row in own] for key in ("time_s", "requests_per_s"))
+        axis.step(at, counts, where="post", linewidth=1)
+        axis.axhline(5.0, color="grey", linestyle=":")
+        axis.set(xlabel="seconds", ylabel="requests/s, by 10 s", title=kind)
     for axis in axes:
         tidy(axis)
-    note = (
-        "hours of BurstGPT (CC-BY-4.0) in the picture alone; grey: 4 to 6 requests/s"
-        if hours is not None
-        else "without the trace's hours: set SERVEGYM_DATA"
-    )
-    save(options, "fig8_trace", rows, figure, note, f"processes: {requests} requests at 5/s")
+    return figure
 
 
 FIGURES = {"fig4": fig4, "fig5": fig5, "fig8": fig8}
+PICTURES: Pictures = {
+    "fig4_distributions": _plot_distributions,
+    "fig5_interference": _plot_interference,
+    "fig8_trace": _plot_arrivals,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=400)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=400)
 
 
 if __name__ == "__main__":

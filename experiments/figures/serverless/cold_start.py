@@ -11,7 +11,7 @@ GPT2-MoE, the paper's small model, has drawn routing, which a cold start hardly 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
-from servegym.experiments.figures.script import errors, legend, pyplot, tidy
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.figures.run import Pictures, save
 from servegym.experiments.figures.serverless.common import (
     MODELS,
     N_IN,
@@ -36,10 +37,10 @@ from servegym.experiments.figures.serverless.common import (
     held_out,
     recorded_request,
     run_figures,
-    save,
     verdict,
     with_interval,
 )
+from servegym.experiments.tables import Note
 from servegym.hardware_profiles.serverless import load_constants
 
 __all__ = ["cold_rows", "main", "ratio_plan", "starts"]
@@ -47,8 +48,8 @@ __all__ = ["cold_rows", "main", "ratio_plan", "starts"]
 MODULE = "servegym.experiments.figures.serverless.cold_start"
 STARTED = (*MODELS, "gpt2-moe")
 RATIOS = tuple(i / 16 for i in range(17))
-EXPECTED = {0.5: 42, 0.8: 67}
-"""Remote ratio -> % off the cold start of DeepSeek-V2-Lite that the model was expected to give."""
+EXAMPLES = (0.5, 0.8)
+"""Remote ratios that the notes name."""
 PAPER = (47.0, 57.14)
 """% off in the paper's abstract and in its section V-E."""
 
@@ -95,12 +96,12 @@ def _load(system: eq.SystemModel, frequency: NDArray[Any]) -> Load:
 
 
 def _start_row(
-    system: eq.SystemModel, about: dict[str, Any], parts: Sequence[tuple[float, float]], mix: float
+    system: eq.SystemModel, head: dict[str, Any], parts: Sequence[tuple[float, float]], mix: float
 ) -> dict[str, Any]:
     """A row from the (main, remote) starts of the prompts."""
     main, remote = np.array(parts, np.float64).T
     cold = np.maximum(main, remote)
-    return about | {
+    return head | {
         "prompts": len(cold),
         "container_s": system.container_start_main_s,
         "main_s": float(main.mean()),
@@ -140,23 +141,23 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             for reading in READINGS
         }
         for link in ("own", "shared"):
-            about = {"model": name, "setting": setting, "link": link}
+            head = {"model": name, "setting": setting, "link": link}
             for method in DEPLOYMENTS:
                 if link == "own":
                     # The deployments start as one function, or as functions of one expert each.
                     cold = deployment_cost(method, system, request).cold_s
-                    kind = about | {"method": method, "b": ""}
+                    kind = head | {"method": method, "b": ""}
                     rows.append(_start_row(system, kind, [(cold, 0.0)], mix))
             for reading, made in plans.items():
                 parts = [starts(system, p.remote, p.replicas, link == "shared") for p in made]
                 b = float(np.mean([p.remote.mean() for p in made]))
-                rows.append(_start_row(system, about | {"method": reading, "b": b}, parts, mix))
-            for b in sorted({*ratios, *EXPECTED}):
+                rows.append(_start_row(system, head | {"method": reading, "b": b}, parts, mix))
+            for b in sorted({*ratios, *EXAMPLES}):
                 count = int(eq.remote_count(b, system.num_experts))
                 remote = eq.least_used(predicted[queries[0]], count)
                 once = np.ones(system.moe_layers, dtype=np.int64)
                 part = starts(system, remote, once, link == "shared")
-                kind = about | {"method": f"b = {b:g}", "b": count / system.num_experts}
+                kind = head | {"method": f"b = {b:g}", "b": count / system.num_experts}
                 rows.append(_start_row(system, kind, [part], mix))
     return rows
 
@@ -164,15 +165,21 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
 def fig11(options: Options) -> None:
     """Cold start by method and by remote ratio."""
     ratios = RATIOS[::4] if options.quick else RATIOS
-    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
     rows: list[dict[str, Any]] = []
-    notes = ["model output: Tcold of containers and weights read"]
-    for m, name in enumerate(STARTED):
+    notes: list[Note] = ["Model output, not a measurement: Tcold of containers and weights read."]
+    for name in STARTED:
         mine = cold_rows(name, options.episodes, ratios)
         rows += mine
         notes += _cold_notes(name, mine)
-        told = [r for r in mine if (r["setting"], r["link"]) == ("default", "own")]
-        bars = [r for r in told if r["method"] in (*DEPLOYMENTS, *READINGS)]
+    save(options, "fig11_cold_start", rows, *notes)
+
+
+def _plot_starts(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
+    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        mine = [row for row in rows if row["model"] == name]
+        default = [r for r in mine if (r["setting"], r["link"]) == ("default", "own")]
+        bars = [r for r in default if r["method"] in (*DEPLOYMENTS, *READINGS)]
         at = np.arange(len(bars))
         main = np.array([r["main_s"] for r in bars])
         box = np.minimum(main, bars[0]["container_s"])
@@ -204,10 +211,10 @@ def fig11(options: Options) -> None:
     for axis in axes:
         tidy(axis)
     legend(figure, axes[0])
-    save(options, "fig11_cold_start", rows, figure, *notes)
+    return figure
 
 
-def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
     def off(setting: str, link: str, method: str) -> float:
         found = next(
             r for r in rows if (r["setting"], r["link"], r["method"]) == (setting, link, method)
@@ -215,11 +222,11 @@ def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         return 100.0 * (1.0 - found["over_mix"])
 
     def words(setting: str, link: str) -> str:
-        methods = (*READINGS, *(f"b = {b:g}" for b in EXPECTED))
+        methods = (*READINGS, *(f"b = {b:g}" for b in EXAMPLES))
         return ", ".join(f"{m} {-round(off(setting, link, m)):+d} %" for m in methods)
 
     best = max(off("default", "own", reading) for reading in READINGS)
-    notes = [
+    notes: list[Note] = [
         verdict(
             "Remoe's cold start is up to 47 % (abstract) or 57.14 % (V-E) shorter",
             best >= PAPER[0],
@@ -232,14 +239,6 @@ def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
         f"{name}, container of 0.17 s: {words('bare container', 'own')}; weights at 12 GB/s: "
         f"{words('fast loading', 'own')}",
     ]
-    if name == MODELS[0]:
-        notes.append(
-            "expected of this model: "
-            + ", ".join(
-                f"-{value} % at b = {b:g}, found {-off('default', 'own', f'b = {b:g}'):+.1f} %"
-                for b, value in EXPECTED.items()
-            )
-        )
     return notes
 
 
@@ -249,15 +248,14 @@ def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 def bill(options: Options) -> None:
     """Cost over MIX against the remote ratio, starts billed or not."""
     ratios = RATIOS[::4] if options.quick else RATIOS
-    figure, axes = pyplot().subplots(1, len(MODELS), figsize=(10, 4), layout="constrained")
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for axis, name in zip(axes, MODELS, strict=True):
+    for name in MODELS:
         system, activations = build_system(name), load_activations(name)
         predicted = predict(activations).astype(np.float64)
         queries = held_out(activations, options.episodes)
         asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
-        for c, billed in enumerate((False, True)):
+        for billed in (False, True):
             mix = [
                 deployment_cost("mix", system, r, bill_cold_start=billed).cost_usd for r in asked
             ]
@@ -285,22 +283,6 @@ def bill(options: Options) -> None:
                     }
                 )
             rows += mine
-            value, bars = errors(mine, "cost_over_mix")
-            axis.errorbar(
-                ratios,
-                value,
-                bars,
-                color=f"C{c}",
-                marker="o",
-                ms=3,
-                capsize=2,
-                label="starts billed" if billed else "starts free (Eq. 6)",
-            )
-        axis.set(xlabel="remote ratio b", ylabel="cost over MIX", ylim=(0, None))
-        axis.set_title(f"{name}, {len(queries)} held-out prompts", fontsize=10)
-        axis.axhline(1.0, color="grey", linewidth=1)
-        axis.legend(fontsize=8)
-        tidy(axis)
         free, paid = (
             [r for r in rows if r["model"] == name and r["starts_billed"] == x]
             for x in (False, True)
@@ -314,7 +296,25 @@ def bill(options: Options) -> None:
             f"{best[1]['replicas_a_layer']:.1f} replicas a layer that all start"
         )
     notes.append("the plans are Remoe's at the given b: P2 and Eq. 15; MIX is billed alike")
-    save(options, "fig11_bill", rows, figure, *notes)
+    save(options, "fig11_bill", rows, *notes)
+
+
+def _plot_bill(rows: Sequence[Mapping[str, Any]]) -> Any:
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot().subplots(1, len(names), figsize=(10, 4), layout="constrained")
+    for axis, name in zip(axes, names, strict=True):
+        for c, billed in enumerate((False, True)):
+            mine = [row for row in rows if (row["model"], row["starts_billed"]) == (name, billed)]
+            value, bars = error_bars(mine, "cost_over_mix")
+            label = "starts billed" if billed else "starts free (Eq. 6)"
+            look = {"color": f"C{c}", "marker": "o", "ms": 3, "capsize": 2, "label": label}
+            axis.errorbar([row["b"] for row in mine], value, bars, **look)
+        axis.set(xlabel="remote ratio b", ylabel="cost over MIX", ylim=(0, None))
+        axis.set_title(f"{name}, {mine[0]['prompts']} held-out prompts", fontsize=10)
+        axis.axhline(1.0, color="grey", linewidth=1)
+        axis.legend(fontsize=8)
+        tidy(axis)
+    return figure
 
 
 def _cost(row: dict[str, Any]) -> str:
@@ -323,11 +323,12 @@ def _cost(row: dict[str, Any]) -> str:
 
 
 FIGURES = {"fig11": fig11, "bill": bill}
+PICTURES: Pictures = {"fig11_cold_start": _plot_starts, "fig11_bill": _plot_bill}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

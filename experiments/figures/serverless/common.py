@@ -1,9 +1,8 @@
-"""What the figure scripts of the serverless experiments share: models, requests, intervals."""
+"""What the figures of the serverless experiments share: models, requests, intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,21 @@ from numpy.typing import ArrayLike, NDArray
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import PRESETS
 from servegym.envs.workloads.activations import Activations
-from servegym.experiments.figures import script as figure_run
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
     figure_parser,
     run_chosen,
 )
+from servegym.experiments.figures.verdicts import AGREES, DISAGREES
 from servegym.experiments.stats import mean, stratified_bootstrap
+from servegym.experiments.tables import note
 
 __all__ = [
     "MODELS",
     "N_IN",
     "N_OUT",
-    "OUT",
     "TPOT_S",
     "TREM_S",
     "TTFT_S",
@@ -33,12 +33,10 @@ __all__ = [
     "held_out",
     "recorded_request",
     "run_figures",
-    "save",
     "verdict",
     "with_interval",
 ]
 
-OUT = Path("experiments/results/serverless")
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
 """Models with recorded routing."""
 N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
@@ -52,26 +50,28 @@ Options = FigureOptions
 
 def run_figures(
     figures: Mapping[str, Callable[[Options], object]],
+    pictures: Pictures,
     argv: Sequence[str] | None,
     description: str | None,
     module: str,
     prompts: int = 1_000,
 ) -> int:
-    """Command line of a script: make the figures that it names.
+    """Command line of a module: make the figures that it names.
 
     Args:
         figures: Name -> function of the options.
+        pictures: See `run.run_chosen`.
         argv: The command line; that of the process by default.
-        description: The script's docstring.
-        module: Import name of the script.
+        description: The module's docstring.
+        module: Import name of the module.
         prompts: Default of ``--episodes``, the most held-out prompts of a model.
 
     Returns:
         0.
     """
-    parser = figure_parser(tuple(figures), description, module, prompts, OUT)
+    parser = figure_parser(tuple(figures), description, module, prompts)
     parser.epilog = "episodes: held-out prompts of a model, at most"
-    return run_chosen(figures, command_line(parser, argv, Options()))
+    return run_chosen(figures, pictures, command_line(parser, argv, Options()))
 
 
 def held_out(activations: Activations, most: int) -> NDArray[np.int64]:
@@ -106,26 +106,13 @@ def with_interval(key: str, values: ArrayLike, repetitions: int = 2_000) -> dict
     return {key: found.value, f"{key}_low": found.low, f"{key}_high": found.high}
 
 
-def verdict(claim: str, holds: bool, found: str) -> str:
-    """A sentence on a claim of the paper.
+def verdict(claim: str, holds: bool, found: str) -> dict[str, Any]:
+    """A note on a claim of the paper: ``claim``, ``verdict`` and the sentence.
 
     Args:
         claim: What the paper says, as in "the divergence falls with the similarity".
         holds: Whether it holds here.
         found: The numbers that say so.
     """
-    return f"{'agrees' if holds else 'disagrees'} with the paper ({claim}): {found}"
-
-
-def save(
-    options: Options,
-    stem: str,
-    rows: Sequence[Mapping[str, Any]],
-    figure: Any,
-    *notes: str,
-    settings: Mapping[str, Any] | None = None,
-) -> None:
-    """Print the notes and save; see `figure_run.save`."""
-    for note in notes:
-        print(f"{stem}: {note}")
-    figure_run.save(options, stem, rows, figure, *notes, settings=settings)
+    agrees = AGREES if holds else DISAGREES
+    return note(f"{found} ({agrees} with the paper: {claim}).", claim=claim, verdict=agrees)

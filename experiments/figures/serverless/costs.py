@@ -20,28 +20,23 @@ import numpy as np
 from servegym.baselines.serverless_moe.remoe import READINGS
 from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS
-from servegym.experiments.figures.script import errors, pyplot, tidy
-from servegym.experiments.figures.serverless.common import (
-    MODELS,
-    N_IN,
-    N_OUT,
-    save,
-    verdict,
-)
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.run import Pictures, first_and_last, save
+from servegym.experiments.figures.serverless.common import MODELS, N_IN, N_OUT, verdict
 from servegym.experiments.figures.serverless.methods import (
     AT_B,
     COLOURS,
     GPUS,
     Options,
     Setting,
-    few,
-    gap_lines,
+    gap_notes,
     main_of,
     pick,
     plot_lines,
     show,
     sweep,
 )
+from servegym.experiments.tables import Note
 
 __all__ = ["main"]
 
@@ -64,9 +59,9 @@ def _against(rows: Sequence[dict[str, Any]], method: str) -> str:
     return ", ".join(f"{name} {value:+.0f} %" for name, value in saved.items())
 
 
-def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Fig. 9 in words."""
-    lines = []
+def _verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
+    """Fig. 9: whether Remoe is cheapest, and how far each method is from the optimum."""
+    lines: list[Note] = []
     for model, gpu in dict.fromkeys((row["model"], row["gpu"]) for row in rows):
         own = pick(rows, model=model, gpu=gpu)
         by = {row["method"]: row for row in own}
@@ -85,7 +80,7 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             found = f"it saves {min(saved):.0f} to {max(saved):.0f} % (paper: up to 57.14 %)"
             found += f"; cheaper than it: {', '.join(below) or 'none'}"
             if equal:
-                found += f"; not told apart by the intervals: {', '.join(equal)}"
+                found += f"; not distinguished by the intervals: {', '.join(equal)}"
             lines.append(verdict(claim, not below + equal, found))
         for method in (*READINGS, "optimum"):
             row = by[method]
@@ -108,9 +103,27 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def fig9(options: Options) -> None:
     """Cost of all deployments on held-out prompts, and who is late."""
-    settings = [Setting(model, gpu) for model in few(options, (*MODELS, SYNTHETIC)) for gpu in GPUS]
+    settings = [
+        Setting(model, gpu)
+        for model in first_and_last(options, (*MODELS, SYNTHETIC))
+        for gpu in GPUS
+    ]
     rows = sweep(options, "fig09_cost", settings, exact=True)
     show("Fig. 9: cost / MIX", rows, "n_in")
+    paper = (
+        "the paper (Fig. 9) has Remoe cheapest on both models, 'up to 57.14 %' cheaper on "
+        "deepseek-v2-lite; on gpt2-moe differences are minor and Fetch is sometimes cheaper"
+    )
+    why = (
+        "Algorithm 2 as printed takes the largest b that meets the limits however dear its calls, "
+        "and keeps W at the largest remote specification (its line 8) even with no expert local; "
+        "where per_expert is below the optimum, it is because the calls of a token run side by "
+        "side there and one after another in Eq. 5"
+    )
+    save(options, "fig09_cost", rows, paper, why, *_verdicts(rows))
+
+
+def _plot_costs(rows: Sequence[Mapping[str, Any]]) -> Any:
     plt = pyplot()
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plt.subplots(
@@ -120,7 +133,7 @@ def fig9(options: Options) -> None:
     for axis, model in zip(axes[0], models, strict=True):
         for shift, gpu, shade in ((-0.2, "eager", 1.0), (0.2, "fused", 0.5)):
             own = [pick(rows, model=model, gpu=gpu, method=name)[0] for name in COLOURS]
-            values, bars = errors(own, "over_mix")
+            values, bars = error_bars(own, "over_mix")
             drawn = axis.bar(
                 at + shift,
                 values,
@@ -140,23 +153,13 @@ def fig9(options: Options) -> None:
         tidy(axis)
     axes[0, 0].set_ylabel("cost of a request / MIX")
     figure.suptitle("Full bars: eager GPU; pale bars: fused GPU", fontsize=9)
-    paper = (
-        "the paper (Fig. 9) has Remoe cheapest on both models, 'up to 57.14 %' cheaper on "
-        "deepseek-v2-lite; on gpt2-moe differences are minor and Fetch is sometimes cheaper"
-    )
-    why = (
-        "Algorithm 2 as printed takes the largest b that meets the limits however dear its calls, "
-        "and keeps W at the largest remote specification (its line 8) even with no expert local; "
-        "where per_expert is below the optimum, it is because the calls of a token run side by "
-        "side there and one after another in Eq. 5"
-    )
-    save(options, "fig09_cost", rows, figure, paper, why, *_verdicts(rows))
+    return figure
 
 
 def fig10(options: Options) -> None:
     """Cost with prompt and output tokens in other proportions, 315 tokens in all."""
     sizes = [(round(TOKENS * share), TOKENS - round(TOKENS * share)) for share in PROMPT_SHARES]
-    models = few(options, (*MODELS, SYNTHETIC))
+    models = first_and_last(options, (*MODELS, SYNTHETIC))
     rows = sweep(
         options,
         "fig10_ratio",
@@ -164,10 +167,28 @@ def fig10(options: Options) -> None:
             Setting(model, gpu, n_in=n_in, n_out=n_out)
             for model in models
             for gpu in GPUS
-            for n_in, n_out in few(options, sizes)
+            for n_in, n_out in first_and_last(options, sizes)
         ],
     )
     show("Fig. 10: cost / MIX", rows, "n_out")
+    panels = [{"model": model, "gpu": gpu} for gpu in GPUS for model in models]
+    lines: list[Note] = []
+    for panel in panels:
+        order = {}
+        for n_out in dict.fromkeys(row["n_out"] for row in rows):
+            own = [row for row in pick(rows, n_out=n_out, **panel) if row["method"] != "optimum"]
+            own.sort(key=lambda row: row["usd_per_1000"])
+            order[n_out] = [row["method"] for row in own]
+        lines += _proportions(panel["model"], panel["gpu"], order)
+    paper = (
+        "the paper (Fig. 10) has Remoe stable over all proportions; on gpt2-moe CPU becomes dearer "
+        "than the others as decoding grows, on deepseek-v2-lite GPU is far dearer throughout"
+    )
+    save(options, "fig10_ratio", rows, paper, *lines, *gap_notes(rows))
+
+
+def _plot_proportions(rows: Sequence[Mapping[str, Any]]) -> Any:
+    models = list(dict.fromkeys(row["model"] for row in rows))
     panels = [{"model": model, "gpu": gpu} for gpu in GPUS for model in models]
     figure = plot_lines(
         rows,
@@ -181,25 +202,13 @@ def fig10(options: Options) -> None:
     )
     for axis in figure.axes:
         axis.set_ylim(bottom=0.0)
-    lines = []
-    for panel in panels:
-        order = {}
-        for n_out in dict.fromkeys(row["n_out"] for row in rows):
-            own = [row for row in pick(rows, n_out=n_out, **panel) if row["method"] != "optimum"]
-            own.sort(key=lambda row: row["usd_per_1000"])
-            order[n_out] = [row["method"] for row in own]
-        lines += _proportions(panel["model"], panel["gpu"], order)
-    paper = (
-        "the paper (Fig. 10) has Remoe stable over all proportions; on gpt2-moe CPU becomes dearer "
-        "than the others as decoding grows, on deepseek-v2-lite GPU is far dearer throughout"
-    )
-    save(options, "fig10_ratio", rows, figure, paper, *lines, *gap_lines(rows))
+    return figure
 
 
-def _proportions(model: str, gpu: str, order: Mapping[int, Sequence[str]]) -> list[str]:
-    """Fig. 10 in words; ``order``: output tokens -> methods by rising cost."""
+def _proportions(model: str, gpu: str, order: Mapping[int, Sequence[str]]) -> list[Note]:
+    """Fig. 10; ``order``: output tokens -> methods by rising cost."""
     rivals = ("cpu", "gpu", "fetch", "mix")
-    lines = []
+    lines: list[Note] = []
     for method in READINGS:
         first = sum(
             all(ranked.index(method) < ranked.index(rival) for rival in rivals)
@@ -225,11 +234,12 @@ def _proportions(model: str, gpu: str, order: Mapping[int, Sequence[str]]) -> li
 
 
 FIGURES = {"fig9": fig9, "fig10": fig10}
+PICTURES: Pictures = {"fig09_cost": _plot_costs, "fig10_ratio": _plot_proportions}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; ``--figure`` names figures, all by default. Returns 0."""
-    return main_of(FIGURES, argv, __doc__, MODULE, 50)
+    return main_of(FIGURES, PICTURES, argv, __doc__, MODULE, 50)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -36,7 +36,8 @@ from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.deployments import deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.experiments.figures.script import legend, pyplot, tidy
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
+from servegym.experiments.figures.run import Pictures, save
 from servegym.experiments.figures.serverless.common import (
     MODELS,
     N_IN,
@@ -48,10 +49,10 @@ from servegym.experiments.figures.serverless.common import (
     held_out,
     recorded_request,
     run_figures,
-    save,
     verdict,
     with_interval,
 )
+from servegym.experiments.tables import Note
 from servegym.hardware_profiles.measure.cpu import SHAPES, forward
 from servegym.hardware_profiles.serverless import ThetaLaw, load_constants
 
@@ -68,7 +69,7 @@ DEFAULT_POINTS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 """GB at which times are derived: the range of the remote functions' memory (V-A)."""
 THREADS = ("moe_prefetch", "x2_cpu_expert_cost.csv")
 WORKING_SET = 256 * 2**20
-KEPT = "refitted, the paper's theta2"
+PAPER_THETA2 = "refitted, the paper's theta2"
 
 Array = NDArray[np.float64]
 
@@ -213,13 +214,13 @@ def fig6(options: Options) -> None:
     constants = load_constants()
     path = measured_data(*THREADS)
     published = None if path is None else published_points(path)
-    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
     rows: list[dict[str, Any]] = []
-    notes = [
-        "time against tokens: measured here, float32, one processor; against memory: derived from "
-        "it by the share of a processor below one vCPU and by the constants' scaling over threads "
-        "above; no function was measured, and from 1 GB on the points have the law's own form",
-        "this measurement and the constants' are of one kind of machine, not independent",
+    notes: list[Note] = [
+        "Time against tokens is measured here in float32 on one processor. Time against memory is "
+        "derived from it, by the share of a processor below one vCPU and by the constants' scaling "
+        "over threads above: no function was measured, and from 1 GB on the points have the law's "
+        "own form.",
+        "This measurement and the constants' are of one kind of machine, not independent.",
     ]
 
     def add(model: str, part: str, series: str, x: Any, value: float, unit: str = "ms") -> None:
@@ -230,7 +231,7 @@ def fig6(options: Options) -> None:
     tokens = TOKENS[::4] if options.quick else TOKENS
     shapes, seconds = (("tiny",) * 3, 0.05) if options.quick else (FITTED, 1.5)
     measured = measure_on_one_processor(shapes, tokens, seconds)
-    for m, (name, taken) in enumerate(zip(FITTED, measured, strict=True)):
+    for name, taken in zip(FITTED, measured, strict=True):
         system = build_system(name)
         fitted = np.array([constants.expert(name).seconds(n) for n in tokens])
         served = system.expert_cpu_s(1024.0, np.array(tokens))
@@ -241,37 +242,17 @@ def fig6(options: Options) -> None:
         ):
             for n, value in zip(tokens, values, strict=True):
                 add(name, "tokens on one vCPU", series, n, 1e3 * value)
-        axes[3].plot(tokens, 1e3 * taken, "o", color=f"C{m}", ms=4, label=name)
-        axes[3].plot(tokens, 1e3 * fitted, ":", color=f"C{m}")
-        axes[3].plot(tokens, 1e3 * served, "-", color=f"C{m}")
-
         scale = SERVED_BYTES[name] / 4
         gb = np.array(POINTS.get(name, DEFAULT_POINTS))
         points = derived_seconds(scale * taken[0], gb)
         theta2 = system.expert_theta2_per_gb
         laws = {
             "environment": ThetaLaw(system.expert_theta1_s, theta2, system.expert_theta3_s),
-            KEPT: fit_theta(gb, points, theta2),
+            PAPER_THETA2: fit_theta(gb, points, theta2),
             "refitted": fit_theta(gb, points),
         }
-        fine = np.linspace(gb[0], gb[-1], 200)
-        axis = axes[m]
-        axis.plot(gb, 1e3 * points, "o", color="black", ms=4, label="derived")
-        for k, (word, law) in enumerate(laws.items()):
-            axis.plot(fine, 1e3 * _seconds(law, fine), color=f"C{k}", label=word)
         for y, value in zip(gb, points, strict=True):
             add(name, "memory in GB", "derived", y, 1e3 * value)
-        if published is not None:
-            keep = published[0] <= gb[-1]
-            axis.plot(
-                published[0][keep],
-                1e3 * scale * taken[0] * published[1][keep],
-                "x",
-                color="grey",
-                label="published scaling",
-            )
-        axis.set(xlabel="memory, GB (= vCPUs)", ylabel="one token, ms", ylim=(0, None))
-        axis.set_title(name, fontsize=10)
         quality = {}
         for word, law in laws.items():
             quality[word] = _errors(_seconds(law, gb), points)
@@ -299,6 +280,51 @@ def fig6(options: Options) -> None:
                 )
             )
     notes += _scaling_notes(published)
+    save(options, "fig06_fits", rows, *notes)
+
+
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    path = measured_data(*THREADS)
+    published = None if path is None else published_points(path)
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
+
+    def series(model: str, part: str) -> dict[str, Array]:
+        """Points ``(2, N)`` of each series of a part, x above values."""
+        own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
+        found = {}
+        for name in dict.fromkeys(row["series"] for row in own):
+            points = [(row["x"], row["value"]) for row in own if row["series"] == name]
+            found[name] = np.array(points, np.float64).T
+        return found
+
+    laws = {
+        (row["model"], row["series"], row["x"]): row["value"]
+        for row in rows
+        if row["part"] == "law"
+    }
+    for m, name in enumerate(names):
+        timed = series(name, "tokens on one vCPU")
+        for kind, form in zip(timed, ("o", ":", "-"), strict=True):
+            label = name if form == "o" else None
+            axes[3].plot(*timed[kind], form, color=f"C{m}", ms=4, label=label)
+        axis, curves = axes[m], series(name, "memory in GB")
+        axis.plot(*curves["derived"], "o", color="black", ms=4, label="derived")
+        gb = curves["derived"][0]
+        fine = np.linspace(gb[0], gb[-1], 200)
+        for k, word in enumerate(word for word in curves if word != "derived"):
+            law = ThetaLaw(
+                *(laws[name, word, key] for key in ("theta1_s", "theta2_per_gb", "theta3_s"))
+            )
+            axis.plot(fine, 1e3 * _seconds(law, fine), color=f"C{k}", label=word)
+        if published is not None:
+            inside = published[0] <= gb[-1]
+            one = SERVED_BYTES[name] / 4 * timed["measured, float32"][1, 0]
+            times = one * published[1][inside]
+            look = {"color": "grey", "label": "published scaling"}
+            axis.plot(published[0][inside], times, "x", **look)
+        axis.set(xlabel="memory, GB (= vCPUs)", ylabel="one token, ms", ylim=(0, None))
+        axis.set_title(name, fontsize=10)
     axes[3].set(xlabel="tokens", ylabel="one call, ms", xscale="log", yscale="log")
     axes[3].set_title(
         "one vCPU: measured in float32 (points), the\nconstants' law (dotted), environment (solid)",
@@ -308,7 +334,7 @@ def fig6(options: Options) -> None:
     for axis in axes:
         tidy(axis)
     legend(figure, axes[0])
-    save(options, "fig06_fits", rows, figure, *notes)
+    return figure
 
 
 def _law_notes(
@@ -319,9 +345,9 @@ def _law_notes(
     served: Array,
     fitted: Array,
     tokens: Sequence[int],
-) -> list[str]:
+) -> list[Note]:
     doubt = load_constants().raw["thread_scaling"]["fit_error"]["left_out_one_by_one"]["max"]
-    name, free, kept = system.name, laws["refitted"], laws[KEPT]
+    name, free, held = system.name, laws["refitted"], laws[PAPER_THETA2]
     least = float(system.main_specs_mb[0])
     rate = eq.main_rate_usd_s(system, N_IN, N_OUT, least) / (1024.0 * system.price_cpu)
     edge = 2.0 / rate
@@ -329,10 +355,10 @@ def _law_notes(
     return [
         verdict(
             f"theta2 = {system.expert_theta2_per_gb:g} per GB",
-            quality[KEPT][1] <= doubt,
+            quality[PAPER_THETA2][1] <= doubt,
             f"{name} ({source}): with theta2 held the largest error to the derived points is "
-            f"{100 * quality[KEPT][1]:.0f} % (theta1 {1e3 * kept.theta1_s:.2f} ms, theta3 "
-            f"{1e3 * kept.theta3_s:.2f} ms), where the scaling behind the points is itself in "
+            f"{100 * quality[PAPER_THETA2][1]:.0f} % (theta1 {1e3 * held.theta1_s:.2f} ms, theta3 "
+            f"{1e3 * held.theta3_s:.2f} ms), where the scaling behind the points is itself in "
             f"doubt by {100 * doubt:.0f} %; fitted it is {free.theta2_per_gb:.2f} (largest error "
             f"{100 * quality['refitted'][1]:.0f} %)",
         ),
@@ -356,18 +382,18 @@ def _law_notes(
     ]
 
 
-def _scaling_notes(published: tuple[Array, Array] | None) -> list[str]:
+def _scaling_notes(published: tuple[Array, Array] | None) -> list[Note]:
     scaling = load_constants().raw["thread_scaling"]
-    told = (
+    fit = (
         f"published scaling over 1 to {scaling['max_vcpus']} threads: R2 "
         f"{scaling['fit_error']['r2']:.3f}, largest error of a point left out "
         f"{100 * scaling['fit_error']['left_out_one_by_one']['max']:.0f} %"
     )
-    notes = [
+    notes: list[Note] = [
         verdict(
             "theta1 exp(-theta2 y) + theta3 describes expert time",
             scaling["fit_error"]["r2"] >= 0.95,
-            told,
+            fit,
         )
     ]
     if published is not None:
@@ -385,11 +411,12 @@ def _scaling_notes(published: tuple[Array, Array] | None) -> list[str]:
 
 
 FIGURES = {"fig6": fig6}
+PICTURES: Pictures = {"fig06_fits": _plot}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, fit, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

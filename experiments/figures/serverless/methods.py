@@ -23,28 +23,25 @@ from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
-    errors,
     figure_parser,
-    legend,
-    pyplot,
     run_chosen,
-    tidy,
 )
 from servegym.experiments.figures.serverless.common import (
     N_IN,
     N_OUT,
-    OUT,
     TPOT_S,
     TREM_S,
     TTFT_S,
     recorded_request,
     with_interval,
 )
-from servegym.experiments.output import print_table, read_rows
-from servegym.experiments.tables import Table
+from servegym.experiments.output import print_table
+from servegym.experiments.tables import Table, note
 
 __all__ = [
     "AT_B",
@@ -52,8 +49,7 @@ __all__ = [
     "GPUS",
     "Options",
     "Setting",
-    "few",
-    "gap_lines",
+    "gap_notes",
     "main_of",
     "measure",
     "pick",
@@ -232,41 +228,36 @@ class Options(FigureOptions):
     """The command line; ``episodes`` is the number of held-out prompts of a point.
 
     Attributes:
-        redraw: Whether to take the numbers from the CSV files of an earlier run.
-        resume: Whether to measure only the points that those do not have.
+        resume: Whether to measure only the points that the tables do not have.
     """
 
-    redraw: bool
     resume: bool
 
 
 def main_of(
     figures: Mapping[str, Callable[[Options], object]],
+    pictures: Pictures,
     argv: Sequence[str] | None,
     description: str | None,
     module: str,
     prompts: int,
 ) -> int:
-    """Command line of a script with `Options`; see `serverless_common.run_figures`. Returns 0."""
-    parser = figure_parser(tuple(figures), description, module, prompts, OUT)
-    parser.add_argument("--redraw", action="store_true", help="take the numbers from the CSV files")
-    parser.add_argument("--resume", action="store_true", help="keep the points of the CSV files")
+    """Command line of a module with `Options`; see `common.run_figures`. Returns 0."""
+    parser = figure_parser(tuple(figures), description, module, prompts)
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
     options = command_line(parser, argv, Options())
-    if options.redraw:
-        options.command += " (from the CSV files of the run without --redraw)"
-    return run_chosen(figures, options)
+    return run_chosen(figures, pictures, options)
 
 
 def sweep(
     options: Options, stem: str, settings: Iterable[Setting], **given: Any
 ) -> list[dict[str, Any]]:
-    """Rows of all points, measured by `measure` or read from ``stem.csv``.
+    """Rows of all points, measured by `measure`.
 
-    The file has every point as soon as it is measured, so that ``--resume`` can go on from there.
+    ``stem.csv`` has every point as soon as it is measured, so that ``--resume`` can go on from
+    there.
     """
     path = options.out / f"{stem}.csv"
-    if options.redraw:
-        return read_rows(path)
     points = {astuple(setting): setting for setting in settings}
     order = {point: index for index, point in enumerate(points)}
     key = [field.name for field in fields(Setting)]
@@ -278,11 +269,6 @@ def sweep(
         print(".", end="", flush=True)
     print()
     return table.rows
-
-
-def few(options: Options, values: Sequence[Any]) -> Sequence[Any]:
-    """The first and the last value in a smoke run, else all."""
-    return values[:: max(len(values) - 1, 1)] if options.quick else values
 
 
 def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
@@ -330,7 +316,7 @@ def plot_lines(
             if not own:
                 continue
             x = [row[key] for row in own]
-            values, bars = errors(own, value)
+            values, bars = error_bars(own, value)
             dashed = name in DEPLOYMENTS
             axis.errorbar(
                 x,
@@ -360,9 +346,9 @@ def plot_lines(
     return figure
 
 
-def gap_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+def gap_notes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Range over all points of a panel of how far Remoe lies above the optimum."""
-    lines = []
+    notes = []
     for model, gpu, how in dict.fromkeys((r["model"], r["gpu"], r["invocation"]) for r in rows):
         for method in READINGS:
             own = pick(rows, model=model, gpu=gpu, invocation=how, method=method)
@@ -375,5 +361,8 @@ def gap_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
             if len(met) < len(gaps):
                 line += f" ({len(gaps) - len(met)} of {len(gaps)} points have requests that no plan"
                 line += " serves within the limits, and no optimum)"
-            lines.append(f"{line}; late or infeasible in at most {max(late):.0f} % of requests")
-    return lines
+            text = f"{line}; at most {max(late):.0f} % of the requests are late or infeasible."
+            data = {"model": model, "gpu": gpu, "invocation": how, "method": method}
+            span = [min(met), max(met)] if met else None
+            notes.append(note(text, **data, over_optimum_pct=span, late_pct=max(late)))
+    return notes

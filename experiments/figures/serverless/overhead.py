@@ -7,7 +7,7 @@ held-out prompt. The other times are model output in the paper's setting (preset
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.figures.script import errors, pyplot, tidy
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.run import Pictures, save
 from servegym.experiments.figures.serverless.common import (
     MODELS,
     N_IN,
@@ -32,10 +33,10 @@ from servegym.experiments.figures.serverless.common import (
     held_out,
     recorded_request,
     run_figures,
-    save,
     verdict,
     with_interval,
 )
+from servegym.experiments.tables import Note
 
 __all__ = ["decision_times", "main"]
 
@@ -117,24 +118,15 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
 
 def calculate(options: Options) -> None:
     """Time of prediction and decision beside the request's own times."""
-    figure, axes = pyplot().subplots(1, len(MODELS), figsize=(11, 4.4), layout="constrained")
     rows: list[dict[str, Any]] = []
-    notes = [
-        "decision: processor time of one core, least of 3 runs a prompt, numpy with numba; other "
-        "times: model output. The embedding of the prompt is not timed (a sum of table rows for "
-        "Eq. 11)"
+    notes: list[Note] = [
+        "A decision is timed as processor time of one core, the least of 3 runs a prompt; the "
+        "other times are model output. The embedding of the prompt is not timed: for Eq. 11 it "
+        "is a sum of table rows."
     ]
-    for axis, name in zip(axes, MODELS, strict=True):
+    for name in MODELS:
         mine = decision_times(name, options.episodes)
         rows += mine
-        value, bars = errors(mine, "ms")
-        at = np.arange(len(mine))[::-1]
-        colours = ["C1" if r["measured"] else "C0" for r in mine]
-        axis.barh(at, value, xerr=bars, color=colours, capsize=2)
-        axis.set_yticks(at, [r["step"] for r in mine])
-        axis.set(xscale="log", xlabel="ms")
-        axis.set_title(f"{name}, {mine[0]['prompts']} held-out prompts", fontsize=10)
-        tidy(axis)
         by = {r["step"]: r for r in mine}
         search = next(r for r in mine if r["step"].startswith("predict"))
         for reading in READINGS:
@@ -157,15 +149,32 @@ def calculate(options: Options) -> None:
                     f"{100 * whole / prefill:.0f} %",
                 )
             )
-    save(options, "fig11_calculate", rows, figure, *notes)
+    save(options, "fig11_calculate", rows, *notes)
+
+
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = pyplot().subplots(1, len(names), figsize=(11, 4.4), layout="constrained")
+    for axis, name in zip(axes, names, strict=True):
+        mine = [row for row in rows if row["model"] == name]
+        value, bars = error_bars(mine, "ms")
+        at = np.arange(len(mine))[::-1]
+        colours = ["C1" if r["measured"] else "C0" for r in mine]
+        axis.barh(at, value, xerr=bars, color=colours, capsize=2)
+        axis.set_yticks(at, [r["step"] for r in mine])
+        axis.set(xscale="log", xlabel="ms")
+        axis.set_title(f"{name}, {mine[0]['prompts']} held-out prompts", fontsize=10)
+        tidy(axis)
+    return figure
 
 
 FIGURES = {"calculate": calculate}
+PICTURES: Pictures = {"fig11_calculate": _plot}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ says nothing about divergences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,12 @@ from servegym.baselines.serverless_moe.prediction.similar_prompts import (
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
 from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.figures.script import pyplot, tidy
-from servegym.experiments.figures.serverless.common import Options, run_figures, save, verdict
+from servegym.experiments.figures.plotting import pyplot, tidy
+from servegym.experiments.figures.run import Picture, Pictures, save
+from servegym.experiments.figures.serverless.common import Options, run_figures, verdict
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, paired_difference, stratified_bootstrap
+from servegym.experiments.tables import Note
 
 __all__ = ["divergences", "main", "times"]
 
@@ -217,7 +219,7 @@ def times(
     return rows
 
 
-def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> Any:
+def _plot(rows: Sequence[Mapping[str, Any]], timed: Sequence[Mapping[str, Any]]) -> Any:
     """The bars of Fig. 8 and the times of the searches, as a matplotlib figure."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     width = [3.2] + [1.0] * (len(models) - 1) + [0.9]
@@ -256,16 +258,16 @@ def picture(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> 
     return figure
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The order of the predictors in words, for each model and embedding."""
-    lines = []
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
+    """The order of the predictors, for each model and embedding."""
+    lines: list[Note] = []
     for model, kind in dict.fromkeys((row["model"], row["embedding"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["embedding"]) == (model, kind)]
         paper = ("", PAPER, f"alpha={LARGE_DATA['alpha']}")
         by = {row["predictor"]: row for row in mine if row["settings"] in paper}
         if "sps" not in by:
-            told = ", ".join(f"{name} {_told(row)}" for name, row in by.items())
-            lines.append(f"{model}, recorded without texts, so without searches: {told} bit")
+            listed = ", ".join(f"{name} {_text(row)}" for name, row in by.items())
+            lines.append(f"{model}, recorded without texts, so without searches: {listed} bit")
             continue
         rivals = ("vared", "dop", "fate", "ef")
         better = [name for name in rivals if by[name]["minus_sps_high"] < 0]
@@ -281,23 +283,24 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             verdict(
                 "after VarPAM and BF, SPS has the least divergence",
                 not better and not equal,
-                f"{model}, {kind} embeddings, {PAPER} as in the paper: SPS {_told(by['sps'])} bit; "
+                f"{model}, {kind} embeddings, {PAPER} as in the paper: SPS {_text(by['sps'])} bit; "
                 f"minus SPS: {differences}; better than SPS: {', '.join(better) or 'none'}; not "
                 f"distinguished: {', '.join(equal) or 'none'}. The paper lacks category (mean of "
                 "the prompt's task) and ridge (regression on the embedding)",
             )
+            | {"model": model, "embedding": kind, "better": better, "not_distinguished": equal}
         )
     return lines
 
 
-def _told(row: dict[str, Any]) -> str:
+def _text(row: dict[str, Any]) -> str:
     return f"{row['js_bits']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
-def search_verdicts(timed: Sequence[dict[str, Any]]) -> list[str]:
-    """The times in words, for the paper's settings."""
+def search_verdicts(timed: Sequence[dict[str, Any]]) -> list[Note]:
+    """The paper's claims on the search, in the paper's settings."""
     row = timed[-1]
-    lines = [
+    lines: list[Note] = [
         verdict(
             "the tree takes at most 0.5 s",
             row["build_s"] <= 0.5,
@@ -335,12 +338,11 @@ def fig8(options: Options) -> None:
     repeats = 2 if options.quick else 9
     timed = times(vectors, size, repeats=repeats, pam=not options.quick)
     _print(rows, timed)
-    save(options, "fig08_prediction", rows, picture(rows, timed), *verdicts(rows))
+    save(options, "fig08_prediction", rows, *verdicts(rows))
     save(
         options,
         "fig08_search",
         timed,
-        None,
         *search_verdicts(timed),
         "processor time of one thread; embeddings resampled from the recorded prompts, with noise",
     )
@@ -386,11 +388,12 @@ def _print(rows: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> N
 
 
 FIGURES = {"fig8": fig8}
+PICTURES: Pictures = {"fig08_prediction": Picture(_plot, ("fig08_prediction", "fig08_search"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from servegym.envs.serverless_moe.config import (
     slo_classes,
 )
 from servegym.envs.workloads.activations import MoeModel, load_activations, load_model
-from servegym.experiments.figures.serverless.common import MODELS, Options, run_figures, save
+from servegym.experiments.figures.run import save
+from servegym.experiments.figures.serverless.common import MODELS, Options, run_figures
 from servegym.experiments.output import print_table
+from servegym.experiments.tables import note
 from servegym.hardware_profiles.serverless import GPU_PROFILES, ORIGINS
 
 __all__ = ["main", "settings"]
@@ -328,16 +330,19 @@ def table1(options: Options) -> None:
     )
     constants = [r for r in rows if not r["group"].startswith("preset")]
     count = Counter(r["kind"] for r in constants)
-    told = ", ".join(f"{count[kind]} {kind}" for kind in ORIGINS)
     save(
         options,
         "table1_settings",
         rows,
-        None,
-        f"{len(constants)} constants besides the presets: {told}",
-        "the paper gives no price, no network rate, no overhead, no z_max and no limits of TTFT "
-        "and TPOT; what is chosen for them decides the cost, hence the sweeps beside Fig. 9",
-        "gpt2-moe has drawn routing, the other two recorded routing",
+        note(
+            f"There are {len(constants)} constants besides the presets: "
+            f"{', '.join(f'{count[kind]} {kind}' for kind in ORIGINS)}.",
+            constants=len(constants),
+            **{kind: count[kind] for kind in ORIGINS},
+        ),
+        "The paper gives no price, no network rate, no overhead, no z_max and no limits of TTFT "
+        "and TPOT; what is chosen for them decides the cost, hence the sweeps around Fig. 9.",
+        "gpt2-moe has drawn routing, the other two models have recorded routing.",
     )
 
 
@@ -346,7 +351,7 @@ FIGURES = {"table1": table1}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, {}, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

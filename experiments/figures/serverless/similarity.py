@@ -8,7 +8,7 @@ prompts; the training prompts are the same throughout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,16 +18,17 @@ from scipy.stats import rankdata
 from servegym.baselines.serverless_moe.prediction import js_divergence
 from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
-from servegym.experiments.figures.script import errors, pyplot, tidy
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.run import Picture, Pictures, save
 from servegym.experiments.figures.serverless.common import (
     MODELS,
     Options,
     held_out,
     run_figures,
-    save,
     verdict,
     with_interval,
 )
+from servegym.experiments.tables import Note
 
 __all__ = [
     "by_similarity",
@@ -80,8 +81,8 @@ def similarities(activations: Activations, kind: str, queries: NDArray[np.int64]
 
 
 def _row(model: str, embedding: str, group: str, values: Array, **more: Any) -> dict[str, Any]:
-    about = {"model": model, "embedding": embedding, "group": group, "queries": len(values)}
-    return about | with_interval("value", values) | {"unit": "bit", "similarity": ""} | more
+    head = {"model": model, "embedding": embedding, "group": group, "queries": len(values)}
+    return head | with_interval("value", values) | {"unit": "bit", "similarity": ""} | more
 
 
 def by_task(activations: Activations, queries: NDArray[np.int64]) -> list[dict[str, Any]]:
@@ -139,14 +140,14 @@ def by_similarity(
     return rows, {"near": near[middle, drawn[0]], "far": far[middle, drawn[0]]}
 
 
-def _notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    def told(row: dict[str, Any]) -> str:
+def _notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+    def text(row: dict[str, Any]) -> str:
         return f"{row['value']:.3f} [{row['value_low']:.3f}, {row['value_high']:.3f}]"
 
     tasks = [row for row in rows if row["embedding"] == "none"]
-    notes = [
+    notes: list[Note] = [
         f"{name}, {tasks[0]['queries']} held-out prompts, divergence in bit: "
-        + ", ".join(f"{row['group']} {told(row)}" for row in tasks)
+        + ", ".join(f"{row['group']} {text(row)}" for row in tasks)
     ]
     for kind in dict.fromkeys(row["embedding"] for row in rows if row["embedding"] != "none"):
         *tenths, whole, inside, few = (row for row in rows if row["embedding"] == kind)
@@ -155,8 +156,8 @@ def _notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
                 "semantic similarity correlates with similarity of activations",
                 whole["value_high"] < 0,
                 f"{name}, {kind} embeddings: rank correlation of similarity and divergence "
-                f"{told(whole)}, within a task {told(inside)}; divergence to the most similar "
-                f"tenth {told(tenths[-1])} bit, to the least similar {told(tenths[0])}. It is a "
+                f"{text(whole)}, within a task {text(inside)}; divergence to the most similar "
+                f"tenth {text(tenths[-1])} bit, to the least similar {text(tenths[0])}. It is a "
                 f"weak relation: {100 * few['value']:.0f} % of samples of {FEW} prompts, of which "
                 "the paper shows one, have the opposite sign",
             )
@@ -167,8 +168,8 @@ def _notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
             verdict(
                 "similar prompts activate similar experts",
                 same["value_high"] < other["value_low"],
-                f"{name} has no texts; prompts of one task differ by {told(same)} bit, those of "
-                f"other tasks by {told(other)}",
+                f"{name} has no texts; prompts of one task differ by {text(same)} bit, those of "
+                f"other tasks by {text(other)}",
             )
         )
     return notes
@@ -177,33 +178,56 @@ def _notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 def fig3(options: Options) -> None:
     """Divergence of activations against similarity of prompts."""
     rows: list[dict[str, Any]] = []
-    notes: list[str] = []
-    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9), layout="constrained")
-    for m, name in enumerate(MODELS):
+    examples: list[dict[str, Any]] = []
+    notes: list[Note] = []
+    for name in MODELS:
         activations = load_activations(name)
         queries = held_out(activations, options.episodes)
         mine = by_task(activations, queries)
-        value, bars = errors(mine, "value")
-        at = np.arange(3) + 0.4 * (m - 0.5)
-        axes[2].bar(at, value, 0.38, yerr=bars, capsize=2, label=name, color=f"C{m}")
-        floor = value[0]
         for kind in sorted(activations.embeddings, reverse=True):
             found, example = by_similarity(activations, kind, queries)
             mine += found
-            value, bars = errors(found[:10], "value")
-            word = "token embeddings (Eq. 11)" if kind == "token" else "encoder's output"
-            axes[0].errorbar(range(1, 11), value, bars, capsize=2, marker="o", ms=3, label=word)
             if kind == "token":
-                one = rank_correlation(example["near"][None], example["far"][None])[0]
-                axes[0].axhline(floor, color="grey", linestyle=":", label="halves of one prompt")
-                axes[0].set_title(f"{name}, {len(queries)} held-out prompts", fontsize=10)
-                axes[1].scatter(example["near"], example["far"], s=18)
-                axes[1].set_title(
-                    f"{name}, middle prompt, {FEW} others: rank correlation {one:.2f}", fontsize=10
-                )
+                examples += [
+                    {"model": name, "similarity": float(near), "divergence_bits": float(far)}
+                    for near, far in zip(example["near"], example["far"], strict=True)
+                ]
         rows += mine
         notes += _notes(name, mine)
-    notes.append("halves of one prompt: random halves of its tokens, the noise of short recordings")
+    notes.append(
+        "'Halves of one prompt' are random halves of its tokens: the noise of short recordings."
+    )
+    save(options, "fig03_example", examples)
+    save(options, "fig03_similarity", rows, *notes)
+
+
+def _plot(rows: Sequence[Mapping[str, Any]], example: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9), layout="constrained")
+    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        tasks = [row for row in rows if (row["model"], row["embedding"]) == (name, "none")]
+        value, bars = error_bars(tasks, "value")
+        at = np.arange(len(tasks)) + 0.4 * (m - 0.5)
+        axes[2].bar(at, value, 0.38, yerr=bars, capsize=2, label=name, color=f"C{m}")
+    name = example[0]["model"]
+    own = [row for row in rows if row["model"] == name]
+    words = {"token": "token embeddings (Eq. 11)", "output": "encoder's output"}
+    for kind in dict.fromkeys(row["embedding"] for row in own if row["embedding"] in words):
+        tenths = [
+            row for row in own if row["embedding"] == kind and row["group"].startswith("tenth")
+        ]
+        value, bars = error_bars(tenths, "value")
+        look = {"capsize": 2, "marker": "o", "ms": 3}
+        axes[0].errorbar(range(1, 11), value, bars, label=words[kind], **look)
+    floor = next(row["value"] for row in own if row["embedding"] == "none")
+    axes[0].axhline(floor, color="grey", linestyle=":", label="halves of one prompt")
+    axes[0].set_title(f"{name}, {own[0]['queries']} held-out prompts", fontsize=10)
+    near, far = (
+        np.array([row[key] for row in example]) for key in ("similarity", "divergence_bits")
+    )
+    axes[1].scatter(near, far, s=18)
+    one = rank_correlation(near[None], far[None])[0]
+    title = f"{name}, middle prompt, {len(near)} others: rank correlation {one:.2f}"
+    axes[1].set_title(title, fontsize=10)
     axes[0].set(xlabel="training prompts, tenths by similarity (10: most similar)")
     axes[1].set(xlabel="similarity (Eq. 11)")
     axes[2].set_xticks(range(3), ["halves of\none prompt", "same task", "other task"])
@@ -214,15 +238,16 @@ def fig3(options: Options) -> None:
         tidy(axis)
     axes[0].legend(fontsize=8)
     axes[2].legend(fontsize=8)
-    save(options, "fig03_similarity", rows, figure, *notes)
+    return figure
 
 
 FIGURES = {"fig3": fig3}
+PICTURES: Pictures = {"fig03_similarity": Picture(_plot, ("fig03_similarity", "fig03_example"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

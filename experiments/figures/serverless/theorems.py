@@ -20,7 +20,7 @@ the mean of all training prompts. The conformal bound is calibrated on the val s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,12 @@ from servegym.baselines.serverless_moe.remoe.bounds import (
 from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.sets import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
-from servegym.experiments.figures.script import errors, pyplot, tidy
-from servegym.experiments.figures.serverless.common import Options, run_figures, save, verdict
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.run import Pictures, save
+from servegym.experiments.figures.serverless.common import Options, run_figures, verdict
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, stratified_bootstrap
+from servegym.experiments.tables import Note
 
 __all__ = ["main", "recorded_conformal", "recorded_corollary", "recorded_theorem", "uniform"]
 
@@ -55,11 +57,11 @@ Array = NDArray[np.float64]
 
 
 def _row(
-    holds: Array, repetitions: int = 2_000, together: Array | None = None, **about: Any
+    holds: Array, repetitions: int = 2_000, together: Array | None = None, **head: Any
 ) -> dict[str, Any]:
     """A row from the share of cases ``(P,)`` in which a bound holds, prompt by prompt."""
     interval = stratified_bootstrap(holds, mean, repetitions)
-    row = about | {
+    row = head | {
         "units": len(holds),
         "holds": interval.value,
         "low": interval.low,
@@ -70,7 +72,7 @@ def _row(
 
 
 def _theorem_rows(
-    counts: NDArray[np.integer], tokens: Any, top_k: int, joint: bool, **about: Any
+    counts: NDArray[np.integer], tokens: Any, top_k: int, joint: bool, **head: Any
 ) -> list[dict[str, Any]]:
     """Theorem 1 in both forms on counts ``(P, L, K)`` of ``tokens``, a number or (P,)."""
     experts = counts.shape[2]
@@ -85,7 +87,7 @@ def _theorem_rows(
             _row(
                 met.mean(axis=(1, 2)),
                 together=met.all(axis=2).mean(axis=1) if joint else None,
-                **about,
+                **head,
                 statement="theorem 1",
                 form=form,
                 largest_ratio=float((counts / bound).max()),
@@ -95,7 +97,7 @@ def _theorem_rows(
 
 
 def _corollary_rows(
-    counts: NDArray[np.integer], tokens: Any, top_k: int, rank: NDArray[np.integer], **about: Any
+    counts: NDArray[np.integer], tokens: Any, top_k: int, rank: NDArray[np.integer], **head: Any
 ) -> list[dict[str, Any]]:
     """Corollary 1 in both forms for the first ``ceil(b K)`` experts of ``rank`` ``(P, L, K)``."""
     experts = counts.shape[2]
@@ -112,7 +114,7 @@ def _corollary_rows(
             rows.append(
                 _row(
                     (mine <= bound).mean(axis=1),
-                    **about,
+                    **head,
                     statement="corollary 1",
                     form=form,
                     b=ratio,
@@ -140,10 +142,10 @@ def uniform(experts: int, top_k: int, n: int, trials: int, seed: int = 0) -> lis
     for trial in range(trials):
         taken = np.argpartition(rng.random((n, experts)), top_k - 1, axis=1)[:, :top_k]
         counts[trial, 0] = np.bincount(taken.ravel(), minlength=experts)
-    about = {"source": "uniform", "model": f"top-{top_k} of {experts}", "n": n}
+    head = {"source": "uniform", "model": f"top-{top_k} of {experts}", "n": n}
     fixed = np.broadcast_to(np.arange(experts), counts.shape)
-    return _theorem_rows(counts, n, top_k, True, **about, ranking="") + _corollary_rows(
-        counts, n, top_k, fixed, **about, ranking="fixed set"
+    return _theorem_rows(counts, n, top_k, True, **head, ranking="") + _corollary_rows(
+        counts, n, top_k, fixed, **head, ranking="fixed set"
     )
 
 
@@ -151,16 +153,16 @@ def recorded_theorem(activations: Activations, seed: int = 0) -> list[dict[str, 
     """Theorem 1 on recorded prompts, for drawn numbers of tokens and for all tokens."""
     rng = np.random.default_rng(seed)
     top_k = activations.model.top_k
-    about = {"source": "recorded", "model": activations.name, "ranking": ""}
+    head = {"source": "recorded", "model": activations.name, "ranking": ""}
     rows = []
     for n in TOKENS:
         long = activations.tokens >= n
         counts = activations.counts[long]
         rest = activations.tokens[long][:, None, None] - counts
         drawn = rng.hypergeometric(counts, rest, n)
-        rows += _theorem_rows(drawn, n, top_k, False, **about, n=n)
+        rows += _theorem_rows(drawn, n, top_k, False, **head, n=n)
     return rows + _theorem_rows(
-        activations.counts, activations.tokens, top_k, True, **about, n="all"
+        activations.counts, activations.tokens, top_k, True, **head, n="all"
     )
 
 
@@ -236,13 +238,13 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     return rows
 
 
-def _told(row: dict[str, Any]) -> str:
+def _text(row: dict[str, Any]) -> str:
     return f"{row['holds']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the table says of both statements on recorded routing, all tokens of a prompt."""
-    lines = []
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
+    """Both statements on recorded routing, all tokens of a prompt."""
+    lines: list[Note] = []
     recorded = [row for row in rows if row["source"] == "recorded" and row["n"] == "all"]
     for model in dict.fromkeys(row["model"] for row in recorded):
         mine = [row for row in recorded if row["model"] == model]
@@ -251,8 +253,8 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
             verdict(
                 "Theorem 1 holds with probability 95 %",
                 forms["printed"]["holds"] >= CLAIMED,
-                f"{model}: as printed for {_told(forms['printed'])} of (prompt, layer, expert), "
-                f"with the constant and the mean corrected for {_told(forms['corrected'])}: "
+                f"{model}: as printed for {_text(forms['printed'])} of (prompt, layer, expert), "
+                f"with the constant and the mean corrected for {_text(forms['corrected'])}: "
                 "experts are not used alike, which no constant mends",
             )
         )
@@ -266,12 +268,12 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
                 "Corollary 1 holds with probability 95 %",
                 least["printed"]["holds"] >= CLAIMED,
                 f"{model}: least over b and the ways of predicting the ranking, for the least used "
-                f"experts: as printed {_told(least['printed'])} of (prompt, layer), corrected "
-                f"{_told(least['corrected'])}",
+                f"experts: as printed {_text(least['printed'])} of (prompt, layer), corrected "
+                f"{_text(least['corrected'])}",
             )
         )
         lines += [
-            f"{model}: conformal bound, {r['form']}, {r['ranking']}: {_told(r)} of experts, in "
+            f"{model}: conformal bound, {r['form']}, {r['ranking']}: {_text(r)} of experts, in "
             f"{r['holds_for_all_experts']:.3f} of layers all experts at once"
             for r in mine
             if r["statement"] == "conformal"
@@ -279,7 +281,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def picture(rows: Sequence[dict[str, Any]]) -> Any:
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Shares against tokens (Theorem 1) and against b (Corollary 1), as a matplotlib figure."""
     sets = [r for r in rows if r["statement"] == "corollary 1" and r["source"] == "recorded"]
     models = list(dict.fromkeys(r["model"] for r in sets))
@@ -287,10 +289,10 @@ def picture(rows: Sequence[dict[str, Any]]) -> Any:
     figure, axes = pyplot().subplots(1, wide, figsize=(4.4 * wide, 4), layout="constrained")
     styles = {"printed": ":", "corrected": "-"}
 
-    def draw(axis: Any, part: list[dict[str, Any]], x: str, colour: str, label: str) -> None:
+    def draw(axis: Any, part: list[Any], x: str, colour: str, label: str) -> None:
         for form, linestyle in styles.items():
             mine = [r for r in part if r["form"] == form]
-            value, bars = errors(
+            value, bars = error_bars(
                 [r | {"holds_low": r["low"], "holds_high": r["high"]} for r in mine], "holds"
             )
             axis.errorbar(
@@ -356,15 +358,16 @@ def theorems(options: Options) -> None:
         ],
         ["all experts: share of layers whose every expert stays within the bound."],
     )
-    save(options, "theorems", rows, picture(rows), *verdicts(rows))
+    save(options, "theorems", rows, *verdicts(rows))
 
 
 FIGURES = {"theorems": theorems}
+PICTURES: Pictures = {"theorems": _plot}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``. ``--episodes`` changes nothing here."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Intervals are over held-out prompts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.workloads.activations import load_activations
-from servegym.experiments.figures.script import errors, pyplot, tidy
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.run import Pictures, save
 from servegym.experiments.figures.serverless.common import (
     MODELS,
     N_IN,
@@ -33,10 +34,10 @@ from servegym.experiments.figures.serverless.common import (
     held_out,
     recorded_request,
     run_figures,
-    save,
     verdict,
     with_interval,
 )
+from servegym.experiments.tables import Note
 
 __all__ = ["expert_times", "line_r2", "main", "stage_times"]
 
@@ -95,38 +96,39 @@ def line_r2(x: Sequence[float], y: Sequence[float]) -> float:
 def fig4(options: Options) -> None:
     """Expert time against the remote ratio with 5 and 10 cores. Model output."""
     rows: list[dict[str, Any]] = []
-    notes = ["model output: Eq. 2, 3 and 5 on recorded routing, not a measurement"]
-    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
-    for m, name in enumerate(MODELS):
+    notes: list[Note] = ["Model output, not a measurement: Eq. 2, 3 and 5 on recorded routing."]
+    for name in MODELS:
         mine = remote_ratios(name, RATIOS[::4] if options.quick else RATIOS, options.episodes)
         rows += mine
         notes += _fig4_notes(name, mine)
+    save(options, "fig04_expert_time", rows, *notes)
+
+
+def _plot_remote_ratios(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
+    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        mine = [row for row in rows if row["model"] == name]
+        decode, prefill = axes[2 * m], axes[2 * m + 1]
         for order, linestyle in (("least used", "-"), ("random", ":")):
-            for c, trem in enumerate(OVERHEADS_S):
-                part = _part(mine, order, CORES[0], trem)
-                value, bars = errors(part, "decode_ms_per_token")
-                label = f"{order} first, overhead {1e3 * trem:g} ms"
-                b = [r["b"] for r in part]
-                axes[2 * m].errorbar(
-                    b, value, bars, color=f"C{c}", linestyle=linestyle, label=label
-                )
-            for c, cores in enumerate(CORES):
-                part = _part(mine, order, cores, TREM_S)
-                value, bars = errors(part, "prefill_ms")
-                label = f"{order} first, {cores} cores"
-                b = [r["b"] for r in part]
-                axes[2 * m + 1].errorbar(
-                    b, value, bars, color=f"C{c + 2}", linestyle=linestyle, label=label
-                )
-        axes[2 * m].set_title(f"{name}: a decode token,\n5 cores (10 are alike)", fontsize=10)
-        axes[2 * m + 1].set_title(
-            f"{name}: prefill of {N_IN} tokens,\noverhead {1e3 * TREM_S:g} ms", fontsize=10
-        )
+            curves = [
+                (decode, f"overhead {1e3 * trem:g} ms", CORES[0], trem, "decode_ms_per_token")
+                for trem in OVERHEADS_S
+            ]
+            curves += [(prefill, f"{cores} cores", cores, TREM_S, "prefill_ms") for cores in CORES]
+            for c, (axis, label, cores, trem, key) in enumerate(curves):
+                part = _part(mine, order, cores, trem)
+                value, bars = error_bars(part, key)
+                look = {"color": f"C{c}", "linestyle": linestyle}
+                b = [row["b"] for row in part]
+                axis.errorbar(b, value, bars, label=f"{order} first, {label}", **look)
+        decode.set_title(f"{name}: a decode token,\n5 cores (10 are alike)", fontsize=10)
+        title = f"{name}: prefill of {N_IN} tokens,\noverhead {1e3 * TREM_S:g} ms"
+        prefill.set_title(title, fontsize=10)
     for axis in axes:
         axis.set(xlabel="remote ratio b", ylabel="expert time, ms", ylim=(0, None))
         axis.legend(fontsize=7)
         tidy(axis)
-    save(options, "fig04_expert_time", rows, figure, *notes)
+    return figure
 
 
 def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict[str, Any]]:
@@ -171,15 +173,15 @@ def remote_ratios(name: str, ratios: Sequence[float], prompts: int) -> list[dict
 
 
 def _part(
-    rows: Sequence[dict[str, Any]], order: str, cores: int, trem_s: float
-) -> list[dict[str, Any]]:
+    rows: Sequence[Mapping[str, Any]], order: str, cores: int, trem_s: float
+) -> list[Mapping[str, Any]]:
     """The rows of one curve, by rising b."""
     wanted = order, cores, 1e3 * trem_s
     return [r for r in rows if (r["remote_first"], r["cores"], r["overhead_ms"]) == wanted]
 
 
-def _fig4_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    notes = []
+def _fig4_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+    notes: list[Note] = []
     for trem in OVERHEADS_S:
         curves = {order: _part(rows, order, CORES[0], trem) for order in ("random", "least used")}
         b = [r["b"] for r in curves["random"]]
@@ -248,11 +250,9 @@ DEPLOYMENTS = {"mix": "MIX", "half": "b = 0.5", "remoe": "Remoe"}
 def fig5(options: Options) -> None:
     """Prefill and decode time against the number of tokens. Model output."""
     rows: list[dict[str, Any]] = []
-    notes = ["model output: Eq. 1 and 4 on recorded routing, not a measurement"]
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.9), layout="constrained")
+    notes: list[Note] = ["Model output, not a measurement: Eq. 1 and 4 on recorded routing."]
     sizes = [(n, n) for n in (TOKENS[::3] if options.quick else TOKENS)] + [(N_IN, N_OUT)]
-    for m, name in enumerate(MODELS):
+    for name in MODELS:
         activations = load_activations(name)
         queries = held_out(activations, options.episodes)
         predicted = predict(activations).astype(np.float64)
@@ -282,12 +282,19 @@ def fig5(options: Options) -> None:
                             **with_interval("prefill_over_decode", found[0] / found[1]),
                         }
                     )
+        notes += _fig5_notes(name, [r for r in rows if r["model"] == name])
+    save(options, "fig05_prefill_decode", rows, *notes)
+
+
+def _plot_stages(rows: Sequence[Mapping[str, Any]]) -> Any:
+    figure, axes = pyplot().subplots(1, 3, figsize=(13, 3.9), layout="constrained")
+    for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
         mine = [r for r in rows if r["model"] == name and r["gpu"] == "eager"]
         for d, word in enumerate(DEPLOYMENTS.values()):
             equal = [r for r in mine if r["deployment"] == word][:-1]
             n = [r["prompt_tokens"] for r in equal]
             for key, marker, linestyle in (("prefill_s", "o", "-"), ("decode_s", "s", "--")):
-                value, bars = errors(equal, key)
+                value, bars = error_bars(equal, key)
                 axes[m].errorbar(
                     n,
                     value,
@@ -299,7 +306,7 @@ def fig5(options: Options) -> None:
                     linestyle=linestyle,
                     label=f"{word}, {key[:-2]}",
                 )
-            value, bars = errors(equal, "prefill_over_decode")
+            value, bars = error_bars(equal, "prefill_over_decode")
             axes[2].errorbar(
                 n,
                 value,
@@ -315,7 +322,6 @@ def fig5(options: Options) -> None:
             xlabel="prompt tokens = output tokens", ylabel="time, s", xscale="log", yscale="log"
         )
         axes[m].set_title(f"{name}, eager GPU", fontsize=10)
-        notes += _fig5_notes(name, [r for r in rows if r["model"] == name])
     axes[2].axhline(0.1, color="grey", linewidth=1)
     axes[2].set(xlabel="prompt tokens = output tokens", ylabel="prefill / decode time")
     axes[2].set(xscale="log", ylim=(0, None))
@@ -326,11 +332,11 @@ def fig5(options: Options) -> None:
         axis.minorticks_off()
     axes[0].legend(fontsize=7)
     axes[2].legend(fontsize=7)
-    save(options, "fig05_prefill_decode", rows, figure, *notes)
+    return figure
 
 
-def _fig5_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    notes = []
+def _fig5_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
+    notes: list[Note] = []
     for word in DEPLOYMENTS.values():
         mine = [r for r in rows if r["deployment"] == word and r["gpu"] == "eager"]
         paper, equal = mine[-1], mine[:-1]
@@ -350,11 +356,15 @@ def _fig5_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 FIGURES = {"fig4": fig4, "fig5": fig5}
+PICTURES: Pictures = {
+    "fig04_expert_time": _plot_remote_ratios,
+    "fig05_prefill_decode": _plot_stages,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compute, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE)
 
 
 if __name__ == "__main__":

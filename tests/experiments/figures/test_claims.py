@@ -3,7 +3,7 @@
 import pytest
 
 from servegym.experiments.figures.claims import CLAIMS, TITLES, findings, main
-from servegym.experiments.figures.routing.claims import TRAINED_SO, ahead
+from servegym.experiments.figures.routing.claims import RETRAINED, ahead
 from servegym.experiments.figures.verdicts import OPEN, Claim, judge
 from servegym.experiments.output import write_csv
 
@@ -71,8 +71,8 @@ def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> 
 
 def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    blind = {"bert_router": 0.3, "shortest_queue": 0.45, TRAINED_SO: 0.6, "rpi (shipped)": 0.9}
-    seeing = {**blind, "bert_router": 0.5, TRAINED_SO: 0.7}
+    blind = {"bert_router": 0.3, "shortest_queue": 0.45, RETRAINED: 0.6, "rpi (shipped)": 0.9}
+    seeing = {**blind, "bert_router": 0.5, RETRAINED: 0.7}
     table = [
         {"policy": name, "predictors": predictors, "point": point, "qos": qos}
         for point, cases in (("a", {"ZS+ZL": blind, "PS+PL": seeing}), ("b", {"PS+PL": seeing}))

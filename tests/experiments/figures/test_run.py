@@ -53,4 +53,4 @@ def test_every_figure_says_what_it_shows():
 
 def test_the_training_queue_is_no_figure():
     names = [figure.name for figure in figures.list_figures("routing")]
-    assert "sweeps" in names and "training" not in names
+    assert "load_sweeps" in names and "training" not in names

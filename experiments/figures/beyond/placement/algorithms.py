@@ -5,11 +5,11 @@ r"""Every placement algorithm in every scenario: latency, gap to Eq. 2's optimum
     python -m servegym.experiments.figures.beyond.placement.algorithms --resume \
         --figure edge_hetero summary
 
-A figure is a scenario, whose table is written after every policy; ``--resume`` keeps the policies
-that it has already. ``summary`` puts the scenarios whose results lie in the folder into one picture
+A figure is a scenario, whose table is written after every policy; ``--resume`` goes on where
+a stopped run ended. ``summary`` puts the scenarios whose results lie in the folder into one picture
 and one table. For each policy a row has
 
-* the mean latency of the evaluation episodes and what else `placement_common.measure` gives;
+* the mean latency of the evaluation episodes and what else `common.measure` gives;
 * ``proxy_gap``: how far Eq. 2 of its plan is above the exact optimum, for the counts seen at the
   start of the first episodes;
 * ``moved_share``: loads over all slots when every count is multiplied by a factor drawn from
@@ -40,7 +40,6 @@ from servegym.baselines.registry import list_policies
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.experiments.figures.placement.common import (
-    OUT,
     SEED,
     interval,
     make,
@@ -48,19 +47,19 @@ from servegym.experiments.figures.placement.common import (
     overloaded,
     setting,
 )
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.plotting import pyplot, tidy
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
     figure_parser,
-    pyplot,
     run_chosen,
     save,
-    tidy,
 )
 from servegym.experiments.output import print_table
-from servegym.experiments.tables import Table
+from servegym.experiments.tables import Table, note
 
-__all__ = ["PROBE", "SCENARIOS", "main", "planning"]
+__all__ = ["SCENARIOS", "main", "planning"]
 
 MODULE = "servegym.experiments.figures.beyond.placement.algorithms"
 SCENARIOS = (
@@ -77,33 +76,13 @@ EPOCHS = {"drift": 6, "scale_64": 2}
 LARGE_EPISODES, PLANNED_EPISODES = 3, 3
 NOISE = 0.05
 
-PROBE: dict[str, dict[str, float]] = {
-    "edge_hetero": {
-        "prism": 12.98,
-        "proxy_optimum": 12.34,
-        "whole_layer": 10.28,
-        "latency_dp": 8.20,
-        "latency_local_search": 6.53,
-    },
-    "paper_testbed": {
-        "uniform": 23.0,
-        "redundance": 11.9,
-        "smartmoe": 22.1,
-        "eplb_global": 9.3,
-        "prism": 5.85,
-        "proxy_optimum": 5.42,
-    },
-    "scale_64": {"eplb_global": 7.96, "prism": 11.30, "proxy_optimum": 5.12},
-}
-"""Mean seconds of an earlier exploration with one seed, whose links were shaped at both ends."""
-
 
 class Options(FigureOptions):
     """The command line.
 
     Attributes:
         policies: Registered names.
-        resume: Whether rows that the folder has already are kept.
+        resume: Whether policies that the table has already are not measured again.
     """
 
     policies: Sequence[str]
@@ -185,8 +164,8 @@ def _scenario(name: str, options: Options) -> None:
         planned = planning(problem, agent, min(episodes, PLANNED_EPISODES))
         found, _ = measure([agent], episodes, {"scenario": name}, **kwargs)
         table.update([found[0] | planned])
-        notes = _verdict(name, table.rows)
-        save(options, f"algorithms_{name}", table.rows, None, *notes, settings=settings)
+        notes = _findings(name, table.rows)
+        save(options, f"algorithms_{name}", table.rows, *notes, settings=settings)
     _print(name, table.rows)
 
 
@@ -227,55 +206,48 @@ def _print(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def _verdict(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the rows say of one scenario, in words."""
+def _findings(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest placement of one scenario, and what the rows leave open."""
     by = {row["policy"]: row for row in rows}
     mean = {policy: float(row["mean_latency_s"]) for policy, row in by.items()}
     placing = {p: x for p, x in mean.items() if not math.isnan(float(by[p]["proxy_gap"]))}
     notes = []
-    if grow := overloaded(rows):
-        notes.append(
-            f"{name}: overloaded, the mean grows by more than 20 % with twice the arrivals: "
-            f"{', '.join(grow)}."
-        )
-    if any(math.isnan(row.get("overloaded", math.nan)) for row in rows):  # of an older table
-        notes.append(f"{name}: not every policy was tried with twice the arrivals.")
-    missing = [p.name for p in list_policies("expert_placement") if p.name not in by]
-    if missing:
-        notes.append(f"{name}: not measured: {', '.join(missing)}.")
     if placing:
         best = min(placing, key=lambda p: placing[p])
         low, high = (by[best][f"mean_latency_s_{end}"] for end in ("low", "high"))
-        others = ", ".join(
-            f"{p} {mean[p]:.2f} s"
-            for p in ("prism", "proxy_optimum", "whole_layer", "latency_dp")
-            if p in mean and p != best
+        text = (
+            f"{name}: of the placements {best} has the least mean latency, {mean[best]:.2f} s "
+            f"[{low:.2f}, {high:.2f}]"
         )
-        notes.append(
-            f"{name}: of the placements {best} is fastest with {mean[best]:.2f} s [{low:.2f}, "
-            f"{high:.2f}]; {others}."
-        )
+        data: dict[str, Any] = {"fastest": best, "mean_latency_s": [mean[best], low, high]}
         if "prism" in mean:
-            notes.append(
-                f"{name}: that is {100 * (1 - mean[best] / mean['prism']):.1f} % below prism."
-            )
-    if "moe_infinity" in mean and "moe_infinity_lb" in mean:
-        notes.append(
-            f"{name}: caches without a network (moe_infinity) have {mean['moe_infinity']:.2f} s, "
-            f"with redirection {mean['moe_infinity_lb']:.2f} s."
+            data["below_prism_pct"] = 100 * (1 - mean[best] / mean["prism"])
+            text += f", {data['below_prism_pct']:.1f} % below prism"
+        others = [p for p in ("prism", "proxy_optimum", "whole_layer", "latency_dp") if p in mean]
+        listed = ", ".join(f"{p} {mean[p]:.2f} s" for p in others if p != best)
+        notes.append(note(f"{text}; {listed}.", scenario=name, **data))
+    caches = ("moe_infinity", "moe_infinity_lb")
+    if set(caches) <= set(mean):
+        one, other = (mean[policy] for policy in caches)
+        text = (
+            f"{name}: caches without a network (moe_infinity) have {one:.2f} s, with redirection "
+            f"{other:.2f} s."
         )
-    earlier = {p: x for p, x in PROBE.get(name, {}).items() if p in mean}
-    if len(earlier) > 1:
-        told = ", ".join(f"{p} {mean[p]:.2f} ({x:.2f})" for p, x in earlier.items())
-        notes.append(f"{name}: seconds here and (in the exploration with one seed): {told}.")
-        pairs = [(a, b) for i, a in enumerate(earlier) for b in list(earlier)[i + 1 :]]
-        turned = [
-            f"{a} / {b}" for a, b in pairs if (earlier[a] < earlier[b]) != (mean[a] < mean[b])
-        ]
-        notes.append(
-            f"{name}: {len(pairs) - len(turned)} of {len(pairs)} of its orders are confirmed"
-            + (f"; turned round: {', '.join(turned)}." if turned else ".")
+        notes.append(note(text, scenario=name, moe_infinity=one, moe_infinity_lb=other))
+    if grow := overloaded(rows):
+        text = (
+            f"{name}: overloaded (twice the arrivals raise the mean by more than 20 %, so that the "
+            f"mean tells the length of the run): {', '.join(grow)}."
         )
+        notes.append(note(text, scenario=name, overloaded=grow))
+    untried = [p for p, row in by.items() if math.isnan(row.get("overloaded", math.nan))]
+    if untried:  # rows of an older table
+        text = f"{name}: not tried with twice the arrivals: {', '.join(untried)}."
+        notes.append(note(text, scenario=name, untried=untried))
+    missing = [p.name for p in list_policies("expert_placement") if p.name not in by]
+    if missing:
+        text = f"{name}: not measured: {', '.join(missing)}."
+        notes.append(note(text, scenario=name, missing=missing))
     return notes
 
 
@@ -290,15 +262,25 @@ def _summary(options: Options) -> None:
     results = {name: rows for name, rows in found.items() if rows}
     if not results:
         raise ValueError(f"out is {str(options.out)!r}; no scenario's results lie there yet")
+    table = [row for rows in results.values() for row in rows]
+    notes = [one for name, rows in results.items() for one in _findings(name, rows)]
+    save(options, "algorithms", table, *notes, *_overall(results))
+    for name, rows in results.items():
+        _print(name, rows)
+
+
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """One panel a scenario: mean latency of every policy with its interval."""
+    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
     plt = pyplot()
     from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(2, 3, figsize=(13, 9.5), layout="constrained")
-    for axis in axes.flat[len(results) :]:
+    for axis in axes.flat[len(scenarios) :]:
         axis.axis("off")
-    table = []
-    for axis, (name, rows) in zip(axes.flat, results.items(), strict=False):
-        ordered = sorted(rows, key=lambda row: -row["mean_latency_s"])
+    for axis, name in zip(axes.flat, scenarios, strict=False):
+        ordered = [row for row in rows if row["scenario"] == name]
+        ordered.sort(key=lambda row: -row["mean_latency_s"])
         value = np.array([row["mean_latency_s"] for row in ordered])
         low, high = (
             np.array([row[f"mean_latency_s_{end}"] for row in ordered]) for end in ("low", "high")
@@ -330,15 +312,11 @@ def _summary(options: Options) -> None:
         axis.set_title(name, fontsize=10)
         tidy(axis)
         axis.grid(axis="y", visible=False)
-        table += rows
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in _KINDS.values()]
     figure.legend(
         handles, list(_KINDS), loc="outside lower center", ncols=len(_KINDS), frameon=False
     )
-    notes = [note for name, rows in results.items() for note in _verdict(name, rows)]
-    save(options, "algorithms", table, figure, *notes, *_overall(results))
-    for name, rows in results.items():
-        _print(name, rows)
+    return figure
 
 
 _KINDS = {
@@ -417,10 +395,13 @@ def _overall(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         "latency_local_search",
     )
     return [
-        f"Eq. 2 above its optimum, over the scenarios: {gaps}.",
-        f"slots moved under 5 % noise: {moves}.",
-        f"CPU time of a plan: {cpu}.",
+        f"Eq. 2 lies above its optimum, over the scenarios, by: {gaps}.",
+        f"Slots that change when the counts change by 5 % (normal): {moves}.",
+        f"Processor time of one plan: {cpu}.",
     ]
+
+
+PICTURES: Pictures = {"algorithms": _plot}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -430,10 +411,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     figures["summary"] = _summary
     names = [info.name for info in list_policies("expert_placement")]
-    parser = figure_parser(tuple(figures), __doc__, MODULE, EPISODES, OUT)
+    parser = figure_parser(tuple(figures), __doc__, MODULE, EPISODES)
     parser.add_argument("--policies", nargs="+", choices=names, default=names, help="which (all)")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
-    return run_chosen(figures, command_line(parser, argv, Options()))
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
+    return run_chosen(figures, PICTURES, command_line(parser, argv, Options()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Placements are found on prompts of the training split and played on those of the
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,17 +33,15 @@ from servegym.baselines.expert_placement.system import PlacementSystem as Descri
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.envs.expert_placement.decode import assign_gpus
-from servegym.experiments.figures.placement.common import OUT, SEED, interval, setting, versus
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.placement.common import SEED, interval, setting, versus
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
-    errors,
     figure_parser,
-    legend,
-    pyplot,
     run_chosen,
     save,
-    tidy,
 )
 from servegym.experiments.output import print_table
 
@@ -148,33 +146,8 @@ def phases(options: Options) -> None:
         f"{min(spent):.0f} to {max(spent):.0f} s of a link's time in a phase of "
         f"{drift.rotate_s:.0f} s",
     ]
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    names = list(every)
-    for k, name in enumerate(names):
-        own = [row for row in rows if row["placement"] == name]
-        values, bars = errors(own, "mean_latency_s")
-        at = np.arange(len(own)) + 0.27 * (k - 1)
-        axis.bar(
-            at,
-            values,
-            0.25,
-            yerr=bars,
-            label=name,
-            error_kw={"lw": 1},
-            color=("0.7", "tab:blue", "tab:red")[k],
-        )
-    axis.set(
-        ylabel="mean latency, s",
-        xlabel="tasks of the servers",
-        title="Each phase of drift, played for ever",
-    )
-    labels = [row["tasks"].replace(" ", "\n") for row in rows if row["placement"] == names[0]]
-    axis.set_xticks(np.arange(len(labels)), labels, fontsize=8)
-    tidy(axis)
-    legend(figure, axis)
-    settings = {"setting": setting(drift), "epochs": epochs, "annealing steps": STEPS}
-    save(options, "bound_phases", rows, figure, *notes, settings=settings)
+    settings = {"setting": setting(drift), "epochs": epochs, "annealing_steps": STEPS}
+    save(options, "bound_phases", rows, *notes, settings=settings)
     print_table(
         "Phases of drift",
         ["phase", "placement", "mean", "low", "high"],
@@ -235,7 +208,7 @@ def climb(options: Options) -> None:
         f"whole_layer {seconds['whole_layer'].mean():.2f} s; against it, the start "
         f"takes {_change(seconds, 'start')}, climbed {_change(seconds, 'start, climbed')}",
     ]
-    save(options, "bound_climb", rows, None, *notes, settings={"setting": setting(known)})
+    save(options, "bound_climb", rows, *notes, settings={"setting": setting(known)})
     print_table(
         "edge_hetero",
         ["placement", "mean", "low", "high"],
@@ -252,12 +225,42 @@ def climb(options: Options) -> None:
     )
 
 
+def _plot_phases(rows: Sequence[Mapping[str, Any]]) -> Any:
+    names = list(dict.fromkeys(row["placement"] for row in rows))
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for k, name in enumerate(names):
+        own = [row for row in rows if row["placement"] == name]
+        values, bars = error_bars(own, "mean_latency_s")
+        at = np.arange(len(own)) + 0.27 * (k - 1)
+        axis.bar(
+            at,
+            values,
+            0.25,
+            yerr=bars,
+            label=name,
+            error_kw={"lw": 1},
+            color=("0.7", "tab:blue", "tab:red")[k],
+        )
+    axis.set(
+        ylabel="mean latency, s",
+        xlabel="tasks of the servers",
+        title="Each phase of drift, played for ever",
+    )
+    labels = [row["tasks"].replace(" ", "\n") for row in rows if row["placement"] == names[0]]
+    axis.set_xticks(np.arange(len(labels)), labels, fontsize=8)
+    tidy(axis)
+    legend(figure, axis)
+    return figure
+
+
 FIGURES: dict[str, Any] = {"phases": phases, "climb": climb}
+PICTURES: Pictures = {"bound_phases": _plot_phases}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the figures that the command line names."""
-    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES, OUT)
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES)
     parser.add_argument(
         "--climb-calls",
         type=float,
@@ -268,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = command_line(parser, argv, Options())
     if not options.climb_calls >= 1:
         raise ValueError(f"climb_calls is {options.climb_calls}; allowed is 1 or more")
-    return run_chosen(FIGURES, options)
+    return run_chosen(FIGURES, PICTURES, options)
 
 
 if __name__ == "__main__":

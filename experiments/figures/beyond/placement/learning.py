@@ -50,27 +50,24 @@ from servegym.envs.expert_placement.core import PlacementSystem
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.placement.common import (
     ENV_ID,
-    OUT,
     apart,
+    as_text,
     change,
     interval,
     make,
     setting,
-    told,
-    versus,
 )
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
-    errors,
     figure_parser,
-    pyplot,
     run_chosen,
     save,
-    tidy,
 )
 from servegym.experiments.output import print_table, read_rows
-from servegym.experiments.tables import Table, read_record
+from servegym.experiments.tables import Table, note, read_record
 
 __all__ = ["SCENARIOS", "Control", "main", "training_calls"]
 
@@ -321,24 +318,26 @@ def _scenario(scenario: str, options: Options) -> None:
     for name, policy in calls.items():
         if name.startswith("ppo_placement"):
             start = policy.start
-            settings[f"training of {name}"] = (
+            settings[f"training_of_{name}"] = (
                 f"{' '.join(policy.args.set)}, {policy.args.total_timesteps} decisions, best on "
                 f"validation after {policy.step}, {training_calls(policy):.2g} expert calls "
                 f"simulated, {start.calls if start else 0:.2g} of them to find the start "
                 f"({start.name if start else policy.args.base})"
             )
-    settings["calls of latency_local_search"] = f"{options.search_calls:.2g} a search"
+    settings["calls_of_latency_local_search"] = f"{options.search_calls:.2g} a search"
     if options.search_once is not None and "ppo_placement" in calls:
-        settings["calls of search_once"] = f"{_once_calls(options, calls):.2g}"
-    save(options, f"learning_{scenario}", rows, None, *_verdict(rows, episodes), settings=settings)
+        settings["calls_of_search_once"] = f"{_once_calls(options, calls):.2g}"
+    save(options, f"learning_{scenario}", rows, *_findings(rows, episodes), settings=settings)
 
 
 def _latencies(episodes: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     return np.array([row["mean_latency_s"] for row in episodes if row["policy"] == name])
 
 
-def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the rows say of each agent."""
+def _findings(
+    rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each agent against the others on the same episodes."""
     mean = {row["policy"]: row["mean_latency_s"] for row in rows}
     by = {row["policy"]: row for row in rows}
     notes = []
@@ -357,38 +356,37 @@ def _verdict(rows: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, 
             number = min(len(own), len(other))
             paired = change(own[:number], other[:number])
             verdict = apart(by[agent], by[best], paired, number)
-            notes.append(
-                f"{agent} against {group}{best}: latency {told(paired)} on {number} same "
-                f"episodes; {verdict}"
+            text = (
+                f"{agent} against {group}{best}: mean latency {as_text(paired)} on the same "
+                f"{number} episodes; {verdict}."
             )
+            data = {"policy": agent, "against": best, "change_pct": list(paired)}
+            notes.append(note(text, **data, episodes=number, verdict=verdict))
         if "start" in mean:
             start = _latencies(episodes, "start")
             number = min(len(own), len(start))
-            notes.append(
-                f"{agent} against the start of ppo_placement, nothing learnt: "
-                f"{versus(own[:number], start[:number])}"
-            )
+            found = change(own[:number], start[:number])
+            text = f"{agent} against its start, nothing learnt: mean latency {as_text(found)}."
+            notes.append(note(text, policy=agent, against="start", change_pct=list(found)))
     if BEST in mean:
         notes += _what_a_network_adds(mean, episodes)
     if "random" in mean:
-        notes.append(
-            "the decoder alone: "
-            + ", ".join(f"{name} {mean[name]:.2f} s" for name in CONTROLS if name in mean)
-        )
+        found = {name: mean[name] for name in CONTROLS if name in mean}
+        listed = ", ".join(f"{name} {value:.2f} s" for name, value in found.items())
+        notes.append(note(f"The decoder without learning: {listed}.", controls=found))
     return notes
 
 
 def _what_a_network_adds(
     mean: Mapping[str, float], episodes: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    """The search alone beside the baselines, and the agents beside their own start."""
+) -> list[dict[str, Any]]:
+    """The search alone against the baselines, and the agents against their own start."""
     best = min((name for name in BASELINES if name in mean), key=lambda name: mean[name])
     alone, other = (_latencies(episodes, name) for name in (BEST, best))
     number = min(len(alone), len(other))
-    notes = [
-        f"{BEST}, the agents' search without a network, against {best}: "
-        f"{versus(alone[:number], other[:number])}"
-    ]
+    found = change(alone[:number], other[:number])
+    text = f"{BEST}, the agents' search without a network, against {best}: {as_text(found)}."
+    notes = [note(text, policy=BEST, against=best, change_pct=list(found))]
     same = [
         a
         for a in AGENTS
@@ -397,15 +395,16 @@ def _what_a_network_adds(
         and np.array_equal(_latencies(episodes, a), _latencies(episodes, "start"))
     ]
     if same:
-        notes.append(
+        text = (
             f"{' and '.join(same)} play every episode exactly as their start does: the network "
-            "adds nothing, all of the gain is the search's"
+            "adds nothing, all of the gain is the search's."
         )
+        notes.append(note(text, as_their_start=same))
     return notes
 
 
 def summary(options: Options) -> None:
-    """One panel a scenario: mean latency of every policy with its interval."""
+    """The tables of the scenarios that lie in the folder, in one."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for scenario in SCENARIOS:
         path = options.out / f"learning_{scenario}.csv"
@@ -414,59 +413,15 @@ def summary(options: Options) -> None:
     if not tables:
         print("summary: no results of scenarios in the folder, left out")
         return
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        1, len(tables), figsize=(4.6 * len(tables), 4.2), squeeze=False, layout="constrained"
-    )
-    notes = []
-    for axis, (scenario, rows) in zip(axes[0], tables.items(), strict=True):
-        rows = sorted(rows, key=lambda row: -row["mean_latency_s"])
-        values, bars = errors(rows, "mean_latency_s")
-        colours = [
-            "tab:red"
-            if row["policy"].startswith(AGENTS)
-            else "0.75"
-            if row["policy"] in CONTROLS
-            else "tab:blue"
-            for row in rows
-        ]
-        at = np.arange(len(rows))
-        axis.barh(at, values, xerr=bars, color=colours, height=0.7, error_kw={"lw": 1})
-        most = max(row["episodes"] for row in rows)
-        names = [
-            row["policy"] + (f" ({row['episodes']:.0f} episodes)" if row["episodes"] < most else "")
-            for row in rows
-        ]
-        axis.set_yticks(at, names, fontsize=8)
-        # Overloaded controls are hundreds of seconds; they would hide all else.
-        good = [row["mean_latency_s"] for row in rows if row["policy"] not in CONTROLS]
-        limit = 2.0 * float(np.median(good))
-        axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
-        for y, value, end in zip(at, values, values + np.nan_to_num(bars[1]), strict=True):
-            beyond = value > 0.85 * limit
-            axis.text(
-                0.98 * limit if beyond else end + 0.02 * limit,
-                y,
-                f"{value:.2f}" + (" →" if value > limit else ""),
-                va="center",
-                fontsize=8,
-                ha="right" if beyond else "left",
-                zorder=3,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
-            )
-        axis.set_axisbelow(True)
-        tidy(axis)
-        notes += _notes(options, scenario)
+    notes = [one for scenario in tables for one in _notes(options, scenario)]
     every = [row for rows in tables.values() for row in rows]
     save(
         options,
         "learning",
         every,
-        figure,
         *notes,
-        "red: learnt, blue: baselines and searches, grey: the decoder without learning; bars: "
-        "95 % intervals of the mean over episodes, below ten Student's, else by "
-        "bootstrap",
+        "Intervals are 95 % intervals of the mean over episodes: Student's below ten episodes, "
+        "else by bootstrap.",
     )
     print_table(
         "Mean latency, s",
@@ -490,6 +445,54 @@ def summary(options: Options) -> None:
     )
 
 
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """One panel a scenario: red learnt, blue baselines and searches, grey decoder controls."""
+    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, len(scenarios), figsize=(4.6 * len(scenarios), 4.2), squeeze=False, layout="constrained"
+    )
+    for axis, scenario in zip(axes[0], scenarios, strict=True):
+        own = [row for row in rows if row["scenario"] == scenario]
+        own.sort(key=lambda row: -row["mean_latency_s"])
+        values, bars = error_bars(own, "mean_latency_s")
+        colours = [
+            "tab:red"
+            if row["policy"].startswith(AGENTS)
+            else "0.75"
+            if row["policy"] in CONTROLS
+            else "tab:blue"
+            for row in own
+        ]
+        at = np.arange(len(own))
+        axis.barh(at, values, xerr=bars, color=colours, height=0.7, error_kw={"lw": 1})
+        most = max(row["episodes"] for row in own)
+        names = [
+            row["policy"] + (f" ({row['episodes']:.0f} episodes)" if row["episodes"] < most else "")
+            for row in own
+        ]
+        axis.set_yticks(at, names, fontsize=8)
+        # Overloaded controls are hundreds of seconds; they would hide all else.
+        good = [row["mean_latency_s"] for row in own if row["policy"] not in CONTROLS]
+        limit = 2.0 * float(np.median(good))
+        axis.set(title=scenario, xlabel="mean latency, s", xlim=(0, limit))
+        for y, value, end in zip(at, values, values + np.nan_to_num(bars[1]), strict=True):
+            beyond = value > 0.85 * limit
+            axis.text(
+                0.98 * limit if beyond else end + 0.02 * limit,
+                y,
+                f"{value:.2f}" + (" →" if value > limit else ""),
+                va="center",
+                fontsize=8,
+                ha="right" if beyond else "left",
+                zorder=3,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
+            )
+        axis.set_axisbelow(True)
+        tidy(axis)
+    return figure
+
+
 def _notes(options: Options, scenario: str) -> list[dict[str, Any]]:
     """The findings of a scenario."""
     notes = read_record(options.out / f"learning_{scenario}.json").get("notes", [])
@@ -500,11 +503,12 @@ ONE_JOB = True
 """The figures read each other's tables, so that a cluster runs them in one job."""
 FIGURES: dict[str, Any] = {name: partial(_scenario, name) for name in SCENARIOS}
 FIGURES["summary"] = summary
+PICTURES: Pictures = {"learning": _plot}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the figures that the command line names."""
-    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES, OUT)
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES)
     parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints (those shipped)")
     parser.add_argument(
         "--search-calls",
@@ -531,7 +535,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = command_line(parser, argv, Options())
     if options.search_calls < 1 or not math.isfinite(options.search_calls):
         raise ValueError(f"search_calls is {options.search_calls}; allowed is 1 or more")
-    return run_chosen(FIGURES, options)
+    return run_chosen(FIGURES, PICTURES, options)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from servegym.baselines.registry import make_policy
 from servegym.envs._command_line import run_main
 from servegym.envs.llm_routing import parallel_env
 from servegym.experiments.evaluate import DEFAULT_SEED
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import Options, chosen, run_figures, save, style
-from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import iqm, stratified_bootstrap
+from servegym.experiments.tables import Note, note
 
 __all__ = ["main", "play"]
 
@@ -99,20 +100,21 @@ def access_points(options: Options) -> None:
                 )
     heads = ["policy", "staleness_s", "access_points", "qos", "own_spread", "late_rate", "refused"]
     print_table("access points", heads, [[str(row[key]) for key in heads] for row in rows])
-    notes = [
-        f"{RATE:g} requests/s in all, {total} requests an episode",
-        "the streams of several access points end at different times: a lighter end of the episode",
+    notes: list[Note] = [
+        f"The access points together have {RATE:g} requests/s, {total} requests an episode. Their "
+        "streams end at different times, so that the load is lighter at the end of an episode.",
     ]
     for name in makers:
         for age in STALENESS_S:
             own = [r for r in rows if r["policy"] == name and r["staleness_s"] == age]
-            change = own[-1]["qos"] - own[0]["qos"]
-            notes.append(
+            change, most = own[-1]["qos"] - own[0]["qos"], own[-1]["access_points"]
+            text = (
                 f"{name}, states {age:g} s old: QoS {own[0]['qos']:.3f} with one access point, "
-                f"{change:+.3f} with {own[-1]['access_points']}"
+                f"{change:+.3f} with {most}."
             )
-    print("\n".join(notes))
-    save(options, "access_points", rows, _plot(rows), *notes)
+            data = {"policy": name, "staleness_s": age, "access_points": most}
+            notes.append(note(text, **data, qos=own[0]["qos"], change=change))
+    save(options, "access_points", rows, *notes)
 
 
 def _summary(part: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,9 +162,13 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+FIGURES = {"access_points": access_points}
+PICTURES = {"access_points": _plot}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"access_points": access_points}, argv, __doc__, MODULE, episodes=20)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=20)
 
 
 if __name__ == "__main__":

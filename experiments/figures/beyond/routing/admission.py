@@ -24,6 +24,7 @@ from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
 from servegym.envs._command_line import run_main
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -33,7 +34,7 @@ from servegym.experiments.figures.routing.common import (
     save,
     summarise_parts,
 )
-from servegym.experiments.figures.script import legend, pyplot, tidy
+from servegym.experiments.tables import Note, note
 
 __all__ = ["main", "pareto"]
 
@@ -111,16 +112,20 @@ def admission(options: Options) -> None:
             row["pareto"] = bool(best)
         rows += own
     print_rows("admission", rows, ["rate", "pareto"])
-    notes = []
+    notes: list[Note] = []
     for rate in dict.fromkeys(row["rate"] for row in rows):
         best = max((row for row in rows if row["rate"] == rate), key=lambda row: row["qos"])
-        notes.append(
-            f"{rate:g}/s: best QoS {best['qos']:.3f} by {best['policy']}, refusing "
-            f"{100 * best['refused']:.1f} %"
+        text = (
+            f"{rate:g} requests/s: {best['policy']} has the best QoS, {best['qos']:.3f}, and "
+            f"refuses {100 * best['refused']:.1f} % of the requests."
         )
-    print("\n".join(notes))
-    notes.append("pareto: no other router refuses less, is late less, is faster and earns more")
-    save(options, "admission", rows, _plot(rows), *notes)
+        data = {"rate": rate, "policy": best["policy"]}
+        notes.append(note(text, **data, qos=best["qos"], refused=best["refused"]))
+    notes.append(
+        "The column pareto marks the routers that no other one beats in the shares refused and "
+        "late, the latency and the QoS together."
+    )
+    save(options, "admission", rows, *notes)
 
 
 def _quality(part: Sequence[Mapping[str, Any]]) -> float:
@@ -161,7 +166,7 @@ def _families(options: Options) -> dict[str, list[Policy]]:
 def fronts(options: Options) -> None:
     """Quality, share not served in time and latency of the families; which ones are not beaten."""
     rows: list[dict[str, Any]] = []
-    notes: list[str] = []
+    notes: list[Note] = []
     families = _families(options)
     for rate in PARETO_RATES[-1:] if options.quick else PARETO_RATES:
         kwargs = {"profiles": FLEET, "rate": rate, "episode_requests": options.requests}
@@ -181,11 +186,14 @@ def fronts(options: Options) -> None:
             row["pareto"] = bool(best)
         rows += own
         front = [row["policy"] for row in own if row["pareto"]]
-        notes.append(f"{rate:g}/s: {len(front)} of {len(own)} on the front: {'; '.join(front)}")
+        text = f"{rate:g} requests/s: {len(front)} of {len(own)} policies are on the Pareto front"
+        notes.append(note(f"{text}: {'; '.join(front)}.", rate=rate, front=front))
     print_rows("quality, latency and drops", rows, ["rate", "quality", "missed", "pareto"])
-    print("\n".join(notes))
-    notes.append("on the front: no other one misses less, is faster and gives better answers")
-    save(options, "pareto", rows, _plot_fronts(rows), *notes)
+    notes.append(
+        "A policy is on the front if no other one misses fewer requests, is faster and gives "
+        "better answers."
+    )
+    save(options, "pareto", rows, *notes)
 
 
 def _plot_fronts(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -284,10 +292,13 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+FIGURES = {"admission": admission, "pareto": fronts}
+PICTURES = {"admission": _plot, "pareto": _plot_fronts}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    figures = {"admission": admission, "pareto": fronts}
-    return run_figures(figures, argv, __doc__, MODULE, episodes=20)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=20)
 
 
 if __name__ == "__main__":

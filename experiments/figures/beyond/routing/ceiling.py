@@ -21,6 +21,7 @@ import numpy as np
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs._command_line import run_main
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -31,7 +32,7 @@ from servegym.experiments.figures.routing.common import (
     save,
     summarise_parts,
 )
-from servegym.experiments.figures.script import legend, pyplot, tidy
+from servegym.experiments.tables import Note, note
 
 __all__ = ["main"]
 
@@ -56,7 +57,7 @@ def ceiling(options: Options) -> None:
     from servegym.agents import load_policy
 
     rows: list[dict[str, Any]] = []
-    notes: list[str] = []
+    notes: list[Note] = []
     horizons = HORIZONS[:1] if options.quick else HORIZONS
     for rate in RATES[-1:] if options.quick else RATES:
         kwargs = {
@@ -86,35 +87,32 @@ def ceiling(options: Options) -> None:
             point = {"policy": name, "rate": rate, "trainings": int("shipped" in name)}
             rows.append(point | summarise_parts([part]) | more)
             if name != REFERENCE:
-                notes.append(
-                    f"{rate:g}/s: {name} over {REFERENCE}: QoS {more['gain']:+.4f} "
-                    f"[{more['gain_low']:+.4f}, {more['gain_high']:+.4f}]"
+                text = (
+                    f"{rate:g} requests/s: {name} over {REFERENCE}: QoS {more['gain']:+.4f} "
+                    f"[{more['gain_low']:+.4f}, {more['gain_high']:+.4f}]."
                 )
-        notes += [_horizons(rate, gained), _verdict(rate, gained, rows[-1]["ceiling"])]
+                notes.append(note(text, rate=rate, policy=name, **more))
+        notes.append(_summary(rate, gained, rows[-1]["ceiling"]))
     print_rows("ceiling", rows, ["rate"])
-    print("\n".join(notes))
-    save(options, "ceiling", rows, _plot(rows), *notes)
+    save(options, "ceiling", rows, *notes)
 
 
-def _horizons(rate: float, gained: Mapping[str, float]) -> str:
-    """What clairvoyance gains by how far it sees."""
-    told = [
-        f"{more:+.4f} with {name.removeprefix('rollout, ')}"
-        for name, more in gained.items()
-        if name.startswith("rollout")
-    ]
-    return f"{rate:g}/s: gain of the rollouts by their horizon: {', '.join(told)}"
-
-
-def _verdict(rate: float, gained: Mapping[str, float], best_score: float) -> str:
+def _summary(rate: float, gained: Mapping[str, float], best_score: float) -> dict[str, Any]:
     """The best router's share of what the best clairvoyant rollout gains over the heuristic."""
     learnt = {name: more for name, more in gained.items() if "shipped" in name}
-    seen = max(more for name, more in gained.items() if name.startswith("rollout"))
-    text = f"{rate:g}/s: the best rollout gains {seen:+.4f}; the best score is {best_score:.3f}"
-    if learnt and seen > 0:
+    rollouts = {name: more for name, more in gained.items() if name.startswith("rollout")}
+    best = max(rollouts, key=lambda name: rollouts[name])
+    text = (
+        f"{rate:g} requests/s: the best clairvoyant policy ({best}) gains {rollouts[best]:+.4f} "
+        f"over {REFERENCE}; the best score of every request would be a QoS of {best_score:.3f}"
+    )
+    data: dict[str, Any] = {"rate": rate, "clairvoyant": best, "gain": rollouts[best]}
+    if learnt and rollouts[best] > 0:
         name = max(learnt, key=lambda key: learnt[key])
-        text += f"; {name} has {100 * learnt[name] / seen:.0f} % of that gain"
-    return text
+        share = learnt[name] / rollouts[best]
+        text += f"; {name} has {100 * share:.0f} % of that gain"
+        data |= {"policy": name, "share": share}
+    return note(f"{text}.", **data)
 
 
 def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -157,9 +155,13 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+FIGURES = {"ceiling": ceiling}
+PICTURES = {"ceiling": _plot}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"ceiling": ceiling}, argv, __doc__, MODULE, episodes=12)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=12)
 
 
 if __name__ == "__main__":

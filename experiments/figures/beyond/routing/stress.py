@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from servegym.baselines.protocol import Observation, Policy, WrappedPolicy
 from servegym.baselines.registry import make_policy
 from servegym.envs._command_line import run_main
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -31,7 +32,9 @@ from servegym.experiments.figures.routing.common import (
     save,
     summarise_parts,
 )
+from servegym.experiments.figures.run import Pictures
 from servegym.experiments.stats import paired_difference
+from servegym.experiments.tables import note
 
 __all__ = ["ShuffledScores", "main"]
 
@@ -92,18 +95,17 @@ def shuffle(options: Options) -> None:
                 rows.append(head | summarise_parts([part]))
             qos = {name: [row["avg_qos"] for row in part] for name, part in parts.items()}
             loss = paired_difference(qos["shuffled"], qos["predicted"])
-            notes.append(
-                f"{rate:g}/s: {policy.name} with shuffled scores: QoS {loss.value:+.4f} "
-                f"[{loss.low:+.4f}, {loss.high:+.4f}]"
+            text = (
+                f"{rate:g} requests/s: shuffled scores change the QoS of {policy.name} by "
+                f"{loss.value:+.4f} [{loss.low:+.4f}, {loss.high:+.4f}]."
             )
+            found = {"change": loss.value, "low": loss.low, "high": loss.high}
+            notes.append(note(text, rate=rate, policy=policy.name, **found))
     print_rows("shuffled scores", rows, ["rate", "scores"])
-    print("\n".join(notes))
-    save(options, "control_shuffled_scores", rows, _plot_shuffle(rows), *notes)
+    save(options, "control_shuffled_scores", rows, *notes)
 
 
 def _plot_shuffle(rows: Sequence[Mapping[str, Any]]) -> Any:
-    from servegym.experiments.figures.script import legend, pyplot, tidy
-
     rates = list(dict.fromkeys(row["rate"] for row in rows))
     figure, axes = pyplot().subplots(
         1,
@@ -133,19 +135,20 @@ def _plot_shuffle(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def losses(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """QoS of every policy at the lowest and the highest value of ``key``, a line a panel."""
-    lines = []
+def losses(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:
+    """QoS of every policy at the lowest and the highest value of ``key``, a note a panel."""
+    notes = []
     for panel in dict.fromkeys(row["panel"] for row in rows):
         own = [row for row in rows if row["panel"] == panel]
         ends = sorted({row[key] for row in own})
-        told = []
+        found = {}
         for name in dict.fromkeys(row["policy"] for row in own):
             qos = {row[key]: row["qos"] for row in own if row["policy"] == name}
-            told.append(f"{name} {qos[ends[0]]:.3f} and {qos[ends[-1]]:.3f}")
-        lines.append(f"{panel}, {key} {ends[0]:g} and {ends[-1]:g}: QoS {', '.join(told)}")
-    print("\n".join(lines))
-    return lines
+            found[name] = [qos[ends[0]], qos[ends[-1]]]
+        listed = ", ".join(f"{name} {one:.3f} and {two:.3f}" for name, (one, two) in found.items())
+        text = f"{panel}, QoS with {key} at {ends[0]:g} and at {ends[-1]:g}: {listed}."
+        notes.append(note(text, panel=panel, **{key: [ends[0], ends[-1]]}, qos=found))
+    return notes
 
 
 def stale(options: Options) -> None:
@@ -158,9 +161,12 @@ def stale(options: Options) -> None:
             kwargs = {"profiles": FLEET, "rate": rate, "staleness_s": age}
             rows += measure(options, kwargs, point, chosen(options, FLEET), BASELINES)
     print_rows("stale states", rows, ["panel", "staleness_s"])
+    save(options, "stress_staleness", rows, *losses(rows, "staleness_s"))
+
+
+def _plot_staleness(rows: Sequence[Mapping[str, Any]]) -> Any:
     title = f"{FLEET}: age of the state that the router sees"
-    figure = plot_lines(rows, "staleness_s", "age of the state, s", "panel", title)
-    save(options, "stress_staleness", rows, figure, *losses(rows, "staleness_s"))
+    return plot_lines(rows, "staleness_s", "age of the state, s", "panel", title)
 
 
 def failures(options: Options) -> None:
@@ -173,21 +179,30 @@ def failures(options: Options) -> None:
             kwargs = {"profiles": FLEET, "rate": rate, "failures": given}
             rows += measure(options, kwargs, point, chosen(options, FLEET), BASELINES)
     print_rows("failures", rows, ["panel", "mean_time_to_failure_s"])
+    repair = f"An expert that failed is back after {REPAIR_S:g} s on average."
+    save(options, "stress_failures", rows, repair, *losses(rows, "mean_time_to_failure_s"))
+
+
+def _plot_failures(rows: Sequence[Mapping[str, Any]]) -> Any:
     title = f"{FLEET}: experts that fail, {REPAIR_S:g} s to repair"
     label = "mean time to failure of an expert, s"
     figure = plot_lines(rows, "mean_time_to_failure_s", label, "panel", title)
     for axis in figure.axes:
         axis.set_xscale("log")
-    notes = losses(rows, "mean_time_to_failure_s")
-    save(options, "stress_failures", rows, figure, f"mean time to repair: {REPAIR_S:g} s", *notes)
+    return figure
 
 
 FIGURES = {"shuffle": shuffle, "stale": stale, "failures": failures}
+PICTURES: Pictures = {
+    "control_shuffled_scores": _plot_shuffle,
+    "stress_staleness": _plot_staleness,
+    "stress_failures": _plot_failures,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, argv, __doc__, MODULE, episodes=20)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=20)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Which learning algorithm fits: SAC, PPO, Q-learning and rollouts for the same processor time.
 
 ``python -m servegym.experiments.figures.beyond.routing.zoo --checkpoints runs/routing`` compares
-the trainings of the group ``zoo`` of `routing_runs`, one policy each for 4 to 11 requests/s, with
+the trainings of the group ``zoo`` of `training_runs`, one policy each for 4 to 11 requests/s, with
 the heuristic that most of them start at and with greedy_qos. The score of a training at a rate is
 its QoS minus that of priced_greedy on the same evaluation episodes, the interquartile mean over
 them; an algorithm has the mean over all rates and its seeds, with Student's interval over seeds.
@@ -18,6 +18,7 @@ import numpy as np
 from servegym.agents import load_policy
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import run_main
+from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     Options,
     play,
@@ -26,9 +27,9 @@ from servegym.experiments.figures.routing.common import (
     summarise_parts,
 )
 from servegym.experiments.figures.routing.training import RESULT
-from servegym.experiments.figures.script import pyplot, tidy
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, iqm, student_interval
+from servegym.experiments.tables import note
 
 __all__ = ["gains", "main"]
 
@@ -61,7 +62,7 @@ def zoo(options: Options) -> None:
     if not chosen:
         print("zoo: no trainings of the group zoo (--checkpoints FOLDER), left out")
         return
-    told = {one.path: json.loads((one.path.parent / RESULT).read_text()) for one in chosen}
+    results = {one.path: json.loads((one.path.parent / RESULT).read_text()) for one in chosen}
     labels = list(dict.fromkeys(one.variant for one in chosen))
     rows: list[dict[str, Any]] = []
     qos: dict[str, dict[float, list[np.ndarray]]] = {}
@@ -82,7 +83,7 @@ def zoo(options: Options) -> None:
     reference = {rate: each[0] for rate, each in qos[REFERENCE].items()}
     table = []
     for name in labels:
-        own = [told[one.path] for one in chosen if one.variant == name]
+        own = [results[one.path] for one in chosen if one.variant == name]
         gain = gains(qos[name], reference)
         table.append(
             {
@@ -102,9 +103,8 @@ def zoo(options: Options) -> None:
     for row in rows:
         row |= next((other for other in table if other["policy"] == row["policy"]), {})
     _print(table, rows)
-    notes = _words(table, {rate: each[0] for rate, each in qos[BELOW].items()}, reference)
-    print("\n".join(notes))
-    save(options, "zoo", rows, _plot(table), *notes)
+    notes = _findings(table, {rate: each[0] for rate, each in qos[BELOW].items()}, reference)
+    save(options, "zoo", rows, *notes)
 
 
 def _print(table: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -138,28 +138,33 @@ def _print(table: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
     )
 
 
-def _words(
+def _findings(
     table: Sequence[Mapping[str, Any]],
     below: Mapping[float, np.ndarray],
     reference: Mapping[float, np.ndarray],
-) -> list[str]:
-    def line(row: Mapping[str, Any]) -> str:
-        above, below = row["gain_low"] > 0, row["gain_high"] < 0
-        apart = "above" if above else "below" if below else "not told apart from"
-        return (
-            f"{row['policy']} ({row['network']}, starts at {row['starts_at']}, "
-            f"{row['trainings']} seed(s), {row['steps']:,} steps, {row['minutes']:.1f} minutes): "
-            f"{apart} {REFERENCE}, {row['gain']:+.4f} [{row['gain_low']:+.4f}, "
-            f"{row['gain_high']:+.4f}]"
+) -> list[dict[str, Any]]:
+    """A note a policy: whether its interval lies above or below the reference."""
+    notes = []
+    for row in table:
+        above, under = row["gain_low"] > 0, row["gain_high"] < 0
+        verdict = "above" if above else "below" if under else "not distinguished from"
+        text = (
+            f"{row['policy']} is {verdict} {REFERENCE}: QoS {row['gain']:+.4f} "
+            f"[{row['gain_low']:+.4f}, {row['gain_high']:+.4f}] ({row['network']}, starts at "
+            f"{row['starts_at']}, {row['trainings']} seed(s), {row['steps']:,} steps, "
+            f"{row['minutes']:.1f} minutes)."
         )
+        found = {key: row[key] for key in ("policy", "gain", "gain_low", "gain_high")}
+        notes.append(note(text, verdict=verdict, **found))
+    gap = gains({rate: [each] for rate, each in below.items()}, reference).value
+    notes.append(note(f"{BELOW} over {REFERENCE}: QoS {gap:+.4f}.", policy=BELOW, gain=gap))
+    return [*notes, note("Steps of rpi are labelled states, those of the others decisions.")]
 
-    gap = gains({rate: [each] for rate, each in below.items()}, reference)
-    steps = "steps of rpi are labelled states, of the others decisions"
-    return [*(line(row) for row in table), f"{BELOW}: {gap.value:+.4f}", steps]
 
-
-def _plot(table: Sequence[Mapping[str, Any]]) -> Any:
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Two panels with scales of their own: what starts at nothing ends ten times as far off."""
+    table = list({row["policy"]: row for row in rows if row["trainings"]}.values())
+    table.sort(key=lambda row: -row["gain"])
     starts = [
         name for name in (REFERENCE, "nothing") if any(row["starts_at"] == name for row in table)
     ]
@@ -194,9 +199,13 @@ def _plot(table: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+FIGURES = {"zoo": zoo}
+PICTURES = {"zoo": _plot}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures({"zoo": zoo}, argv, __doc__, MODULE, episodes=50)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,20 @@ from servegym.agents import load_policy
 from servegym.baselines.protocol import Observation, WrappedPolicy
 from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.plotting import pyplot, tidy
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Picture,
+    Pictures,
     command_line,
     figure_parser,
-    pyplot,
     run_chosen,
-    tidy,
+    save,
 )
-from servegym.experiments.figures.serverless.common import OUT, save, with_interval
+from servegym.experiments.figures.serverless.common import with_interval
 from servegym.experiments.output import print_table, write_csv
 from servegym.experiments.stats import mean, paired_difference
-from servegym.experiments.tables import Table
+from servegym.experiments.tables import Table, note
 
 __all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
 
@@ -51,10 +53,8 @@ BASELINES = (
     "lookahead",
 )
 BLOCK = 5
-"""Episodes that run side by side; finished blocks are kept."""
+"""Episodes that run side by side; the table grows by as many."""
 RIVALS = ("best_constant", "remoe_sticky", "greedy_warm", "warm_planner")
-AIMED = RIVALS[:3]
-"""Rivals of whose gap to `lookahead` the aimed share is to be closed."""
 PARTS = ("b", "order", "w", "y", "z")
 KEYS = (
     "mean_reward",
@@ -65,7 +65,6 @@ KEYS = (
     "main_warm_rate",
     "mean_remote_ratio",
 )
-GOAL = 0.5
 
 
 class Options(FigureOptions):
@@ -152,17 +151,17 @@ def curves(folder: Path) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*/metrics.jsonl")):
-        kept: dict[str, list[float]] = {"train_reward": [], "entropy": []}
+        since: dict[str, list[float]] = {"train_reward": [], "entropy": []}
         for line in path.read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
             if entry["global_step"]:  # at 0 there is the policy that imitates, nothing of PPO
-                kept["train_reward"].append(entry["charts/reward"])
-                kept["entropy"].append(entry["losses/entropy"])
+                since["train_reward"].append(entry["charts/reward"])
+                since["entropy"].append(entry["losses/entropy"])
             if "eval/score" not in entry:
                 continue
             values = {"val_reward": entry["eval/score"]}
-            values |= {name: float(np.mean(found)) for name, found in kept.items() if found}
-            kept = {name: [] for name in kept}
+            values |= {name: float(np.mean(found)) for name, found in since.items() if found}
+            since = {name: [] for name in since}
             rows += [
                 {
                     "run": path.parent.name,
@@ -214,18 +213,18 @@ def learning(options: Options) -> None:
     runs = sorted(path.parent for path in options.checkpoints.glob("*/best.safetensors"))
     if not runs:
         raise ValueError(f"checkpoints: no run with best.safetensors in {options.checkpoints}")
-    told = baselines(options)
+    rivals = baselines(options)
     learnt, variety = [], {}
     for path in runs:
         policy = Recorder(load_policy(path), f"ppo_serverless {path.name}")
         learnt += measure(policy, 0, options.episodes)
         variety[policy.name] = shares(policy.actions)
     rewards = {
-        name: np.array([row["mean_reward"] for row in told if row["policy"] == name])
+        name: np.array([row["mean_reward"] for row in rivals if row["policy"] == name])
         for name in BASELINES
     }
     each = np.array([[r["mean_reward"] for r in learnt if r["policy"] == n] for n in variety])
-    rows = [_summary([r for r in told if r["policy"] == name], name) for name in BASELINES]
+    rows = [_summary([r for r in rivals if r["policy"] == name], name) for name in BASELINES]
     pooled = _summary(learnt, "ppo_serverless, all seeds") | with_interval(
         "mean_reward", each.mean(0)
     )
@@ -249,39 +248,41 @@ def learning(options: Options) -> None:
         "environment": f"{ENV_ID}, preset dynamic, split eval",
         "training": ", ".join(path.name for path in runs),
     }
-    save(options, "learning", rows, _draw(points, rows), *_verdicts(rows), settings=settings)
+    save(options, "learning", rows, *_findings(rows), settings=settings)
 
 
-def _verdicts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What PPO gains over each rival, and how varied its plans are."""
     by_name = {row["policy"]: row for row in rows}
     ours = by_name["ppo_serverless, all seeds"]
-    lines = []
+    notes = []
     for rival in RIVALS:
         other = by_name[rival]
         apart = ours["mean_reward_low"] > other["mean_reward_high"]
         share, low, high = (ours[f"closed_{rival}{end}"] for end in ("", "_low", "_high"))
-        aim = f", {'at least' if share >= GOAL else 'less than'} the {100 * GOAL:.0f} % aimed at"
-        lines.append(
-            f"{rival}: {'beaten, intervals apart' if apart else 'not clearly beaten'} "
-            f"({ours['mean_reward']:.3f} [{ours['mean_reward_low']:.3f}, "
+        text = (
+            f"ppo_serverless {'beats' if apart else 'does not clearly beat'} {rival}: mean reward "
+            f"{ours['mean_reward']:.3f} [{ours['mean_reward_low']:.3f}, "
             f"{ours['mean_reward_high']:.3f}] against {other['mean_reward']:.3f} "
             f"[{other['mean_reward_low']:.3f}, {other['mean_reward_high']:.3f}], on the same "
             f"episodes {ours[f'minus_{rival}']:+.4f} [{ours[f'minus_{rival}_low']:+.4f}, "
-            f"{ours[f'minus_{rival}_high']:+.4f}]); closes "
-            f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of its gap to lookahead"
-            + (aim if rival in AIMED else "")
+            f"{ours[f'minus_{rival}_high']:+.4f}]; it closes {100 * share:.0f} % "
+            f"[{100 * low:.0f}, {100 * high:.0f}] of the rival's gap to lookahead."
         )
+        notes.append(note(text, rival=rival, apart=apart, closed=[share, low, high]))
     each = [row for row in rows if row.get("plans")]
     for row in each:
         parts = ", ".join(
             f"{part} {row[f'entropy_{part}']:.2f} ({100 * row[f'commonest_{part}']:.0f} %)"
             for part in PARTS
         )
-        lines.append(
-            f"{row['policy']}: {row['plans']:.0f} different plans, {100 * row['repeated']:.0f} % "
-            f"repeat the one before; entropy in nats (share of the commonest choice): {parts}"
+        text = (
+            f"{row['policy']} makes {row['plans']:.0f} different plans, and "
+            f"{100 * row['repeated']:.0f} % repeat the one before; entropy in nats (share of the "
+            f"commonest choice): {parts}."
         )
-    return lines
+        notes.append(note(text, policy=row["policy"], plans=row["plans"]))
+    return notes
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -317,7 +318,7 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     )
 
 
-def _draw(points: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> Any:
+def _plot(rows: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> Any:
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.0), layout="constrained")
     colours = {"val_reward": "tab:blue", "train_reward": "tab:grey"}
@@ -373,17 +374,18 @@ def seed_preset(options: Options) -> None:
         for name in names
     ]
     constant, best = -rows[1]["mean_reward"], -rows[3]["mean_reward"]
-    note = (
+    text = (
         f"preset seed: cost and penalties of best_constant are {constant:.4f} of MIX, those of "
         f"the clairvoyant optimum of every request {best:.4f}: {100 * (constant / best - 1):.2f} % "
         "are left, so that nothing learnt there would prove anything"
     )
-    save(options, "learning_seed_preset", rows, None, note)
+    save(options, "learning_seed_preset", rows, text)
 
 
 ONE_JOB = True
 """The figures read each other's tables, so that a cluster runs them in one job."""
 FIGURES = {"baselines": baselines, "learning": learning, "seed_preset": seed_preset}
+PICTURES: Pictures = {"learning": Picture(_plot, ("learning", "learning_curves"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -392,9 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line; that of the process by default.
     """
-    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20, OUT)
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20)
     parser.add_argument("--checkpoints", type=Path, help="folder of the training runs")
-    return run_chosen(FIGURES, command_line(parser, argv, Options()))
+    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
 
 
 if __name__ == "__main__":

@@ -20,17 +20,19 @@ from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.script import (
+from servegym.experiments.figures.plotting import pyplot, tidy
+from servegym.experiments.figures.run import (
     FigureOptions,
+    Pictures,
     command_line,
     figure_parser,
-    pyplot,
     run_chosen,
-    tidy,
+    save,
 )
-from servegym.experiments.figures.serverless.common import MODELS, OUT, save, with_interval
-from servegym.experiments.output import print_table, read_rows, write_csv
+from servegym.experiments.figures.serverless.common import MODELS, with_interval
+from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, paired_difference
+from servegym.experiments.tables import Note, Table, note
 
 __all__ = ["Options", "main", "measure", "summarise"]
 
@@ -110,8 +112,8 @@ def measure(
             "penalty": system.penalty * float(np.where(broken, 2, late).mean()),
             "bound": bound(row["episode"]) / requests if bound else float("nan"),
         }
-        about = {"model": model, "preset": preset, "policy": name, "seed": row["seed"]}
-        found.append(about | {"requests": requests} | {key: float(row[key]) for key in KEYS})
+        head = {"model": model, "preset": preset, "policy": name, "seed": row["seed"]}
+        found.append(head | {"requests": requests} | {key: float(row[key]) for key in KEYS})
     return found
 
 
@@ -149,42 +151,42 @@ def policies(options: Options) -> None:
     """The table and its figure."""
     names = [info.name for info in list_policies("serverless_moe")]
     names = [name for name in names if name != "random"] + ["random"]
-    path = options.out / "policies_episodes.csv"
-    episodes = read_rows(path) if options.resume and path.exists() else []
+    key = ("model", "preset", "policy", "requests", "seed")
+    table = Table(options.out / "policies_episodes.csv", key, load=options.resume)
+    order = {name: k for k, name in enumerate(names)}
     for model in MODELS:
         for preset in PRESETS:
             for name in names:
                 number = options.slow_episodes if name in SLOW else options.episodes
                 number = min(number, ALIKE) if preset == "seed" else number
-                here: dict[str, Any] = {"model": model, "preset": preset, "policy": name}
-                here["requests"] = options.requests
-                done = sum(all(e[key] == v for key, v in here.items()) for e in episodes)
-                for first in range(done, number, BLOCK):
-                    block = min(BLOCK, number - first)
-                    episodes += measure(name, model, preset, first, block, options.requests)
-                    write_csv(path, episodes)
+                head = (model, preset, name, options.requests)
+                wanted = [(*head, DEFAULT_SEED + episode) for episode in range(number)]
+                while missing := table.missing(wanted):
+                    first, block = missing[0][-1] - DEFAULT_SEED, min(BLOCK, len(missing))
+                    fresh = measure(name, model, preset, first, block, options.requests)
+                    table.update(
+                        fresh, lambda e: (e["model"], e["preset"], order[e["policy"]], e["seed"])
+                    )
                     print(f"{model}, {preset}: {name}, {first + block} episodes", flush=True)
-    order = {name: k for k, name in enumerate(names)}
-    episodes.sort(key=lambda e: (e["model"], e["preset"], order[e["policy"]], e["seed"]))
-    write_csv(path, episodes)
+    episodes = table.rows
     rows = summarise(episodes)
-    lines = []
+    notes: list[Note] = []
     for model in MODELS:
         for preset in PRESETS:
             own = [row for row in rows if (row["model"], row["preset"]) == (model, preset)]
             _print(f"{model}, preset {preset}", own)
-            lines += _verdicts(f"{model}, {preset}", own)
-    lines.append(
+            notes += _findings(f"{model}, {preset}", own)
+    notes.append(
         "remoe and remoe_cost rank experts anew for every prompt, so that functions seldom match "
         "what is warm; remoe_sticky plans for the shared order; grid_optimum takes the best action "
-        "of the request at hand, lookahead plans the whole episode"
+        "of the request at hand, and lookahead plans the whole episode."
     )
     settings = {
         "environment": f"{ENV_ID}, split eval, {options.requests} requests an episode",
         "episodes": f"at least {options.episodes}, of {', '.join(SLOW)} at least "
         f"{options.slow_episodes}, in the preset seed {ALIKE} or as many as were there",
     }
-    save(options, "policies", rows, _draw(rows), *lines, settings=settings)
+    save(options, "policies", rows, *notes, settings=settings)
 
 
 def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -230,8 +232,8 @@ def _print(title: str, rows: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def _verdicts(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What a table says, in words."""
+def _findings(title: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The order of the policies, the best against the clairvoyant ones, and Remoe against MIX."""
     by = {row["policy"]: row for row in rows}
     seeing, fixed = ("grid_optimum", "lookahead"), set(DEPLOYMENTS) - {"plan"}
     ranked, alike = (
@@ -241,34 +243,47 @@ def _verdicts(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
             [row for row in rows if row["policy"] in fixed],
         )
     )
-    best = ranked[0]
-    lines = [
-        f"{title}: ranked by mean reward "
-        + _order(ranked)
-        + f"; deployments that decide nothing: {_order(alike)}; with the future known: "
-        f"grid_optimum {by['grid_optimum']['mean_reward']:.3f}, "
-        f"lookahead {by['lookahead']['mean_reward']:.3f}, no policy above "
-        f"{by['lookahead']['bound']:.3f}",
-        f"{title}: {best['policy']} is the best that sees what a controller sees; from MIX "
-        f"({by['mix']['mean_reward']:.3f}) to lookahead it closes "
-        f"{100 * _closed(best, by):.0f} % of the distance",
-        f"{title}: even lookahead misses the TTFT limit of "
-        f"{100 * by['lookahead']['ttft_violation_rate']:.0f} % and the TPOT limit of "
-        f"{100 * by['lookahead']['tpot_violation_rate']:.0f} % of the requests",
+    best, ahead = ranked[0], by["lookahead"]
+    closed = _closed(best, by)
+    notes = [
+        note(
+            f"{title}: {best['policy']} has the highest mean reward of the policies that see what "
+            f"a controller sees; from MIX ({by['mix']['mean_reward']:.3f}) to lookahead "
+            f"({ahead['mean_reward']:.3f}) it closes {100 * closed:.0f} % of the distance.",
+            best=best["policy"],
+            closed=closed,
+        ),
+        note(
+            f"{title}, by mean reward: {_order(ranked)}; deployments that decide nothing: "
+            f"{_order(alike)}; with the future known: grid_optimum "
+            f"{by['grid_optimum']['mean_reward']:.3f}, lookahead {ahead['mean_reward']:.3f}, and "
+            f"no policy is above {ahead['bound']:.3f}.",
+            ranking=[row["policy"] for row in ranked],
+            deployments=[row["policy"] for row in alike],
+            bound=ahead["bound"],
+        ),
+        note(
+            f"{title}: even lookahead misses the TTFT limit of "
+            f"{100 * ahead['ttft_violation_rate']:.0f} % and the TPOT limit of "
+            f"{100 * ahead['tpot_violation_rate']:.0f} % of the requests.",
+            ttft_violation_rate=ahead["ttft_violation_rate"],
+            tpot_violation_rate=ahead["tpot_violation_rate"],
+        ),
     ]
     for name in READINGS:
         row, mix = by[name], by["mix"]
         low, high = row["minus_mix_low"], row["minus_mix_high"]
-        how = "loses to" if high < 0 else "beats" if low > 0 else "cannot be told from"
-        lines.append(
+        how = "loses to" if high < 0 else "beats" if low > 0 else "is not distinguished from"
+        text = (
             f"{title}: {name} {how} MIX, {row['minus_mix']:+.3f} [{low:+.3f}, {high:+.3f}] on the "
-            f"same episodes; of its requests {100 * row['cold_rate']:.0f} % start cold (MIX "
+            f"same episodes; {100 * row['cold_rate']:.0f} % of its requests start cold (MIX "
             f"{100 * mix['cold_rate']:.0f} %), starts are {100 * row['cold_cost_share']:.0f} % of "
             f"its cost (MIX {100 * mix['cold_cost_share']:.0f} %), penalties {row['penalty']:.3f} "
-            f"a request (MIX {mix['penalty']:.3f}), the rest of its cost is "
-            f"{_running(row):.2f} of MIX's cost cold (MIX {_running(mix):.2f})"
+            f"a request (MIX {mix['penalty']:.3f}), and the rest of its cost is "
+            f"{_running(row):.2f} of MIX's cost cold (MIX {_running(mix):.2f})."
         )
-    return lines
+        notes.append(note(text, policy=name, minus_mix=[row["minus_mix"], low, high]))
+    return notes
 
 
 def _order(rows: Sequence[dict[str, Any]]) -> str:
@@ -284,7 +299,7 @@ def _running(row: dict[str, Any]) -> float:
     return row["cost_over_mix"] * (1.0 - row["cold_cost_share"])
 
 
-def _draw(rows: Sequence[dict[str, Any]]) -> Any:
+def _plot(rows: Sequence[dict[str, Any]]) -> Any:
     """A panel a model and preset: minus the reward, split into cost and penalties."""
     plt = pyplot()
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -332,11 +347,12 @@ def _colour(name: str) -> str:
 
 
 FIGURES = {"policies": policies}
+PICTURES: Pictures = {"policies": _plot}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns 0."""
-    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20, OUT)
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20)
     parser.add_argument("--slow-episodes", type=int, help=f"episodes of {', '.join(SLOW)} (8)")
     parser.add_argument("--requests", type=int, help="requests of an episode (200)")
     parser.add_argument("--resume", action="store_true", help="keep what policies_episodes.csv has")
@@ -349,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, argument) < 1:
             given = getattr(options, argument)
             raise ValueError(f"{argument} is {given}; allowed is 1 or more")
-    return run_chosen(FIGURES, options)
+    return run_chosen(FIGURES, PICTURES, options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ pytest.importorskip("matplotlib")
 from servegym.experiments.figures.placement import latency as placement_latency  # noqa: E402
 from servegym.experiments.figures.placement.latency import PAPER, TABLE1  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def measured(mean_s):
@@ -48,10 +49,10 @@ def run(monkeypatch, tmp_path, figure, mean_s=None, quick=False):
     assert placement_latency.main([*words, *(["--quick"] if quick else [])]) == 0
     (table,) = (path for path in tmp_path.glob("*.csv") if path.stem != "table1_pcie")
     assert table.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-    return read_rows(table), table.with_suffix(".json").read_text()
+    return read_rows(table), read_record(table)["notes"]
 
 
-def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):
+def test_table1_compares_sharing_and_redirection(monkeypatch, tmp_path):
     seconds = {
         "moe_infinity": 10.0,
         "moe_infinity_lb": 9.0,
@@ -65,7 +66,7 @@ def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):
         faster = kwargs.get("cluster_kwargs", {}).get("pcie_bytes_s", 12e9) / 12e9
         return seconds[policy] / (faster if policy.startswith("moe") else 1.0)
 
-    rows, told = run(monkeypatch, tmp_path, "table1", mean_s)
+    rows, notes = run(monkeypatch, tmp_path, "table1", mean_s)
     assert [(r["skew"], r["policy"]) for r in rows] == [
         (skew, policy) for skew in ("measured", "paper") for policy in seconds
     ]
@@ -73,16 +74,22 @@ def test_table1_tells_what_sharing_and_redirection_save(monkeypatch, tmp_path):
         printed = TABLE1.get(row["policy"])
         assert row["mean_latency_s"] == seconds[row["policy"]]
         assert row["paper_mean_s"] == printed[3] if printed else np.isnan(row["paper_mean_s"])
-    assert "against moe_infinity, uniform takes -20.0 % [-20.0, -20.0] (paper -20.8 %)" in told
-    assert "redirection -10.0 % [-10.0, -10.0] (paper -3.1 %)" in told
+    changes = {
+        (one["place"], one["policy"]): one["change_pct"]
+        for one in notes
+        if one.get("against") == "moe_infinity" and "pcie_gb_s" not in one
+    }
+    for skew in ("measured", "paper"):
+        assert changes[f"{skew} skew", "uniform"] == pytest.approx([-20.0] * 3)
+        assert changes[f"{skew} skew", "moe_infinity_lb"] == pytest.approx([-10.0] * 3)
     channel = read_rows(tmp_path / "table1_pcie.csv")
     assert [
         (r["pcie_gb_s"], r["mean_latency_s"])
         for r in channel
         if r["skew"] == "paper" and r["policy"] == "moe_infinity"
     ] == [(12, 10.0), (16, 7.5), (24, 5.0)]
-    assert "PCIe 24 GB/s (a fetch of 352 MB takes 15 ms): moe_infinity 10.0 / 2.5 / 2.5 s" in told
-    assert "uniform against moe_infinity +60.0 % [+60.0, +60.0]" in told
+    fastest = [one["change_pct"] for one in notes if one.get("pcie_gb_s") == 24]
+    assert fastest == [pytest.approx([60.0] * 3)] * 2
 
 
 def test_table2_compares_sizes_order_and_the_best(monkeypatch, tmp_path):
@@ -99,15 +106,20 @@ def test_table2_compares_sizes_order_and_the_best(monkeypatch, tmp_path):
             return 200.0
         return (2.0 if policy == "uniform" else 1.2) * printed.get(policy, 9.0)
 
-    rows, told = run(monkeypatch, tmp_path, "table2", seconds)
-    assert "twice the arrivals: BigBench Mixtral-8x7B measured whole_layer; BigBench" in told
+    rows, notes = run(monkeypatch, tmp_path, "table2", seconds)
+    grow = [one for one in notes if one.get("overloaded")]
+    assert [one["overloaded"] for one in grow] == [
+        [f"BigBench Mixtral-8x7B {skew} whole_layer" for skew in ("measured", "paper")]
+    ]
     assert len(rows) == 2 * len(placement_latency.POLICIES)
     ratios = {row["policy"]: row["ratio_to_paper"] for row in rows}
     assert ratios["prism"] == pytest.approx(1.2) and ratios["uniform"] == pytest.approx(2.0)
     assert np.isnan(ratios["whole_layer"])
-    assert "uniform 2.00, redundance 1.20, smartmoe 1.20" in told and "4 of 5 within 30 %" in told
-    assert "the same order: prism < eplb_global < smartmoe < redundance < uniform" in told
-    assert "fastest of all is latency_dp, -50.0 % [-50.0, -50.0] against prism" in told
+    assert [one["within_30_pct"] for one in notes if "within_30_pct" in one] == [4, 4]
+    orders = [(one["order"], one["same_order"]) for one in notes if "order" in one]
+    order = ["prism", "eplb_global", "smartmoe", "redundance", "uniform"]
+    assert orders == [(order, True)] * 2
+    assert [one["fastest"] for one in notes if "fastest" in one] == ["latency_dp"] * 2
 
 
 def test_the_fit_finds_the_cost_at_which_the_paper_comes_out(monkeypatch, tmp_path):
@@ -117,15 +129,14 @@ def test_the_fit_finds_the_cost_at_which_the_paper_comes_out(monkeypatch, tmp_pa
         assert kwargs["split"] == "train"
         return printed[policy][3] * 1e3 * kwargs["cluster_kwargs"]["message_cost_s"] / 1.3
 
-    rows, told = run(monkeypatch, tmp_path, "fit", seconds)
-    assert "h = 1.3 ms fits the paper's BigBench column of DeepSeek-V2-Lite best" in told
-    assert "square of log ratios 0.000; ratios uniform 1.00" in told
+    rows, notes = run(monkeypatch, tmp_path, "fit", seconds)
+    assert notes[0]["h_ms"] == 1.3 and notes[0]["rms_log_ratio"] == pytest.approx(0.0, abs=1e-9)
     error = {row["h_ms"]: row["rms_log_ratio"] for row in rows}
     assert error[0.5] == pytest.approx(np.log(1.3 / 0.5))
     assert error[1.75] == pytest.approx(np.log(1.75 / 1.3))
 
 
-def test_fig5_tells_how_a_layer_slows_down(monkeypatch, tmp_path):
+def test_fig5_shows_how_a_layer_slows_down(monkeypatch, tmp_path):
     def times(share, seed, messages, count):
         slow = 10.0 if messages == "per_expert" else 4.0
         return {
@@ -135,16 +146,17 @@ def test_fig5_tells_how_a_layer_slows_down(monkeypatch, tmp_path):
         }
 
     monkeypatch.setattr(placement_latency, "layer_times", times)
-    rows, told = run(monkeypatch, tmp_path, "fig5")
+    rows, notes = run(monkeypatch, tmp_path, "fig5")
     assert [row["remote_share"] for row in rows] == 2 * [n / 8 for n in range(9)]
-    assert "per_expert, all local to all remote: prefill 2.00 to 4.00 ms (2 x), decode 1.00" in told
-    assert "decode 1.00 to 10.00 ms (10 x)" in told and "decode 1.00 to 4.00 ms (4 x)" in told
-    eighth = 100 * (1 + 9 * 0.125**0.5) / 10
-    assert f"a decode step's layer already takes {eighth:.0f} % of the time" in told
+    assert {one["messages"]: one["ratio"] for one in notes[:2]} == {
+        "per_expert": {"prefill": 2.0, "decode": 10.0},
+        "per_server": {"prefill": 2.0, "decode": 4.0},
+    }
+    assert notes[2]["eighth_over_all"] == pytest.approx((1 + 9 * 0.125**0.5) / 10)
 
 
 @pytest.mark.parametrize("leader", ["prism", "uniform"])
-def test_fig6_says_whether_prism_keeps_most_at_home(monkeypatch, tmp_path, leader):
+def test_fig6_counts_the_settings_where_prism_leads(monkeypatch, tmp_path, leader):
     monkeypatch.setattr(placement_latency, "WORKLOADS", {"BigBench": ("paper_testbed", 3)})
     monkeypatch.setattr(placement_latency, "MODELS", {"Mixtral-8x7B": "mixtral-8x7b"})
 
@@ -167,8 +179,9 @@ def test_fig6_says_whether_prism_keeps_most_at_home(monkeypatch, tmp_path, leade
         return None, looks
 
     monkeypatch.setattr(placement_latency, "drive", drive)
-    rows, told = run(monkeypatch, tmp_path, "fig6")
+    rows, notes = run(monkeypatch, tmp_path, "fig6")
     assert len(rows) == 6 * 15 and {row["local_calls"] for row in rows} == {0.0}
-    assert f"{leader} 50 % then 80 %" in told and "proxy_optimum 50 % then 95 %" in told
-    assert ("prism keeps more at home than uniform" in told) == (leader == "prism")
-    assert ("prism does not lead in every part" in told) == (leader != "prism")
+    shares, summary = notes
+    assert shares["local_tokens"][leader] == pytest.approx([0.5, 0.8])
+    assert shares["local_tokens"]["proxy_optimum"] == pytest.approx([0.5, 0.95])
+    assert (summary["prism_leads"], summary["settings"]) == (int(leader == "prism"), 1)

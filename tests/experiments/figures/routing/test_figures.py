@@ -1,4 +1,4 @@
-"""The figure scripts at smoke size: files, numbers that can be checked, honest words."""
+"""The figure scripts at smoke size: files, numbers that can be checked."""
 
 import csv
 import json
@@ -15,14 +15,15 @@ pytest.importorskip("rich")
 from servegym.agents import sac_han  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+from servegym.experiments.figures import run as figure_run  # noqa: E402
 from servegym.experiments.figures.routing import common as routing_common  # noqa: E402
 from servegym.experiments.figures.routing import episodes as routing_episodes  # noqa: E402
 from servegym.experiments.figures.routing import learning as routing_learning  # noqa: E402
-from servegym.experiments.figures.routing import sweeps as routing_sweeps  # noqa: E402
+from servegym.experiments.figures.routing import load_sweeps as routing_sweeps  # noqa: E402
 from servegym.experiments.figures.routing import training as routing_training  # noqa: E402
 from servegym.experiments.figures.routing import workload as routing_workload  # noqa: E402
 from servegym.experiments.figures.routing.claims import (  # noqa: E402
-    TRAINED_SO,
+    RETRAINED,
     Change,
     claim,
     claims,
@@ -119,23 +120,24 @@ def test_no_ratio_to_an_undertrained_baseline():
         return {"policy": policy, "qos": qos, "latency_ms_per_token": 10 / qos}
 
     rows = [row("shortest_queue", 0.4), row("sac_han", 0.6), row("baseline_rl", 0.5)]
-    assert (
-        "QoS +20.00 %, latency per token -16.67 %" in claim(rows, "sac_han", "baseline_rl", "")[0]
-    )
     for paper, verdict in (
         (Change(15, -5), "agrees"),
         (Change(30, -5, True), "same direction"),
         (Change(-3, 0), "disagrees"),
-        ("better", "no figure"),
+        ("better", "open"),
     ):
-        assert f"{paper}: {verdict};" in claim(rows, "sac_han", "baseline_rl", paper)[0]
+        found = claim(rows, "sac_han", "baseline_rl", paper)
+        assert (found["method"], found["reference"]) == ("sac_han", "baseline_rl")
+        assert found["qos_pct"] == pytest.approx(20) and found["verdict"] == verdict
+        assert found["latency_pct"] == pytest.approx(-100 / 6) and found["collapsed"] == []
     rows[0]["qos"], rows[1]["ceiling"] = 0.55, 0.75
-    told = claim(rows, "sac_han", "baseline_rl", "")[0]
-    assert "undertrained" in told and "QoS" not in told
-    assert "is +36 % over shortest_queue" in told
-    assert "not trained here" in claim(rows[:2], "sac_han", "baseline_rl", "")[0]
+    found = claim(rows, "sac_han", "baseline_rl", Change(15, -5))
+    assert found["verdict"] == "open" and "qos_pct" not in found
+    found = claim(rows[:2], "sac_han", "baseline_rl", Change(15, -5))
+    assert found["verdict"] == "open" and "qos_pct" not in found
     rows[1]["qos"] = 0.45  # a loss against a reference that learnt little is one all the same
-    assert "QoS -10.00 %" in claim(rows, "sac_han", "baseline_rl", Change(15, -5))[0]
+    found = claim(rows, "sac_han", "baseline_rl", Change(15, -5))
+    assert found["qos_pct"] == pytest.approx(-10) and found["verdict"] == "disagrees"
 
 
 def test_the_strongest_baseline_has_its_line(capsys):
@@ -159,11 +161,12 @@ def test_the_strongest_baseline_has_its_line(capsys):
         for name, value in qos.items()
     ]
     weak, best = claims(rows, Change(18, -4, True))
-    assert weak.startswith("a: sac_han over baseline_rl: no ratio, baseline_rl is undertrained")
-    assert best.startswith("a: sac_han over shortest_queue: QoS +20.00 %") and "agrees" in best
+    assert (weak["point"], weak["reference"], weak["verdict"]) == ("a", "baseline_rl", "open")
+    assert (best["reference"], best["verdict"]) == ("shortest_queue", "agrees")
+    assert best["qos_pct"] == pytest.approx(20)
     rows[3]["qos"] = 0.6
     (only,) = claims(rows, Change(18, -4, True))
-    assert only.startswith("a: sac_han over baseline_rl: QoS +10.00 %")
+    assert only["reference"] == "baseline_rl" and only["qos_pct"] == pytest.approx(10)
 
 
 def test_differences_to_the_heuristics_are_paired(tmp_path):
@@ -197,10 +200,10 @@ def test_a_collapsed_training_is_reported():
     assert row["share_entropy"] == pytest.approx(
         -(0.04 * np.log(0.04) + 0.96 * np.log(0.96)) / np.log(4), abs=1e-6
     )
-    assert "COLLAPSED" in spread([row])[0]
+    assert spread([row])[0]["collapsed"]
     row |= summarise_parts([part(even)])
     assert (row["top_share"], row["share_entropy"]) == (0.25, 1.0)
-    assert "COLLAPSED" not in spread([row])[0] and spread([row | {"trainings": 0}]) == []
+    assert not spread([row])[0]["collapsed"] and spread([row | {"trainings": 0}]) == []
 
 
 def test_workload_figures(tmp_path, monkeypatch):
@@ -270,7 +273,7 @@ def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig17"]
     with pytest.raises(ValueError, match=r"keep: at .*results/routing/fig17.*--episodes \(20\)"):
         routing_learning.main([*argv, "--keep"])  # the package's own table: its episodes are longer
-    monkeypatch.setattr(routing_common, "SHIPPED", tmp_path / "nothing")
+    monkeypatch.setattr(figure_run, "RESULTS", tmp_path / "nothing")
     with pytest.raises(ValueError, match="keep: there is no .*fig17_ablation.csv"):
         routing_learning.main([*argv, "--keep"])
     assert routing_learning.main([*argv, "--checkpoints", str(trained)]) == 0
@@ -326,7 +329,7 @@ def test_trained_at_n_are_those_of_the_number_and_the_rate(tmp_path, monkeypatch
         asked[kwargs["profiles"], kwargs["num_experts"]] = own
         return []
 
-    for name in ("measure", "print_rows", "plot_lines", "save"):
+    for name in ("measure", "print_rows", "save"):
         monkeypatch.setattr(routing_sweeps, name, measure if name == "measure" else print)
     routing_sweeps.fig11(options)
     both = ["sac_han (trained at N)", "baseline_rl (trained at N)"]
@@ -357,7 +360,8 @@ def test_learning_figures(tmp_path, trained, capsys):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
     assert routing_learning.main([*argv, "--episodes", "1"]) == 0
     curves = rows_of(tmp_path / "fig16_training.csv")
-    assert "shortest_queue 0." in (tmp_path / "fig16_training.json").read_text()
+    levels = {row["policy"]: row["val_qos"] for row in rows_of(tmp_path / "fig16_references.csv")}
+    assert set(levels) == set(routing_learning.REFERENCES)
     assert len(curves) == 3 * 3 and {float(row["value"]) for row in curves} == {0.1, 0.2, 0.3}
     ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
     assert ablation["sac_han"]["trainings"] == "2"
@@ -366,7 +370,7 @@ def test_learning_figures(tmp_path, trained, capsys):
     for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
         own = [row["qos"] for row in predictors if row["policy"] == name]
         assert len(own) == 6 and len(set(own)) == 1
-    so = [row["predictors"] for row in predictors if row["policy"] == TRAINED_SO]
+    so = [row["predictors"] for row in predictors if row["policy"] == RETRAINED]
     assert so == ["ZS+ZL"] and "sac_han" not in {row["policy"] for row in predictors}
     table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
     # 4 input layers, 2 x (attention, K, q): counted by torch.

@@ -12,8 +12,8 @@ from servegym.baselines.registry import list_policies  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
 from servegym.envs.serverless_moe.deployments import deployment_cost  # noqa: E402
 from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
+from servegym.experiments.figures.beyond.serverless import cost_sweeps as serverless_sweeps
 from servegym.experiments.figures.beyond.serverless import policies as serverless_policies
-from servegym.experiments.figures.beyond.serverless import sweeps as serverless_sweeps
 from servegym.experiments.figures.serverless import costs as serverless_costs
 from servegym.experiments.figures.serverless import methods as serverless_methods
 from servegym.experiments.figures.serverless.common import TREM_S, recorded_request  # noqa: E402
@@ -132,7 +132,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
     if name == "trem":  # the same figure from the table
         before = (tmp_path / f"{stem}.csv").read_text()
         (tmp_path / f"{stem}.png").unlink()
-        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--redraw"]) == 0
+        assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--draw"]) == 0
         assert (tmp_path / f"{stem}.csv").read_text() == before
         assert (tmp_path / f"{stem}.png").exists()
         # A run that was cut off goes on: what is in the table is not measured again.
@@ -171,8 +171,11 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
         paid = -float(row["mean_reward"]) - float(row["penalty"])
         assert paid > 0.0
     # Deployments are in the table, but they decide nothing: a sentence of their own.
-    ranked, *_ = [n for n in (tmp_path / "policies.json").read_text().splitlines() if "ranked" in n]
-    assert "greedy_warm" in ranked and "cpu" not in ranked.split("deployments")[0]
+    notes = read_record(tmp_path / "policies.csv")["notes"]
+    for one in (one for one in notes if "ranking" in one):
+        assert "greedy_warm" in one["ranking"] and "cpu" not in one["ranking"]
+        assert "cpu" in one["deployments"]
+    assert sum("ranking" in one for one in notes) == len(serverless_policies.PRESETS)
     before = (tmp_path / "policies_episodes.csv").read_text()
     monkeypatch.setattr(serverless_policies, "measure", None)  # nothing is left to measure
     assert serverless_policies.main([*command, "--slow-episodes", "1", "--resume"]) == 0

@@ -9,6 +9,7 @@ import pytest
 
 from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.figures.serverless import prediction as serverless_prediction
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 @pytest.fixture
@@ -61,21 +62,21 @@ def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsy
     with (tmp_path / "new" / "fig08_prediction.csv").open() as stream:
         assert len(list(csv.DictReader(stream))) == 2 * len(serverless_prediction.CASES)
     assert (tmp_path / "new" / "fig08_prediction.png").read_bytes().startswith(b"\x89PNG")
-    assert "minus SPS: bf" in (tmp_path / "new" / "fig08_prediction.json").read_text()
+    assert read_record(tmp_path / "new" / "fig08_prediction.csv")["notes"]
 
 
-def test_the_order_is_told_as_it_is(toy):
+def test_the_verdicts_follow_the_order(toy):
     rows = serverless_prediction.divergences(toy, "token", repetitions=200, seeds=2)
     rivals = ("vared", "dop", "fate", "ef")
     for row in rows:  # a made-up order: everything is worse than SPS by 0.1, dop by nothing
         worse = 0.0 if row["predictor"] in ("sps", "dop") else 0.1
         row |= {"minus_sps": worse, "minus_sps_low": worse - 0.01, "minus_sps_high": worse + 0.01}
-    (told,) = serverless_prediction.verdicts(rows)
-    assert told.startswith("disagrees") and "not distinguished: dop." in told
+    (found,) = serverless_prediction.verdicts(rows)
+    assert found["verdict"] == "disagrees" and found["not_distinguished"] == ["dop"]
     for row in rows:
         if row["predictor"] in rivals:
             row |= {"minus_sps": 0.1, "minus_sps_low": 0.05, "minus_sps_high": 0.2}
-    assert serverless_prediction.verdicts(rows)[0].startswith("agrees")
+    assert serverless_prediction.verdicts(rows)[0]["verdict"] == "agrees"
     timed = [
         {
             "build_s": 0.4,
@@ -86,6 +87,5 @@ def test_the_order_is_told_as_it_is(toy):
             "varpam_build_s": 7.0,
         }
     ]
-    tree, search, varpam = serverless_prediction.search_verdicts(timed)
-    assert tree.startswith("agrees") and search.startswith("disagrees")
-    assert varpam.startswith("disagrees")
+    found = [one["verdict"] for one in serverless_prediction.search_verdicts(timed)]
+    assert found == ["agrees", "disagrees", "disagrees"]

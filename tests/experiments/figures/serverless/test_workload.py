@@ -75,8 +75,9 @@ def test_recorded_request_counts_tokens_one_by_one():
 def test_interval_and_verdict():
     found = with_interval("x", np.array([1.0, 3.0]))
     assert (found["x"], found["x_low"], found["x_high"]) == (2.0, 1.0, 3.0)
-    assert verdict("a is b", True, "c").startswith("agrees with the paper (a is b)")
-    assert verdict("a is b", False, "c").startswith("disagrees")
+    found = verdict("a is b", True, "c")
+    assert (found["claim"], found["verdict"]) == ("a is b", "agrees")
+    assert verdict("a is b", False, "c")["verdict"] == "disagrees"
 
 
 # -------------------------------------------------------------------------------------- Fig. 3
@@ -111,7 +112,6 @@ def test_fig3(tmp_path):
     parts = [len(x) for x in np.array_split(np.arange(far.shape[1]), 10)]
     values = [float(r["value"]) for r in tenths]
     assert np.average(values, weights=parts) == pytest.approx(far.mean(), rel=1e-9)
-    assert "opposite sign" in (tmp_path / "fig03_similarity.json").read_text()
 
 
 # --------------------------------------------------------------------------------- Fig. 4 and 5
@@ -147,8 +147,6 @@ def test_line_r2():
 def test_fig4_and_fig5(tmp_path):
     stems = ["fig04_expert_time", "fig05_prefill_decode"]
     ratios, tokens = made(serverless_workload.main, tmp_path, stems)
-    for stem in stems:
-        assert "model output" in (tmp_path / f"{stem}.json").read_text()
     assert {r["model"] for r in ratios} == {DEEPSEEK, "gpt-oss-20b"}
     for row in ratios:
         if float(row["b"]) in (0.0, 1.0):

@@ -64,7 +64,7 @@ def made_up(policy, latency, scenario="edge_hetero"):
     return row
 
 
-def test_the_words_follow_the_numbers():
+def test_the_findings_follow_the_numbers():
     rows = [
         made_up("prism", 10.0),
         made_up("proxy_optimum", 12.0),
@@ -72,16 +72,17 @@ def test_the_words_follow_the_numbers():
         made_up("moe_infinity", 5.0),
         made_up("moe_infinity_lb", 4.0),
     ]
-    words = "\n".join(algorithms._verdict("edge_hetero", rows))
-    assert "whole_layer is fastest with 6.00 s [5.40, 6.60]" in words
-    assert "40.0 % below prism" in words and "redirection 4.00 s" in words
-    # Explored: whole_layer < proxy_optimum < prism; here the last two are the other way round.
-    assert "2 of 3 of its orders are confirmed; turned round: prism / proxy_optimum." in words
-    assert "not measured: keep, uniform" in words
-    assert "not every policy was tried with twice the arrivals" in words
+    fastest, caches, untried, missing = algorithms._findings("edge_hetero", rows)
+    assert fastest["fastest"] == "whole_layer"
+    assert fastest["mean_latency_s"] == pytest.approx([6.0, 5.4, 6.6])
+    assert fastest["below_prism_pct"] == pytest.approx(40.0)
+    assert (caches["moe_infinity"], caches["moe_infinity_lb"]) == (5.0, 4.0)
+    assert untried["untried"] == [row["policy"] for row in rows]
+    assert {"keep", "uniform"} < set(missing["missing"])
     tried = [row | {"overloaded": float(row["policy"] == "prism")} for row in rows]
-    words = "\n".join(algorithms._verdict("edge_hetero", tried))
-    assert "twice the arrivals: prism." in words and "not every" not in words
+    notes = algorithms._findings("edge_hetero", tried)
+    assert [one["overloaded"] for one in notes if "overloaded" in one] == [["prism"]]
+    assert not any("untried" in one for one in notes)
 
 
 def test_a_resumed_run_keeps_its_rows(tmp_path, monkeypatch):

@@ -65,8 +65,8 @@ def test_controls_place_once_by_the_decoder_alone():
     assert (plans["start"][0] == plans["start"][1]).all()
 
 
-def test_a_verdict_says_whether_the_goal_is_met():
-    def rows_of(latency, number=5):
+def test_the_findings_compare_agents_with_their_rivals():
+    def found_of(latency, number=5):
         episodes = [
             {"policy": name, "mean_latency_s": value + 0.01 * k}
             for name, value in latency.items()
@@ -81,12 +81,15 @@ def test_a_verdict_says_whether_the_goal_is_met():
             }
             for name, value in latency.items()
         ]
-        return placement_learning._verdict(rows, episodes)
+        notes = placement_learning._findings(rows, episodes)
+        return {(one.get("policy"), one.get("against")): one for one in notes}
 
-    won = rows_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
-    assert "whole_layer: latency -19.9 %" in won[0] and won[0].endswith("lower; intervals apart")
-    assert not any("network" in line for line in won)
-    same = rows_of(
+    won = found_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
+    one = won["ppo_placement", "whole_layer"]
+    assert one["change_pct"][0] == pytest.approx(-19.9, abs=0.05)
+    assert one["verdict"] == "lower; intervals apart" and one["episodes"] == 5
+    assert not any("as_their_start" in one for one in won.values())
+    same = found_of(
         {
             "prism": 9.0,
             "whole_layer": 5.0,
@@ -96,16 +99,17 @@ def test_a_verdict_says_whether_the_goal_is_met():
             "mappo_placement": 4.1,
         }
     )
-    assert any("without a network, against whole_layer: -19.9 %" in x for x in same)
-    (said,) = [line for line in same if "adds nothing" in line]
-    assert said.startswith("ppo_placement play")
-    lost = rows_of({"whole_layer": 5.0, "ppo_placement": 5.05})
-    assert "latency +1.0 %" in lost[0] and lost[0].endswith("not lower")
-    near = rows_of({"whole_layer": 5.0, "ppo_placement": 4.95, "latency_dp_usual": 4.97})
-    assert near[0].endswith("lower on the same episodes; intervals of the means overlap")
-    assert any("against latency_dp_usual: latency -0.4 %" in line for line in near)
-    few = rows_of({"whole_layer": 5.0, "ppo_placement": 4.0}, number=4)
-    assert few[0].endswith("4 episodes are too few for a verdict")
+    assert same["best_start", "whole_layer"]["change_pct"][0] == pytest.approx(-19.9, abs=0.05)
+    assert same[None, None]["as_their_start"] == ["ppo_placement"]
+    lost = found_of({"whole_layer": 5.0, "ppo_placement": 5.05})["ppo_placement", "whole_layer"]
+    assert lost["change_pct"][0] == pytest.approx(1.0, abs=0.05) and lost["verdict"] == "not lower"
+    near = found_of({"whole_layer": 5.0, "ppo_placement": 4.95, "latency_dp_usual": 4.97})
+    verdict = near["ppo_placement", "whole_layer"]["verdict"]
+    assert verdict == "lower on the same episodes; intervals of the means overlap"
+    usual = near["ppo_placement", "latency_dp_usual"]["change_pct"][0]
+    assert usual == pytest.approx(-0.4, abs=0.05)
+    few = found_of({"whole_layer": 5.0, "ppo_placement": 4.0}, number=4)
+    assert few["ppo_placement", "whole_layer"]["verdict"].endswith("too few for a verdict")
 
 
 def test_rivals_of_changing_tasks_know_their_mix():

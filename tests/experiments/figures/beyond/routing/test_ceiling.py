@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from servegym.experiments.figures.beyond.routing import ceiling as routing_ceiling  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def test_clairvoyance_gains_and_the_verdict_says_how_much(tmp_path):
@@ -19,23 +20,18 @@ def test_clairvoyance_gains_and_the_verdict_says_how_much(tmp_path):
     assert float(rollout["gain"]) > 0
     for row in rows.values():
         assert float(row["qos"]) < float(row["ceiling"])
-    text = (tmp_path / "ceiling.json").read_text()
-    assert f"the best rollout gains {float(rollout['gain']):+.4f}" in text
+    summary = read_record(tmp_path / "ceiling.csv")["notes"][-1]
+    assert summary["clairvoyant"] == "rollout, 30 requests"
+    assert summary["gain"] == pytest.approx(float(rollout["gain"]), abs=1e-6)
     assert (tmp_path / "ceiling.png").stat().st_size > 5000
 
 
 def test_the_share_of_the_gain_by_hand():
     gained = {"priced_greedy": 0.0, "one (shipped)": 0.01, "two (shipped)": 0.02}
     gained |= {"rollout, 30 requests": 0.03, "rollout, 100 requests": 0.05}
-    text = routing_ceiling._verdict(8.0, gained, 0.75)
-    assert routing_ceiling._horizons(8.0, gained) == (
-        "8/s: gain of the rollouts by their horizon: +0.0300 with 30 requests, +0.0500 with 100 "
-        "requests"
-    )
-    assert text == (
-        "8/s: the best rollout gains +0.0500; the best score is 0.750; "
-        "two (shipped) has 40 % of that gain"
-    )
+    found = routing_ceiling._summary(8.0, gained, 0.75)
+    assert (found["clairvoyant"], found["gain"]) == ("rollout, 100 requests", 0.05)
+    assert (found["policy"], found["share"]) == ("two (shipped)", pytest.approx(0.4))
 
 
 def test_a_router_that_does_not_ship_is_refused(tmp_path):

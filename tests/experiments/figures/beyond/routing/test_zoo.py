@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 
 from servegym.experiments.figures.beyond.routing import zoo as routing_zoo  # noqa: E402
 from servegym.experiments.figures.routing import training as queue  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 TINY = {
     "profiles": "edge-6-heterogeneous",
@@ -37,7 +38,8 @@ def test_the_gain_is_paired_by_episode_and_averaged_over_trainings_and_rates():
     assert found == pytest.approx((0.02, 0.02 - 12.706 * 0.005, 0.02 + 12.706 * 0.005), abs=1e-5)
 
 
-def test_the_figure_tells_agents_apart_by_seed_rate_and_start(tmp_path, capsys):
+@pytest.mark.slow
+def test_the_figure_tells_agents_apart_by_seed_rate_and_start(tmp_path):
     runs = [
         queue.TrainingRun(
             "zoo",
@@ -71,8 +73,9 @@ def test_the_figure_tells_agents_apart_by_seed_rate_and_start(tmp_path, capsys):
         assert by["ppo_nothing", rate]["starts_at"] == "nothing"
         assert by["priced_greedy", rate]["trainings"] == "0"
     # After 128 decisions the one is still where it started, the other knows next to nothing.
-    told = capsys.readouterr().out
-    assert "ppo_nothing (sets, starts at nothing, 2 seed(s), 128 steps" in told
+    assert {row["steps"] for row in rows if row["agent"]} == {"128"}
+    notes = {one.get("policy"): one for one in read_record(out / "zoo.csv")["notes"]}
+    assert notes["ppo_nothing"]["gain"] == pytest.approx(float(by["ppo_nothing", rate]["gain"]))
     assert float(start["gain"]) > float(by["ppo_nothing", rate]["gain"])
     assert abs(float(start["gain"])) < 0.1
 

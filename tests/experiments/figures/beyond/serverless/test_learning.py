@@ -15,6 +15,7 @@ from servegym.baselines.serverless_moe.system import ServerlessSystem  # noqa: E
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 from servegym.experiments.figures.beyond.serverless import learning  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def test_shares_of_a_constant_and_of_two_plans():
@@ -82,14 +83,14 @@ def test_table_and_figure(tmp_path, monkeypatch):
     given = ["--out", str(tmp_path), "--episodes", "3", "--figure", "baselines", "learning"]
     assert learning.main([*given, "--checkpoints", str(runs)]) == 0
     rows = {row["policy"]: row for row in read_rows(tmp_path / "learning.csv")}
-    told = read_rows(tmp_path / "learning_baselines.csv")
-    assert len(told) == 9
+    rivals = read_rows(tmp_path / "learning_baselines.csv")
+    assert len(rivals) == 9
     ours, mix, bound = (
         np.array([row["mean_reward"] for row in source if row["policy"] == name])
         for source, name in (
             (learning.measure(learning.load_policy(run), 0, 3), "ppo_serverless"),
-            (told, "mix"),
-            (told, "lookahead"),
+            (rivals, "mix"),
+            (rivals, "lookahead"),
         )
     )
     row = rows["ppo_serverless seed_1"]
@@ -97,9 +98,9 @@ def test_table_and_figure(tmp_path, monkeypatch):
     assert row["closed_mix"] == pytest.approx((ours - mix).mean() / (bound - mix).mean())
     assert rows["ppo_serverless, all seeds"]["mean_reward"] == pytest.approx(ours.mean())
     assert (tmp_path / "learning.png").stat().st_size > 10_000
-    verdict = (tmp_path / "learning.json").read_text()
-    beaten = row["mean_reward_low"] > rows["mix"]["mean_reward_high"]
-    assert ("mix: beaten" in verdict) == beaten
+    first = read_record(tmp_path / "learning.csv")["notes"][0]
+    apart = row["mean_reward_low"] > rows["mix"]["mean_reward_high"]
+    assert (first["rival"], first["apart"]) == ("mix", apart)
 
 
 @pytest.mark.parametrize("name", ["random", "remoe_sticky", "gpu", "grid_optimum"])

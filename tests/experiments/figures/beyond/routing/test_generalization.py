@@ -1,4 +1,4 @@
-"""The table of one router over all sweeps: its points, its differences and its verdict."""
+"""The table of one router over all sweeps: its points, its differences and its findings."""
 
 import csv
 
@@ -8,8 +8,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("torch")
 pytest.importorskip("tyro")
 
-from servegym.experiments.figures.beyond.routing import general as routing_general  # noqa: E402
+from servegym.experiments.figures.beyond.routing import generalization as routing_general  # noqa: E402
 from servegym.experiments.output import write_csv  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 
 def test_every_sweep_covers_every_fleet():
@@ -38,12 +39,12 @@ def test_the_differences_are_those_of_the_qos(tmp_path):
         gain = float(own["rpi (shipped)"]["qos"]) - float(own["greedy_qos"]["qos"])
         assert float(own["rpi (shipped)"]["over_greedy_qos"]) == pytest.approx(gain, abs=2e-5)
         assert float(own["priced_greedy"]["over_priced_greedy"]) == 0
-    text = (tmp_path / "general_router.json").read_text()
-    assert f"of {len(points)} points" in text
+    notes = read_record(tmp_path / "general_router.csv")["notes"]
+    assert [one["points"] for one in notes if "points" in one] == [len(points)] * 2
     assert (tmp_path / "general_router.png").stat().st_size > 5000
 
 
-def test_a_point_surely_below_is_named():
+def test_a_point_whose_interval_is_below_zero_is_named():
     def row(value, low, high, at):
         found = {
             "policy": "rpi (shipped)",
@@ -58,14 +59,15 @@ def test_a_point_surely_below_is_named():
         return found
 
     rows = [row(0.02, 0.01, 0.03, 3.0), row(-0.01, -0.02, 0.01, 4.0), row(-0.03, -0.04, -0.02, 5.0)]
-    lines = routing_general.verdict(rows)
-    assert len(lines) == 4
-    assert "of 3 points above greedy_qos at 1 (interval above zero at 1)" in lines[0]
-    assert "below at 2 (its interval below zero at 1)" in lines[0]
-    assert "surely below greedy_qos at paper-linear, 5 requests/s: -0.0300" in lines[1]
+    first, second = routing_general.findings(rows)
+    assert (first["reference"], second["reference"]) == routing_general.HEURISTICS
+    assert (first["points"], first["above"], first["below"]) == (3, 1, 2)
+    assert first["interval_above"] == 1 and first["worst"] == -0.03
+    (below,) = first["interval_below"]
+    assert "paper-linear" in below and "5" in below
 
 
-def test_one_sweep_is_measured_anew_and_the_others_are_kept(tmp_path):
+def test_one_sweep_is_measured_anew_and_the_other_rows_stay(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--episodes", "1", "--routers", "rpi"]
     table = tmp_path / "general_router.csv"
     assert routing_general.main(argv) == 0

@@ -1,8 +1,11 @@
 """What decides the cost of a request: invocation overhead, price of GPU memory, network rate.
 
-``python -m servegym.experiments.figures.beyond.serverless.sweeps`` makes all figures, ``--figure
-trem`` one, in the setting of `servegym.experiments.figures.serverless.costs` but for the swept
-number.
+::
+
+    python -m servegym.experiments.figures.beyond.serverless.cost_sweeps --figure trem
+
+makes one figure, without ``--figure`` all, in the setting of
+`servegym.experiments.figures.serverless.costs` but for the swept number.
 
 * ``trem``: the overhead t_rem, with both readings of a remote call in decoding.
 * ``prices``: GPU memory at 1.83 (a list price), 3 (the paper) and 5 times the price of CPU memory.
@@ -12,7 +15,7 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +23,13 @@ import numpy as np
 from servegym.baselines.serverless_moe.remoe import READINGS
 from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.equations import DECODE_INVOCATIONS
-from servegym.experiments.figures.serverless.common import MODELS, save
+from servegym.experiments.figures.run import Pictures, first_and_last, save
+from servegym.experiments.figures.serverless.common import MODELS
 from servegym.experiments.figures.serverless.methods import (
     GPUS,
     Options,
     Setting,
-    few,
-    gap_lines,
+    gap_notes,
     main_of,
     pick,
     plot_lines,
@@ -36,7 +39,7 @@ from servegym.experiments.figures.serverless.methods import (
 
 __all__ = ["break_even", "main"]
 
-MODULE = "servegym.experiments.figures.beyond.serverless.sweeps"
+MODULE = "servegym.experiments.figures.beyond.serverless.cost_sweeps"
 OVERHEADS_MS = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0)
 PRICE_RATIOS = (1.83, 3.0, 5.0)
 TPOT_LIMITS_MS = (45.0, 50.0, 60.0, 80.0, 120.0)
@@ -61,7 +64,7 @@ def break_even(overheads: Sequence[float], over_mix: Sequence[float]) -> float:
 
 def trem(options: Options) -> None:
     """Cost over MIX against t_rem; the break-even of each method."""
-    overheads = few(options, OVERHEADS_MS)
+    overheads = first_and_last(options, OVERHEADS_MS)
     rows = sweep(
         options,
         "cost_trem",
@@ -80,7 +83,6 @@ def trem(options: Options) -> None:
         for how in DECODE_INVOCATIONS
         for gpu in GPUS
     ]
-    figure = plot_lines(rows, "trem_ms", "t_rem, ms", panels, 4)
     lines = []
     for panel in panels:
         parts = []
@@ -95,8 +97,8 @@ def trem(options: Options) -> None:
             if min(np.diff(costs)) < -0.01:
                 parts[-1] += " (falls where the TPOT limit forbids the largest b)"
         lines.append(f"{', '.join(panel.values())}: {'; '.join(parts)}")
-    told = "at t_rem = " + "/".join(f"{ms:g}" for ms in overheads) + " ms"
-    save(options, "cost_trem", rows, figure, told, *lines, *gap_lines(rows))
+    at = "Costs are at t_rem = " + "/".join(f"{ms:g}" for ms in overheads) + " ms."
+    save(options, "cost_trem", rows, at, *lines, *gap_notes(rows))
 
 
 def prices(options: Options) -> None:
@@ -108,18 +110,16 @@ def prices(options: Options) -> None:
             Setting(model, gpu, price_ratio=ratio)
             for model in MODELS
             for gpu in GPUS
-            for ratio in few(options, PRICE_RATIOS)
+            for ratio in first_and_last(options, PRICE_RATIOS)
         ],
     )
     show("Cost / MIX against the price of GPU memory", rows, "price_ratio")
-    panels = [{"model": model, "gpu": gpu} for model in MODELS for gpu in GPUS]
-    figure = plot_lines(rows, "price_ratio", "c_g / c_c", panels, 4, top=None)
-    save(options, "cost_prices", rows, figure, *_points(rows, "price_ratio"), *gap_lines(rows))
+    save(options, "cost_prices", rows, *_points(rows, "price_ratio"), *gap_notes(rows))
 
 
 def slo(options: Options) -> None:
     """Cost over MIX and missed SLOs against the TPOT limit."""
-    limits = few(options, TPOT_LIMITS_MS)
+    limits = first_and_last(options, TPOT_LIMITS_MS)
     rows = sweep(
         options,
         "cost_slo",
@@ -134,7 +134,6 @@ def slo(options: Options) -> None:
         row["tpot_limit_ms"] = round(1e3 * row["tpot_limit_s"], 6)
     show("Cost / MIX against the TPOT limit", rows, "tpot_limit_ms")
     panels = [{"model": model, "gpu": gpu} for model in MODELS for gpu in GPUS]
-    figure = plot_lines(rows, "tpot_limit_ms", "TPOT limit, ms", panels, 4)
     lines = _points(rows, "tpot_limit_ms")
     for panel in panels:
         parts = []
@@ -145,7 +144,7 @@ def slo(options: Options) -> None:
         at = "/".join(f"{limit:g}" for limit in limits)
         found = "; ".join(parts) or "none of any method"
         lines.append(f"{', '.join(panel.values())}, % late (or no plan) at {at} ms: {found}")
-    save(options, "cost_slo", rows, figure, *lines, *gap_lines(rows))
+    save(options, "cost_slo", rows, *lines, *gap_notes(rows))
 
 
 def bandwidth(options: Options) -> None:
@@ -157,14 +156,12 @@ def bandwidth(options: Options) -> None:
             Setting(model, gpu, bandwidth_mb_s=rate)
             for model in MODELS
             for gpu in GPUS
-            for rate in few(options, BANDWIDTHS_MB_S)
+            for rate in first_and_last(options, BANDWIDTHS_MB_S)
         ],
     )
     show("Cost / MIX against the network rate", rows, "bandwidth_mb_s")
-    panels = [{"model": model, "gpu": gpu} for model in MODELS for gpu in GPUS]
-    figure = plot_lines(rows, "bandwidth_mb_s", "MB/s", panels, 4)
     lines = _points(rows, "bandwidth_mb_s")
-    save(options, "cost_bandwidth", rows, figure, *lines, *gap_lines(rows))
+    save(options, "cost_bandwidth", rows, *lines, *gap_notes(rows))
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
@@ -180,12 +177,43 @@ def _points(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
     return lines
 
 
+def _panels(rows: Sequence[Mapping[str, Any]], *columns: str) -> list[dict[str, Any]]:
+    """The values of some columns, in the order of the rows."""
+    found = dict.fromkeys(tuple(row[column] for column in columns) for row in rows)
+    return [dict(zip(columns, one, strict=True)) for one in found]
+
+
+def _plot_trem(rows: Sequence[Mapping[str, Any]]) -> Any:
+    panels = _panels(rows, "model", "invocation", "gpu")
+    panels = [{key: one[key] for key in ("model", "gpu", "invocation")} for one in panels]
+    return plot_lines(rows, "trem_ms", "t_rem, ms", panels, 4)
+
+
+def _plot_prices(rows: Sequence[Mapping[str, Any]]) -> Any:
+    panels = _panels(rows, "model", "gpu")
+    return plot_lines(rows, "price_ratio", "c_g / c_c", panels, 4, top=None)
+
+
+def _plot_slo(rows: Sequence[Mapping[str, Any]]) -> Any:
+    return plot_lines(rows, "tpot_limit_ms", "TPOT limit, ms", _panels(rows, "model", "gpu"), 4)
+
+
+def _plot_bandwidth(rows: Sequence[Mapping[str, Any]]) -> Any:
+    return plot_lines(rows, "bandwidth_mb_s", "MB/s", _panels(rows, "model", "gpu"), 4)
+
+
 FIGURES = {"trem": trem, "prices": prices, "slo": slo, "bandwidth": bandwidth}
+PICTURES: Pictures = {
+    "cost_trem": _plot_trem,
+    "cost_prices": _plot_prices,
+    "cost_slo": _plot_slo,
+    "cost_bandwidth": _plot_bandwidth,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; ``--figure`` names figures, all by default. Returns 0."""
-    return main_of(FIGURES, argv, __doc__, MODULE, 8)
+    return main_of(FIGURES, PICTURES, argv, __doc__, MODULE, 8)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The planner told what it has to guess: what it is told, that it uses it, the table."""
+"""The planner with what it otherwise has to guess: that it is true, that it is used, the table."""
 
 import numpy as np
 import pytest
@@ -9,8 +9,9 @@ from servegym.baselines.serverless_moe.base import observed_row  # noqa: E402
 from servegym.baselines.serverless_moe.system import ServerlessSystem  # noqa: E402
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner  # noqa: E402
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv  # noqa: E402
-from servegym.experiments.figures.beyond.serverless import knowledge  # noqa: E402
+from servegym.experiments.figures.beyond.serverless import information_value  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
 
 TOY = {"model": "toy", "episode_requests": 12}
 
@@ -33,18 +34,19 @@ def play(policy, episodes=2):
     return np.array(actions)
 
 
-def test_told_nothing_it_is_the_planner(system):
+def test_without_information_it_is_the_planner(system):
     plain = WarmPlanner(system, requests=20)
-    assert (play(plain) == play(knowledge.Told(plain, "nothing", ()))).all()
+    assert (play(plain) == play(information_value.InformedPlanner(plain, "nothing", ()))).all()
     assert (plain.name, plain.clairvoyant) == ("warm_planner", False)
 
 
-def test_what_it_is_told_is_true(system):
+def test_what_it_knows_is_true(system):
     env = ServerlessMoEVectorEnv(1, split="eval", **TOY)
     observation, info = env.reset(seed=3)
     planner = WarmPlanner(system, requests=20)
     policies = {
-        told: knowledge.Told(planner, told, (told,)) for told in ("regime", "gap", "request")
+        known: information_value.InformedPlanner(planner, known, (known,))
+        for known in ("regime", "gap", "request")
     }
     for policy in policies.values():
         policy.bind(env)
@@ -73,20 +75,21 @@ def test_what_it_is_told_is_true(system):
 
 
 def test_shares_of_the_gap():
-    told = "told the request and the gap"
-    at = {"greedy_warm": -1.0, "warm_planner": -0.8, told: -0.3, "lookahead": 0.0}
-    found = knowledge.shares({name: np.array([value, value]) for name, value in at.items()})
-    assert found == pytest.approx({"planning": 0.2, "knowledge": 0.5, "rest": 0.3})
+    known = "knows the request and the gap"
+    at = {"greedy_warm": -1.0, "warm_planner": -0.8, known: -0.3, "lookahead": 0.0}
+    found = information_value.shares({name: np.array([value, value]) for name, value in at.items()})
+    assert found == pytest.approx({"planning": 0.2, "information": 0.5, "rest": 0.3})
 
 
 def test_table_and_figure(tmp_path, monkeypatch):
-    monkeypatch.setattr(knowledge, "SETTING", TOY)
-    assert knowledge.main(["--episodes", "3", "--out", str(tmp_path)]) == 0
-    rows = {row["policy"]: row for row in read_rows(tmp_path / "knowledge.csv")}
-    assert len(rows) == 3 + len(knowledge.VARIANTS)
+    monkeypatch.setattr(information_value, "SETTING", TOY)
+    assert information_value.main(["--episodes", "3", "--out", str(tmp_path)]) == 0
+    rows = {row["policy"]: row for row in read_rows(tmp_path / "information_value.csv")}
+    assert len(rows) == 3 + len(information_value.VARIANTS)
     assert rows["warm_planner"]["minus_planner"] == 0.0
-    best = rows["told the request and the gap"]["mean_reward"]
+    best = rows["knows the request and the gap"]["mean_reward"]
     assert best > rows["warm_planner"]["mean_reward"]
     assert rows["lookahead"]["mean_reward"] > best - 0.05
-    assert (tmp_path / "knowledge.png").stat().st_size > 5_000
-    assert "no controller knows" in (tmp_path / "knowledge.json").read_text()
+    assert (tmp_path / "information_value.png").stat().st_size > 5_000
+    (found,) = read_record(tmp_path / "information_value.csv")["notes"]
+    assert found["planning"] + found["information"] + found["rest"] == pytest.approx(1.0)

@@ -1,15 +1,15 @@
 """One trained router over loads, requirements, fleet sizes, fleets and bursts.
 
-Is it never below the heuristics?
+::
 
-``python -m servegym.experiments.figures.beyond.routing.general`` measures the shipped router that
-was trained over a range (``--routers rpi``, the default) with greedy_qos and priced_greedy on the
-same evaluation episodes, at every point of the sweeps over the arrival rate, the latency
-requirement L and the number of experts of each fleet, and under bursts; with ``--checkpoints FOLDER
---figure seeds`` the trainings below a folder instead. ``--sweeps bursts`` measures the points of
-that sweep anew and keeps the others of the table in the folder. The differences are paired by
-episode. The verdict counts the points where the router is above and below each heuristic, and where
-the 95 % interval says so.
+    python -m servegym.experiments.figures.beyond.routing.generalization
+
+measures the shipped router that was trained over a range (``--routers rpi``, the default) with
+greedy_qos and priced_greedy on the same evaluation episodes, at every point of the sweeps over the
+arrival rate, the latency requirement L and the number of experts of each fleet, and under bursts;
+with ``--checkpoints FOLDER --figure seeds`` the trainings below a folder instead. ``--sweeps
+bursts`` measures the points of that sweep anew and leaves the other rows of the table in the
+folder. The differences are paired by episode.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from servegym.envs._command_line import run_main
+from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     Options,
     TrainedRun,
@@ -30,13 +31,12 @@ from servegym.experiments.figures.routing.common import (
     save,
     summarise_parts,
 )
-from servegym.experiments.figures.script import legend, pyplot, tidy
 from servegym.experiments.output import print_table
-from servegym.experiments.tables import Table
+from servegym.experiments.tables import Table, note
 
-__all__ = ["Point", "main", "points", "verdict"]
+__all__ = ["Point", "findings", "main", "points"]
 
-MODULE = "servegym.experiments.figures.beyond.routing.general"
+MODULE = "servegym.experiments.figures.beyond.routing.generalization"
 ROUTER = "rpi"
 FLEETS = ("edge-6-heterogeneous", "edge-6-homogeneous", "paper-linear")
 HEURISTICS = ("greedy_qos", "priced_greedy")
@@ -131,9 +131,9 @@ def _measure(options: Options, point: Point, routers: Sequence[TrainedRun]) -> l
     return rows
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How often each router is above and below each heuristic, and where it is surely below."""
-    lines = []
+def findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """At how many points each router is above and below each heuristic, and where it is below."""
+    notes = []
     trained = [row for row in rows if row["training_seed"] != ""]
     for name, seed in dict.fromkeys((row["policy"], row["training_seed"]) for row in trained):
         own = [row for row in trained if (row["policy"], row["training_seed"]) == (name, seed)]
@@ -142,23 +142,31 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 np.array([row[f"over_{other}{end}"] for row in own])
                 for end in ("", "_low", "_high")
             )
-            worst = own[int(more.argmin())]
-            line = (
-                f"{name}, seed {seed}, {own[0]['episodes']} episodes: of {len(own)} points "
-                f"above {other} at {(more > 0).sum()} "
-                f"(interval above zero at {(low > 0).sum()}), below at {(more < 0).sum()} (its "
-                f"interval below zero at {(high < 0).sum()}); worst {more.min():+.4f} "
-                f"[{low[more.argmin()]:+.4f}, {high[more.argmin()]:+.4f}] at {_where(worst)}, "
-                f"mean {more.mean():+.4f}"
+            at = int(more.argmin())
+            below = [_where(row) for row, end in zip(own, high, strict=True) if end < 0]
+            text = (
+                f"{name}, training seed {seed}: above {other} at {(more > 0).sum()} of {len(own)} "
+                f"points (interval above zero at {(low > 0).sum()}), below at {(more < 0).sum()} "
+                f"(interval below zero at {len(below)}), mean difference of the QoS "
+                f"{more.mean():+.4f}; the worst is {more[at]:+.4f} [{low[at]:+.4f}, "
+                f"{high[at]:+.4f}] at {_where(own[at])}; {own[0]['episodes']} episodes a point."
             )
-            lines.append(line)
-            lines += [
-                f"{name}, seed {seed}: surely below {other} at {_where(row)}: "
-                f"{row[f'over_{other}']:+.4f}"
-                for row, end in zip(own, high, strict=True)
-                if end < 0
-            ]
-    return lines
+            if below:
+                text += f" The interval is below zero at: {'; '.join(below)}."
+            data = {
+                "policy": name,
+                "training_seed": seed,
+                "reference": other,
+                "points": len(own),
+                "above": int((more > 0).sum()),
+                "below": int((more < 0).sum()),
+                "interval_above": int((low > 0).sum()),
+                "interval_below": below,
+                "mean": more.mean(),
+                "worst": more[at],
+            }
+            notes.append(note(text, **data))
+    return notes
 
 
 def _where(row: Mapping[str, Any]) -> str:
@@ -204,13 +212,12 @@ def _everywhere(options: Options, routers: Sequence[TrainedRun], stem: str) -> N
         for row in rows
     ]
     print_table("one router everywhere", ["point", "policy", "seed", "QoS", *keys], body)
-    notes = verdict(rows)
-    print("\n".join(notes))
-    axes = (
-        "rate: six experts, L = 30 ms; L: six experts, 8 requests/s (paper-linear 5); experts: "
-        "5 requests/s, L = 30 ms; bursts: the arrivals of BurstGPT"
+    setting = (
+        "Sweeps: over the arrival rate with six experts and L = 30 ms; over L with six experts and "
+        "8 requests/s (5 on paper-linear); over the number of experts with 5 requests/s and "
+        "L = 30 ms; bursts are the arrivals of BurstGPT."
     )
-    save(options, stem, rows, _plot(rows), axes, *notes)
+    save(options, stem, rows, setting, *findings(rows))
 
 
 def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -259,6 +266,10 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+FIGURES = {"general": general, "seeds": seeds}
+PICTURES = {"general_router": _plot, "general_router_seeds": _plot}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
 
@@ -268,11 +279,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             nargs="+",
             default=(),
             choices=[*AXES, "bursts"],
-            help="measure these anew and keep the rest of the table in the folder (all)",
+            help="measure these anew and leave the rest of the table in the folder (all)",
         )
 
-    figures = {"general": general, "seeds": seeds}
-    return run_figures(figures, argv, __doc__, MODULE, episodes=50, own=own)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=50, own=own)
 
 
 if __name__ == "__main__":
