@@ -346,6 +346,9 @@ def figures(
         list[str] | None, typer.Option(help="Run this figure alone; repeatable.", metavar="NAME")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Name the figures and stop.")] = False,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Draw the tables that are there, measure nothing.")
+    ] = False,
     ray: Ray = None,
 ) -> None:
     """Compute and draw the figures and tables of a family; other words go to each figure."""
@@ -357,14 +360,13 @@ def figures(
         for figure in found:
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
+    words = [*context.args, *(["--draw"] if draw else [])]
     if ray is not None:
         from servegym.experiments.cluster import figures as cluster_figures
 
-        failed = cluster_figures.run_figures(
-            family, _executor(ray), only or (), context.args, typer.echo
-        )
+        failed = cluster_figures.run_figures(family, _executor(ray), only or (), words, typer.echo)
     else:
-        failed = run_figures(family, only or (), context.args, typer.echo)
+        failed = run_figures(family, only or (), words, typer.echo)
     raise typer.Exit(int(failed > 0))
 
 

@@ -53,8 +53,7 @@ def run_figures(
     words, out = _without_out(arguments)
     out_option = "" if out is None else f" --out {shlex.quote(str(out))}"
     if out is None:
-        common = f"servegym.experiments.figures.{family}.common"
-        out = importlib.import_module(common).OUT
+        out = Path("experiments", "results", family)
     files = {
         str(path.relative_to(out)): path.read_bytes()
         for path in (sorted(out.rglob("*")) if out.is_dir() else ())
@@ -91,7 +90,7 @@ def _parts(figure: Figure, words: Sequence[str]) -> list[list[str]]:
     """
     module = importlib.import_module(figure.module)
     names = getattr(module, "FIGURES", {})
-    selected = any(word.partition("=")[0] in ("--figure", "--help", "-h") for word in words)
+    selected = any(word.partition("=")[0] in ("--figure", "--draw", "--help", "-h") for word in words)
     if selected or len(names) < 2 or getattr(module, "ONE_JOB", False):
         return [[]]
     return [["--figure", name] for name in names]

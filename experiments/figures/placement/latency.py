@@ -147,8 +147,8 @@ def table1(options: FigureOptions) -> None:
             notes.append({**found_here, "pcie_gb_s": speed})
     notes.append(
         "The paper has on servers 1 / 2 / 3: moe_infinity 9.14 / 4.77 / 3.18, moe_infinity_lb "
-        "8.60 / 4.77 / 3.10, uniform 4.96 / 4.34 / 3.40. What sharing is worth depends on the speed of "
-        "the host channel, which the paper does not give: the default is 12 GB/s."
+        "8.60 / 4.77 / 3.10, uniform 4.96 / 4.34 / 3.40. What sharing is worth depends on the "
+        "speed of the host channel, which the paper does not give: the default is 12 GB/s."
     )
     problem = build_problem(scenario="paper_testbed", model="mixtral-8x7b", split="eval")
     settings = {"setting": setting(problem)}
