@@ -90,7 +90,8 @@ def _parts(figure: Figure, words: Sequence[str]) -> list[list[str]]:
     """
     module = importlib.import_module(figure.module)
     names = getattr(module, "FIGURES", {})
-    selected = any(word.partition("=")[0] in ("--figure", "--draw", "--help", "-h") for word in words)
+    whole = ("--figure", "--draw", "--help", "-h")
+    selected = any(word.partition("=")[0] in whole for word in words)
     if selected or len(names) < 2 or getattr(module, "ONE_JOB", False):
         return [[]]
     return [["--figure", name] for name in names]
