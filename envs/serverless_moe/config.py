@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,44 +220,52 @@ def predict(activations: Any, predictor: Any = "task_mean") -> np.ndarray:
     Raises:
         ValueError: an unknown name, or a table of wrong shape or with rows that are no frequencies.
     """
-    frequencies = activations.frequencies()
-    train = activations.rows("train")
     if callable(predictor) or isinstance(predictor, np.ndarray):
         table = np.asarray(predictor(activations) if callable(predictor) else predictor)
-        if table.shape != frequencies.shape:
-            raise ValueError(
-                f"predictor gives a table of shape {table.shape}; it must be {frequencies.shape}."
-            )
-        table = table.astype(np.float64)
-        sums = table.sum(axis=2)
-        if not np.isfinite(table).all() or (table < 0).any() or (abs(sums - 1.0) > 1e-3).any():
-            raise ValueError(
-                "predictor gives rows that are no frequencies: they must be finite, at least 0 "
-                f"and sum to 1 (sums are between {sums.min():g} and {sums.max():g})."
-            )
-        return (table / sums[..., None]).astype(np.float32)
+        return _normalised(table, activations.frequencies().shape)
     choose("predictor", predictor, PREDICTORS)
-    mean = frequencies[train].mean(axis=0)
     if predictor == "nearest":
-        if "output" not in activations.embeddings:
-            raise ValueError(
-                f"predictor='nearest' needs embeddings, which {activations.name!r} has not; "
-                "take 'task_mean' or 'global_mean'."
-            )
-        vectors = np.asarray(activations.embeddings["output"], dtype=np.float64)
-        vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-        near = vectors @ vectors[train].T
-        near[train, np.arange(len(train))] = -np.inf
-        count = min(NEIGHBOURS, max(len(train) - 1, 1))
-        best = np.argsort(-near, axis=1, kind="stable")[:, :count]
-        return frequencies[train][best].mean(axis=1).astype(np.float32)
-    table = np.broadcast_to(mean, frequencies.shape).copy()
+        return _nearest_mean(activations)
+    frequencies = activations.frequencies()
+    train = activations.rows("train")
+    table = np.broadcast_to(frequencies[train].mean(axis=0), frequencies.shape).copy()
     if predictor == "task_mean":
         for task in range(len(activations.tasks)):
             known = train[activations.task[train] == task]
             if len(known):
                 table[activations.task == task] = frequencies[known].mean(axis=0)
     return table.astype(np.float32)
+
+
+def _normalised(table: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A given table of predictions, checked and with rows that sum to 1."""
+    if table.shape != shape:
+        raise ValueError(f"predictor gives a table of shape {table.shape}; it must be {shape}.")
+    table = table.astype(np.float64)
+    sums = table.sum(axis=2)
+    if not np.isfinite(table).all() or (table < 0).any() or (abs(sums - 1.0) > 1e-3).any():
+        raise ValueError(
+            "predictor gives rows that are no frequencies: they must be finite, at least 0 "
+            f"and sum to 1 (sums are between {sums.min():g} and {sums.max():g})."
+        )
+    return (table / sums[..., None]).astype(np.float32)
+
+
+def _nearest_mean(activations: Any) -> np.ndarray:
+    """Mean of the nearest training prompts by the cosine of embeddings, the prompt left out."""
+    if "output" not in activations.embeddings:
+        raise ValueError(
+            f"predictor='nearest' needs embeddings, which {activations.name!r} has not; "
+            "take 'task_mean' or 'global_mean'."
+        )
+    train = activations.rows("train")
+    vectors = np.asarray(activations.embeddings["output"], dtype=np.float64)
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    near = vectors @ vectors[train].T
+    near[train, np.arange(len(train))] = -np.inf
+    count = min(NEIGHBOURS, max(len(train) - 1, 1))
+    best = np.argsort(-near, axis=1, kind="stable")[:, :count]
+    return activations.frequencies()[train][best].mean(axis=1).astype(np.float32)
 
 
 def _length(argument: str, given: Any, cap: int) -> np.ndarray:
@@ -284,6 +292,63 @@ def _steps(argument: str, given: Any, high: float) -> np.ndarray:
     if found[0] != 0 or (np.diff(found) <= 0).any():
         raise ValueError(f"{argument}={given!r} must be increasing numbers that begin with 0.")
     return found
+
+
+def _actions(
+    system: SystemModel,
+    levels: int | None,
+    w_headroom_mb: Sequence[float],
+    y_headroom_mb: Sequence[float],
+    z_headroom: Sequence[int],
+    granularity: str,
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
+    """What the actions mean: remote experts by b; headroom of w, y and z; values of each action."""
+    experts = system.num_experts
+    count = min(experts, 16) + 1 if levels is None else whole("levels", levels, 2, experts + 1)
+    members = np.unique([remote_count(i / (count - 1), experts) for i in range(count)])
+    headroom = (
+        _steps("w_headroom_mb", w_headroom_mb, 1e7),
+        _steps("y_headroom_mb", y_headroom_mb, 1e7),
+        _steps("z_headroom", z_headroom, 64),
+    )
+    if (headroom[2] % 1 != 0).any():
+        raise ValueError(f"z_headroom={z_headroom!r} must be whole numbers of replicas.")
+    copies = system.moe_layers if granularity == "per_layer" else 1
+    values = [len(members), 2, len(headroom[0])]
+    values += [len(headroom[1])] * copies + [len(headroom[2])] * copies
+    return members, headroom, np.array(values, dtype=np.int64)
+
+
+def _request_laws(setting: Callable[[str], Any], max_in: Any, max_out: Any) -> dict[str, Any]:
+    """The laws that requests are drawn from, by the names of `Problem`'s attributes."""
+    most_in = whole("max_prompt_tokens", max_in, 1, 100_000)
+    most_out = whole("max_output_tokens", max_out, 1, 100_000)
+    return {
+        "lengths": (
+            _length("prompt_tokens", setting("prompt_tokens"), most_in),
+            _length("output_tokens", setting("output_tokens"), most_out),
+        ),
+        "output_error": real("output_error", setting("output_error"), 0.0, 10.0),
+        "idle_s": _idle_classes(setting("idle_s")),
+        "trem_s": _overheads(setting("trem_s")),
+        "trem_switch": real("trem_switch", setting("trem_switch"), 0.0, 1.0),
+        "trem_sigma": real("trem_sigma", setting("trem_sigma"), 0.0, 10.0),
+    }
+
+
+def _idle_classes(given: Any) -> tuple[tuple[float, float], ...]:
+    """(probability, mean in s) of each class of idle gap."""
+    classes = _pairs("idle_s", given, "probability, mean s")
+    if abs(sum(p for p, _ in classes) - 1.0) > 1e-6:
+        raise ValueError(f"idle_s={given!r}: the probabilities must sum to 1.")
+    return tuple(classes)
+
+
+def _overheads(given: Any) -> np.ndarray:
+    """Median invocation overhead of each regime, s."""
+    if not isinstance(given, (list, tuple)) or not given:
+        raise ValueError(f"trem_s={given!r} must be a list of seconds, one a regime.")
+    return np.array([real("trem_s", x, 0.0, open_low=True) for x in given])
 
 
 def _model_of(model: Any, activations: Any) -> tuple[MoeModel, Activations | None]:
@@ -356,23 +421,18 @@ def build_problem(
         ValueError: naming the argument, what was given and what is allowed.
     """
     arguments = {k: v for k, v in locals().items() if k != "view"}
-    settings = PRESETS[choose("preset", preset, PRESETS)]
+    preset_values = PRESETS[choose("preset", preset, PRESETS)]
 
     def setting(name: str) -> Any:
         given = arguments[name]
-        return settings[name] if given is None else given
+        return preset_values[name] if given is None else given
 
     choose("split", split, ("train", "val", "eval", "all"))
     choose("granularity", granularity, GRANULARITIES)
     choose("deployment", deployment, DEPLOYMENTS)
     choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS)
-    most_in = whole("max_prompt_tokens", max_prompt_tokens, 1, 100_000)
-    most_out = whole("max_output_tokens", max_output_tokens, 1, 100_000)
-    lengths = (
-        _length("prompt_tokens", setting("prompt_tokens"), most_in),
-        _length("output_tokens", setting("output_tokens"), most_out),
-    )
-    longest = [int(law[-1]) for law in lengths]
+    laws = _request_laws(setting, max_prompt_tokens, max_output_tokens)
+    prompt_law, output_law = laws["lengths"]
     owner, book = _model_of(model, activations)
     system = build_system(
         owner,
@@ -386,43 +446,18 @@ def build_problem(
         payload_mb=payload_mb,
         main_specs_mb=main_specs_mb,
         remote_specs_mb=remote_specs_mb,
-        max_output_tokens=longest[1],
+        max_output_tokens=int(output_law[-1]),
     )
-    layers, experts = system.moe_layers, system.num_experts
-    count = min(experts, 16) + 1 if levels is None else whole("levels", levels, 2, experts + 1)
-    members = np.unique([remote_count(i / (count - 1), experts) for i in range(count)])
-    headroom = (
-        _steps("w_headroom_mb", w_headroom_mb, 1e7),
-        _steps("y_headroom_mb", y_headroom_mb, 1e7),
-        _steps("z_headroom", z_headroom, 64),
+    members, headroom, nvec = _actions(
+        system, levels, w_headroom_mb, y_headroom_mb, z_headroom, granularity
     )
-    if (headroom[2] % 1 != 0).any():
-        raise ValueError(f"z_headroom={z_headroom!r} must be whole numbers of replicas.")
-    copies = layers if granularity == "per_layer" else 1
-    nvec = np.array(
-        [len(members), 2, len(headroom[0])]
-        + [len(headroom[1])] * copies
-        + [len(headroom[2])] * copies,
-        dtype=np.int64,
-    )
-    keep_alive = real("keep_alive_s", setting("keep_alive_s"), 0.0)
     if slo is None and preset == "dynamic":
         slo = slo_classes(owner, main_specs_mb=main_specs_mb, remote_specs_mb=remote_specs_mb)
     limits = np.array(_pairs("slo", setting("slo") if slo is None else slo, "TTFT s, TPOT s"))
-    idle = _pairs("idle_s", setting("idle_s"), "probability, mean s")
-    if abs(sum(p for p, _ in idle) - 1.0) > 1e-6:
-        raise ValueError(f"idle_s={setting('idle_s')!r}: the probabilities must sum to 1.")
-    overheads = setting("trem_s")
-    if not isinstance(overheads, (list, tuple)) or not overheads:
-        raise ValueError(f"trem_s={overheads!r} must be a list of seconds, one a regime.")
-    overheads = np.array([real("trem_s", x, 0.0, open_low=True) for x in overheads])
-    error, switch, sigma = (
-        real(name, setting(name), 0.0, most)
-        for name, most in (("output_error", 10.0), ("trem_switch", 1.0), ("trem_sigma", 10.0))
-    )
+    keep_alive = real("keep_alive_s", setting("keep_alive_s"), 0.0)
     # Four sigma below the median: no request has so little in every layer.
-    least = float(overheads.min() * np.exp(-4.0 * sigma))
-    check_slo(system, limits, int(lengths[0][0]), keep_alive == 0.0, least)
+    least_overhead = float(laws["trem_s"].min() * np.exp(-4.0 * laws["trem_sigma"]))
+    check_slo(system, limits, int(prompt_law[0]), keep_alive == 0.0, least_overhead)
     cfg = make_config(
         system,
         levels=len(members),
@@ -434,8 +469,8 @@ def build_problem(
         load_shared=flag("load_shared", load_shared),
         flat_view=view,
         by_deployment=deployment != "plan",
-        max_in=longest[0],
-        max_out=longest[1],
+        max_in=int(prompt_law[-1]),
+        max_out=int(output_law[-1]),
         keep_alive_s=keep_alive,
         penalty=real("penalty", penalty, 0.0, 1e6),
     )
@@ -458,12 +493,7 @@ def build_problem(
         z_headroom=headroom[2].astype(np.int64),
         nvec=nvec,
         tables=make_tables(system, book, predicted, shared, members, headroom, cfg),
-        lengths=lengths,
-        output_error=error,
-        idle_s=tuple(idle),
         slo=limits,
-        trem_s=overheads,
-        trem_switch=switch,
-        trem_sigma=sigma,
+        **laws,
         arguments=arguments,
     )

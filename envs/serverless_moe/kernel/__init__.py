@@ -9,13 +9,57 @@ next one. Units are seconds, MB, tokens and USD.
 from __future__ import annotations
 
 from servegym.envs._jit import jit
-from servegym.envs.serverless_moe.kernel.layout import *  # noqa: F403
-from servegym.envs.serverless_moe.kernel.layout import __all__ as _LAYOUT
+from servegym.envs.serverless_moe.kernel.layout import (
+    CHUNK,
+    CONFIG,
+    DEPLOYMENT,
+    DICT,
+    ENV,
+    FLAT,
+    FUNCTION,
+    LAW,
+    LOG,
+    MAX_IDLE_S,
+    MAX_PRICE,
+    MAX_SLO_S,
+    MAX_TREM_S,
+    PLAN,
+    REQUEST,
+    SCALARS,
+    Batch,
+    Recorded,
+    Scratch,
+    Tables,
+)
 from servegym.envs.serverless_moe.kernel.observation import observe_row
 from servegym.envs.serverless_moe.kernel.routing import popcount
 from servegym.envs.serverless_moe.kernel.service import serve
 
-__all__ = [*_LAYOUT, "observe", "popcount", "step"]
+__all__ = [
+    "CHUNK",
+    "CONFIG",
+    "DEPLOYMENT",
+    "DICT",
+    "ENV",
+    "FLAT",
+    "FUNCTION",
+    "LAW",
+    "LOG",
+    "MAX_IDLE_S",
+    "MAX_PRICE",
+    "MAX_SLO_S",
+    "MAX_TREM_S",
+    "PLAN",
+    "REQUEST",
+    "SCALARS",
+    "Batch",
+    "Recorded",
+    "Scratch",
+    "Tables",
+    "observe",
+    "popcount",
+    "step",
+]
 
 
 @jit

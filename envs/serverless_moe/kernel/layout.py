@@ -9,29 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "CHUNK",
-    "CONFIG",
-    "DEPLOYMENT",
-    "DICT",
-    "ENV",
-    "FLAT",
-    "FUNCTION",
-    "LAW",
-    "LOG",
-    "MAX_IDLE_S",
-    "MAX_PRICE",
-    "MAX_SLO_S",
-    "MAX_TREM_S",
-    "PLAN",
-    "REQUEST",
-    "SCALARS",
-    "Batch",
-    "Recorded",
-    "Scratch",
-    "Tables",
-]
-
 DICT, FLAT = 0, 1
 CHUNK = 8  # tokens between two of the cumulative counts in ``Tables.sums``
 MAX_IDLE_S = 36_000.0
