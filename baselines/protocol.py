@@ -1,8 +1,8 @@
 """What every policy of the project is: a batch-first function of observation and action mask.
 
-A policy is built from a static description of the system it serves (what an operator knows), is
-told when episodes begin, and sees nothing else than observations and masks. Rows of a batch are
-separate episodes that never influence one another.
+A policy is built from a static description of the system that it serves (what an operator knows)
+and sees observations, masks and the starts of episodes, nothing else. Rows of a batch are separate
+episodes that never influence one another.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BasePolicy:
 
     Args:
         system: Description of the system that it serves, as `registry.make_policy` and
-            `registry.policy_from_file` hand it over. A subclass without ``__init__`` of its own
+            `policy_file.policy_from_file` pass it. A subclass without ``__init__`` of its own
             finds it as ``self.system``.
     """
 
@@ -119,11 +119,11 @@ class BasePolicy:
 
 
 class WrappedPolicy(BasePolicy):
-    """A policy that acts as another does; a subclass changes what that one sees or tells.
+    """A policy around another; a subclass changes its observations, actions or feedback.
 
     Args:
-        policy: The other.
-        name: The name in tables, by default the other's.
+        policy: The wrapped policy.
+        name: The name in tables, by default the wrapped policy's.
     """
 
     def __init__(self, policy: Policy, name: str = "") -> None:

@@ -21,13 +21,9 @@ from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.lib.checkpoint import shipped, shipped_for
+from servegym.baselines.policy_file import policy_from_file
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import (
-    describe_system,
-    list_policies,
-    make_policy,
-    policy_from_file,
-)
+from servegym.baselines.registry import describe_system, list_policies, make_policy
 from servegym.envs.families import FAMILIES, Family, family_of
 from servegym.experiments.executor import Executor, run_serially
 from servegym.experiments.output import print_table

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from servegym.baselines.policy_file import policy_from_file
 from servegym.baselines.protocol import Policy
-from servegym.baselines.registry import from_callable, list_policies, policy_from_file
+from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments import leaderboard
 from servegym.experiments.cli import app

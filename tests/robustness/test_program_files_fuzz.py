@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from servegym.agents import load_policy
 from servegym.agents.lib.checkpoint import shipped
-from servegym.baselines.registry import policy_from_file
+from servegym.baselines.policy_file import policy_from_file
 
 from .test_loader_fuzz import byte_damages
 
