@@ -19,7 +19,6 @@ used in training; the evaluation leaves illegal actions out. Made for Ray's new 
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import shlex
 import sys
@@ -286,10 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "One training run: intervals are over episodes, not over trainings.",
     ]
     write_result(options.out / options.name, found, made, notes)
-    picture = io.BytesIO()
-    figure = draw(rows, found, random_return, headline, report.heading)
-    figure.savefig(picture, dpi=110, format="png")
-    write_text(options.out / f"{options.name}.png", picture.getvalue())
+    write_text(options.out / f"{options.name}.png", draw(options.out / f"{options.name}.csv"))
     print(f"{options.out / options.name}.csv, .json, .png, _curve.csv")
     return 0
 

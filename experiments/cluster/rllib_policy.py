@@ -21,10 +21,11 @@ from pettingzoo.utils.wrappers import BaseParallelWrapper
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.families import Family, family_named, family_of
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
-from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.plotting import as_png, error_bars, pyplot, tidy
+from servegym.experiments.output import read_rows
 from servegym.experiments.reporting import report_of
 from servegym.experiments.stats import iqm, stratified_bootstrap
-from servegym.experiments.tables import note
+from servegym.experiments.tables import note, read_record
 
 __all__ = [
     "PARALLEL_IDS",
@@ -254,16 +255,18 @@ def finding(
     )
 
 
-def draw(
-    rows: Sequence[Mapping[str, Any]],
-    found: Sequence[Mapping[str, Any]],
-    random_return: float,
-    headline: str,
-    heading: str,
-) -> Any:
-    """The learning curve beside the comparison on evaluation episodes."""
+def draw(table: Path) -> bytes:
+    """The picture of a training as PNG: the learning curve, and the comparison of the policies.
+
+    Args:
+        table: The CSV of the comparison, with its JSON and ``_curve.csv`` in the same folder.
+    """
+    found = read_rows(table)
+    curve = read_rows(table.with_name(f"{table.stem}_curve.csv"))
+    random_return = read_record(table)["settings"]["random_return"]
+    headline = next(key for key in found[0] if f"{key}_low" in found[0])
     figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    axes[0].plot([r["steps"] / 1e3 for r in rows], [r["episode_return_mean"] for r in rows])
+    axes[0].plot([r["steps"] / 1e3 for r in curve], [r["episode_return_mean"] for r in curve])
     axes[0].axhline(random_return, color="0.5", linestyle="--", linewidth=1.2)
     axes[0].annotate(
         "random",
@@ -277,11 +280,10 @@ def draw(
     axes[0].set(xlabel="thousand steps of training", ylabel="mean return of an episode")
     values, bars = error_bars(found, headline)
     places = np.arange(len(found))[::-1]
-    axes[1].barh(
-        places, values, xerr=bars, color=["#4c72b0", "#b8c7e0"] + ["0.75"] * (len(found) - 2)
-    )
+    colours = ["#4c72b0", "#b8c7e0"] + ["0.75"] * (len(found) - 2)
+    axes[1].barh(places, values, xerr=bars, color=colours)
     axes[1].set_yticks(places, [row["policy"] for row in found])
-    axes[1].set(xlabel=f"{heading}, evaluation episodes")
+    axes[1].set(xlabel=f"{headline}, evaluation episodes")
     for axis in axes:
         tidy(axis)
-    return figure
+    return as_png(figure)
