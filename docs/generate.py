@@ -112,10 +112,10 @@ def environments() -> list[dict[str, str]]:
 def options(path: Path) -> list[str]:
     """The table of an agent's `Args`, its own options first: option, default, meaning."""
     found: dict[str, str] = {}
-    shared = ast.parse((path.parent / "common.py").read_text(encoding="utf-8"))
-    classes = {n.name: n for n in shared.body if isinstance(n, ast.ClassDef)}
-    own = ast.parse(path.read_text(encoding="utf-8"))
-    classes |= {n.name: n for n in own.body if isinstance(n, ast.ClassDef)}
+    classes: dict[str, ast.ClassDef] = {}
+    for file in (*sorted((path.parent / "lib").glob("*.py")), path):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        classes |= {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     name = "Args"
     while name:
         args = classes[name]

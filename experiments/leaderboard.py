@@ -321,7 +321,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
         print(f"{board} ({machine()['cpu']})")
     _print(rows, points)
-    return _compare_guests(rows, points, args.at_least) if args.at_least else 0
+    guests = compare_guests(rows, points, args.at_least) if args.at_least else []
+    for guest in guests:
+        print(
+            f"{guest['point']}: {guest['policy']} {guest['value']:.4f} is "
+            f"{'below' if guest['below'] else 'not below'} {args.at_least} {guest['baseline']:.4f}"
+        )
+    return int(any(guest["below"] for guest in guests))
 
 
 def _chosen_points(args: argparse.Namespace) -> list[Point]:
@@ -381,24 +387,31 @@ def _load_guest(point: Point, name: str) -> str | Policy:
     return resolve(name, system, point.family.name).policy
 
 
-def _compare_guests(
+def compare_guests(
     rows: Sequence[Mapping[str, Any]], points: Sequence[Point], at_least: str
-) -> int:
-    """1 if the interval of a guest does not reach the named baseline's value at a point, else 0."""
-    status = 0
+) -> list[dict[str, Any]]:
+    """Every guest against a baseline, point by point.
+
+    Returns:
+        ``point``, ``policy``, ``value``, ``baseline`` (the baseline's value), and ``below``: if
+        the guest's interval does not reach the baseline's value.
+    """
+    found = []
     for point in points:
         own = {row["policy"]: row for row in rows if row["point"] == point.name}
-        baseline = own[at_least]["value"]
-        for row in own.values():
-            if row["kind"] == "guest":
-                higher = report_of(point.family).higher_is_better
-                below = row["high"] < baseline if higher else row["low"] > baseline
-                status |= below
-                print(
-                    f"{point.name}: {row['policy']} {row['value']:.4f} is "
-                    f"{'below' if below else 'not below'} {at_least} {baseline:.4f}"
-                )
-    return int(status)
+        baseline, higher = own[at_least]["value"], report_of(point.family).higher_is_better
+        found += [
+            {
+                "point": point.name,
+                "policy": row["policy"],
+                "value": row["value"],
+                "baseline": baseline,
+                "below": row["high"] < baseline if higher else row["low"] > baseline,
+            }
+            for row in own.values()
+            if row["kind"] == "guest"
+        ]
+    return found
 
 
 if __name__ == "__main__":
