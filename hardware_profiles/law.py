@@ -409,7 +409,7 @@ class Profile:
         return self.step_s(parts, sequences, context_tokens) - alone + mixed
 
     def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show beside the profile's name, see :func:`headline_error`."""
+        """The error to show with the profile's name, see :func:`headline_error`."""
         return headline_error(self.fit_error)
 
     def check_domain(self, batch: int, tokens: int, context: int = 0) -> bool:
@@ -434,7 +434,7 @@ class Profile:
 
 
 def headline_error(fit_error: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The error to show beside a profile's name.
+    """The error to show with a profile's name.
 
     Args:
         fit_error: the profile's, by what was judged.

@@ -151,7 +151,7 @@ class MoeLayer:
         return self.base_s + sum(busy) if busy else 0.0
 
     def headline_error(self) -> tuple[str, dict[str, Any]] | None:
-        """The error to show beside the layer's name, see :func:`law.headline_error`."""
+        """The error to show with the layer's name, see :func:`law.headline_error`."""
         return headline_error(self.fit_error)
 
     def check_domain(self, expert_tokens: int = 0, layer_tokens: int = 0) -> bool:

@@ -262,7 +262,7 @@ def check_grid(fields: Fields, key: str, grid: np.ndarray) -> None:
 
 
 def check_fit_error(fields: Fields) -> None:
-    """Every object that holds errors says how many points it is over and its spread."""
+    """Refuse an object of errors without its number of points and its quantiles."""
     names = ("points", "median", "p90", "max")
     if not any(name in fields.data for name in names):
         for key, value in fields.data.items():

@@ -253,7 +253,7 @@ def sample_tokens(
 
 
 def group_split(task: np.ndarray, group: np.ndarray, seed: int) -> np.ndarray:
-    """Split prompts 60/10/30 into train, val and eval, stratified by task, groups kept whole.
+    """Split prompts 60/10/30 into train, val and eval, stratified by task, groups whole.
 
     Args:
         task: (P,) whole numbers. A group counts as of its first member's task.
@@ -288,7 +288,7 @@ def make_toy_activations(
     """Make a small synthetic set for tests and examples.
 
     Each task prefers some experts, each prompt deviates from its task and each token has one of
-    three kinds that it keeps in all layers. All tokens (16 to 48 a prompt) are banked, so
+    three kinds, the same in all layers. All tokens (16 to 48 a prompt) are banked, so
     ``counts`` is exactly the sum of the bank. The embeddings (16 wide) tell tasks and prompts.
 
     Args:

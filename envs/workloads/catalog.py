@@ -180,7 +180,7 @@ def make_split(groups: np.ndarray, seed: int) -> np.ndarray:
 
 
 def read_catalog(path: str | Path) -> Catalog:
-    """Read a catalog ``.npz`` and the ``.json`` with its provenance beside it.
+    """Read a catalog ``.npz`` and the ``.json`` of the same name with its provenance.
 
     Args:
         path: The ``.npz`` file with arrays ``models`` (M,), ``prompt_id`` (P,), ``prompt_tokens``

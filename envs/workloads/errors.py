@@ -6,7 +6,7 @@ import os
 
 
 class MalformedFileError(ValueError):
-    """A trace, catalog or table file that cannot be used; nothing of it is kept.
+    """A trace, catalog or table file that cannot be used; nothing of it is used.
 
     The message reads ``path:line: field 'x': what is wrong; how to fix it``.
 

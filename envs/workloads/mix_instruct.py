@@ -51,7 +51,8 @@ def load_mix_instruct(
     Args:
         path: A ``.json``/``.jsonl`` file, split 60/10/30 by ``seed``, or a folder with
             ``{train,val,test}_data_prepared.json`` (or ``.jsonl``), which are the splits.
-        models: LLMs to keep; those of the first record if None. Every record must have them all.
+        models: LLMs of the catalog; those of the first record if None. Every record must have
+            them all.
         score: Name of the score, one in [0, 1].
         tokenizer: Text -> number of tokens, or a sequence of them.
         max_output_tokens: Outputs are cut here, >= 1.

@@ -1,4 +1,4 @@
-"""What the router is told of a request's scores and lengths: bucketed predictions.
+"""Predicted scores and output lengths, in buckets, as a router gets them.
 
 The router never sees a true score or length. A predictor sorts (prompt, LLM) pairs into 10 buckets
 and the router gets the centre of the bucket it names. The ``"confusion"`` predictor errs as often
@@ -218,17 +218,17 @@ def _confuse(
     """Bucket named for each right one; see :func:`predict` for the law."""
     first, second = uniforms
     step = np.where(second < 0.5, -1, 1)
-    beside = right + step
-    beside = np.where((beside < 0) | (beside >= count), right - step, beside)
+    neighbour = right + step
+    neighbour = np.where((neighbour < 0) | (neighbour >= count), right - step, neighbour)
     low = np.maximum(right - 1, 0)
     others = count - (np.minimum(right + 1, count - 1) - low + 1)
     far = np.floor(second * others).astype(np.intp)
     far = np.where(far < low, far, far + (count - others))
-    named = np.where(first < top1, right, np.where(first < top3, beside, far))
+    named = np.where(first < top1, right, np.where(first < top3, neighbour, far))
     if count == 1:
         return np.zeros_like(right)
     # With two or three buckets there may be none beyond the neighbours.
-    return np.where((others == 0) & (first >= top3), beside, named)
+    return np.where((others == 0) & (first >= top3), neighbour, named)
 
 
 def _checked_values(array: np.ndarray, catalog: Catalog, quantity: str) -> np.ndarray:

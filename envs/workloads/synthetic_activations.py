@@ -144,7 +144,7 @@ def sharpen(
     top_k: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Make a task's favourite experts dominate, as in narrow tasks, and keep the rest of each set.
+    """Make a task's favourite experts dominate, as in narrow tasks; the rest of each set stays.
 
     In layer l of task t the strength is rho ~ U(0, 0.95): some layers stay as they are and some
     are ruled by a few experts. The r-th most frequent expert of the task (r = 0 … top_k - 1) is

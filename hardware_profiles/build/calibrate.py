@@ -217,8 +217,8 @@ def _extend_dense(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add points at 2 and 4 times the largest iteration, on the mean slope of its upper half.
 
-    Dense kernels run in waves, so the table is a staircase and its last measured step says
-    nothing about what follows.
+    Dense kernels run in waves, so the table is a staircase and its last measured step does
+    not tell the slope beyond it.
     """
     last = grid[-1]
     upper = grid >= min(last / 2, grid[-2])
@@ -242,7 +242,7 @@ def _extend_chunks(
 
 
 def _mixed_decode(k: KernelTables) -> np.ndarray | None:
-    """Decodes' attention beside the smallest chunk, less that chunk's; None if not measured."""
+    """Decodes' attention with the smallest chunk, less that chunk's; None if not measured."""
     chunk = k.chunks[0]
     counts = [n for n in k.decodes if any((chunk, 0, n, x) in k.mixed for x in k.contexts)]
     points = {(n, x): k.mixed.get((chunk, 0, n, x)) for n in counts for x in k.contexts}

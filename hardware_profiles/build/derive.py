@@ -345,7 +345,7 @@ def _error_against_vidur(data: Path, card: str, draft: Profile) -> dict[str, Any
 
 
 def paper_linear(index: int) -> Profile:
-    """One expert of the fleet that follows Eq. 13 and 14 of the routing paper alone.
+    """One expert of the fleet whose law is Eq. 13 and 14 of the routing paper alone.
 
     Args:
         index: 1 to 12; sets the deviation from the common k1 and k2, a few percent.

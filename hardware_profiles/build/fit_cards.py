@@ -467,7 +467,7 @@ def _held_out_errors(k: Composed, law: Profile, seed: int) -> dict[str, Any]:
         ((guess - fresh) / (fresh + rest))[gone]
     )
 
-    # Only entries that are as timed can say anything: the others follow from the others.
+    # Only entries that are as timed are judged: the others are computed from them.
     rest = np.array([law.dense_s(b) + law.head_s(b) for b in k.decodes])[:, None]
     total = k.decode_attention + rest
     gone = random_third(total.shape, rng)

@@ -136,7 +136,7 @@ def small_call_law(
             # More tokens on the same experts only add to the time, and so does scatter.
             fastest[active] = min(seconds, fastest.get(active, seconds))
     if not even:
-        # One token is kept even if its weights fit: there is no other small call.
+        # One token counts even if its weights fit: there is no other small call.
         fastest[_active(model, 1)] = times[1]
     a, t = np.array(list(fastest.items())).T
     design = np.column_stack([np.ones_like(a), a]) / t[:, None]

@@ -152,9 +152,9 @@ def fit_threads(path: str | os.PathLike[str]) -> dict[str, Any]:
         theta1, theta2, theta3 = np.exp(log_theta)
         return theta1 * np.exp(-theta2 * threads) + theta3
 
-    def solve(keep: np.ndarray) -> np.ndarray:
+    def solve(points: np.ndarray) -> np.ndarray:
         start = np.log([1.0, 1.0, max(float(t.min()), 0.1)])
-        return least_squares(lambda x: law(x, n[keep]) / t[keep] - 1.0, start).x
+        return least_squares(lambda x: law(x, n[points]) / t[points] - 1.0, start).x
 
     everything = np.ones(len(n), bool)
     found = solve(everything)
@@ -194,7 +194,7 @@ def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
     columns = ("date", "runtime", "package", "arch", "memory_mb", "init_ms_samples")
     table = CsvTable(Path(path), columns, 10)
     days = {row["date"] for _, row in table.rows}
-    spare = set(sorted(days)[2::3])
+    held_out = set(sorted(days)[2::3])
     groups: dict[str, list[tuple[bool, int, list[float]]]] = defaultdict(list)
     for line, row in table.rows:
         if not row["runtime"].startswith("python3"):
@@ -206,7 +206,7 @@ def fit_starts(path: str | os.PathLike[str]) -> dict[str, Any]:
             if not 1.0 < value < 600_000.0:
                 raise table.error(line, "init_ms_samples", f"got {text}", "write milliseconds")
             samples.append(1e-3 * value)
-        groups[f"{row['package']}-{row['arch']}"].append((row["date"] in spare, memory, samples))
+        groups[f"{row['package']}-{row['arch']}"].append((row["date"] in held_out, memory, samples))
     if not groups:
         raise ValueError(f"{table.path}: field 'runtime': no row of a Python function")
     return {name: _start_law(table.path, name, rows) for name, rows in sorted(groups.items())}

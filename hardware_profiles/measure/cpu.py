@@ -6,7 +6,7 @@ enough copies are used in turn that they do not stay in the cache.
 
 Times are wall time: processor time adds up over the threads, and it is the wait for the slowest of
 them that more threads shorten. On a shared machine the least of many runs is what to fit; that is
-the column ``ms_min``, beside the quartile and the median that show how busy the machine was.
+the column ``ms_min``. The quartile and the median show how busy the machine was.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For a dense shape this writes ``dense.csv``, ``attention.csv`` and ``per_sequence.csv`` in the
 layout that ``servegym calibrate`` reads, with ``model.json``, ``meta.yaml`` and ``calibrate.json``
-beside them; for a mixture-of-experts shape ``moe_eager.csv`` (one expert after another) and
+in the same folder; for a mixture-of-experts shape ``moe_eager.csv`` (one expert after another) and
 ``moe_grouped.csv`` (all in grouped matrix products): one layer's router, experts and shared
 experts.
 

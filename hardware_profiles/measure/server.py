@@ -16,7 +16,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,73 @@ def ask(endpoint: Endpoint, prompt: str) -> Reply:
     return Reply(first - start, spread, last - start, int(usage.get("prompt_tokens") or 0), tokens)
 
 
+def _prompt(words: int, seed: str) -> str:
+    """Random words; text seeds give the same ones on every machine."""
+    rng = random.Random(seed)
+    return " ".join(rng.choice(_WORDS) for _ in range(words))
+
+
+def _timed(endpoint: Endpoint, prompt: str) -> dict[str, Any]:
+    """The columns of one request from ``ttft_s`` on; a failure is a row with its reason."""
+    row: dict[str, Any] = dict.fromkeys(COLUMNS[COLUMNS.index("ttft_s") :], "")
+    try:
+        reply = ask(endpoint, prompt)
+    except (OSError, ValueError) as error:
+        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    else:
+        row.update(
+            ttft_s=f"{reply.ttft_s:.6f}",
+            tpot_s=f"{reply.tpot_s:.6f}",
+            e2e_s=f"{reply.e2e_s:.6f}",
+            prompt_tokens=reply.prompt_tokens,
+            output_tokens=reply.output_tokens,
+        )
+    return row
+
+
+def _in_flight(
+    load: int,
+    numbers: Sequence[int],
+    request: Callable[[int], dict[str, Any]],
+    done: Callable[[dict[str, Any]], None],
+    stop: float,
+) -> None:
+    """Make the requests, ``load`` of them at a time.
+
+    Args:
+        load: Requests in flight.
+        numbers: The requests.
+        request: Makes one, called from ``load`` threads.
+        done: Takes a row, called from one thread at a time; what it raises ends the measurement.
+        stop: Monotonic time after which no further request is made.
+    """
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in numbers:
+        todo.put(number)
+    lock = threading.Lock()
+    fatal: list[BaseException] = []
+
+    def work() -> None:
+        while time.monotonic() < stop and not fatal:
+            try:
+                row = request(todo.get_nowait())
+            except queue.Empty:
+                return
+            with lock:
+                try:
+                    done(row)
+                except BaseException as error:  # a full disk must not pass unseen
+                    fatal.append(error)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(min(load, len(numbers)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if fatal:
+        raise fatal[0]
+
+
 def measure(
     endpoint: Endpoint,
     out: str | os.PathLike[str],
@@ -220,66 +287,30 @@ def measure(
     table = ResumableTable(out, COLUMNS, ("load", "prompt_words", "request"))
     stop = time.monotonic() + seconds
     began = time.perf_counter()
-    lock = threading.Lock()
 
-    def done(*key: int) -> bool:
+    def succeeded(*key: int) -> bool:
         row = table.rows.get(tuple(map(str, key)))
         return row is not None and not row["error"]
 
     missing = {
-        (load, words): [i for i in range(requests) if not done(load, words, i)]
+        (load, words): [i for i in range(requests) if not succeeded(load, words, i)]
         for load in loads
         for words in prompt_words
     }
-    fatal: list[BaseException] = []
     with progress(sum(map(len, missing.values())), "server") as step:
         for (load, words), numbers in missing.items():
-            todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-            for number in numbers:
-                todo.put(number)
 
-            def work(
-                load: int = load, words: int = words, todo: queue.SimpleQueue[int] = todo
-            ) -> None:
-                while time.monotonic() < stop and not fatal:
-                    try:
-                        number = todo.get_nowait()
-                    except queue.Empty:
-                        return
-                    # Text seeds are hashed the same everywhere; every prompt differs early on.
-                    rng = random.Random(f"{seed}/{load}/{words}/{number}")
-                    prompt = " ".join(rng.choice(_WORDS) for _ in range(words))
-                    row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
-                    row.update(load=load, prompt_words=words, request=number)
-                    row["started_s"] = f"{time.perf_counter() - began:.6f}"
-                    try:
-                        reply = ask(endpoint, prompt)
-                    except (OSError, ValueError) as error:
-                        row["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                    else:
-                        row.update(
-                            ttft_s=f"{reply.ttft_s:.6f}",
-                            tpot_s=f"{reply.tpot_s:.6f}",
-                            e2e_s=f"{reply.e2e_s:.6f}",
-                            prompt_tokens=reply.prompt_tokens,
-                            output_tokens=reply.output_tokens,
-                        )
-                    with lock:
-                        try:
-                            table.add(row)
-                        except BaseException as error:  # a full disk must not pass unseen
-                            fatal.append(error)
-                        step(f"{load} in flight, {words} words")
+            def request(number: int, load: int = load, words: int = words) -> dict[str, Any]:
+                started = time.perf_counter() - began
+                times = _timed(endpoint, _prompt(words, f"{seed}/{load}/{words}/{number}"))
+                key = {"load": load, "prompt_words": words, "request": number}
+                return {**key, "started_s": f"{started:.6f}", **times}
 
-            workers = [
-                threading.Thread(target=work, daemon=True) for _ in range(min(load, len(numbers)))
-            ]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            if fatal:
-                raise fatal[0]
+            def done(row: dict[str, Any], load: int = load, words: int = words) -> None:
+                table.add(row)
+                step(f"{load} in flight, {words} words")
+
+            _in_flight(load, numbers, request, done, stop)
     table.sort()
     if not any(row["ttft_s"] for row in table.rows.values()):
         reason = next((row["error"] for row in table.rows.values()), "time was up")

@@ -5,7 +5,7 @@
 ``DATA`` (or ``$SERVEGYM_DATA``) is the folder with ``esft_deepseek_v2_lite``,
 ``gpt_oss_20b_experts``, ``olmoe_routing`` and ``fiddler``; ``FOLDER`` has ``tokenizer.json`` and
 ``model.safetensors`` of all-MiniLM-L6-v2 and is needed for ``gpt-oss-20b`` alone, together with
-the packages ``tokenizers`` and ``safetensors``. No prompt text is kept. Two builds from the same
+the packages ``tokenizers`` and ``safetensors``. No prompt text is stored. Two builds from the same
 files give the same bytes, but for the date in the ``.json``. With ``--shares`` nothing is built:
 the sizes and top-expert shares of the packaged activations are printed as a Markdown table.
 """
@@ -95,8 +95,8 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
     return rows
 
 
-def _routing(folder: Path, keep: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts (P, L, E) of the kept prompts and all token sets (T, L), checked with each other."""
+def _routing(folder: Path, chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts (P, L, E) of the chosen prompts and all token sets (T, L), checked with each other."""
     path = folder / "token_routing.npz"
     raw = _archive(path, ("expert_ids", "prompt"))
     ids, prompt = raw["expert_ids"], raw["prompt"]
@@ -108,21 +108,21 @@ def _routing(folder: Path, keep: np.ndarray, experts: int) -> tuple[np.ndarray, 
             folder / "token_routing.npz", None, "expert_ids", "repeated or too large", _FIX
         )
     layers = ids.shape[1]
-    for p in keep:
+    for p in chosen:
         own = ids[prompt == p].astype(np.int64)
         flat = (np.arange(layers)[None, :, None] * experts + own).ravel()
         sums = np.bincount(flat, minlength=layers * experts).reshape(layers, experts)
         if not np.array_equal(sums, counts[p]):
             problem = f"prompt {p} differs from the sums of token_routing.npz"
             raise MalformedFileError(path, None, "counts", problem, _FIX)
-    return counts[keep], ids_to_masks(ids)
+    return counts[chosen], ids_to_masks(ids)
 
 
-def _bank(prompt: np.ndarray, keep: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+def _bank(prompt: np.ndarray, chosen: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the banked tokens, in order of prompt and position, and where each prompt starts."""
     rng = np.random.default_rng(BANK_SEED)
     rows = []
-    for p in keep:
+    for p in chosen:
         own = np.flatnonzero(prompt == p)
         if len(own) > most:
             own = np.sort(rng.permutation(own)[:most])
@@ -137,17 +137,17 @@ def build_deepseek(data: Path) -> Activations:
     table = _rows(folder / "prompts.csv", ("prompt", "task", "tokens"))
     names = sorted({row["task"] for row in table})
     task = np.array([names.index(row["task"]) for row in table])
-    keep = np.arange(len(table))
-    counts, sets = _routing(folder, keep, model.experts)
+    chosen = np.arange(len(table))
+    counts, sets = _routing(folder, chosen, model.experts)
     prompt = _archive(folder / "token_routing.npz", ("prompt",))["prompt"]
-    rows, start = _bank(prompt, keep, BANK_TOKENS[model.name])
+    rows, start = _bank(prompt, chosen, BANK_TOKENS[model.name])
     return Activations(
         name=model.name,
         model=model,
         kind="recorded",
         tasks=tuple(names),
         task=task,
-        split=group_split(task, keep, SPLIT_SEED),
+        split=group_split(task, chosen, SPLIT_SEED),
         tokens=np.array([int(row["tokens"]) for row in table]),
         counts=counts,
         bank=sets[rows],
@@ -229,28 +229,28 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
     vectors = np.load(folder / "prompt_embeddings_minilm.npy").astype(np.float32)
     clean = np.array([i for i, row in enumerate(table) if not row["has_repetition"]])
     group = near_duplicates(vectors[clean], NEAR_DUPLICATE_COSINE)
-    keep = clean[group == np.arange(len(clean))]
-    counts, sets = _routing(folder, keep, model.experts)
+    chosen = clean[group == np.arange(len(clean))]
+    counts, sets = _routing(folder, chosen, model.experts)
     prompt = _archive(folder / "token_routing.npz", ("prompt",))["prompt"]
-    rows, start = _bank(prompt, keep, BANK_TOKENS[model.name])
-    task = np.array([OSS_TASKS.index(_oss_task(table[i])) for i in keep])
-    fine = [table[i]["category"].lower().replace(" ", "_") for i in keep]
+    rows, start = _bank(prompt, chosen, BANK_TOKENS[model.name])
+    task = np.array([OSS_TASKS.index(_oss_task(table[i])) for i in chosen])
+    fine = [table[i]["category"].lower().replace(" ", "_") for i in chosen]
     names = sorted(set(fine))
-    sums = token_sums([table[i]["text"] for i in keep], minilm)
+    sums = token_sums([table[i]["text"] for i in chosen], minilm)
     return Activations(
         name=model.name,
         model=model,
         kind="recorded",
         tasks=OSS_TASKS,
         task=task,
-        split=group_split(task, keep, SPLIT_SEED),
+        split=group_split(task, chosen, SPLIT_SEED),
         tokens=counts[:, 0].sum(axis=1) // model.top_k,
         counts=counts,
         bank=sets[rows],
         bank_start=start,
         # Shipped as float16, so these are too.
         embeddings={
-            "output": vectors[keep].astype(np.float16),
+            "output": vectors[chosen].astype(np.float16),
             "token": sums.astype(np.float16),
         },
         categories=tuple(names),
@@ -265,8 +265,8 @@ def build_gpt_oss(data: Path, minilm: Path) -> Activations:
             "prompts": {
                 "in_source": len(table),
                 "dropped_repetition": len(table) - len(clean),
-                "dropped_near_duplicates": len(clean) - len(keep),
-                "kept": len(keep),
+                "dropped_near_duplicates": len(clean) - len(chosen),
+                "kept": len(chosen),
             },
             "near_duplicates": f"cosine of the output embeddings above {NEAR_DUPLICATE_COSINE}; "
             "the first of each group is kept",
