@@ -397,7 +397,7 @@ def sweep(
     list_: Annotated[bool, typer.Option("--list", help="Name the shipped sweeps, stop.")] = False,
     ray: Ray = None,
 ) -> None:
-    """Search an agent's hyper-parameters; stopped, a sweep goes on where it was."""
+    """Search an agent's hyper-parameters; a sweep that was stopped resumes."""
     from servegym.experiments.sweeps.spec import list_sweeps, read_sweep
 
     if list_:

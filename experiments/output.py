@@ -63,13 +63,13 @@ def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -
 
 
 def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
-    """Write a file through a temporary one beside it, so that none is ever half there."""
+    """Write a file through a temporary one in its folder, so that no file is ever half written."""
     data = text.encode() if isinstance(text, str) else text
     write_atomic(path, lambda stream: stream.write(data))
 
 
 def _plain(value: Any) -> Any:
-    """``value`` in JSON's types; NaN and infinities become null, which JSON can say."""
+    """``value`` in JSON's types; NaN and infinities become null, since JSON has neither."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):

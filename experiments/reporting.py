@@ -60,7 +60,7 @@ class Report:
         describe_action: The first action of a batch in words.
         example_policy: The policy that is shown where none is named.
         reward_neutral: Arguments that a policy may ask for without changing the reward.
-        episode_statistics: (result, problem) -> numbers of a row beside the KPIs.
+        episode_statistics: (result, problem) -> further numbers of a row.
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
     """
 
@@ -123,7 +123,7 @@ def _routing_interval(
     """Mean QoS over all requests, with an interval that resamples episodes and prompts.
 
     The evaluation split has a few hundred prompts that every episode draws from, so an interval
-    over episodes alone says nothing about other prompts.
+    over episodes alone leaves out the choice of prompts.
     """
     limit = arguments["latency_requirement_s"]
     if not isinstance(limit, float | int):

@@ -1,4 +1,4 @@
-"""Balance, moves and time of the load balancers beside a literal transcription, in one run.
+"""Balance, moves and time of the load balancers, with a literal transcription as yardstick.
 
 ::
 

@@ -201,7 +201,7 @@ def sizes(gpus: Sequence[int], requests: int, gap_s: float) -> tuple[list[Row], 
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """The rows of `sizes` beside their yardsticks: a sort, and the smallest cluster."""
+    """The rows of `sizes` with their yardsticks: a sort, and the smallest cluster."""
     numbers = np.random.default_rng(0).random(1_000_000)
     sorts = [len(numbers) / seconds(lambda: np.sort(numbers)) for _ in range(9)]
     found = []

@@ -4,7 +4,7 @@
 
     OMP_NUM_THREADS=1 servegym bench routing
 
-It writes the table ``bench``: the vector and the single environment beside those of
+It writes the table ``bench``: the vector and the single environment against those of
 Gymnasium's CartPole, the replay engine, where a step goes, import time and memory. All timings are
 of one thread, default arguments, full observations that are copied out, and actions drawn
 beforehand.

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 servegym bench serverless
 
-It writes the table ``bench``: requests per second of the vector environments beside
+It writes the table ``bench``: requests per second of the vector environments against
 Gymnasium's CartPole, the time of a decision of Remoe's readings, and the tree search of similar
-prompts beside a brute force on the same pooled vectors. Seconds are processor time of one thread,
+prompts against a brute force on the same pooled vectors. Seconds are processor time of one thread,
 so that other load on the machine matters less, and what is compared is timed in turn.
 
 Environments: uniform actions drawn beforehand, observations copied out, episodes beginning anew
@@ -160,7 +160,7 @@ def decisions(model: str = "deepseek-v2-lite", requests: int = 200) -> list[dict
 
 
 def searches(prompts: int = PROMPTS, repeats: int = 9) -> list[dict[str, Any]]:
-    """The tree of similar prompts beside a brute force on the same pooled vectors.
+    """The tree of similar prompts against a brute force on the same pooled vectors.
 
     Args:
         prompts: Historical prompts, resampled with noise from those of GPT-OSS-20B.

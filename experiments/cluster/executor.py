@@ -32,7 +32,7 @@ STORE_BYTES = 256 * 2**20
 """Shared memory of a local cluster; what does not fit goes to the disk."""
 
 COMPARED = ("numpy", "scipy", "numba", "torch")
-"""Packages beside this one that results depend on."""
+"""Further packages whose versions the results depend on."""
 
 
 def check_ray(where: str, *modules: str) -> int | None:
@@ -84,8 +84,8 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
     """
     requested = check_ray(where)
     # No report of the use goes out, and the workers get the share of the processors that this
-    # process would have had (Ray's default is the lowest priority but four), unless the user says
-    # otherwise.
+    # process would have had (Ray's default is the lowest priority but four), unless the user sets
+    # another.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
@@ -94,7 +94,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
         yield ray
         return
     if ray.is_initialized():
-        raise ValueError(f"ray is {where!r}, but this process has a cluster already; say 'auto'")
+        raise ValueError(f"ray is {where!r}, but this process has a cluster already; use 'auto'")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if where == "auto":
         _check_address(os.environ.get("RAY_ADDRESS", ""))
@@ -103,7 +103,7 @@ def cluster(where: str, workers: int | None = None) -> Iterator[Any]:
         except (ConnectionError, RuntimeError) as error:
             raise ValueError(
                 "ray is 'auto', but no cluster was found; start one (ray start --head), name it "
-                f"in RAY_ADDRESS, or say 'local' ({' '.join(str(error).split())[:200]})"
+                f"in RAY_ADDRESS, or use 'local' ({' '.join(str(error).split())[:200]})"
             ) from error
     else:
         ray.init(

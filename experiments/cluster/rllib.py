@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     torch.set_num_threads(1)
-    # The learner's process takes a processor beside those that sample.
+    # The learner's process needs a processor of its own.
     with cluster(options.ray, workers or options.env_runners + 1):
         rows = train(ppo(options.env_id, env_config, options), options.iterations, checkpoint)
     if multi_agent and env_config.get("shared_reward"):  # every server gets the sum

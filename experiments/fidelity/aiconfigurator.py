@@ -8,7 +8,7 @@ environment of its own::
     .venv-check/bin/python -m servegym.experiments.fidelity.aiconfigurator
 
 A profile of ours may rest on the same kernel timings: then this checks how an iteration is put
-together and interpolated, not the measurement. The column ``source`` says which.
+together and interpolated, not the measurement. The column ``source`` marks these profiles.
 """
 
 from __future__ import annotations

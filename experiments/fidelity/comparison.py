@@ -49,14 +49,14 @@ def simulate(run: MeasuredRun, profile: Profile, **changes: Any) -> np.ndarray:
 
 
 def errors(
-    run: MeasuredRun, simulated: np.ndarray, keep: NDArray[np.bool_] | None = None
+    run: MeasuredRun, simulated: np.ndarray, mask: NDArray[np.bool_] | None = None
 ) -> list[dict[str, Any]]:
     """Errors of the three latencies, simulated against measured.
 
     Args:
         run: The measured run.
         simulated: Its replay.
-        keep: ``(J,)`` which requests to judge; all by default.
+        mask: ``(J,)`` the requests that count; all by default.
 
     Returns:
         One row a metric: ``requests``, ``measured_mean_s``, ``simulated_mean_s``,
@@ -67,8 +67,8 @@ def errors(
     for key, label in METRICS.items():
         measured, guess = getattr(run, key), simulated[key]
         use = np.isfinite(measured) & (measured > 0)
-        if keep is not None:
-            use &= keep
+        if mask is not None:
+            use &= mask
         measured, guess = measured[use], guess[use]
         size = np.abs(guess / measured - 1.0)
         median, p90, p99 = np.quantile(size, [0.5, 0.9, 0.99])

@@ -35,7 +35,7 @@ _FIELDS = (
     "first_token_ts",
     "last_token_ts",
 )
-# Nobody waits an hour for a request; a file that says so counts milliseconds.
+# Nobody waits an hour for a request; a file with such times counts milliseconds.
 _LONGEST_S = 3600.0
 _SERIES = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
 

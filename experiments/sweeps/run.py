@@ -1,7 +1,7 @@
 """Run a sweep file on this machine: Optuna chooses, every run is a process of the agent.
 
 The files are those that ``wandb sweep`` takes. ``bayes`` is Optuna's tree-structured Parzen
-estimator, ``random`` and ``grid`` what they say, and early termination its hyperband pruner. A
+estimator, ``random`` and ``grid`` are as in wandb, and early termination its hyperband pruner. A
 run's value is the best evaluation of its log, since the agent saves that checkpoint. A sweep can
 be stopped at any time and resumed: finished runs stay, unfinished ones are run again with the same
 arguments.

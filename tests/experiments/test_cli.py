@@ -81,7 +81,7 @@ def test_a_closed_pipe_is_no_error():
     assert process.wait() == 0
 
 
-def test_a_policy_of_another_family_is_told_so(run):
+def test_a_policy_of_another_family_is_refused(run):
     fails(run("evaluate", ENV_ID, "--policy", "remoe"), "'remoe'", "for serverless_moe, not for")
 
 

@@ -73,7 +73,7 @@ def test_every_point_is_a_family_with_policies() -> None:
     assert set(leaderboard.SLOW) <= known
 
 
-def test_a_row_is_what_the_evaluator_says(small: Path) -> None:
+def test_a_row_agrees_with_the_evaluator(small: Path) -> None:
     row = leaderboard.measure(SMALL, "greedy_qos")
     rows = evaluate(SMALL.family.env_id, ["greedy_qos"], 3, env_kwargs=SMALL.env_kwargs)
     scores = sorted(r["avg_qos"] for r in rows)
@@ -83,7 +83,7 @@ def test_a_row_is_what_the_evaluator_says(small: Path) -> None:
     assert leaderboard.measure(SMALL, "rollout", quick=False)["kind"] == "clairvoyant"
 
 
-def test_rows_are_kept_completed_and_renewed(
+def test_rows_are_saved_completed_and_renewed(
     small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     measured = []

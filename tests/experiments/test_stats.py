@@ -107,7 +107,7 @@ def test_bad_arguments_are_named(call, named):
         call()
 
 
-def test_student_interval_covers_as_it_says():
+def test_coverage_of_the_student_interval():
     rng = np.random.default_rng(0)
     for count in (2, 3, 5):
         found = [stats.student_interval(rng.normal(1.0, 2.0, count)) for _ in range(3_000)]

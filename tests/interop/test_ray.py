@@ -176,7 +176,7 @@ def test_other_versions_on_a_machine_are_refused(monkeypatch):
 
 
 def test_a_second_cluster_is_refused():
-    with pytest.raises(ValueError, match="this process has a cluster already; say 'auto'"):
+    with pytest.raises(ValueError, match="this process has a cluster already; use 'auto'"):
         with cluster("local"):
             pass
 

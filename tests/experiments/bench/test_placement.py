@@ -25,7 +25,7 @@ def test_parts_of_the_cost_of_a_call():
     assert note["factors"] == pytest.approx([2.0, 1.25, 1.2, 4 / 3])
 
 
-def test_a_smoke_run_writes_rates_beside_yardsticks(tmp_path):
+def test_a_smoke_run_writes_rates_with_yardsticks(tmp_path):
     assert main(["--quick", "--gpus", "4", "--requests", "2", "--out", str(tmp_path)]) == 0
     rows = {row["what"]: row for row in read_rows(tmp_path / "bench.csv")}
     rate = rows["expert calls, per_server, 4 GPUs"]
