@@ -89,7 +89,7 @@ test-nojit: TESTS = tests/robustness/test_argument_properties.py \
   tests/envs/serverless_moe/test_equations.py \
   tests/envs/serverless_moe/test_kernel_reference.py tests/envs/expert_placement/test_cluster.py
 test-nojit: install
-	@export NUMBA_DISABLE_JIT=1 && $(PYTEST) $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
+	@export NUMBA_DISABLE_JIT=1 && $(PYTEST) -m "not slow" $(ARGS) $(addprefix $(ROOT)/,$(TESTS))
 
 # Compiled anew in a folder of its own, with an error for an index that is out of bounds.
 test-boundscheck: TESTS = tests/envs tests/robustness tests/baselines
