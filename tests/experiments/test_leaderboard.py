@@ -5,14 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from servegym.baselines.policy_file import policy_from_file
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments import leaderboard
-from servegym.experiments.cli import app
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.leaderboard import POINTS, Point, main, ranked, read_board
 
@@ -24,27 +21,6 @@ import numpy as np
 def act(observation, action_mask):
     load = observation["experts"][:, 1:].sum(axis=1)
     return 1 + int(np.argmin(load))
-"""
-
-STATEFUL = """
-import numpy as np
-from servegym.baselines.protocol import BasePolicy
-
-class Policy(BasePolicy):
-    name = "turns"
-
-    def __init__(self, system):
-        self.experts = system.num_experts
-
-    def episode_start(self, mask):
-        self.turn = np.zeros(len(mask), int) if not hasattr(self, "turn") else self.turn
-        if len(self.turn) != len(mask):
-            self.turn = np.zeros(len(mask), int)
-        self.turn[mask] = 0
-
-    def act(self, observation, action_mask):
-        self.turn = self.turn % self.experts + 1
-        return self.turn.copy()
 """
 
 
@@ -192,68 +168,6 @@ def test_names_are_checked_before_anything_runs(
         main(["--at-least", "random", "--quick"])
     with pytest.raises(ValueError, match="there are no results"):
         main(["--out", "none.csv"])
-
-
-def test_policies_from_files(small: Path) -> None:
-    (small / "turns.py").write_text(STATEFUL)
-    ours = evaluate(SMALL.family.env_id, [str(small / "turns.py")], 3, env_kwargs=SMALL.env_kwargs)
-    theirs = evaluate(SMALL.family.env_id, ["round_robin"], 3, env_kwargs=SMALL.env_kwargs)
-    assert [r["avg_qos"] for r in ours] == [r["avg_qos"] for r in theirs]
-    assert ours[0]["policy"] == "turns"
-    (small / "empty.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="neither act"):
-        policy_from_file(small / "empty.py", None)
-
-
-def test_a_class_without_init_finds_the_system(small: Path) -> None:
-    (small / "last.py").write_text(
-        "import numpy as np\nfrom servegym.baselines.protocol import BasePolicy\n\n"
-        "class Policy(BasePolicy):\n    def act(self, observation, action_mask):\n"
-        "        return np.full(len(action_mask), self.system.num_experts)\n"
-    )
-    rows = evaluate(SMALL.family.env_id, ["last.py"], 2, env_kwargs=SMALL.env_kwargs)
-    (used,) = (key for key in rows[0] if key.startswith("share_") and rows[0][key] > 0)
-    assert used == [key for key in rows[0] if key.startswith("share_")][-1]
-    assert rows[0]["policy"] == "last"
-    for text, said in (
-        ("class Policy(BasePolicy):\n    pass\n", "has no act"),
-        (
-            "class Policy:\n    def __init__(self, system): pass\n"
-            "    def act(self, observation, mask): pass\n",
-            "must derive from",
-        ),
-        ("x = 1\nimport no_such_module\n", "line 3.*no_such_module"),
-    ):
-        (small / "bad.py").write_text("from servegym.baselines.protocol import BasePolicy\n" + text)
-        with pytest.raises(ValueError, match=said):
-            policy_from_file("bad.py", None)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ("observation['reqest']", "KeyError: 'reqest'"),
-        ("np.zeros(2) @ np.zeros(3)", "ValueError: matmul"),
-        ("__import__('no_such_module')", "ModuleNotFoundError: No module named 'no_such_module'"),
-    ],
-)
-def test_an_error_in_a_policys_file_names_its_line(small: Path, wrong: str, said: str) -> None:
-    (small / "act.py").write_text(
-        f"import numpy as np\n\ndef act(observation, action_mask):\n    {wrong}\n    return 1\n"
-    )
-    (small / "class.py").write_text(
-        "import numpy as np\nfrom servegym.baselines.protocol import BasePolicy\n\n"
-        "class Policy(BasePolicy):\n    name = 'mine'\n\n"
-        f"    def act(self, observation, action_mask):\n        {wrong}\n"
-    )
-    for file, line, name in (("act.py", 4, "act"), ("class.py", 8, "mine")):
-        result = CliRunner().invoke(app, ["evaluate", SMALL.family.env_id, "--policy", file])
-        assert result.exit_code == 2
-        (told,) = result.stderr.splitlines()
-        assert f"policy '{name}' failed at {file}:{line}: {said}" in told
-    (small / "float.py").write_text("def act(observation, action_mask):\n    return 0.5\n")
-    with pytest.raises(ValueError, match="^policy 'float' must return integers"):
-        evaluate(SMALL.family.env_id, ["float.py"], 1, env_kwargs=SMALL.env_kwargs)
 
 
 def test_a_function_of_one_decision_serves_every_family() -> None:
