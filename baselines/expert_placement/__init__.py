@@ -1,5 +1,6 @@
 """Policies for the expert placement environments; importing this registers them."""
 
+from servegym.baselines.expert_placement.kernel import compile_kernels
 from servegym.baselines.expert_placement.policies import (
     Annealing,
     BestStart,
@@ -23,7 +24,7 @@ from servegym.baselines.expert_placement.policies import (
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import register_policy
 
-__all__ = ["PlacementSystem"]
+__all__ = ["PlacementSystem", "compile_kernels"]
 
 _FAMILY = "expert_placement"
 register_policy("keep", KeepPlacement, "keeps the placement of the start", family=_FAMILY)

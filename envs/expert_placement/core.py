@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from servegym.envs.expert_placement import decode, kernel
+from servegym.envs.expert_placement import decode
 from servegym.envs.expert_placement.config import Problem
-from servegym.envs.expert_placement.simulator import Requests, Simulator, uniform_placement
+from servegym.envs.expert_placement.simulator import (
+    Requests,
+    Simulator,
+    Snapshot,
+    uniform_placement,
+)
 
 MAX_COUNT = 1e9
 MAX_SECONDS = 1e6
@@ -50,7 +55,7 @@ class PlacementState:
         finished: whether the episode has ended.
     """
 
-    simulator: kernel.State
+    simulator: Snapshot
     requests: Requests
     epoch: int
     adopted: int
@@ -168,15 +173,12 @@ class PlacementSystem:
         return np.concatenate(rows)[starts[task] + at]
 
     def _draw_history(self, random: np.random.Generator) -> np.ndarray:
-        problem, p = self.problem, self.problem.prompts
-        c = problem.cluster
-        counts = np.zeros((c.num_servers, c.layers, c.experts), dtype=np.int64)
-        home = np.repeat(np.arange(c.num_servers), problem.history_requests)
+        problem = self.problem
+        home = np.repeat(np.arange(problem.cluster.num_servers), problem.history_requests)
         prompt = self._draw_prompts(random, problem.history_rows, home, np.zeros(len(home)))
         low, high = problem.output_tokens
         outputs = random.integers(low, high + 1, len(home))
-        kernel.tally(home, prompt, outputs, p.counts, p.chosen, p.bank_start, counts)
-        return counts
+        return self.simulator.count_assignments(home, prompt, outputs)
 
     def counts(self) -> np.ndarray:
         """Int64 ``(N, L, E)``: assignments since the last adopted change, history included."""
@@ -243,7 +245,8 @@ class PlacementSystem:
         local = c.expert_base_s[c.home_gpu] + c.expert_token_s[c.home_gpu]
         plant = self.simulator.plant
         stage = 2 * float(plant.cfg["stage_token"][0] + plant.cfg["stage_base"][0])
-        trip = plant.token_s + plant.token_s.T + plant.latency + plant.latency.T
+        token_s = (1.0 / c.link_bytes_s) * c.activation_bytes
+        trip = token_s + token_s.T + c.latency_s + c.latency_s.T
         others = max(c.num_servers - 1, 1)
         np.fill_diagonal(trip, 0.0)
         remote = trip.sum(axis=1) / others + 2 * c.message_cost_s + stage + local.mean()
@@ -260,7 +263,7 @@ class PlacementSystem:
         problem, sim = self.problem, self.simulator
         c, state, now = problem.cluster, sim.state, sim.now
         n = c.num_servers
-        links = np.maximum(state.link_free - now, 0.0)
+        links = np.maximum(state.link["free"] - now, 0.0)
         links = links.reshape(n, n).max(axis=1) if c.link_model == "pairwise" else links[:n]
         left = ((state.target > 0) & (state.resident == 0)).sum(axis=1)
 
@@ -270,9 +273,9 @@ class PlacementSystem:
         return {
             "counts": clip(self.counts(), MAX_COUNT),
             "placement": sim.target().astype(np.int8),
-            "memory": clip(state.used / np.maximum(c.slots, 1), 2.0),
+            "memory": clip(state.gpu["used"] / np.maximum(c.slots, 1), 2.0),
             "loads_left": clip(left, float(c.layers * c.experts)),
-            "gpu_backlog_s": clip(state.gpu_free - now, MAX_SECONDS),
+            "gpu_backlog_s": clip(state.gpu["free"] - now, MAX_SECONDS),
             "link_backlog_s": clip(links, MAX_SECONDS),
             "in_system": clip(state.server["in_system"], MAX_REQUESTS),
             "arrivals": clip(state.server["arrived"] - self.arrived, MAX_REQUESTS),
@@ -299,7 +302,7 @@ class PlacementSystem:
             one, other = int(server[part].sum()), int(server[rest].sum())
             return one / (one + other) if one + other else nan
 
-        started = sim.state.request["first"] - sim.load.arrival
+        started = sim.state.request["first"] - sim.load.request["arrival"]
         steps = int(server["layer_steps"].sum())
         kpis = {
             "mean_latency_s": mean(latency[served]),
@@ -362,9 +365,9 @@ class PlacementSystem:
         """
         c = self.problem.cluster
         shape = (c.num_gpus, c.layers * c.experts)
-        if state.simulator.resident.shape != shape:
+        if state.simulator.state.resident.shape != shape:
             raise ValueError(
-                f"the state is of {state.simulator.resident.shape} GPUs and experts, this "
+                f"the state is of {state.simulator.state.resident.shape} GPUs and experts, this "
                 f"environment has {shape}: restore a state into an environment made with the same "
                 "arguments."
             )

@@ -71,7 +71,7 @@ def _blocks(values: np.ndarray) -> str:
 def _text(system: PlacementSystem) -> str:
     cluster, sim = system.problem.cluster, system.simulator
     held = cluster.server_view(sim.placement())
-    used = np.bincount(cluster.gpu_server, sim.state.used, cluster.num_servers)
+    used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], cluster.num_servers)
     past = system.local_ratio[: system.epoch]
     lines = [
         "   ".join(_words(system)),
@@ -139,7 +139,7 @@ def _maps(figure, system: PlacementSystem) -> None:
     held, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
     counts = system.counts()
     servers = cluster.num_servers
-    used = np.bincount(cluster.gpu_server, sim.state.used, servers)
+    used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], servers)
     width = 0.95 / servers
     for n in range(servers):
         axis = figure.add_axes((0.045 + n * width, 0.395, width - 0.035, 0.47))

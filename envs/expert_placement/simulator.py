@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from servegym.envs._checks import choose, whole
+from servegym.envs._jit import compile_kernels
 from servegym.envs.expert_placement import kernel
 from servegym.envs.expert_placement.cluster import Cluster
 
@@ -17,7 +19,7 @@ REPLICA_CHOICES = {
     "random": kernel.RANDOM,
 }
 MIGRATION_SOURCES = {"host": kernel.HOST, "network": kernel.NETWORK}
-SERVINGS = {"collaborative": kernel.COLLABORATIVE, "offload": kernel.OFFLOAD}
+SERVINGS = ("collaborative", "offload")
 CACHES = {"lru": kernel.LRU, "lfu": kernel.LFU, "activation_aware": kernel.ACTIVATION}
 
 
@@ -59,7 +61,7 @@ def make_plant(
     c["candidates"] = whole("replica_candidates", replica_candidates, 1)
     source = choose("migration_source", migration_source, MIGRATION_SOURCES)
     c["migration_source"] = MIGRATION_SOURCES[source]
-    c["serving"] = SERVINGS[choose("serving", serving, SERVINGS)]
+    choose("serving", serving, SERVINGS)
     c["cache"] = CACHES[choose("cache", cache, CACHES)]
     if not isinstance(redirect, (bool, np.bool_)):
         raise ValueError(f"redirect={redirect!r} must be True or False.")
@@ -77,24 +79,36 @@ def make_plant(
     n = cluster.num_servers
     pairs = np.stack([token_s, token_s.T, cluster.latency_s, cluster.latency_s.T], axis=2)
     unlike, route = np.unique(pairs.reshape(-1, 4), axis=0, return_inverse=True)
-    hop = np.zeros(len(unlike), dtype=kernel.HOP)
-    for k, name in enumerate(("out", "back", "there", "home")):
-        hop[name] = unlike[:, k]
     return kernel.Plant(
         cfg=cfg,
-        gpu_server=cluster.gpu_server,
-        first_gpu=np.concatenate([[0], np.cumsum(cluster.gpus)]).astype(np.int64),
-        slots=cluster.slots,
-        token_s=token_s,
-        byte_s=byte_s,
-        latency=cluster.latency_s,
-        hop=hop,
+        gpu=_records(
+            kernel.PLANT_GPU,
+            server=cluster.gpu_server,
+            slots=cluster.slots,
+            base=cluster.expert_base_s,
+            token=cluster.expert_token_s,
+        ),
+        server=_records(
+            kernel.PLANT_SERVER,
+            first_gpu=cluster.home_gpu,
+            end_gpu=np.cumsum(cluster.gpus),
+            dense_base=cluster.dense_base_s,
+            dense_token=cluster.dense_token_s,
+        ),
+        pair=_records(kernel.PAIR, byte_s=byte_s, latency=cluster.latency_s),
+        hop=_records(
+            kernel.HOP, out=unlike[:, 0], back=unlike[:, 1], there=unlike[:, 2], home=unlike[:, 3]
+        ),
         route=np.ascontiguousarray(route.reshape(n, n), dtype=np.int32),
-        base=cluster.expert_base_s,
-        token=cluster.expert_token_s,
-        dense_base=cluster.dense_base_s,
-        dense_token=cluster.dense_token_s,
     )
+
+
+def _records(dtype: np.dtype, **fields: Any) -> np.ndarray:
+    """An array of records with these fields, of the shape of the first."""
+    table = np.zeros(np.shape(next(iter(fields.values()))), dtype)
+    for name, values in fields.items():
+        table[name] = values
+    return table
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +129,13 @@ class Prompts:
     bank: np.ndarray
     chosen: np.ndarray
     bank_start: np.ndarray
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """`kernel.PROMPT` ``(P,)``: tokens and rows of each prompt."""
+        return _records(
+            kernel.PROMPT, tokens=self.tokens, start=self.bank_start[:-1], end=self.bank_start[1:]
+        )
 
 
 def _integers(name: str, given: Any, kind: Any) -> np.ndarray:
@@ -207,8 +228,11 @@ class Requests:
     offset: np.ndarray
 
 
-# What State holds of the messages, by the names whose first axis is the number of places.
-_POOL = ("message", "call", "free")
+class Snapshot(NamedTuple):
+    """A copied state of a simulator; no cache unless its GPUs are caches."""
+
+    state: kernel.State
+    cache: kernel.Cache | None
 
 
 class Simulator:
@@ -219,6 +243,7 @@ class Simulator:
         plant: what the kernel reads of it.
         load: the requests of the episode.
         state: everything that changes.
+        cache: what the GPUs' caches know, None unless ``serving`` is ``offload``.
     """
 
     def __init__(
@@ -252,86 +277,94 @@ class Simulator:
         if self._caches and cluster.slots.min() < 1:
             raise ValueError("serving='offload' needs a slot on every GPU for the expert in use.")
         self._places = max(places, 4 * cluster.experts)
+        self._scratch: kernel.Scratch | None = None
+        if not self._caches:
+            self._scratch = kernel.Scratch(
+                _records(kernel.OPEN_MESSAGE, message=np.full(cluster.num_servers, -1)),
+                np.zeros(cluster.experts, kernel.SPLIT),
+            )
+        self._set_up(np.zeros(0, kernel.REQUEST_GIVEN))
+        none = np.zeros(0, np.int64)
+        calls = [
+            (kernel.run, self._arguments(np.inf)),
+            (kernel.count_assignments, (none, none, none, self.load, self.counts())),
+        ]
+        if not self._caches:
+            calls.append((kernel.start_migration, (self.plant, self.state)))
+        compile_kernels("expert placement engine", calls)
 
     def begin(self, requests: Requests, placement: np.ndarray) -> None:
         """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place.
 
         Caches may start with any experts within the slots; what no GPU holds is in host memory.
         """
-        p = self.prompts
-        self.load = kernel.Load(
-            home=np.ascontiguousarray(requests.home, dtype=np.int64),
-            arrival=np.ascontiguousarray(requests.arrival, dtype=np.float64),
-            prompt=np.ascontiguousarray(requests.prompt, dtype=np.int64),
-            outputs=np.ascontiguousarray(requests.outputs, dtype=np.int64),
-            offset=np.ascontiguousarray(requests.offset, dtype=np.int64),
-            tokens=p.tokens,
-            counts=p.counts,
-            bank=p.bank,
-            chosen=p.chosen,
-            bank_start=p.bank_start,
-        )
         if len(requests.arrival) > kernel.MAX_INDEX:
             raise ValueError(f"an episode may have {kernel.MAX_INDEX} requests at most.")
-        self.state = self._new_state(len(requests.arrival))
-        z = self.cluster.check_placement(placement, covered=not self._caches)
-        self.state.target[:] = z.reshape(self.cluster.num_gpus, -1)
-        kernel.clear(self.plant, self.state)
+        self._set_up(_records(kernel.REQUEST_GIVEN, **vars(requests)))
+        self._place(self.cluster.check_placement(placement, covered=not self._caches))
+
+    def _set_up(self, requests: np.ndarray) -> None:
+        """An empty system at time 0 with requests, `kernel.REQUEST_GIVEN` ``(R,)``, to come."""
+        p = self.prompts
+        self.load = kernel.Load(requests, p.table, p.counts, p.bank, p.chosen)
+        self.state = self._new_state(len(requests))
+        self.cache = self._new_cache()
 
     def _new_state(self, requests: int) -> kernel.State:
+        """An empty system at time 0."""
         cluster, places = self.cluster, self._places
         n, gpus, total = cluster.num_servers, cluster.num_gpus, cluster.layers * cluster.experts
         # Not a power of two: rows that far apart would share a few lines of the cache.
         calls = cluster.experts + 8 if cluster.messages == "per_server" else 1
-        return kernel.State(
+        state = kernel.State(
             meta=np.zeros(1, kernel.META),
-            heap_t=np.zeros(places + requests + gpus + 8, np.int64),
-            heap_k=np.zeros(places + requests + gpus + 8, np.int64),
+            event_time=np.zeros(places + requests + gpus + 8, np.int64),
+            event_key=np.zeros(places + requests + gpus + 8, np.int64),
             request=np.zeros(requests, kernel.REQUEST),
-            gpu_free=np.zeros(gpus),
-            promised=np.zeros(gpus),
-            promised_calls=np.zeros(gpus, np.int64),
-            link_free=np.zeros(n * n),
-            returning=np.zeros(n * n),
-            returning_messages=np.zeros(n * n, np.int64),
+            gpu=np.zeros(gpus, kernel.GPU),
+            link=np.zeros(n * n, kernel.LINK),
             message=np.zeros(places, kernel.MESSAGE),
             call=np.zeros((places, calls, 2), np.int32),
-            free=np.zeros(places, np.int32),
-            open_message=np.zeros(n, np.int64),
-            open_s=np.zeros(n),
-            open_mask=np.zeros(n, np.uint64),
-            open_list=np.zeros(n, np.int64),
-            near=np.zeros(cluster.experts, np.int64),
-            far=np.zeros(cluster.experts, np.int64),
-            first=np.zeros(cluster.experts, np.int64),
-            holder=np.zeros(cluster.experts, np.int64),
+            free=np.arange(places - 1, -1, -1, dtype=np.int32),
             resident=np.zeros((gpus, total), np.uint8),
             target=np.zeros((gpus, total), np.uint8),
             holders=np.zeros((total, gpus), np.int16),
             copies=np.zeros(total, np.int64),
-            used=np.zeros(gpus, np.int64),
-            loading=np.zeros(gpus, np.int64),
-            next_load=np.zeros(gpus, np.int64),
-            source=np.zeros(gpus, np.int64),
-            bytes_left=np.zeros(gpus),
-            peak=np.zeros(gpus, np.int64),
             server=np.zeros(n, kernel.SERVER),
             counts=np.zeros((n, total), np.int64),
-            channel_free=np.zeros(gpus),
-            **self._new_caches(gpus if self._caches else 0, total),
         )
+        state.meta["free"] = places
+        state.meta["fewest_copies"] = gpus
+        state.request["first"] = state.request["finish"] = np.nan
+        state.request["home"] = -1
+        state.gpu["loading"] = state.gpu["source"] = -1
+        state.gpu["next_load"] = total
+        return state
 
-    @staticmethod
-    def _new_caches(gpus: int, total: int) -> dict[str, np.ndarray]:
-        names = ("stamp", "uses", "volume")
-        return {"ready": np.zeros((gpus, total))} | {
-            name: np.zeros((gpus, total), np.int64) for name in names
-        }
+    def _new_cache(self) -> kernel.Cache | None:
+        if not self._caches:
+            return None
+        shape = self.cluster.num_gpus, self.cluster.layers * self.cluster.experts
+        return kernel.Cache(np.zeros(shape), np.zeros(shape, kernel.CACHED_EXPERT))
+
+    def _place(self, z: np.ndarray) -> None:
+        """Put a feasible placement in place without time or resources."""
+        state = self.state
+        state.target[:] = state.resident[:] = z.reshape(self.cluster.num_gpus, -1)
+        state.gpu["used"] = state.target.sum(axis=1, dtype=np.int64)
+        state.gpu["peak"] = np.maximum(state.gpu["peak"], state.gpu["used"])
+        state.copies[:] = state.target.sum(axis=0, dtype=np.int64)
+        expert, gpu = np.nonzero(state.target.T)
+        first = np.cumsum(state.copies) - state.copies
+        state.holders[expert, np.arange(len(expert)) - first[expert]] = gpu
 
     def run(self, until: float = np.inf) -> None:
         """Advance to the time ``until``; by default until every request is served."""
-        while kernel.run(self.plant, self.load, self.state, float(until)) == kernel.POOL_FULL:
+        while kernel.run(*self._arguments(float(until))) == kernel.POOL_FULL:
             self._grow()
+
+    def _arguments(self, until: float) -> tuple[Any, ...]:
+        return self.plant, self.load, self.state, self._scratch, self.cache, until
 
     def _grow(self) -> None:
         old = self.state
@@ -361,9 +394,15 @@ class Simulator:
             raise ValueError("serving='offload': caches fill themselves, no placement is adopted.")
         if at_once and self.state.meta["sequence"][0] > 0:
             raise ValueError("at_once=True needs a system in which nothing has happened yet.")
-        z = self.cluster.check_placement(placement)
-        self.state.target[:] = z.reshape(self.cluster.num_gpus, -1)
-        kernel.adopt(self.plant, self.state, at_once)
+        z, state = self.cluster.check_placement(placement), self.state
+        state.counts[:] = 0
+        for name in ("local_s", "local_tokens", "remote_s", "remote_tokens"):
+            state.server[name] = 0.0
+        if at_once:
+            self._place(z)
+        else:
+            state.target[:] = z.reshape(self.cluster.num_gpus, -1)
+            kernel.start_migration(self.plant, state)
 
     @property
     def now(self) -> float:
@@ -372,7 +411,7 @@ class Simulator:
 
     def latencies(self) -> np.ndarray:
         """``(R,)`` seconds from arrival to the last token, NaN for requests not served yet."""
-        return self.state.request["finish"] - self.load.arrival
+        return self.state.request["finish"] - self.load.request["arrival"]
 
     def placement(self) -> np.ndarray:
         """Uint8 ``(G, L, E)``: experts that serve now."""
@@ -389,17 +428,35 @@ class Simulator:
             cluster.num_servers, cluster.layers, cluster.experts
         ).copy()
 
+    def count_assignments(
+        self, home: np.ndarray, prompt: np.ndarray, outputs: np.ndarray
+    ) -> np.ndarray:
+        """Int64 ``(N, L, E)``: assignments of requests that are not simulated.
+
+        Args:
+            home: int64 ``(R,)`` server of each.
+            prompt: int64 ``(R,)`` its prompt.
+            outputs: int64 ``(R,)`` tokens of its answer.
+        """
+        counts = np.zeros_like(self.counts())
+        kernel.count_assignments(home, prompt, outputs, self.load, counts)
+        return counts
+
     def _shaped(self, z: np.ndarray) -> np.ndarray:
         return z.reshape(len(z), self.cluster.layers, self.cluster.experts).copy()
 
-    def clone(self) -> kernel.State:
+    def clone(self) -> Snapshot:
         """A copy of the state."""
-        return kernel.State(*(part.copy() for part in self.state))
+        return Snapshot(_copied(self.state), _copied(self.cache))
 
-    def restore(self, state: kernel.State) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Go back to a copied state of the same requests."""
-        self.state = kernel.State(*(part.copy() for part in state))
-        self._places = len(state.free)
+        self.state, self.cache = _copied(snapshot.state), _copied(snapshot.cache)
+        self._places = len(snapshot.state.free)
+
+
+def _copied(tables: Any) -> Any:
+    return tables if tables is None else type(tables)(*(table.copy() for table in tables))
 
 
 def uniform_placement(cluster: Cluster) -> np.ndarray:

@@ -151,7 +151,7 @@ def test_scrambled_future_leaves_actions_unchanged(module):
         cluster = env.problem.cluster
         seen, _ = env.reset(seed=3)
         late = env.system.requests.arrival > known_s
-        env.system.simulator.load.prompt[late] = np.random.default_rng(0).choice(
+        env.system.simulator.load.request["prompt"][late] = np.random.default_rng(0).choice(
             env.problem.prompts.tokens.size, late.sum()
         )
         found = []

@@ -215,7 +215,7 @@ def test_whatever_is_chosen_no_token_is_lost_and_all_experts_serve(mode, source)
             assert (used <= cluster.slots + 1).all()
         state = env.system.simulator.state
         assert state.meta["fewest_copies"][0] >= 1, "at some instant an expert was nowhere"
-        assert (state.peak <= cluster.slots + 1).all()
+        assert (state.gpu["peak"] <= cluster.slots + 1).all()
         np.testing.assert_array_equal(env.system.simulator.placement(), observation["placement"])
         log = env.request_log()
         tokens = prompts.tokens[log["prompt"]] + log["output_tokens"] - 1

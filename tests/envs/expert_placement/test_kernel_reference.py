@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servegym.envs.expert_placement import kernel
 from servegym.envs.expert_placement.cluster import ModelTimes, build_cluster
+from servegym.envs.expert_placement.kernel.calls import scramble
+from servegym.envs.expert_placement.kernel.events import rise, sink
 from servegym.envs.expert_placement.simulator import (
     Requests,
     Simulator,
@@ -93,15 +94,17 @@ def compare(sim, ref):
     for name in ("first", "finish"):
         mine = state.request[name]
         np.testing.assert_array_equal(mine, [getattr(r, name) for r in ref.requests])
-    np.testing.assert_array_equal(state.gpu_free, [g.queue.free for g in ref.gpus])
-    np.testing.assert_array_equal(state.promised_calls, [g.queue.coming for g in ref.gpus])
-    np.testing.assert_allclose(state.promised, [g.queue.promised for g in ref.gpus], atol=1e-12)
+    np.testing.assert_array_equal(state.gpu["free"], [g.queue.free for g in ref.gpus])
+    np.testing.assert_array_equal(state.gpu["promised_calls"], [g.queue.coming for g in ref.gpus])
+    np.testing.assert_allclose(
+        state.gpu["promised"], [g.queue.promised for g in ref.gpus], atol=1e-12
+    )
     for g in ref.gpus:
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
-        assert state.used[g.number] == g.used
+        assert state.gpu["used"][g.number] == g.used
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
-        assert state.link_free[at] == lane.free
+        assert state.link["free"][at] == lane.free
     for (n, i), x in ref.counts.items():
         assert state.counts[n, i] == x
     assert state.counts.sum() == sum(ref.counts.values())
@@ -158,11 +161,11 @@ def test_equal_to_the_reference_at_every_look(seed, link_model, messages, choice
     compare(sim, ref)
     assert not ref.heap and not np.isnan(sim.latencies()).any()
     np.testing.assert_array_equal(sim.placement(), sim.target())
-    assert (sim.state.promised == 0).all() and (sim.state.returning == 0).all()
+    assert (sim.state.gpu["promised"] == 0).all() and (sim.state.link["returning"] == 0).all()
     total = sum(r.finish - r.arrival for r in ref.requests)
     assert sim.state.server["area"].sum() == pytest.approx(total)
     assert sim.state.meta["fewest_copies"][0] >= 1
-    assert (sim.state.peak <= cluster.slots + 1).all()
+    assert (sim.state.gpu["peak"] <= cluster.slots + 1).all()
 
 
 def test_the_comparison_notices_a_difference():
@@ -371,7 +374,7 @@ def test_weights_on_the_network_wait_for_activations():
 
 
 def test_ties_do_not_go_to_the_lowest_index():
-    picks = np.bincount([kernel.scramble(r, e) % 4 for r in range(200) for e in range(20)])
+    picks = np.bincount([scramble(r, e) % 4 for r in range(200) for e in range(20)])
     assert picks.min() > 800
 
 
@@ -421,17 +424,17 @@ def test_events_come_by_time_and_then_in_order_of_arrival(turns):
         event = (np.float64(time / 4).view(np.int64), number)
         if waiting and out == 0:  # the new event in place of the first one
             assert (heap_t[0], heap_k[0]) == waiting.pop(0)
-            kernel._sink(heap_t, heap_k, size, *event)
+            sink(heap_t, heap_k, size, *event)
         else:
-            kernel._rise(heap_t, heap_k, size, *event)
+            rise(heap_t, heap_k, size, *event)
             size += 1
         waiting = sorted([*waiting, event])
         if out == 1:  # the first one leaves, the last one takes its place
             assert (heap_t[0], heap_k[0]) == waiting.pop(0)
             size -= 1
-            kernel._sink(heap_t, heap_k, size, heap_t[size], heap_k[size])
+            sink(heap_t, heap_k, size, heap_t[size], heap_k[size])
     while size:
         assert (heap_t[0], heap_k[0]) == waiting.pop(0)
         size -= 1
-        kernel._sink(heap_t, heap_k, size, heap_t[size], heap_k[size])
+        sink(heap_t, heap_k, size, heap_t[size], heap_k[size])
     assert not waiting

@@ -24,21 +24,21 @@ CACHES = ("lru", "lfu", "activation_aware")
 
 
 def compare(sim, ref):
-    state = sim.state
+    state, ready = sim.state, sim.cache.ready
     assert sim.now == ref.now
     for name in ("first", "finish"):
         mine = state.request[name]
         np.testing.assert_array_equal(mine, [getattr(r, name) for r in ref.requests])
-    np.testing.assert_array_equal(state.gpu_free, [g.queue.free for g in ref.gpus])
-    np.testing.assert_array_equal(state.channel_free, [c.channel for c in ref.caches])
+    np.testing.assert_array_equal(state.gpu["free"], [g.queue.free for g in ref.gpus])
+    np.testing.assert_array_equal(state.gpu["channel_free"], [c.channel for c in ref.caches])
     for g, cache in zip(ref.gpus, ref.caches, strict=True):
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
-        coming = {int(i): state.ready[g.number, i] for i in np.flatnonzero(state.ready[g.number])}
+        coming = {int(i): ready[g.number, i] for i in np.flatnonzero(ready[g.number])}
         assert coming == cache.coming
-        assert state.used[g.number] == len(g.holds) + len(coming) <= g.slots
+        assert state.gpu["used"][g.number] == len(g.holds) + len(coming) <= g.slots
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
-        assert state.link_free[at] == lane.free
+        assert state.link["free"][at] == lane.free
     for (n, i), x in ref.counts.items():
         assert state.counts[n, i] == x
     assert state.counts.sum() == sum(ref.counts.values())
@@ -77,8 +77,8 @@ def test_equal_to_the_reference_at_every_look(seed, link_model, cache, redirect,
     ref.run()
     compare(sim, ref)
     assert not ref.heap and not np.isnan(sim.latencies()).any()
-    assert (sim.state.ready == 0).all() and sim.state.meta["free"][0] == len(sim.state.free)
-    assert (sim.state.peak <= cluster.slots).all()
+    assert (sim.cache.ready == 0).all() and sim.state.meta["free"][0] == len(sim.state.free)
+    assert (sim.state.gpu["peak"] <= cluster.slots).all()
     server = sim.state.server
     assert server["in_system"].sum() == server["serving"].sum() == 0
     assert server["area"].sum() == pytest.approx(sim.latencies().sum())
