@@ -111,7 +111,7 @@ def fig9(options: Options) -> None:
     rows = sweep(options, "fig09_cost", settings, exact=True)
     show("Fig. 9: cost / MIX", rows, "n_in")
     paper = (
-        "the paper (Fig. 9) has Remoe cheapest on both models, 'up to 57.14 %' cheaper on "
+        "The paper (Fig. 9) has Remoe cheapest on both models, 'up to 57.14 %' cheaper on "
         "deepseek-v2-lite; on gpt2-moe differences are minor and Fetch is sometimes cheaper"
     )
     why = (
@@ -181,7 +181,7 @@ def fig10(options: Options) -> None:
             order[n_out] = [row["method"] for row in own]
         lines += _proportions(panel["model"], panel["gpu"], order)
     paper = (
-        "the paper (Fig. 10) has Remoe stable over all proportions; on gpt2-moe CPU becomes dearer "
+        "The paper (Fig. 10) has Remoe stable over all proportions; on gpt2-moe CPU becomes dearer "
         "than the others as decoding grows, on deepseek-v2-lite GPU is far dearer throughout"
     )
     save(options, "fig10_ratio", rows, paper, *lines, *gap_notes(rows))
