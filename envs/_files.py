@@ -32,9 +32,10 @@ def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], objec
         raise
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write UTF-8 text with :func:`write_atomic`; line ends stay as they are."""
-    write_atomic(path, lambda stream: stream.write(text.encode()))
+def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
+    """Write UTF-8 text or bytes with :func:`write_atomic`; line ends stay as they are."""
+    data = text.encode() if isinstance(text, str) else text
+    write_atomic(path, lambda stream: stream.write(data))
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:

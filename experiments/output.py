@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from servegym.envs._files import write_atomic
+from servegym.envs._files import write_text
 from servegym.envs.workloads.errors import MalformedFileError
 
 __all__ = [
@@ -60,12 +60,6 @@ def check_writable(path: str | os.PathLike[str], suffixes: Sequence[str] = ()) -
     os.close(handle)
     os.unlink(name)
     return target
-
-
-def write_text(path: str | os.PathLike[str], text: str | bytes) -> None:
-    """Write a file through a temporary one in its folder, so that no file is ever half written."""
-    data = text.encode() if isinstance(text, str) else text
-    write_atomic(path, lambda stream: stream.write(data))
 
 
 def _plain(value: Any) -> Any:

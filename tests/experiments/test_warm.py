@@ -9,7 +9,7 @@ from servegym.experiments.cli import app
 def test_names_each_family_and_its_seconds():
     result = CliRunner().invoke(app, ["warm", "serverless"])
     assert result.exit_code == 0
-    name, seconds, unit = result.output.split()
+    name, seconds, unit = result.stdout.split()
     assert (name, unit) == ("serverless_moe:", "s")
     assert float(seconds) > 0.0
 

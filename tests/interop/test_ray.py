@@ -254,11 +254,11 @@ def test_a_figure_that_fails_is_counted(tmp_path):
     lines = []
     assert (
         cluster_figures.run_figures(
-            "routing", ray_executor("auto"), ["admission"], words, lines.append
+            "routing", ray_executor("auto"), ["ceiling"], words, lines.append
         )
         == 1
     )
-    assert lines[-1] == "admission: failed with status 2" and "--no-such-option" in lines[1]
+    assert lines[-1] == "ceiling: failed with status 2" and "--no-such-option" in lines[1]
 
 
 @pytest.mark.parametrize("where", ["local:1", "auto"])
