@@ -1,8 +1,8 @@
 """Writes the pages that come from the code; mkdocs runs it (`mkdocs build`).
 
 Environments: the docstring and a rendered frame. Agents: the module's docstring, the options and
-the model cards. Baselines: the registry. Results: what the figure scripts left in
-``experiments/results``. The home page is the README, and so on: nothing is written twice.
+the model cards. Baselines: the registry. Results: the tables in ``experiments/results`` and the
+pictures drawn from them. The home page is the README, and so on: nothing is written twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench.timing import short
+from servegym.experiments.cluster.rllib_policy import draw as draw_rllib
 from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.figures.claims import HEADINGS
 from servegym.experiments.figures.claims import lines as claim_lines
+from servegym.experiments.figures.run import Picture, draw, list_pictures
 from servegym.experiments.leaderboard import markdown as leaderboard_page
 from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
@@ -225,29 +227,41 @@ def claims(family: str) -> list[str]:
     table = ["## The paper's claims", "", rule, ""]
     table += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]
     bold = {"disagrees": "**disagrees**", "in part": "**in part**"}
-    for *told, verdict in claim_lines(family):
-        cells = [cell.replace("|", "\\|") for cell in (*told, bold.get(verdict, verdict))]
+    for *cells, verdict in claim_lines(family):
+        cells = [cell.replace("|", "\\|") for cell in (*cells, bold.get(verdict, verdict))]
         table.append("| " + " | ".join(cells) + " |")
     return [*table, ""]
 
 
+def result_picture(record: Path, picture: Picture | None) -> bytes | None:
+    """The picture of a result, drawn from its tables; None for a result that is a table alone."""
+    if record.stem == "rllib_ppo":
+        return draw_rllib(record.with_suffix(".csv"))
+    if picture is None:
+        return None
+    return draw(picture, [record.with_name(f"{table}.csv") for table in picture.tables])
+
+
 def results() -> list[dict[str, str]]:
-    """A page a family of results: picture, what it says, the command."""
+    """A page a family of results: picture, findings, command."""
     nav = []
     for family, title in ((one.group, one.title) for one in FAMILIES):
+        pictures = list_pictures(family)
         found = [path for path in (RESULTS / family).glob("*.json") if path.stem[:5] != "bench"]
         lines = [f"# Results: {title}", "", *claims(family)]
         for path in sorted(found, key=place):
             record = read_record(path)
             notes = [note["text"] for note in record["notes"]]
+            if not notes:  # a table that only the picture of another one shows
+                continue
             lines += [f"## {named(path.stem)}", ""]
-            image = path.with_suffix(".png")
-            if image.exists():
-                with mkdocs_gen_files.open(f"results/{family}/{image.name}", "wb") as stream:
-                    stream.write(image.read_bytes())
-                lines += [f"![{path.stem}]({family}/{image.name})", ""]
+            png = result_picture(path, pictures.get(path.stem))
+            if png is not None:
+                with mkdocs_gen_files.open(f"results/{family}/{path.stem}.png", "wb") as stream:
+                    stream.write(png)
+                lines += [f"![{path.stem}]({family}/{path.stem}.png)", ""]
             if len(notes) > MANY:
-                lines += [f'??? note "What it says ({len(notes)} notes)"', ""]
+                lines += [f'??? note "All {len(notes)} findings"', ""]
             lines += ["    " * (len(notes) > MANY) + f"- {note}" for note in notes]
             lines += ["", "```sh", record["command"], "```"]
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
