@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 
 import numba
 from numba import njit
+from numba.core import cgutils, types
 from numba.core.caching import IndexDataCacheFile
+from numba.extending import intrinsic
 
-__all__ = ["compile_kernels", "inline", "jit"]
+__all__ = ["borrowed", "compile_kernels", "inline", "jit"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -78,7 +80,45 @@ def inline(function: F) -> F:
     return _compiled(function, forceinline=True)
 
 
-def compile_kernels(engine: str, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -> None:
+def _without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    if isinstance(kind, types.BaseTuple):
+        parts = [
+            _without_owner(context, builder, each, builder.extract_value(value, i))
+            for i, each in enumerate(kind)
+        ]
+        return context.make_tuple(builder, kind, parts)
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        array.parent = cgutils.get_null_value(array.parent.type)
+        return array._getvalue()
+    return value
+
+
+def _borrowed(typing_context: Any, arrays: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _without_owner(context, builder, signature.args[0], arguments[0])
+
+    return arrays(arrays), code
+
+
+if numba.config.DISABLE_JIT:  # pyright: ignore[reportAttributeAccessIssue]
+
+    def borrowed(arrays: Any) -> Any:
+        """The arrays themselves."""
+        return arrays
+else:
+    borrowed = intrinsic(_borrowed)
+    """In a compiled entry point: the same tuple of arrays, whose references are not counted.
+
+    The caller holds the arrays for as long as the call lasts. Counted, each use of a tuple's array
+    inside costs two atomic operations.
+    """
+
+
+def compile_kernels(
+    engine: str, calls: Iterable[tuple[Any, tuple[Any, ...]]]
+) -> list[Callable[..., Any]]:
     """Compile functions for the types of these arguments, or load them from the cache on disk.
 
     The functions are not called. Where that takes longer than two seconds, one line on stderr says
@@ -89,23 +129,28 @@ def compile_kernels(engine: str, calls: Iterable[tuple[Any, tuple[Any, ...]]]) -
         engine: What the functions are, for the line on stderr, such as ``"LLM routing engine"``.
         calls: Functions of `jit` with the arguments of a call; scalars must be of the type that
             the callers pass.
+
+    Returns:
+        The compiled functions. A call skips the look at the types of the arguments, half a
+        microsecond for tuples of arrays, so these must be of the types given here.
     """
-    missing = []
-    for function, arguments in calls:
-        if hasattr(function, "overloads"):  # not so under NUMBA_DISABLE_JIT
-            signature = tuple(numba.typeof(argument) for argument in arguments)
-            if signature not in function.overloads:
-                missing.append((function, signature))
-    if not missing:
-        return
-    notice = threading.Timer(NOTICE_AFTER_S, _notify, [engine])
-    notice.daemon = True
-    notice.start()
-    try:
-        for function, signature in missing:
-            function.compile(signature)
-    finally:
-        notice.cancel()
+    functions = [
+        (function, tuple(numba.typeof(argument) for argument in arguments))
+        for function, arguments in calls
+    ]
+    if not all(hasattr(function, "overloads") for function, _ in functions):
+        return [function for function, _ in functions]  # NUMBA_DISABLE_JIT
+    missing = [each for each in functions if each[1] not in each[0].overloads]
+    if missing:
+        notice = threading.Timer(NOTICE_AFTER_S, _notify, [engine])
+        notice.daemon = True
+        notice.start()
+        try:
+            for function, signature in missing:
+                function.compile(signature)
+        finally:
+            notice.cancel()
+    return [function.overloads[signature].entry_point for function, signature in functions]
 
 
 def _notify(engine: str) -> None:

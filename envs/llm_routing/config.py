@@ -250,7 +250,7 @@ def engine_config(
     c["running_capacity"] = whole("running_capacity", running_capacity, 1, 4096)
     c["token_budget"] = whole("prefill_token_budget", prefill_token_budget, 1)
     c["block_size"] = whole("block_size", block_size, 1, 4096)
-    c["per_block"] = 1.0 / block_size
+    c["blocks_per_token"] = 1.0 / block_size
     prefix_caching = flag("prefix_caching", prefix_caching)
     if prefix_caching and scheduler != "chunked_prefill":
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from servegym.envs._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import MAX_LATENCY_REQUIREMENT_S, Problem
 
@@ -158,36 +159,45 @@ class RoutingBatch:
                 np.zeros((num_rows, length), dtype=np.int16),
                 *(np.zeros_like(a) for a in (self.env, self.expert, self.slot, self.queue)),
             )
-        self._system = (
-            self.env,
-            self.expert,
-            self.slot.reshape(-1),
-            self.queue.reshape(-1),
-        )
         self._arguments = (
-            problem.cfg,
-            problem.law,
-            self.table,
-            self.arrivals,
-            self.rows,
-            *self._system,
-            self.log.reshape(-1),
-            self._obs,
-            self._masks,
+            kernel.Tables(problem.cfg, problem.law, self.table),
+            self._systems(self.env, self.expert, self.slot, self.queue, self.log),
+            kernel.Buffers(self._obs, self._masks, self.out),
         )
+        which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
+        calls = [
+            (kernel.begin, (*self._arguments, which)),
+            (kernel.observe, (*self._arguments, which)),
+            (kernel.step, (*self._arguments, actions, which)),
+        ]
         if self.stale:
-            sent, env, expert, slot, queue = self.stale
+            sent, *lagging = self.stale
+            tables, systems, buffers = self._arguments
+            unread = np.zeros(length, dtype=kernel.LOG)
             self._stale_arguments = (
-                *self._arguments[:6],
-                env,
-                expert,
-                slot.reshape(-1),
-                queue.reshape(-1),
-                np.zeros(length, dtype=kernel.LOG),
-                self._obs,
-                self._masks,
+                tables,
+                systems,
+                self._systems(*lagging, unread),
+                buffers,
                 sent,
             )
+            calls.append((kernel.observe_stale, (*self._stale_arguments, which)))
+        self._begin, self._observe, self._step, *stale = compile_kernels(
+            "LLM routing engine", calls
+        )
+        if self.stale:
+            (self._observe_stale,) = stale
+
+    def _systems(
+        self,
+        env: np.ndarray,
+        expert: np.ndarray,
+        slot: np.ndarray,
+        queue: np.ndarray,
+        log: np.ndarray,
+    ) -> kernel.Systems:
+        queues = kernel.Queues(slot.reshape(-1), queue.reshape(-1), log.reshape(-1))
+        return kernel.Systems(self.arrivals, self.rows, env, expert, queues)
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
@@ -202,9 +212,9 @@ class RoutingBatch:
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
-        kernel.begin(*self._arguments, which)
+        self._begin(*self._arguments, which)
         if self.stale:
-            kernel.observe_stale(*self._stale_arguments, which)
+            self._observe_stale(*self._stale_arguments, which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
@@ -219,7 +229,11 @@ class RoutingBatch:
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
             self.stale[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
-        ended = kernel.step(*self._arguments, actions, which, self.out)
+        ended = self._step(
+            *self._arguments,
+            np.ascontiguousarray(actions, np.int64),
+            np.ascontiguousarray(which, np.int8),
+        )
         if ended < 0:
             bad = -1 - ended
             raise ValueError(
@@ -227,7 +241,7 @@ class RoutingBatch:
                 f"1 to {self.problem.num_experts} name an expert."
             )
         if self.stale:
-            kernel.observe_stale(*self._stale_arguments, which)
+            self._observe_stale(*self._stale_arguments, which)
         return ended
 
     def clone(self, row: int) -> RoutingState:
@@ -267,19 +281,9 @@ class RoutingBatch:
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
-        problem = self.problem
-        kernel.redraw(
-            problem.cfg,
-            problem.law,
-            self.table,
-            self.rows,
-            *self._system,
-            self._obs,
-            self._masks,
-            which,
-        )
+        self._observe(*self._arguments, which)
         if self.stale:
-            kernel.observe_stale(*self._stale_arguments, which)
+            self._observe_stale(*self._stale_arguments, which)
 
     def kpis(self, row: int) -> dict[str, float]:
         """Key figures of the episode so far, over the requests that have been decided.
@@ -331,8 +335,8 @@ class RoutingBatch:
             lists = (self.queue[row, n, : e["running"]], self.queue[row, n, size + ring])
             for r in self.slot[row, n][np.concatenate(lists)]:
                 entry = log[r["request"]]
-                entry["expert"], entry["score"] = n, r["s"]
-                entry["prompt_tokens"], entry["output_tokens"] = r["p"], r["d"]
+                entry["expert"], entry["score"] = n, r["score"]
+                entry["prompt_tokens"], entry["output_tokens"] = r["prompt"], r["output"]
                 entry["available_s"], entry["admitted_s"] = r["available"], r["admitted"]
                 entry["first_token_s"], entry["preemptions"] = r["first"], r["preemptions"]
         log["arrival_s"] = self.arrivals[row, :count]

@@ -171,10 +171,10 @@ def _expert(
     )
     used = 0
     for r in lane[queue[: int(e["running"])]]:
-        tokens = int(e["emitted"] - r["origin"]) if r["decoding"] else int(r["g"])
-        used += -(-(int(r["p"]) + tokens) // block)
+        tokens = int(e["emitted"] - r["origin"]) if r["decoding"] else int(r["generated"])
+        used += -(-(int(r["prompt"]) + tokens) // block)
         so_far = (now - float(r["arrived"])) / max(tokens, 1)
-        progress = min(tokens / max(float(r["d_hat"]), 1.0), 1.0)
+        progress = min(tokens / max(float(r["predicted_output"]), 1.0), 1.0)
         shown.running.append(_Running(progress, tokens, so_far, so_far > limit))
     shown.memory = used / max(profile.kv_capacity_tokens // block, 1)
     ring = (int(e["ring_head"]) + np.arange(int(e["waiting"]))) % size

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._checks import whole
+from servegym.envs._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import engine_config, pack_laws
 from servegym.hardware_profiles import Profile, load
@@ -21,7 +22,7 @@ REPLAY = np.dtype(
         ("preemptions", "i4"),
     ]
 )
-COURSE = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
+TIMELINE = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
 
 
 def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
@@ -46,7 +47,7 @@ def _serve(
     arrival_s: Any,
     prompt_tokens: Any,
     output_tokens: Any,
-    watch: np.ndarray,
+    times: np.ndarray,
     *,
     profile: str | Profile = "rtx4090-llama-3.1-8b",
     scheduler: str = "chunked_prefill",
@@ -57,7 +58,7 @@ def _serve(
     prefix_caching: bool = False,
     memory_policy: str = "paged",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Check the arguments, run the engine: arrivals, output lengths, log, course at ``watch``."""
+    """Check the arguments, run the engine: arrivals, output lengths, log, timeline at ``times``."""
     arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
     prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
     outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
@@ -113,21 +114,25 @@ def _serve(
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
     log = np.zeros(count, dtype=kernel.LOG)
-    course = np.zeros((len(watch), 3))
-    kernel.run_replay(
-        cfg,
-        law,
-        arrivals,
+    timeline = np.zeros((len(times), 3))
+    arguments = (
+        kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32)),
+        kernel.Systems(
+            arrivals[None],
+            np.zeros((1, count), dtype=np.int32),
+            np.zeros(1, dtype=kernel.ENV),
+            np.zeros((1, 1), dtype=kernel.EXPERT),
+            kernel.Queues(
+                np.zeros(count, dtype=kernel.SLOT), np.zeros(3 * count, dtype=np.int32), log
+            ),
+        ),
         np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64)),
-        np.zeros(1, dtype=kernel.ENV),
-        np.zeros((1, 1), dtype=kernel.EXPERT),
-        np.zeros(count, dtype=kernel.SLOT),
-        np.zeros(3 * count, dtype=np.int32),
-        log,
-        watch,
-        course,
+        times,
+        timeline,
     )
-    return arrivals, outputs, log, course
+    (run_replay,) = compile_kernels("replay engine", [(kernel.run_replay, arguments)])
+    run_replay(*arguments)
+    return arrivals, outputs, log, timeline
 
 
 def replay(
@@ -216,8 +221,8 @@ def replay_course(
     times = _column("times_s", times_s, 0.0, integral=False)
     if (np.diff(times) < 0).any():
         raise ValueError("times_s must not decrease: sort the times.")
-    *_, counts = _serve(arrival_s, prompt_tokens, output_tokens, times, **options)
-    course = np.empty(len(times), dtype=COURSE)
-    course["t_s"] = times
-    course["running"], course["waiting"], course["kv_use"] = counts.T
-    return course
+    *_, timeline = _serve(arrival_s, prompt_tokens, output_tokens, times, **options)
+    result = np.empty(len(times), dtype=TIMELINE)
+    result["t_s"] = times
+    result["running"], result["waiting"], result["kv_use"] = timeline.T
+    return result

@@ -1,0 +1,414 @@
+"""Compiled engine of the LLM routing family: B independent systems of N experts each.
+
+Every function is a pure function of its arguments, all chance being drawn before (at reset). The
+arrays are described in ``layout``; inside, ``c`` is a `CONFIG`, ``t`` `Tables`, ``s`` `Systems`,
+``q`` `Queues`, ``v`` an `ENV`, ``e`` an `EXPERT` and ``r`` a `SLOT`. Units are seconds and tokens;
+memory is counted in KV blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from servegym.envs._jit import borrowed, inline, jit
+from servegym.envs.llm_routing.kernel.iterations import (
+    advance,
+    advance_failing,
+    change_availability,
+    sojourn_s,
+)
+from servegym.envs.llm_routing.kernel.layout import (
+    CAPACITY,
+    CHUNKED,
+    COMPLETED,
+    COMPLETED_QOS,
+    CONFIG,
+    DROPPED,
+    ENV,
+    EXPERT,
+    EXPERT_WIDTH,
+    EXPERTS,
+    FAILED,
+    FLAT,
+    GRAPH,
+    K1,
+    K2,
+    LITERAL,
+    LOG,
+    MAX_LATENCY_S_PER_TOKEN,
+    MAX_PROMPT_TOKENS,
+    NEW_VIOLATIONS,
+    ORCA,
+    OUTPUT,
+    PAGED,
+    PAID_FORWARD,
+    PENDING,
+    PREDICTED_OUTPUT,
+    PREDICTED_SCORE,
+    PROMPT,
+    QOS_AWARE,
+    REJECTED,
+    RESERVE,
+    SCORE,
+    SLOT,
+    Buffers,
+    Queues,
+    Systems,
+    Tables,
+)
+from servegym.envs.llm_routing.kernel.observation import observe_row, write_in_full
+from servegym.envs.llm_routing.kernel.queues import (
+    Request,
+    can_take,
+    clear_expert,
+    enqueue,
+    find_next_finish,
+    generated_tokens,
+    locate,
+    running_slot,
+    used_blocks,
+)
+
+__all__ = [
+    "CHUNKED",
+    "COMPLETED",
+    "COMPLETED_QOS",
+    "CONFIG",
+    "DROPPED",
+    "ENV",
+    "EXPERT",
+    "EXPERTS",
+    "FAILED",
+    "FLAT",
+    "GRAPH",
+    "LITERAL",
+    "LOG",
+    "MAX_LATENCY_S_PER_TOKEN",
+    "MAX_PROMPT_TOKENS",
+    "NEW_VIOLATIONS",
+    "ORCA",
+    "PAGED",
+    "PAID_FORWARD",
+    "PENDING",
+    "QOS_AWARE",
+    "REJECTED",
+    "RESERVE",
+    "SLOT",
+    "Buffers",
+    "Queues",
+    "Systems",
+    "Tables",
+    "begin",
+    "observe",
+    "observe_stale",
+    "run_replay",
+    "sojourn_s",
+    "step",
+]
+
+
+# ---------------------------------------------------------------------------------------- episodes
+
+
+@jit
+def begin(t, s, out, which):
+    """Start a new episode in the rows b with which[b] != 0 and write their first observation.
+
+    ``arrivals[b]`` (s), ``rows[b]`` (catalog rows) and ``env[b].latency_requirement`` must be set.
+    """
+    t, s, out = borrowed(t), borrowed(s), borrowed(out)
+    c = t.config[0]
+    for b in range(s.env.shape[0]):
+        if which[b] == 0:
+            continue
+        v = s.env[b]
+        v.first_log = b * c.num_requests
+        v.now = s.arrivals[b, 0]
+        for j in range(c.num_requests):
+            _clear_log(s.queues.log[v.first_log + j])
+        _clear_system(c, t.law, b, s, v)
+        for n in range(c.num_experts):
+            e = s.expert[b, n]
+            while e.next_change <= v.now:
+                change_availability(c, n, v, e)
+    observe(t, s, out, which)
+
+
+@jit
+def _clear_system(c, law, b, s, v):
+    """Row b at time 0: all experts up and idle, nothing decided."""
+    v.index = 0
+    v.completed = 0
+    v.failed = 0
+    v.dropped = 0
+    v.rejected = 0
+    v.on_time = 0
+    v.multi_token = 0
+    v.qos = 0.0
+    v.latency = 0.0
+    v.ttft = 0.0
+    v.tpot = 0.0
+    v.e2e = 0.0
+    v.waiting = 0.0
+    v.inference = 0.0
+    v.communication = 0.0
+    v.memory = 0.0
+    v.last_finish = 0.0
+    for n in range(c.num_experts):
+        e = s.expert[b, n]
+        locate(c, b, n, e)
+        clear_expert(c, law, n, s.queues, e)
+        e.down = 0
+        e.changes = 0
+        e.next_change = np.inf
+        if c.uptime_s > 0.0:
+            e.next_change = sojourn_s(c, v.failure_seed, n, e.changes)
+
+
+@jit
+def _clear_log(entry):
+    """A request about which nothing is known yet."""
+    entry.available_s = np.nan
+    entry.admitted_s = np.nan
+    entry.first_token_s = np.nan
+    entry.finish_s = np.nan
+    entry.score = np.nan
+    entry.prompt_tokens = 0
+    entry.output_tokens = 0
+    entry.expert = -1
+    entry.outcome = PENDING
+    entry.preemptions = 0
+
+
+@jit
+def observe(t, s, out, which):
+    """Write the whole observation of the rows b with which[b] != 0, whatever was written before."""
+    t, s, out = borrowed(t), borrowed(s), borrowed(out)
+    c = t.config[0]
+    for b in range(s.env.shape[0]):
+        if which[b] == 0:
+            continue
+        v = s.env[b]
+        v.first_log = b * c.num_requests
+        for n in range(c.num_experts):
+            e = s.expert[b, n]
+            locate(c, b, n, e)
+            find_next_finish(s.queues, e)
+            write_in_full(c, s, out.masks, b, n)
+        observe_row(t, s, out, b, s.rows[b, v.index] if v.index < c.num_requests else -1)
+
+
+# -------------------------------------------------------------------------------------------- steps
+
+
+@inline
+def _request(c, requests, row, n, index, arrived):
+    """The request of a catalog row, sent to expert n."""
+    prompt = int(requests[row, n, PROMPT])
+    return Request(
+        index,
+        arrived,
+        arrived + (c.router_delay_s + prompt * c.delay_s_per_token),
+        prompt,
+        int(requests[row, n, OUTPUT]),
+        requests[row, n, SCORE],
+        requests[row, n, PREDICTED_SCORE],
+        requests[row, n, PREDICTED_OUTPUT],
+    )
+
+
+@inline
+def _late_scores(c, law, n, v, q, e, prompt, output):
+    """Second term of Eq. 16: scores of running requests that Eq. 15 says the new one makes late.
+
+    ``prompt`` and ``output`` are the new request's tokens.
+    """
+    k1 = law[n * EXPERT_WIDTH + K1]
+    k2 = law[n * EXPERT_WIDTH + K2]
+    total = 0.0
+    for i in range(e.running):
+        r = q.slots[running_slot(q, e, i)]
+        generated = generated_tokens(e, r)
+        length = max(r.predicted_output, 1.0) if c.predicted_estimator else float(r.output)
+        score = float(r.predicted_score) if c.predicted_estimator else float(r.score)
+        m = math.floor(max(0.0, min(length - generated, output)))
+        increase = (k1 * prompt + k2 * (m * prompt + 0.5 * m * (m + 1.0))) / length
+        current = (v.now - r.arrived) / max(generated, 1)
+        if current + increase >= v.latency_requirement:
+            if c.penalty == LITERAL or current < v.latency_requirement:
+                total += score
+    return total
+
+
+@inline
+def _route(c, t, s, b, n):
+    """Send the current request of row b to expert n, or drop it if n < 0.
+
+    Returns what the action itself adds to the two terms of the reward.
+    """
+    v = s.env[b]
+    index = v.index
+    row = s.rows[b, index]
+    entry = s.queues.log[v.first_log + index]
+    if n < 0:
+        entry.outcome = DROPPED
+        entry.prompt_tokens = int(t.requests[row, 0, PROMPT])
+        v.dropped += 1
+        return 0.0, 0.0
+    e = s.expert[b, n]
+    request = _request(c, t.requests, row, n, index, v.now)
+    if not can_take(c, t.law, n, e, request.prompt):
+        entry.outcome = REJECTED
+        entry.expert = n
+        entry.prompt_tokens = request.prompt
+        entry.score = request.score
+        entry.output_tokens = request.output
+        v.rejected += 1
+        return 0.0, 0.0
+    gain = 0.0
+    loss = 0.0
+    if c.reward == QOS_AWARE:
+        output = t.requests[row, n, PREDICTED_OUTPUT if c.predicted_estimator else OUTPUT]
+        prompt, length = float(request.prompt), float(output)
+        loss -= _late_scores(c, t.law, n, v, s.queues, e, prompt, length)
+    elif c.reward == PAID_FORWARD:
+        gain += request.score
+    enqueue(c, s.queues, e, request)
+    return gain, loss
+
+
+@jit
+def step(t, s, out, actions, which):
+    """Route the current request of every row b with which[b] != 0 and go on to the next.
+
+    Returns how many episodes have ended, or -1 - b if the action of row b is out of range (nothing
+    has changed then).
+    """
+    t, s, out = borrowed(t), borrowed(s), borrowed(out)
+    c = t.config[0]
+    for b in range(s.env.shape[0]):
+        if which[b] != 0 and (actions[b] < 0 or actions[b] > c.num_experts):
+            return -1 - b
+    ended = 0
+    for b in range(s.env.shape[0]):
+        if which[b] == 0:
+            continue
+        v = s.env[b]
+        gain, loss = _route(c, t, s, b, actions[b] - 1)
+        v.index += 1
+        last = v.index == c.num_requests
+        until = np.inf if last else s.arrivals[b, v.index]
+        v.step_qos = 0.0
+        v.step_late = 0.0
+        if c.uptime_s > 0.0:
+            for n in range(c.num_experts):
+                advance_failing(c, t.law, n, v, s.queues, s.expert[b, n], until)
+        for n in range(c.num_experts):
+            e = s.expert[b, n]
+            if e.end <= until and e.end < np.inf:
+                advance(c, t.law, n, v, s.queues, e, until)
+        if c.reward == PAID_FORWARD:
+            loss -= v.step_late
+        else:
+            gain += v.step_qos
+        v.now = max(v.now, v.last_finish) if last else until
+        memory = observe_row(t, s, out, b, -1 if last else s.rows[b, v.index])
+        if not last:
+            v.memory += memory
+        out.reward[b, 0] = gain
+        out.reward[b, 1] = loss
+        out.reward[b, 2] = 1.0 if last else 0.0
+        ended += last
+    return ended
+
+
+@jit
+def observe_stale(t, s, lagging, out, sent, which):
+    """Overwrite the observation of the rows b with which[b] != 0 by that of staleness_s ago.
+
+    The ``lagging`` systems, with a log of one row that nobody reads, are the systems ``s`` as the
+    router knows them: they get the actions ``sent`` (B, J) when these are old enough. At the end
+    of an episode there is no request to route and the queues are empty.
+    """
+    t, s, lagging, out = borrowed(t), borrowed(s), borrowed(lagging), borrowed(out)
+    c = t.config[0]
+    for b in range(s.env.shape[0]):
+        if which[b] == 0:
+            continue
+        now = s.env[b]
+        v = lagging.env[b]
+        if now.index == 0 or now.index == c.num_requests:
+            v.first_log = 0
+            v.latency_requirement = now.latency_requirement
+            v.failure_seed = now.failure_seed
+            _clear_system(c, t.law, b, lagging, v)
+        for n in range(c.num_experts):
+            locate(c, b, n, lagging.expert[b, n])  # a restored one comes from another row
+        row = -1
+        if now.index < c.num_requests:
+            row = s.rows[b, now.index]
+            v.now = now.now - c.staleness_s
+            while v.index < now.index and s.arrivals[b, v.index] <= v.now:
+                _route_lagging(c, t, s, lagging, b, sent[b, v.index] - 1)
+            for n in range(c.num_experts):
+                advance_failing(c, t.law, n, v, lagging.queues, lagging.expert[b, n], v.now)
+        for n in range(c.num_experts):
+            # The real system has written its own queues over these.
+            write_in_full(c, lagging, out.masks, b, n)
+        observe_row(t, lagging, out, b, row)
+
+
+@inline
+def _route_lagging(c, t, s, lagging, b, n):
+    """Bring the lagging system to its next request and send that to expert n, or drop it."""
+    v = lagging.env[b]
+    arrived = s.arrivals[b, v.index]
+    for k in range(c.num_experts):
+        advance_failing(c, t.law, k, v, lagging.queues, lagging.expert[b, k], arrived)
+    if n >= 0:
+        e = lagging.expert[b, n]
+        request = _request(c, t.requests, s.rows[b, v.index], n, v.index, arrived)
+        if can_take(c, t.law, n, e, request.prompt):
+            enqueue(c, lagging.queues, e, request)
+    v.index += 1
+
+
+# ------------------------------------------------------------------------------------------- replay
+
+
+@jit
+def run_replay(t, s, tokens, times, timeline):
+    """One expert serves every request of one list from an unbounded waiting queue.
+
+    ``s.arrivals`` (1, J) in seconds must not decrease; ``tokens`` (J, 2) are prompt and output
+    tokens. ``timeline`` (K, 3) receives the running and the waiting requests and the share of the
+    KV blocks in use at the ``times`` (K,), which must not decrease.
+    """
+    t, s = borrowed(t), borrowed(s)
+    c = t.config[0]
+    count = tokens.shape[0]
+    for n in range(c.num_experts):
+        v = s.env[0]
+        e = s.expert[0, n]
+        locate(c, 0, n, e)
+        clear_expert(c, t.law, n, s.queues, e)
+        for j in range(count):
+            _clear_log(s.queues.log[j])
+        zero = np.float32(0.0)
+        for j in range(count):
+            prompt, arrived = tokens[j, 0], s.arrivals[0, j]
+            available = arrived + (c.router_delay_s + prompt * c.delay_s_per_token)
+            request = Request(j, arrived, available, prompt, tokens[j, 1], zero, zero, zero)
+            enqueue(c, s.queues, e, request)
+        here = 0
+        for k in range(times.shape[0]):
+            advance(c, t.law, n, v, s.queues, e, times[k])
+            while here < count and s.arrivals[0, here] <= times[k]:
+                here += 1
+            timeline[k, 0] = e.running
+            # All requests are queued from the outset; those yet to arrive do not wait.
+            timeline[k, 1] = e.waiting - (count - here)
+            timeline[k, 2] = used_blocks(c, s.queues, e) / t.law[CAPACITY]
+        advance(c, t.law, n, v, s.queues, e, np.inf)

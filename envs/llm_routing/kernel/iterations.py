@@ -1,0 +1,372 @@
+"""One expert in time: an iteration-level scheduler that goes from boundary to boundary.
+
+A boundary is the end of an iteration: tokens are emitted and requests complete (1), memory is made
+room for (2), requests are admitted (3) and the next iteration starts (4). A run of decode
+iterations in which nothing else can happen is one closed-form update.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from servegym.envs._jit import inline, jit
+from servegym.envs.llm_routing.kernel.latency import (
+    chunk_attention_s,
+    decode_attention_s,
+    decode_iterations,
+    dense_s,
+    head_s,
+    prefill_s,
+)
+from servegym.envs.llm_routing.kernel.layout import (
+    CAPACITY,
+    CHUNKED,
+    COMPLETED,
+    DECODE,
+    EXPERT_WIDTH,
+    FAILED,
+    IDLE,
+    MIXED,
+    ORCA,
+    PAGED,
+    PREFILL,
+    RESERVE,
+)
+from servegym.envs.llm_routing.kernel.queues import (
+    blocks_of,
+    clear_expert,
+    find_next_finish,
+    generated_tokens,
+    head_entry,
+    head_slot,
+    make_room,
+    reuse_cached_blocks,
+    ring_entry,
+    running_slot,
+    wrap,
+)
+
+# -------------------------------------------------------------------------------------- completions
+
+
+@inline
+def _log_request(v, n, q, r, outcome, finish_s):
+    entry = q.log[v.first_log + r.request]
+    entry.expert = n
+    entry.outcome = outcome
+    entry.available_s = r.available
+    entry.admitted_s = r.admitted
+    entry.first_token_s = r.first
+    entry.finish_s = finish_s
+    entry.score = r.score
+    entry.prompt_tokens = r.prompt
+    entry.output_tokens = r.output
+    entry.preemptions = r.preemptions
+
+
+@inline
+def _complete(c, n, v, q, e, i, now):
+    """The request in slot i has its last token at ``now``: record it and free the slot."""
+    r = q.slots[e.first_slot + i]
+    _log_request(v, n, q, r, COMPLETED, now)
+    e2e = now - r.arrived
+    latency = e2e / r.output
+    v.completed += 1
+    v.latency += latency
+    v.e2e += e2e
+    v.ttft += r.first - r.arrived
+    if r.output > 1:
+        v.multi_token += 1
+        v.tpot += (now - r.first) / (r.output - 1)
+    v.communication += r.prompt * c.delay_s_per_token
+    v.waiting += r.admitted - r.available
+    v.inference += now - r.admitted
+    v.last_finish = max(v.last_finish, now)
+    if latency <= v.latency_requirement:
+        v.on_time += 1
+        v.qos += r.score
+        v.step_qos += r.score
+    else:
+        v.step_late += r.score
+    e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
+    if r.decoding:
+        e.decoding -= 1
+        e.decoding_tokens -= r.prompt + r.output
+    if c.prefix_caching:
+        e.free_tail += blocks_of(c, r.prompt + r.output - 1)
+    q.lists[e.first_entry + 2 * c.slots + e.free] = i
+    e.free += 1
+
+
+@inline
+def _start_decoding(e, r, now):
+    """R emits a token at the end of its prefill; the token counter of the expert takes over."""
+    r.generated += 1
+    r.decoding = 1
+    r.origin = e.emitted - r.generated
+    e.decoding += 1
+    e.decoding_tokens += r.prompt + r.generated
+    if r.generated == 1:
+        r.first = now
+
+
+@inline
+def _end_iteration(c, n, v, q, e):
+    """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
+    now = e.end
+    if e.iteration == IDLE:
+        return
+    if e.iteration != PREFILL:
+        e.emitted += 1
+        e.decoding_tokens += e.decoding
+        if e.iteration == DECODE and e.emitted < e.next_finish:
+            return
+    if e.iteration != DECODE:
+        for i in range(e.running - e.admitted, e.running):
+            r = q.slots[running_slot(q, e, i)]
+            if e.iteration == MIXED:
+                r.computed += r.chunk
+                if r.computed < r.prompt + r.generated:
+                    continue
+            _start_decoding(e, r, now)
+    still_running = 0
+    for i in range(e.running):
+        k = q.lists[e.first_entry + i]
+        r = q.slots[e.first_slot + k]
+        if r.decoding and e.emitted - r.origin >= r.output:
+            _complete(c, n, v, q, e, k, now)
+        else:
+            q.lists[e.first_entry + still_running] = k
+            still_running += 1
+    e.running = still_running
+    find_next_finish(q, e)
+
+
+# ---------------------------------------------------------------------------------------- admission
+
+
+@inline
+def _continue_chunks(c, q, e):
+    """Next chunks of prefills under way: the last of the running list; returns their tokens."""
+    tokens = 0
+    budget = c.token_budget - e.decoding
+    e.admitted = e.running - e.decoding
+    for i in range(e.decoding, e.running):
+        r = q.slots[running_slot(q, e, i)]
+        r.chunk = min(r.prompt + r.generated - r.computed, budget)
+        budget -= r.chunk
+        tokens += r.chunk
+    return tokens
+
+
+@inline
+def _admit(c, law, n, q, e, now):
+    """Step 3 of a boundary: admit from the head of the waiting queue, first come first served.
+
+    Returns the prefill tokens of the iteration.
+    """
+    capacity = int(law[n * EXPERT_WIDTH + CAPACITY])
+    chunked = c.scheduler == CHUNKED
+    tokens = 0
+    budget = c.token_budget
+    e.admitted = 0
+    if chunked:
+        tokens = _continue_chunks(c, q, e)
+        budget -= e.decoding + tokens
+    while e.waiting > 0 and e.running < c.running_capacity and (budget > 0 or not chunked):
+        i = q.lists[head_entry(c, e)]
+        r = q.slots[e.first_slot + i]
+        if r.available > now:
+            break
+        need = r.prompt + r.generated
+        if not chunked and tokens > 0 and tokens + need > c.token_budget:
+            break
+        blocks = blocks_of(c, need)
+        longest = blocks_of(c, r.prompt + c.max_output_tokens)
+        if c.memory_policy == RESERVE:
+            if e.reserved + longest > capacity:
+                break
+        elif e.used + blocks > capacity:
+            break
+        e.ring_head = wrap(c, e.ring_head + 1)
+        e.waiting -= 1
+        r.computed = 0
+        if c.prefix_caching:
+            reuse_cached_blocks(c, q, e, r, blocks)
+        r.preempted = 0
+        q.lists[e.first_entry + e.running] = i
+        e.running += 1
+        e.admitted += 1
+        e.used += blocks
+        e.reserved += longest
+        if math.isnan(r.admitted):
+            r.admitted = now
+        if chunked:
+            r.chunk = min(need - r.computed, budget)
+            budget -= r.chunk
+            tokens += r.chunk
+        else:
+            tokens += need
+    return tokens
+
+
+# --------------------------------------------------------------------------------------- iterations
+
+
+@inline
+def _start_mixed(c, law, n, q, e, now, tokens):
+    """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
+    time = dense_s(c, law, n, float(tokens + e.decoding))
+    chunks = 0
+    for i in range(e.running - e.admitted, e.running):
+        r = q.slots[running_slot(q, e, i)]
+        if r.chunk > 0:
+            chunks += 1
+            time += chunk_attention_s(c, law, n, float(r.chunk), float(r.computed))
+    if e.decoding > 0:
+        time += decode_attention_s(c, law, n, e.decoding, e.decoding_tokens / e.decoding)
+    e.end = now + time + head_s(c, law, n, e.decoding + chunks)
+
+
+@inline
+def _run_decodes(c, law, n, e, limit, now, until, before):
+    """From a boundary at ``now``, pass the decode iterations that fit and start the one after."""
+    done, spent, cost = decode_iterations(c, law, n, e, limit, until - now, before)
+    e.emitted += done
+    e.decoding_tokens += e.running * done
+    e.start = now + spent
+    e.end = e.start + cost
+    return done
+
+
+@inline
+def _start_decodes(c, law, n, q, e, now, until, preempted):
+    """Decode iterations up to the first in which something else may happen."""
+    limit = e.next_finish - e.emitted - 1
+    if c.memory_policy == PAGED:
+        # b sequences take at most b blocks in block_size iterations.
+        free = int(law[n * EXPERT_WIDTH + CAPACITY]) - e.used
+        limit = min(limit, c.block_size * (free // e.running))
+    before = np.inf
+    if e.waiting > 0 and e.running < c.running_capacity:
+        head = q.slots[head_slot(c, q, e)]
+        if head.available > now:
+            before = head.available - now
+        elif preempted > 0:
+            limit = 0  # whether it fits is decided at the next boundary
+    done = _run_decodes(c, law, n, e, limit, now, until, before)
+    if c.prefix_caching:
+        for i in range(e.running):
+            r = q.slots[running_slot(q, e, i)]
+            tokens = r.prompt + generated_tokens(e, r)
+            e.free_head += blocks_of(c, tokens) - blocks_of(c, tokens - done)
+
+
+@inline
+def _start_iteration(c, law, n, q, e, now, until):
+    """Steps 2-4 of a boundary at ``now``; decodes run on up to ``until``."""
+    e.start = now
+    preempted = 0
+    if c.memory_policy == PAGED:
+        preempted = make_room(c, law, n, q, e)
+    e.admitted = 0
+    if preempted == 0:
+        tokens = _admit(c, law, n, q, e, now)
+    elif c.scheduler == CHUNKED:
+        tokens = _continue_chunks(c, q, e)
+    else:
+        tokens = 0
+
+    if e.admitted > 0 and c.scheduler == ORCA:
+        e.iteration = PREFILL
+        e.end = now + prefill_s(c, law, n, float(tokens))
+    elif e.admitted > 0:
+        e.iteration = MIXED
+        _start_mixed(c, law, n, q, e, now, tokens)
+    elif e.running > 0:
+        e.iteration = DECODE
+        _start_decodes(c, law, n, q, e, now, until, preempted)
+    else:
+        e.iteration = IDLE
+        e.end = np.inf
+        if e.waiting > 0:
+            e.end = max(now, q.slots[head_slot(c, q, e)].available)
+
+
+@inline
+def advance(c, law, n, v, q, e, until):
+    """Process every boundary of one expert at or before ``until``."""
+    while e.end <= until and e.end < np.inf:
+        now = e.end
+        if (
+            e.iteration == DECODE
+            and e.emitted + 1 < e.next_finish
+            and c.memory_policy == RESERVE
+            and (e.waiting == 0 or e.running == c.running_capacity)
+        ):
+            # Nothing can happen at this boundary: the usual case, without the calls.
+            e.emitted += 1
+            e.decoding_tokens += e.decoding
+            _run_decodes(c, law, n, e, e.next_finish - e.emitted - 1, now, until, np.inf)
+            continue
+        _end_iteration(c, n, v, q, e)
+        _start_iteration(c, law, n, q, e, now, until)
+
+
+# ----------------------------------------------------------------------------------------- failures
+
+
+@jit
+def _hash32(x):
+    """A bijection of 32-bit numbers; its products stay below 2**63."""
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@jit
+def sojourn_s(c, seed, n, change):
+    """How long expert n stays up (even ``change``) or down (odd): exponential, in seconds.
+
+    ``seed`` (32 bits) is drawn at reset and hashed with n and the number of changes.
+    """
+    x = _hash32(_hash32(_hash32(seed) ^ (n + 1)) ^ change)
+    return -math.log((x + 0.5) * 2.0**-32) * (c.uptime_s if change % 2 == 0 else c.downtime_s)
+
+
+@inline
+def change_availability(c, n, v, e):
+    """An expert that is up goes down, or comes back; draw when that changes again."""
+    e.down = 1 - e.down
+    e.changes += 1
+    e.next_change += sojourn_s(c, v.failure_seed, n, e.changes)
+
+
+@jit
+def _fail(c, law, n, v, q, e):
+    """Expert n dies: all that it runs, queues or is being sent is lost."""
+    for i in range(e.running + e.waiting):
+        entry = e.first_entry + i if i < e.running else ring_entry(c, e, i - e.running)
+        r = q.slots[e.first_slot + q.lists[entry]]
+        _log_request(v, n, q, r, FAILED, np.nan)
+        v.failed += 1
+        v.step_late += r.score
+    clear_expert(c, law, n, q, e)
+    find_next_finish(q, e)
+
+
+@jit
+def advance_failing(c, law, n, v, q, e, until):
+    """`advance` of an expert that may fail and come back, until it is empty if that is inf."""
+    while True:
+        changes = c.uptime_s > 0.0 and e.next_change <= until
+        if until == np.inf and e.running + e.waiting == 0:
+            changes = False
+        advance(c, law, n, v, q, e, e.next_change if changes else until)
+        if not changes:
+            return
+        if e.down == 0:
+            _fail(c, law, n, v, q, e)
+        change_availability(c, n, v, e)

@@ -1,0 +1,257 @@
+"""The arrays of the engine: records, named tuples of arrays, and the codes in them.
+
+Units are seconds and tokens; memory is counted in KV blocks. B is the number of systems, N of
+experts, R and W the running and the waiting capacity of an expert, J the requests of an episode and
+P the rows of the catalog.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+ORCA, CHUNKED = 0, 1  # config.scheduler
+RESERVE, PAGED = 0, 1  # config.memory_policy
+COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2  # config.reward
+NEW_VIOLATIONS, LITERAL = 0, 1  # config.penalty
+GRAPH, FLAT, EXPERTS = 0, 1, 2  # config.layout
+PENDING, COMPLETED, DROPPED, REJECTED, FAILED = 0, 1, 2, 3, 4  # log.outcome
+IDLE, PREFILL, DECODE, MIXED = 0, 1, 2, 3  # expert.iteration
+
+# Columns of the request table.
+PROMPT, SCORE, OUTPUT, PREDICTED_SCORE, PREDICTED_OUTPUT = 0, 1, 2, 3, 4
+
+# The law begins with as many numbers for each expert: its KV blocks, and k1 and k2 of Eq. 15.
+EXPERT_WIDTH = 3
+CAPACITY, K1, K2 = 0, 1, 2
+
+# Documented bounds of the observation; larger values are clipped.
+MAX_PROMPT_TOKENS = 8192.0
+MAX_LATENCY_S_PER_TOKEN = 10.0
+
+
+def _record(fields: list[tuple[str, str]]) -> np.dtype:
+    # np.record scalars give attribute access with the JIT switched off, too.
+    return np.dtype((np.record, np.dtype(fields, align=True)))
+
+
+CONFIG = _record(
+    [
+        ("num_experts", "i8"),  # N
+        ("running_capacity", "i8"),  # R, requests
+        ("waiting_capacity", "i8"),  # W, requests
+        ("slots", "i8"),  # requests that an expert can hold
+        ("scheduler", "i8"),  # ORCA or CHUNKED
+        ("memory_policy", "i8"),  # RESERVE or PAGED
+        ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
+        ("token_budget", "i8"),  # tokens of an iteration, at most
+        ("block_size", "i8"),  # tokens of a KV block
+        ("max_output_tokens", "i8"),  # longest answer
+        ("num_requests", "i8"),  # J
+        ("reward", "i8"),  # COMPLETED_QOS, QOS_AWARE or PAID_FORWARD
+        ("penalty", "i8"),  # NEW_VIOLATIONS or LITERAL
+        ("predicted_estimator", "i8"),  # 1: Eq. 15 takes predicted scores and lengths
+        ("layout", "i8"),  # of the observation: GRAPH, FLAT or EXPERTS
+        # Lengths of the axes of the latency tables, and where axes (x) and tables (y) begin in
+        # the law, see `config.pack_laws`.
+        ("n_dense", "i8"),
+        ("n_chunk", "i8"),
+        ("n_context", "i8"),
+        ("n_decode", "i8"),
+        ("n_sequences", "i8"),
+        ("n_head", "i8"),
+        ("x_dense", "i8"),  # tokens of an iteration
+        ("y_dense", "i8"),  # (N, n_dense) s
+        ("x_chunk", "i8"),  # tokens of a prefill chunk
+        ("x_context", "i8"),  # tokens computed before the chunk
+        ("y_chunk", "i8"),  # (N, n_chunk, n_context) s, attention of a chunk
+        ("x_decode", "i8"),  # tokens of the mean context of the decodes
+        ("y_decode", "i8"),  # (N, n_sequences, n_decode) s, whole decode iterations
+        ("y_slope", "i8"),  # (N, n_sequences, n_decode) s/token, slopes of their segments
+        ("y_attention", "i8"),  # (N, n_sequences, n_decode) s, decodes next to prefill chunks
+        ("y_head", "i8"),  # (N, n_head) s, output head by sequences
+        ("delay_s_per_token", "f8"),  # transfer time of a prompt token
+        ("router_delay_s", "f8"),  # constant delay of every request
+        ("blocks_per_token", "f8"),  # 1 / block_size
+        ("uptime_s", "f8"),  # mean time to failure of an expert; 0: none fails
+        ("downtime_s", "f8"),  # mean time to repair
+        ("staleness_s", "f8"),  # age of what the router sees of the experts
+    ]
+)
+"""What all systems of a problem share."""
+
+ENV = _record(
+    [
+        ("index", "i8"),  # of the request to route, 0 to J
+        ("first_log", "i8"),  # where the system's entries begin in the log
+        ("now", "f8"),  # s
+        ("latency_requirement", "f8"),  # L, s/token
+        # Requests of the episode so far.
+        ("completed", "i8"),
+        ("dropped", "i8"),
+        ("rejected", "i8"),
+        ("on_time", "i8"),  # completed within L
+        ("multi_token", "i8"),  # completed with more than one token
+        ("failed", "i8"),
+        ("failure_seed", "i8"),  # 32 bits that decide when experts fail
+        # Sums over the completed requests.
+        ("qos", "f8"),  # scores of those on time
+        ("latency", "f8"),  # s/token
+        ("ttft", "f8"),  # s
+        ("tpot", "f8"),  # s
+        ("e2e", "f8"),  # s
+        ("waiting", "f8"),  # s
+        ("inference", "f8"),  # s
+        ("communication", "f8"),  # s
+        ("memory", "f8"),  # share of the KV memory in use, mean of the experts, sum over decisions
+        ("last_finish", "f8"),  # s
+        ("step_qos", "f8"),  # scores of the requests completed on time in this step
+        ("step_late", "f8"),  # scores of those late or lost in this step
+    ]
+)
+"""Clock and sums of a system."""
+
+EXPERT = _record(
+    [
+        ("start", "f8"),  # s, begin of the iteration in flight
+        ("end", "f8"),  # s, its end: the next boundary; inf: none
+        ("first_slot", "i8"),  # where its requests begin in the slots
+        ("first_entry", "i8"),  # where its lists begin
+        ("iteration", "i8"),  # in flight: IDLE, PREFILL, DECODE or MIXED
+        ("emitted", "i8"),  # decode iterations so far
+        ("next_finish", "i8"),  # value of `emitted` at which the next running request is done
+        ("running", "i8"),  # requests
+        ("waiting", "i8"),  # requests
+        ("ring_head", "i8"),  # where the waiting queue begins in its ring
+        ("free", "i8"),  # slots
+        ("decoding", "i8"),  # running requests whose prefill is done
+        ("decoding_tokens", "i8"),  # prompt and generated tokens of those
+        ("admitted", "i8"),  # running requests whose prefill is under way: the last of the list
+        ("reserved", "i8"),  # blocks for the longest answers of the running requests
+        ("segment", "i8"),  # of the decode table in which the last run ended
+        # Prefix caching: blocks in use at the last boundary, ends of the queue of free blocks.
+        ("used", "i8"),
+        ("free_head", "i8"),
+        ("free_tail", "i8"),
+        # Rows of the observation that are not zero.
+        ("written_running", "i8"),
+        ("written_waiting", "i8"),
+        ("down", "i8"),  # 1: it has failed and is not back
+        ("changes", "i8"),  # how often that has changed
+        ("next_change", "f8"),  # s, when it changes next; inf: never
+    ]
+)
+"""An expert: an iteration-level scheduler with its running list and its waiting queue."""
+
+SLOT = _record(
+    [
+        # The first 64 bytes are what every step reads.
+        ("arrived", "f8"),  # s, at the router
+        ("available", "f8"),  # s, at the expert
+        ("origin", "i8"),  # value of the expert's `emitted` at which it had no token, if decoding
+        ("request", "i4"),  # index in the episode
+        ("prompt", "i4"),  # tokens
+        ("output", "i4"),  # tokens
+        ("generated", "i4"),  # tokens, up to date unless decoding: see `generated_tokens`
+        ("decoding", "i4"),  # 1: its prefill is done
+        ("preempted", "i4"),  # 1: it waits to run again
+        ("chunk", "i4"),  # tokens of its prefill in this iteration
+        ("score", "f4"),
+        ("predicted_score", "f4"),
+        ("predicted_output", "f4"),  # tokens
+        ("admitted", "f8"),  # s, NaN before
+        ("first", "f8"),  # s, first token; NaN before
+        # Prefix caching: where its cached blocks lie in the queue of free blocks.
+        ("segment", "i8"),
+        ("computed", "i4"),  # tokens whose prefill is done
+        ("segment_blocks", "i4"),
+        ("preemptions", "i4"),
+    ]
+)
+"""A request at an expert."""
+
+LOG = _record(
+    [
+        ("available_s", "f8"),
+        ("admitted_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finish_s", "f8"),
+        ("score", "f4"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("expert", "i2"),
+        ("outcome", "i2"),
+        ("preemptions", "i4"),
+    ]
+)
+"""What became of a request."""
+
+
+class Tables(NamedTuple):
+    """What all systems of a problem share.
+
+    Attributes:
+        config: ``(1,)`` `CONFIG`.
+        law: float64, latency tables of all experts: see `config.pack_laws`.
+        requests: float32 ``(P, N, 5)``, the columns `PROMPT` to `PREDICTED_OUTPUT` of every catalog
+            row at every expert.
+    """
+
+    config: np.ndarray
+    law: np.ndarray
+    requests: np.ndarray
+
+
+class Queues(NamedTuple):
+    """The requests at the experts and in the log, flat.
+
+    Expert n of row b owns S records of ``slots`` from its ``first_slot`` on, and 3 S entries of
+    ``lists`` from its ``first_entry`` on: the running list in order of admission, the ring of the
+    waiting queue and the stack of free slots, all numbers of its own slots. Views of parts would be
+    reference-counted on the hot path.
+
+    Attributes:
+        slots: ``(B N S,)`` `SLOT`.
+        lists: int32 ``(3 B N S,)``.
+        log: ``(B J,)`` `LOG`.
+    """
+
+    slots: np.ndarray
+    lists: np.ndarray
+    log: np.ndarray
+
+
+class Systems(NamedTuple):
+    """The state of B systems.
+
+    Attributes:
+        arrivals: float64 ``(B, J)``, seconds.
+        rows: int32 ``(B, J)``, catalog rows of the requests.
+        env: ``(B,)`` `ENV`.
+        expert: ``(B, N)`` `EXPERT`.
+        queues: the requests in the systems.
+    """
+
+    arrivals: np.ndarray
+    rows: np.ndarray
+    env: np.ndarray
+    expert: np.ndarray
+    queues: Queues
+
+
+class Buffers(NamedTuple):
+    """What a step writes for the agents.
+
+    Attributes:
+        observation: float32, sections with a leading axis of B. `GRAPH`: request (N, 3), experts
+            (N, 3), running (N, R, 6), waiting (N, W, 6) and latency requirement (1,); `FLAT`:
+            (1 + N (6 + 6 R + 6 W),); `EXPERTS`: (3 N,).
+        masks: int8, sections with a leading axis of B: with `GRAPH` running (N, R) and waiting
+            (N, W), then the action mask (N + 1,).
+        reward: float64 ``(B, 3)``: the two terms of the reward and whether the episode has ended.
+    """
+
+    observation: np.ndarray
+    masks: np.ndarray
+    reward: np.ndarray

@@ -1,0 +1,230 @@
+"""What the router sees: one function a layout, and the mask of the legal actions.
+
+Rows of queues that were empty before and are empty now are left alone, so what an observation costs
+goes by the requests in the system and not by the size of the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+
+from servegym.envs._jit import inline, jit
+from servegym.envs.llm_routing.kernel.layout import (
+    CAPACITY,
+    EXPERT_WIDTH,
+    EXPERTS,
+    FLAT,
+    GRAPH,
+    MAX_LATENCY_S_PER_TOKEN,
+    MAX_PROMPT_TOKENS,
+    PREDICTED_OUTPUT,
+    PREDICTED_SCORE,
+    PROMPT,
+)
+from servegym.envs.llm_routing.kernel.queues import (
+    blocks_of,
+    can_take,
+    generated_tokens,
+    running_slot,
+    used_blocks,
+    waiting_slot,
+)
+
+PROMPT_SCALE = 16.0
+LATENCY_SCALE = 0.01
+PROMPT_LOG = 1.0 / math.log1p(MAX_PROMPT_TOKENS / PROMPT_SCALE)
+LATENCY_LOG = 1.0 / math.log1p(MAX_LATENCY_S_PER_TOKEN / LATENCY_SCALE)
+
+# Features of a request of Eq. 6, of the arrived one and of an expert.
+REQUEST_WIDTH = 6
+ARRIVED_WIDTH = 3
+STATE_WIDTH = 3
+
+
+@jit
+def observe_row(t, s, out, b, row):
+    """Write row b of the observation and of the action mask; returns the mean memory use.
+
+    ``row`` is the catalog row of the request to route, -1 after the last.
+    """
+    c = t.config[0]
+    if c.layout == EXPERTS:
+        first = 0
+        memory = _observe_experts(c, t, s, out, b)
+    elif c.layout == FLAT:
+        first = 0
+        memory = _observe_flat(c, t, s, out, b, row)
+    else:
+        queued = c.running_capacity + c.waiting_capacity
+        first = s.env.shape[0] * c.num_experts * queued
+        memory = _observe_graph(c, t, s, out, b, row)
+    _write_action_mask(c, t, s, out.masks, b, row, first + b * (c.num_experts + 1))
+    return memory
+
+
+@inline
+def _write_action_mask(c, t, s, masks, b, row, m):
+    masks[m] = 1
+    for n in range(c.num_experts):
+        if row < 0:
+            masks[m + 1 + n] = 1
+        else:
+            prompt = int(t.requests[row, n, PROMPT])
+            masks[m + 1 + n] = can_take(c, t.law, n, s.expert[b, n], prompt)
+
+
+@inline
+def _observe_experts(c, t, s, out, b):
+    """Layout EXPERTS: memory in use, running and waiting requests of each expert, in [0, 1]."""
+    total = 0.0
+    for n in range(c.num_experts):
+        e = s.expert[b, n]
+        memory = used_blocks(c, s.queues, e) * (1.0 / t.law[n * EXPERT_WIDTH + CAPACITY])
+        total += memory
+        o = (b * c.num_experts + n) * STATE_WIDTH
+        out.observation[o] = memory
+        out.observation[o + 1] = e.running / c.running_capacity
+        out.observation[o + 2] = e.waiting / (c.running_capacity + c.waiting_capacity)
+    return total / c.num_experts
+
+
+@inline
+def _observe_graph(c, t, s, out, b, row):
+    """Layout GRAPH: raw units, a section a key and the masks of the queues."""
+    obs = out.observation
+    experts = s.env.shape[0] * c.num_experts
+    cap_r, cap_w = c.running_capacity, c.waiting_capacity
+    o_state = experts * ARRIVED_WIDTH
+    o_running = o_state + experts * STATE_WIDTH
+    o_waiting = o_running + experts * cap_r * REQUEST_WIDTH
+    o_limit = o_waiting + experts * cap_w * REQUEST_WIDTH
+    total = 0.0
+    for n in range(c.num_experts):
+        e = s.expert[b, n]
+        at = b * c.num_experts + n
+        _write_arrived(t.requests, n, row, obs, at * ARRIVED_WIDTH)
+        waiting = min(e.waiting, cap_w)
+        o_run = o_running + at * cap_r * REQUEST_WIDTH
+        o_wait = o_waiting + at * cap_w * REQUEST_WIDTH
+        memory = _write_queues(c, t.law, n, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
+        total += memory
+        o = o_state + at * STATE_WIDTH
+        obs[o] = memory
+        obs[o + 1] = e.running
+        obs[o + 2] = e.waiting
+        _write_mask(out.masks, at * cap_r, e.written_running, e.running)
+        _write_mask(out.masks, experts * cap_r + at * cap_w, e.written_waiting, waiting)
+        e.written_running = e.running
+        e.written_waiting = waiting
+    obs[o_limit + b] = s.env[b].latency_requirement
+    return total / c.num_experts
+
+
+@inline
+def _observe_flat(c, t, s, out, b, row):
+    """Layout FLAT: L, then all that is known of each expert, in [0, 1]."""
+    obs = out.observation
+    cap_r, cap_w = c.running_capacity, c.waiting_capacity
+    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * (cap_r + cap_w)
+    first = b * (1 + c.num_experts * width)
+    obs[first] = s.env[b].latency_requirement
+    total = 0.0
+    for n in range(c.num_experts):
+        e = s.expert[b, n]
+        o = first + 1 + n * width
+        _write_arrived(t.requests, n, row, obs, o)
+        obs[o] = math.log1p(obs[o] / PROMPT_SCALE) * PROMPT_LOG
+        obs[o + 2] /= c.max_output_tokens
+        o += ARRIVED_WIDTH
+        waiting = min(e.waiting, cap_w)
+        o_run = o + STATE_WIDTH
+        o_wait = o_run + REQUEST_WIDTH * cap_r
+        memory = _write_queues(c, t.law, n, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
+        total += memory
+        obs[o] = memory
+        obs[o + 1] = e.running / cap_r
+        obs[o + 2] = e.waiting / (cap_r + cap_w)
+        for i in range(e.running):
+            _scale_request(c, obs, o_run + REQUEST_WIDTH * i)
+        for k in range(waiting):
+            _scale_request(c, obs, o_wait + REQUEST_WIDTH * k)
+        e.written_running = e.running
+        e.written_waiting = waiting
+    return total / c.num_experts
+
+
+@inline
+def _write_arrived(requests, n, row, obs, o):
+    """The request to route, as expert n would serve it; zeros after the last."""
+    if row >= 0:
+        obs[o] = min(requests[row, n, PROMPT], MAX_PROMPT_TOKENS)
+        obs[o + 1] = requests[row, n, PREDICTED_SCORE]
+        obs[o + 2] = requests[row, n, PREDICTED_OUTPUT]
+    else:
+        obs[o] = 0.0
+        obs[o + 1] = 0.0
+        obs[o + 2] = 0.0
+
+
+@inline
+def _write_queues(c, law, n, q, e, now, waiting, obs, o_run, o_wait):
+    """Rows of the requests that run and of the first ``waiting``; returns the memory in use."""
+    per_capacity = 1.0 / law[n * EXPERT_WIDTH + CAPACITY]
+    used = 0
+    for i in range(e.running):
+        r = q.slots[running_slot(q, e, i)]
+        blocks = blocks_of(c, r.prompt + generated_tokens(e, r))
+        used += blocks
+        _write_request(e, r, now, blocks * per_capacity, obs, o_run + REQUEST_WIDTH * i)
+    for k in range(waiting):
+        r = q.slots[waiting_slot(c, q, e, k)]
+        _write_request(e, r, now, 0.0, obs, o_wait + REQUEST_WIDTH * k)
+    for i in range(REQUEST_WIDTH * e.running, REQUEST_WIDTH * e.written_running):
+        obs[o_run + i] = 0.0
+    for i in range(REQUEST_WIDTH * waiting, REQUEST_WIDTH * e.written_waiting):
+        obs[o_wait + i] = 0.0
+    return used * per_capacity
+
+
+@inline
+def _write_request(e, r, now, memory, obs, o):
+    """Eq. 6: prompt tokens, predicted score and length, memory, tokens and latency so far."""
+    generated = generated_tokens(e, r)
+    obs[o] = min(float(r.prompt), MAX_PROMPT_TOKENS)
+    obs[o + 1] = r.predicted_score
+    obs[o + 2] = r.predicted_output
+    obs[o + 3] = memory
+    obs[o + 4] = generated
+    obs[o + 5] = min((now - r.arrived) / max(generated, 1), MAX_LATENCY_S_PER_TOKEN)
+
+
+@jit
+def _scale_request(c, obs, o):
+    """The six features of Eq. 6 to [0, 1]; prompt length and latency on a log scale."""
+    obs[o] = math.log1p(obs[o] / PROMPT_SCALE) * PROMPT_LOG
+    obs[o + 2] /= c.max_output_tokens
+    obs[o + 4] /= c.max_output_tokens
+    obs[o + 5] = math.log1p(obs[o + 5] / LATENCY_SCALE) * LATENCY_LOG
+
+
+@inline
+def _write_mask(masks, m, before, count):
+    """1 for the first ``count`` where the first ``before`` were."""
+    for i in range(min(count, before), max(count, before)):
+        masks[m + i] = i < count
+
+
+@jit
+def write_in_full(c, s, masks, b, n):
+    """Have the next observation of expert n written in full, whatever was written before."""
+    e = s.expert[b, n]
+    e.written_running = c.running_capacity
+    e.written_waiting = c.waiting_capacity
+    if c.layout == GRAPH:
+        at = b * c.num_experts + n
+        m = at * c.running_capacity
+        for i in range(c.running_capacity):
+            masks[m + i] = 1
+        m = s.env.shape[0] * c.num_experts * c.running_capacity + at * c.waiting_capacity
+        for i in range(c.waiting_capacity):
+            masks[m + i] = 1
