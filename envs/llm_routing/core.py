@@ -166,7 +166,7 @@ class RoutingBatch:
         )
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
         calls = [
-            (kernel.begin, (*self._arguments, which)),
+            (kernel.begin, (*self._arguments[:2], which)),
             (kernel.observe, (*self._arguments, which)),
             (kernel.step, (*self._arguments, actions, which)),
         ]
@@ -212,7 +212,8 @@ class RoutingBatch:
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
-        self._begin(*self._arguments, which)
+        self._begin(*self._arguments[:2], which)
+        self._observe(*self._arguments, which)
         if self.stale:
             self._observe_stale(*self._stale_arguments, which)
 

@@ -12,10 +12,9 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import borrowed, inline, jit
+from servegym.envs._jit import borrowed, inline, inner, jit
 from servegym.envs.llm_routing.kernel.iterations import (
     advance,
-    advance_failing,
     change_availability,
     sojourn_s,
 )
@@ -113,12 +112,12 @@ __all__ = [
 
 
 @jit
-def begin(t, s, out, which):
-    """Start a new episode in the rows b with which[b] != 0 and write their first observation.
+def begin(t, s, which):
+    """Start a new episode in the rows b with which[b] != 0; `observe` writes what is seen.
 
     ``arrivals[b]`` (s), ``rows[b]`` (catalog rows) and ``env[b].latency_requirement`` must be set.
     """
-    t, s, out = borrowed(t), borrowed(s), borrowed(out)
+    t, s = borrowed(t), borrowed(s)
     c = t.config[0]
     for b in range(s.env.shape[0]):
         if which[b] == 0:
@@ -133,10 +132,9 @@ def begin(t, s, out, which):
             e = s.expert[b, n]
             while e.next_change <= v.now:
                 change_availability(c, n, v, e)
-    observe(t, s, out, which)
 
 
-@jit
+@inner
 def _clear_system(c, law, b, s, v):
     """Row b at time 0: all experts up and idle, nothing decided."""
     v.index = 0
@@ -167,7 +165,7 @@ def _clear_system(c, law, b, s, v):
             e.next_change = sojourn_s(c, v.failure_seed, n, e.changes)
 
 
-@jit
+@inner
 def _clear_log(entry):
     """A request about which nothing is known yet."""
     entry.available_s = np.nan
@@ -302,12 +300,9 @@ def step(t, s, out, actions, which):
         until = np.inf if last else s.arrivals[b, v.index]
         v.step_qos = 0.0
         v.step_late = 0.0
-        if c.uptime_s > 0.0:
-            for n in range(c.num_experts):
-                advance_failing(c, t.law, n, v, s.queues, s.expert[b, n], until)
         for n in range(c.num_experts):
             e = s.expert[b, n]
-            if e.end <= until and e.end < np.inf:
+            if e.end <= until or e.next_change <= until:
                 advance(c, t.law, n, v, s.queues, e, until)
         if c.reward == PAID_FORWARD:
             loss -= v.step_late
@@ -353,7 +348,7 @@ def observe_stale(t, s, lagging, out, sent, which):
             while v.index < now.index and s.arrivals[b, v.index] <= v.now:
                 _route_lagging(c, t, s, lagging, b, sent[b, v.index] - 1)
             for n in range(c.num_experts):
-                advance_failing(c, t.law, n, v, lagging.queues, lagging.expert[b, n], v.now)
+                advance(c, t.law, n, v, lagging.queues, lagging.expert[b, n], v.now)
         for n in range(c.num_experts):
             # The real system has written its own queues over these.
             write_in_full(c, lagging, out.masks, b, n)
@@ -366,7 +361,7 @@ def _route_lagging(c, t, s, lagging, b, n):
     v = lagging.env[b]
     arrived = s.arrivals[b, v.index]
     for k in range(c.num_experts):
-        advance_failing(c, t.law, k, v, lagging.queues, lagging.expert[b, k], arrived)
+        advance(c, t.law, k, v, lagging.queues, lagging.expert[b, k], arrived)
     if n >= 0:
         e = lagging.expert[b, n]
         request = _request(c, t.requests, s.rows[b, v.index], n, v.index, arrived)

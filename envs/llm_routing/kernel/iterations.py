@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import inline, jit
+from servegym.envs._jit import inline, inner, jit
 from servegym.envs.llm_routing.kernel.latency import (
     chunk_attention_s,
     decode_attention_s,
@@ -296,7 +296,7 @@ def _start_iteration(c, law, n, q, e, now, until):
 
 
 @inline
-def advance(c, law, n, v, q, e, until):
+def _pass_boundaries(c, law, n, v, q, e, until):
     """Process every boundary of one expert at or before ``until``."""
     while e.end <= until and e.end < np.inf:
         now = e.end
@@ -318,7 +318,7 @@ def advance(c, law, n, v, q, e, until):
 # ----------------------------------------------------------------------------------------- failures
 
 
-@jit
+@inner
 def _hash32(x):
     """A bijection of 32-bit numbers; its products stay below 2**63."""
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
@@ -344,7 +344,7 @@ def change_availability(c, n, v, e):
     e.next_change += sojourn_s(c, v.failure_seed, n, e.changes)
 
 
-@jit
+@inner
 def _fail(c, law, n, v, q, e):
     """Expert n dies: all that it runs, queues or is being sent is lost."""
     for i in range(e.running + e.waiting):
@@ -357,14 +357,17 @@ def _fail(c, law, n, v, q, e):
     find_next_finish(q, e)
 
 
-@jit
-def advance_failing(c, law, n, v, q, e, until):
-    """`advance` of an expert that may fail and come back, until it is empty if that is inf."""
+@inline
+def advance(c, law, n, v, q, e, until):
+    """Let one expert work until ``until``, or until it is empty if that is inf.
+
+    Boundaries and failures at ``until`` count.
+    """
     while True:
         changes = c.uptime_s > 0.0 and e.next_change <= until
         if until == np.inf and e.running + e.waiting == 0:
             changes = False
-        advance(c, law, n, v, q, e, e.next_change if changes else until)
+        _pass_boundaries(c, law, n, v, q, e, e.next_change if changes else until)
         if not changes:
             return
         if e.down == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from servegym.envs._jit import inline, jit
+from servegym.envs._jit import inline, inner
 
 
 @inline
@@ -32,13 +32,13 @@ def interpolate(law, ox, oy, n, x):
     return y0 + (law[oy + i + 1] - y0) * ((x - x0) / (law[ox + i + 1] - x0))
 
 
-@jit
+@inner
 def dense_s(c, law, n, tokens):
     """Everything but attention and output head, of an iteration over ``tokens`` tokens."""
     return interpolate(law, c.x_dense, c.y_dense + n * c.n_dense, c.n_dense, tokens)
 
 
-@jit
+@inner
 def chunk_attention_s(c, law, n, chunk, context):
     """Attention of a prefill chunk over its own tokens and ``context`` computed before it."""
     oy = c.y_chunk + n * c.n_chunk * c.n_context
@@ -64,7 +64,7 @@ def head_s(c, law, n, sequences):
     return law[c.y_head + n * c.n_head + min(sequences, c.n_head - 1)]
 
 
-@jit
+@inner
 def prefill_s(c, law, n, tokens):
     """An Orca prefill iteration over ``tokens`` prompt tokens."""
     head = law[c.y_head + n * c.n_head + 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from servegym.envs._jit import inline, jit
+from servegym.envs._jit import inline, inner
 from servegym.envs.llm_routing.kernel.layout import (
     CAPACITY,
     EXPERT_WIDTH,
@@ -41,7 +41,7 @@ ARRIVED_WIDTH = 3
 STATE_WIDTH = 3
 
 
-@jit
+@inner
 def observe_row(t, s, out, b, row):
     """Write row b of the observation and of the action mask; returns the mean memory use.
 
@@ -198,7 +198,7 @@ def _write_request(e, r, now, memory, obs, o):
     obs[o + 5] = min((now - r.arrived) / max(generated, 1), MAX_LATENCY_S_PER_TOKEN)
 
 
-@jit
+@inner
 def _scale_request(c, obs, o):
     """The six features of Eq. 6 to [0, 1]; prompt length and latency on a log scale."""
     obs[o] = math.log1p(obs[o] / PROMPT_SCALE) * PROMPT_LOG
@@ -214,7 +214,7 @@ def _write_mask(masks, m, before, count):
         masks[m + i] = i < count
 
 
-@jit
+@inner
 def write_in_full(c, s, masks, b, n):
     """Have the next observation of expert n written in full, whatever was written before."""
     e = s.expert[b, n]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inline, jit
+from servegym.envs._jit import inline, inner
 from servegym.envs.llm_routing.kernel.layout import CAPACITY, EXPERT_WIDTH, IDLE
 
 
@@ -82,7 +82,7 @@ def locate(c, b, n, e):
     e.first_entry = 3 * e.first_slot
 
 
-@jit
+@inner
 def clear_expert(c, law, n, q, e):
     """An idle expert with empty queues."""
     e.start = 0.0
@@ -144,7 +144,7 @@ def enqueue(c, q, e, request):
         e.end = max(e.start, q.slots[head_slot(c, q, e)].available)
 
 
-@jit
+@inner
 def find_next_finish(q, e):
     """Set the count of emissions at which the next decoding request has its last token."""
     e.next_finish = 1 << 60
@@ -189,7 +189,7 @@ def can_take(c, law, n, e, prompt):
     return blocks_of(c, prompt + c.max_output_tokens) <= capacity
 
 
-@jit
+@inner
 def _forget_segment(c, q, e, r, blocks):
     """Take ``blocks`` of r's cached blocks out of the free queue; those behind them move up."""
     e.free_tail -= blocks
@@ -213,7 +213,7 @@ def reuse_cached_blocks(c, q, e, r, blocks):
     e.free_head += blocks
 
 
-@jit
+@inner
 def _preempt_newest(c, q, e):
     """Send the newest admitted request back to the head of the waiting queue."""
     e.running -= 1
@@ -242,7 +242,7 @@ def _preempt_newest(c, q, e):
     e.waiting += 1
 
 
-@jit
+@inner
 def make_room(c, law, n, q, e):
     """Step 2 of a boundary (paged memory): preempt until the running requests fit."""
     capacity = int(law[n * EXPERT_WIDTH + CAPACITY])

@@ -637,7 +637,7 @@ def in_system(state):
 def tokens(state, n, i):
     """Tokens that the request in slot i of expert n has by now."""
     r = state.slot[n, i]
-    return int(state.expert[n]["emitted"] - r["origin"]) if r["decoding"] else int(r["g"])
+    return int(state.expert[n]["emitted"] - r["origin"]) if r["decoding"] else int(r["generated"])
 
 
 @every_id
@@ -736,5 +736,5 @@ def test_one_compiled_version_of_each_entry_point():
                 envs.step(actions.astype(np.int32))
                 if mode is AutoresetMode.DISABLED:
                     envs.reset(options={"reset_mask": np.array([True, True, True])})
-    for entry in (kernel.begin, kernel.redraw, kernel.step):
+    for entry in (kernel.begin, kernel.observe, kernel.step):
         assert len(entry.signatures) == 1, entry
