@@ -295,26 +295,6 @@ def _start_iteration(c, law, n, q, e, now, until):
             e.end = max(now, q.slots[head_slot(c, q, e)].available)
 
 
-@inline
-def _pass_boundaries(c, law, n, v, q, e, until):
-    """Process every boundary of one expert at or before ``until``."""
-    while e.end <= until and e.end < np.inf:
-        now = e.end
-        if (
-            e.iteration == DECODE
-            and e.emitted + 1 < e.next_finish
-            and c.memory_policy == RESERVE
-            and (e.waiting == 0 or e.running == c.running_capacity)
-        ):
-            # Nothing can happen at this boundary: the usual case, without the calls.
-            e.emitted += 1
-            e.decoding_tokens += e.decoding
-            _run_decodes(c, law, n, e, e.next_finish - e.emitted - 1, now, until, np.inf)
-            continue
-        _end_iteration(c, n, v, q, e)
-        _start_iteration(c, law, n, q, e, now, until)
-
-
 # ----------------------------------------------------------------------------------------- failures
 
 
@@ -367,7 +347,22 @@ def advance(c, law, n, v, q, e, until):
         changes = c.uptime_s > 0.0 and e.next_change <= until
         if until == np.inf and e.running + e.waiting == 0:
             changes = False
-        _pass_boundaries(c, law, n, v, q, e, e.next_change if changes else until)
+        end = e.next_change if changes else until
+        while e.end <= end and e.end < np.inf:
+            now = e.end
+            if (
+                e.iteration == DECODE
+                and e.emitted + 1 < e.next_finish
+                and c.memory_policy == RESERVE
+                and (e.waiting == 0 or e.running == c.running_capacity)
+            ):
+                # Nothing can happen at this boundary: the usual case, without the calls.
+                e.emitted += 1
+                e.decoding_tokens += e.decoding
+                _run_decodes(c, law, n, e, e.next_finish - e.emitted - 1, now, end, np.inf)
+                continue
+            _end_iteration(c, n, v, q, e)
+            _start_iteration(c, law, n, q, e, now, end)
         if not changes:
             return
         if e.down == 0:

@@ -211,9 +211,11 @@ def test_greedy_qos_works_without_predictions():
 def rewritten(state, rng):
     """The state with other truths of what is unfinished, and another future."""
     state = copy.deepcopy(state)
-    active = state.slot["d"] > 0
-    state.slot["d"] = np.where(active, state.slot["g"] + rng.integers(1, 300, active.shape), 0)
-    state.slot["s"] = rng.random(active.shape)
+    active = state.slot["output"] > 0
+    state.slot["output"] = np.where(
+        active, state.slot["generated"] + rng.integers(1, 300, active.shape), 0
+    )
+    state.slot["score"] = rng.random(active.shape)
     after = int(state.env["index"][0]) + 1
     gap = rng.exponential(0.05, len(state.arrivals) - after)
     state.arrivals[after:] = state.arrivals[after - 1] + np.cumsum(gap)

@@ -667,8 +667,8 @@ def test_the_truth_about_unfinished_requests_does_not_show(env_id, engine):
         for n, i in in_system(changed):
             r = changed.slot[n, i]
             if int(r["request"]) in reached:
-                r["s"] = random.random()
-                r["d"] = reached[int(r["request"])] + 1 + random.integers(0, 300)
+                r["score"] = random.random()
+                r["output"] = reached[int(r["request"])] + 1 + random.integers(0, 300)
                 survivors += 1
             rewritten += 1
         # The request at the router, if it is not done by the next arrival, and all later ones.

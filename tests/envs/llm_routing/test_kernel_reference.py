@@ -304,7 +304,11 @@ def test_times_between_failures_and_repairs_are_exponential():
     cfg = np.zeros(1, kernel.CONFIG)
     cfg["uptime_s"], cfg["downtime_s"] = 50.0, 4.0
     stays = np.array(
-        [[kernel.sojourn_s(cfg[0], s, n, k) for k in range(40)] for s in range(50) for n in range(5)]
+        [
+            [kernel.sojourn_s(cfg[0], s, n, k) for k in range(40)]
+            for s in range(50)
+            for n in range(5)
+        ]
     )
     for part, mean in ((stays[:, ::2], 50.0), (stays[:, 1::2], 4.0)):
         assert part.mean() == pytest.approx(mean, rel=0.06)  # 5,000 draws: 4 standard errors
