@@ -35,6 +35,17 @@ REQUEST_LOG = np.dtype(
         ("catalog_row", "i4"),
     ]
 )
+OBSERVATION_KEYS = (
+    "request",
+    "experts",
+    "running",
+    "waiting",
+    "latency_requirement",
+    "running_mask",
+    "waiting_mask",
+)
+"""The parts of the graph view, in the order of the buffers: numbers, then masks."""
+
 OUTCOMES = ("pending", "completed", "dropped", "rejected", "failed")
 
 
@@ -89,17 +100,17 @@ def observation_space(problem: Problem) -> spaces.Space:
         top = np.broadcast_to(high, shape).astype(np.float32)
         return spaces.Box(np.zeros(shape, np.float32), top, dtype=np.float32)
 
-    return spaces.Dict(
-        {
-            "request": box(request, n, 3),
-            "experts": box(expert, n, 3),
-            "running": box(row, n, cap_r, 6),
-            "waiting": box(row, n, cap_w, 6),
-            "running_mask": spaces.Box(0, 1, (n, cap_r), np.int8),
-            "waiting_mask": spaces.Box(0, 1, (n, cap_w), np.int8),
-            "latency_requirement": box(np.array([MAX_LATENCY_REQUIREMENT_S]), 1),
-        }
+    boxes: tuple[spaces.Space, ...] = (
+        box(request, n, 3),
+        box(expert, n, 3),
+        box(row, n, cap_r, 6),
+        box(row, n, cap_w, 6),
+        box(np.array([MAX_LATENCY_REQUIREMENT_S]), 1),
+        spaces.Box(0, 1, (n, cap_r), np.int8),
+        spaces.Box(0, 1, (n, cap_w), np.int8),
     )
+    named: dict[str, spaces.Space] = dict(zip(OBSERVATION_KEYS, boxes, strict=True))
+    return spaces.Dict(named)
 
 
 class RoutingBatch:
@@ -128,29 +139,22 @@ class RoutingBatch:
         self.queue = np.zeros((num_rows, n, 3 * slots), dtype=np.int32)
         self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
         self.out = np.zeros((num_rows, 3))
-        view = int(c["layout"])
+        space = observation_space(problem)
         self.observation: Any
-        if view == kernel.GRAPH:
+        if isinstance(space, spaces.Dict):
             shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,)]
             masks = [(n, cap_r), (n, cap_w), (n + 1,)]
         else:
-            shapes = [observation_space(problem).shape or ()]
+            shapes = [space.shape or ()]
             masks = [(n + 1,)]
-        self._obs, parts = _sections(num_rows, shapes, np.float32)
+        self._obs, values = _sections(num_rows, shapes, np.float32)
         self._masks, flags = _sections(num_rows, masks, np.int8)
         self.action_mask = flags[-1]
-        if view == kernel.GRAPH:
-            self.observation = {
-                "request": parts[0],
-                "experts": parts[1],
-                "running": parts[2],
-                "waiting": parts[3],
-                "running_mask": flags[0],
-                "waiting_mask": flags[1],
-                "latency_requirement": parts[4],
-            }
+        if isinstance(space, spaces.Dict):
+            parts = zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True)
+            self.observation = dict(sorted(parts))  # the order of the space
         else:
-            self.observation = parts[0]
+            self.observation = values[0]
         self.terms = REWARD_TERMS[int(c["reward"])]
         # What the router knows, where that is old: its actions and a system that lags behind.
         self.stale: tuple[np.ndarray, ...] = ()
@@ -159,45 +163,30 @@ class RoutingBatch:
                 np.zeros((num_rows, length), dtype=np.int16),
                 *(np.zeros_like(a) for a in (self.env, self.expert, self.slot, self.queue)),
             )
-        self._arguments = (
-            kernel.Tables(problem.cfg, problem.law, self.table),
-            self._systems(self.env, self.expert, self.slot, self.queue, self.log),
-            kernel.Buffers(self._obs, self._masks, self.out),
-        )
+        tables = kernel.Tables(problem.cfg, problem.law, self.table)
+        systems = self._systems(self.env, self.expert, self.slot, self.queue, self.log)
+        buffers = kernel.Buffers(self._obs, self._masks, self.out)
+        self._arguments = tables, systems, buffers
         which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
-        calls = [
-            (kernel.begin, (*self._arguments[:2], which)),
-            (kernel.observe, (*self._arguments, which)),
-            (kernel.step, (*self._arguments, actions, which)),
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (kernel.begin, (tables, systems, which)),
+            (kernel.observe, (tables, systems, buffers, which)),
+            (kernel.step, (tables, systems, buffers, actions, which)),
         ]
         if self.stale:
-            sent, *lagging = self.stale
-            tables, systems, buffers = self._arguments
-            unread = np.zeros(length, dtype=kernel.LOG)
-            self._stale_arguments = (
-                tables,
-                systems,
-                self._systems(*lagging, unread),
-                buffers,
-                sent,
-            )
+            sent, *records = self.stale
+            lagging = self._systems(*records, np.zeros(length, dtype=kernel.LOG))
+            self._stale_arguments = tables, systems, lagging, buffers, sent
             calls.append((kernel.observe_stale, (*self._stale_arguments, which)))
-        self._begin, self._observe, self._step, *stale = compile_kernels(
-            "LLM routing engine", calls
-        )
-        if self.stale:
-            (self._observe_stale,) = stale
+        compiled = compile_kernels("LLM routing engine", calls)
+        self._begin, self._observe, self._step = compiled[:3]
+        self._observe_stale = compiled[-1]
 
-    def _systems(
-        self,
-        env: np.ndarray,
-        expert: np.ndarray,
-        slot: np.ndarray,
-        queue: np.ndarray,
-        log: np.ndarray,
-    ) -> kernel.Systems:
-        queues = kernel.Queues(slot.reshape(-1), queue.reshape(-1), log.reshape(-1))
-        return kernel.Systems(self.arrivals, self.rows, env, expert, queues)
+    def _systems(self, *records: np.ndarray) -> kernel.Systems:
+        """Systems of these env, expert, slot, queue and log records, with this batch's requests."""
+        env, expert, *queues = records
+        flat = kernel.Queues(*(part.reshape(-1) for part in queues))
+        return kernel.Systems(self.arrivals, self.rows, env, expert, flat)
 
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
@@ -212,7 +201,9 @@ class RoutingBatch:
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
-        self._begin(*self._arguments[:2], which)
+        which = np.ascontiguousarray(which, np.int8)
+        tables, systems, _ = self._arguments
+        self._begin(tables, systems, which)
         self._observe(*self._arguments, which)
         if self.stale:
             self._observe_stale(*self._stale_arguments, which)
@@ -230,11 +221,8 @@ class RoutingBatch:
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
             self.stale[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
-        ended = self._step(
-            *self._arguments,
-            np.ascontiguousarray(actions, np.int64),
-            np.ascontiguousarray(which, np.int8),
-        )
+        actions = np.ascontiguousarray(actions, np.int64)
+        ended = self._step(*self._arguments, actions, np.ascontiguousarray(which, np.int8))
         if ended < 0:
             bad = -1 - ended
             raise ValueError(
