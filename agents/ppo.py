@@ -2,13 +2,17 @@
 
 ``--arch shared`` (the default where the environment has experts) runs one small network over every
 expert's part of the flat routing observation, so that what is learned at one expert serves all;
-``--arch mlp`` is the plain network. It keeps no snapshots: a stopped run begins anew.
+``--arch mlp`` is the plain network.
+
+Neighbours: `ppo_han` reads the routing graph and corrects a heuristic; `ppo_serverless` has one
+head per part of a plan. There are no snapshots: a stopped run begins anew.
 ``python agents/ppo.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,18 +22,31 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.lib.run import (
-    RunArgs,
-    RunLog,
+from servegym.agents.lib import checkpoint
+from servegym.agents.lib.arguments import RunArgs
+from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.environments import (
+    action_masks,
     episode_seeds,
-    keep,
-    layer,
     make_envs,
-    masks,
-    write_checkpoint,
+    parse_settings,
 )
+from servegym.agents.lib.run_log import RunLog
+
+ROUTING_ENV = {
+    "profiles": "edge-6-heterogeneous",
+    "latency_requirement_s": 0.030,
+    "rate": (6.0, 11.0),  # requests/s; each training episode draws its own
+    "reward": "paid_forward",
+}
+"""Arguments of the routing ids; ``--set`` changes them and adds others."""
+
+CLIP_COEF = 0.2  # clipping of the probability ratio
+VF_COEF = 0.5  # weight of the value loss
+MAX_GRAD_NORM = 0.5
 
 
 @dataclass
@@ -38,18 +55,8 @@ class Args(RunArgs):
 
     env_id: str = "servegym/LLMRoutingFlat-v0"
     """an environment with one Box and Discrete actions"""
-    profiles: str = "edge-6-heterogeneous"
-    """fleet of the experts (routing ids only)"""
-    latency_requirement_s: float = 0.030
-    """latency requirement L, seconds per token (routing ids only)"""
-    rate_low: float = 6.0
-    """lowest mean arrival rate, requests/s; each training episode draws its own (routing ids)"""
-    rate_high: float = 11.0
-    """highest mean arrival rate, requests/s (routing ids only)"""
-    reward: Literal["qos_aware", "completed_qos", "paid_forward"] = "paid_forward"
-    """the environment's reward (routing ids only)"""
     set: tuple[str, ...] = ()
-    """further environment arguments, key=value with a JSON value, as in num_experts=3"""
+    """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     arch: Literal["auto", "shared", "mlp"] = "auto"
     """one network over every expert's part of the observation, or one over all of it"""
     width: int = 64
@@ -72,22 +79,24 @@ class Args(RunArgs):
     """minibatches per epoch"""
     update_epochs: int = 3
     """passes over the collected steps"""
-    clip_coef: float = 0.2
-    """clipping of the probability ratio"""
     ent_coef: float = 0.003
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """gradients are clipped to this norm"""
     eval_every: int = 300_000
-    """steps between evaluations (validation split on routing ids); the best policy is kept"""
+    """steps between evaluations (validation split on routing ids); the best policy is saved"""
     eval_episodes: int = 16
     """episodes per evaluation"""
     eval_rate: float = 9.0
     """arrival rate of the evaluation (routing ids only)"""
     cuda: bool = False
     """run the networks on a GPU"""
+
+
+def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+    """A linear layer with orthogonal weights and no bias at first."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(linear.weight, std)
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 class Agent(nn.Module):
@@ -136,18 +145,24 @@ class Agent(nn.Module):
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
 
 
+def env_kwargs(args: Args) -> dict[str, Any]:
+    """Arguments of the training environment."""
+    routing = args.env_id.startswith("servegym/LLMRouting")
+    return (ROUTING_ENV if routing else {}) | parse_settings(args.set)
+
+
 def evaluate(agent: Agent, args: Args) -> float:
     """Greedy policy on fixed episodes: average QoS on routing ids, mean return elsewhere."""
-    overrides: dict[str, Any] = {}
+    kwargs, n = env_kwargs(args), args.eval_episodes
     routing = args.env_id.startswith("servegym/LLMRouting")
     if routing:
-        overrides = {"rate": args.eval_rate, "split": "val", "reward": "completed_qos"}
-    envs, n = make_envs(args, args.eval_episodes, **overrides), args.eval_episodes
+        kwargs |= {"rate": args.eval_rate, "split": "val", "reward": "completed_qos"}
+    envs = make_envs(args.env_id, n, **kwargs)
     obs, info = envs.reset(seed=10_000)
     total, alive, steps = np.zeros(n), np.ones(n, bool), 0
     device = next(agent.parameters()).device
     while alive.any():
-        mask = torch.as_tensor(masks(info, n, agent.actions), device=device)
+        mask = torch.as_tensor(action_masks(info, n, agent.actions), device=device)
         with torch.no_grad():
             log_pi, _ = agent(torch.as_tensor(obs, device=device), mask)
         obs, reward, terminated, truncated, info = envs.step(log_pi.argmax(-1).cpu().numpy())
@@ -161,7 +176,27 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and shape in one safetensors file."""
     shape = {k: getattr(agent, k) for k in ("columns", "actions", "experts", "width")}
     meta = {"agent": "ppo", "args": json.dumps(asdict(args)), "shape": json.dumps(shape)}
-    write_checkpoint(agent, meta, path)
+    checkpoint.write_checkpoint(agent, meta, path)
+
+
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
+    net = Agent(**checkpoint.json_field(meta, "shape"))
+    net.load_state_dict(weights)
+    args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
+
+    def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
+        rows = torch.as_tensor(np.asarray(observation)).float()
+        mask = torch.as_tensor(np.asarray(action_mask))
+        if rows.shape[-1] != net.columns or mask.shape[-1] != net.actions:
+            raise ValueError(
+                f"trained on {net.columns} columns and {net.actions} actions, got "
+                f"{rows.shape[-1]} and {mask.shape[-1]}"
+            )
+        return net(rows, mask)[0].argmax(-1).numpy()
+
+    view = "experts" if "Experts" in args.env_id else "flat"
+    return CheckpointPolicy("ppo", view, args, net, decide, env_kwargs(args))
 
 
 def train(args: Args) -> Path:
@@ -169,7 +204,7 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs, n = make_envs(args, args.num_envs), args.num_envs
+    envs, n = make_envs(args.env_id, args.num_envs, **env_kwargs(args)), args.num_envs
     box, discrete = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
@@ -193,7 +228,7 @@ def train(args: Args) -> Path:
     b_done = torch.zeros(shape, device=device)
 
     obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
-    mask = masks(info, n, actions)
+    mask = action_masks(info, n, actions)
     returns, finished, step, best, evaluated = np.zeros(n), [], 0, -np.inf, 0
     updates = args.total_timesteps // (args.num_steps * n)
     size = args.num_steps * n
@@ -209,9 +244,9 @@ def train(args: Args) -> Path:
                 b_action[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
                 b_logp[t] = log_pi.gather(1, b_action[t][:, None]).squeeze(1)
                 obs, reward, terminated, truncated, info = envs.step(b_action[t].cpu().numpy())
-                mask, done = masks(info, n, actions), terminated | truncated
+                mask, done = action_masks(info, n, actions), terminated | truncated
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
-                b_next[t] = 0.0  # what follows the step: nothing after a termination
+                b_next[t] = 0.0  # the value after the step; 0 after a termination
                 for i in np.flatnonzero(truncated & ~terminated):
                     final = torch.as_tensor(info["final_obs"][i], device=device)[None]
                     ones = torch.ones((1, actions), device=device)
@@ -219,9 +254,8 @@ def train(args: Args) -> Path:
                 returns += reward
                 finished += returns[done].tolist()
                 returns[done] = 0
-            last = agent(torch.as_tensor(obs, device=device), torch.as_tensor(mask, device=device))[
-                1
-            ]
+            legal = torch.as_tensor(mask, device=device)
+            _, last = agent(torch.as_tensor(obs, device=device), legal)
             b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], last)
             advantage, running = torch.zeros(shape, device=device), torch.zeros(n, device=device)
             for t in reversed(range(args.num_steps)):
@@ -240,14 +274,14 @@ def train(args: Args) -> Path:
                 log_ratio = log_pi.gather(1, action[:, None]).squeeze(1) - old
                 ratio = log_ratio.exp()
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
                 value_loss = 0.5 * (value - goal).square().mean()
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+                loss = policy_loss + VF_COEF * value_loss - args.ent_coef * entropy
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
         metrics = {
             "charts/SPS": log.advance(step),
@@ -263,7 +297,9 @@ def train(args: Args) -> Path:
             result = evaluate(agent, args)
             metrics["eval/score"] = result
             log.bar.console.print(f"step {step}: evaluation {result:.4f}")
-            best = keep(partial(save_policy, agent, args), args, run, result, best)
+            best = checkpoint.save_best_and_last(
+                partial(save_policy, agent, args), args, run, result, best
+            )
         log.write(step, metrics)
     log.close()
     envs.close()

@@ -1,11 +1,14 @@
-"""Proximal policy optimisation over the HAN: the same state, features and heads as ``sac_han.py``.
+"""Proximal policy optimisation over the graph of the QoS-aware routing paper.
 
-On-policy, and so without replay, target networks or teacher. By default the actor starts at
+On-policy, and so without replay buffer or target networks. By default the actor starts at
 `priced_greedy`: its logits are that heuristic's value of every action over a temperature, plus what
-the network adds, zero at first (residual policy learning, Silver et al. 2018). ``--prior 0`` starts
-from nothing. ``--encoder sets`` replaces the HAN by one small network over every expert and the sum
-of its queue, ten times as fast; ``--encoder expert`` sees the experts' rows alone, as the paper's
-Baseline RL does (``--prior 0``). ``python agents/ppo_han.py --help`` lists the options.
+the network adds, nearly zero at first (residual policy learning, Silver et al. 2018); ``--prior 0``
+starts from nothing. ``--encoder sets`` replaces the HAN by one small network over every expert and
+the sum of its queue, ten times as fast; ``--encoder expert`` reads the experts' rows alone, as the
+paper's Baseline RL does (``--prior 0``).
+
+Neighbours: `sac_han` has the same features and HAN with soft actor-critic, `pqn` with Q-learning;
+`ppo` is for flat observations. ``python agents/ppo_han.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -26,48 +30,52 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.han import (
-    HAN,
-    WIDTH,
-    ExpertRows,
-    Head,
-    Layout,
-    Sets,
-    held_score,
-    prior,
-    scale_laws,
-)
-from servegym.agents.lib.run import (
-    Foresight,
-    RouterArgs,
-    RunLog,
-    crossed,
-    episode_seeds,
-    follow,
-    has_snapshot,
-    keep,
-    make_envs,
-    snapshot,
-    validate,
-    write_checkpoint,
-)
+from servegym.agents.lib import checkpoint, environments
+from servegym.agents.lib.arguments import ResumableRunArgs
+from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.evaluation import evaluate_router
+from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.single_decision import SingleDecision
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.baselines.llm_routing.features import impact_features, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 
+Observation = Mapping[str, NDArray[Any]]
+
+ENV = {
+    "profiles": "edge-6-heterogeneous",
+    "latency_requirement_s": 0.030,
+    "rate": (4.0, 11.0),  # requests/s; each training episode draws its own
+    "reward": "paid_forward",
+}
+"""Arguments of the training environment; ``--set`` changes them and adds others."""
+
+HEADS, WIDTH = 4, 64  # of the HAN; WIDTH also of the other networks
+NUM_MINIBATCHES = 4  # per epoch
+CLIP_COEF = 0.2  # clipping of the probability ratio
+VF_COEF = 0.5  # weight of the value loss
+CRITIC_WARMUP = 0.03  # share of the training in which the critic alone learns
+AVERAGE = 0.05  # polyak step of the averaged network, which is evaluated and saved, per round
+EVAL_EPISODES, EVAL_REQUESTS = 8, 500  # of an evaluation: episodes per rate, requests per episode
+HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the privileged critic reads
+
 
 @dataclass
-class Args(RouterArgs):
+class Args(ResumableRunArgs):
     """Command line of the agent."""
 
+    env_id: str = "servegym/LLMRouting-v0"
+    """a routing environment with the Dict observation"""
+    set: tuple[str, ...] = ()
+    """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     encoder: Literal["han", "sets", "expert"] = "han"
     """the graph attention network, a small network over every expert and its queue's sums, or one
     over the experts' rows of Eq. 7 alone"""
-    law: bool = True
-    """put each expert's profiled estimator (Eq. 13/14) on its node"""
     prior: float = 0.02
-    """temperature, in scores, of the heuristic that the actor starts from; 0: no such start"""
-    foresight: bool = True
-    """let the critic, in training, see the arrivals to come: see `Foresight`"""
+    """temperature, in scores, of the heuristic that the actor corrects; 0: start from nothing"""
+    privileged_critic: bool = True
+    """let the critic, in training, read the coming arrivals: see `privileged_inputs`"""
     total_timesteps: int = 1_000_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
@@ -75,9 +83,7 @@ class Args(RouterArgs):
     num_steps: int = 32
     """steps of each environment between updates"""
     learning_rate: float = 2e-3
-    """learning rate, falling linearly to zero with anneal_lr"""
-    anneal_lr: bool = True
-    """let the learning rate fall linearly to zero"""
+    """learning rate at first; it falls linearly to zero"""
     gamma: float = 0.99
     """discount per decision"""
     gae_lambda: float = 0.9
@@ -85,54 +91,286 @@ class Args(RouterArgs):
     balance: bool = True
     """divide the advantages of an environment by their own size there, or rates at which little
     can be gained have no say against those at which much can be lost"""
-    holding_cost: bool = True
-    """paid_forward only: charge (1 - gamma) x predicted score in flight, see `held_score`"""
-    num_minibatches: int = 4
-    """minibatches per epoch"""
     update_epochs: int = 4
     """passes over the collected steps"""
-    average: float = 0.05
-    """step of the averaged network, which is evaluated and saved, after each round of updates"""
-    critic_warmup: float = 0.03
-    """share of the training in which the critic alone learns"""
-    clip_coef: float = 0.2
-    """clipping of the probability ratio"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 0.5
-    """gradients are clipped to this norm"""
     eval_every: int = 100_000
-    """steps between evaluations on the validation split; the best policy is kept"""
+    """steps between evaluations on the validation split; the best policy is saved"""
+    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
+    """arrival rates of the evaluation"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns of a flat row of scaled node features: N experts, R running and W waiting slots."""
+
+    experts: int
+    running: int
+    waiting: int
+    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
+        n, r, w = self.experts, self.running, self.waiting
+        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
+        return (2, self.EXPERT * n, *queues, n * r, n * w)
+
+    def expert(self, rows: Tensor) -> Tensor:
+        """The experts' features (B, N, 10) in a batch of rows."""
+        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
+
+    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
+        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
+        limit = obs["latency_requirement"]  # (B, 1)
+        req, exp, batch = obs["request"], obs["experts"], len(limit)
+        p = np.log1p(req[..., :1]) / 6
+        of_expert, of_queued = impact_features(obs, model)
+        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
+        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
+        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
+        for kind, here in slots.items():
+            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
+            ratio = np.log1p(late / limit[:, :, None]) / 2
+            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
+            x = np.concatenate([x, of_queued[:, :, here]], -1)
+            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
+        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
+        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
+
+
+def heuristic_values(expert: Any, running_slots: int) -> Any:
+    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
+
+    The new request's score if it is answered within L, less the scores it pushes over L and the
+    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
+    """
+    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
+    load = (load + load.mean(-1)[..., None]) / 2
+    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
+    return score - lost - load**4 * work
+
+
+def queued_score(obs: Observation) -> NDArray[np.float32]:
+    """Predicted score of all queued requests, (B,): the potential P behind ``paid_forward``.
+
+    The environment pays completed + P(s') - P(s). Shaping is exact for a discounted return with
+    gamma P(s') (Ng et al. 1999), so the agent takes (1 - gamma) P(s') off the reward.
+    """
+    run, wait = ((obs[k][..., 1] * obs[f"{k}_mask"]).sum((1, 2)) for k in ("running", "waiting"))
+    return run + wait
+
+
+class HANLayer(nn.Module):
+    """One ``HANConv`` on every graph of a batch, over the nodes that exist.
+
+    Edge types: expert -> arrived, arrived/running/waiting -> expert, expert -> running/waiting and
+    a self-loop at every node. Only the first, third and fourth have more than one neighbour; on the
+    others the message is the neighbour itself. PyG averages semantic attention over the batch.
+    """
+
+    blocks: Tensor
+
+    def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
+        super().__init__()
+        self.last = last  # nothing reads the queued requests' outputs of the last layer
+        self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
+        names = ("expert__arrived", "running__expert", "waiting__expert")
+        self.src, self.dst = (
+            nn.ParameterDict(
+                {k: nn.Parameter(torch.empty(WIDTH, 1).uniform_(-0.5, 0.5)) for k in names}
+            )
+            for _ in range(2)
+        )
+        self.register_buffer("blocks", torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 0), False)
+        self.k_lin = nn.Linear(WIDTH, WIDTH)
+        self.q = nn.Parameter(torch.empty(WIDTH).uniform_(-0.3, 0.3))
+
+    def attend(self, name: str, src: Tensor, dst: Tensor, index: Tensor) -> Tensor:
+        """Softmax attention of every node of dst (M, 64) over its src (K, 64); index (K,)."""
+        blocks = self.blocks  # (64, 4): which head a column belongs to
+        score = src @ (blocks * self.src[name])
+        score = F.leaky_relu(score + (dst @ (blocks * self.dst[name])).index_select(0, index), 0.2)
+        top = score.new_full((len(dst), HEADS), -1e9)
+        top.scatter_reduce_(0, index[:, None].expand(-1, HEADS), score.detach(), "amax")
+        weight = (score - top.index_select(0, index)).exp()
+        total = weight.new_zeros(len(dst), HEADS).index_add(0, index, weight)
+        message = src * (weight @ blocks.T)
+        message = dst.new_zeros(len(dst), WIDTH).index_add(0, index, message)
+        return (message * ((total + 1e-16).reciprocal() @ blocks.T)).relu()
+
+    def semantic(self, x: Tensor) -> Tensor:
+        """Q . tanh(W x + b) of every node; (M, 64) -> (M,)."""
+        return torch.tanh(self.k_lin(x)) @ self.q
+
+    def forward(self, x: dict[str, Tensor], index: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Node features {type: (nodes, d)} -> {type: (nodes, 64)}; index: expert of a request."""
+        h = {k: self.proj[k](v) for k, v in x.items()}
+        own = {k: v.relu() for k, v in h.items() if k in ("arrived", "expert") or not self.last}
+        score = {k: self.semantic(v) for k, v in own.items()}
+        batch, n = len(h["arrived"]), len(h["expert"]) // len(h["arrived"])
+        graph = torch.arange(batch, device=h["expert"].device).repeat_interleave(n)
+        from_experts = self.attend("expert__arrived", h["expert"], h["arrived"], graph)
+        queues = [
+            self.attend(f"{k}__expert", h[k], h["expert"], index[k]) for k in ("running", "waiting")
+        ]
+        w = torch.sigmoid(self.semantic(from_experts) - score["arrived"])  # softmax of two
+        out = {"arrived": torch.lerp(own["arrived"], from_experts, w[:, None])}
+        scores = [score["expert"], *(self.semantic(m) for m in queues)]
+        w = torch.stack([score["arrived"], *(x.view(batch, n).mean(1) for x in scores)], -1)
+        w = w.softmax(-1)  # (B, 4)
+        values = torch.stack([own["expert"], *queues]).view(3, batch, n, WIDTH)
+        mix = torch.einsum("bk,kbnd->bnd", w[:, 1:], values)
+        out["expert"] = (mix + (w[:, :1] * own["arrived"])[:, None]).view(-1, WIDTH)
+        if not self.last:
+            for k in ("running", "waiting"):
+                where = index[k] // n
+                gap = score["expert"].index_select(0, index[k]) - score[k]
+                count = torch.bincount(where, minlength=batch).clamp(min=1)
+                gap = gap.new_zeros(batch).index_add(0, where, gap) / count
+                w = torch.sigmoid(gap).index_select(0, where)[:, None]
+                out[k] = torch.lerp(own[k], own["expert"].index_select(0, index[k]), w)
+        return out
+
+
+class HAN(nn.Module):
+    """Two layers, four heads, 64 wide: rows (B, columns) -> request (B, 64), experts (B, N, 64).
+
+    An expert's node also has its latency law (Eq. 13/14), which tells idle experts apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        dims = {"arrived": 2, "expert": Layout.EXPERT + 4}
+        dims |= {"running": Layout.REQUEST, "waiting": Layout.REQUEST}
+        self.first = HANLayer(dims, last=False)
+        self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
+
+    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed the nodes that exist in a batch of flat rows; law (N, 4)."""
+        arrived, expert, *queues = rows.split(layout.sizes, -1)
+        laws = law.repeat(len(rows), 1)
+        x = {"arrived": arrived, "expert": torch.cat([expert.reshape(len(laws), -1), laws], -1)}
+        index, slots = {}, {"running": layout.running, "waiting": layout.waiting}
+        for k, features, mask in zip(slots, queues[:2], queues[2:], strict=True):
+            held = mask.reshape(-1).nonzero().squeeze(-1)
+            x[k] = features.reshape(-1, Layout.REQUEST).index_select(0, held)
+            index[k] = held // slots[k]  # the request's expert
+        x = self.second(self.first(x, index), index)
+        return x["arrived"], x["expert"].view(len(rows), -1, WIDTH)
+
+
+class Sets(nn.Module):
+    """In the HAN's place: one small network over every expert and the sums of its queue.
+
+    An expert's input is its features and latency law, the arrived request's features, and mean and
+    maximum of those of its queued requests; the request's embedding is that of the mean expert.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        inputs = 2 + Layout.EXPERT + 4 + 2 * Layout.REQUEST
+        self.each = nn.Sequential(
+            nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        )
+        self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed a batch of flat rows; law (N, 4)."""
+        batch, n = len(rows), layout.experts
+        arrived, expert, running, waiting, mr, mw = rows.split(layout.sizes, -1)
+        held = torch.cat([x.view(batch, n, -1, Layout.REQUEST) for x in (running, waiting)], 2)
+        mask = torch.cat([x.view(batch, n, -1) for x in (mr, mw)], 2)
+        mean = held.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
+        top = held.masked_fill(mask[..., None] == 0, -2.0).amax(2)
+        parts = [arrived[:, None].expand(batch, n, 2), expert.view(batch, n, -1), mean, top]
+        experts = self.each(torch.cat([*parts, law.expand(batch, *law.shape)], -1))
+        return self.all(experts.mean(1)), experts
+
+
+class ExpertRows(nn.Sequential):
+    """The experts' rows of Eq. 7 alone: memory, running and waiting requests, for a fixed N."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(
+            nn.Linear(3 * experts, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        )
+
+    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
+        """One embedding of the state, (B, 64) and again as (B, 1, 64)."""
+        h = super().forward(layout.expert(rows)[..., :3].flatten(1))
+        return h, h[:, None]
+
+
+class Head(nn.Module):
+    """One logit per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n].
+
+    With the experts' rows alone, all from the embedding of the state.
+    """
+
+    def __init__(self, actions: int, per_expert: bool) -> None:
+        super().__init__()
+        self.per_expert = per_expert
+        inputs, outputs = (2 * WIDTH, 2) if per_expert else (WIDTH, actions)
+        self.request = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs))
+        last = [self.request[2]]
+        if per_expert:
+            self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, 1)
+            last.append(self.out)
+        with torch.no_grad():  # what is added to the heuristic is small at first
+            for linear in last:
+                linear.weight.mul_(0.1)
+                linear.bias.zero_()
+
+    def forward(self, request: Tensor, experts: Tensor) -> Tensor:
+        """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
+        if not self.per_expert:
+            return self.request(request)
+        drop, common = self.request(torch.cat([request, experts.mean(1)], -1)).split(1, -1)
+        hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
+        return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
 
 
 class Agent(nn.Module):
     """Encoder, actor and critic; the encoder learns from both losses."""
 
-    def __init__(self, layout: Layout, args: Args, system: RoutingSystem) -> None:
+    law: Tensor
+
+    def __init__(self, args: Args, system: RoutingSystem) -> None:
         super().__init__()
-        self.layout, self.temperature = layout, args.prior
-        self.foresight = args.foresight
-        law = torch.as_tensor(scale_laws(system.estimator)) if args.law else None
-        self.register_buffer("law", law)
-        self.model = LatencyModel(system)
-        width = 0 if law is None else law.shape[1]
-        self.graph = args.encoder != "expert"
-        kind = HAN if args.encoder == "han" else Sets
-        self.encoder: nn.Module = kind(layout, width) if self.graph else ExpertRows(layout)
-        self.actor = Head(layout.experts + 1, per_expert=self.graph)
-        self.actor.start_small()
+        capacities = (system.running_capacity, system.waiting_capacity)
+        self.layout, self.model = Layout(system.num_experts, *capacities), LatencyModel(system)
+        self.temperature, self.privileged = args.prior, args.privileged_critic
+        self.fixed_experts = args.encoder == "expert"
+        # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)
+        law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
+        self.register_buffer("law", torch.as_tensor(law))
+        if args.encoder == "expert":
+            self.encoder: nn.Module = ExpertRows(system.num_experts)
+        else:
+            self.encoder = HAN() if args.encoder == "han" else Sets()
+        self.actor = Head(system.num_experts + 1, per_expert=not self.fixed_experts)
         self.critic = nn.Sequential(
-            nn.Linear(2 * WIDTH + Foresight.WIDTH * args.foresight, WIDTH),
+            nn.Linear(2 * WIDTH + 4 * len(HORIZONS) * args.privileged_critic, WIDTH),
             nn.ReLU(),
             nn.Linear(WIDTH, WIDTH),
             nn.ReLU(),
             nn.Linear(WIDTH, 1),
         )
 
-    def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
-        """Flat rows of a batch of observations."""
+    def rows(self, obs: Observation) -> NDArray[np.float16]:
+        """Flat rows of a batch of observations, of any capacities.
+
+        Raises:
+            ValueError: If the number of experts is not that of the agent's system.
+        """
+        experts, running = obs["running"].shape[1:3]
+        if experts != len(self.law):
+            raise ValueError(
+                f"made for {len(self.law)} experts, got {experts}; "
+                "a policy over the graph takes another fleet with load_policy(path, system)"
+            )
+        self.layout = Layout(experts, running, obs["waiting"].shape[2])
         return self.layout.rows(obs, self.model)
 
     def forward(
@@ -140,121 +378,134 @@ class Agent(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities (B, N+1), illegal actions at a large negative, and values (B,).
 
-        A critic with foresight needs `inputs` (B, Foresight.WIDTH); without them its values are 0.
+        A privileged critic needs its ``inputs``, see `privileged_inputs`; without them its values
+        are 0.
         """
-        request, experts = self.encoder(rows, self.law)
+        request, experts = self.encoder(rows, self.layout, self.law)
         logits = self.actor(request, experts)
         if self.temperature:
-            start = prior(self.layout.expert(rows), self.layout.running)
+            start = heuristic_values(self.layout.expert(rows), self.layout.running)
             logits = logits + F.pad(start, (1, 0)) / self.temperature  # a drop is worth 0
         log_pi = logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
         known = [request, experts.mean(1)]
-        if self.foresight:
+        if self.privileged:
             if inputs is None:
                 return log_pi, logits.new_zeros(len(rows))
             known.append(inputs)
         return log_pi, self.critic(torch.cat(known, -1)).squeeze(-1)
 
     @torch.no_grad()
-    def act(self, obs: Mapping[str, NDArray[Any]], mask: NDArray[Any]) -> NDArray[np.int64]:
+    def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        device = next(self.parameters()).device
-        rows = torch.as_tensor(self.rows(obs), device=device).float()
-        return self(rows, torch.as_tensor(mask, device=device))[0].argmax(-1).cpu().numpy()
+        rows = torch.as_tensor(self.rows(obs), device=self.law.device).float()
+        legal = torch.as_tensor(np.asarray(mask), device=self.law.device)
+        return self(rows, legal)[0].argmax(-1).cpu().numpy()
 
 
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights, arguments and layout in one safetensors file."""
-    meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(asdict(agent.layout))}
-    write_checkpoint(agent, meta | {"agent": "ppo_han"}, path)
+@torch.no_grad()
+def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
+    """Move the target's weights towards the network's by a share of tau."""
+    for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
+        slow.lerp_(fast, tau)
 
 
 def advantages(
-    reward: Tensor, done: Tensor, value: Tensor, following: Tensor, gamma: float, lam: float
+    reward: Tensor, done: Tensor, value: Tensor, next_value: Tensor, gamma: float, lam: float
 ) -> Tensor:
-    """Generalised advantage estimate, all (T, E); `following` is the value after each step."""
+    """Generalised advantage estimate, all (T, E); `next_value` is the value after each step."""
     out, running = torch.zeros_like(reward), torch.zeros_like(reward[0])
     for t in reversed(range(len(reward))):
-        delta = reward[t] + gamma * following[t] - value[t]
+        delta = reward[t] + gamma * next_value[t] - value[t]
         running = delta + gamma * lam * (1 - done[t]) * running
         out[t] = running
     return out
 
 
+def save_policy(agent: Agent, args: Args, path: Path) -> None:
+    """Weights and arguments in one safetensors file."""
+    meta = {"agent": "ppo_han", "args": json.dumps(asdict(args))}
+    checkpoint.write_checkpoint(agent, meta, path)
+
+
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
+    args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
+    env_kwargs = ENV | environments.parse_settings(args.set)
+    agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
+    checkpoint.load_weights(agent, weights, recomputed=("law",))
+    # In numpy where one request is to be routed.
+    act = SingleDecision(agent, heuristic_values).act if args.encoder == "han" else agent.act
+    return CheckpointPolicy(f"ppo_{args.encoder}", "graph", args, agent, act, env_kwargs)
+
+
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    torch.set_num_threads(args.torch_threads)
-    torch.manual_seed(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    run = Path(args.out_dir) / (args.run_name or f"ppo_han_{args.encoder}_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
-    envs, n = make_envs(args, args.num_envs), args.num_envs
-    layout = Layout.of(envs, impact=True)
+    env_kwargs = ENV | environments.parse_settings(args.set)
     if args.prior < 0 or (args.prior and args.encoder == "expert"):
         allowed = "0 with --encoder expert" if args.encoder == "expert" else "0 or a temperature"
         raise ValueError(f"prior: must be {allowed}, got {args.prior}")
-    system = RoutingSystem.from_env(envs)
-    agent, actions = Agent(layout, args, system).to(device), layout.experts + 1
+    torch.set_num_threads(args.torch_threads)
+    torch.manual_seed(args.seed)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    envs, n = environments.make_envs(args.env_id, args.num_envs, **env_kwargs), args.num_envs
+    if not isinstance(envs.single_observation_space, gym.spaces.Dict):
+        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.encoder}_{args.seed}")
+    run.mkdir(parents=True, exist_ok=True)
+
+    agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
+    layout, actions = agent.layout, agent.layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 
-    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
-    s: dict[str, Any] = {  # everything else that a resumed run needs
-        "step": 0,
-        "best": -np.inf,
-        "center": 0.0,
-        "log_size": 0,
-        "obs": obs,
-        "qos": [],
-        "size": None,
-        "mask": info["action_mask"],
-        "shares": np.zeros(actions),
-    }
-    if has_snapshot(args.resume, run / "snapshot.pt"):
-        saved = torch.load(run / "snapshot.pt", weights_only=False)
-        agent.load_state_dict(saved["agent"])
-        averaged.load_state_dict(saved["averaged"])
-        optimizer.load_state_dict(saved["optimizer"])
-        s, envs = saved["state"], pickle.loads(saved["envs"])
+    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
+    mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
+    size: Tensor | None = None  # of the advantages, by environment
+    learned = {"agent": agent, "averaged": averaged, "optimizer": optimizer}
+    saved = load_snapshot(args.resume, run / "snapshot.pt")
+    if saved is not None:
+        for key, part in learned.items():
+            part.load_state_dict(saved[key])
         torch.set_rng_state(saved["rng"])
-    log = RunLog(run, args, "ppo_han", s["step"], s["log_size"])
-    foresight = Foresight(envs) if args.foresight else None
-    shape, size = (args.num_steps, n), args.num_steps * n
+        envs = pickle.loads(saved["envs"])
+        step, best, mean_reward, log_size, obs, mask, size = saved["state"]
+    log = RunLog(run, args, "ppo_han", step, log_size)
+
+    shape, batch_size = (args.num_steps, n), args.num_steps * n
+    extra = 4 * len(HORIZONS) * args.privileged_critic
     b_rows = torch.zeros((*shape, sum(layout.sizes)), dtype=torch.float16)
-    b_inputs = torch.zeros((*shape, Foresight.WIDTH if args.foresight else 0), device=device)
+    b_inputs = torch.zeros((*shape, extra), device=device)
     b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
     b_action = torch.zeros(shape, dtype=torch.long, device=device)
-    b_logp, b_reward, b_value, b_next, b_done = (
-        torch.zeros(shape, device=device) for _ in range(5)
-    )
-    while s["step"] < args.total_timesteps:
-        done_share = s["step"] / args.total_timesteps
-        if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - done_share)
+    b_logp, b_reward, b_value, b_next, b_done = torch.zeros((5, *shape), device=device)
+
+    while step < args.total_timesteps:
+        share_done, shares, episodic_qos = step / args.total_timesteps, np.zeros(actions), []
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - share_done)
+
+        # Collect num_steps of every environment.
         with torch.no_grad():
             for t in range(args.num_steps + 1):
-                rows = torch.as_tensor(agent.rows(s["obs"]))
-                mask = torch.as_tensor(s["mask"], device=device)
+                rows = torch.as_tensor(agent.rows(obs))
+                legal = torch.as_tensor(mask, device=device)
                 inputs = b_inputs[0, :, :0]
-                if foresight is not None:
-                    inputs = torch.as_tensor(foresight(), device=device)
-                log_pi, value = agent(rows.to(device).float(), mask, inputs)
+                if args.privileged_critic:
+                    inputs = torch.as_tensor(privileged_inputs(envs, HORIZONS), device=device)
+                log_pi, value = agent(rows.to(device).float(), legal, inputs)
                 if t:
                     b_next[t - 1] += (1 - b_done[t - 1]) * value
                 if t == args.num_steps:
                     break
-                b_rows[t], b_mask[t], b_value[t], b_inputs[t] = rows, mask, value, inputs
+                b_rows[t], b_mask[t], b_value[t], b_inputs[t] = rows, legal, value, inputs
                 b_action[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
                 b_logp[t] = log_pi.gather(1, b_action[t][:, None]).squeeze(1)
                 action = b_action[t].cpu().numpy()
-                s["shares"] += np.bincount(action, minlength=actions)
-                s["obs"], reward, terminated, truncated, info = envs.step(action)
-                done = terminated | truncated
-                s["mask"] = info["action_mask"]
-                b_next[t] = 0.0  # what follows the step: nothing after a termination
-                if args.holding_cost and args.reward == "paid_forward":
-                    cost = (1 - args.gamma) * held_score(s["obs"])
-                    reward = reward - np.where(done, 0, cost)
+                shares += np.bincount(action, minlength=actions)
+                obs, reward, terminated, truncated, info = envs.step(action)
+                mask, done = info["action_mask"], terminated | truncated
+                b_next[t] = 0.0  # the value after the step; 0 after a termination
+                if env_kwargs["reward"] == "paid_forward":
+                    reward = reward - np.where(done, 0, (1 - args.gamma) * queued_score(obs))
                 for i in np.flatnonzero(truncated & ~terminated):
                     final = {k: v[None] for k, v in info["final_obs"][i].items()}
                     x = torch.as_tensor(agent.rows(final), device=device).float()
@@ -262,74 +513,75 @@ def train(args: Args) -> Path:
                     b_next[t, i] = agent(x, ones, inputs[:1])[1][0]
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
                 if terminated.any():
-                    s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
-        if not s["step"]:
-            s["center"] = float(b_reward.mean())
-        adv = advantages(
-            b_reward - s["center"], b_done, b_value, b_next, args.gamma, args.gae_lambda
+                    kpis = info["final_info"]["episode_kpis"]
+                    episodic_qos += kpis["avg_qos"][terminated].tolist()
+
+        # Advantages of the rewards relative to their running mean.
+        if not step:
+            mean_reward = float(b_reward.mean())
+        gain = advantages(
+            b_reward - mean_reward, b_done, b_value, b_next, args.gamma, args.gae_lambda
         )
-        size_now = adv.square().mean(0).sqrt()
-        s["size"] = size_now if s["size"] is None else torch.lerp(s["size"], size_now, 0.1)
-        s["center"] += 0.1 * (float(b_reward.mean()) - s["center"])
-        s["step"] += size
-        goals = adv + b_value
-        weighed = adv / (s["size"] + 1e-3) if args.balance else adv
+        size_now = gain.square().mean(0).sqrt()
+        size = size_now if size is None else torch.lerp(size, size_now, 0.1)
+        mean_reward += 0.1 * (float(b_reward.mean()) - mean_reward)
+        step += batch_size
+        target = gain + b_value
+        weighted = gain / (size + 1e-3) if args.balance else gain
         flat = [
-            x.reshape(size, *x.shape[2:])
-            for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighed, goals)
+            x.reshape(batch_size, *x.shape[2:])
+            for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighted, target)
         ]
-        act, spread = done_share >= args.critic_warmup, float(goals.var())
+
+        # Optimise policy and value.
+        train_actor, spread = share_done >= CRITIC_WARMUP, float(target.var())
         for _ in range(args.update_epochs):
-            for index in torch.randperm(size).chunk(args.num_minibatches):
-                rows, legal, inputs, action, old, gain, goal = (f[index.to(f.device)] for f in flat)
+            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
+                rows, legal, inputs, action, old, adv, goal = (f[index.to(f.device)] for f in flat)
                 log_pi, value = agent(rows.to(device).float(), legal, inputs)
                 log_ratio = log_pi.gather(1, action[:, None]).squeeze(1) - old
                 ratio = log_ratio.exp()
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                policy_loss = -torch.min(gain * ratio, gain * clipped).mean()
+                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
+                policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
                 value_loss = 0.5 * (value - goal).square().mean() / spread
-                entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-                loss = args.vf_coef * value_loss
-                if act:
-                    loss = loss + policy_loss - args.ent_coef * entropy
+                loss = VF_COEF * value_loss + (policy_loss if train_actor else 0.0)
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
                 optimizer.step()
-        follow(averaged, agent, args.average)
+        polyak_update(averaged, agent, AVERAGE)
+
+        # Log, evaluate and save.
         metrics = {
-            "charts/SPS": log.advance(s["step"]),
+            "charts/SPS": log.advance(step),
             "losses/policy_loss": policy_loss.item(),
             "losses/value_loss": value_loss.item(),
-            "losses/entropy": entropy.item(),
-            "losses/reward_mean": s["center"],
+            "losses/entropy": -(log_pi.exp() * log_pi).sum(-1).mean().item(),
+            "losses/reward_mean": mean_reward,
             "losses/approx_kl": torch.expm1(log_ratio).sub(log_ratio).mean().item(),
-            "losses/explained_variance": 1 - float(adv.var()) / spread,
+            "losses/explained_variance": 1 - float(gain.var()) / spread,
         }
-        metrics |= {f"charts/share_{k}": v for k, v in enumerate(s["shares"] / s["shares"].sum())}
-        if s["qos"]:
-            metrics["charts/avg_qos"] = float(np.mean(s["qos"]))
-        s.update(qos=[], shares=np.zeros(actions))
-        last = s["step"] >= args.total_timesteps
-
-        if crossed(args.eval_every, s["step"] - size, s["step"]) or last:
-            result = validate(averaged.act, args)
+        metrics |= {f"charts/share_{k}": v for k, v in enumerate(shares / shares.sum())}
+        if episodic_qos:
+            metrics["charts/avg_qos"] = float(np.mean(episodic_qos))
+        before, last = step - batch_size, step >= args.total_timesteps
+        if interval_passed(args.eval_every, before, step) or last:
+            result = evaluate_router(
+                averaged.act, args.env_id, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+            )
             metrics |= result
-            log.say(s["step"], result)
+            log.print_qos(step, result)
             write = partial(save_policy, averaged, args)
-            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
-        log.write(s["step"], metrics)
-        if crossed(args.checkpoint_every, s["step"] - size, s["step"]):
-            s["log_size"] = log.size
-            snapshot(
+            best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
+        log.write(step, metrics)
+        if interval_passed(args.checkpoint_every, before, step):
+            save_snapshot(
                 run / "snapshot.pt",
-                agent=agent.state_dict(),
-                state=s,
-                averaged=averaged.state_dict(),
-                optimizer=optimizer.state_dict(),
-                envs=pickle.dumps(envs),
+                **{key: part.state_dict() for key, part in learned.items()},
+                state=(step, best, mean_reward, log.size, obs, mask, size),
                 rng=torch.get_rng_state(),
+                envs=pickle.dumps(envs),
             )
     log.close()
     envs.close()

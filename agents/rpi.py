@@ -1,27 +1,30 @@
-"""Rollout policy iteration: learn a router from what its actions do on copies of the simulator.
+"""Rollout policy iteration: learn a router from its actions' returns on copies of the simulator.
 
 In some of the states that the router meets, a few actions are tried on copies of the simulator that
-share their future (`servegym.agents.branches`), a heuristic, later the policy itself, decides the
-requests after them, and the difference of the rewards is a label: how much better one action was,
-with far less noise than a return has. A network regresses on the labels from what the router sees,
-which averages over the futures that it cannot know; the policy takes the best action. That is
-approximate policy iteration by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis, Parr, ICML 2003).
+share their future; a heuristic, later the policy itself, decides the requests after them, and the
+difference of the rewards is a label: how much better one action was, with far less noise than a
+return has. A network regresses on the labels from the observation, which averages over the futures
+that a router cannot know; the policy takes the best action. That is approximate policy iteration
+by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis, Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
 set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
-``python agents/rpi.py --help`` lists the options.
+
+Neighbours: `pqn` and `ppo_han` have the same features and network and learn from the rewards of the
+actions taken. ``python agents/rpi.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -29,58 +32,56 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.branches import (
-    Branches,
-    Values,
-    choose_candidates,
-    fleet_load,
-    heuristic_values,
-    noise_weights,
-)
-from servegym.agents.han import HAN, Head, Layout, Sets, prior, scale_laws
-from servegym.agents.lib.run import (
-    RouterArgs,
-    RunLog,
-    crossed,
-    episode_seeds,
-    has_snapshot,
-    keep,
-    make_envs,
-    snapshot,
-    validate,
-    write_checkpoint,
-)
+from servegym.agents.lib import checkpoint, environments
+from servegym.agents.lib.arguments import ResumableRunArgs
+from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.evaluation import evaluate_router
+from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import build_problem
+from servegym.envs.llm_routing.core import RoutingBatch
+
+Observation = Mapping[str, NDArray[Any]]
+Values = Callable[[Observation], NDArray[np.floating[Any]]]
+"""Values (B, N + 1) of the actions for a batch of observations, in scores."""
+
+ENV = {
+    "profiles": "edge-6-heterogeneous",
+    "latency_requirement_s": 0.030,
+    "rate": (3.0, 11.5),  # requests/s; each training episode draws its own
+    "reward": "paid_forward",  # it alone pays for an action before the answer ends
+    "episode_requests": 400,
+}
+"""Arguments of the training environment; ``--set`` changes them and adds others."""
+
+WIDTH = 64  # of every hidden layer
+LABEL_EVERY = 5  # decisions of every environment between two labelled states
+EXPLORE = 0.15  # share of random legal actions between them
+EPOCHS, BATCH_SIZE = 6, 256  # of a fit: passes over the labels, labels in a minibatch
+WEIGHT_DECAY = 1e-4  # of AdamW
+HOLDOUT = 0.1  # share of the labels, the latest ones, that a fit leaves out and is measured on
+EVAL_REQUESTS = 500  # per episode of an evaluation
 
 
 @dataclass
-class Args(RouterArgs):
+class Args(ResumableRunArgs):
     """Command line of the agent."""
 
-    rate_low: float = 3.0
-    """lowest mean arrival rate, requests/s; each training episode draws its own"""
-    rate_high: float = 11.5
-    """highest mean arrival rate, requests/s"""
-    reward: Literal["paid_forward", "completed_qos"] = "paid_forward"
-    """the environment's reward; only paid_forward tells an action's worth before its answer ends"""
-    set: tuple[str, ...] = ("episode_requests=400",)
-    """further environment arguments, key=value with a JSON value, as in num_experts=3"""
-    encoder: Literal["han", "sets"] = "sets"
-    """the graph attention network, or a small network over every expert and its queue's sums"""
-    law: bool = True
-    """put each expert's profiled estimator (Eq. 13/14) on its node"""
+    env_id: str = "servegym/LLMRouting-v0"
+    """a routing environment with the Dict observation"""
+    set: tuple[str, ...] = ()
+    """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     mixture: tuple[str, ...] = ()
-    """configurations to train on together, each further environment arguments beside those of
-    --set, as in "profiles=paper-linear num_experts=3 rate=[1,6]"; none: the one of the flags"""
+    """configurations to train on together, each further environment arguments besides those of
+    --set, as in "profiles=paper-linear num_experts=3 rate=[1,6]"; none: that of --set alone"""
     total_timesteps: int = 200_000
     """states to label; each costs as many rollouts as `candidates`"""
     num_envs: int = 128
     """parallel environments, as many of each configuration"""
-    skip: int = 5
-    """decisions of every environment between two states that are labelled"""
-    explore: float = 0.15
-    """share of random legal actions between them"""
     candidates: int = 3
     """actions tried in a state: that of the rollouts' policy and likely ones"""
     spread: float = 0.1
@@ -88,210 +89,418 @@ class Args(RouterArgs):
     horizon_s: float = 8.0
     """length of a rollout, simulated seconds: about what the longest answer takes within L"""
     near: float = 0.0
-    """what an action may cost, in scores, to be taken by all copies of a state alike"""
+    """loss, in scores, up to which all copies of a state take the same action"""
     improve_from: int = 0
     """labels after which rollouts follow the last fit in place of the heuristic (0: never)"""
     fit_every: int = 50_000
     """labels between two fits; each starts afresh on all of them, and its policy goes on"""
-    epochs: int = 6
-    """passes over the labels in a fit"""
-    batch_size: int = 256
-    """labels in a minibatch"""
     learning_rate: float = 2e-3
     """learning rate at the start of a fit, falling linearly to zero"""
-    weight_decay: float = 1e-4
-    """weight decay of AdamW"""
     ridge: float = 0.5
     """weight of the squares of what is added to actions that were not tried"""
-    holdout: float = 0.1
-    """share of the labels, the latest ones, that a fit leaves out and is measured on"""
     eval_episodes: int = 16
-    """episodes per rate and evaluation on the validation split; the best policy is kept"""
+    """episodes per rate and evaluation on the validation split; the best policy is saved"""
     eval_rates: tuple[float, ...] = (3.0, 5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns of a flat row of scaled node features: N experts, R running and W waiting slots."""
+
+    experts: int
+    running: int
+    waiting: int
+    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
+        n, r, w = self.experts, self.running, self.waiting
+        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
+        return (2, self.EXPERT * n, *queues, n * r, n * w)
+
+    def expert(self, rows: Tensor) -> Tensor:
+        """The experts' features (B, N, 10) in a batch of rows."""
+        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
+
+    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
+        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
+        limit = obs["latency_requirement"]  # (B, 1)
+        req, exp, batch = obs["request"], obs["experts"], len(limit)
+        p = np.log1p(req[..., :1]) / 6
+        of_expert, of_queued = impact_features(obs, model)
+        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
+        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
+        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
+        for kind, here in slots.items():
+            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
+            ratio = np.log1p(late / limit[:, :, None]) / 2
+            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
+            x = np.concatenate([x, of_queued[:, :, here]], -1)
+            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
+        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
+        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
+
+
+def heuristic_values(expert: Any, running_slots: int) -> Any:
+    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
+
+    The new request's score if it is answered within L, less the scores it pushes over L and the
+    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
+    """
+    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
+    load = (load + load.mean(-1)[..., None]) / 2
+    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
+    return score - lost - load**4 * work
+
+
+class Sets(nn.Module):
+    """One small network over every expert and the sums of its queue.
+
+    An expert's input is its features and latency law, the arrived request's features, and mean and
+    maximum of those of its queued requests; the request's embedding is that of the mean expert.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        inputs = 2 + Layout.EXPERT + 4 + 2 * Layout.REQUEST
+        self.each = nn.Sequential(
+            nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        )
+        self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+
+    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed a batch of flat rows; law (N, 4)."""
+        batch, n = len(rows), layout.experts
+        arrived, expert, running, waiting, mr, mw = rows.split(layout.sizes, -1)
+        held = torch.cat([x.view(batch, n, -1, Layout.REQUEST) for x in (running, waiting)], 2)
+        mask = torch.cat([x.view(batch, n, -1) for x in (mr, mw)], 2)
+        mean = held.sum(2) / mask.sum(2, keepdim=True).clamp(min=1)
+        top = held.masked_fill(mask[..., None] == 0, -2.0).amax(2)
+        parts = [arrived[:, None].expand(batch, n, 2), expert.view(batch, n, -1), mean, top]
+        experts = self.each(torch.cat([*parts, law.expand(batch, *law.shape)], -1))
+        return self.all(experts.mean(1)), experts
+
+
+class Head(nn.Module):
+    """One value per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+        self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
+        with torch.no_grad():  # what is added to the heuristic is small at first
+            for linear in (self.request[2], self.out):
+                linear.weight.mul_(0.1)
+                linear.bias.zero_()
+
+    def forward(self, request: Tensor, experts: Tensor) -> Tensor:
+        """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
+        drop, common = self.request(torch.cat([request, experts.mean(1)], -1)).split(1, -1)
+        hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
+        return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
 
 
 class Agent(nn.Module):
     """Values of the actions: the heuristic's, and what the network adds, little at first."""
 
-    graph = True
-    law: Tensor | None
+    law: Tensor
 
-    def __init__(self, layout: Layout, args: Args, system: RoutingSystem) -> None:
+    def __init__(self, system: RoutingSystem) -> None:
         super().__init__()
-        self.temperature, self.by_law = 1.0, args.law
-        self.register_buffer("law", None, persistent=False)
-        width = system.estimator.shape[1] if args.law else 0
-        self.encoder: Any = (HAN if args.encoder == "han" else Sets)(layout, width)
-        self.actor = Head(layout.experts + 1, per_expert=True)
-        self.actor.start_small()
-        self.turn_to(layout, LatencyModel(system))
+        self.register_buffer("law", torch.zeros(system.num_experts, 4), persistent=False)
+        self.encoder, self.actor = Sets(), Head()
+        self.set_system(LatencyModel(system))
 
-    def turn_to(self, layout: Layout, model: LatencyModel) -> None:
-        """Serve these experts: the weights are for any one of them, whatever its law."""
-        self.layout = self.encoder.layout = layout
-        self.model = model
-        if self.by_law:
-            device = self.actor.out.weight.device
-            self.law = torch.as_tensor(scale_laws(model.system.estimator), device=device)
+    def set_system(self, model: LatencyModel) -> None:
+        """Serve the experts of a system: the weights are for any expert, whatever its law."""
+        self.model, system = model, model.system
+        capacities = (system.running_capacity, system.waiting_capacity)
+        self.layout = Layout(system.num_experts, *capacities)
+        # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)
+        law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
+        self.law = torch.as_tensor(law, device=self.law.device)
 
-    def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
-        """Flat rows of a batch of observations."""
+    def rows(self, obs: Observation) -> NDArray[np.float16]:
+        """Flat rows of a batch of observations, of any capacities.
+
+        Raises:
+            ValueError: If the number of experts is not that of the agent's system.
+        """
+        experts, running = obs["running"].shape[1:3]
+        if experts != len(self.law):
+            raise ValueError(
+                f"made for {len(self.law)} experts, got {experts}; "
+                "a policy over the graph takes another fleet with load_policy(path, system)"
+            )
+        self.layout = Layout(experts, running, obs["waiting"].shape[2])
         return self.layout.rows(obs, self.model)
 
-    def forward(self, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (B, N + 1) in scores, illegal actions at a large negative, and what was added."""
-        added = self.actor(*self.encoder(rows, self.law))
-        start = prior(self.layout.expert(rows), self.layout.running)
-        value = added + F.pad(start, (1, 0))  # a drop is worth 0
-        return value.masked_fill(mask == 0, -1e4), added
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Values (B, N + 1) in scores, and what the network added to the heuristic's."""
+        added = self.actor(*self.encoder(rows, self.layout, self.law))
+        start = heuristic_values(self.layout.expert(rows), self.layout.running)
+        return added + F.pad(start, (1, 0)), added  # a drop is worth 0
 
     @torch.no_grad()
-    def values(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    def values(self, obs: Observation) -> NDArray[np.float32]:
         """Values (B, N + 1) of the actions, legal or not."""
-        rows = torch.as_tensor(self.rows(obs), device=self.actor.out.weight.device).float()
-        return self(rows, rows.new_ones(len(rows), self.layout.experts + 1))[0].cpu().numpy()
+        return (
+            self(torch.as_tensor(self.rows(obs), device=self.law.device).float())[0].cpu().numpy()
+        )
 
-    def act(self, obs: Mapping[str, NDArray[Any]], mask: NDArray[Any]) -> NDArray[np.int64]:
+    def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The best legal action of every observation."""
         return np.where(np.asarray(mask) > 0, self.values(obs), -np.inf).argmax(-1)
 
 
-class Point:
-    """A configuration of the environment: its systems as they stand, and the labels from them."""
+def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np.int64]:
+    """Actions of the copies of each state: the same one, where that costs none more than ``near``.
+
+    Copies that differ little would part for good at the first near tie, and the noise of two
+    futures would drown the first action's effect. So a copy takes the action that is best on
+    average over the copies if that is within ``near`` of its own best, else its own best.
+
+    Args:
+        values: Values (B, copies, actions); NaN everywhere where a copy is at its end.
+        near: What a decision may cost, in scores.
+
+    Returns:
+        (B, copies).
+    """
+    known = np.where(np.isnan(values[..., :1]), 0.0, values)
+    common = known.sum(1).argmax(-1)[:, None]
+    own = known.argmax(-1)
+    price = known.max(-1) - np.take_along_axis(known, common[..., None], -1)[..., 0]
+    return np.where(price <= near, common, own)
+
+
+class Rollouts:
+    """Copies of the environments' states on which actions are tried."""
+
+    def __init__(self, envs: gym.vector.VectorEnv, tries: int) -> None:
+        """Make room for ``tries`` copies of every environment of a native vector environment."""
+        self.envs: Any = envs.unwrapped
+        self.tries = tries
+        problem = build_problem(view=kernel.GRAPH, **self.envs.problem.arguments)
+        self.batch = RoutingBatch(problem, tries * self.envs.num_envs)
+
+    def returns(
+        self,
+        actions: NDArray[np.int64],
+        legal: NDArray[np.bool_],
+        horizon_s: float,
+        values: Values,
+        near: float = 0.0,
+    ) -> NDArray[np.float32]:
+        """Sum of the rewards of each action and of the requests after it, on the same future.
+
+        There is no discount: a score is paid when the request is let in and taken back when it ends
+        late, and a discounted bill would make late answers look good.
+
+        Args:
+            actions: First actions (B, tries), of every environment in its present state.
+            legal: Which of them to try (B, tries).
+            horizon_s: No request that arrives so many seconds later is decided; a rollout also
+                stops where its episode ends.
+            values: By what the later requests are decided.
+            near: See `common_actions`.
+
+        Returns:
+            (B, tries), NaN where not tried.
+        """
+        batch, legal = self.batch, legal.copy()
+        for row in range(len(actions)):
+            state = self.envs.clone_state(row)
+            legal[row] &= not state.finished
+            for k in np.flatnonzero(legal[row]):
+                batch.restore(row * self.tries + int(k), state)
+        live, every = legal.reshape(-1).astype(np.int8), np.arange(legal.size)
+        total, choice = np.zeros(live.size), actions.reshape(-1).astype(np.int64)
+        last = batch.arrivals.shape[1] - 1
+
+        def now() -> NDArray[np.float64]:
+            return batch.arrivals[every, np.minimum(batch.env["index"].astype(int), last)]
+
+        end = now() + horizon_s
+        while live.any():
+            batch.step(choice, live)
+            total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
+            live &= (batch.out[:, 2] == 0.0) & (now() < end)
+            left = np.flatnonzero(live)
+            seen = {key: value[left] for key, value in batch.observation.items()}
+            found = np.full(batch.action_mask.shape, np.nan)
+            if left.size:
+                found[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
+            choice = common_actions(found.reshape(*legal.shape, -1), near).reshape(-1)
+        return np.where(legal, total.reshape(actions.shape), np.nan).astype(np.float32)
+
+
+def choose_candidates(
+    value: NDArray[np.floating[Any]],
+    first: NDArray[np.int64],
+    mask: NDArray[Any],
+    count: int,
+    spread: float,
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Actions to try and which of them are legal, (B, count) each.
+
+    The first is given, the others are drawn without replacement with probabilities that rise with
+    their value (Gumbel top-k, at the temperature ``spread``): what is surely worse is not tried.
+    """
+    legal = np.asarray(mask) > 0
+    key = np.where(legal, value / spread + rng.gumbel(size=value.shape), -np.inf)
+    np.put_along_axis(key, first[:, None], np.inf, 1)
+    chosen = np.argsort(-key, axis=1, kind="stable")[:, :count]
+    return chosen, np.take_along_axis(legal, chosen, 1)
+
+
+def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Weights of labels (B,), mean 1: the inverse of the variance of ``gain`` at such a load.
+
+    The fates of two actions part the further the busier the fleet is; unweighted, labels from
+    busy fleets would drown the small and certain differences on idle ones.
+    """
+    edges = np.quantile(load, np.linspace(0, 1, 11)[1:-1])
+    place = np.searchsorted(edges, load, side="right")
+    square = np.nan_to_num(gain).astype(np.float64) ** 2
+    total, count = (
+        np.bincount(place, x.sum(1), 10) for x in (square, np.isfinite(gain).astype(np.float64))
+    )
+    weight = 1 / ((total / np.maximum(count, 1))[place] + 0.02)
+    return (weight / weight.mean()).astype(np.float32)
+
+
+class Configuration:
+    """One configuration of the environment: its systems as they stand, and the labels from them."""
 
     def __init__(self, args: Args, num_envs: int, seed: int) -> None:
-        self.args = args
-        self.envs = make_envs(args, num_envs)
-        self.layout = Layout.of(self.envs, impact=True)
-        self.system = RoutingSystem.from_env(self.envs)
-        self.model = LatencyModel(self.system)
-        self.branches = Branches(self.envs, args.candidates)
-        self.obs, info = self.envs.reset(seed=episode_seeds(seed, num_envs))
+        self.args, self.env_kwargs = args, ENV | environments.parse_settings(args.set)
+        self.envs = environments.make_envs(args.env_id, num_envs, **self.env_kwargs)
+        if not isinstance(self.envs.single_observation_space, gym.spaces.Dict):
+            raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+        self.model = LatencyModel(RoutingSystem.from_env(self.envs))
+        self.rollouts = Rollouts(self.envs, args.candidates)
+        self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
+
+    def heuristic(self, obs: Observation) -> NDArray[np.float64]:
+        """Values (B, N + 1) of the heuristic, see `heuristic_values`."""
+        expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
+        expert[..., 1:3] = obs["experts"][..., 1:3] / 3
+        expert[..., 6:] = impact_features(obs, self.model)[0]
+        values = heuristic_values(expert, self.model.system.running_capacity)
+        return np.pad(values, ((0, 0), (1, 0)))
 
     def label(self, agent: Agent, improve: bool, rng: np.random.Generator) -> None:
         """Label the present states with the returns of some of their actions."""
         args, mask = self.args, self.mask
         value = agent.values(self.obs)
-        follow: Values = agent.values if improve else self.heuristic
-        first = np.where(mask > 0, follow(self.obs), -np.inf).argmax(1)
+        rollout_values: Values = agent.values if improve else self.heuristic
+        first = np.where(mask > 0, rollout_values(self.obs), -np.inf).argmax(1)
         tries, legal = choose_candidates(value, first, mask, args.candidates, args.spread, rng)
-        returns = self.branches.returns(tries, legal, args.horizon_s, follow, args.near)
+        returns = self.rollouts.returns(tries, legal, args.horizon_s, rollout_values, args.near)
         self.labels.append((agent.rows(self.obs), tries.astype(np.int8), returns))
 
-    def step(self, agent: Agent, fitted: bool, rng: np.random.Generator) -> None:
-        """Let the policy decide, the heuristic before there is one, or chance now and then."""
-        mask, values = self.mask, agent.values if fitted else self.heuristic
-        action = np.where(mask > 0, values(self.obs), -np.inf).argmax(1)
-        chance = np.where(mask > 0, rng.random(mask.shape), -1.0)
-        action = np.where(rng.random(len(mask)) < self.args.explore, chance.argmax(-1), action)
+    def step(self, values: Values, rng: np.random.Generator) -> None:
+        """Take the actions of the highest values, now and then random ones."""
+        action = np.where(self.mask > 0, values(self.obs), -np.inf).argmax(1)
+        chance = np.where(self.mask > 0, rng.random(self.mask.shape), -1.0)
+        action = np.where(rng.random(len(self.mask)) < EXPLORE, chance.argmax(-1), action)
         self.obs, _, _, _, info = self.envs.step(action)
         self.mask = info["action_mask"]
 
-    def heuristic(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-        """Values (B, N + 1) of the heuristic."""
-        return heuristic_values(obs, self.model)
 
-    def state(self) -> tuple[Any, ...]:
-        """What a resumed run needs."""
-        return self.envs, self.obs, self.mask, self.labels
+class Labels:
+    """A configuration's labels as tensors: differences of returns to the first action's."""
 
-    def restore(self, state: tuple[Any, ...]) -> None:
-        """Go on from what `state` gave."""
-        self.envs, self.obs, self.mask, self.labels = state
-        self.branches = Branches(self.envs, self.args.candidates)
-
-
-class Lessons:
-    """The labels of a point as tensors: differences of the returns to that of the first action."""
-
-    def __init__(self, point: Point, device: torch.device) -> None:
-        self.point, self.device = point, device
-        self.rows, tried, returns = (
-            np.concatenate(part) for part in zip(*point.labels, strict=True)
-        )
-        gain = returns[:, 1:] - returns[:, :1]
-        load = fleet_load(self.rows, point.layout)
+    def __init__(self, source: Configuration, device: torch.device) -> None:
+        self.model, self.device = source.model, device
+        self.rows, tried, returns = (np.concatenate(x) for x in zip(*source.labels, strict=True))
+        gain, system = returns[:, 1:] - returns[:, :1], source.model.system
+        # Requests per running slot of the whole fleet, from the scaled rows.
+        expert = self.rows[:, 2 : 2 + Layout.EXPERT * system.num_experts].astype(np.float64)
+        held = 3 * expert.reshape(len(gain), -1, Layout.EXPERT)[..., 1:3].sum((1, 2))
+        load = held / (system.num_experts * system.running_capacity)
         self.tried = torch.as_tensor(tried.astype(np.int64), device=device)
         self.weight = torch.as_tensor(noise_weights(load, gain), device=device)
-        self.there = torch.as_tensor(np.isfinite(gain), device=device)
+        self.known = torch.as_tensor(np.isfinite(gain), device=device)
         self.gain = torch.as_tensor(np.nan_to_num(gain), device=device)
-        self.cut = max(int(len(gain) * (1 - point.args.holdout)), 1)
+        self.train = max(int(len(gain) * (1 - HOLDOUT)), 1)  # labels to fit, the earliest
 
     def errors(self, agent: Agent, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted squared errors (K,) of some labels, and squares of what nobody tried."""
-        agent.turn_to(self.point.layout, self.point.model)
-        x = torch.as_tensor(self.rows[index.numpy()], device=self.device).float()
+        """Weighted squared errors (K,) of some labels, and squares added to untried actions."""
+        agent.set_system(self.model)
         i = index.to(self.device)
-        value, added = agent(x, x.new_ones(len(x), agent.layout.experts + 1))
+        rows = torch.as_tensor(self.rows[index.numpy()], device=self.device).float()
+        value, added = agent(rows)
         value = value.gather(1, self.tried[i])
-        error = (value[:, 1:] - value[:, :1] - self.gain[i]).square() * self.there[i]
+        error = (value[:, 1:] - value[:, :1] - self.gain[i]).square() * self.known[i]
         added = added - added.gather(1, self.tried[i][:, :1])
-        strange = torch.ones_like(added).scatter(1, self.tried[i], 0.0)
+        untried = torch.ones_like(added).scatter(1, self.tried[i], 0.0)
         weight = self.weight[i]
-        return weight * error.sum(1), weight * (strange * added.square()).mean(1)
+        return weight * error.sum(1), weight * (untried * added.square()).mean(1)
 
     def held_out(self) -> tuple[Tensor, ...]:
         """Indexes of the labels that a fit leaves out, in parts."""
-        return torch.arange(min(self.cut, len(self.rows) - 1), len(self.rows)).split(4096)
+        return torch.arange(min(self.train, len(self.rows) - 1), len(self.rows)).split(4096)
 
 
-def fit(agent: Agent, points: Sequence[Point], args: Args) -> dict[str, float]:
+def fit(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str, float]:
     """Regress differences of values on differences of returns, both to the first action.
 
-    A minibatch is of one point; the points take turns by chance, and each counts as much.
+    A minibatch is of one configuration; they take turns by chance, and each counts as much.
 
     Returns:
         Weighted mean squared errors on the held-out labels, after the fit, of the heuristic's
         values, and of no difference at all.
     """
-    lessons = [Lessons(point, agent.actor.out.weight.device) for point in points]
+    every = [Labels(source, agent.law.device) for source in sources]
 
     @torch.no_grad()
     def held_out() -> float:
-        found = [one.errors(agent, part)[0] for one in lessons for part in one.held_out()]
-        return float(torch.cat(found).mean())
+        errors = [one.errors(agent, part)[0] for one in every for part in one.held_out()]
+        return float(torch.cat(errors).mean())
 
     start = held_out()
     optimizer = torch.optim.AdamW(
-        agent.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay
+        agent.parameters(), lr=args.learning_rate, weight_decay=WEIGHT_DECAY
     )
-    steps = args.epochs * sum(-(-one.cut // args.batch_size) for one in lessons)
+    steps = EPOCHS * sum(-(-one.train // BATCH_SIZE) for one in every)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    for _ in range(args.epochs):
-        parts = [
-            (one, x) for one in lessons for x in torch.randperm(one.cut).split(args.batch_size)
-        ]
-        for k in torch.randperm(len(parts)).tolist():
-            error, strange = parts[k][0].errors(agent, parts[k][1])
+    for _ in range(EPOCHS):
+        batches = [(one, x) for one in every for x in torch.randperm(one.train).split(BATCH_SIZE)]
+        for k in torch.randperm(len(batches)).tolist():
+            error, untried = batches[k][0].errors(agent, batches[k][1])
             optimizer.zero_grad()
-            (error.mean() + args.ridge * strange.mean()).backward()
+            (error.mean() + args.ridge * untried.mean()).backward()
             nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    nothing = torch.cat(
-        [
-            (one.weight[:, None] * one.there * one.gain.square()).sum(1)[part]
-            for one in lessons
-            for part in one.held_out()
-        ]
-    )
+    nothing = [
+        (one.weight[:, None] * one.known * one.gain.square()).sum(1)[part]
+        for one in every
+        for part in one.held_out()
+    ]
     return {
         "losses/held_out": held_out(),
         "losses/held_out_heuristic": start,
-        "losses/held_out_nothing": float(nothing.mean()),
+        "losses/held_out_nothing": float(torch.cat(nothing).mean()),
     }
 
 
-def evaluate(agent: Agent, points: Sequence[Point]) -> dict[str, float]:
-    """`validate` at every point, and means over the points."""
+def evaluate(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str, float]:
+    """`evaluate_router` in every configuration, and means over them."""
     results = []
-    for point in points:
-        agent.turn_to(point.layout, point.model)
-        results.append(validate(agent.act, point.args))
-    if len(points) == 1:
+    for source in sources:
+        agent.set_system(source.model)
+        numbers = (args.eval_rates, args.eval_episodes, EVAL_REQUESTS)
+        results.append(evaluate_router(agent.act, args.env_id, source.env_kwargs, *numbers))
+    if len(sources) == 1:
         return results[0]
     keys = [key for key in results[0] if "qos" in key]
     means = {key: float(np.mean([result[key] for result in results])) for key in keys}
@@ -300,80 +509,82 @@ def evaluate(agent: Agent, points: Sequence[Point]) -> dict[str, float]:
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights, arguments and layout in one safetensors file."""
-    meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(asdict(agent.layout))}
-    write_checkpoint(agent, meta | {"agent": "rpi"}, path)
+    """Weights and arguments in one safetensors file."""
+    meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
+    checkpoint.write_checkpoint(agent, meta, path)
+
+
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
+    args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
+    env_kwargs = ENV | environments.parse_settings(args.set)
+    agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
+    checkpoint.load_weights(agent, weights)
+    return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    if args.candidates < 2 or args.skip < 1 or not args.horizon_s > 0:
-        raise ValueError(
-            f"candidates, skip and horizon_s: must be at least 2, 1 and above 0, got "
-            f"{args.candidates}, {args.skip} and {args.horizon_s}"
-        )
+    if args.candidates < 2 or not args.horizon_s > 0:
+        given = f"{args.candidates} and {args.horizon_s}"
+        raise ValueError(f"candidates, horizon_s: must be 2 or more and above 0, got {given}")
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    run = Path(args.out_dir) / (args.run_name or f"rpi_{args.encoder}_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
+    run = Path(args.out_dir) / (args.run_name or f"rpi_{args.seed}")
     mixture = [replace(args, set=args.set + tuple(item.split())) for item in args.mixture or ("",)]
-    each = max(args.num_envs // len(mixture), 1)
-    points = [Point(own, each, args.seed + 1000 * k) for k, own in enumerate(mixture)]
+    n = max(args.num_envs // len(mixture), 1)
+    sources = [Configuration(own, n, args.seed + 1000 * k) for k, own in enumerate(mixture)]
+    run.mkdir(parents=True, exist_ok=True)
 
-    def fresh() -> Agent:
-        return Agent(points[0].layout, args, points[0].system).to(device)
-
-    agent = fresh()
-    s: dict[str, Any] = {"step": 0, "labels": 0, "best": -np.inf, "log_size": 0, "fitted": False}
-    if has_snapshot(args.resume, run / "snapshot.pt"):
-        saved = torch.load(run / "snapshot.pt", weights_only=False)
+    first_system = sources[0].model.system
+    agent = Agent(first_system).to(device)
+    step, labels, best, log_size, fitted = 0, 0, -np.inf, 0, False
+    saved = load_snapshot(args.resume, run / "snapshot.pt")
+    if saved is not None:
         agent.load_state_dict(saved["agent"])
-        s = saved["state"]
-        for point, state in zip(points, pickle.loads(saved["points"]), strict=True):
-            point.restore(state)
+        step, labels, best, log_size, fitted = saved["state"]
+        for source, state in zip(sources, pickle.loads(saved["sources"]), strict=True):
+            source.envs, source.obs, source.mask, source.labels = state
+            source.rollouts = Rollouts(source.envs, args.candidates)
         torch.set_rng_state(saved["torch_rng"])
         rng.bit_generator.state = saved["rng"]
-    log = RunLog(run, args, "rpi", s["labels"], s["log_size"])
-    while s["labels"] < args.total_timesteps:
-        before = s["labels"]
-        improve = s["fitted"] and 0 < args.improve_from <= before
-        for point in points:
-            agent.turn_to(point.layout, point.model)
-            if s["step"] % args.skip == args.skip - 1:
-                point.label(agent, improve, rng)
-                s["labels"] += each
-                log.advance(s["labels"])
-            point.step(agent, s["fitted"], rng)
-        s["step"] += 1
-        if crossed(args.fit_every, before, s["labels"]) or s["labels"] >= args.total_timesteps:
-            agent = fresh()
-            metrics = fit(agent, points, args)
-            s["fitted"] = True
-            result = evaluate(agent, points)
-            log.say(s["labels"], result)
-            decisions = each * len(points) * s["step"]
-            log.write(
-                s["labels"],
-                {"charts/SPS": log.sps, "charts/decisions": decisions} | metrics | result,
-            )
-            agent.turn_to(points[0].layout, points[0].model)
+    log = RunLog(run, args, "rpi", labels, log_size)
+    while labels < args.total_timesteps:
+        before = labels
+        improve = fitted and 0 < args.improve_from <= before
+        for source in sources:
+            agent.set_system(source.model)
+            if step % LABEL_EVERY == LABEL_EVERY - 1:
+                source.label(agent, improve, rng)
+                labels += n
+                log.advance(labels)
+            source.step(agent.values if fitted else source.heuristic, rng)
+        step += 1
+        if interval_passed(args.fit_every, before, labels) or labels >= args.total_timesteps:
+            agent, fitted = Agent(first_system).to(device), True
+            metrics = fit(agent, sources, args)
+            result = evaluate(agent, sources, args)
+            log.print_qos(labels, result)
+            metrics |= {"charts/SPS": log.sps, "charts/decisions": n * len(sources) * step}
+            log.write(labels, metrics | result)
+            agent.set_system(sources[0].model)
             write = partial(save_policy, agent, args)
-            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
-        if crossed(args.checkpoint_every, before, s["labels"]):
-            s["log_size"] = log.size
-            snapshot(
+            best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
+        if interval_passed(args.checkpoint_every, before, labels):
+            states = [(one.envs, one.obs, one.mask, one.labels) for one in sources]
+            save_snapshot(
                 run / "snapshot.pt",
                 agent=agent.state_dict(),
-                state=s,
-                points=pickle.dumps([point.state() for point in points]),
+                state=(step, labels, best, log.size, fitted),
+                sources=pickle.dumps(states),
                 rng=rng.bit_generator.state,
                 torch_rng=torch.get_rng_state(),
             )
     log.close()
-    for point in points:
-        point.envs.close()
+    for source in sources:
+        source.envs.close()
     return run
 
 

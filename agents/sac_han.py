@@ -1,12 +1,14 @@
 """Discrete soft actor-critic over a dense, masked heterogeneous graph attention network (HAN).
 
-The router of the paper's section V: the state is a graph of the arrived request, the experts and
-the requests they hold (Eq. 6-12); each graph is encoded by two layers of PyG's ``HANConv`` maths,
-computed per graph and without padding; actor and twin critics read the embeddings.
-``python agents/sac_han.py --help`` lists the options; ``--state expert --reward completed_qos`` is
-the paper's Baseline RL, ``--state han --reward completed_qos`` its Baseline RL + DSA. By default
-actor and critics start at the heuristic `priced_greedy` and learn what to add to it (residual
-policy learning, Silver et al. 2018); ``--prior 0`` trains from nothing.
+The router of the QoS-aware routing paper (arXiv:2508.00234, section V): the state is a graph of the
+arrived request, the experts and the requests they hold (Eq. 6-12); two layers of PyG's ``HANConv``
+embed each graph on its own, and actor and twin critics read the embeddings. ``--prior 0
+--privileged_critic False --set reward=qos_aware`` is the paper's learner; with
+``reward=completed_qos`` it is Baseline RL + DSA. By default actor and critics start at the
+heuristic `priced_greedy` and learn a correction (residual policy learning, Silver et al. 2018).
+
+Neighbours: `baseline_rl` reads the experts' rows alone; `ppo_han` has the same features and network
+with PPO, `pqn` with Q-learning. ``python agents/sac_han.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,319 +30,505 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.han import (
-    HAN,
-    ExpertRows,
-    Head,
-    Layout,
-    Sets,
-    held_score,
-    prior,
-    scale_laws,
-)
-from servegym.agents.lib.run import (
-    Foresight,
-    RouterArgs,
-    RunLog,
-    crossed,
-    episode_seeds,
-    follow,
-    has_snapshot,
-    keep,
-    make_envs,
-    snapshot,
-    validate,
-    what_followed,
-    write_checkpoint,
-)
-from servegym.agents.replay import ReplayBuffer
+from servegym.agents.lib import checkpoint, environments
+from servegym.agents.lib.arguments import ResumableRunArgs
+from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.evaluation import evaluate_router
+from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.single_decision import SingleDecision
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.baselines.llm_routing.features import impact_features, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 
+Observation = Mapping[str, NDArray[Any]]
+
+ENV = {
+    "profiles": "edge-6-heterogeneous",
+    "latency_requirement_s": 0.030,
+    "rate": (4.0, 11.0),  # requests/s; each training episode draws its own
+    "reward": "paid_forward",
+}
+"""Arguments of the training environment; ``--set`` changes them and adds others."""
+
+HEADS, WIDTH = 4, 64  # of the HAN; WIDTH also of the actor and the critics
+WARMUP_STEPS = 8_000  # before the first update; at most a fifth of the training
+WARMUP_RANDOM = 0.2  # share of environments with uniform legal actions in the warm-up
+CRITIC_WARMUP = 0.25  # with a prior: share of the training in which the critics alone learn
+BATCH_SIZE = 128  # transitions per update
+TAU = 0.02  # polyak step of the target network, per update
+AVERAGE = 0.01  # polyak step of the averaged network, which is evaluated and saved, per round
+LOG_EVERY = 2_000  # steps between rows of the log
+EVAL_EPISODES, EVAL_REQUESTS = 8, 500  # of an evaluation: episodes per rate, requests per episode
+HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the privileged critic reads
+
 
 @dataclass
-class Args(RouterArgs):
+class Args(ResumableRunArgs):
     """Command line of the agent."""
 
-    state: Literal["han", "expert"] = "han"
-    """the whole graph, or the experts' rows of Eq. 7 alone (the paper's Baseline RL)"""
-    head: Literal["expert", "arrived"] = "expert"
-    """logits from every expert's embedding, or (literally) from the arrived request's alone"""
-    law: bool = True
-    """put each expert's profiled estimator (Eq. 13/14) on its node: tells idle experts apart"""
-    impact: bool = True
-    """add what the action impact estimator predicts to the experts' and requests' features"""
-    prior: float = 0.02
-    """temperature, in scores, of the heuristic that the networks start from; 0: no such start"""
-    encoder: Literal["han", "sets"] = "han"
-    """of the graph: the HAN, or a small network over every expert and its queue's sums"""
-    foresight: bool = True
-    """let the critics, in training, see the arrivals to come: see `Foresight`"""
+    env_id: str = "servegym/LLMRouting-v0"
+    """a routing environment with the Dict observation"""
+    set: tuple[str, ...] = ()
+    """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     total_timesteps: int = 300_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
     """parallel environments"""
-    cut_after: int = 0
-    """decisions after which training episodes are cut, to keep empty systems in replay; 0: never"""
+    prior: float = 0.02
+    """temperature, in scores, of the heuristic that the networks correct; 0: start from nothing"""
+    privileged_critic: bool = True
+    """let the critics, in training, read the coming arrivals: see `privileged_inputs`"""
     buffer_size: int = 200_000
-    """transitions kept for replay"""
-    learning_starts: int = 8_000
-    """steps taken by the warm-up policy before the first update"""
-    warmup_random: float = 0.2
-    """share of uniform legal actions in the warm-up"""
+    """transitions in the replay buffer"""
     updates_per_step: int = 2
     """gradient updates after each step of all environments"""
-    batch_size: int = 128
-    """transitions per update"""
     gamma: float = 0.99
     """discount per decision"""
-    holding_cost: bool = True
-    """paid_forward only: charge (1 - gamma) x predicted score in flight, see `held_score`"""
     n_step: int = 8
     """rewards summed before bootstrapping"""
-    tau: float = 0.02
-    """step of the target network towards the online one, per update"""
-    average: float = 0.01
-    """step of the averaged network, which is evaluated and saved, after each round of updates"""
     lr: float = 1e-3
-    """learning rate of the encoder and the critics"""
+    """learning rate of the encoder and the critics at first; it falls linearly to a tenth"""
     actor_lr: float = 3e-4
-    """learning rate of the actor"""
-    critic_warmup: float = 0.25
-    """with a prior: share of the training, from its start, in which the critics alone learn"""
-    anneal_lr: bool = True
-    """let the learning rate fall linearly to a tenth"""
-    autotune: bool = False
-    """learn the temperature"""
+    """learning rate of the actor at first; it falls likewise"""
     alpha: float = 0.02
-    """the temperature, or its first value with autotune"""
-    target_entropy_scale: float = 0.25
-    """entropy target of a state as a share of log(number of legal actions)"""
-    average_q: bool = False
-    """take the mean of the twin critics in place of their minimum"""
-    entropy_in_target: bool = False
-    """keep the entropy bonus in the critics' target"""
+    """temperature: weight of the policy's entropy in the actor's loss"""
     eval_every: int = 30_000
-    """steps between evaluations on the validation split; the best policy is kept"""
+    """steps between evaluations on the validation split; the best policy is saved"""
+    eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
+    """arrival rates of the evaluation"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns of a flat row of scaled node features: N experts, R running and W waiting slots."""
+
+    experts: int
+    running: int
+    waiting: int
+    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
+        n, r, w = self.experts, self.running, self.waiting
+        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
+        return (2, self.EXPERT * n, *queues, n * r, n * w)
+
+    def expert(self, rows: Tensor) -> Tensor:
+        """The experts' features (B, N, 10) in a batch of rows."""
+        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
+
+    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
+        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
+        limit = obs["latency_requirement"]  # (B, 1)
+        req, exp, batch = obs["request"], obs["experts"], len(limit)
+        p = np.log1p(req[..., :1]) / 6
+        of_expert, of_queued = impact_features(obs, model)
+        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
+        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
+        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
+        for kind, here in slots.items():
+            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
+            ratio = np.log1p(late / limit[:, :, None]) / 2
+            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
+            x = np.concatenate([x, of_queued[:, :, here]], -1)
+            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
+        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
+        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
+
+
+def heuristic_values(expert: Any, running_slots: int) -> Any:
+    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
+
+    The new request's score if it is answered within L, less the scores it pushes over L and the
+    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
+    """
+    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
+    load = (load + load.mean(-1)[..., None]) / 2
+    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
+    return score - lost - load**4 * work
+
+
+def queued_score(obs: Observation) -> NDArray[np.float32]:
+    """Predicted score of all queued requests, (B,): the potential P behind ``paid_forward``.
+
+    The environment pays completed + P(s') - P(s). Shaping is exact for a discounted return with
+    gamma P(s') (Ng et al. 1999), so the agent takes (1 - gamma) P(s') off the reward.
+    """
+    run, wait = ((obs[k][..., 1] * obs[f"{k}_mask"]).sum((1, 2)) for k in ("running", "waiting"))
+    return run + wait
+
+
+class HANLayer(nn.Module):
+    """One ``HANConv`` on every graph of a batch, over the nodes that exist.
+
+    Edge types: expert -> arrived, arrived/running/waiting -> expert, expert -> running/waiting and
+    a self-loop at every node. Only the first, third and fourth have more than one neighbour; on the
+    others the message is the neighbour itself. PyG averages semantic attention over the batch.
+    """
+
+    blocks: Tensor
+
+    def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
+        super().__init__()
+        self.last = last  # nothing reads the queued requests' outputs of the last layer
+        self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
+        names = ("expert__arrived", "running__expert", "waiting__expert")
+        self.src, self.dst = (
+            nn.ParameterDict(
+                {k: nn.Parameter(torch.empty(WIDTH, 1).uniform_(-0.5, 0.5)) for k in names}
+            )
+            for _ in range(2)
+        )
+        self.register_buffer("blocks", torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 0), False)
+        self.k_lin = nn.Linear(WIDTH, WIDTH)
+        self.q = nn.Parameter(torch.empty(WIDTH).uniform_(-0.3, 0.3))
+
+    def attend(self, name: str, src: Tensor, dst: Tensor, index: Tensor) -> Tensor:
+        """Softmax attention of every node of dst (M, 64) over its src (K, 64); index (K,)."""
+        blocks = self.blocks  # (64, 4): which head a column belongs to
+        score = src @ (blocks * self.src[name])
+        score = F.leaky_relu(score + (dst @ (blocks * self.dst[name])).index_select(0, index), 0.2)
+        top = score.new_full((len(dst), HEADS), -1e9)
+        top.scatter_reduce_(0, index[:, None].expand(-1, HEADS), score.detach(), "amax")
+        weight = (score - top.index_select(0, index)).exp()
+        total = weight.new_zeros(len(dst), HEADS).index_add(0, index, weight)
+        message = src * (weight @ blocks.T)
+        message = dst.new_zeros(len(dst), WIDTH).index_add(0, index, message)
+        return (message * ((total + 1e-16).reciprocal() @ blocks.T)).relu()
+
+    def semantic(self, x: Tensor) -> Tensor:
+        """Q . tanh(W x + b) of every node; (M, 64) -> (M,)."""
+        return torch.tanh(self.k_lin(x)) @ self.q
+
+    def forward(self, x: dict[str, Tensor], index: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Node features {type: (nodes, d)} -> {type: (nodes, 64)}; index: expert of a request."""
+        h = {k: self.proj[k](v) for k, v in x.items()}
+        own = {k: v.relu() for k, v in h.items() if k in ("arrived", "expert") or not self.last}
+        score = {k: self.semantic(v) for k, v in own.items()}
+        batch, n = len(h["arrived"]), len(h["expert"]) // len(h["arrived"])
+        graph = torch.arange(batch, device=h["expert"].device).repeat_interleave(n)
+        from_experts = self.attend("expert__arrived", h["expert"], h["arrived"], graph)
+        queues = [
+            self.attend(f"{k}__expert", h[k], h["expert"], index[k]) for k in ("running", "waiting")
+        ]
+        w = torch.sigmoid(self.semantic(from_experts) - score["arrived"])  # softmax of two
+        out = {"arrived": torch.lerp(own["arrived"], from_experts, w[:, None])}
+        scores = [score["expert"], *(self.semantic(m) for m in queues)]
+        w = torch.stack([score["arrived"], *(x.view(batch, n).mean(1) for x in scores)], -1)
+        w = w.softmax(-1)  # (B, 4)
+        values = torch.stack([own["expert"], *queues]).view(3, batch, n, WIDTH)
+        mix = torch.einsum("bk,kbnd->bnd", w[:, 1:], values)
+        out["expert"] = (mix + (w[:, :1] * own["arrived"])[:, None]).view(-1, WIDTH)
+        if not self.last:
+            for k in ("running", "waiting"):
+                where = index[k] // n
+                gap = score["expert"].index_select(0, index[k]) - score[k]
+                count = torch.bincount(where, minlength=batch).clamp(min=1)
+                gap = gap.new_zeros(batch).index_add(0, where, gap) / count
+                w = torch.sigmoid(gap).index_select(0, where)[:, None]
+                out[k] = torch.lerp(own[k], own["expert"].index_select(0, index[k]), w)
+        return out
+
+
+class HAN(nn.Module):
+    """Two layers, four heads, 64 wide: rows (B, columns) -> request (B, 64), experts (B, N, 64).
+
+    An expert's node also has its latency law (Eq. 13/14), which tells idle experts apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        dims = {"arrived": 2, "expert": Layout.EXPERT + 4}
+        dims |= {"running": Layout.REQUEST, "waiting": Layout.REQUEST}
+        self.first = HANLayer(dims, last=False)
+        self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
+
+    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed the nodes that exist in a batch of flat rows; law (N, 4)."""
+        arrived, expert, *queues = rows.split(layout.sizes, -1)
+        laws = law.repeat(len(rows), 1)
+        x = {"arrived": arrived, "expert": torch.cat([expert.reshape(len(laws), -1), laws], -1)}
+        index, slots = {}, {"running": layout.running, "waiting": layout.waiting}
+        for k, features, mask in zip(slots, queues[:2], queues[2:], strict=True):
+            held = mask.reshape(-1).nonzero().squeeze(-1)
+            x[k] = features.reshape(-1, Layout.REQUEST).index_select(0, held)
+            index[k] = held // slots[k]  # the request's expert
+        x = self.second(self.first(x, index), index)
+        return x["arrived"], x["expert"].view(len(rows), -1, WIDTH)
+
+
+class Head(nn.Module):
+    """One value per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n].
+
+    A critic's head has ``extra`` privileged inputs besides, which it reads with the request.
+    """
+
+    def __init__(self, extra: int = 0) -> None:
+        super().__init__()
+        self.request = nn.Sequential(
+            nn.Linear(2 * WIDTH + extra, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)
+        )
+        self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
+
+    @torch.no_grad()
+    def shrink_output(self) -> None:
+        """Shrink the last layers, so that the correction of the heuristic is small at first."""
+        for last in (self.request[2], self.out):
+            last.weight.mul_(0.1)
+            last.bias.zero_()
+
+    def forward(self, request: Tensor, experts: Tensor, *extra: Tensor) -> Tensor:
+        """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
+        drop, common = self.request(torch.cat([request, experts.mean(1), *extra], -1)).split(1, -1)
+        hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
+        return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
 
 
 class Agent(nn.Module):
     """Encoder shared by actor and twin critics; the critics' loss alone trains the encoder."""
 
-    def __init__(self, layout: Layout, args: Args, system: RoutingSystem | None) -> None:
-        super().__init__()
-        self.layout, self.graph, laws = layout, args.state == "han", None
-        if system is not None and self.graph and args.law:
-            laws = torch.as_tensor(scale_laws(system.estimator))
-        self.register_buffer("law", laws)
-        self.model = LatencyModel(system) if layout.impact and system is not None else None
-        kind, width = Sets if args.encoder == "sets" else HAN, 0 if laws is None else laws.shape[1]
-        self.temperature = args.prior if layout.impact and args.head == "expert" else 0.0
-        self.encoder: nn.Module = kind(layout, width) if self.graph else ExpertRows(layout)
-        extra = Foresight.WIDTH * args.foresight
-        heads = [
-            Head(layout.experts + 1, self.graph and args.head == "expert", width)
-            for width in (0, extra, extra)
-        ]
-        self.actor, self.q1, self.q2 = heads
-        if self.temperature:
-            for head in heads:
-                head.start_small()
+    law: Tensor
 
-    def rows(self, obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float16]:
-        """Flat rows of a batch of observations."""
+    def __init__(self, args: Args, system: RoutingSystem) -> None:
+        super().__init__()
+        capacities = (system.running_capacity, system.waiting_capacity)
+        self.layout, self.model = Layout(system.num_experts, *capacities), LatencyModel(system)
+        self.temperature = args.prior
+        # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)
+        law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
+        self.register_buffer("law", torch.as_tensor(law))
+        self.encoder = HAN()
+        extra = 4 * len(HORIZONS) * args.privileged_critic
+        self.actor, self.q1, self.q2 = Head(), Head(extra), Head(extra)
+        if self.temperature:
+            for head in (self.actor, self.q1, self.q2):
+                head.shrink_output()
+
+    def rows(self, obs: Observation) -> NDArray[np.float16]:
+        """Flat rows of a batch of observations, of any capacities.
+
+        Raises:
+            ValueError: If the number of experts is not that of the agent's system.
+        """
+        experts, running = obs["running"].shape[1:3]
+        if experts != len(self.law):
+            raise ValueError(
+                f"made for {len(self.law)} experts, got {experts}; "
+                "a policy over the graph takes another fleet with load_policy(path, system)"
+            )
+        self.layout = Layout(experts, running, obs["waiting"].shape[2])
         return self.layout.rows(obs, self.model)
 
-    def encode(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Embeddings of the request (B, 64) and the experts (B, N, 64); what to start from."""
-        h = self.encoder(rows, self.law)
-        if self.temperature:  # a drop is worth 0
-            h = (*h, F.pad(prior(self.layout.expert(rows), self.layout.running), (1, 0)))
-        return h
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings (B, 64) and (B, N, 64), and the values (B, N+1) to correct: a drop has 0."""
+        values = heuristic_values(self.layout.expert(rows), self.layout.running)
+        return *self.encoder(rows, self.layout, self.law), F.pad(values, (1, 0))
 
-    def log_policy(self, h: tuple[Tensor, ...], mask: Tensor) -> Tensor:
+    def log_policy(self, h: tuple[Tensor, Tensor, Tensor], mask: Tensor) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
         logits = self.actor(*h[:2])
         if self.temperature:
             logits = logits + h[2] / self.temperature
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
 
-    def values(self, h: tuple[Tensor, ...], inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Both critics' values of every action (B, N+1); inputs (B, Foresight.WIDTH or 0)."""
+    def values(self, h: tuple[Tensor, Tensor, Tensor], inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Both critics' values of every action (B, N+1); inputs: see `privileged_inputs`."""
         start = h[2] if self.temperature else 0.0
         return self.q1(*h[:2], inputs) + start, self.q2(*h[:2], inputs) + start
 
     @torch.no_grad()
-    def act(self, obs: Mapping[str, NDArray[Any]], mask: NDArray[Any]) -> NDArray[np.int64]:
+    def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        device = next(self.parameters()).device
-        h = self.encode(torch.as_tensor(self.rows(obs), device=device).float())
-        return self.log_policy(h, torch.as_tensor(mask, device=device)).argmax(-1).cpu().numpy()
+        h = self.encode(torch.as_tensor(self.rows(obs), device=self.law.device).float())
+        legal = torch.as_tensor(np.asarray(mask), device=self.law.device)
+        return self.log_policy(h, legal).argmax(-1).cpu().numpy()
 
 
-def critic_target(
-    batch: Mapping[str, Tensor], log_pi: Tensor, q1: Tensor, q2: Tensor, alpha: float, args: Args
-) -> Tensor:
-    """Return + discount * sum_a pi(a|s') (Q(s', a) - alpha log pi(a|s')), zero once terminated."""
-    q = (q1 + q2) / 2 if args.average_q else torch.minimum(q1, q2)
-    if args.entropy_in_target:
-        q = q - alpha * log_pi
-    value = (log_pi.exp() * q).sum(-1)
+@torch.no_grad()
+def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
+    """Move the target's weights towards the network's by a share of tau."""
+    for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
+        slow.lerp_(fast, tau)
+
+
+class ReplayBuffer:
+    """Time-major ring of transitions; rows of scaled features in float16, both action masks."""
+
+    def __init__(self, size: int, num_envs: int, columns: int, actions: int, inputs: int) -> None:
+        self.length, self.envs, self.count = max(size // num_envs, 2), num_envs, 0
+        row, legal, extra = (columns, np.float16), (actions, np.int8), (inputs, np.float16)
+        kinds = {"obs": row, "next_obs": row, "mask": legal, "next_mask": legal}
+        kinds |= {"inputs": extra, "next_inputs": extra}
+        shape = (self.length, num_envs)
+        self.data = {k: np.zeros((*shape, width), kind) for k, (width, kind) in kinds.items()}
+        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "done": bool}
+        self.data |= {k: np.zeros(shape, kind) for k, kind in flat.items()}
+
+    def add(self, **step: NDArray[Any]) -> None:
+        """Append one step of all environments."""
+        for key, value in step.items():
+            self.data[key][self.count % self.length] = value
+        self.count += 1
+
+    def sample(
+        self, size: int, n_step: int, gamma: float, center: float, rng: np.random.Generator
+    ) -> dict[str, NDArray[Any]]:
+        """Uniform batch; `return` is the n-step sum of (reward - center), `discount` gamma^n.
+
+        A sum that meets the end of an episode stops there; next_obs, next_mask and terminated are
+        those of its last step, so a truncated one bootstraps and a terminated one does not.
+        """
+        d, stored = self.data, min(self.count, self.length)
+        start = self.count - stored + rng.integers(0, stored - n_step + 1, size)
+        env = rng.integers(0, self.envs, size)
+        total, discount = np.zeros(size, np.float32), np.ones(size, np.float32)
+        last, alive = start, np.ones(size, bool)
+        for k in range(n_step):
+            at = (start + k) % self.length
+            last = np.where(alive, start + k, last)
+            total += alive * discount * (d["reward"][at, env] - center)
+            discount = np.where(alive, discount * gamma, discount).astype(np.float32)
+            alive &= np.logical_not(d["done"][at, env])
+        first, last = start % self.length, last % self.length
+        batch = {k: d[k][first, env] for k in ("obs", "mask", "inputs", "action")}
+        after = ("next_obs", "next_mask", "next_inputs", "terminated")
+        return batch | {k: d[k][last, env] for k in after} | {"return": total, "discount": discount}
+
+
+def critic_target(batch: Mapping[str, Tensor], log_pi: Tensor, q1: Tensor, q2: Tensor) -> Tensor:
+    """Return + discount * sum_a pi(a|s') min(Q1, Q2)(s', a), zero once terminated; (B,).
+
+    The entropy bonus stays out of the target, as in revised discrete SAC (Zhou et al. 2022).
+    """
+    value = (log_pi.exp() * torch.minimum(q1, q2)).sum(-1)
     return batch["return"] + batch["discount"] * (1 - batch["terminated"].float()) * value
 
 
 def update(
-    agent: Agent,
-    target: Agent,
-    log_alpha: Tensor,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Tensor],
-    args: Args,
-    act: bool = True,
+    agent: Agent, target: Agent, optimizer: Any, batch: Any, alpha: float, train_actor: bool = True
 ) -> dict[str, Tensor]:
-    """One gradient step on critics, encoder, actor and temperature; the target follows by tau."""
-    alpha = log_alpha.exp().item()
+    """One gradient step on critics, encoder and actor, and a polyak step of the target."""
     with torch.no_grad():
         h = target.encode(batch["next_obs"])
         log_pi = target.log_policy(h, batch["next_mask"])
-        goal = critic_target(batch, log_pi, *target.values(h, batch["next_inputs"]), alpha, args)
+        goal = critic_target(batch, log_pi, *target.values(h, batch["next_inputs"]))
     h = agent.encode(batch["obs"])
     q1, q2 = agent.values(h, batch["inputs"])
     chosen = batch["action"][:, None]
     q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), goal) for q in (q1, q2))
 
-    log_pi = agent.log_policy(tuple(x.detach() for x in h), batch["mask"])
-    q = ((q1 + q2) / 2 if args.average_q else torch.minimum(q1, q2)).detach()
+    log_pi = agent.log_policy((h[0].detach(), h[1].detach(), h[2]), batch["mask"])
+    q = torch.minimum(q1, q2).detach()
     actor_loss = (log_pi.exp() * (alpha * log_pi - q)).sum(-1).mean()
-    entropy = -(log_pi.exp() * log_pi).sum(-1).detach()
-    wanted = args.target_entropy_scale * batch["mask"].sum(-1).float().log()
-    alpha_loss = (log_alpha.exp() * (entropy - wanted)).mean() if args.autotune else 0.0
 
     optimizer.zero_grad()
-    loss = q1_loss + q2_loss
-    if act:
-        loss = loss + actor_loss + alpha_loss
-    loss.backward()
+    (q1_loss + q2_loss + (actor_loss if train_actor else 0.0)).backward()
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
-    follow(target, agent, args.tau)
-    log = {
-        "losses/qf1_loss": q1_loss,
-        "losses/qf2_loss": q2_loss,
-        "losses/actor_loss": actor_loss,
-        "losses/qf1_values": q1.mean(),
-        "losses/alpha": log_alpha.exp(),
-        "charts/policy_entropy": entropy.mean(),
-    }
-    return {k: v.detach() for k, v in log.items()}
+    polyak_update(target, agent, TAU)
+    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
+    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q1.mean()}
+    losses["charts/policy_entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
+    return {key: value.detach() for key, value in losses.items()}
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights, arguments and layout in one safetensors file."""
-    meta = {"args": json.dumps(asdict(args)), "layout": json.dumps(asdict(agent.layout))}
-    write_checkpoint(agent, meta | {"agent": "sac_han"}, path)
+    """Weights and arguments in one safetensors file."""
+    meta = {"agent": "sac_han", "args": json.dumps(asdict(args))}
+    checkpoint.write_checkpoint(agent, meta, path)
 
 
-def check(args: Args) -> None:
-    """ValueError for arguments that would train something else than they say, or fail late."""
-    if args.prior < 0:
-        raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
-    if not 1 <= args.n_step <= args.buffer_size // args.num_envs:
-        held = f"{args.buffer_size // args.num_envs}, what buffer_size holds of an environment"
-        raise ValueError(f"n_step: must be from 1 to {held}; got {args.n_step}")
-    if args.cut_after and args.foresight:
-        raise ValueError("foresight: must be False with cut_after, as what follows a cut is gone")
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
+    given = checkpoint.json_field(meta, "args")
+    if given.get("state") == "expert":  # written when Baseline RL was an option of this file
+        from servegym.agents import baseline_rl
+
+        return baseline_rl.load(meta, weights, system)
+    args = checkpoint.saved_args(Args, given)
+    if "total_timesteps" in given and "prior" not in given:  # older than the prior
+        args.prior, args.privileged_critic = 0.0, False
+    env_kwargs = ENV | environments.parse_settings(args.set)
+    agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
+    checkpoint.load_weights(agent, weights, recomputed=("law",))
+    decide = SingleDecision(agent, heuristic_values)  # in numpy where one request is to be routed
+    name = "baseline_rl_dsa" if env_kwargs["reward"] == "completed_qos" else "sac_han"
+    return CheckpointPolicy(name, "graph", args, agent, decide.act, env_kwargs)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    check(args)
+    env_kwargs = ENV | environments.parse_settings(args.set)
+    if args.prior < 0:
+        raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
+    if not 1 <= args.n_step <= args.buffer_size // args.num_envs:
+        longest = f"{args.buffer_size // args.num_envs}, the steps of an environment in the buffer"
+        raise ValueError(f"n_step: must be from 1 to {longest}; got {args.n_step}")
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    usual = f"{args.state}_{args.reward}_{args.head}_{args.seed}"
-    run = Path(args.out_dir) / (args.run_name or usual)
+    envs, n = environments.make_envs(args.env_id, args.num_envs, **env_kwargs), args.num_envs
+    if not isinstance(envs.single_observation_space, gym.spaces.Dict):
+        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+    run = Path(args.out_dir) / (args.run_name or f"sac_han_{env_kwargs['reward']}_{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
 
-    envs = make_envs(args, args.num_envs, max_episode_steps=args.cut_after or None)
-    layout = Layout.of(envs, impact=args.impact and args.state == "han")
-    system = RoutingSystem.from_env(envs)
-    agent = Agent(layout, args, system).to(device)
+    agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
+    layout = agent.layout
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
-    log_alpha = torch.tensor(float(np.log(args.alpha)), device=device, requires_grad=True)
-    slow = list(agent.actor.parameters())
-    fast = [p for part in (agent.encoder, agent.q1, agent.q2) for p in part.parameters()]
-    groups = [
-        {"params": fast, "lr": args.lr},
-        {"params": slow, "lr": args.actor_lr},
-        {"params": [log_alpha], "lr": 1e-3},
-    ]
+    critics = [p for part in (agent.encoder, agent.q1, agent.q2) for p in part.parameters()]
+    groups = [{"params": critics}, {"params": list(agent.actor.parameters())}]
     optimizer = torch.optim.Adam(groups, fused=True)
-    extra = Foresight.WIDTH * args.foresight
-    columns, actions = sum(layout.sizes), layout.experts + 1
-    buffer = ReplayBuffer(args.buffer_size, args.num_envs, columns, actions, extra)
-    parts: dict[str, Any] = {
-        "agent": agent,
-        "target": target,
-        "averaged": averaged,
-        "optimizer": optimizer,
-        "buffer": buffer,
-    }
+    actions, extra = layout.experts + 1, 4 * len(HORIZONS) * args.privileged_critic
+    buffer = ReplayBuffer(args.buffer_size, n, sum(layout.sizes), actions, extra)
+    learning_starts = min(WARMUP_STEPS, args.total_timesteps // 5)
 
-    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
-    s: dict[str, Any] = {  # everything else that a resumed run needs
-        "step": 0,
-        "best": -np.inf,
-        "center": 0.0,
-        "log_size": 0,
-        "mask": info["action_mask"],
-        "obs": obs,
-        "return": np.zeros(args.num_envs),
-        "episodes": [],
-        "qos": [],
-        "shares": np.zeros(actions),
-    }
-    if has_snapshot(args.resume, run / "snapshot.pt"):
-        saved = torch.load(run / "snapshot.pt", weights_only=False)
-        for key, part in parts.items():
+    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
+    mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
+    returns, shares, episodic_returns, episodic_qos = np.zeros(n), np.zeros(actions), [], []
+    learned = {"agent": agent, "target": target, "averaged": averaged, "optimizer": optimizer}
+    saved = load_snapshot(args.resume, run / "snapshot.pt")
+    if saved is not None:
+        for key, part in learned.items():
             part.load_state_dict(saved[key])
-        log_alpha.data = saved["log_alpha"].to(device)
-        s, envs = saved["state"], pickle.loads(saved["envs"])
-        rng.bit_generator.state = saved["rng"]
-    log = RunLog(run, args, "sac_han", s["step"], s["log_size"])
-    foresight = Foresight(envs) if args.foresight else None
-    inputs = foresight() if foresight else np.zeros((args.num_envs, 0), np.float32)
+        rng.bit_generator.state, envs = saved["rng"], pickle.loads(saved["envs"])
+        step, best, mean_reward, log_size, obs, mask, *rest = saved["state"]
+        returns, episodic_returns, episodic_qos, shares, buffer.count, buffer.data = rest
+    log = RunLog(run, args, "sac_han", step, log_size)
+    no_inputs = np.zeros((n, 0), np.float32)
+    inputs = privileged_inputs(envs, HORIZONS) if args.privileged_critic else no_inputs
     losses: dict[str, Tensor] = {}
-    while s["step"] < args.total_timesteps:
-        obs, mask = s["obs"], s["mask"]
-        rows = agent.rows(obs)
-        warm_up = s["step"] < args.learning_starts
+
+    while step < args.total_timesteps:
+        # Act: in the warm-up half of the environments, later all, sample from the policy.
+        rows, warm_up = agent.rows(obs), step < learning_starts
         score = rng.random(mask.shape)
         if warm_up:
             # The least loaded expert below a cap that differs between environments.
             held = obs["experts"][..., 1:].sum(-1)
-            cap = 1 + np.arange(args.num_envs)[:, None] % (layout.running + layout.waiting)
-            calm = rng.random((args.num_envs, 1)) >= args.warmup_random
-            score -= calm * np.concatenate([cap - 0.5, held], -1)
-        if not warm_up or agent.temperature:  # in half the environments where it starts well
+            cap = 1 + np.arange(n)[:, None] % (layout.running + layout.waiting)
+            greedy = rng.random((n, 1)) >= WARMUP_RANDOM
+            score -= greedy * np.concatenate([cap - 0.5, held], -1)
+        if not warm_up or agent.temperature:
             with torch.no_grad():
                 h = agent.encode(torch.as_tensor(rows, device=device).float())
-                own = agent.log_policy(h, torch.as_tensor(mask, device=device)).cpu().numpy()
-            own = own + rng.gumbel(size=own.shape)
-            own_turn = np.arange(args.num_envs) >= args.num_envs // 2 * warm_up
-            score = np.where(own_turn[:, None], own, score)
+                log_pi = agent.log_policy(h, torch.as_tensor(mask, device=device)).cpu().numpy()
+            sampled = log_pi + rng.gumbel(size=log_pi.shape)
+            score = np.where(np.arange(n)[:, None] >= n // 2 * warm_up, sampled, score)
         action = np.where(mask, score, -1e30).argmax(-1)
-        obs, reward, terminated, truncated, info = envs.step(action)
+
+        # Step the environments and store the transition with its final observations.
+        next_obs, reward, terminated, truncated, info = envs.step(action)
         done = terminated | truncated
-        after, next_mask = what_followed(obs, info, done)
-        if terminated.any():
-            s["qos"] += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
-        before, earned = inputs, reward
-        if foresight is not None:
-            inputs = foresight()
-        if args.reward == "paid_forward" and args.holding_cost:
-            earned = reward - (1 - args.gamma) * held_score(after)
+        final_obs, final_mask = environments.next_observations(next_obs, info, done)
+        next_inputs = privileged_inputs(envs, HORIZONS) if args.privileged_critic else no_inputs
+        earned = reward
+        if env_kwargs["reward"] == "paid_forward":
+            earned = reward - (1 - args.gamma) * queued_score(final_obs)
         buffer.add(
             obs=rows,
             mask=mask,
@@ -347,56 +536,58 @@ def train(args: Args) -> Path:
             reward=earned,
             terminated=terminated,
             done=done,
-            next_obs=agent.rows(after),
-            next_mask=next_mask,
-            inputs=before,
-            next_inputs=inputs,
+            next_obs=agent.rows(final_obs),
+            next_mask=final_mask,
+            inputs=inputs,
+            next_inputs=next_inputs,
         )
-        s["obs"], s["mask"] = obs, info["action_mask"]
-        was, s["step"] = s["step"], s["step"] + args.num_envs
-        s["center"] += (earned.mean() - s["center"]) * max(0.002, 1 / buffer.count)
-        s["shares"] += np.bincount(action, minlength=actions)
-        s["return"] += reward
-        s["episodes"] += s["return"][done].tolist()
-        s["return"][done] = 0
+        obs, mask, inputs = next_obs, info["action_mask"], next_inputs
+        before, step = step, step + n
+        mean_reward += (earned.mean() - mean_reward) * max(0.002, 1 / buffer.count)
+        shares += np.bincount(action, minlength=actions)
+        returns += reward
+        episodic_returns += returns[done].tolist()
+        returns[done] = 0
+        if terminated.any():
+            episodic_qos += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
 
-        if s["step"] >= args.learning_starts and buffer.count >= args.n_step:
-            left = 1 - 0.9 * s["step"] / args.total_timesteps
-            # A start at a heuristic is kept until the critics know better; one at nothing is not.
-            act = not agent.temperature or s["step"] >= args.critic_warmup * args.total_timesteps
-            for group, lr in zip(optimizer.param_groups, (args.lr, args.actor_lr), strict=False):
-                group["lr"] = lr * (left if args.anneal_lr else 1.0)
+        # Learn.
+        if step >= learning_starts and buffer.count >= args.n_step:
+            # A start at a heuristic stands until the critics know better; one at nothing need not.
+            train_actor = not agent.temperature or step >= CRITIC_WARMUP * args.total_timesteps
+            for group, lr in zip(optimizer.param_groups, (args.lr, args.actor_lr), strict=True):
+                group["lr"] = lr * (1 - 0.9 * step / args.total_timesteps)
             for _ in range(args.updates_per_step):
-                sample = buffer.sample(args.batch_size, args.n_step, args.gamma, s["center"], rng)
+                sample = buffer.sample(BATCH_SIZE, args.n_step, args.gamma, mean_reward, rng)
                 batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
                 batch |= {k: batch[k].float() for k in ("obs", "next_obs", "inputs", "next_inputs")}
-                losses = update(agent, target, log_alpha, optimizer, batch, args, act)
-            follow(averaged, agent, args.average)
+                losses = update(agent, target, optimizer, batch, args.alpha, train_actor)
+            polyak_update(averaged, agent, AVERAGE)
 
-        last = s["step"] >= args.total_timesteps
-        if crossed(2_000, was, s["step"]) or last:
-            metrics = {"charts/SPS": log.advance(s["step"])}
-            metrics |= {k: float(v) for k, v in losses.items()} | {"charts/reward": s["center"]}
-            taken = enumerate(s["shares"] / s["shares"].sum())
-            metrics |= {f"charts/share_{k}": v for k, v in taken}
-            means = {"charts/episodic_return": "episodes", "charts/avg_qos": "qos"}
-            metrics |= {k: float(np.mean(s[v])) for k, v in means.items() if s[v]}
-            s.update(episodes=[], qos=[], shares=np.zeros(actions))
-            log.write(s["step"], metrics)
-        if losses and (crossed(args.eval_every, was, s["step"]) or last):
-            result = validate(averaged.act, args)
-            log.write(s["step"], result)
-            log.say(s["step"], result)
+        # Log, evaluate and save.
+        last = step >= args.total_timesteps
+        if interval_passed(LOG_EVERY, before, step) or last:
+            metrics = {"charts/SPS": log.advance(step), "charts/reward": mean_reward}
+            metrics |= {k: float(v) for k, v in losses.items()}
+            metrics |= {f"charts/share_{k}": v for k, v in enumerate(shares / shares.sum())}
+            means = {"charts/episodic_return": episodic_returns, "charts/avg_qos": episodic_qos}
+            metrics |= {k: float(np.mean(v)) for k, v in means.items() if v}
+            episodic_returns, episodic_qos, shares = [], [], np.zeros(actions)
+            log.write(step, metrics)
+        if losses and (interval_passed(args.eval_every, before, step) or last):
+            result = evaluate_router(
+                averaged.act, args.env_id, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+            )
+            log.write(step, result)
+            log.print_qos(step, result)
             write = partial(save_policy, averaged, args)
-            s["best"] = keep(write, args, run, result["eval/avg_qos"], s["best"])
-        if crossed(args.checkpoint_every, was, s["step"]):
-            s["log_size"] = log.size
-            learned = {key: part.state_dict() for key, part in parts.items()}
-            snapshot(
+            best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
+        if interval_passed(args.checkpoint_every, before, step):
+            rest = (returns, episodic_returns, episodic_qos, shares, buffer.count, buffer.data)
+            save_snapshot(
                 run / "snapshot.pt",
-                **learned,
-                log_alpha=log_alpha.data,
-                state=s,
+                **{key: part.state_dict() for key, part in learned.items()},
+                state=(step, best, mean_reward, log.size, obs, mask, *rest),
                 rng=rng.bit_generator.state,
                 envs=pickle.dumps(envs),
             )

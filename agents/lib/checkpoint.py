@@ -16,14 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs._files import write_atomic
 
 AGENTS = (
     "sac_han",
+    "baseline_rl",
     "ppo_han",
     "pqn",
     "rpi",
@@ -81,27 +79,6 @@ class CheckpointPolicy(BasePolicy):
             raise NotImplementedError(f"{type(self).__name__} must define act()")
         with torch.inference_mode():
             return self.decide(observation, action_mask)
-
-
-def decide_flat(net: Any) -> Callable[[Any, Any], NDArray[np.int64]]:
-    """The likeliest action of a network over flat rows, ``net(rows, mask)[0]`` its logits.
-
-    Raises:
-        ValueError: By the function, for rows or masks of another width than the network's.
-    """
-    import torch
-
-    def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
-        rows = torch.as_tensor(np.asarray(observation)).float()
-        mask = torch.as_tensor(np.asarray(action_mask))
-        if rows.shape[-1] != net.columns or mask.shape[-1] != net.actions:
-            raise ValueError(
-                f"trained on {net.columns} columns and {net.actions} actions, got "
-                f"{rows.shape[-1]} and {mask.shape[-1]}"
-            )
-        return net(rows, mask)[0].argmax(-1).numpy().astype(np.int64)
-
-    return decide
 
 
 def write_checkpoint(net: Any, meta: Mapping[str, str], path: Path) -> None:
@@ -208,13 +185,7 @@ def load_policy(
         if not torch.isfinite(values).all():
             raise ValueError(f"{file}: weight {name!r} is not finite")
     try:
-        module = import_module(f"servegym.agents.{agent}")
-        if hasattr(module, "load"):
-            policy = module.load(meta, weights, system)
-        else:
-            from servegym.agents.lib import graph_policies
-
-            policy = graph_policies._LOADERS[agent](file, meta, weights, system)
+        policy = import_module(f"servegym.agents.{agent}").load(meta, weights, system)
     except KeyError as error:
         raise ValueError(f"{file}: field {error} is missing from its metadata") from None
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -249,7 +220,20 @@ def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
 
 
 def saved_args(cls: type, given: Mapping[str, Any]) -> Any:
-    """Arguments of a training run, without the flags that the agent has no more."""
+    """Arguments of a training run; flags of older versions become today's or are left out.
+
+    Args:
+        cls: The agent's `Args`.
+        given: The metadata field ``args``.
+    """
+    given = dict(given)
+    if "rate_low" in given:  # environment arguments had flags of their own
+        rates = [given["rate_low"], given["rate_high"]]
+        old = {key: given[key] for key in ("profiles", "latency_requirement_s", "reward")}
+        items = (f"{key}={json.dumps(value)}" for key, value in (old | {"rate": rates}).items())
+        given["set"] = [*items, *given.get("set", ())]
+    if "foresight" in given:
+        given["privileged_critic"] = given["foresight"]
     known = {f.name for f in fields(cls)}
     return cls(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}

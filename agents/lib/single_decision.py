@@ -1,22 +1,19 @@
 """One decision at a time: the HAN's policy in numpy, without torch's cost per operation.
 
 A router decides when a request arrives, so what counts in service is the time of one decision.
-`SingleDecision` computes what `HAN` and the actor's `Head` compute for a batch of one, on all
-slots with the empty ones masked, so that its time does not depend on the load. Not an agent.
+`SingleDecision` computes what an agent's HAN and actor compute for a batch of one, on all slots
+with the empty ones masked, so that its time does not depend on the load.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents.han import HEADS, WIDTH, Layout, prior
-
 Floats = NDArray[np.float32]
-
-_DEPTH = WIDTH // HEADS
 
 
 def _array(tensor: Any) -> Floats:
@@ -37,7 +34,8 @@ class _Layer:
     def __init__(self, layer: Any) -> None:
         self.last: bool = layer.last
         self.proj = {key: _Linear(value) for key, value in layer.proj.items()}
-        blocks = _array(layer.blocks)
+        blocks = _array(layer.blocks)  # (width, heads): which head a column belongs to
+        self.width, self.heads = blocks.shape
         self.src, self.dst = (
             {key: blocks * _array(value) for key, value in part.items()}
             for part in (layer.src, layer.dst)
@@ -47,7 +45,7 @@ class _Layer:
     def _attend(self, name: str, src: Floats, dst: Floats, held: Any) -> Floats:
         """Attention of each dst (D, 64) over its own slots src (D, K, 64); held (D, K) or None."""
         groups, slots = src.shape[:2]
-        score = (src.reshape(-1, WIDTH) @ self.src[name]).reshape(groups, slots, HEADS)
+        score = (src.reshape(-1, self.width) @ self.src[name]).reshape(groups, slots, -1)
         score += (dst @ self.dst[name])[:, None]
         score = np.maximum(score, np.float32(0.2) * score)  # leaky ReLU
         if held is not None:
@@ -56,9 +54,9 @@ class _Layer:
         if held is not None:
             weight *= held[..., None]
         total = weight.sum(1) + np.float32(1e-16)
-        values = src.reshape(groups, slots, HEADS, _DEPTH).transpose(0, 2, 1, 3)
+        values = src.reshape(groups, slots, self.heads, -1).transpose(0, 2, 1, 3)
         message = (weight.transpose(0, 2, 1)[:, :, None] @ values)[:, :, 0] / total[..., None]
-        return np.maximum(message.reshape(groups, WIDTH), 0)
+        return np.maximum(message.reshape(groups, -1), 0)
 
     def __call__(self, x: dict[str, Floats], held: dict[str, Any]) -> dict[str, Floats]:
         """Features {type: (nodes, d)} -> {type: (nodes, 64)}; held: (N, slots) bool by queue."""
@@ -68,7 +66,9 @@ class _Layer:
         own = {key: np.maximum(h[key], 0) for key in kinds}
         messages = [self._attend("expert__arrived", h["expert"][None], h["arrived"], None)]
         messages += [
-            self._attend(f"{key}__expert", h[key].reshape(n, -1, WIDTH), h["expert"], held[key])
+            self._attend(
+                f"{key}__expert", h[key].reshape(n, -1, self.width), h["expert"], held[key]
+            )
             for key in ("running", "waiting")
         ]
         # Q . tanh(W x + b) of all nodes in one product.
@@ -93,8 +93,8 @@ class _Layer:
                 mask = held[key]
                 gap = (score["expert"][:, None] - score[key].reshape(n, -1)) * mask
                 w = _sigmoid(gap.sum() / max(int(mask.sum()), 1))
-                mine = own[key].reshape(n, -1, WIDTH)
-                out[key] = (mine + w * (own["expert"][:, None] - mine)).reshape(-1, WIDTH)
+                mine = own[key].reshape(n, -1, self.width)
+                out[key] = (mine + w * (own["expert"][:, None] - mine)).reshape(-1, self.width)
         return out
 
 
@@ -103,42 +103,42 @@ def _sigmoid(x: Any) -> Any:
 
 
 class SingleDecision:
-    """The logits of one observation, from the weights of an agent over the graph."""
+    """The greedy policy of an agent over the graph, in numpy for a batch of one."""
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: Any, heuristic_values: Callable[[Any, int], Any]) -> None:
         """Copy the weights.
 
         Args:
-            net: An agent of ``sac_han`` or ``ppo_han``; its state is the graph.
+            net: An agent of ``sac_han`` or of ``ppo_han`` with the HAN.
+            heuristic_values: The agent's values (B, N) to correct, of experts' features (B, N, 10)
+                and their running slots.
         """
         encoder, actor = net.encoder, net.actor
+        self.net, self.heuristic_values = net, heuristic_values
         self.temperature: float = net.temperature
         self.first, self.second = _Layer(encoder.first), _Layer(encoder.second)
-        self.law = None if net.law is None else _array(net.law)
+        self.law = _array(net.law)
         self.hidden, self.out = _Linear(actor.request[0]), _Linear(actor.request[2])
-        self.per_expert: bool = actor.per_expert
-        if self.per_expert:
-            self.by_request, self.by_expert = _Linear(actor.by_request), _Linear(actor.by_expert)
-            self.value = _Linear(actor.out)
+        self.by_request, self.by_expert = _Linear(actor.by_request), _Linear(actor.by_expert)
+        self.value = _Linear(actor.out)
 
-    def logits(self, rows: NDArray[np.float16], layout: Layout) -> Floats:
-        """Logits (N + 1,) of one row (1, columns) that `Layout.rows` scaled.
+    def act(self, obs: Any, mask: Any) -> NDArray[np.int64]:
+        """The likeliest legal action of every observation; torch decides for more than one."""
+        if len(mask) != 1:
+            return self.net.act(obs, mask)
+        logits = self.logits(self.net.rows(obs), self.net.layout)
+        return np.where(np.asarray(mask) != 0, logits, -np.inf).argmax(-1)
 
-        Args:
-            rows: The row.
-            layout: Its layout.
-        """
+    def logits(self, rows: NDArray[np.float16], layout: Any) -> Floats:
+        """Logits (N + 1,) of one row (1, columns) of the agent's `Layout.rows`."""
         cuts = np.cumsum(layout.sizes)[:-1]
         arrived, expert, running, waiting, mr, mw = np.split(rows[0].astype(np.float32), cuts)
-        wide, request = layout.widths
-        expert = expert.reshape(-1, wide)
-        if self.law is not None:
-            expert = np.concatenate([expert, self.law], -1)
+        expert = expert.reshape(layout.experts, -1)
         x = {
             "arrived": arrived[None],
-            "expert": expert,
-            "running": running.reshape(-1, request),
-            "waiting": waiting.reshape(-1, request),
+            "expert": np.concatenate([expert, self.law], -1),
+            "running": running.reshape(mr.size, -1),
+            "waiting": waiting.reshape(mw.size, -1),
         }
         held = {
             key: mask.reshape(layout.experts, -1) != 0
@@ -146,12 +146,10 @@ class SingleDecision:
         }
         x = self.second(self.first(x, held), held)
         h, experts = x["arrived"], x["expert"]
-        if not self.per_expert:
-            return self.out(np.maximum(self.hidden(h), 0))[0]
         both = np.concatenate([h, experts.mean(0, keepdims=True)], -1)
         drop, common = self.out(np.maximum(self.hidden(both), 0))[0]
         hidden = np.maximum(self.by_request(h) + self.by_expert(experts), 0)
         logits = np.concatenate([[drop], self.value(hidden)[:, 0]]).astype(np.float32) + common
         if self.temperature:
-            logits[1:] += prior(expert[None, :, :wide], layout.running)[0] / self.temperature
+            logits[1:] += self.heuristic_values(expert[None], layout.running)[0] / self.temperature
         return logits

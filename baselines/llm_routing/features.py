@@ -1,0 +1,81 @@
+"""Inputs of learned routers that the estimator (Eq. 13-15) or the simulator computes.
+
+Learned routers scale observations themselves. From here they take what the action impact estimator
+predicts, and, for critics in training alone, the arrivals that are still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.protocol import Observation
+
+
+def impact_features(
+    obs: Observation, model: LatencyModel
+) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
+    """Predicted effect of sending the new request to each expert (Eq. 13-15).
+
+    Args:
+        obs: A batch of Dict observations.
+        model: The estimator of the system, from predictions and mean latency laws.
+
+    Returns:
+        (B, N, 4) of an expert: the new request's distance from L, its score if it is answered
+        within L, the scores it pushes over L, the seconds of the expert's time it takes;
+        (B, N, R + W, 2) of a queued request: distance from L without and with the new one. A
+        distance is tanh(3 (l / L - 1)), negative in time.
+    """
+    limit = obs["latency_requirement"][:, :, None]
+    found = model.estimate(with_mean_scores(obs, model.system))
+    slots = np.stack([found.without, found.with_new], -1)
+    distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
+    in_time = found.with_new <= limit
+    lost = ((found.without <= limit) & ~in_time)[..., :-1] * found.scores[..., :-1]
+    score = found.scores[..., -1] * in_time[..., -1]
+    of_expert = np.stack([distance[:, :, -1, 1], score, lost.sum(-1), found.work_s], -1)
+    return of_expert, distance[:, :, :-1]
+
+
+def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:
+    """The coming arrivals, for critics in training; no policy may read them.
+
+    Arrivals and requests are drawn at reset, whatever the router does. A critic that knows them has
+    less variance and no bias, as no action changes them (input-dependent baselines, Mao et al.,
+    ICLR 2019).
+
+    Args:
+        envs: The native vector environment of a routing id, whose episodes are not truncated: the
+            arrivals after a truncation are lost when the final state's value is needed.
+        horizons: Numbers of coming requests to describe, ascending.
+
+    Returns:
+        (B, 4 * len(horizons)): for every horizon the log of its mean rate, the share of its
+        requests that the episode still has, their mean output length over the experts and their
+        mean best score, scaled to order one.
+
+    Raises:
+        ValueError: If the environment truncates episodes.
+    """
+    if envs.unwrapped.max_episode_steps is not None:
+        raise ValueError("privileged_critic: must be False with max_episode_steps")
+    batch, ahead = envs.unwrapped.batch, np.array(horizons)
+    total = batch.arrivals.shape[1]
+    now = np.minimum(batch.env["index"].astype(np.int64), total - 1)
+    at = now[:, None] + np.arange(horizons[-1] + 1)
+    left, at = at < total, np.minimum(at, total - 1)
+    time = np.take_along_axis(batch.arrivals, at, 1)
+    row = np.take_along_axis(batch.rows, at, 1)[:, :-1]
+    count = np.cumsum(left[:, :-1], 1)
+    of_row = (batch.table[:, :, 2].mean(1) / 150 - 1, 4 * batch.table[:, :, 1].max(1) - 3)
+    length, score = (np.cumsum(of[row] * left[:, :-1], 1) / count for of in of_row)
+    gap = (time[:, ahead] - time[:, :1] + 0.1) / (np.minimum(ahead, count[:, ahead - 1]) + 0.5)
+    share = count[:, ahead - 1] / ahead
+    parts = [-np.log(gap) - 2, share, length[:, ahead - 1], score[:, ahead - 1]]
+    return np.concatenate(parts, 1).astype(np.float32)
