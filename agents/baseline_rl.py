@@ -238,6 +238,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
         raise ValueError(f"made for {agent.experts} experts, got {system.num_experts}")
     checkpoint.load_weights(agent, weights)
     env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     policy = CheckpointPolicy("baseline_rl", "graph", args, agent, agent.act, env_kwargs)
     policy.agent = "baseline_rl"  # in older files, sac_han
     return policy
@@ -260,7 +261,6 @@ def train(args: Args) -> Path:
     experts, running = space["running_mask"].shape or ()
     slots = running + (space["waiting_mask"].shape or ())[1]
     run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
 
     agent, actions = Agent(experts).to(device), experts + 1
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))

@@ -217,7 +217,6 @@ def train(args: Args) -> Path:
     agent = Agent(columns, actions, experts if shared else 0, args.width).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     run = Path(args.out_dir) / (args.run_name or f"ppo_{args.arch}_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
     log = RunLog(run, args, "ppo")
 
     shape = (args.num_steps, n)

@@ -431,6 +431,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights, recomputed=("law",))
     # In numpy where one request is to be routed.
@@ -451,7 +452,6 @@ def train(args: Args) -> Path:
     if not isinstance(envs.single_observation_space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
     run = Path(args.out_dir) / (args.run_name or f"ppo_{args.encoder}_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
 
     agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
     layout, actions = agent.layout, agent.layout.experts + 1
@@ -469,6 +469,8 @@ def train(args: Args) -> Path:
         torch.set_rng_state(saved["rng"])
         envs = pickle.loads(saved["envs"])
         step, best, mean_reward, log_size, obs, mask, size = saved["state"]
+    if args.privileged_critic:
+        privileged_inputs(envs, HORIZONS)  # refused with max_episode_steps
     log = RunLog(run, args, "ppo_han", step, log_size)
 
     shape, batch_size = (args.num_steps, n), args.num_steps * n

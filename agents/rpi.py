@@ -518,6 +518,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights)
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
@@ -536,7 +537,6 @@ def train(args: Args) -> Path:
     mixture = [replace(args, set=args.set + tuple(item.split())) for item in args.mixture or ("",)]
     n = max(args.num_envs // len(mixture), 1)
     sources = [Configuration(own, n, args.seed + 1000 * k) for k, own in enumerate(mixture)]
-    run.mkdir(parents=True, exist_ok=True)
 
     first_system = sources[0].model.system
     agent = Agent(first_system).to(device)

@@ -452,6 +452,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     if "total_timesteps" in given and "prior" not in given:  # older than the prior
         args.prior, args.privileged_critic = 0.0, False
     env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights, recomputed=("law",))
     decide = SingleDecision(agent, heuristic_values)  # in numpy where one request is to be routed
@@ -475,7 +476,6 @@ def train(args: Args) -> Path:
     if not isinstance(envs.single_observation_space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
     run = Path(args.out_dir) / (args.run_name or f"sac_han_{env_kwargs['reward']}_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
 
     agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
     layout = agent.layout
@@ -498,9 +498,9 @@ def train(args: Args) -> Path:
         rng.bit_generator.state, envs = saved["rng"], pickle.loads(saved["envs"])
         step, best, mean_reward, log_size, obs, mask, *rest = saved["state"]
         returns, episodic_returns, episodic_qos, shares, buffer.count, buffer.data = rest
-    log = RunLog(run, args, "sac_han", step, log_size)
     no_inputs = np.zeros((n, 0), np.float32)
     inputs = privileged_inputs(envs, HORIZONS) if args.privileged_critic else no_inputs
+    log = RunLog(run, args, "sac_han", step, log_size)
     losses: dict[str, Tensor] = {}
 
     while step < args.total_timesteps:

@@ -60,15 +60,14 @@ def train(steps: int, seed: int, folder: Path, quick: bool) -> Path:
         steps: Decisions to train for.
         seed: Seed of the training run.
         folder: Where its run goes.
-        quick: Shrink the warm-up and the validation, too.
+        quick: Shrink the validation, too.
     """
     from servegym.agents import sac_han
 
     settings: dict[str, Any] = {"seed": seed, "out_dir": str(folder), "run_name": "training"}
     settings["total_timesteps"] = steps
     if quick:
-        settings |= {"num_envs": 32, "learning_starts": 640, "eval_every": 2_000}
-        settings |= {"eval_episodes": 2, "eval_requests": 100}
+        settings |= {"num_envs": 32, "eval_every": 2_000, "eval_rates": RATES[:1]}
     run = sac_han.train(sac_han.Args(**settings))
     best = run / "best.safetensors"
     return best if best.exists() else run / "last.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ import servegym  # noqa: F401  (registers the environments)
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:
     """``key=value`` items as a dict; a value that is no JSON is a string.
 
+    One item may hold several, as in ``"rate=[5,5] num_experts=3"``.
+
     Raises:
         ValueError: If an item has no ``=``.
     """
     settings: dict[str, Any] = {}
-    for item in items:
+    for item in (one for several in items for one in re.split(r"\s+(?=\w+=)", several.strip())):
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"set: {item!r} is not of the form key=value")

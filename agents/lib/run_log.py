@@ -28,12 +28,13 @@ class RunLog:
         """Open the log of a run.
 
         Args:
-            run: Folder of the run.
+            run: Folder of the run; made if it is not there.
             args: Arguments of the agent.
             title: Title of the progress bar.
             step: Steps already taken by a resumed run.
             size: Bytes of a resumed run's log at its snapshot; later bytes are cut off.
         """
+        run.mkdir(parents=True, exist_ok=True)
         self.file = open(run / "metrics.jsonl", "ab" if step else "wb")  # noqa: SIM115
         self.file.truncate(size)
         self.title, self.first, self.begin, self.sps = title, step, time.perf_counter(), 0.0

@@ -16,9 +16,7 @@ with tempfile.TemporaryDirectory() as folder:
             total_timesteps=20_000,
             num_envs=16,
             num_steps=64,
-            set=("num_experts=3", "episode_requests=200"),  # any argument of the environment
-            rate_low=3.0,
-            rate_high=5.0,
+            set=("num_experts=3", "episode_requests=200", "rate=[3,5]"),  # of the environment
             eval_every=10_000,
             eval_rate=4.0,
             out_dir=folder,

@@ -1,7 +1,20 @@
 """What the tests of the agents share."""
 
+import sys
+
 import numpy as np
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def short_evaluations(monkeypatch):
+    """Two episodes of 20 requests an evaluation of the agents over the routing graph."""
+    short = {"EVAL_EPISODES": 2, "EVAL_REQUESTS": 20}
+    for agent in ("sac_han", "baseline_rl", "ppo_han", "pqn", "rpi"):
+        for name, value in short.items():
+            module = sys.modules.get(f"servegym.agents.{agent}")
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
 
 
 def make_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):

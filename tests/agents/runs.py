@@ -17,18 +17,18 @@ def assert_goes_on(agent, tiny, tmp_path, monkeypatch, every, **settings):
     ``agent`` is the module, ``tiny`` makes its arguments, ``every`` are the steps to a snapshot.
     """
     whole = lines(agent.train(tiny(tmp_path, run_name="whole", **settings)))
-    snapshot = agent.snapshot
+    save_snapshot = agent.save_snapshot
 
     def killed(path, **content):
-        snapshot(path, **content)
+        save_snapshot(path, **content)
         raise KeyboardInterrupt
 
     args = tiny(tmp_path, run_name="cut", checkpoint_every=every, **settings)
-    monkeypatch.setattr(agent, "snapshot", killed)
+    monkeypatch.setattr(agent, "save_snapshot", killed)
     with pytest.raises(KeyboardInterrupt):
         agent.train(args)
     with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
         file.write('{"global_step": 99999}\n')  # written after the snapshot, before the end
-    monkeypatch.setattr(agent, "snapshot", snapshot)
+    monkeypatch.setattr(agent, "save_snapshot", save_snapshot)
     args.resume = True
     assert lines(agent.train(args)) == whole

@@ -6,24 +6,55 @@ import pytest
 torch = pytest.importorskip("torch")
 tyro = pytest.importorskip("tyro")
 
-from servegym.agents import han as networks  # noqa: E402
-from servegym.agents import sac_han  # noqa: E402
-from servegym.agents.lib.run import Foresight  # noqa: E402
+from servegym.agents import ppo_han, pqn, sac_han  # noqa: E402
+from servegym.baselines.llm_routing.features import impact_features  # noqa: E402
 from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
 
+LAYOUT = sac_han.Layout(4, 3, 2)
+INPUTS = 4 * len(sac_han.HORIZONS)
 
-def tensor_rows(layout, obs):
-    return torch.from_numpy(layout.rows(obs)).float()
+
+def a_system():
+    return RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
+
+
+def tensor_rows(obs):
+    return torch.from_numpy(LAYOUT.rows(obs, LatencyModel(a_system()))).float()
+
+
+def node_features(rows, i, law):
+    """The features of graph i, as `to_hetero_data` takes them."""
+    parts = rows.split(LAYOUT.sizes, -1)
+    return {
+        "arrived": parts[0][i].numpy(),
+        "expert": np.concatenate([parts[1][i].view(4, 10).numpy(), law.numpy()], -1),
+        "running": parts[2][i].view(4, 3, 8).numpy(),
+        "waiting": parts[3][i].view(4, 2, 8).numpy(),
+    }
+
+
+@pytest.mark.parametrize("other", [ppo_han, pqn])
+def test_the_copies_of_the_network_are_the_same(other, random_obs):
+    torch.manual_seed(0)
+    one, two = sac_han.HAN(), other.HAN()
+    two.load_state_dict(one.state_dict())
+    obs, law = random_obs(3), torch.rand(4, 4)
+    rows = tensor_rows(obs)
+    theirs = other.Layout(4, 3, 2)
+    assert (rows.numpy() == theirs.rows(obs, LatencyModel(a_system()))).all()
+    with torch.no_grad():
+        for a, b in zip(one(rows, LAYOUT, law), two(rows, theirs, law), strict=True):
+            assert (a == b).all()
 
 
 def hanconv_like(layer, dims):
     """A HANConv with the layer's weights; attention of one-neighbour edge types stays random."""
     conv = pytest.importorskip("torch_geometric.nn").HANConv(
-        dims, networks.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=networks.HEADS
+        dims, sac_han.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=sac_han.HEADS
     )
-    shape = (1, networks.HEADS, networks.WIDTH // networks.HEADS)
+    shape = (1, sac_han.HEADS, sac_han.WIDTH // sac_han.HEADS)
     with torch.no_grad():
         for kind in NODE_TYPES:
             conv.proj[kind].weight.copy_(layer.proj[kind].weight)
@@ -40,25 +71,16 @@ def hanconv_like(layer, dims):
 @pytest.mark.parametrize("empty", [(), (1, 3), (0, 1, 2, 3, 4)])
 def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
     torch.manual_seed(0)
-    layout = sac_han.Layout(4, 3, 2)
-    law = torch.rand(4, 4)
-    han = networks.HAN(layout, 4)
+    law, han = torch.rand(4, 4), sac_han.HAN()
     first = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
-    second = hanconv_like(han.second, dict.fromkeys(NODE_TYPES, networks.WIDTH))
+    second = hanconv_like(han.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
     obs = random_obs(5, empty=empty)
-    rows = tensor_rows(layout, obs)
+    rows = tensor_rows(obs)
     with torch.no_grad():
-        request, experts = han(rows, law)
+        request, experts = han(rows, LAYOUT, law)
     assert request.abs().max() > 0.01 and experts.abs().max() > 0.01
-    parts = rows.split(layout.sizes, -1)
     for i in range(5):
-        features = {
-            "arrived": parts[0][i].numpy(),
-            "expert": np.concatenate([parts[1][i].view(4, 6).numpy(), law.numpy()], -1),
-            "running": parts[2][i].view(4, 3, 6).numpy(),
-            "waiting": parts[3][i].view(4, 2, 6).numpy(),
-        }
-        graph = to_hetero_data({k: v[i] for k, v in obs.items()}, features)
+        graph = to_hetero_data({k: v[i] for k, v in obs.items()}, node_features(rows, i, law))
         with torch.no_grad():
             hidden = first(graph.x_dict, graph.edge_index_dict)
             out = second(hidden, graph.edge_index_dict)
@@ -66,37 +88,37 @@ def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
         torch.testing.assert_close(experts[i], out["expert"], atol=1e-5, rtol=0)
 
 
-def test_first_layer_embeds_queued_requests_as_hanconv_does(random_obs):
+def test_first_layer_embeds_queued_requests_as_hanconv_does(random_obs, monkeypatch):
     torch.manual_seed(1)
-    layout = sac_han.Layout(4, 3, 2)
-    han = networks.HAN(layout, 0)
+    law, han = torch.rand(4, 4), sac_han.HAN()
     conv = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
     obs = random_obs(1, seed=3)
-    rows = tensor_rows(layout, obs)
-    parts = rows.split(layout.sizes, -1)
-    features = {
-        "arrived": parts[0][0].numpy(),
-        "expert": parts[1].view(4, 6).numpy(),
-        "running": parts[2].view(4, 3, 6).numpy(),
-        "waiting": parts[3].view(4, 2, 6).numpy(),
-    }
-    graph = to_hetero_data({k: v[0] for k, v in obs.items()}, features)
+    rows = tensor_rows(obs)
+    graph = to_hetero_data({k: v[0] for k, v in obs.items()}, node_features(rows, 0, law))
+    seen = {}
+    second = sac_han.HANLayer.forward
+
+    def spy(layer, x, index):
+        if layer.last:
+            seen.update(x)
+        return second(layer, x, index)
+
+    monkeypatch.setattr(sac_han.HANLayer, "forward", spy)
     with torch.no_grad():
-        ours = han.first(*han.nodes(rows, None))
+        han(rows, LAYOUT, law)
         theirs = conv(graph.x_dict, graph.edge_index_dict)
-    assert len(ours["running"]) > 2 and len(ours["waiting"]) > 1
+    assert len(seen["running"]) > 2 and len(seen["waiting"]) > 1
     for kind in NODE_TYPES:
-        torch.testing.assert_close(ours[kind], theirs[kind], atol=1e-5, rtol=0)
+        torch.testing.assert_close(seen[kind], theirs[kind], atol=1e-5, rtol=0)
 
 
 def test_embedding_ignores_batch_neighbours(random_obs):
     torch.manual_seed(0)
-    layout = sac_han.Layout(4, 3, 2)
-    han = networks.HAN(layout, 0)
-    rows = tensor_rows(layout, random_obs(6, empty=(2,)))
+    law, han = torch.rand(4, 4), sac_han.HAN()
+    rows = tensor_rows(random_obs(6, empty=(2,)))
     with torch.no_grad():
-        together = han(rows, None)
-        alone = [han(rows[i : i + 1], None) for i in range(6)]
+        together = han(rows, LAYOUT, law)
+        alone = [han(rows[i : i + 1], LAYOUT, law) for i in range(6)]
     torch.testing.assert_close(together[1], torch.cat([a[1] for a in alone]), atol=1e-6, rtol=0)
 
 
@@ -105,13 +127,11 @@ def permuted(obs, order):
     return per_expert | {"latency_requirement": obs["latency_requirement"]}
 
 
-@pytest.mark.parametrize("impact", [False, True])
-def test_permuting_experts_permutes_logits_and_values(impact, random_obs):
+def test_permuting_experts_permutes_logits_and_values(random_obs):
     torch.manual_seed(0)
-    layout, order = sac_han.Layout(4, 3, 2, impact), np.array([2, 0, 3, 1])
-    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    agent = sac_han.Agent(layout, sac_han.Args(), system)
-    other = sac_han.Agent(layout, sac_han.Args(), system.permuted(order))
+    order, system = np.array([2, 0, 3, 1]), a_system()
+    agent = sac_han.Agent(sac_han.Args(), system)
+    other = sac_han.Agent(sac_han.Args(), system.permuted(order))
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(3)
@@ -121,7 +141,7 @@ def test_permuting_experts_permutes_logits_and_values(impact, random_obs):
         h = agent.encode(torch.from_numpy(agent.rows(obs)).float())
         g = other.encode(torch.from_numpy(other.rows(permuted(obs, order))).float())
         one, two = agent.log_policy(h, mask), other.log_policy(g, moved)
-        inputs = torch.rand(3, Foresight.WIDTH)
+        inputs = torch.rand(3, INPUTS)
         assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
         for a, b in ((one, two), (agent.values(h, inputs)[0], other.values(g, inputs)[0])):
             torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
@@ -129,9 +149,8 @@ def test_permuting_experts_permutes_logits_and_values(impact, random_obs):
 
 
 def test_impact_is_what_the_estimator_says(random_obs):
-    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    obs, model = random_obs(6, seed=4), LatencyModel(system)
-    new, queued = networks.impact(obs, model)
+    obs, model = random_obs(6, seed=4), LatencyModel(a_system())
+    new, queued = impact_features(obs, model)
     found = model.estimate(obs)
     changes = 0
     for b in range(6):
@@ -151,26 +170,6 @@ def test_impact_is_what_the_estimator_says(random_obs):
                 assert queued[b, n, i, 0] == pytest.approx(np.tanh(3 * (without[i] / limit - 1)))
                 assert queued[b, n, i, 1] == pytest.approx(np.tanh(3 * (with_new[i] / limit - 1)))
     assert changes > 0 and np.isfinite(queued).all()
-
-
-def test_the_literal_head_cannot_tell_experts_apart(random_obs):
-    torch.manual_seed(0)
-    layout, order = sac_han.Layout(4, 3, 2), np.array([2, 0, 3, 1])
-    agent = sac_han.Agent(layout, sac_han.Args(head="arrived"), None)
-    obs = random_obs(3)
-    with torch.no_grad():
-        a = agent.actor(*agent.encode(tensor_rows(layout, obs)))
-        b = agent.actor(*agent.encode(tensor_rows(layout, permuted(obs, order))))
-    torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
-
-
-def test_two_layers_of_four_heads_and_sixty_four_columns():
-    han = networks.HAN(sac_han.Layout(6, 5, 5), 0)
-    assert [m for m in han.children() if isinstance(m, networks.HANLayer)] == [
-        han.first,
-        han.second,
-    ]
-    assert (networks.HEADS, networks.WIDTH) == (4, 64)
 
 
 def test_to_hetero_data_refuses_a_batch(random_obs):

@@ -88,21 +88,19 @@ def test_runs_repeat_and_checkpoints_load(tmp_path, arch, env_id):
 
 def test_ppo_learns_to_leave_a_slow_expert_alone(tmp_path):
     """One card keeps L and the other never does: what is sent there is lost."""
+    env = ("rate=[1,2]", "latency_requirement_s=0.022")
     profiles = ["a10-llama-3.1-8b", "a100-80g-llama-3.1-8b"]
     args = tiny(
         tmp_path,
         total_timesteps=65_536,
         num_envs=32,
         num_steps=64,
-        rate_low=1.0,
-        rate_high=2.0,
         eval_rate=1.5,
         eval_every=1_000_000,
-        set=("episode_requests=200", f"profiles={json.dumps(profiles)}", "num_experts=2"),
+        set=("episode_requests=200", f"profiles={json.dumps(profiles)}", "num_experts=2", *env),
     )
     torch.manual_seed(0)
     net = ppo.Agent(1 + 2 * 66, 3, 2, args.width)
-    args.latency_requirement_s = 0.022
     before = ppo.evaluate(net, args)
     run = ppo.train(args)
     after = lines(run)[-1]["eval/score"]

@@ -9,8 +9,9 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import load_policy, ppo_han  # noqa: E402
-from servegym.agents.han import Layout  # noqa: E402
-from servegym.agents.lib.run import Foresight, has_snapshot, make_envs  # noqa: E402
+from servegym.agents.lib.environments import make_envs  # noqa: E402
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot  # noqa: E402
+from servegym.baselines.llm_routing.features import privileged_inputs  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
@@ -22,12 +23,8 @@ def tiny(tmp_path, **changes):
         "total_timesteps": 512,
         "num_envs": 4,
         "num_steps": 32,
-        "num_minibatches": 2,
-        "critic_warmup": 0.2,
         "eval_every": 256,
-        "eval_episodes": 2,
         "eval_rates": (8.0,),
-        "eval_requests": 20,
         "out_dir": str(tmp_path),
         "run_name": "run",
         "set": ("num_experts=3", "episode_requests=50"),
@@ -39,21 +36,21 @@ def an_agent(encoder="han", **changes):
     torch.manual_seed(0)
     system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
     args = ppo_han.Args(encoder=encoder, **changes)
-    return ppo_han.Agent(Layout(4, 3, 2, impact=True), args, system), system
+    return ppo_han.Agent(args, system), system
 
 
 @pytest.mark.parametrize("encoder", ["han", "sets"])
 def test_experts_that_trade_places_trade_probabilities(encoder, random_obs):
     agent, system = an_agent(encoder)
     order = np.array([2, 0, 3, 1])
-    other = ppo_han.Agent(agent.layout, ppo_han.Args(encoder=encoder), system.permuted(order))
+    other = ppo_han.Agent(ppo_han.Args(encoder=encoder), system.permuted(order))
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(5)
     moved = {k: v[:, order] if k != "latency_requirement" else v for k, v in obs.items()}
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 5)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
-    inputs = torch.rand(5, Foresight.WIDTH)
+    inputs = torch.rand(5, 4 * len(ppo_han.HORIZONS))
     with torch.no_grad():
         one, value = agent(torch.from_numpy(agent.rows(obs)).float(), mask, inputs)
         two, same = other(torch.from_numpy(other.rows(moved)).float(), there, inputs)
@@ -79,24 +76,22 @@ def test_advantages_by_hand():
     assert got[:, 0].tolist() == pytest.approx([1 + 0.4 * 1, 1.0, 2.5])
 
 
-def test_foresight_refuses_episodes_that_are_cut(tmp_path):
+def test_a_privileged_critic_refuses_truncated_episodes(tmp_path):
     cut = {"set": ("num_experts=3", "episode_requests=50", "max_episode_steps=20")}
-    with pytest.raises(ValueError, match="foresight: must be False with max_episode_steps"):
+    with pytest.raises(ValueError, match="privileged_critic: must be False with max_episode_steps"):
         ppo_han.train(tiny(tmp_path, **cut))
-    run = ppo_han.train(tiny(tmp_path, foresight=False, **cut))
+    run = ppo_han.train(tiny(tmp_path, privileged_critic=False, **cut))
     assert (run / "best.safetensors").exists()
 
 
-def test_foresight_by_hand():
-    args = ppo_han.Args(set=("episode_requests=40",), rate_low=8.0, rate_high=8.0)
-    envs = make_envs(args, 3)
-    foresight = Foresight(envs)
+def test_privileged_inputs_by_hand():
+    envs = make_envs("servegym/LLMRouting-v0", 3, episode_requests=40, rate=8.0)
     envs.reset(seed=4)
     for _ in range(30):
         envs.step(np.ones(3, np.int64))
     batch = envs.unwrapped.batch
-    got = foresight()[1].reshape(4, 4)
-    for column, ahead in enumerate(Foresight.AHEAD):
+    got = privileged_inputs(envs, ppo_han.HORIZONS)[1].reshape(4, 4)
+    for column, ahead in enumerate(ppo_han.HORIZONS):
         count = min(ahead, 10)  # requests 30 to 39 are left
         gap = batch.arrivals[1, min(30 + ahead, 39)] - batch.arrivals[1, 30] + 0.1
         rows = batch.table[batch.rows[1, 30 : 30 + count]]
@@ -119,9 +114,8 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
     keys = {key for row in logs[0] for key in row}
     assert {"eval/avg_qos_rate_8", "eval/share_3", "charts/avg_qos", "charts/share_0"} <= keys
     policy = load_policy(runs[0])
-    assert policy.name == "ppo_han" and policy.single is not None
-    args = tiny(tmp_path)
-    envs = make_envs(args, 2, split="eval")
+    assert policy.name == "ppo_han"
+    envs = make_envs("servegym/LLMRouting-v0", 2, **(policy.training_env | {"split": "eval"}))
     obs, info = envs.reset(seed=3)
     for _ in range(20):
         both = policy.act(obs, info["action_mask"])
@@ -137,12 +131,26 @@ def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
 
 def test_a_run_without_the_snapshot_asked_for_says_so(tmp_path, capsys):
     path = tmp_path / "snapshot.pt"
-    assert not has_snapshot(False, path) and capsys.readouterr().out == ""
-    assert not has_snapshot(True, path)
-    assert f"no snapshot at {path}" in capsys.readouterr().out
-    path.touch()
-    assert has_snapshot(True, path) and not has_snapshot(False, path)
+    assert load_snapshot(False, path) is None and capsys.readouterr().out == ""
+    assert load_snapshot(True, path) is None
+    assert str(path) in capsys.readouterr().out
+    save_snapshot(path, step=3)
+    assert load_snapshot(True, path) == {"step": 3} and load_snapshot(False, path) is None
     assert capsys.readouterr().out == ""
+
+
+def test_truncation_concerns_the_training_alone(tmp_path):
+    args = tiny(tmp_path, encoder="sets", privileged_critic=False, total_timesteps=128)
+    args.set = (*args.set, "max_episode_steps=10")
+    run = ppo_han.train(args)
+    policy = load_policy(run / "last.safetensors")
+    assert policy.training_env["num_experts"] == 3
+    found = [
+        ppo_han.evaluate_router(policy.net.act, args.env_id, kwargs, (8.0,), 2, 20)
+        for kwargs in (policy.training_env | {"max_episode_steps": 10}, policy.training_env)
+    ]
+    assert found[0] == found[1]
+    assert lines(run)[-1]["eval/avg_qos"] == found[0]["eval/avg_qos"]
 
 
 def test_wrong_arguments_are_refused(tmp_path):

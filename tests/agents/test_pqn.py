@@ -9,8 +9,8 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import load_policy, pqn  # noqa: E402
-from servegym.agents.han import Layout  # noqa: E402
-from servegym.agents.lib.run import Foresight, make_envs, validate  # noqa: E402
+from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
+from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
@@ -21,11 +21,8 @@ def tiny(tmp_path, **changes):
     settings = {
         "total_timesteps": 512,
         "num_envs": 4,
-        "num_minibatches": 2,
         "eval_every": 256,
-        "eval_episodes": 2,
         "eval_rates": (8.0,),
-        "eval_requests": 20,
         "out_dir": str(tmp_path),
         "run_name": "run",
         "set": ("num_experts=3", "episode_requests=50"),
@@ -49,9 +46,9 @@ def test_returns_by_hand():
 def test_experts_that_trade_places_trade_values(encoder, random_obs):
     torch.manual_seed(0)
     system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    layout, args = Layout(4, 3, 2, impact=True), pqn.Args(encoder=encoder)
+    args = pqn.Args(encoder=encoder)
     order = np.array([2, 0, 3, 1])
-    agent, other = (pqn.Agent(layout, args, one) for one in (system, system.permuted(order)))
+    agent, other = (pqn.Agent(args, one) for one in (system, system.permuted(order)))
     with torch.no_grad():  # they begin at zero
         for head in (agent.drop, agent.send):
             head[-1].weight.normal_()
@@ -61,7 +58,7 @@ def test_experts_that_trade_places_trade_values(encoder, random_obs):
     moved = {k: v[:, order] if k != "latency_requirement" else v for k, v in obs.items()}
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 5)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
-    inputs = torch.rand(5, Foresight.WIDTH)
+    inputs = torch.rand(5, 4 * len(pqn.HORIZONS))
     with torch.no_grad():
         one, value = agent(torch.from_numpy(agent.rows(obs)).float(), mask, inputs)
         two, same = other(torch.from_numpy(other.rows(moved)).float(), there, inputs)
@@ -72,44 +69,45 @@ def test_experts_that_trade_places_trade_values(encoder, random_obs):
 
 def test_the_untrained_policy_is_the_heuristic(random_obs):
     system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    agent = pqn.Agent(Layout(4, 3, 2, impact=True), pqn.Args(), system)
+    agent = pqn.Agent(pqn.Args(), system)
     obs, mask = random_obs(200, seed=2), np.ones((200, 5), np.int8)
     wanted = PricedGreedy(system).act(obs, mask)
     assert (agent.act(obs, mask) == wanted).mean() > 0.9 and len(set(wanted)) > 3
 
 
 @pytest.mark.filterwarnings("ignore:collapse")
-def test_it_learns_to_send_to_the_better_expert(tmp_path):
+def test_it_learns_to_send_to_the_better_expert(tmp_path, monkeypatch):
     """On an idle fleet with exact scores the best choice is the higher score, from nothing."""
+    for name, value in {"END_E": 0.05, "AVERAGE": 0.2, "EVAL_EPISODES": 32}.items():
+        monkeypatch.setattr(pqn, name, value)
+    monkeypatch.setattr(pqn, "EVAL_REQUESTS", 32)
+    # The plain reward of a decision, paid at once: the task is a bandit.
+    monkeypatch.setattr(pqn, "queued_score", lambda obs: 0.0)
+    env = ["profiles=edge-6-homogeneous", "rate=0.3", "num_experts=2", "episode_requests=32"]
     args = pqn.Args(
-        profiles="edge-6-homogeneous",
-        rate_low=0.3,
-        rate_high=0.3,
         prior=False,
-        foresight=False,
-        set=("num_experts=2", "episode_requests=32", 'score_predictor="exact"'),
+        privileged_critic=False,
+        set=(*env, 'score_predictor="exact"'),
         gamma=0.5,
         total_timesteps=40_960,
         num_envs=64,
         num_steps=8,
         start_e=1.0,
-        end_e=0.05,
         q_lambda=0.0,
         learning_rate=3e-3,
-        holding_cost=False,
-        average=0.2,
         eval_every=0,
-        eval_episodes=32,
         eval_rates=(0.3,),
-        eval_requests=32,
         out_dir=str(tmp_path),
         run_name="run",
     )
     result = lines(pqn.train(args))[-1]["eval/avg_qos"]
-    best = validate(lambda obs, mask: 1 + obs["request"][..., 1].argmax(-1), args)["eval/avg_qos"]
-    fixed = [
-        validate(lambda obs, mask, a=a: np.full(len(mask), a), args)["eval/avg_qos"] for a in (1, 2)
-    ]
+    numbers = (args.env_id, pqn.ENV | parse_settings(args.set), (0.3,), 32, 32)
+
+    def qos(act):
+        return evaluate_router(act, *numbers)["eval/avg_qos"]
+
+    best = qos(lambda obs, mask: 1 + obs["request"][..., 1].argmax(-1))
+    fixed = [qos(lambda obs, mask, a=a: np.full(len(mask), a)) for a in (1, 2)]
     assert max(fixed) < best
     assert result > max(fixed) + 0.8 * (best - max(fixed))
 
@@ -125,9 +123,8 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
     assert {"eval/avg_qos_rate_8", "eval/share_3", "charts/epsilon", "losses/td_loss"} <= keys
     policy = load_policy(runs[0])
     assert policy.name == "pqn" and policy.agent == "pqn"
-    args = tiny(tmp_path)
-    envs = make_envs(args, 2, split="eval")
-    agent = pqn.Agent(policy.net.layout, policy.args, RoutingSystem.from_env(envs))
+    envs = make_envs("servegym/LLMRouting-v0", 2, **(policy.training_env | {"split": "eval"}))
+    agent = pqn.Agent(policy.args, RoutingSystem.from_env(envs))
     agent.load_state_dict(policy.net.state_dict())
     obs, info = envs.reset(seed=3)
     for _ in range(20):

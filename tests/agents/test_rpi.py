@@ -10,8 +10,8 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import branches, load_policy, rpi  # noqa: E402
-from servegym.agents.lib.run import make_envs  # noqa: E402
+from servegym.agents import load_policy, rpi  # noqa: E402
+from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.rollout import Rollout  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
@@ -25,10 +25,8 @@ def tiny(tmp_path, **changes):
         "num_envs": 8,
         "horizon_s": 1.5,
         "fit_every": 32,
-        "batch_size": 16,
         "eval_episodes": 2,
         "eval_rates": (8.0,),
-        "eval_requests": 20,
         "out_dir": str(tmp_path),
         "run_name": "run",
         "set": ("num_experts=3", "episode_requests=50"),
@@ -36,8 +34,9 @@ def tiny(tmp_path, **changes):
     return rpi.Args(**(settings | changes))
 
 
-def played(args, count, steps):
-    envs = make_envs(args, count)
+def played(rate, count, steps):
+    kwargs = rpi.ENV | {"num_experts": 3, "episode_requests": 50, "rate": rate}
+    envs = make_envs("servegym/LLMRouting-v0", count, **kwargs)
     system = RoutingSystem.from_env(envs)
     greedy = PricedGreedy(system)
     obs, info = envs.reset(seed=5)
@@ -46,7 +45,7 @@ def played(args, count, steps):
     return envs, system, obs, info["action_mask"]
 
 
-def follow(greedy):
+def values_of(greedy):
     """Values that make a copy do what PricedGreedy does."""
 
     def values(obs):
@@ -57,12 +56,11 @@ def follow(greedy):
     return values
 
 
-def test_the_best_label_is_the_choice_of_the_rollout_policy(tmp_path):
+def test_the_best_label_is_the_choice_of_the_rollout_policy():
     """Up to the end of the episode both try the same on the same copies."""
-    args = tiny(tmp_path, rate_low=9.0, rate_high=9.0)
-    envs, system, obs, mask = played(args, 6, 30)
+    envs, system, obs, mask = played(9.0, 6, 30)
     actions = np.tile(np.arange(4), (6, 1))
-    copies, greedy = branches.Branches(envs, 4), follow(PricedGreedy(system))
+    copies, greedy = rpi.Rollouts(envs, 4), values_of(PricedGreedy(system))
     got = copies.returns(actions, mask > 0, 1e9, greedy)
     assert np.isnan(got[mask == 0]).all() and np.isfinite(got[mask > 0]).all()
     rollout = Rollout(system, horizon=100)
@@ -74,10 +72,9 @@ def test_the_best_label_is_the_choice_of_the_rollout_policy(tmp_path):
     np.testing.assert_array_equal(copies.returns(actions, mask > 0, 1e9, greedy), got)
 
 
-def test_a_horizon_before_the_next_arrival_has_the_first_reward_alone(tmp_path):
-    args = tiny(tmp_path, rate_low=9.0, rate_high=9.0)
-    envs, system, _, _ = played(args, 4, 30)
-    copies, greedy = branches.Branches(envs, 1), follow(PricedGreedy(system))
+def test_a_horizon_before_the_next_arrival_has_the_first_reward_alone():
+    envs, system, _, _ = played(9.0, 4, 30)
+    copies, greedy = rpi.Rollouts(envs, 1), values_of(PricedGreedy(system))
     actions, legal = np.ones((4, 1), np.int64), np.ones((4, 1), bool)
     one, more = (copies.returns(actions, legal, seconds, greedy) for seconds in (1e-9, 2.0))
     assert (more != one).all()
@@ -87,10 +84,12 @@ def test_a_horizon_before_the_next_arrival_has_the_first_reward_alone(tmp_path):
 
 def test_the_heuristic_values_choose_as_the_priced_heuristic(tmp_path):
     """But for what it forbids: to push anyone over the requirement, which has a price here."""
-    _, system, obs, _ = played(tiny(tmp_path, rate_low=5.0, rate_high=5.0), 64, 30)
-    greedy = PricedGreedy(system)
+    source = rpi.Configuration(tiny(tmp_path, set=("num_experts=3", "rate=5")), 64, seed=5)
+    for _ in range(30):
+        source.step(source.heuristic, np.random.default_rng(0))
+    obs, greedy = source.obs, PricedGreedy(source.model.system)
     mask = np.pad(1 - obs["waiting_mask"].all(-1), ((0, 0), (1, 0)), constant_values=1)
-    values = branches.heuristic_values(obs, greedy.model)
+    values = source.heuristic(obs)
     assert (values[:, 0] == 0).all()
     same = np.where(mask > 0, values, -np.inf).argmax(1) == greedy.act(obs, mask)
     assert same.mean() > 0.9
@@ -105,9 +104,9 @@ def test_copies_agree_where_it_costs_little():
             [[0.0, 0.10, 0.20], [nan, nan, nan]],  # alone
         ]
     )
-    assert branches.agree(values, 0.05)[:, 0].tolist() == [1, 1, 2]
-    assert branches.agree(values, 0.05)[:2, 1].tolist() == [1, 2]
-    assert branches.agree(values, 0.0)[:2, 1].tolist() == [2, 2]
+    assert rpi.common_actions(values, 0.05)[:, 0].tolist() == [1, 1, 2]
+    assert rpi.common_actions(values, 0.05)[:2, 1].tolist() == [1, 2]
+    assert rpi.common_actions(values, 0.0)[:2, 1].tolist() == [2, 2]
 
 
 def test_candidates_are_distinct_and_legal_and_begin_with_the_first():
@@ -116,7 +115,7 @@ def test_candidates_are_distinct_and_legal_and_begin_with_the_first():
     mask[:, 0] = 1
     value = rng.normal(size=mask.shape)
     first = np.zeros(400, np.int64)
-    chosen, tried = branches.choose_candidates(value, first, mask, 3, 0.01, rng)
+    chosen, tried = rpi.choose_candidates(value, first, mask, 3, 0.01, rng)
     assert (chosen[:, 0] == 0).all() and tried[:, 0].all()
     assert (np.take_along_axis(mask, chosen, 1)[tried] == 1).all()
     assert (tried.sum(1) == np.minimum(mask.sum(1), 3)).all()
@@ -133,84 +132,88 @@ def test_weights_are_the_inverse_of_the_noise():
     load = np.repeat(np.linspace(0, 1, 10), 2000)
     spread = 0.2 + load
     gain = (rng.normal(size=(len(load), 2)) * spread[:, None]).astype(np.float32)
-    weight = branches.noise_weights(load, gain)
+    weight = rpi.noise_weights(load, gain)
     wanted = 1 / (spread**2 + 0.02)
     assert weight.mean() == pytest.approx(1, rel=1e-5)
     np.testing.assert_allclose(weight, wanted / wanted.mean(), rtol=0.15)
 
 
-def taught(point, rng):
-    """Give a point labels that say that an expert is worth twice its predicted score, a drop -1."""
+def label(source, rng):
+    """Labels that say that an expert is worth twice its predicted score and a drop -1."""
     for _ in range(6):
-        point.step(None, False, rng)
-        obs, mask = point.obs, point.mask
-        agent_rows = point.layout.rows(obs, point.model)
+        source.step(source.heuristic, rng)
+        obs, mask, system = source.obs, source.mask, source.model.system
+        layout = rpi.Layout(system.num_experts, system.running_capacity, system.waiting_capacity)
+        agent_rows = layout.rows(obs, source.model)
         actions = np.argsort(rng.random(mask.shape), 1)[:, :3].astype(np.int8)
         worth = np.concatenate([np.full((len(mask), 1), -1.0), 2 * obs["request"][..., 1]], 1)
         noise = rng.normal(size=(len(mask), 1)) * 5  # what all actions of a state have in common
         returns = np.take_along_axis(worth, actions.astype(int), 1) + noise
         returns[:5, 2] = np.nan
-        point.labels.append((agent_rows, actions, returns.astype(np.float32)))
+        source.labels.append((agent_rows, actions, returns.astype(np.float32)))
     return obs, worth
 
 
-def test_the_fit_finds_a_known_advantage_at_several_points_at_once(tmp_path):
+def test_the_fit_finds_a_known_advantage_in_several_configurations_at_once(tmp_path, monkeypatch):
     """Fleets of another size and law share the weights."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    args = tiny(tmp_path, epochs=20, batch_size=64)
+    monkeypatch.setattr(rpi, "EPOCHS", 20)
+    monkeypatch.setattr(rpi, "BATCH_SIZE", 64)
+    args = tiny(tmp_path)
     settings = ("num_experts=3", 'num_experts=4 profiles="paper-linear"')
-    points = [
-        rpi.Point(replace(args, set=(*args.set, *own.split())), 150, seed=k)
+    sources = [
+        rpi.Configuration(replace(args, set=(*args.set, *own.split())), 150, seed=k)
         for k, own in enumerate(settings)
     ]
-    known = [taught(point, rng) for point in points]
-    agent = rpi.Agent(points[0].layout, args, points[0].system)
-    metrics = rpi.fit(agent, points, args)
+    known = [label(source, rng) for source in sources]
+    agent = rpi.Agent(sources[0].model.system)
+    metrics = rpi.fit(agent, sources, args)
     assert metrics["losses/held_out"] < 0.2 * metrics["losses/held_out_nothing"]
-    for point, (obs, worth) in zip(points, known, strict=True):
-        agent.turn_to(point.layout, point.model)
+    for source, (obs, worth) in zip(sources, known, strict=True):
+        agent.set_system(source.model)
         chosen = agent.act(obs, np.ones_like(worth))
         found = np.take_along_axis(worth, chosen[:, None], 1)[:, 0]  # scores come in buckets
         assert (found == worth.max(1)).mean() > 0.8
 
 
-def test_a_mixture_trains_on_all_its_points_and_follows_its_own_policy(tmp_path, monkeypatch):
-    followed = []
-    returns = branches.Branches.returns
+def test_a_mixture_trains_on_all_its_configurations_and_improves_on_its_own_policy(
+    tmp_path, monkeypatch
+):
+    names = []
+    returns = rpi.Rollouts.returns
 
     def watched(self, actions, legal, horizon_s, values, near=0.0):
-        followed.append(values.__name__)
+        names.append(values.__name__)
         return returns(self, actions, legal, horizon_s, values, near)
 
-    monkeypatch.setattr(branches.Branches, "returns", watched)
+    monkeypatch.setattr(rpi.Rollouts, "returns", watched)
     settings = {
         "mixture": ("rate=[2,6]", "num_experts=4 profiles=paper-linear"),
         "improve_from": 32,
         "near": 0.05,
     }
     run = rpi.train(tiny(tmp_path, **settings))
-    assert followed == ["heuristic"] * 8 + ["values"] * 8
+    assert names == ["heuristic"] * 8 + ["values"] * 8
     for row in lines(run):
         assert {"eval/avg_qos_point_0", "eval/avg_qos_point_1"} <= set(row)
         each = [row[f"eval/avg_qos_point_{k}"] for k in range(2)]
         assert row["eval/avg_qos"] == pytest.approx(np.mean(each))
     policy = load_policy(run)
-    assert policy.experts == 3  # that of the flags; load_policy(run, system) for another
+    assert policy.net.layout.experts == 3  # of the flags; load_policy(run, system) for another
 
 
-@pytest.mark.parametrize("encoder", ["han", "sets"])
-def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path, encoder):
+def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
     runs = [
-        rpi.train(tiny(tmp_path, run_name=name, seed=seed, encoder=encoder))
+        rpi.train(tiny(tmp_path, run_name=name, seed=seed))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     logs = [lines(run) for run in runs]
     assert logs[0] == logs[1] != logs[2]
     assert [row["global_step"] for row in logs[0]] == [32, 64]
     policy = load_policy(runs[0])
-    assert policy.name == "rpi" and (policy.single is not None) == (encoder == "han")
-    envs = make_envs(tiny(tmp_path), 2, split="eval")
+    assert policy.name == "rpi"
+    envs = make_envs("servegym/LLMRouting-v0", 2, **(policy.training_env | {"split": "eval"}))
     obs, info = envs.reset(seed=3)
     for _ in range(20):
         both = policy.act(obs, info["action_mask"])

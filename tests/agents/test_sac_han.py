@@ -1,5 +1,7 @@
 """The discrete SAC: losses by hand, replay, determinism, resuming, checkpoints, arguments."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -11,9 +13,10 @@ pytest.importorskip("rich")
 import gymnasium as gym  # noqa: E402
 
 import servegym  # noqa: E402, F401
-from servegym.agents import load_policy, sac_han  # noqa: E402
-from servegym.agents.han import held_score  # noqa: E402
-from servegym.agents.lib.run import Foresight, make_envs, parse_settings, validate  # noqa: E402
+from servegym.agents import baseline_rl, load_policy, sac_han  # noqa: E402
+from servegym.agents.lib import checkpoint  # noqa: E402
+from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
+from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.baselines.protocol import Policy  # noqa: E402
@@ -21,32 +24,40 @@ from servegym.baselines.protocol import Policy  # noqa: E402
 from .runs import assert_goes_on, lines  # noqa: E402
 
 
-def tiny(tmp_path, **changes):
+def tiny(tmp_path, agent=sac_han, **changes):
     settings = {
         "total_timesteps": 480,
         "num_envs": 4,
-        "learning_starts": 120,
-        "batch_size": 16,
         "updates_per_step": 1,
         "n_step": 3,
         "eval_every": 200,
-        "eval_episodes": 2,
         "eval_rates": (8.0,),
-        "eval_requests": 20,
         "buffer_size": 400,
         "out_dir": str(tmp_path),
         "run_name": "run",
         "set": ("num_experts=3", "episode_requests=30"),
     }
-    return sac_han.Args(**(settings | changes))
+    return agent.Args(**(settings | changes))
 
 
 # ---------------------------------------------------------------------------------- the losses
 
 
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_critic_target_by_hand(average, entropy):
+INPUTS = 4 * len(sac_han.HORIZONS)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    for agent in (sac_han, baseline_rl):
+        monkeypatch.setattr(agent, "BATCH_SIZE", 16)
+
+
+def a_system(experts=4):
+    return RoutingSystem.from_kwargs(num_experts=experts, running_capacity=3, waiting_capacity=2)
+
+
+@pytest.mark.parametrize("agent", [sac_han, baseline_rl])
+def test_critic_target_by_hand(agent):
     pi = torch.tensor([[0.5, 0.25, 0.25], [1.0, 0.0, 0.0]])
     q1 = torch.tensor([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]])
     q2 = torch.tensor([[3.0, 0.0, 3.0], [4.0, 0.0, 0.0]])
@@ -55,19 +66,15 @@ def test_critic_target_by_hand(average, entropy):
         "discount": torch.tensor([0.5, 0.5]),
         "terminated": torch.tensor([False, True]),
     }
-    args = sac_han.Args(average_q=average, entropy_in_target=entropy)
     log_pi = torch.where(pi > 0, pi.log(), torch.tensor(-1e8))
-    got = sac_han.critic_target(batch, log_pi, q1, q2, 0.1, args)
-    # min: 1, 0, 3 -> 0.5 + 0 + 0.75; mean: 2, 1, 3 -> 1 + 0.25 + 0.75; a sum, not a mean.
-    value = 2.0 if average else 1.25
-    if entropy:
-        value += 0.1 * (0.5 * np.log(2) + 2 * 0.25 * np.log(4))
-    assert got.tolist() == pytest.approx([10 + 0.5 * value, 20.0], rel=1e-6)
+    got = agent.critic_target(batch, log_pi, q1, q2)
+    # min: 1, 0, 3 -> 0.5 + 0 + 0.75; a sum, not a mean.
+    assert got.tolist() == pytest.approx([10 + 0.5 * 1.25, 20.0], rel=1e-6)
 
 
-def random_batch(layout, size, random_obs, rng):
-    columns = layout.rows(random_obs(size, layout.experts, layout.running, layout.waiting))
-    mask = (rng.random((size, layout.experts + 1)) < 0.6).astype(np.int8)
+def random_batch(agent, size, random_obs, rng):
+    columns = agent.rows(random_obs(size, 4, 3, 2))
+    mask = (rng.random((size, 5)) < 0.6).astype(np.int8)
     mask[:, 0] = 1
     action = (rng.random(mask.shape) * mask).argmax(-1)
     return {
@@ -79,73 +86,61 @@ def random_batch(layout, size, random_obs, rng):
         "return": torch.from_numpy(rng.random(size).astype(np.float32)),
         "discount": torch.full((size,), 0.9),
         "terminated": torch.zeros(size, dtype=torch.bool),
-        "inputs": torch.from_numpy(rng.random((size, Foresight.WIDTH)).astype(np.float32)),
-        "next_inputs": torch.from_numpy(rng.random((size, Foresight.WIDTH)).astype(np.float32)),
+        "inputs": torch.from_numpy(rng.random((size, INPUTS)).astype(np.float32)),
+        "next_inputs": torch.from_numpy(rng.random((size, INPUTS)).astype(np.float32)),
     }
 
 
-def test_losses_sum_over_actions_and_the_target_entropy_counts_legal_ones(random_obs):
+def test_losses_sum_over_legal_actions(random_obs):
     torch.manual_seed(0)
-    args = sac_han.Args(law=False, alpha=0.3, autotune=True)
-    layout = sac_han.Layout(4, 3, 2)
-    agent = sac_han.Agent(layout, args, None)
+    agent = sac_han.Agent(sac_han.Args(prior=0.0), a_system())
     target = sac_han.deepcopy(agent).requires_grad_(False)
-    log_alpha = torch.tensor(np.log(0.3), requires_grad=True)
-    batch = random_batch(layout, 8, random_obs, np.random.default_rng(0))
+    batch = random_batch(agent, 8, random_obs, np.random.default_rng(0))
     with torch.no_grad():
         h = agent.encode(batch["obs"])
         log_pi = agent.log_policy(h, batch["mask"]).double()
         q1, q2 = (q.double() for q in agent.values(h, batch["inputs"]))
-    actor, gap = 0.0, 0.0
+    actor = entropy = 0.0
     for i in range(8):
-        entropy = 0.0
         for a in range(5):
             if batch["mask"][i, a]:
                 p = log_pi[i, a].exp()
                 actor += float(p * (0.3 * log_pi[i, a] - min(q1[i, a], q2[i, a]))) / 8
-                entropy -= float(p * log_pi[i, a])
-        gap += (entropy - args.target_entropy_scale * np.log(int(batch["mask"][i].sum()))) / 8
-    optimizer = torch.optim.SGD([*agent.parameters(), log_alpha], lr=1.0)
-    losses = sac_han.update(agent, target, log_alpha, optimizer, batch, args)
+                entropy -= float(p * log_pi[i, a]) / 8
+    optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)
+    losses = sac_han.update(agent, target, optimizer, batch, 0.3)
     assert float(losses["losses/actor_loss"]) == pytest.approx(actor, rel=1e-4)
-    # d/d(log alpha) of alpha * gap is alpha * gap: the step of plain gradient descent.
-    assert np.log(0.3) - log_alpha.item() == pytest.approx(0.3 * gap, rel=1e-3)
+    assert float(losses["charts/policy_entropy"]) == pytest.approx(entropy, rel=1e-4)
 
 
-def test_the_actor_does_not_train_the_encoder_and_the_target_follows_slowly(random_obs):
+def test_the_actor_does_not_train_the_encoder_and_the_target_moves_by_tau(random_obs):
     torch.manual_seed(0)
-    args, layout = sac_han.Args(law=False, tau=0.25), sac_han.Layout(4, 3, 2)
-    agent = sac_han.Agent(layout, args, None)
+    agent = sac_han.Agent(sac_han.Args(prior=0.0), a_system())
     target = sac_han.deepcopy(agent).requires_grad_(False)
     before = target.actor.out.weight.clone()
-    log_alpha = torch.tensor(-2.0, requires_grad=True)
-    batch = random_batch(layout, 8, random_obs, np.random.default_rng(0))
-    q = [p for head in (agent.q1, agent.q2) for p in head.parameters()]
-    for p in q:
-        p.requires_grad_(False)
+    batch = random_batch(agent, 8, random_obs, np.random.default_rng(0))
+    for head in (agent.q1, agent.q2):
+        for p in head.parameters():
+            p.requires_grad_(False)
     batch["discount"] *= 0
-    with torch.no_grad():
-        h = agent.encode(batch["obs"])
     optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
     encoder = [p.clone() for p in agent.encoder.parameters()]
     with torch.no_grad():  # a perfect critic has no gradient
-        args.average_q = True
-        q1, _ = agent.values(h, batch["inputs"])
-        batch["return"] = q1.gather(1, batch["action"][:, None]).squeeze(1)
         agent.q2.load_state_dict(agent.q1.state_dict())
-    sac_han.update(agent, target, log_alpha, optimizer, batch, args)
+        q1, _ = agent.values(agent.encode(batch["obs"]), batch["inputs"])
+        batch["return"] = q1.gather(1, batch["action"][:, None]).squeeze(1)
+    sac_han.update(agent, target, optimizer, batch, 0.1)
     for old, new in zip(encoder, agent.encoder.parameters(), strict=True):
         torch.testing.assert_close(old, new, atol=1e-7, rtol=0)
     moved = agent.actor.out.weight - before
     assert moved.abs().max() > 1e-6
-    torch.testing.assert_close(target.actor.out.weight, before + 0.25 * moved)
+    torch.testing.assert_close(target.actor.out.weight, before + sac_han.TAU * moved)
 
 
 def test_actor_and_critics_start_at_the_heuristic(random_obs):
     torch.manual_seed(0)
-    system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    layout = sac_han.Layout(4, 3, 2, impact=True)
-    agent = sac_han.Agent(layout, sac_han.Args(prior=0.05), system)
+    system = a_system()
+    agent = sac_han.Agent(sac_han.Args(prior=0.05), system)
     with torch.no_grad():
         for head in (agent.actor, agent.q1, agent.q2):
             for last in (head.out, head.request[2]):
@@ -155,7 +150,7 @@ def test_actor_and_critics_start_at_the_heuristic(random_obs):
     with torch.no_grad():
         h = agent.encode(torch.from_numpy(agent.rows(obs)).float())
         log_pi = agent.log_policy(h, torch.from_numpy(mask))
-        q1, q2 = agent.values(h, torch.zeros(200, Foresight.WIDTH))
+        q1, q2 = agent.values(h, torch.zeros(200, INPUTS))
     # Not quite all: where the heuristic refuses to push a request over L, this weighs its score.
     assert (log_pi.argmax(-1).numpy() == wanted).mean() > 0.9 and len(set(wanted)) > 3
     gap = log_pi - log_pi[:, :1]
@@ -167,7 +162,7 @@ def test_actor_and_critics_start_at_the_heuristic(random_obs):
 
 
 def test_n_step_sums_stop_at_episode_ends():
-    buffer = sac_han.ReplayBuffer(8, 1, 1, 2)
+    buffer = sac_han.ReplayBuffer(8, 1, 1, 2, 0)
     for t in range(6):
         buffer.add(
             obs=np.full((1, 1), t),
@@ -200,7 +195,7 @@ def test_n_step_sums_stop_at_episode_ends():
 
 
 def test_a_full_ring_never_mixes_old_and_new():
-    buffer = sac_han.ReplayBuffer(5, 1, 1, 2)
+    buffer = sac_han.ReplayBuffer(5, 1, 1, 2, 0)
     one = np.zeros(1)
     for t in range(13):
         buffer.add(
@@ -227,7 +222,8 @@ def test_transitions_of_a_run_link_up(tmp_path, monkeypatch):
         add(self, **step)
 
     monkeypatch.setattr(sac_han.ReplayBuffer, "add", spy)
-    args = tiny(tmp_path, save_model=False, rate_low=30.0, rate_high=40.0, prior=0.0)
+    env = ("num_experts=3", "episode_requests=30", "rate=[30,40]")
+    args = tiny(tmp_path, save_model=False, prior=0.0, set=env)
     sac_han.train(args)
     ends = 0
     for now, then in zip(steps, steps[1:], strict=False):
@@ -261,7 +257,7 @@ def test_the_holding_cost_makes_the_shaping_exact_for_a_discounted_return():
             action = (rng.random((2, 7)) * info["action_mask"]).argmax(-1)
             obs, got, *_, info = env.step(action)
             if reward == "paid_forward":
-                got = got - (1 - gamma) * held_score(obs)
+                got = got - (1 - gamma) * sac_han.queued_score(obs)
             total += gamma**t * got
         totals[reward] = total
     np.testing.assert_allclose(totals["paid_forward"], totals["completed_qos"], atol=1e-4)
@@ -279,32 +275,35 @@ def test_one_seed_one_log_and_another_seed_another(tmp_path):
     assert logs[0] == logs[1] != logs[2]
     keys = {key for row in logs[0] for key in row}
     assert {"charts/avg_qos", "charts/episodic_return", "charts/policy_entropy"} <= keys
-    assert {"losses/qf1_loss", "losses/actor_loss", "losses/alpha", "charts/share_0"} <= keys
+    assert {"losses/qf1_loss", "losses/actor_loss", "charts/share_0"} <= keys
     assert {"eval/avg_qos", "eval/avg_qos_rate_8", "eval/share_3"} <= keys
 
 
-def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
-    assert_goes_on(sac_han, tiny, tmp_path, monkeypatch, 240)
+@pytest.mark.parametrize("agent", [sac_han, baseline_rl])
+def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch, agent):
+    make = lambda *a, **k: tiny(*a, agent, **k)  # noqa: E731
+    assert_goes_on(agent, make, tmp_path, monkeypatch, 240)
 
 
 @pytest.mark.parametrize(
-    ("state", "head", "reward", "name"),
+    ("agent", "reward", "name"),
     [
-        ("han", "expert", "paid_forward", "sac_han"),
-        ("han", "arrived", "qos_aware", "sac_han"),
-        ("han", "expert", "completed_qos", "baseline_rl_dsa"),
-        ("expert", "arrived", "completed_qos", "baseline_rl"),
+        (sac_han, "paid_forward", "sac_han"),
+        (sac_han, "completed_qos", "baseline_rl_dsa"),
+        (baseline_rl, "completed_qos", "baseline_rl"),
     ],
 )
-def test_checkpoint_round_trip(tmp_path, state, head, reward, name):
-    args = tiny(tmp_path, state=state, head=head, reward=reward, total_timesteps=160)
-    run = sac_han.train(args)
+def test_checkpoint_round_trip(tmp_path, agent, reward, name):
+    args = tiny(tmp_path, agent, total_timesteps=160)
+    args.set = (*args.set, f"reward={reward}")
+    run = agent.train(args)
     assert not list(run.glob("*.tmp"))
     policy = load_policy(run / "last.safetensors")
     assert isinstance(policy, Policy)
     assert (policy.name, policy.env_view, policy.clairvoyant) == (name, "graph", False)
     assert policy.args == args
-    envs = make_envs(args, 3)
+    assert policy.agent == agent.__name__.rpartition(".")[2]
+    envs = make_envs(args.env_id, 3, **policy.training_env)
     obs, info = envs.reset(seed=3)
     policy.reset(3, seed=0)
     for _ in range(10):
@@ -313,6 +312,39 @@ def test_checkpoint_round_trip(tmp_path, state, head, reward, name):
         assert np.take_along_axis(info["action_mask"], action[:, None], 1).all()
         obs, *_, info = envs.step(action)
     assert len(load_policy(run).net.state_dict()) == len(policy.net.state_dict())
+
+
+def test_checkpoints_of_older_versions_keep_their_meaning(tmp_path):
+    """Environment arguments had flags of their own, and Baseline RL was an option of sac_han."""
+    old = {
+        "profiles": "paper-linear",
+        "latency_requirement_s": 0.04,
+        "rate_low": 5.0,
+        "rate_high": 6.0,
+        "reward": "completed_qos",
+        "set": ["num_experts=3"],
+        "state": "expert",
+        "cut_after": 250,
+        "seed": 7,
+    }
+    net = baseline_rl.Agent(3)
+    path = tmp_path / "old.safetensors"
+    meta = {"agent": "sac_han", "args": json.dumps(old), "layout": "{}"}
+    checkpoint.write_checkpoint(net, meta, path)
+    policy = load_policy(path)
+    assert (policy.name, policy.agent, policy.args.seed) == ("baseline_rl", "baseline_rl", 7)
+    trained = policy.training_env
+    assert (trained["profiles"], trained["rate"]) == ("paper-linear", [5.0, 6.0])
+    assert (trained["num_experts"], trained["latency_requirement_s"]) == (3, 0.04)
+    old |= {"state": "han", "prior": 0.02, "foresight": False, "reward": "paid_forward"}
+    system = RoutingSystem.from_kwargs(num_experts=3)
+    graph = sac_han.Agent(sac_han.Args(privileged_critic=False), system)
+    checkpoint.write_checkpoint(graph, meta | {"args": json.dumps(old)}, path)
+    policy = load_policy(path)
+    assert (policy.name, policy.args.privileged_critic) == ("sac_han", False)
+    with pytest.raises(ValueError, match="made for 3 experts, got 4"):
+        checkpoint.write_checkpoint(net, {"agent": "baseline_rl", "args": "{}"}, path)
+        load_policy(path, a_system())
 
 
 def test_a_graph_policy_serves_another_fleet_given_its_system(tmp_path):
@@ -351,9 +383,9 @@ def test_flags_take_values_as_sweeps_write_them():
         sac_han.Args, args=list(a), config=(tyro.conf.FlagConversionOff,)
     )
     args = parse(
-        "--track=False", "--save_model=False", "--average_q=True", "--set", "num_experts=3"
+        "--track=False", "--save_model=False", "--privileged_critic=False", "--set", "num_experts=3"
     )
-    assert (args.track, args.save_model, args.average_q) == (False, False, True)
+    assert (args.track, args.save_model, args.privileged_critic) == (False, False, False)
     assert args.set == ("num_experts=3",)
     assert parse() == sac_han.Args()
 
@@ -361,6 +393,11 @@ def test_flags_take_values_as_sweeps_write_them():
 def test_settings():
     got = parse_settings(["num_experts=3", "catalog=synthetic", "rate=[4,8]", "validate=true"])
     assert got == {"num_experts": 3, "catalog": "synthetic", "rate": [4, 8], "validate": True}
+    assert parse_settings(['rate=[4,8] num_experts=3 profiles=["a", "b"]']) == {
+        "rate": [4, 8],
+        "num_experts": 3,
+        "profiles": ["a", "b"],
+    }
     with pytest.raises(ValueError, match="'num_experts' is not of the form key=value"):
         parse_settings(["num_experts"])
 
@@ -370,15 +407,12 @@ def test_wrong_arguments_are_refused(tmp_path):
         sac_han.train(tiny(tmp_path, env_id="servegym/LLMRoutingFlat-v0"))
 
 
-def test_a_collapsed_policy_is_warned_of(tmp_path):
-    args = tiny(tmp_path, state="expert")
-    agent = sac_han.Agent(sac_han.Layout(3, 5, 5), args, None)
-    with torch.no_grad():
-        for p in agent.actor.parameters():
-            p.zero_()
-        agent.actor.request[2].bias[0] = 5.0
+def test_a_collapsed_policy_is_warned_of():
+    def drop(obs, mask):
+        return np.zeros(len(mask), np.int64)
+
     with pytest.warns(UserWarning, match="action 0 takes 100%"):
-        got = validate(agent.act, args)
+        got = evaluate_router(drop, "servegym/LLMRouting-v0", {"num_experts": 3}, (8.0,), 2, 20)
     assert got["eval/avg_qos"] == 0.0
 
 
@@ -386,29 +420,28 @@ def test_a_collapsed_policy_is_warned_of(tmp_path):
 def test_the_actor_waits_for_the_critics_only_where_it_starts_at_a_heuristic(
     tmp_path, monkeypatch, prior, moves
 ):
-    told, update = [], sac_han.update
+    flags, update = [], sac_han.update
     monkeypatch.setattr(
-        sac_han, "update", lambda *given: (told.append(given[-1]), update(*given))[1]
+        sac_han, "update", lambda *given: (flags.append(given[-1]), update(*given))[1]
     )
-    sac_han.train(tiny(tmp_path, prior=prior, critic_warmup=2.0, total_timesteps=160))
-    assert set(told) == {moves}
+    monkeypatch.setattr(sac_han, "CRITIC_WARMUP", 2.0)
+    sac_han.train(tiny(tmp_path, prior=prior, total_timesteps=160))
+    assert set(flags) == {moves}
 
 
-def test_a_cut_episode_goes_on_in_the_critics_target(tmp_path, monkeypatch):
-    kept, add = [], sac_han.ReplayBuffer.add
+def test_a_truncated_episode_bootstraps_in_the_critics_target(tmp_path, monkeypatch):
+    stored, add = [], sac_han.ReplayBuffer.add
     monkeypatch.setattr(
-        sac_han.ReplayBuffer, "add", lambda self, **step: (kept.append(step), add(self, **step))
+        sac_han.ReplayBuffer, "add", lambda self, **step: (stored.append(step), add(self, **step))
     )
-    changes = {"total_timesteps": 160, "set": ("num_experts=3",), "foresight": False}
-    sac_han.train(tiny(tmp_path, cut_after=7, **changes))
-    done = np.array([step["done"] for step in kept])
-    assert not np.any([step["terminated"] for step in kept])
-    assert np.array_equal(np.flatnonzero(done[:, 0]), np.arange(6, len(kept), 7))
-    ended = kept[
-        6
-    ]  # what follows the cut is the busy system, not the empty one of the next episode
-    assert not np.array_equal(ended["next_obs"], kept[7]["obs"])
-    assert np.array_equal(kept[4]["next_obs"], kept[5]["obs"])
+    env = ("num_experts=3", "max_episode_steps=7")
+    sac_han.train(tiny(tmp_path, total_timesteps=160, set=env, privileged_critic=False))
+    done = np.array([step["done"] for step in stored])
+    assert not np.any([step["terminated"] for step in stored])
+    assert np.array_equal(np.flatnonzero(done[:, 0]), np.arange(6, len(stored), 7))
+    ended = stored[6]  # its next state is the busy system, not the empty one of the next episode
+    assert not np.array_equal(ended["next_obs"], stored[7]["obs"])
+    assert np.array_equal(stored[4]["next_obs"], stored[5]["obs"])
 
 
 @pytest.mark.parametrize(
@@ -417,7 +450,7 @@ def test_a_cut_episode_goes_on_in_the_critics_target(tmp_path, monkeypatch):
         ({"prior": -0.02}, "prior: must be 0 or a temperature"),
         ({"n_step": 0}, "n_step: must be from 1"),
         ({"buffer_size": 64, "num_envs": 16, "n_step": 8}, "n_step: must be from 1 to 4"),
-        ({"cut_after": 7}, "foresight: must be False with cut_after"),
+        ({"set": ("max_episode_steps=7",)}, "privileged_critic: must be False"),
     ],
 )
 def test_arguments_that_would_train_something_else_are_refused(tmp_path, given, named):

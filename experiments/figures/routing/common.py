@@ -56,7 +56,7 @@ ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
-GRAPH_AGENTS = ("sac_han", "ppo_han", "pqn", "rpi")
+GRAPH_AGENTS = ("sac_han", "baseline_rl", "ppo_han", "pqn", "rpi")
 
 COLUMNS = {
     "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),
@@ -180,19 +180,18 @@ def shipped_runs() -> list[TrainedRun]:
 
 
 def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> TrainedRun:
-    args = policy.args
-    rates = (float(args.rate_low), float(args.rate_high))
-    any_experts = getattr(getattr(policy.net, "actor", None), "per_expert", True)
+    trained, net = policy.training_env, policy.net
+    rates = trained["rate"] if isinstance(trained["rate"], Sequence) else 2 * [trained["rate"]]
     return TrainedRun(
         label,
         path,
         group,
         variant,
-        args.profiles,
-        rates,
-        int(args.seed),
-        int(getattr(policy, "experts", 0)),
-        any_experts,
+        trained["profiles"],
+        (float(rates[0]), float(rates[1])),
+        int(policy.args.seed),
+        net.layout.experts if hasattr(net, "layout") else net.experts,
+        not getattr(net, "fixed_experts", False),
     )
 
 

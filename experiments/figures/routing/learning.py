@@ -116,16 +116,18 @@ def reference_levels(point: str) -> dict[str, float]:
     Args:
         point: Key of `training_runs.POINTS`.
     """
-    from servegym.agents.lib.run import validate
-    from servegym.agents.sac_han import Args
+    from servegym.agents.lib.evaluation import evaluate_router
+    from servegym.agents.sac_han import ENV, EVAL_EPISODES, EVAL_REQUESTS
     from servegym.baselines.llm_routing.system import RoutingSystem
     from servegym.baselines.registry import make_policy
 
-    args, found = Args(**POINTS[point]), {}
+    profiles, rates = POINTS[point]["profiles"], POINTS[point]["eval_rates"]
+    kwargs, found = ENV | {"profiles": profiles}, {}
     for name in REFERENCES:
-        policy = make_policy(name, RoutingSystem.from_kwargs(profiles=args.profiles))
-        policy.reset(args.eval_episodes * len(args.eval_rates), seed=0)
-        found[name] = validate(policy.act, args)["eval/avg_qos"]
+        policy = make_policy(name, RoutingSystem.from_kwargs(profiles=profiles))
+        policy.reset(EVAL_EPISODES * len(rates), seed=0)
+        result = evaluate_router(policy.act, ENV_ID, kwargs, rates, EVAL_EPISODES, EVAL_REQUESTS)
+        found[name] = result["eval/avg_qos"]
     return found
 
 
@@ -330,10 +332,8 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
     import torch
 
     from servegym.agents import load_policy
-    from servegym.agents.han import Layout
-    from servegym.agents.lib.graph_policies import GraphPolicy
     from servegym.agents.lib.single_decision import SingleDecision
-    from servegym.agents.sac_han import Agent, Args
+    from servegym.agents.sac_han import Agent, Args, heuristic_values
     from servegym.baselines.registry import make_policy
 
     torch.set_num_threads(1)
@@ -351,35 +351,23 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
         mask = info["action_mask"]
         seen.append(({k: v.copy() for k, v in observation.items()}, mask.copy()))
         observation, _, _, _, info = envs.step(priced.act(observation, mask))
-    problem = envs.unwrapped.problem
     envs.close()
     served = {run.label: load_policy(run.path, system) for run in shipped_runs()}
-    args = Args()
-    layout = Layout(problem.num_experts, problem.running_capacity, problem.waiting_capacity, True)
-    net = Agent(layout, args, system).eval()
-    policy = GraphPolicy("sac_han", "graph", Path(), "sac_han", args, net)
-    policy.experts, single = problem.num_experts, SingleDecision(net)
-    rows_of = [policy._rows(one) for one, _ in seen]
+    net = Agent(Args(), system).eval()
+    single = SingleDecision(net, heuristic_values)
+    rows_of = [net.rows(one) for one, _ in seen]
 
     def size(*modules: Any) -> int:
         return sum(p.numel() for module in modules for p in module.parameters())
-
-    def torch_path(index: int) -> None:
-        policy.single = None
-        policy.act(*seen[index])
-
-    def short_path(index: int) -> None:
-        policy.single = single
-        policy.act(*seen[index])
 
     parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
         ("HAN", size(net.encoder), None, "19K, < 1 ms"),
         ("actor", size(net.actor), None, "10K with the critic, < 1 ms"),
         ("two critics (training only)", size(net.q1, net.q2), None, ""),
-        ("features", "", lambda i: policy._rows(seen[i][0]), ""),
-        ("HAN and actor, numpy", "", lambda i: single.logits(rows_of[i], layout), ""),
-        ("one decision, numpy (served)", "", short_path, "< 1 ms"),
-        ("one decision, torch", "", torch_path, ""),
+        ("features", "", lambda i: net.rows(seen[i][0]), ""),
+        ("HAN and actor, numpy", "", lambda i: single.logits(rows_of[i], net.layout), ""),
+        ("one decision, numpy (served)", "", lambda i: single.act(*seen[i]), "< 1 ms"),
+        ("one decision, torch", "", lambda i: net.act(*seen[i]), ""),
     ]
     for label, shipped in served.items():
         parts.append(

@@ -95,7 +95,7 @@ def summary(run: TrainingRun, folder: Path) -> dict[str, Any]:
         "agent": run.agent,
         "state": run.network,
         "reward": settings["reward"],
-        "prior": settings.get("prior") != 0.0,
+        "prior": not run.from_nothing,
         "val_qos": round(best["eval/avg_qos"], 5),
         "val_qos_step": best["global_step"],
         "val_qos_last": round(evaluations[-1]["eval/avg_qos"], 5),
@@ -244,7 +244,7 @@ def print_runs(selected: Sequence[TrainingRun], runs: Path) -> None:
         if state == "finished":
             qos = f"{json.loads((runs / run.name / RESULT).read_text())['val_qos']:.4f}"
         settings = run.settings
-        start = "nothing" if settings.get("prior") == 0.0 else "priced_greedy"
+        start = "nothing" if run.from_nothing else "priced_greedy"
         extra = " ".join(settings.get("set", ()))
         body.append(
             [

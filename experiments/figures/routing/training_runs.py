@@ -3,8 +3,8 @@
 The paper's three learners are trained from their own reward alone: SAC-HAN (``sac_han``) with the
 QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
 Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts
-at a heuristic or lets its critics see what is to come (``--prior 0 --foresight False``). Their
-other settings come from their sweeps on the validation split (`TUNED`). With the graph they take a
+at a heuristic or lets its critics read the coming arrivals (``--prior 0 --privileged_critic
+False``). Their other settings come from their sweeps on the validation split (`TUNED`). With the graph they take a
 million steps, ten minutes of a core; without it a step costs a sixth, and Baseline RL takes 1.35
 million with twice the updates. The group ``general`` has one policy for all rates: ``residual`` is
 this package's default, ``baseline_rl`` the paper's baseline. The group ``zoo`` trains all agents at
@@ -63,7 +63,8 @@ POINTS: dict[str, dict[str, Any]] = {
 }
 """Fleet and arrival rates of training and of the evaluations on the validation split."""
 
-FROM_NOTHING = {"prior": 0.0, "foresight": False, "buffer_size": 50_000, "cut_after": 250}
+SHORT_MEMORY = {"buffer_size": 50_000, "max_episode_steps": 250}
+FROM_NOTHING = {"prior": 0.0, "privileged_critic": False, **SHORT_MEMORY}
 """What the paper's learners do without. Their replay is short, so that it forgets how they began,
 and their training episodes are: in one of 1,000 requests the empty system of its start is out of
 the replay long before the end, and a policy that no longer knows it may drop everything there."""
@@ -75,15 +76,14 @@ on less well after the sweep's 50,000 steps."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "general": {"reward": "paid_forward"},
-    "sac_han": {"state": "han", "reward": "qos_aware", **FROM_NOTHING, **TUNED},
+    "sac_han": {"reward": "qos_aware", **FROM_NOTHING, **TUNED},
     "baseline_rl": {
-        "state": "expert",
         "reward": "completed_qos",
         "updates_per_step": 4,
-        **FROM_NOTHING,
+        **SHORT_MEMORY,
         **TUNED,
     },
-    "baseline_rl_dsa": {"state": "han", "reward": "completed_qos", **FROM_NOTHING, **TUNED},
+    "baseline_rl_dsa": {"reward": "completed_qos", **FROM_NOTHING, **TUNED},
 }
 """Arguments of the agent by variant."""
 
@@ -99,7 +99,7 @@ EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 6, 9, 12)}
 """Numbers of experts to train for at the rate of the paper's Fig. 11, by point."""
 
 ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "rpi_sets": ("rpi", 30_000, {"encoder": "sets", "fit_every": 15_000}),
+    "rpi_sets": ("rpi", 30_000, {"fit_every": 15_000}),
     "ppo_sets": ("ppo_han", 800_000, {"encoder": "sets"}),
     "ppo_han": ("ppo_han", 140_000, {"encoder": "han"}),
     "pqn_sets": ("pqn", 800_000, {"encoder": "sets"}),
@@ -139,7 +139,6 @@ rates, each with every latency requirement L."""
 RPI: dict[str, Any] = {
     "mixture": MIXTURE,
     "set": ("episode_requests=400", "latency_requirement_s=[0.014,0.048]"),
-    "encoder": "sets",
     "num_envs": 24 * len(MIXTURE),
     "fit_every": 80_000,
     "horizon_s": 5.0,
@@ -175,8 +174,23 @@ class TrainingRun:
 
     @property
     def network(self) -> str:
-        """What the policy sees of the state: ``han``, ``expert`` or ``sets``."""
-        return self.settings.get("state", self.settings.get("encoder", "han"))
+        """Network over the state: ``han``, ``expert`` (the experts' rows alone) or ``sets``."""
+        fixed = {"baseline_rl": "expert", "rpi": "sets"}
+        return fixed.get(self.agent, self.settings.get("encoder", "han"))
+
+    @property
+    def from_nothing(self) -> bool:
+        """Whether the policy does not start at the heuristic `priced_greedy`."""
+        return self.agent == "baseline_rl" or self.settings.get("prior") == 0.0
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the agent; in ``set`` those of the environment that ``settings`` names."""
+        given = dict(self.settings)
+        items = [f"rate=[{given.pop('rate_low'):g},{given.pop('rate_high'):g}]"]
+        for key in ("profiles", "reward", "max_episode_steps"):
+            items += [f"{key}={given.pop(key)}"] if key in given else []
+        return given | {"set": (*items, *given.get("set", ()))}
 
     @property
     def name(self) -> str:
@@ -186,7 +200,7 @@ class TrainingRun:
     def command(self, runs: Path, snapshot_steps: int) -> list[str]:
         """The command line that trains it or goes on training it."""
         given = {
-            **self.settings,
+            **self.arguments,
             "seed": self.seed,
             "total_timesteps": self.steps,
             "out_dir": str(runs),
@@ -204,7 +218,8 @@ class TrainingRun:
 def _run(group: str, variant: str, base: str, point: str, seed: int, **changes: Any) -> TrainingRun:
     steps = changes.pop("steps", BASELINE_STEPS if base == "baseline_rl" else STEPS)
     settings = {**POINTS[point], **VARIANTS[base], **changes}
-    return TrainingRun(group, variant, point, seed, steps, settings)
+    agent = "baseline_rl" if base == "baseline_rl" else "sac_han"
+    return TrainingRun(group, variant, point, seed, steps, settings, agent)
 
 
 def _paper(seeds: Sequence[int]) -> Iterator[TrainingRun]:
@@ -225,7 +240,7 @@ def _ppo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         for point in ("het8", "linear5"):
             for variant, given in PPO.items():
-                settings = {**POINTS[point], "prior": 0.0, "foresight": False, **given}
+                settings = {**POINTS[point], "prior": 0.0, "privileged_critic": False, **given}
                 yield TrainingRun("ppo", variant, point, seed, PPO_STEPS, settings, "ppo_han")
 
 
