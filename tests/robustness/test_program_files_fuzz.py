@@ -70,13 +70,17 @@ def rebuilt(tensors, meta):
     return damage
 
 
+UNREAD = ("step", "setting", "layout")
+"""Metadata that no policy depends on, or that has no wrong value."""
+
+
 def checkpoint_damages(path: Path):
     """Everything that a checkpoint's parts can lack."""
     tensors, meta = parts(path)
     for key in meta:
         yield f"no {key}", rebuilt(tensors, {k: v for k, v in meta.items() if k != key})
         junk = ["", "x", "[]", "3", "null", "{", "[" * 100_000, '{"no such field": 1}']
-        for text in junk if key not in ("step", "setting") else []:
+        for text in junk if key not in UNREAD else []:
             if not (key in ("args", "start", "setting") and text == junk[-1]):
                 yield f"{key} = {text[:20]}", rebuilt(tensors, meta | {key: text})
     name = max(tensors, key=lambda key: tensors[key].numel() if key != "law" else 0)
@@ -94,7 +98,7 @@ def test_damaged_checkpoints(name, tmp_path):
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(CHECKPOINTS[name].read_bytes())
     assert refusal(load_policy, path) is None
-    free = ("no step", "no start", "no setting")
+    free = ("no start", *(f"no {key}" for key in UNREAD))
     damages = [(w, d) for w, d in checkpoint_damages(path) if w not in free]
     assert not (wrong := judged(load_policy, path, damages, ("*",))), "\n".join(wrong)
     always = ("missing", "empty", "zeros", "noise")

@@ -4,14 +4,14 @@ The paper's three learners are trained from their own reward alone: SAC-HAN (``s
 QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
 Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts
 at a heuristic or lets its critics read the coming arrivals (``--prior 0 --privileged_critic
-False``). Their other settings come from their sweeps on the validation split (`TUNED`). With the graph they take a
-million steps, ten minutes of a core; without it a step costs a sixth, and Baseline RL takes 1.35
-million with twice the updates. The group ``general`` has one policy for all rates: ``residual`` is
-this package's default, ``baseline_rl`` the paper's baseline. The group ``zoo`` trains all agents at
-one task, each for about two minutes of one core. The group ``mixed`` has one policy for every
-fleet, load, requirement and number of experts, what ships as ``rpi``. The group ``ppo`` trains the
-paper's three with PPO in SAC's place, from nothing too: what an abstraction of the state and a
-reward are worth is told by learners that learn.
+False``). Their other settings come from their sweeps on the validation split (`TUNED`). With the
+graph they take a million steps, ten minutes of a core; without it a step costs a sixth, and
+Baseline RL takes 1.35 million with twice the updates. The group ``general`` has one policy for all
+rates: ``residual`` is this package's default, ``baseline_rl`` the paper's baseline. The group
+``zoo`` trains all agents at one task, each for about two minutes of one core. The group ``mixed``
+has one policy for every fleet, load, requirement and number of experts, which ships as ``rpi``. The
+group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too: it shows what an
+abstraction of the state and a reward are worth to learners that learn.
 """
 
 from __future__ import annotations

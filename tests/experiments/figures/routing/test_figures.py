@@ -12,7 +12,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import sac_han  # noqa: E402
+from servegym.agents import baseline_rl, sac_han  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.figures import run as figure_run  # noqa: E402
@@ -44,13 +44,12 @@ def rows_of(path):
 def checkpoint(folder, run, **given):
     """An untrained checkpoint as the training queue leaves one."""
     torch.manual_seed(run.seed)
-    settings = {key: value for key, value in run.settings.items() if key != "eval_rates"}
-    args = sac_han.Args(**settings, seed=run.seed)
-    system = RoutingSystem.from_kwargs(profiles=args.profiles)
-    layout = sac_han.Layout(6, 5, 5, impact=args.state == "han")
+    agent = baseline_rl if run.agent == "baseline_rl" else sac_han
+    args = agent.Args(**run.arguments, seed=run.seed)
+    system = RoutingSystem.from_kwargs(profiles=run.settings["profiles"])
+    net = agent.Agent(6) if agent is baseline_rl else agent.Agent(args, system)
     (folder / run.name).mkdir(parents=True)
-    path = folder / run.name / "best.safetensors"
-    sac_han.save_policy(sac_han.Agent(layout, args, system), args, path)
+    agent.save_policy(net, args, folder / run.name / "best.safetensors")
     result = {"run": run.name, "group": run.group, "variant": run.variant}
     (folder / run.name / "result.json").write_text(json.dumps(result))
     log = [{"global_step": k * 1000, "eval/avg_qos": 0.1 * k} for k in (1, 2, 3)]

@@ -19,7 +19,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import load_policy, sac_han  # noqa: E402
+from servegym.agents import baseline_rl, load_policy  # noqa: E402
 from servegym.experiments.figures.routing import training as queue  # noqa: E402
 from servegym.experiments.jobs import LOCK  # noqa: E402
 
@@ -29,23 +29,16 @@ TINY = {
     "rate_high": 8.0,
     "eval_rates": (8.0,),
     "reward": "completed_qos",
-    "state": "expert",
     "num_envs": 8,
-    "learning_starts": 160,
     "eval_every": 800,
-    "eval_episodes": 1,
-    "eval_requests": 20,
-    "batch_size": 8,
     "buffer_size": 400,
     "updates_per_step": 1,
-    "prior": 0.0,
-    "foresight": False,
     "set": ("num_experts=3", "episode_requests=30"),
 }
 
 
 def tiny(steps=800, seed=1):
-    return queue.TrainingRun("paper", "baseline_rl", "het8", seed, steps, TINY)
+    return queue.TrainingRun("paper", "baseline_rl", "het8", seed, steps, TINY, "baseline_rl")
 
 
 def test_the_list_has_what_the_tables_need_the_most_useful_first():
@@ -67,9 +60,9 @@ def test_the_papers_learners_start_at_nothing_and_have_its_rewards():
     rewards["baseline_rl_dsa"] = "completed_qos"
     for run in queue.RUNS:
         if run.group == "paper":
-            assert run.settings["prior"] == run.settings["foresight"] == 0
+            assert run.from_nothing and not run.settings.get("privileged_critic", False)
             assert run.settings["reward"] == rewards[run.variant]
-            assert run.settings["state"] == ("expert" if run.variant == "baseline_rl" else "han")
+            assert run.network == ("expert" if run.variant == "baseline_rl" else "han")
             assert run.steps >= 1_000_000
             # No less experience or fewer updates for the baseline: its steps cost a sixth.
             if run.variant == "baseline_rl":
@@ -85,7 +78,7 @@ def test_every_command_is_one_that_the_agent_takes(tmp_path):
         args = tyro.cli(agent.Args, args=words, config=config)
         assert (args.seed, args.total_timesteps, args.run_name) == (run.seed, run.steps, run.name)
         assert args.resume and args.checkpoint_every == 5
-        for key, value in run.settings.items():
+        for key, value in run.arguments.items():
             assert getattr(args, key) == value, (run.name, key)
 
 
@@ -123,11 +116,8 @@ def test_trains_writes_its_row_and_does_nothing_twice(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_and_logs_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(queue, "POLL_S", 0.05)
     run, straight, broken = tiny(1600), tmp_path / "straight", tmp_path / "broken"
-    sac_han.train(
-        sac_han.Args(
-            **TINY, seed=run.seed, total_timesteps=1600, out_dir=str(straight), run_name=run.name
-        )
-    )
+    given = {"seed": run.seed, "total_timesteps": 1600, "run_name": run.name}
+    baseline_rl.train(baseline_rl.Args(**run.arguments, **given, out_dir=str(straight)))
     folder = broken / run.name
     folder.mkdir(parents=True)
     child = subprocess.Popen(run.command(broken, 400), stdout=subprocess.DEVNULL)

@@ -21,8 +21,6 @@ TINY = {
     "reward": "paid_forward",
     "encoder": "sets",
     "num_envs": 4,
-    "eval_episodes": 1,
-    "eval_requests": 20,
     "set": ("episode_requests=30",),
 }
 
