@@ -32,6 +32,59 @@ ENV_ID = "servegym/LLMRouting-v0"
 POLICIES = ("least_latency", "greedy_qos", "priced_greedy", "linucb")
 
 
+def scaling(
+    episodes: int, requests: int, workers: Sequence[int], repeats: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """Time the evaluation in this process and on local clusters, in turn.
+
+    Args:
+        episodes: Episodes a policy.
+        requests: Requests of an episode.
+        workers: Workers of the clusters.
+        repeats: Turns; medians count.
+
+    Returns:
+        A row a way to run (seconds of the wall clock), and whether all evaluations were equal.
+    """
+    full: dict[str, Any] = {
+        "episodes": episodes,
+        "num_envs": 8,
+        "env_kwargs": {"episode_requests": requests, "rate": 8.0},
+    }
+    short = {**full, "episodes": 8, "env_kwargs": {"episode_requests": 20, "rate": 8.0}}
+    evaluate(ENV_ID, POLICIES, **short)  # compiles
+    times: dict[int, list[float]] = {0: [], **{count: [] for count in workers}}
+    starts: dict[int, list[float]] = {count: [] for count in workers}
+    expected, equal = "", True
+    for _ in range(repeats):
+        for count, seconds in times.items():
+            begin = time.monotonic()
+            if count == 0:
+                rows = evaluate(ENV_ID, POLICIES, **full)
+                seconds.append(time.monotonic() - begin)
+                expected = expected or repr(rows)
+            else:
+                with cluster(f"local:{count}"):
+                    evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **short)
+                    starts[count].append(time.monotonic() - begin)
+                    begin = time.monotonic()
+                    rows = evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **full)
+                    seconds.append(time.monotonic() - begin)
+            equal &= repr(rows) == expected
+    base = statistics.median(times[0])
+    return [
+        {
+            "how": f"--ray local:{count}" if count else "one process",
+            "seconds": round(statistics.median(seconds), 2),
+            "fastest_s": round(min(seconds), 2),
+            "slowest_s": round(max(seconds), 2),
+            "times_as_fast": round(base / statistics.median(seconds), 2),
+            "start_s": round(statistics.median(starts[count]), 1) if count else 0.0,
+        }
+        for count, seconds in times.items()
+    ], equal
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Time, check, print and save; see ``--help``.
 
@@ -55,70 +108,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_ray(f"local:{workers}")
     options.out.mkdir(parents=True, exist_ok=True)
 
-    given: dict[str, Any] = {
-        "episodes": options.episodes,
-        "num_envs": 8,
-        "env_kwargs": {"episode_requests": options.requests, "rate": 8.0},
-    }
-    warm = {**given, "episodes": 8, "env_kwargs": {"episode_requests": 20, "rate": 8.0}}
-    evaluate(ENV_ID, POLICIES, **warm)
-    times: dict[int, list[float]] = {0: [], **{workers: [] for workers in options.workers}}
-    starts: dict[int, list[float]] = {workers: [] for workers in options.workers}
-    expected, equal = "", True
-    for _ in range(options.repeats):
-        for workers, spent in times.items():
-            if workers == 0:
-                begin = time.monotonic()
-                rows = evaluate(ENV_ID, POLICIES, **given)
-                spent.append(time.monotonic() - begin)
-                expected = expected or repr(rows)
-            else:
-                begin = time.monotonic()
-                with cluster(f"local:{workers}"):
-                    evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **warm)
-                    starts[workers].append(time.monotonic() - begin)
-                    begin = time.monotonic()
-                    rows = evaluate(ENV_ID, POLICIES, executor=ray_executor("auto"), **given)
-                    spent.append(time.monotonic() - begin)
-            equal &= repr(rows) == expected
-    base = statistics.median(times[0])
-    found = []
-    for workers, spent in times.items():
-        median = statistics.median(spent)
-        found.append(
-            {
-                "how": f"--ray local:{workers}" if workers else "one process",
-                "seconds": round(median, 2),
-                "fastest_s": round(min(spent), 2),
-                "slowest_s": round(max(spent), 2),
-                "times_as_fast": round(base / median, 2),
-                "start_s": round(statistics.median(starts[workers]), 1) if workers else 0.0,
-            }
-        )
+    rows, equal = scaling(options.episodes, options.requests, options.workers, options.repeats)
     print_table(
         f"{len(POLICIES)} policies, {options.episodes} episodes of {options.requests} requests",
-        list(found[0]),
-        [[str(value) for value in row.values()] for row in found],
+        list(rows[0]),
+        [[str(value) for value in row.values()] for row in rows],
     )
     load = f"{os.getloadavg()[1]:.1f} processes on {os.cpu_count()} cores"
-    made = provenance(
-        shlex.join([*parser.prog.split(), *words]), packages=("ray",), settings={"load": load}
-    )
-    write_result(
-        options.out / "scaling",
-        found,
-        made,
-        [
-            note(
-                f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} "
-                f"requests each, jobs of 8 episodes; medians of {options.repeats} turns, wall "
-                f"clock; the rows are {'equal bit for bit' if equal else 'NOT EQUAL'}.",
-                equal=equal,
-            ),
-            "start_s: start of a cluster and its workers' first jobs (imports, compiled code "
-            "read).",
-        ],
-    )
+    command = shlex.join([*parser.prog.split(), *words])
+    made = provenance(command, packages=("ray",), settings={"load": load})
+    notes = [
+        note(
+            f"{', '.join(POLICIES)}: {options.episodes} episodes of {options.requests} "
+            f"requests each, jobs of 8 episodes; medians of {options.repeats} turns, wall "
+            f"clock; the rows are {'equal bit for bit' if equal else 'NOT EQUAL'}.",
+            equal=equal,
+        ),
+        note("start_s: start of a cluster and its first jobs (imports, compiled code read)."),
+    ]
+    write_result(options.out / "scaling", rows, made, notes)
     return 0 if equal else 1
 
 
