@@ -105,7 +105,7 @@ def action_space(problem: Problem) -> spaces.Dict:
     return spaces.Dict({"migrate": spaces.Discrete(2), "plan": plan})
 
 
-class PlacementSystem:
+class PlacementEpisode:
     """A cluster over one episode of ``epochs`` decisions.
 
     Attributes:

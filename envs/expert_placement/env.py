@@ -11,8 +11,8 @@ from gymnasium.error import ResetNeeded
 from servegym.envs._checks import check_render_mode, flag, keywords
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import (
+    PlacementEpisode,
     PlacementState,
-    PlacementSystem,
     action_space,
     observation_space,
 )
@@ -184,7 +184,7 @@ class ExpertPlacementEnv(gym.Env):
         self.render_mode = check_render_mode(render_mode, self.metadata["render_modes"])
         self.validate = flag("validate", validate)
         self.problem = make_problem(kwargs) if problem is None else problem
-        self.system = PlacementSystem(self.problem)
+        self.system = PlacementEpisode(self.problem)
         self.observation_space = observation_space(self.problem)
         self.action_space = action_space(self.problem)
         self._finished = True

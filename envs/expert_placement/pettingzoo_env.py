@@ -13,7 +13,7 @@ from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
 from servegym.envs._checks import check_render_mode, flag
-from servegym.envs.expert_placement.core import PlacementSystem, action_space, observation_space
+from servegym.envs.expert_placement.core import PlacementEpisode, action_space, observation_space
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import check_action, make_problem
 
@@ -88,7 +88,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
             )
         self.shared_reward = flag("shared_reward", shared_reward)
         self.problem = make_problem(kwargs)
-        self.system = PlacementSystem(self.problem)
+        self.system = PlacementEpisode(self.problem)
         c = self.problem.cluster
         self.possible_agents = [f"server_{n}" for n in range(c.num_servers)]
         self.agents: list[str] = []

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 
 WIDTH, HEIGHT = 960, 540
 MAPPED_SERVERS = 4
@@ -24,7 +24,7 @@ _LINES = ("#2a6fbb", "#c8553d", "#5a8f3c", "#8a5bb0")
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def render(system: PlacementSystem, mode: str) -> str | np.ndarray:
+def render(system: PlacementEpisode, mode: str) -> str | np.ndarray:
     """Show one system.
 
     Args:
@@ -45,7 +45,7 @@ def render(system: PlacementSystem, mode: str) -> str | np.ndarray:
     raise ValueError(f"mode={mode!r} is unknown; choose 'ansi' or 'rgb_array'.")
 
 
-def _words(system: PlacementSystem) -> list[str]:
+def _words(system: PlacementEpisode) -> list[str]:
     problem, kpis = system.problem, system.kpis()
     arguments = problem.arguments
 
@@ -68,7 +68,7 @@ def _blocks(values: np.ndarray) -> str:
     )
 
 
-def _text(system: PlacementSystem) -> str:
+def _text(system: PlacementEpisode) -> str:
     cluster, sim = system.problem.cluster, system.simulator
     held = cluster.server_view(sim.placement())
     used = np.bincount(cluster.gpu_server, sim.state.gpu["used"], cluster.num_servers)
@@ -111,7 +111,7 @@ def expert_colours(held: np.ndarray, coming: np.ndarray, counts: np.ndarray) -> 
     return colours
 
 
-def _pixels(system: PlacementSystem) -> np.ndarray:
+def _pixels(system: PlacementEpisode) -> np.ndarray:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -134,7 +134,7 @@ def _pixels(system: PlacementSystem) -> np.ndarray:
     return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
 
 
-def _maps(figure, system: PlacementSystem) -> None:
+def _maps(figure, system: PlacementEpisode) -> None:
     cluster, sim = system.problem.cluster, system.simulator
     held, aims = cluster.server_view(sim.placement()), cluster.server_view(sim.target())
     counts = system.counts()
@@ -178,7 +178,7 @@ def _legend(figure, entries: list[tuple[str, np.ndarray]]) -> None:
         figure.text(x + 0.014, 0.326, words, fontsize=7, color=_SOFT, va="center")
 
 
-def _crowd(figure, system: PlacementSystem) -> None:
+def _crowd(figure, system: PlacementEpisode) -> None:
     cluster = system.problem.cluster
     share = cluster.server_view(system.simulator.placement()).mean(axis=2)
     axis = figure.add_axes((0.045, 0.395, 0.935, 0.47))
@@ -201,7 +201,7 @@ def _crowd(figure, system: PlacementSystem) -> None:
     _legend(figure, [("no expert of the layer", np.ones(3)), ("all of them", _HELD[1])])
 
 
-def _history(figure, system: PlacementSystem) -> None:
+def _history(figure, system: PlacementEpisode) -> None:
     problem = system.problem
     axis = figure.add_axes((0.045, 0.085, 0.935, 0.19))
     past = 100 * system.local_ratio[: system.epoch]

@@ -28,11 +28,11 @@ from servegym.baselines.expert_placement.eplb import eplb, eplb_global
 from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.baselines.expert_placement.system import PlacementSystem as Description
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.cluster import SCALES, scenario_cluster
 from servegym.envs.expert_placement.config import build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import (
     Requests,
     Simulator,
@@ -127,7 +127,7 @@ def planning_ms(episodes: int = 3, scenario: str = "edge_hetero") -> dict[str, l
     ``proxy_optimum`` is the exact linear program of Eq. 2.
     """
     problem = build_problem(scenario=scenario, action_mode="placement")
-    described = Description.from_problem(problem)
+    described = PlacementSystem.from_problem(problem)
     slots, home = described.slots, described.gpu_server
     methods = {
         "prism": lambda counts: prism(counts, slots, home),
@@ -139,7 +139,7 @@ def planning_ms(episodes: int = 3, scenario: str = "edge_hetero") -> dict[str, l
     }
     spent: dict[str, list[float]] = {name: [] for name in methods}
     for seed in range(-1, episodes):  # the first one compiles
-        system = PlacementSystem(problem)
+        system = PlacementEpisode(problem)
         system.begin(np.random.default_rng(max(seed, 0)))
         counts = system.counts().astype(np.float64)
         for name, method in methods.items():
@@ -156,7 +156,7 @@ def largest_case() -> tuple[int, float, float]:
         Requests, CPU seconds of planning and of simulating.
     """
     problem = build_problem(scenario="scale_256", epochs=1, split="eval")
-    system = PlacementSystem(problem)
+    system = PlacementEpisode(problem)
     spent = []
     for _ in range(2):  # the first one compiles
         system.begin(np.random.default_rng(0))

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("torch")
 
 from servegym.agents.lib.checkpoint import load_policy, shipped, shipped_for  # noqa: E402
-from servegym.baselines.expert_placement.system import PlacementSystem as Description  # noqa: E402
+from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
 from servegym.envs.expert_placement.env import make_problem  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 
@@ -40,7 +40,7 @@ def test_it_is_ahead_of_heuristics_on_prompts_never_trained_on(name):
 
 def test_the_agents_name_means_its_file_for_the_cluster():
     for name in ("drift", "paper_testbed"):
-        described = Description.from_problem(make_problem({"scenario": name, "split": "eval"}))
+        described = PlacementSystem.from_problem(make_problem({"scenario": name, "split": "eval"}))
         for agent in ("ppo_placement", "mappo_placement"):
             trained_there = SHIPPED[f"{agent}_{name}"]
             assert shipped_for("expert_placement", agent, described) == trained_there
@@ -50,7 +50,7 @@ def test_the_agents_name_means_its_file_for_the_cluster():
             "drift"
         )
     other = make_problem({"scenario": "paper_testbed", "model": "toy"})
-    described = Description.from_problem(other)
+    described = PlacementSystem.from_problem(other)
     assert shipped_for("expert_placement", "ppo_placement", described) == SHIPPED["ppo_placement"]
     assert shipped_for("expert_placement", "ppo_placement", None) == SHIPPED["ppo_placement"]
     assert shipped_for("expert_placement", "unknown", described) is None

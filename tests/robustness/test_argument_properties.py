@@ -22,7 +22,7 @@ from numba import config as numba_config
 import servegym  # noqa: F401 - registers the ids
 from servegym.envs.expert_placement import cluster as placement_cluster
 from servegym.envs.expert_placement import config as placement_config
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
 from servegym.envs.llm_routing import config as routing_config
 from servegym.envs.llm_routing.core import RoutingBatch
@@ -66,7 +66,7 @@ IDS = {
     "placement": [name for name in servegym.ENV_IDS if "Placement" in name],
 }
 PARALLEL_ENVS = {"routing": LLMRoutingParallelEnv, "placement": ExpertPlacementParallelEnv}
-SYSTEMS = {"routing": RoutingBatch, "serverless": ServerlessBatch, "placement": PlacementSystem}
+SYSTEMS = {"routing": RoutingBatch, "serverless": ServerlessBatch, "placement": PlacementEpisode}
 
 
 @pytest.fixture(params=[1, pytest.param(5, marks=pytest.mark.slow)], ids=["few", "many"])

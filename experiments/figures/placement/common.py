@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 import servegym.baselines.expert_placement  # noqa: F401  registers the policies
-from servegym.baselines.expert_placement.system import PlacementSystem as Description
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs.expert_placement.config import Problem, build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.run import (
@@ -130,7 +130,7 @@ def interval(values: Any, name: str, scale: float = 1.0) -> dict[str, float]:
     return {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
-def make(name: str, described: Description, quick: bool = False, **arguments: Any) -> Any:
+def make(name: str, described: PlacementSystem, quick: bool = False, **arguments: Any) -> Any:
     """A registered policy; in a smoke run ``best_start`` searches for a moment only."""
     if quick and name == "best_start":
         arguments = {"tries": 1, "steps": 1_000, "swaps": 4} | arguments
@@ -297,7 +297,7 @@ def drive(
     requests: Callable[[Problem, np.random.Generator], Requests] | None = None,
     pooled_start: bool = False,
     static: bool = False,
-) -> tuple[PlacementSystem, list[dict[str, float]]]:
+) -> tuple[PlacementEpisode, list[dict[str, float]]]:
     """Run one episode and look at it several times between decisions.
 
     Without the last three arguments it is the episode that `evaluate` runs with this seed.
@@ -317,13 +317,13 @@ def drive(
         elsewhere since the look before, and ``adopted``, whether a change was adopted at its start.
     """
     problem = build_problem(**{"split": "eval", **kwargs, "action_mode": "placement"})
-    agent: Any = make(policy, Description.from_problem(problem))
+    agent: Any = make(policy, PlacementSystem.from_problem(problem))
     agent.reset(1, seed=seed)
     # More and shorter epochs than the policy decides in.
     fine = dataclasses.replace(
         problem, epochs=problem.epochs * slices, epoch_s=problem.epoch_s / slices
     )
-    system = PlacementSystem(fine)
+    system = PlacementEpisode(fine)
     rng = np.random.default_rng(seed)
     system.begin(rng)
     if requests is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from servegym.baselines.expert_placement.prism import prism
 from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.experiments.figures.placement.common import (
     COLOURS,
     SEED,
@@ -86,7 +86,7 @@ def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
 def holders(gpus: int) -> str:
     """How many servers hold an expert with Prism's first placement, and what the rarest serve."""
     problem = build_problem(scenario=f"scale_{gpus}", split="eval")
-    system = PlacementSystem(problem)
+    system = PlacementEpisode(problem)
     system.begin(np.random.default_rng(SEED))
     counts, cluster = system.counts(), problem.cluster
     view = cluster.server_view(prism(counts, cluster.slots, cluster.gpu_server))

@@ -23,7 +23,7 @@ from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import build_problem
-from servegym.envs.expert_placement.core import PlacementSystem as Engine
+from servegym.envs.expert_placement.core import PlacementEpisode
 
 ONE_TWO = np.array([0, 1, 2, 2])
 
@@ -243,7 +243,7 @@ def test_servers_settle_where_none_gains():
     """Under the load that they cause, plans made for it cost less than those for idle links."""
     problem = build_problem(scenario="edge_hetero", action_mode="placement")
     system = PlacementSystem.from_problem(problem)
-    engine = Engine(problem)
+    engine = PlacementEpisode(problem)
     engine.begin(np.random.default_rng(0))
     counts, slots, home = engine.counts().astype(float), system.slots, system.gpu_server
     model = system.layer_cost_model(counts, rows=64)
@@ -261,7 +261,7 @@ def test_servers_settle_where_none_gains():
 
 def test_annealing_gains_under_load():
     problem = build_problem(scenario="paper_testbed", action_mode="placement")
-    system, engine = PlacementSystem.from_problem(problem), Engine(problem)
+    system, engine = PlacementSystem.from_problem(problem), PlacementEpisode(problem)
     engine.begin(np.random.default_rng(0))
     counts, slots, home = engine.counts().astype(float), system.slots, system.gpu_server
     model = system.layer_cost_model(counts, rows=64)

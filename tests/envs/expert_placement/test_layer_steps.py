@@ -6,7 +6,7 @@ import pytest
 from servegym.baselines.expert_placement.feasibility import assign_gpus
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.envs.expert_placement.config import build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 
 from .reference import COMPILED
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not COMPILED, reason="thousands of requests")
 def served(place, **kwargs):
     """The system after an epoch with a placement from the start, and who holds what."""
     problem = build_problem(split="eval", action_mode="placement", epochs=1, **kwargs)
-    system = PlacementSystem(problem)
+    system = PlacementEpisode(problem)
     system.begin(np.random.default_rng(0))
     c = problem.cluster
     z = place(system.counts(), c.slots, c.gpu_server).astype(np.uint8)

@@ -35,10 +35,10 @@ import numpy as np
 from servegym.baselines.expert_placement.feasibility import server_view
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.objectives import proxy
-from servegym.baselines.expert_placement.system import PlacementSystem as Description
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.registry import list_policies
 from servegym.envs.expert_placement.config import Problem, build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.experiments.figures.placement.common import (
     SEED,
     interval,
@@ -105,7 +105,7 @@ def planning(problem: Problem, agent: Any, episodes: int) -> dict[str, float]:
     slots, home = problem.cluster.slots, problem.cluster.gpu_server
     gaps, moves, seconds = [], [], []
     for seed in range(SEED, SEED + episodes):
-        system = PlacementSystem(problem)
+        system = PlacementEpisode(problem)
         system.begin(np.random.default_rng(seed))
         counts = system.counts().astype(np.float64)
         current = system.simulator.target() > 0
@@ -129,8 +129,8 @@ def planning(problem: Problem, agent: Any, episodes: int) -> dict[str, float]:
 def _warm_up(name: str) -> None:
     """One plan of a small cluster, so that no compilation is timed."""
     problem = build_problem(model="toy", epochs=2, split="eval", action_mode="placement")
-    agent = make(name, Description.from_problem(problem), quick=True)
-    system = PlacementSystem(problem)
+    agent = make(name, PlacementSystem.from_problem(problem), quick=True)
+    system = PlacementEpisode(problem)
     system.begin(np.random.default_rng(0))
     agent.reset(1, seed=0)
     _plan(agent, system.counts().astype(np.float64), system.simulator.target() > 0, True)
@@ -156,7 +156,7 @@ def _scenario(name: str, options: Options) -> None:
     if options.quick:
         kwargs |= {"epochs": 2, "epoch_s": 60.0}
     problem = build_problem(**kwargs, split="eval", action_mode="placement")
-    described = Description.from_problem(problem)
+    described = PlacementSystem.from_problem(problem)
     settings = {"setting": setting(problem), "epochs": problem.epochs, "epoch_s": problem.epoch_s}
     table = _table(options.out, name, load=options.resume)
     for (policy,) in table.missing((policy,) for policy in options.policies):

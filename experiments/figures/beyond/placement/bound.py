@@ -29,9 +29,9 @@ from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import best_start
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
 from servegym.baselines.expert_placement.simulation_search import latency_local_search
-from servegym.baselines.expert_placement.system import PlacementSystem as Description
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import Problem, build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.envs.expert_placement.decode import assign_gpus
 from servegym.experiments.figures.placement.common import SEED, interval, setting, versus
 from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
@@ -72,7 +72,7 @@ def play(problem: Problem, held: Any, episodes: int, seed: int = SEED) -> np.nda
         episodes: Episodes to play.
         seed: Of the first; the same episodes for every placement.
     """
-    c, system, found = problem.cluster, PlacementSystem(problem), []
+    c, system, found = problem.cluster, PlacementEpisode(problem), []
     none = np.zeros((c.num_gpus, c.layers, c.experts), np.uint8)
     for k in range(episodes):
         system.begin(np.random.default_rng(seed + k))
@@ -101,7 +101,7 @@ def phases(options: Options) -> None:
     for phase in range(2 if options.quick else PHASES):
         turned = [tasks[(n + phase) % len(tasks)] for n in range(servers)]
         kwargs: dict[str, Any] = {"scenario": "edge_hetero", "tasks": turned, "epochs": epochs}
-        known = Description.from_problem(build_problem(**kwargs), own=True)
+        known = PlacementSystem.from_problem(build_problem(**kwargs), own=True)
         new = build_problem(**kwargs, split="eval")
         c = new.cluster
         found = best_start(known, tries=TRIES, steps=1_000 if options.quick else STEPS, seed=phase)
@@ -173,7 +173,7 @@ def climb(options: Options) -> None:
     """Whether a search in the simulator gets below the agent's start."""
     known = build_problem(scenario="edge_hetero", action_mode="placement")
     new = build_problem(scenario="edge_hetero", split="eval", epochs=1 if options.quick else 12)
-    described = Description.from_problem(known, own=True)
+    described = PlacementSystem.from_problem(known, own=True)
     c, counts = known.cluster, LinkQueueModel(described).counts
     start = _start("edge_hetero").held
     plan = assign_gpus(c, start, counts.sum(axis=0), np.zeros((c.num_gpus, *start.shape[1:])))

@@ -43,10 +43,10 @@ import numpy as np
 
 from servegym.agents.lib.checkpoint import load_policy, shipped
 from servegym.baselines.expert_placement.latency_search import latency_dp
-from servegym.baselines.expert_placement.system import PlacementSystem as Description
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy
 from servegym.envs.expert_placement.config import Problem, build_problem
-from servegym.envs.expert_placement.core import PlacementSystem
+from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.placement.common import (
     ENV_ID,
@@ -210,7 +210,7 @@ def _latency_dp_usual(described: Any) -> Fixed:
 
 def _search_once(problem: Problem, described: Any, calls: float) -> Fixed:
     """One long search on the usual tasks, which the agents' search for a start knows as well."""
-    system = PlacementSystem(problem)
+    system = PlacementEpisode(problem)
     system.begin(np.random.default_rng(0))
     policy = make(
         "latency_local_search",
@@ -231,7 +231,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     if options.quick:
         kwargs |= {"epochs": 2, "epoch_s": 60.0}
     problem = build_problem(**kwargs, split="eval", action_mode="placement")
-    described = Description.from_problem(problem)
+    described = PlacementSystem.from_problem(problem)
     agents = _agents(options, scenario, described)
     path = options.out / f"learning_episodes_{scenario}.csv"
     table = Table(path, ("policy", "episode"), text=("policy", "stamp"))

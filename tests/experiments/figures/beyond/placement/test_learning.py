@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from servegym.baselines.expert_placement.system import PlacementSystem as Description  # noqa: E402
+from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
 from servegym.envs.expert_placement.config import build_problem  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
 from servegym.experiments.figures.beyond.placement import learning as placement_learning  # noqa: E402
@@ -116,7 +116,7 @@ def test_rivals_of_changing_tasks_know_their_mix():
     kwargs = {"model": "toy", "epochs": 1, "action_mode": "placement"}
     for rotate_s, shares in ((0.0, [1, 0]), (10.0, [0.5, 0.5])):
         problem = build_problem(**kwargs, rotate_s=rotate_s)
-        described = Description.from_problem(problem)
+        described = PlacementSystem.from_problem(problem)
         tasks = len(described.task_counts)
         wanted = described.task_counts[0] if rotate_s == 0 else described.task_counts.mean(axis=0)
         np.testing.assert_allclose(placement_learning.usual_counts(described)[0], wanted)
