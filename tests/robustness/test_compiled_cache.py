@@ -151,6 +151,30 @@ def test_a_source_of_another_time_with_the_same_contents_is_not_compiled_again(t
     assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 2]
 
 
+INNER = """
+from servegym.envs._jit import inner, jit
+
+@inner
+def double(x):
+    return 2 * x
+
+@jit
+def describe(x):
+    return double(x) + 1
+"""
+
+
+def test_inner_functions_can_be_called_from_python(tmp_path):
+    (tmp_path / "mine.py").write_text(INNER)
+    code = """
+import mine
+print(mine.describe(3), mine.double(3))
+"""
+    for _ in range(2):  # compiled, and from the cache
+        out, err = start(tmp_path, 0, code=code).communicate(timeout=240)
+        assert out.split() == ["7", "6"], err
+
+
 AHEAD = """
 import sys
 import numpy as np

@@ -8,7 +8,7 @@ next one. Units are seconds, MB, tokens and USD.
 
 from __future__ import annotations
 
-from servegym.envs._jit import jit
+from servegym.envs._jit import borrowed, jit
 from servegym.envs.serverless_moe.kernel.layout import (
     CHUNK,
     CONFIG,
@@ -65,6 +65,7 @@ __all__ = [
 @jit
 def observe(t, b, which):
     """Write observations and action masks of the rows with ``which`` (int8 ``(B,)``) set."""
+    t, b = borrowed(t), borrowed(b)
     for row in range(len(which)):
         if which[row] != 0:
             observe_row(t, b, row)
@@ -85,6 +86,7 @@ def step(t, b, actions, nvec, which):
         How many episodes ended; -1 - i if the action of system i is out of range, and then
         nothing has changed.
     """
+    t, b = borrowed(t), borrowed(b)
     for row in range(len(which)):
         if which[row] != 0:
             for i in range(len(nvec)):

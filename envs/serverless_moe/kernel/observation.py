@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym.envs._jit import inner
 from servegym.envs.serverless_moe.kernel.layout import (
     FLAT,
     MAX_IDLE_S,
@@ -21,7 +21,7 @@ __all__ = ["observe_row"]
 _TREM_SCALE_S = 0.001
 
 
-@jit
+@inner
 def _mask_infeasible(c, members, worst_share, worst_expert, largest_mb, n_in, mask):
     """Mask each b that memory (10e) or payload (10g) rule out in both orders, as predicted.
 
@@ -51,7 +51,7 @@ def _mask_infeasible(c, members, worst_share, worst_expert, largest_mb, n_in, ma
         mask[level] = legal
 
 
-@jit
+@inner
 def _mask_all_but_first(c, n_w, n_y, n_z, mask):
     """Leave the first value of every part of the action, whose numbers of values are n_w to n_z."""
     copies = c.layers if c.per_layer else 1
@@ -64,7 +64,7 @@ def _mask_all_but_first(c, n_w, n_y, n_z, mask):
             at += size
 
 
-@jit
+@inner
 def _observe_functions(c, e, functions, members, largest, s, warm_remote):
     """Write what is warm, and the prices.
 
@@ -92,7 +92,7 @@ def _observe_functions(c, e, functions, members, largest, s, warm_remote):
     s.price_gpu = min(c.price_gpu * 1024.0 * 3600.0, MAX_PRICE)
 
 
-@jit
+@inner
 def _observe_request(c, e, request, last_trem, functions, masks, s):
     """Write a request, and whether the warm experts are those of its prompt.
 
@@ -122,7 +122,7 @@ def _observe_request(c, e, request, last_trem, functions, masks, s):
         s.warm_same = same
 
 
-@jit
+@inner
 def _observe_no_request(s, activations, flat):
     """Write the end of an episode."""
     s.n_in, s.n_out_predicted, s.ttft_limit, s.tpot_limit = 0.0, 0.0, 0.0, 0.0
@@ -131,7 +131,7 @@ def _observe_no_request(s, activations, flat):
     flat[:] = 0.0
 
 
-@jit
+@inner
 def _observe_flat(c, s, warm_remote, share, worst_share, flat):
     """Write the flat layout: 15 features and four for every b.
 
@@ -171,7 +171,7 @@ def _observe_flat(c, s, warm_remote, share, worst_share, flat):
             at += 2
 
 
-@jit
+@inner
 def _observe_dict(predicted, activations):
     """Write the activations of the Dict layout, ``(L, K)``; its other parts are there already."""
     for layer in range(activations.shape[0]):
@@ -179,7 +179,7 @@ def _observe_dict(predicted, activations):
             activations[layer, k] = predicted[layer, k]
 
 
-@jit
+@inner
 def observe_row(t, b, row):
     """Write observation and action mask of the current request of a system, or of the end."""
     c, e, s, mask = t.cfg[0], b.env[row], b.scalars[row], b.action_mask[row]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym.envs._jit import inner
 from servegym.envs.serverless_moe.kernel.routing import has_expert
 
 __all__ = ["Choice", "choose", "functions_are_warm", "plan_functions"]
@@ -39,13 +39,13 @@ class Choice(NamedTuple):
     main_warm: Any
 
 
-@jit
+@inner
 def functions_are_warm(c, e):
     """Whether the functions deployed last are still there."""
     return e.deployed == 1 and c.keep_alive_s > 0.0 and e.idle_s <= c.keep_alive_s
 
 
-@jit
+@inner
 def choose(t, e, request, functions, action):
     """Read b, order and main memory of an action; MIX where a deployment serves."""
     c = t.cfg[0]
@@ -67,7 +67,7 @@ def choose(t, e, request, functions, action):
     )
 
 
-@jit
+@inner
 def _smallest_specification(law, need_mb):
     """Row of the smallest specification of at least ``need_mb``; else the last."""
     low = 0
@@ -81,7 +81,7 @@ def _smallest_specification(law, need_mb):
     return low
 
 
-@jit
+@inner
 def _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned):
     """Assign a layer's remote experts to z replicas, longest expected time first.
 
@@ -125,7 +125,7 @@ def _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assi
     return largest
 
 
-@jit
+@inner
 def plan_functions(t, scratch, request, choice, action):
     """Write memory, replicas and experts of each layer's remote function, ``scratch.plan``.
 

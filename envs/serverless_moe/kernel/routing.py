@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym.envs._jit import inner, jit
 from servegym.envs.serverless_moe.kernel.layout import CHUNK
 
 __all__ = ["count_decoded", "count_prompt_tokens", "has_expert", "popcount"]
@@ -31,13 +31,13 @@ def popcount(x):
     return np.int64((x * _H01) >> _S56)
 
 
-@jit
+@inner
 def has_expert(mask, k):
     """Whether expert k is in a set."""
     return (mask >> np.uint64(k)) & _ONE != np.uint64(0)
 
 
-@jit
+@inner
 def count_prompt_tokens(recorded, request, tokens):
     """Write how many prompt tokens of a request go to each expert, ``tokens`` ``(L, K)``."""
     first = recorded.bank_start[request.prompt]
@@ -68,7 +68,7 @@ def count_prompt_tokens(recorded, request, tokens):
                     tokens[layer, np.int64(ids[layer, j])] += sign
 
 
-@jit
+@inner
 def count_decoded(recorded, request, masks, members, decoded):
     """Write a request's generated tokens by their number of remote experts.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym.envs._jit import inner
 from servegym.envs.serverless_moe.kernel.planning import choose, plan_functions
 from servegym.envs.serverless_moe.kernel.routing import (
     count_decoded,
@@ -85,7 +85,7 @@ class Service(NamedTuple):
     remote_ratio: Any
 
 
-@jit
+@inner
 def _prefill_layer(c, scratch, choice, layer, trem_s):
     """Prefill of a layer's experts by the true routing.
 
@@ -137,7 +137,7 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
     return local_s, slowest_s, all_s, used, remote_tokens, largest
 
 
-@jit
+@inner
 def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
     """Prefill of a request (Eq. 1 and 8), and the constraints it breaks.
 
@@ -180,7 +180,7 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
     return Phase(seconds, mix_seconds, remote_mb_s), violations
 
 
-@jit
+@inner
 def _decode(c, mix, plan, decoded, request, trem, choice):
     """Decoding of a request (Eq. 4, 5 and 9), by the remote experts of its tokens.
 
@@ -221,7 +221,7 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
     return Phase(seconds, mix_seconds, remote_mb_s)
 
 
-@jit
+@inner
 def _start(c, expert_mb, functions, plan, choice):
     """Cold start of the functions that are not warm, one storage link each or one for all."""
     m = choice.members
@@ -260,14 +260,14 @@ def _start(c, expert_mb, functions, plan, choice):
     return Start(main_s, remote_s, remote_mb_s)
 
 
-@jit
+@inner
 def _main_rate(c, request, main_mb):
     """USD per second of a main function: GPU memory by Eq. 7, CPU memory as specified."""
     gpu_mb = (np.int64(request.n_in) + request.n_out) * c.gpu_token_mb + c.gpu_fixed_mb
     return c.price_gpu * gpu_mb + c.price_cpu * (main_mb + c.runtime_cpu_mb)
 
 
-@jit
+@inner
 def _bill(c, request, choice, prefill, decode, start):
     """The request as planned: Eq. 6, 8 and 9 and its cold starts."""
     rate = _main_rate(c, request, choice.main_mb)
@@ -291,7 +291,7 @@ def _bill(c, request, choice, prefill, decode, start):
     )
 
 
-@jit
+@inner
 def _bill_mix(c, request, main_mb, prefill, decode):
     """The request as a cold MIX deployment serves it: every expert local."""
     rate = _main_rate(c, request, main_mb)
@@ -314,7 +314,7 @@ def _bill_mix(c, request, main_mb, prefill, decode):
     )
 
 
-@jit
+@inner
 def _bill_deployment(c, d, warm):
     """The request as the problem's deployment serves it; all its functions are warm or cold."""
     cold_usd = 0.0 if warm or c.bill_cold_start == 0 else d.start_usd
@@ -332,7 +332,7 @@ def _bill_deployment(c, d, warm):
     )
 
 
-@jit
+@inner
 def _deploy(e, functions, plan, choice):
     """The plan's functions stand; they were used just now."""
     e.deployed, e.level, e.order, e.main_mb = 1, choice.level, choice.order, choice.main_mb
@@ -342,7 +342,7 @@ def _deploy(e, functions, plan, choice):
         function.mask, function.mb, function.replicas = planned.mask, planned.mb, planned.replicas
 
 
-@jit
+@inner
 def _write_log(log, request, plan, choice, served, mix, planned, violations, feasible):
     """Write what the current request took, its reward apart."""
     log.cost_usd, log.mix_cost_usd, log.cost_main_usd = served.usd, mix.usd, served.main_usd
@@ -365,7 +365,7 @@ def _write_log(log, request, plan, choice, served, mix, planned, violations, fea
     log.payload = int(violations.payload)
 
 
-@jit
+@inner
 def _reward(e, log, out, penalty, feasible):
     """Write the reward's terms, and add the current request to the sums."""
     out[0] = -log.cost_usd / log.mix_cost_usd if feasible else -1.0
@@ -384,7 +384,7 @@ def _reward(e, log, out, penalty, feasible):
     e.main_hits += log.main_warm
 
 
-@jit
+@inner
 def serve(t, b, row, action):
     """Serve the current request of a system as an action says.
 
