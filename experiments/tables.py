@@ -1,4 +1,4 @@
-"""Result tables: ``stem.csv`` holds the rows, ``stem.json`` how they were made and what they say.
+"""Result tables: ``stem.csv`` holds the rows, ``stem.json`` their provenance and findings.
 
 `write_result` writes both at once, `Table` grows row by row and knows which keys it lacks, and
 `merge_policies` adds the rows of an earlier table. Every file is written under a temporary name
@@ -87,7 +87,7 @@ def provenance(
     Args:
         command: The command line that makes the table.
         quick: Whether the run was a smoke run, whose numbers are not results.
-        packages: Packages whose versions count beside numpy, numba and gymnasium.
+        packages: Packages whose versions are recorded besides numpy, numba and gymnasium.
         settings: Further facts of the run, such as the scenario or the checkpoints.
         merged: Provenance of the earlier tables whose rows are in this one, see `merge_policies`.
     """
@@ -140,7 +140,7 @@ def write_result(
     made: Mapping[str, Any],
     notes: Iterable[Note] = (),
 ) -> None:
-    """Write the rows as CSV and, beside them, the JSON of `write_record`."""
+    """Write the rows as CSV and the JSON of `write_record`."""
     write_csv(Path(path).with_suffix(".csv"), rows)
     write_record(path, made, notes)
 

@@ -1,10 +1,10 @@
-"""The papers' claims beside what the committed results say: ``servegym claims [FAMILY]``.
+"""The papers' claims against the committed results: ``servegym claims [FAMILY]``.
 
 Nothing is computed anew: each claim reads the CSV that the script of its figure left, so the table
 follows the results. One rule judges every figure in percent: within a factor of two of the paper's
 it *agrees* ("at least": from there on), with the same sign it is the *same direction*, else it
-*disagrees*; what cannot be told is *open*, as a gain over a reference that learnt too little is.
-The verdicts go by the means; whether a difference is sure is told by the tables' intervals.
+*disagrees*; a gain over a reference that learnt too little is *open*.
+The verdicts go by the means; the tables have the intervals.
 Claims without a figure agree where they hold in every setting looked at, *in part* where they hold
 in some.
 """
@@ -37,7 +37,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
-    """What the committed results say of a claim; one open finding where there are none.
+    """The findings of a claim in the committed results; one open finding where there are none.
 
     Raises:
         MalformedFileError: The table is damaged.
@@ -53,10 +53,10 @@ def lines(family: str, folder: Path = RESULTS) -> list[list[str]]:
     table = []
     for claim in CLAIMS:
         if claim.family == family:
-            told = [claim.place, claim.text, claim.paper]
+            head = [claim.place, claim.text, claim.paper]
             for one in findings(claim, folder):
-                table.append([*told, one.setting, one.here, one.verdict])
-                told = ["", "", ""]
+                table.append([*head, one.setting, one.here, one.verdict])
+                head = ["", "", ""]
     return table
 
 

@@ -36,7 +36,7 @@ Reader = Callable[[Rows], Iterable["Finding"]]
 
 
 class Finding(NamedTuple):
-    """What one setting says of a claim.
+    """A claim in one setting.
 
     Attributes:
         setting: Fleet, model, workload and so on.
@@ -58,7 +58,7 @@ class Claim(NamedTuple):
         text: What is claimed.
         paper: The paper's figure.
         source: Name of the committed table that it is held against.
-        read: What the rows of that table say, setting by setting.
+        read: Finds the verdicts in the rows of that table, setting by setting.
     """
 
     family: str

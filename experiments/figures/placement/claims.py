@@ -1,4 +1,4 @@
-"""The claims of Prism, read from the kept tables of expert placement."""
+"""The claims of Prism, read from the committed tables of expert placement."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def best_counts(rows: Rows) -> Iterable[Finding]:
                 for name in values(own, "policy")
             }
             rivals = [mean[name] for name in mean if name not in ("prism", "proxy_optimum")]
-            told = f"{mean['prism']:.3f}, the next {max(rivals):.3f}"
+            here = f"{mean['prism']:.3f}, the next {max(rivals):.3f}"
             ahead_of_all = holds([mean["prism"] > max(rivals)])
-            yield Finding(f"{workload}, {model}", told, ahead_of_all)
+            yield Finding(f"{workload}, {model}", here, ahead_of_all)
 
 
 def migrating(rows: Rows) -> Iterable[Finding]:
@@ -104,14 +104,14 @@ def _ends(
     paper: float,
     names: tuple[str, str],
 ) -> Finding:
-    """A change of latency; of an overloaded queue only the sign says something."""
+    """A change of latency; of an overloaded queue only the sign counts."""
     change = percent(new["mean_latency_s"], old["mean_latency_s"])
     grow = [name for name, row in zip(names, (new, old), strict=True) if row["overloaded"]]
     if not grow:
         return Finding(setting, f"{change:+.0f} % (paper {paper:.0f} %)", judge(change, paper))
-    told = f"{'more' if change > 0 else 'less'}, overloaded with {' and '.join(grow)}"
+    here = f"{'more' if change > 0 else 'less'}, overloaded with {' and '.join(grow)}"
     verdict = OPEN if len(grow) == 2 else DIRECTION if change * paper > 0 else DISAGREES
-    return Finding(setting, f"{told} (paper {paper:.0f} %)", verdict)
+    return Finding(setting, f"{here} (paper {paper:.0f} %)", verdict)
 
 
 CLAIMS = (

@@ -109,7 +109,7 @@ def setting(problem: Problem) -> str:
 FEW = 10
 """Below so many episodes intervals are Student's: a bootstrap of five holds the mean in 85 %."""
 LEAST_APART = 5
-"""Episodes from which on it is said whether the intervals of two means overlap."""
+"""Episodes from which on intervals of two means are compared."""
 GROWTH, BACKLOG = 0.2, 0.03
 """Twice the arrivals make an overloaded point's mean grow by more; the mean over the time of
 arrivals from which on it is tried, as below it no queue worth the name is there."""
@@ -186,7 +186,7 @@ def measure(
 
 
 def _doubled(policy: Any, mean_s: float, kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """Whether the mean tells of the length of the run: one episode with twice the arrivals.
+    """Whether the mean is that of the length of the run: one episode with twice the arrivals.
 
     It has twice the epochs, but a single one is made twice as long: no decision is added to it.
 
@@ -215,8 +215,8 @@ def growing(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[dict
         text = "No point is overloaded: twice the arrivals raise no mean by more than 20 %."
         return [note(text, overloaded=[])]
     text = (
-        f"Overloaded points ({', '.join(keys)}), whose mean tells the length of the run and grows "
-        f"by more than 20 % with twice the arrivals: {'; '.join(grow)}."
+        f"Overloaded points ({', '.join(keys)}), whose mean grows with the length of the run, by "
+        f"more than 20 % with twice the arrivals: {'; '.join(grow)}."
     )
     return [note(text, overloaded=grow)]
 
@@ -309,7 +309,7 @@ def drive(
         slices: Looks an epoch.
         requests: Makes other requests than the environment draws.
         pooled_start: Whether the counts before the start are those of all servers together, as
-            from a data set that does not tell whose requests they are.
+            from a data set without the servers of its requests.
         static: Whether only the first decision counts.
 
     Returns:

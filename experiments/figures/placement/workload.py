@@ -2,7 +2,7 @@
 
 ``skew`` shows how uneven the experts of a layer are used, with the recorded activations and with
 the narrow tasks of ``skew="paper"``; ``coverage`` shows how much of a server's traffic the experts
-that Prism gives it cover, beside the most they could and beside Theorem 1.
+that Prism gives it cover, against the most they could and against Theorem 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The routing paper's claims: what the tables say of them, and the notes of each figure."""
+"""The routing paper's claims: their verdicts, and the notes of each figure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ PAIRS = (OVER_BASELINE, ("sac_han (general)", "baseline_rl (general)"), AT_N)
 for each number of experts."""
 
 PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
-"""The paper's baselines beside Baseline RL."""
+"""The paper's baselines other than Baseline RL."""
 
 RETRAINED = "sac_han (trained so)"
 """SAC-HAN trained anew for each of the predictors that it is measured with (Fig. 18)."""
@@ -102,7 +102,7 @@ def ahead(
     """QoS (or another column) of one trained router over another's at every point, by fleet.
 
     The worst point counts. Where the reference is below shortest_queue it has learnt too little: a
-    gain over it says nothing and does not count, a loss does. With ``best`` the reference is the
+    gain over it does not count, a loss does. With ``best`` the reference is the
     `strongest` of the paper's baselines at each point.
     """
 
@@ -214,7 +214,7 @@ def decision_time(rows: Rows) -> Iterable[Finding]:
 
 
 def predictor(quantity: str, top1: float, top3: float) -> Reader:
-    """Accuracy of the fine-tuned predictor beside naming the commonest bucket."""
+    """Accuracy of the fine-tuned predictor, and of naming the commonest bucket."""
 
     def read(rows: Rows) -> Iterable[Finding]:
         for buckets in values(rows, "buckets"):

@@ -222,7 +222,7 @@ def measure(
     Args:
         options: The command line.
         env_kwargs: Arguments of the environment.
-        point: Columns that tell the point, put first in every row.
+        point: Columns that identify the point, put first in every row.
         trained: Trained routers.
         baselines: Registered names.
         episodes: Episodes; those of the command line by default.
@@ -294,7 +294,7 @@ def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, A
 
 
 def concentration(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-    """How the sent requests spread over the experts: what tells a collapsed router.
+    """How the sent requests spread over the experts: a collapsed router sends all to one.
 
     Returns:
         ``top_share``, the busiest expert's share of the requests sent to any, and

@@ -327,7 +327,7 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
 
     Returns:
         Rows of ``component``, ``parameters`` and, in milliseconds, ``p50_ms``, ``p99_ms`` (wall)
-        and ``cpu_p99_ms`` (without what other processes took), with the paper's numbers beside.
+        and ``cpu_p99_ms`` (without what other processes took), and ``paper``, the paper's numbers.
     """
     import torch
 

@@ -7,7 +7,7 @@ killed too. A finished run leaves ``result.json`` there and one row in ``--table
 repeats exactly on the same kind of processor; on another one sums round differently, and after some
 ten thousand steps it is another training: what the seeds have in common is what counts.
 
-What is trained, and how, stands in `training_runs`.
+What is trained, and how, is listed in `training_runs`.
 """
 
 from __future__ import annotations

@@ -153,9 +153,9 @@ def first_request_latency(
     age = np.array(log) - np.array([arrivals[0] for arrivals in log])[:, None]
     grid = np.arange(0.05, seconds, 0.1)
     index = np.floor(age / 0.1).astype(int)
-    keep = np.isfinite(latency) & (index < len(grid))
-    total = np.bincount(index[keep], latency[keep], len(grid))
-    count = np.bincount(index[keep], minlength=len(grid))
+    seen = np.isfinite(latency) & (index < len(grid))
+    total = np.bincount(index[seen], latency[seen], len(grid))
+    count = np.bincount(index[seen], minlength=len(grid))
     alive = np.bincount(index[index < len(grid)], minlength=len(grid))
     with np.errstate(invalid="ignore", divide="ignore"):
         return {

@@ -1,4 +1,4 @@
-"""The claims of Remoe, read from the kept tables of serverless partitioning."""
+"""The claims of Remoe, read from the committed tables of serverless partitioning."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def similarity(rows: Rows) -> Iterable[Finding]:
     for model in values(rows, "model"):
         by = {row["group"]: row for row in pick(rows, model=model, embedding="none")}
         same, other = by["same task"], by["other task"]
-        told = f"{same['value']:.3f} bit within a task, {other['value']:.3f} across"
-        yield Finding(model, told, holds([same["value_high"] < other["value_low"]]))
+        here = f"{same['value']:.3f} bit within a task, {other['value']:.3f} across"
+        yield Finding(model, here, holds([same["value_high"] < other["value_low"]]))
 
 
 def prediction(rows: Rows) -> Iterable[Finding]:
@@ -39,17 +39,17 @@ def prediction(rows: Rows) -> Iterable[Finding]:
         }
         order = sorted(best, key=best.__getitem__)
         better = [name for name in order[: order.index("sps")] if name not in ("bf", "varpam")]
-        told = ", ".join(f"{name} {best[name]:.3f}" for name in order)
-        yield Finding(f"gpt-oss-20b, {embedding} embeddings", f"{told} bit", holds([not better]))
+        here = ", ".join(f"{name} {best[name]:.3f}" for name in order)
+        yield Finding(f"gpt-oss-20b, {embedding} embeddings", f"{here} bit", holds([not better]))
 
 
 def search_speed(rows: Rows) -> Iterable[Finding]:
     """Speed of the tree search over brute force, and the time to build it."""
     for row in rows:
         speeds = [row["speedup_one"], row["speedup_batch"]]
-        told = f"{span(speeds, '.0f', ' x')}, built in {row['build_s']:.2f} s"
+        here = f"{span(speeds, '.0f', ' x')}, built in {row['build_s']:.2f} s"
         setting = f"{row['prompts']} prompts, alpha={row['alpha']} beta={row['beta']}"
-        yield Finding(setting, told, holds([min(speeds) > 10, row["build_s"] <= 0.5]))
+        yield Finding(setting, here, holds([min(speeds) > 10, row["build_s"] <= 0.5]))
 
 
 DEPLOYMENTS = ("cpu", "gpu", "fetch", "mix")
@@ -69,8 +69,8 @@ def cheapest(rows: Rows) -> Iterable[Finding]:
                     for other in (by[name] for name in DEPLOYMENTS):
                         saved.append(-percent(mine["usd_per_1000"], other["usd_per_1000"]))
                         won.append(mine["usd_per_1000_high"] < other["usd_per_1000_low"])
-                told = f"{span(saved, '.0f')} less"
-                yield Finding(f"{model}, {gpu} GPU, {method}", told, holds(won))
+                here = f"{span(saved, '.0f')} less"
+                yield Finding(f"{model}, {gpu} GPU, {method}", here, holds(won))
 
 
 def cold_start(rows: Rows) -> Iterable[Finding]:
@@ -80,8 +80,8 @@ def cold_start(rows: Rows) -> Iterable[Finding]:
             own = pick(rows, model=model, link=link, setting="default", method="remoe")
             shorter = 100 * (1 - own[0]["over_mix"])
             name = "a link each" if link == "own" else "one link for all"
-            told = f"{abs(shorter):.0f} % {'shorter' if shorter > 0 else 'longer'}"
-            yield Finding(f"{model}, {name}", told, judge(shorter, 47.0))
+            here = f"{abs(shorter):.0f} % {'shorter' if shorter > 0 else 'longer'}"
+            yield Finding(f"{model}, {name}", here, judge(shorter, 47.0))
 
 
 def guarantee(statement: str) -> Reader:

@@ -1,8 +1,8 @@
 """The laws of expert time: memory and tokens against measured and derived points (Fig. 6).
 
-``python -m servegym.experiments.figures.serverless.fits`` times one expert of each model
-on one processor of this machine, from 1 to 256 tokens, and sets the laws of the environment beside
-it. Times are processor time, of which other load takes none, and the least of the repeats.
+``python -m servegym.experiments.figures.serverless.fits`` times one expert of each model on one
+processor of this machine, from 1 to 256 tokens, and compares the laws of the environment with it.
+Times are processor time, of which other load takes none, and the least of the repeats.
 
 Time against memory (1 GB of memory is one vCPU) is *derived*: below one vCPU a function gets that
 share of a processor, so a call takes the one-token time over the share; above, threads speed it up
@@ -210,7 +210,7 @@ def _seconds(law: ThetaLaw, gb: ArrayLike) -> Array:
 
 
 def fig6(options: Options) -> None:
-    """Expert time against memory and tokens: laws beside measured and derived points."""
+    """Expert time against memory and tokens: laws against measured and derived points."""
     constants = load_constants()
     path = measured_data(*THREADS)
     published = None if path is None else published_points(path)

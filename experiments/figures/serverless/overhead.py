@@ -1,4 +1,4 @@
-"""The time of prediction and decision beside the request's own times (Fig. 11, CALCULATE).
+"""The time of prediction and decision against the request's own times (Fig. 11, CALCULATE).
 
 ``python -m servegym.experiments.figures.serverless.overhead`` times each step on one core for every
 held-out prompt. The other times are model output in the paper's setting (preset ``seed``).
@@ -117,7 +117,7 @@ def decision_times(name: str, prompts: int) -> list[dict[str, Any]]:
 
 
 def calculate(options: Options) -> None:
-    """Time of prediction and decision beside the request's own times."""
+    """Time of prediction and decision against the request's own times."""
     rows: list[dict[str, Any]] = []
     notes: list[Note] = [
         "A decision is timed as processor time of one core, the least of 3 runs a prompt; the "

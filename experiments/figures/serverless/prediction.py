@@ -3,7 +3,7 @@
 ``OMP_NUM_THREADS=1 python -m servegym.experiments.figures.serverless.prediction`` writes
 ``fig08_prediction`` (mean Jensen-Shannon divergence between predicted and recorded activations of
 held-out prompts, bits, with 95 % bootstrap intervals over prompts) and ``fig08_search`` (tree build
-and search, beside a brute force on the same pooled vectors in the same run).
+and search, against a brute force on the same pooled vectors in the same run).
 
 Predictors are fitted on the recorded train split and judged on the eval split. GPT-OSS-20B has two
 embeddings of each prompt: ``token`` is the sum of normalised token embeddings, whose cosine is

@@ -14,7 +14,7 @@ and one table. For each policy a row has
   start of the first episodes;
 * ``moved_share``: loads over all slots when every count is multiplied by a factor drawn from
   1 +- 5 % (normal) and the policy plans again from its own plan, Eq. 4 left out;
-* ``overloaded``: 1 where twice the arrivals raise the mean by more than 20 %, so that it tells of
+* ``overloaded``: 1 where twice the arrivals raise the mean by more than 20 %, so that it is that of
   the length of the run only;
 * ``plan_cpu_s``: CPU time of one plan, on one core, compilation left out.
 
@@ -237,7 +237,7 @@ def _findings(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     if grow := overloaded(rows):
         text = (
             f"{name}: overloaded (twice the arrivals raise the mean by more than 20 %, so that the "
-            f"mean tells the length of the run): {', '.join(grow)}."
+            f"mean is that of the length of the run): {', '.join(grow)}."
         )
         notes.append(note(text, scenario=name, overloaded=grow))
     untried = [p for p, row in by.items() if math.isnan(row.get("overloaded", math.nan))]

@@ -8,7 +8,7 @@
   is played for ever, with whole layers, with the one placement that ``best_start`` found for all
   phases together, and with the one that it finds for the phase. The last is what a controller
   would have that knows every change beforehand and moves experts in no time; the seconds that the
-  moves between two phases take on the links stand beside.
+  moves between two phases take on the links are in the table, too.
 * ``climb``: a local search in the simulator (exchanges of experts and layers, see
   `latency_local_search`) that begins where the shipped agent begins, ``--climb-calls`` expert calls
   long, on training requests.

@@ -238,7 +238,7 @@ def _play(options: Options, scenario: str) -> tuple[list[dict[str, Any]], Proble
     names = [*BASELINES, BEST, *CONTROLS, *agents, "latency_local_search"]
     if (
         described.long_run_shares.max() < 1.0
-    ):  # tasks change: counts of one phase do not tell the mix
+    ):  # tasks change: counts of one phase do not show the mix
         names.insert(len(BASELINES), USUAL)
     names += ["search_once"] if options.search_once is not None else []
     for name in names:

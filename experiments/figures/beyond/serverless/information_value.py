@@ -53,7 +53,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "knows the regime and the gap": ("regime", "gap"),
     "knows the request and the gap": ("request", "gap"),
 }
-"""Name -> what the planner knows. The request tells its regime."""
+"""Name -> what the planner knows. The request implies its regime."""
 Floats = NDArray[np.float64]
 
 

@@ -104,10 +104,10 @@ def shares(actions: Sequence[NDArray[np.int64]]) -> dict[str, float]:
         plans; for each part ``entropy_<part>`` of its choices over requests in nats and
         ``commonest_<part>``, the share of the commonest choice. A constant has 1, 1, 0 and 1.
     """
-    told = np.stack(actions)
-    flat = told.reshape(-1, told.shape[-1])
+    plans = np.stack(actions)
+    flat = plans.reshape(-1, plans.shape[-1])
     found = {
-        "repeated": float((told[1:] == told[:-1]).all(2).mean()),
+        "repeated": float((plans[1:] == plans[:-1]).all(2).mean()),
         "plans": float(len(np.unique(flat, axis=0))),
     }
     for k, part in enumerate(PARTS):
@@ -186,7 +186,7 @@ def measure(policy: Any, first: int, episodes: int, **kwargs: Any) -> list[dict[
 
 
 def baselines(options: Options) -> list[dict[str, Any]]:
-    """Episodes of the policies that PPO is compared with, kept block by block."""
+    """Episodes of the policies that PPO is compared with, measured block by block."""
     table = Table(options.out / "learning_baselines.csv", ("policy", "seed"))
     seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
     for name in BASELINES:

@@ -41,7 +41,7 @@ ENV_ID = "servegym/ServerlessMoE-v0"
 PRESETS = ("dynamic", "seed")
 SLOW = ("remoe_cost", "remoe_sticky", "grid_optimum", "lookahead")
 BLOCK = 5
-"""Episodes that run side by side; finished blocks are kept."""
+"""Episodes that run side by side; the table grows by as many."""
 ALIKE = 5
 """Most episodes in the preset ``seed``, whose requests differ by little."""
 READINGS = ("remoe", "remoe_cost", "remoe_sticky")
@@ -355,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20)
     parser.add_argument("--slow-episodes", type=int, help=f"episodes of {', '.join(SLOW)} (8)")
     parser.add_argument("--requests", type=int, help="requests of an episode (200)")
-    parser.add_argument("--resume", action="store_true", help="keep what policies_episodes.csv has")
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
     options = command_line(parser, argv, Options())
     if options.slow_episodes is None:
         options.slow_episodes = min(8, options.episodes)
