@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from servegym.envs.families import family_named
+import servegym
 
 MODULES = {
     "__init__": "from mine.kernel.describe import describe",
@@ -219,14 +219,14 @@ assert not compiled
 """
 
 
-# The families whose batches compile their kernels when they are built.
-@pytest.mark.parametrize("env_id", family_named("serverless_moe").env_ids)
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
 def test_the_first_episode_compiles_nothing(tmp_path, env_id):
     process = start(tmp_path, 0, env_id, code=EPISODE, own_cache=False)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
 
 
+@pytest.mark.slow
 def test_four_processes_fill_one_cache_in_any_order(tmp_path):
     kinds = ("f4", "f8", "i2", "i8", "u1")
     right = [10 * int(kind[1]) + ndim for kind in kinds for ndim in (1, 2)]
