@@ -131,7 +131,7 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        device = self.encoder[0].weight.device
+        device = next(self.parameters()).device
         h = self.encoder(torch.as_tensor(self.rows(obs), device=device).float())
         legal = torch.as_tensor(np.asarray(mask), device=device)
         return self.log_policy(h, legal).argmax(-1).cpu().numpy()
@@ -255,11 +255,11 @@ def train(args: Args) -> Path:
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, n = environments.make_envs(args.env_id, args.num_envs, **env_kwargs), args.num_envs
-    space = envs.single_observation_space
-    if not isinstance(space, gym.spaces.Dict):
+    if not isinstance(envs.single_observation_space, gym.spaces.Dict):
         raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
-    experts, running = space["running_mask"].shape or ()
-    slots = running + (space["waiting_mask"].shape or ())[1]
+    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
+    experts = obs["running_mask"].shape[1]
+    slots = obs["running_mask"].shape[2] + obs["waiting_mask"].shape[2]
     run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
 
     agent, actions = Agent(experts).to(device), experts + 1
@@ -270,7 +270,6 @@ def train(args: Args) -> Path:
     buffer = ReplayBuffer(args.buffer_size, n, 3 * experts, actions)
     learning_starts = min(WARMUP_STEPS, args.total_timesteps // 5)
 
-    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
     returns, shares, episodic_returns, episodic_qos = np.zeros(n), np.zeros(actions), [], []
     learned = {"agent": agent, "target": target, "averaged": averaged, "optimizer": optimizer}

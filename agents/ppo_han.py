@@ -312,15 +312,15 @@ class Head(nn.Module):
         self.per_expert = per_expert
         inputs, outputs = (2 * WIDTH, 2) if per_expert else (WIDTH, actions)
         self.request = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs))
-        last = [self.request[2]]
+        last: list[nn.Module] = [self.request[2]]
         if per_expert:
             self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.out = nn.Linear(WIDTH, 1)
             last.append(self.out)
         with torch.no_grad():  # what is added to the heuristic is small at first
             for linear in last:
-                linear.weight.mul_(0.1)
-                linear.bias.zero_()
+                for weight in linear.parameters():
+                    weight.mul_(0.1 if weight.ndim > 1 else 0.0)  # no bias
 
     def forward(self, request: Tensor, experts: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""

@@ -193,8 +193,8 @@ class Head(nn.Module):
         self.out = nn.Linear(WIDTH, 1)
         with torch.no_grad():  # what is added to the heuristic is small at first
             for linear in (self.request[2], self.out):
-                linear.weight.mul_(0.1)
-                linear.bias.zero_()
+                for weight in linear.parameters():
+                    weight.mul_(0.1 if weight.ndim > 1 else 0.0)  # no bias
 
     def forward(self, request: Tensor, experts: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""

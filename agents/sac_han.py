@@ -277,8 +277,8 @@ class Head(nn.Module):
     def shrink_output(self) -> None:
         """Shrink the last layers, so that the correction of the heuristic is small at first."""
         for last in (self.request[2], self.out):
-            last.weight.mul_(0.1)
-            last.bias.zero_()
+            for weight in last.parameters():
+                weight.mul_(0.1 if weight.ndim > 1 else 0.0)  # no bias
 
     def forward(self, request: Tensor, experts: Tensor, *extra: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""

@@ -75,6 +75,7 @@ def test_the_untrained_policy_is_the_heuristic(random_obs):
     assert (agent.act(obs, mask) == wanted).mean() > 0.9 and len(set(wanted)) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:collapse")
 def test_it_learns_to_send_to_the_better_expert(tmp_path, monkeypatch):
     """On an idle fleet with exact scores the best choice is the higher score, from nothing."""
