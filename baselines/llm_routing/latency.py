@@ -9,14 +9,14 @@ estimate costs microseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
-from servegym.envs._jit import jit
+from servegym.envs._jit import borrowed, inline, inner, jit
 
 Floats = NDArray[np.float64]
 
@@ -42,8 +42,66 @@ class Estimate:
     work_s: Floats
 
 
-@jit
-def _line(x: float, grid: Floats, values: Floats) -> float:
+class Laws(NamedTuple):
+    """The laws of a `RoutingSystem`, as its fields describe them, for the compiled estimate.
+
+    Attributes:
+        prefill_tokens: (G,).
+        prefill_s: (N, G).
+        context_tokens: (X,).
+        decode_s: (N, R + 1, X).
+        mean_output_tokens: (N,).
+        network: (2,) constant delay (s) and transfer time of a prompt token (s).
+    """
+
+    prefill_tokens: Floats
+    prefill_s: Floats
+    context_tokens: Floats
+    decode_s: Floats
+    mean_output_tokens: Floats
+    network: Floats
+
+
+class Seen(NamedTuple):
+    """The parts of the Dict observation that the estimate reads, float64 and int8."""
+
+    request: Floats
+    running: Floats
+    running_mask: NDArray[np.int8]
+    waiting: Floats
+    waiting_mask: NDArray[np.int8]
+
+
+class Requests(NamedTuple):
+    """Scratch (S,): the requests at one expert in the order of service.
+
+    Attributes:
+        prompt: Tokens.
+        generated: Tokens so far.
+        done: Tokens so far as the queues are played forward.
+        total: Predicted tokens.
+        elapsed: Seconds since arrival.
+        slot: Their slots in the estimate.
+    """
+
+    prompt: Floats
+    generated: Floats
+    done: Floats
+    total: Floats
+    elapsed: Floats
+    slot: NDArray[np.int64]
+
+
+class Predictions(NamedTuple):
+    """Outputs of the compiled estimate, see `Estimate`."""
+
+    without: Floats
+    with_new: Floats
+    work_s: Floats
+
+
+@inner
+def _interpolate(x, grid, values):
     """Piecewise linear interpolation, end slopes beyond the grid."""
     low, high = 0, grid.size - 2
     while low < high:
@@ -56,82 +114,81 @@ def _line(x: float, grid: Floats, values: Floats) -> float:
     return values[low] + fraction * (values[low + 1] - values[low])
 
 
-@jit
-def _play(
-    count: int,
-    running: int,
-    prompt: Floats,
-    done: Floats,
-    total: Floats,
-    elapsed: Floats,
-    offset: float,
-    capacity: int,
-    chunked: bool,
-    prefill_tokens: Floats,
-    prefill_s: Floats,
-    context: Floats,
-    decode_s: Floats,
-    latency: Floats,
-) -> None:
+@inline
+def _prefill_s(laws, n, tokens):
+    return _interpolate(tokens, laws.prefill_tokens, laws.prefill_s[n])
+
+
+@inline
+def _decode_s(laws, n, sequences, context):
+    return _interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
+
+
+@inline
+def _rest_of_iteration(r, running, laws, n):
+    """Seconds left of the iteration in flight, of which half is over on average."""
+    prefill = 0.0
+    for i in range(running):
+        if r.done[i] < 1.0:
+            prefill += r.prompt[i]
+    if prefill > 0.0:
+        for i in range(running):
+            if r.done[i] < 1.0:
+                r.done[i] = 1.0
+        return 0.5 * _prefill_s(laws, n, prefill)
+    mean = 0.0
+    for i in range(running):
+        mean += (r.prompt[i] + r.done[i]) / running
+    return 0.5 * _decode_s(laws, n, running, mean)
+
+
+@inline
+def _play_forward(r, count, running, offset, laws, n, chunked, latency):
     """Play one expert forward and write the latency per token of its requests.
 
     Requests 0..count-1 are in service order, the first ``running`` of them in the batch.
-    ``done`` is overwritten. ``offset`` (s) is the network delay of the last request.
+    ``offset`` (s) is the network delay of the last request.
     """
-    # In-flight iteration: half of it is over on average.
+    r.done[:] = r.generated
     time = 0.0
-    fresh = 0.0
-    for i in range(running):
-        if done[i] < 1.0:
-            fresh += prompt[i]
     if running > 0:
-        if fresh > 0.0:
-            time = 0.5 * _line(fresh, prefill_tokens, prefill_s)
-            for i in range(running):
-                if done[i] < 1.0:
-                    done[i] = 1.0
-        else:
-            mean = 0.0
-            for i in range(running):
-                mean += (prompt[i] + done[i]) / running
-            time = 0.5 * _line(mean, context, decode_s[running])
+        time = _rest_of_iteration(r, running, laws, n)
+    capacity = laws.decode_s.shape[1] - 1
     admitted = running
     finished = np.zeros(count, dtype=np.bool_)
     left = count
     active = running
     while left > 0:
-        fresh = 0.0
+        prefill = 0.0
         first = admitted
         while admitted < count and active < capacity:
-            fresh += prompt[admitted] + done[admitted]
+            prefill += r.prompt[admitted] + r.done[admitted]
             admitted += 1
             active += 1
         if admitted > first:
-            spent = _line(fresh, prefill_tokens, prefill_s)
-            others = active - (admitted - first)
-            time += spent
+            time += _prefill_s(laws, n, prefill)
             for i in range(first, admitted):
-                done[i] += 1.0
-            if chunked and others > 0:
+                r.done[i] += 1.0
+            if chunked and active > admitted - first:
                 # Decodes ride along with the chunk, for next to nothing.
                 for i in range(first):
                     if not finished[i]:
-                        done[i] += 1.0
+                        r.done[i] += 1.0
         # Requests that are through with their tokens leave before the next decode.
         steps = np.inf
-        held = 0.0
+        context = 0.0
         leaving = 0
         for i in range(admitted):
             if finished[i]:
                 continue
-            rest = total[i] - done[i]
+            rest = r.total[i] - r.done[i]
             if rest <= 0.0:
                 finished[i] = True
-                late = offset if i == count - 1 else 0.0
-                latency[i] = (elapsed[i] + time + late) / total[i]
+                delay = offset if i == count - 1 else 0.0
+                latency[i] = (r.elapsed[i] + time + delay) / r.total[i]
                 leaving += 1
             else:
-                held += prompt[i] + done[i]
+                context += r.prompt[i] + r.done[i]
                 if rest < steps:
                     steps = rest
         left -= leaving
@@ -139,120 +196,70 @@ def _play(
         if leaving > 0 and admitted < count:
             continue
         if active > 0:
-            mean = held / active + 0.5 * (steps - 1.0)
-            time += steps * _line(mean, context, decode_s[active])
+            mean = context / active + 0.5 * (steps - 1.0)
+            time += steps * _decode_s(laws, n, active, mean)
             for i in range(admitted):
                 if not finished[i]:
-                    done[i] += steps
+                    r.done[i] += steps
+
+
+@inner
+def _read_queue(r, count, rows, mask, first_slot, mean_length, overrun):
+    """Append the requests of one queue of an expert; returns how many there are then."""
+    for i in range(rows.shape[0]):
+        if mask[i] == 0:
+            continue
+        length = rows[i, 2] if rows[i, 2] > 0.0 else mean_length
+        r.prompt[count] = rows[i, 0]
+        r.generated[count] = rows[i, 4]
+        # Predictions err: nothing is taken to be about to finish.
+        r.total[count] = max(length, rows[i, 4] + max(1.0, overrun * length))
+        r.elapsed[count] = rows[i, 5] * max(rows[i, 4], 1.0)
+        r.slot[count] = first_slot + i
+        count += 1
+    return count
 
 
 @jit
-def _estimate(
-    request: Floats,
-    running: Floats,
-    running_mask: NDArray[np.int8],
-    waiting: Floats,
-    waiting_mask: NDArray[np.int8],
-    prefill_tokens: Floats,
-    prefill_s: Floats,
-    context: Floats,
-    decode_s: Floats,
-    mean_length: Floats,
-    network: Floats,
-    overrun: float,
-    chunked: bool,
-    without: Floats,
-    with_new: Floats,
-    work: Floats,
-) -> None:
-    """Fill the outputs of `LatencyModel.estimate` for all rows and experts."""
-    batch, experts, slots, _ = running.shape
-    places = waiting.shape[2]
-    size = slots + places + 1
-    prompt = np.empty(size)
-    done = np.empty(size)
-    total = np.empty(size)
-    elapsed = np.empty(size)
-    slot = np.empty(size, dtype=np.int64)
-    scratch = np.empty(size)
+def _estimate(seen, laws, overrun, chunked, out):
+    """Fill the predictions of `LatencyModel.estimate` for all rows and experts."""
+    seen, laws, out = borrowed(seen), borrowed(laws), borrowed(out)
+    batch, experts, capacity, _ = seen.running.shape
+    size = out.without.shape[2]
+    r = Requests(
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size, dtype=np.int64),
+    )
     latency = np.empty(size)
     for b in range(batch):
         for n in range(experts):
-            count = 0
-            active = 0
-            for queue in range(2):
-                for i in range(slots if queue == 0 else places):
-                    if queue == 0:
-                        if running_mask[b, n, i] == 0:
-                            continue
-                        row = running[b, n, i]
-                        slot[count] = i
-                        active += 1
-                    else:
-                        if waiting_mask[b, n, i] == 0:
-                            continue
-                        row = waiting[b, n, i]
-                        slot[count] = slots + i
-                    length = row[2] if row[2] > 0.0 else mean_length[n]
-                    prompt[count] = row[0]
-                    done[count] = row[4]
-                    # Predictions err: nothing is taken to be about to finish.
-                    total[count] = max(length, row[4] + max(1.0, overrun * length))
-                    elapsed[count] = row[5] * max(row[4], 1.0)
-                    count += 1
-            without[b, n, :] = np.nan
-            with_new[b, n, :] = np.nan
+            mean = laws.mean_output_tokens[n]
+            rows, mask = seen.running[b, n], seen.running_mask[b, n]
+            running = _read_queue(r, 0, rows, mask, 0, mean, overrun)
+            rows, mask = seen.waiting[b, n], seen.waiting_mask[b, n]
+            count = _read_queue(r, running, rows, mask, capacity, mean, overrun)
+            out.without[b, n, :] = np.nan
+            out.with_new[b, n, :] = np.nan
             if count > 0:
-                scratch[:] = done
-                _play(
-                    count,
-                    active,
-                    prompt,
-                    scratch,
-                    total,
-                    elapsed,
-                    0.0,
-                    slots,
-                    chunked,
-                    prefill_tokens,
-                    prefill_s[n],
-                    context,
-                    decode_s[n],
-                    latency,
-                )
+                _play_forward(r, count, running, 0.0, laws, n, chunked, latency)
                 for i in range(count):
-                    without[b, n, slot[i]] = latency[i]
-            length = request[b, n, 2] if request[b, n, 2] > 0.0 else mean_length[n]
-            prompt[count] = request[b, n, 0]
-            done[count] = 0.0
-            total[count] = max(length, 1.0)
-            elapsed[count] = 0.0
-            slot[count] = size - 1
-            delay = network[0] + network[1] * request[b, n, 0]
-            scratch[:] = done
-            _play(
-                count + 1,
-                active,
-                prompt,
-                scratch,
-                total,
-                elapsed,
-                delay,
-                slots,
-                chunked,
-                prefill_tokens,
-                prefill_s[n],
-                context,
-                decode_s[n],
-                latency,
-            )
-            middle = prompt[count] + 0.5 * total[count]
-            work[b, n] = (
-                _line(prompt[count], prefill_tokens, prefill_s[n])
-                + total[count] * _line(middle, context, decode_s[n, slots]) / slots
-            )
+                    out.without[b, n, r.slot[i]] = latency[i]
+            prompt, length = seen.request[b, n, 0], seen.request[b, n, 2]
+            r.prompt[count] = prompt
+            r.generated[count] = 0.0
+            r.total[count] = max(length if length > 0.0 else mean, 1.0)
+            r.elapsed[count] = 0.0
+            r.slot[count] = size - 1
+            delay = laws.network[0] + laws.network[1] * prompt
+            _play_forward(r, count + 1, running, delay, laws, n, chunked, latency)
+            decode_s = _decode_s(laws, n, capacity, prompt + 0.5 * r.total[count])
+            out.work_s[b, n] = _prefill_s(laws, n, prompt) + r.total[count] * decode_s / capacity
             for i in range(count + 1):
-                with_new[b, n, slot[i]] = latency[i]
+                out.with_new[b, n, r.slot[i]] = latency[i]
 
 
 class LatencyModel:
@@ -273,15 +280,17 @@ class LatencyModel:
             raise ValueError(f"overrun must be >= 0, got {overrun}")
         self.system = system
         self.overrun = float(overrun)
-        self._tables: Any = tuple(
-            np.ascontiguousarray(a, dtype=np.float64)
-            for a in (
-                system.prefill_tokens,
-                system.prefill_s,
-                system.context_tokens,
-                system.decode_s,
-                system.mean_output_tokens,
-                np.array([system.router_delay_s, system.transfer_s_per_token]),
+        self._laws = Laws(
+            *(
+                np.ascontiguousarray(part, dtype=np.float64)
+                for part in (
+                    system.prefill_tokens,
+                    system.prefill_s,
+                    system.context_tokens,
+                    system.decode_s,
+                    system.mean_output_tokens,
+                    np.array([system.router_delay_s, system.transfer_s_per_token]),
+                )
             )
         )
 
@@ -294,44 +303,30 @@ class LatencyModel:
         Returns:
             Predictions of shape (B, N, R + W + 1).
         """
-        request = _array(observation["request"])
-        running = _array(observation["running"])
-        waiting = _array(observation["waiting"])
-        running_mask = np.ascontiguousarray(observation["running_mask"], dtype=np.int8)
-        waiting_mask = np.ascontiguousarray(observation["waiting_mask"], dtype=np.int8)
-        batch, experts, slots, _ = running.shape
-        shape = (batch, experts, slots + waiting.shape[2] + 1)
-        without, with_new = np.empty(shape), np.empty(shape)
-        tokens, prefill, context, decode, mean_length, network = self._tables
-        work = np.empty(shape[:2])
-        _estimate(
-            request,
-            running,
-            running_mask,
-            waiting,
-            waiting_mask,
-            tokens,
-            prefill,
-            context,
-            decode,
-            mean_length,
-            network,
-            self.overrun,
-            self.system.scheduler == "chunked_prefill",
-            without,
-            with_new,
-            work,
+        seen = Seen(
+            _array(observation["request"]),
+            _array(observation["running"]),
+            np.ascontiguousarray(observation["running_mask"], dtype=np.int8),
+            _array(observation["waiting"]),
+            np.ascontiguousarray(observation["waiting_mask"], dtype=np.int8),
         )
+        batch, experts, slots, _ = seen.running.shape
+        shape = (batch, experts, slots + seen.waiting.shape[2] + 1)
+        out = Predictions(np.empty(shape), np.empty(shape), np.empty(shape[:2]))
+        chunked = self.system.scheduler == "chunked_prefill"
+        _estimate(seen, self._laws, self.overrun, chunked, out)
         scores = np.concatenate(
             [
-                running[..., 1] * (running_mask > 0),
-                waiting[..., 1] * (waiting_mask > 0),
-                request[..., 1][..., None],
+                seen.running[..., 1] * (seen.running_mask > 0),
+                seen.waiting[..., 1] * (seen.waiting_mask > 0),
+                seen.request[..., 1][..., None],
             ],
             axis=-1,
         )
-        now = np.concatenate([running[..., 5], waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1)
-        return Estimate(without, with_new, scores, now, work)
+        now = np.concatenate(
+            [seen.running[..., 5], seen.waiting[..., 5], np.zeros((*shape[:2], 1))], axis=-1
+        )
+        return Estimate(out.without, out.with_new, scores, now, out.work_s)
 
 
 def _array(values: Any) -> Floats:
