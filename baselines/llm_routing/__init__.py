@@ -15,12 +15,13 @@ from servegym.baselines.llm_routing.heuristics import (
     TokenJsq,
     VllmDp,
 )
+from servegym.baselines.llm_routing.latency import compile_kernels
 from servegym.baselines.llm_routing.linucb import LinUcb
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import register_policy
 
-__all__ = ["RoutingSystem"]
+__all__ = ["RoutingSystem", "compile_kernels"]
 
 register_policy("random", Random, "uniform over the experts that are not full")
 register_policy("round_robin", RoundRobin, "the next expert in turn, passing over full ones")
@@ -55,13 +56,13 @@ register_policy("always_best", AlwaysBest, "best train mean score, the next best
 register_policy(
     "linucb",
     LinUcb,
-    "linear bandit an expert, learns online from a train-split prior; told scores at acceptance",
+    "linear bandit an expert, learns online from a train-split prior; sees scores at acceptance",
 )
 register_policy("drop_all", DropAll, "control: drops every request")
 register_policy("always_busiest", AlwaysBusiest, "control: most requests; must lose")
 register_policy(
     "rollout",
     Rollout,
-    "clairvoyant: every action simulated on a copy of the true state, priced_greedy to follow",
+    "clairvoyant: every action simulated on a copy of the true state, then priced_greedy",
     clairvoyant=True,
 )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
+from servegym.envs import _jit
 from servegym.envs._jit import borrowed, inline, inner, jit
 
 Floats = NDArray[np.float64]
@@ -262,6 +263,16 @@ def _estimate(seen, laws, overrun, chunked, out):
                 out.with_new[b, n, r.slot[i]] = latency[i]
 
 
+def compile_kernels() -> None:
+    """Compile the estimate, or load it from the cache on disk."""
+    queue, mask = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int8)
+    seen = Seen(np.zeros((1, 1, 3)), queue, mask, queue, mask)
+    one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
+    arguments = seen, Laws(one, two, one, three, one, one), 0.3, False
+    calls = [(_estimate, (*arguments, Predictions(three, three, two)))]
+    _jit.compile_kernels("latency estimate of the routing policies", calls)
+
+
 class LatencyModel:
     """Predicts latency per token from observations of a `RoutingSystem`."""
 
@@ -278,6 +289,7 @@ class LatencyModel:
         """
         if overrun < 0:
             raise ValueError(f"overrun must be >= 0, got {overrun}")
+        compile_kernels()
         self.system = system
         self.overrun = float(overrun)
         self._laws = Laws(

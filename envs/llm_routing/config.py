@@ -11,6 +11,7 @@ import numpy as np
 
 from servegym.envs._checks import choose, flag, mapping, real, span, whole
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
 from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
 from servegym.hardware_profiles import LawTables, Profile, list_fleets, load, load_fleet
@@ -279,6 +280,61 @@ def engine_config(
     return cfg
 
 
+def _predictor_options(
+    score_predictor: str, length_predictor: str, predictor_kwargs: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The keywords of the predictors of the score and of the length."""
+    for name, kind in (
+        ("score_predictor", score_predictor),
+        ("length_predictor", length_predictor),
+    ):
+        if not (isinstance(kind, str) and kind.startswith("learned:")):
+            choose(name, kind, KINDS)
+    options = mapping("predictor_kwargs", predictor_kwargs, QUANTITIES)
+    return [
+        mapping(f"predictor_kwargs[{name!r}]", options.get(name), ("table", "pool"))
+        for name in QUANTITIES
+    ]
+
+
+def _check_failures(failures: Mapping[str, Any], c: np.void, rate: float) -> None:
+    """Refuse failures so frequent that an episode would never end."""
+    episode_s = float(c["num_requests"] / rate + c["router_delay_s"])
+    episode_s += float(c["delay_s_per_token"]) * kernel.MAX_PROMPT_TOKENS
+    times = episode_s / float(c["uptime_s"] + c["downtime_s"])
+    if times > MAX_FAILURES:
+        raise ValueError(
+            f"failures={failures!r} make an expert fail {times:.3g} times in an episode of "
+            f"{episode_s:.3g} s; at most {MAX_FAILURES} are allowed."
+        )
+
+
+def _check_memory(profiles: Sequence[Profile], smallest: int, c: np.void) -> None:
+    """Refuse an expert that cannot hold a request of the ``smallest`` number of tokens."""
+    block = int(c["block_size"])
+    for profile in profiles:
+        if profile.kv_capacity_tokens // block * block < smallest:
+            raise ValueError(
+                f"profiles: {profile.name!r} has room for {profile.kv_capacity_tokens} KV tokens "
+                f"beside its weights, but the shortest prompt with max_output_tokens="
+                f"{int(c['max_output_tokens'])} needs {smallest}; take a larger card, a smaller "
+                "model or fewer output tokens."
+            )
+
+
+def _request_table(
+    catalog: Catalog, columns: np.ndarray, score: np.ndarray, length: np.ndarray, longest: int
+) -> np.ndarray:
+    """Catalog rows at the experts, with predictions: ``Problem.table``."""
+    table = np.empty((len(catalog.prompt_tokens), len(columns), 5), dtype=np.float32)
+    table[:, :, layout.PROMPT] = catalog.prompt_tokens[:, None]
+    table[:, :, layout.SCORE] = catalog.scores[:, columns]
+    table[:, :, layout.OUTPUT] = np.minimum(catalog.output_tokens[:, columns], longest)
+    table[:, :, layout.PREDICTED_SCORE] = score
+    table[:, :, layout.PREDICTED_OUTPUT] = np.minimum(length, longest)
+    return table
+
+
 def build_problem(
     *,
     view: int,
@@ -348,29 +404,12 @@ def build_problem(
     c["predicted_estimator"] = _ESTIMATORS[choose("estimator", estimator, _ESTIMATORS)]
     c["layout"] = view
     choose("split", split, _SPLITS)
-    for name, kind in (
-        ("score_predictor", score_predictor),
-        ("length_predictor", length_predictor),
-    ):
-        if not (isinstance(kind, str) and kind.startswith("learned:")):
-            choose(name, kind, KINDS)
+    extra = _predictor_options(score_predictor, length_predictor, predictor_kwargs)
     choose("buckets", buckets, BUCKETS)
-    options = mapping("predictor_kwargs", predictor_kwargs, QUANTITIES)
-    extra = [
-        mapping(f"predictor_kwargs[{name!r}]", options.get(name), ("table", "pool"))
-        for name in QUANTITIES
-    ]
     seed = whole("predictor_seed", predictor_seed, 0)
     rates = span("rate", rate)
     if failures is not None:
-        episode_s = float(c["num_requests"] / rates[0] + c["router_delay_s"])
-        episode_s += float(c["delay_s_per_token"]) * kernel.MAX_PROMPT_TOKENS
-        times = episode_s / float(c["uptime_s"] + c["downtime_s"])
-        if times > MAX_FAILURES:
-            raise ValueError(
-                f"failures={failures!r} make an expert fail {times:.3g} times in an episode of "
-                f"{episode_s:.3g} s; at most {MAX_FAILURES} are allowed."
-            )
+        _check_failures(failures, c, rates[0])
     limits = span("latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S)
 
     found, names = _resolve_profiles(profiles, models, num_experts)
@@ -382,15 +421,7 @@ def build_problem(
         longest = whole("max_output_tokens", max_output_tokens, 1)
     c["max_output_tokens"] = longest
 
-    smallest = int(np.min(book.prompt_tokens)) + longest
-    for profile in found:
-        blocks = profile.kv_capacity_tokens // int(c["block_size"])
-        if blocks * int(c["block_size"]) < smallest:
-            raise ValueError(
-                f"profiles: {profile.name!r} has room for {profile.kv_capacity_tokens} KV tokens "
-                f"beside its weights, but the shortest prompt with max_output_tokens={longest} "
-                f"needs {smallest}; take a larger card, a smaller model or fewer output tokens."
-            )
+    _check_memory(found, int(np.min(book.prompt_tokens)) + longest, c)
     rows = np.asarray(book.rows(split), dtype=np.int32)
     prompt = int(np.max(book.prompt_tokens[rows]))
     for profile in found:
@@ -401,13 +432,9 @@ def build_problem(
         )
     law = pack_laws(found, c, int(c["running_capacity"]), int(c["block_size"]))
 
-    table = np.empty((len(book.prompt_tokens), len(found), 5), dtype=np.float32)
-    table[:, :, 0] = book.prompt_tokens[:, None]
-    table[:, :, 1] = book.scores[:, columns]
-    table[:, :, 2] = np.minimum(book.output_tokens[:, columns], longest)
-    table[:, :, 3] = predict(book, columns, "score", score_predictor, buckets, seed, **extra[0])
-    lengths = predict(book, columns, "length", length_predictor, buckets, seed, **extra[1])
-    table[:, :, 4] = np.minimum(lengths, longest)
+    score = predict(book, columns, "score", score_predictor, buckets, seed, **extra[0])
+    length = predict(book, columns, "length", length_predictor, buckets, seed, **extra[1])
+    table = _request_table(book, columns, score, length, longest)
     process = make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs))
     return Problem(
         cfg=cfg,
