@@ -105,7 +105,7 @@ def test_break_even(costs, expected):
     "module, stem",
     [
         (serverless_costs, "fig09_cost"),
-        (serverless_sweeps, "cost_trem"),
+        pytest.param(serverless_sweeps, "cost_trem", marks=pytest.mark.slow),
         pytest.param(serverless_costs, "fig10_ratio", marks=pytest.mark.slow),
         pytest.param(serverless_sweeps, "cost_prices", marks=pytest.mark.slow),
         pytest.param(serverless_sweeps, "cost_slo", marks=pytest.mark.slow),
@@ -129,7 +129,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
         if row["method"] == "mix":
             assert float(row["over_mix"]) == 1.0
         assert float(row["over_mix_low"]) <= float(row["over_mix"]) <= float(row["over_mix_high"])
-    if name == "trem":  # the same figure from the table
+    if name == "fig9":  # the same figure from the table
         before = (tmp_path / f"{stem}.csv").read_text()
         (tmp_path / f"{stem}.png").unlink()
         assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--draw"]) == 0

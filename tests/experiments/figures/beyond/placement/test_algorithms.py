@@ -11,6 +11,7 @@ from servegym.envs.expert_placement.config import build_problem
 from servegym.experiments.figures.beyond.placement import algorithms
 from servegym.experiments.tables import read_record  # noqa: E402
 
+SEARCHES = ("annealing", "local_search", "latency_local_search", "best_start", "latency_dp")
 NAMES = [info.name for info in list_policies("expert_placement")]
 
 
@@ -27,7 +28,10 @@ def planned(problem, policy):
     )
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SEARCHES else name for name in NAMES],
+)
 def test_gaps_moves_and_times(problem, policy):
     row = planned(problem, policy)
     if policy.startswith("moe_infinity"):
