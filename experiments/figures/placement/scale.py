@@ -64,7 +64,7 @@ def _compared(one: Found, other: Found, names: tuple[str, str], paired: bool = F
     return versus(one[0], other[0]) if paired else as_text(ratio_of(one[0], other[0]), "+.0f")
 
 
-def _mark(axis: Any, rows: Sequence[dict[str, Any]], x: str) -> None:
+def _mark(axis: Any, rows: Sequence[Mapping[str, Any]], x: str) -> None:
     """A cross on the points of overloaded queues, at the upper end of what is drawn."""
     grow = [row for row in rows if row["overloaded"]]
     top = axis.get_ylim()[1]

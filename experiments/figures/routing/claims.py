@@ -312,8 +312,9 @@ def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[dict[str
     note, and so has the `strongest` where that is a heuristic.
     """
     notes = []
-    for fleet in dict.fromkeys(row.get("panel", row.get("profiles")) for row in rows):
-        part = [row for row in rows if row.get("panel", row.get("profiles")) == fleet]
+    column = "panel" if rows and "panel" in rows[0] else "profiles"
+    for fleet in values(rows, column):
+        part = pick(rows, **{column: fleet})
         points = {point: pick(part, point=point) for point in values(part, "point")}
         trained = {row["policy"] for row in part}
         pairs = [pair for pair in PAIRS if set(pair) <= trained]

@@ -176,7 +176,7 @@ class TrainingRun:
     def network(self) -> str:
         """Network over the state: ``han``, ``expert`` (the experts' rows alone) or ``sets``."""
         fixed = {"baseline_rl": "expert", "rpi": "sets"}
-        return fixed.get(self.agent, self.settings.get("encoder", "han"))
+        return fixed.get(self.agent) or self.settings.get("encoder", "han")
 
     @property
     def from_nothing(self) -> bool:

@@ -48,7 +48,7 @@ PROMPT_SHARES = (0.8, 2 / 3, 0.5, 1 / 3, 0.2)
 TOKENS = N_IN + N_OUT
 
 
-def _against(rows: Sequence[dict[str, Any]], method: str) -> str:
+def _against(rows: Sequence[Mapping[str, Any]], method: str) -> str:
     """Mean saving of a method against every rival of the same point."""
     own = next(row for row in rows if row["method"] == method)
     saved = {

@@ -40,6 +40,7 @@ from servegym.experiments.figures.serverless.common import (
     recorded_request,
     with_interval,
 )
+from servegym.experiments.figures.verdicts import pick
 from servegym.experiments.output import print_table
 from servegym.experiments.tables import Table, note
 
@@ -271,11 +272,6 @@ def sweep(
     return table.rows
 
 
-def pick(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Rows with these values."""
-    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
-
-
 def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
     """Print cost over MIX: a line a point, a column a method."""
     points = dict.fromkeys((r["model"], r["gpu"], r["invocation"], r[key]) for r in rows)
@@ -289,7 +285,7 @@ def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
 
 
 def plot_lines(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     key: str,
     label: str,
     panels: Sequence[dict[str, Any]],
