@@ -220,13 +220,13 @@ def _candidate(
 ) -> tuple[float, int]:
     """Score and output tokens of an LLM's candidate."""
     items = _candidates(path, place, record)
-    found = next((item for item in items if item["model"] == model), None)
-    if found is None:
+    names = [item["model"] for item in items]
+    try:
+        choose("model", model, names)
+    except ValueError as error:
         fix = "drop the record, or pass models= with those that every record has"
-        try:
-            choose("model", model, [item["model"] for item in items])
-        except ValueError as error:
-            raise MalformedFileError(path, place, "candidates", str(error), fix) from None
+        raise MalformedFileError(path, place, "candidates", str(error), fix) from None
+    found = items[names.index(model)]
     name = f"candidates[{model}].scores.{score}"
     table = found.get("scores")
     value = table.get(score) if isinstance(table, dict) else None
