@@ -158,7 +158,7 @@ class MoeInfinity(KeepPlacement):
     def __init__(self, system: PlacementSystem, *, cache: str = "activation_aware") -> None:
         super().__init__(system)
         choose("cache", cache, CACHES)
-        self.env_kwargs = MappingProxyType(
+        self.env_kwargs: Mapping[str, Any] = MappingProxyType(
             {
                 "action_mode": "placement",
                 "serving": "offload",

@@ -270,18 +270,18 @@ class PlacementEpisode:
         def clip(values: Any, high: float) -> np.ndarray:
             return np.clip(values, 0.0, high).astype(np.float32)
 
-        return {
-            "counts": clip(self.counts(), MAX_COUNT),
-            "placement": sim.target().astype(np.int8),
-            "memory": clip(state.gpu["used"] / np.maximum(c.slots, 1), 2.0),
-            "loads_left": clip(left, float(c.layers * c.experts)),
-            "gpu_backlog_s": clip(state.gpu["free"] - now, MAX_SECONDS),
-            "link_backlog_s": clip(links, MAX_SECONDS),
-            "in_system": clip(state.server["in_system"], MAX_REQUESTS),
+        return {  # in the order of the space, which gymnasium sorts by key
             "arrivals": clip(state.server["arrived"] - self.arrived, MAX_REQUESTS),
+            "counts": clip(self.counts(), MAX_COUNT),
+            "gpu_backlog_s": clip(state.gpu["free"] - now, MAX_SECONDS),
+            "in_system": clip(state.server["in_system"], MAX_REQUESTS),
+            "link_backlog_s": clip(links, MAX_SECONDS),
+            "loads_left": clip(left, float(c.layers * c.experts)),
+            "memory": clip(state.gpu["used"] / np.maximum(c.slots, 1), 2.0),
+            "placement": sim.target().astype(np.int8),
+            "progress": clip(np.array([self.epoch / problem.epochs]), 1.0),
             "seconds_per_token": clip(self.seconds_per_token(), MAX_SECONDS),
             "window_s": clip(np.array([now - self.changed_s]), 1e9),
-            "progress": clip(np.array([self.epoch / problem.epochs]), 1.0),
         }
 
     def kpis(self) -> dict[str, float]:

@@ -205,22 +205,23 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         for n, agent in enumerate(self.agents):
             mine = cluster.gpu_server == n
             used = float((seen["memory"][mine] * cluster.slots[mine]).sum()) / cap[n]
-            values = {
-                "memory": min(used, 2.0),
-                "loads_left": seen["loads_left"][mine].max(),
-                "gpu_backlog_s": seen["gpu_backlog_s"][mine].max(),
-                "link_backlog_s": seen["link_backlog_s"][n],
-                "in_system": seen["in_system"][n],
-                "arrivals": seen["arrivals"][n],
-                "window_s": seen["window_s"][0],
-                "progress": seen["progress"][0],
-            }
             order = [n, *(m for m in range(cluster.num_servers) if m != n)]
-            found[agent] = {
+            scalars = {
+                "arrivals": seen["arrivals"][n],
+                "gpu_backlog_s": seen["gpu_backlog_s"][mine].max(),
+                "in_system": seen["in_system"][n],
+                "link_backlog_s": seen["link_backlog_s"][n],
+                "loads_left": seen["loads_left"][mine].max(),
+                "memory": min(used, 2.0),
+                "progress": seen["progress"][0],
+                "window_s": seen["window_s"][0],
+            }
+            parts = {
                 "counts": seen["counts"][n].copy(),
                 "held": held[order],
                 "seconds_per_token": seen["seconds_per_token"][n].copy(),
-            } | {name: np.array([value], np.float32) for name, value in values.items()}
+            } | {name: np.array([value], np.float32) for name, value in scalars.items()}
+            found[agent] = dict(sorted(parts.items()))  # in the order of the space
         return found
 
     def state(self) -> np.ndarray:

@@ -287,8 +287,8 @@ class LLMRoutingParallelEnv(ParallelEnv):
             else:
                 mine, legal = seen.copy(), mask.copy()
             observations[agent] = {
-                "observation": mine,
                 "action_mask": legal,
+                "observation": mine,
                 "turn": np.array([k == turn], dtype=np.int8),
             }
         return observations

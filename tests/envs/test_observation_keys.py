@@ -5,6 +5,7 @@ import pytest
 from gymnasium import spaces
 
 import servegym
+from servegym.envs import expert_placement, llm_routing
 
 
 @pytest.mark.parametrize("mode", ["vector_entry_point", "sync"])
@@ -19,7 +20,20 @@ def test_vector_observations_have_the_order_of_the_space(env_id, mode):
     assert list(reset) == list(step) == list(space) == list(envs.observation_space)
 
 
-@pytest.mark.parametrize("env_id", ["servegym/LLMRouting-v0", "servegym/ServerlessMoE-v0"])
+@pytest.mark.parametrize("env_id", servegym.ENV_IDS)
 def test_single_observations_have_the_order_of_the_space(env_id):
     env = gym.make(env_id)
-    assert list(env.reset(seed=0)[0]) == list(env.observation_space)
+    space = env.observation_space
+    if not isinstance(space, spaces.Dict):
+        pytest.skip("one Box")
+    reset, _ = env.reset(seed=0)
+    step = env.step(env.action_space.sample())[0]
+    assert list(reset) == list(step) == list(space)
+
+
+@pytest.mark.parametrize("family", [llm_routing, expert_placement])
+def test_observations_of_agents_have_the_order_of_their_spaces(family):
+    env = family.parallel_env()
+    observations, _ = env.reset(seed=0)
+    for agent, observation in observations.items():
+        assert list(observation) == list(env.observation_space(agent))
