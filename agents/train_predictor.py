@@ -3,13 +3,13 @@
 Like the predictors of the QoS-aware routing paper (arXiv:2508.00234, Section IV-B) it sorts each
 (prompt, LLM) pair into 10 score and 10 length buckets from the prompt's text with an expert token
 in front of it; any encoder of ``transformers`` serves. Prompts attend only to themselves, so that
-one pass reads a prompt once and the tokens of all LLMs beside it, and the layers that stay frozen
+one pass reads a prompt once and the tokens of all LLMs with it, and the layers that stay frozen
 run once per prompt. The texts come from a CSV file::
 
     python agents/train_predictor.py --prompts prompts.csv --out table.npz
 
 writes a table that the environments take as ``score_predictor="learned:table.npz"``, and prints
-how often the bucket is right on each split, beside k-nearest-neighbour and ridge regression on the
+how often the bucket is right on each split, next to k-nearest-neighbour and ridge regression on the
 frozen encoder's embeddings and what always naming an LLM's most common bucket gives.
 """
 
@@ -29,12 +29,18 @@ import torch
 import torch.nn.functional as F
 import tyro
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
-from servegym.agents.predictor_measures import by_embeddings, measure, one_hot, report
 from servegym.envs._files import write_atomic
 from servegym.envs.workloads import Catalog, load_catalog
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
+
+# Published accuracies of the paper's DistilBERT predictors on MixInstruct, its own buckets.
+PAPER = {"score": (0.6339, 0.9778), "length": (0.7297, 0.8471)}
+NEIGHBOURS = (5, 10, 20, 40, 80)
+PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 @dataclass
@@ -144,7 +150,7 @@ def top_layers(encoder: nn.Module, count: int) -> nn.ModuleList:
     """Copies of the last ``count`` transformer layers.
 
     Raises:
-        ValueError: the encoder has not that many, or none that can be told.
+        ValueError: the encoder has fewer layers, or no list of them.
     """
     total = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr]
     stacks = [m for m in encoder.modules() if isinstance(m, nn.ModuleList) and len(m) == total]
@@ -212,10 +218,10 @@ def fit(
     val: NDArray[np.int64],
     args: Args,
 ) -> int:
-    """Fine-tune on the prompts ``rows``; the weights of the best epoch on ``val`` are kept.
+    """Fine-tune on the prompts ``rows`` and take the weights of the best epoch on ``val``.
 
     Returns:
-        The epochs they took.
+        The best epoch, counted from 1.
     """
     layers = list(model.layers.parameters())
     new = [model.expert, *model.heads.parameters(), *model.bias.parameters()]
@@ -230,7 +236,7 @@ def fit(
     )
     truth = [torch.as_tensor(part, device=model.expert.device) for part in classes]
     shuffle = np.random.default_rng(args.seed)
-    best, kept, taken = np.inf, deepcopy(model.state_dict()), 0
+    best_loss, best_weights, best_epoch = np.inf, deepcopy(model.state_dict()), 0
     for epoch in range(args.epochs):
         model.train()
         order = _by_length(shuffle.permutation(rows), hidden, args.batch_size, shuffle)
@@ -246,16 +252,17 @@ def fit(
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        chances = predict(model, hidden, val, args.batch_size)
+        probabilities = predict(model, hidden, val, args.batch_size)
         loss_val = 0.0
-        for chance, y in zip(chances, classes, strict=True):
-            named = np.take_along_axis(chance, y[val][..., None], -1)
-            loss_val -= float(np.log(named + 1e-9).mean())
+        for probability, y in zip(probabilities, classes, strict=True):
+            likelihood = np.take_along_axis(probability, y[val][..., None], -1)
+            loss_val -= float(np.log(likelihood + 1e-9).mean())
         print(f"epoch {epoch + 1}: loss on val {loss_val:.4f}", flush=True)
-        if loss_val < best:
-            best, kept, taken = loss_val, deepcopy(model.state_dict()), epoch + 1
-    model.load_state_dict(kept)
-    return taken
+        if loss_val < best_loss:
+            best_loss, best_epoch = loss_val, epoch + 1
+            best_weights = deepcopy(model.state_dict())
+    model.load_state_dict(best_weights)
+    return best_epoch
 
 
 @torch.no_grad()
@@ -294,18 +301,140 @@ def fine_tune(
         model = Predictor(layers, width, common).to(args.device)
         return model, fit(model, hidden, classes, rows, val, args)
 
-    model, taken = fitted(train)
-    chances, epochs = predict(model, hidden, everyone), [taken]
+    model, epoch = fitted(train)
+    probabilities, epochs = predict(model, hidden, everyone), [epoch]
     if args.folds > 1:
-        # A router trained on prompts that its predictor knew by heart would trust it too much.
-        held = np.random.default_rng(args.seed).permutation(len(train)) % args.folds
+        # A router trained on prompts that its predictor was fitted to would trust it too much.
+        fold_of = np.random.default_rng(args.seed).permutation(len(train)) % args.folds
         for fold in range(args.folds):
-            model, taken = fitted(train[held != fold])
-            epochs.append(taken)
-            rows = train[held == fold]
-            for whole, part in zip(chances, predict(model, hidden, rows), strict=True):
-                whole[rows] = part
-    return chances, epochs
+            model, epoch = fitted(train[fold_of != fold])
+            epochs.append(epoch)
+            rows = train[fold_of == fold]
+            for every, held_out in zip(probabilities, predict(model, hidden, rows), strict=True):
+                every[rows] = held_out
+    return probabilities, epochs
+
+
+def one_hot(classes: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+    """1 in the place of each class, float64 with one axis more."""
+    return np.eye(count)[classes]
+
+
+def nearest_neighbours(
+    embeddings: NDArray[np.float64], target: NDArray[np.float64], train: NDArray[np.int64], k: int
+) -> NDArray[np.float64]:
+    """Mean ``target`` (P, M, K) of the k train prompts with the highest cosine, not itself."""
+    likeness = embeddings @ embeddings[train].T
+    likeness[train, np.arange(len(train))] = -np.inf
+    found = train[np.argsort(-likeness, axis=1, kind="stable")[:, :k]]
+    return target[found].mean(axis=1)
+
+
+def ridge(
+    embeddings: NDArray[np.float64],
+    target: NDArray[np.float64],
+    train: NDArray[np.int64],
+    penalty: float,
+) -> NDArray[np.float64]:
+    """Ridge regression of ``target`` (P, M, K); train prompts get their leave-one-out fit."""
+    centre, base = embeddings[train].mean(0), target[train].mean(0)
+    x = embeddings - centre
+    flat = target.reshape(len(target), -1)
+    gram = x[train].T @ x[train] + penalty * np.eye(x.shape[1])
+    fit = x @ np.linalg.solve(gram, x[train].T @ (flat[train] - base.ravel())) + base.ravel()
+    leverage = np.einsum("ij,ij->i", x[train], np.linalg.solve(gram, x[train].T).T)
+    leverage = leverage + 1.0 / len(train)
+    fit[train] = flat[train] - (flat[train] - fit[train]) / (1.0 - leverage)[:, None]
+    return fit.reshape(target.shape)
+
+
+def embedding_baselines(
+    embeddings: NDArray[np.float64], classes: NDArray[np.int64], count: int, catalog: Catalog
+) -> dict[str, tuple[NDArray[np.float64], str]]:
+    """Predictions without fine-tuning: name -> ((P, M, K), parameter); the best on val counts."""
+    train, val = (catalog.rows(split).astype(np.int64) for split in ("train", "val"))
+    target = one_hot(classes, count)
+    common = np.broadcast_to(target[train].mean(axis=0), target.shape)
+    found = {"most common": (common, "")}
+    tries = {
+        "nearest": [
+            (f"k={k}", nearest_neighbours(embeddings, target, train, k)) for k in NEIGHBOURS
+        ],
+        "ridge": [(f"penalty={p:g}", ridge(embeddings, target, train, p)) for p in PENALTIES],
+    }
+    for name, options in tries.items():
+        error = [float(((x[val] - target[val]) ** 2).mean()) for _, x in options]
+        label, best = options[int(np.argmin(error))]
+        found[name] = (best, label)
+    return found
+
+
+def measure(
+    probabilities: NDArray[np.float64],
+    classes: NDArray[np.int64],
+    truth: NDArray[np.float64],
+    centres: NDArray[np.float64],
+    rows: NDArray[np.int64],
+) -> dict[str, float]:
+    """How good predictions are on some prompts.
+
+    Returns:
+        ``top1``, ``top3`` (the right one among the three likeliest), ``near`` (off by one bucket
+        at most), ``mae`` (of the mean over the buckets, in the quantity's unit) and ``chosen`` (the
+        mean truth of the LLM that is predicted highest: a router's share for scores).
+    """
+    probability, right = probabilities[rows], classes[rows]
+    order = np.argsort(-probability, axis=-1, kind="stable")
+    value = probability @ centres
+    best = value.argmax(axis=1)
+    return {
+        "top1": float((order[..., 0] == right).mean()),
+        "top3": float((order[..., :3] == right[..., None]).any(-1).mean()),
+        "near": float((abs(order[..., 0] - right) <= 1).mean()),
+        "mae": float(abs(value - truth[rows]).mean()),
+        "chosen": float(truth[rows, best].mean()),
+    }
+
+
+def report(rows: list[dict[str, Any]], catalog: Catalog, note: str) -> None:
+    """Print the accuracies on val and eval next to the paper's."""
+    for quantity in QUANTITIES:
+        lines = []
+        for name in dict.fromkeys(row["predictor"] for row in rows):
+            cells = [name]
+            for split in ("val", "eval"):
+                row = next(
+                    r
+                    for r in rows
+                    if (r["predictor"], r["quantity"], r["split"]) == (name, quantity, split)
+                )
+                cells += [f"{100 * row[k]:.2f}" for k in ("top1", "top3", "near")]
+                cells.append(f"{row['mae']:.4g}")
+                if quantity == "score":
+                    cells.append(f"{row['chosen']:.4f}")
+            lines.append(cells)
+        heads = ["top-1 %", "top-3 %", "within 1 %", "MAE"]
+        heads += ["chosen"] if quantity == "score" else []
+        first, third = PAPER[quantity]
+        blank = [""] * (len(heads) - 2)
+        paper = ["paper (its own data)", *[""] * len(heads)]
+        lines.append([*paper, f"{100 * first:.2f}", f"{100 * third:.2f}", *blank])
+        notes = [note]
+        if quantity == "score":
+            means = catalog.scores[catalog.rows("train")].mean(axis=0)
+            on_eval = catalog.scores[catalog.rows("eval")]
+            notes.append(
+                "chosen: mean score of the LLM predicted best; on eval always the best of train "
+                f"has {on_eval[:, means.argmax()].mean():.4f}, the best of each prompt "
+                f"{on_eval.max(axis=1).mean():.4f}"
+            )
+        columns = ["predictor", *[f"{s} {h}" for s in ("val", "eval") for h in heads]]
+        table = Table(title=f"{quantity} buckets ({rows[0]['buckets']})", caption="; ".join(notes))
+        for column in columns:
+            table.add_column(column, justify="left" if column == "predictor" else "right")
+        for line in lines:
+            table.add_row(*line)
+        Console(width=160).print(table)  # numbers are not to be broken
 
 
 def train(args: Args) -> list[dict[str, Any]]:
@@ -316,6 +445,7 @@ def train(args: Args) -> list[dict[str, Any]]:
 
     Raises:
         ValueError: an argument does not fit.
+        ModuleNotFoundError: transformers is not installed.
     """
     if args.folds < 0 or args.folds == 1:
         raise ValueError(f"folds={args.folds} must be 0 or at least 2.")
@@ -323,14 +453,19 @@ def train(args: Args) -> list[dict[str, Any]]:
         if path is not None:
             if Path(path).suffix != ending or not Path(path).resolve().parent.is_dir():
                 raise ValueError(f"{path} must end in {ending} and lie in a folder that exists")
-    from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
+    try:
+        from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "transformers is not installed; pip install 'serve-gym[predict]'", name="transformers"
+        ) from None
 
     catalog = load_catalog(args.catalog)
     texts = read_texts(args.prompts, catalog, args.id_column, args.text_column)
     begin = time.perf_counter()
     tokenizer = AutoTokenizer.from_pretrained(args.encoder)
     encoder = AutoModel.from_pretrained(args.encoder)
-    top_layers(encoder, args.trained_layers)  # it is refused before any work
+    top_layers(encoder, args.trained_layers)  # refused before any work
     hidden, embeddings = read_prompts(
         encoder, tokenizer, texts, args.trained_layers, args.max_tokens, args.device
     )
@@ -341,18 +476,20 @@ def train(args: Args) -> list[dict[str, Any]]:
         classes.append(np.searchsorted(edges, truth, side="right").astype(np.int64))
         centres.append(middle)
     counts = [len(middle) for middle in centres]
-    chances, epochs = fine_tune(encoder, hidden, classes, counts, catalog, args)
+    probabilities, epochs = fine_tune(encoder, hidden, classes, counts, catalog, args)
     seconds = time.perf_counter() - begin
 
     rows: list[dict[str, Any]] = []
     for q, quantity in enumerate(QUANTITIES):
-        found = by_embeddings(embeddings, classes[q], counts[q], catalog)
-        found["fine-tuned"] = (chances[q], f"epochs={epochs[0]}")
-        for name, (chance, label) in found.items():
+        found = embedding_baselines(embeddings, classes[q], counts[q], catalog)
+        found["fine-tuned"] = (probabilities[q], f"epochs={epochs[0]}")
+        for name, (probability, label) in found.items():
             for split in ("train", "val", "eval"):
                 if name == "fine-tuned" and split == "train" and args.folds == 0:
                     label += ", not held out"
-                values = measure(chance, classes[q], truths[q], centres[q], catalog.rows(split))
+                values = measure(
+                    probability, classes[q], truths[q], centres[q], catalog.rows(split)
+                )
                 row = {"predictor": name, "quantity": quantity, "split": split}
                 rows.append({**row, "buckets": args.buckets, **values, "parameters": label})
     report(rows, catalog, f"{len(texts)} prompts, {catalog.num_models} LLMs, {seconds:.0f} s")
@@ -363,18 +500,20 @@ def train(args: Args) -> list[dict[str, Any]]:
         table.writerows(rows)
         write_atomic(args.results, lambda stream: stream.write(text.getvalue().encode()))
     if args.out is not None:
-        write_table(args.out, catalog, table_values(chances, centres, args.value), _origin(args))
+        write_table(
+            args.out, catalog, table_values(probabilities, centres, args.value), _origin(args)
+        )
         print(f"{args.out}: use score_predictor='learned:{args.out}', or length_predictor=.")
     return rows
 
 
 def table_values(
-    chances: list[NDArray[np.float64]], centres: list[NDArray[np.float64]], value: str
+    probabilities: list[NDArray[np.float64]], centres: list[NDArray[np.float64]], value: str
 ) -> dict[str, NDArray[np.float64]]:
     """Quantity -> (P, M) values for `write_table`."""
     return {
-        quantity: chance @ middle if value == "mean" else middle[chance.argmax(-1)]
-        for quantity, chance, middle in zip(QUANTITIES, chances, centres, strict=True)
+        quantity: probability @ middle if value == "mean" else middle[probability.argmax(-1)]
+        for quantity, probability, middle in zip(QUANTITIES, probabilities, centres, strict=True)
     }
 
 

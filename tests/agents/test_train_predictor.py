@@ -1,14 +1,13 @@
 """The score and length predictor, trained with a tiny encoder of random weights."""
 
 import csv
+import sys
 
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="the predictor needs transformers")
 torch = pytest.importorskip("torch", reason="the predictor needs torch")
 
-from servegym.agents import predictor_measures as pm  # noqa: E402
 from servegym.agents import train_predictor as tp  # noqa: E402
 from servegym.envs.workloads import Catalog, predictions  # noqa: E402
 
@@ -62,6 +61,7 @@ def make_catalog(prompts=80, models=3):
 
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="the encoder needs transformers")
     catalog, texts = make_catalog()
     monkeypatch.setattr(tp, "load_catalog", lambda name: catalog)
     path = tmp_path / "prompts.csv"
@@ -149,33 +149,35 @@ def test_predictions_by_embeddings_leave_the_prompt_itself_out():
     embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
     target = random.random((30, 2, 3))
     train = np.arange(20)
-    kept = np.delete(train, 6)
-    for fit, option in ((pm.nearest, 3), (pm.ridge, 0.5)):
+    others = np.delete(train, 6)
+    for fit, option in ((tp.nearest_neighbours, 3), (tp.ridge, 0.5)):
         whole = fit(embeddings, target, train, option)
-        without = fit(embeddings, target, kept, option)
-        if fit is pm.ridge:
+        without = fit(embeddings, target, others, option)
+        if fit is tp.ridge:
             # The closed form keeps the centring of all; it differs from a refit by O(1/n).
             assert whole[6] == pytest.approx(without[6], abs=0.05)
         else:
             assert whole[6] == pytest.approx(without[6])
         assert whole[25] != pytest.approx(target[25], abs=1e-3)
     best = (embeddings[25] @ embeddings[:20].T).argsort()[::-1][:3]
-    assert pm.nearest(embeddings, target, train, 3)[25] == pytest.approx(target[best].mean(0))
-    plain = pm.ridge(embeddings, target, train, 1e9)
+    assert tp.nearest_neighbours(embeddings, target, train, 3)[25] == pytest.approx(
+        target[best].mean(0)
+    )
+    plain = tp.ridge(embeddings, target, train, 1e9)
     assert plain[25] == pytest.approx(target[train].mean(0), abs=1e-6)
 
 
 def test_measures_of_a_small_case():
-    chances = np.array([[[0.1, 0.6, 0.3], [0.5, 0.3, 0.2]]])
+    probabilities = np.array([[[0.1, 0.6, 0.3], [0.5, 0.3, 0.2]]])
     classes, truth = np.array([[2, 0]]), np.array([[0.8, 0.1]])
     centres = np.array([0.0, 0.5, 1.0])
-    found = pm.measure(chances, classes, truth, centres, np.array([0]))
+    found = tp.measure(probabilities, classes, truth, centres, np.array([0]))
     assert found["top1"] == 0.5 and found["top3"] == 1.0 and found["near"] == 1.0
     assert found["mae"] == pytest.approx((abs(0.6 - 0.8) + abs(0.35 - 0.1)) / 2)
     assert found["chosen"] == pytest.approx(0.8)
-    assert tp.table_values([chances, chances], [centres, centres], "top")["length"].tolist() == [
-        [0.5, 0.0]
-    ]
+    assert tp.table_values([probabilities, probabilities], [centres, centres], "top")[
+        "length"
+    ].tolist() == [[0.5, 0.0]]
 
 
 def test_bad_arguments_are_refused(setting, tmp_path):
@@ -193,3 +195,10 @@ def test_bad_arguments_are_refused(setting, tmp_path):
     short.write_text("prompt_id,instruction\n7,red\n")
     with pytest.raises(ValueError, match="lacks 79 prompts"):
         tp.read_texts(short, catalog, "prompt_id", "instruction")
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="predict") as caught:
+        tp.train(tp.Args(prompts=tmp_path / "prompts.csv"))
+    assert caught.value.name == "transformers"
