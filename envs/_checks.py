@@ -68,8 +68,8 @@ def flag(argument: str, given: Any) -> bool:
     return bool(given)
 
 
-def span(argument: str, given: Any, high: float = LARGEST) -> tuple[float, float]:
-    """Return ``given`` – a number, or a range (low, high) – as a range of positive numbers."""
+def positive_range(argument: str, given: Any, high: float = LARGEST) -> tuple[float, float]:
+    """Return ``given``, a number or a range (low, high), as a range of positive numbers."""
     if isinstance(given, (list, tuple)):
         if len(given) != 2:
             raise ValueError(f"{argument}={given!r} must be a number or a pair (low, high).")

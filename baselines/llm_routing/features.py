@@ -33,13 +33,13 @@ def impact_features(
         distance is tanh(3 (l / L - 1)), negative in time.
     """
     limit = obs["latency_requirement"][:, :, None]
-    found = model.estimate(with_mean_scores(obs, model.system))
-    slots = np.stack([found.without, found.with_new], -1)
+    estimate = model.estimate(with_mean_scores(obs, model.system))
+    slots = np.stack([estimate.without, estimate.with_new], -1)
     distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
-    in_time = found.with_new <= limit
-    lost = ((found.without <= limit) & ~in_time)[..., :-1] * found.scores[..., :-1]
-    score = found.scores[..., -1] * in_time[..., -1]
-    of_expert = np.stack([distance[:, :, -1, 1], score, lost.sum(-1), found.work_s], -1)
+    in_time = estimate.with_new <= limit
+    made_late = ((estimate.without <= limit) & ~in_time)[..., :-1] * estimate.scores[..., :-1]
+    score = estimate.scores[..., -1] * in_time[..., -1]
+    of_expert = np.stack([distance[:, :, -1, 1], score, made_late.sum(-1), estimate.work_s], -1)
     return of_expert, distance[:, :, :-1]
 
 

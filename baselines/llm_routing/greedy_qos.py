@@ -94,8 +94,8 @@ class GreedyQos(RoutingPolicy):
         estimate = self.model.estimate(observation)
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
         limit = self.margin * requirement[:, :, None]
-        kept = estimate.with_new <= limit
-        lost = (estimate.without <= limit) & ~kept
+        in_time = estimate.with_new <= limit
+        made_late = (estimate.without <= limit) & ~in_time
         own = estimate.scores[..., -1]
         experts = np.asarray(observation["experts"], dtype=np.float64)
         load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
@@ -103,12 +103,12 @@ class GreedyQos(RoutingPolicy):
         value = own - self.price * load**self.power * estimate.work_s
         # Scores are bucket centres: among equal ones the fastest is taken.
         value -= 1e-3 * estimate.with_new[..., -1] / requirement
-        value[~kept[..., -1] | lost.any(axis=-1)] = -np.inf
+        value[~in_time[..., -1] | made_late.any(axis=-1)] = -np.inf
         legal = np.asarray(action_mask)[:, 1:] > 0
         best = np.where(legal, value, -np.inf).max(axis=1)
         action = np.where(best > 0, pick(-value, action_mask), 0)
         if self.fallback == "least_harm":
-            gain = own * kept[..., -1] - (estimate.scores * lost).sum(axis=-1)
+            gain = own * in_time[..., -1] - (estimate.scores * made_late).sum(axis=-1)
             gain -= 1e-3 * estimate.with_new[..., -1] / requirement
             value = np.where(np.isfinite(value), value, gain - 1e3)
             action = pick(-value, action_mask)

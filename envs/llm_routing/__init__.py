@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from servegym.envs.llm_routing.pettingzoo_env import parallel_env
-    from servegym.envs.llm_routing.trace_replay import replay, replay_course
+    from servegym.envs.llm_routing.trace_replay import replay, replay_timeline
 
-__all__ = ["parallel_env", "replay", "replay_course"]
+__all__ = ["parallel_env", "replay", "replay_timeline"]
 
 _MODULES = {
     "parallel_env": "pettingzoo_env",
     "replay": "trace_replay",
-    "replay_course": "trace_replay",
+    "replay_timeline": "trace_replay",
 }
 
 

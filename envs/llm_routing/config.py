@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, mapping, real, span, whole
+from servegym.envs._checks import choose, flag, mapping, positive_range, real, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
@@ -123,7 +123,7 @@ def pack_laws(
     The vector begins with ``capacity_blocks, k1, k2`` of each expert. Then come the axes, which
     all experts share (the union of their grids), and the tables with a leading axis of experts:
     dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations, the slopes
-    of their segments and the decodes' attention beside prefill chunks
+    of their segments and the decodes' attention in iterations with prefill chunks
     (N, running_capacity + 1, n_decode), head (N, running_capacity + 1).
     """
     tables: list[LawTables] = [p.tables() for p in profiles]
@@ -141,12 +141,12 @@ def pack_laws(
         chunk.append(_along(t.chunk_tokens, by_context.T, chunk_x).T)
         head.append(_along(t.head_sequences, t.head_s, sequences))
         batch = _along(t.dense_tokens, t.dense_s, sequences) + head[-1]
-        alone, beside = (
+        alone, mixed = (
             _along(t.decode_sequences, _along(t.decode_context_tokens, x, decode_x).T, sequences).T
             for x in (t.decode_attention_s, profile.mixed_decode_attention_s())
         )
         decode.append(alone + batch[:, None])
-        attention.append(beside)
+        attention.append(mixed)
     cfg["n_dense"], cfg["n_chunk"], cfg["n_context"] = len(dense_x), len(chunk_x), len(context_x)
     cfg["n_decode"], cfg["n_sequences"], cfg["n_head"] = len(decode_x), len(sequences), len(head[0])
     parts = {
@@ -281,20 +281,43 @@ def engine_config(
 
 
 def _predictor_options(
-    score_predictor: str, length_predictor: str, predictor_kwargs: Mapping[str, Any] | None
-) -> list[dict[str, Any]]:
-    """The keywords of the predictors of the score and of the length."""
-    for name, kind in (
-        ("score_predictor", score_predictor),
-        ("length_predictor", length_predictor),
-    ):
+    kinds: Mapping[str, str], buckets: str, seed: int, options: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """The keywords of `predict` for the score and for the length, from the predictor of each."""
+    for quantity, kind in kinds.items():
         if not (isinstance(kind, str) and kind.startswith("learned:")):
-            choose(name, kind, KINDS)
-    options = mapping("predictor_kwargs", predictor_kwargs, QUANTITIES)
-    return [
-        mapping(f"predictor_kwargs[{name!r}]", options.get(name), ("table", "pool"))
+            choose(f"{quantity}_predictor", kind, KINDS)
+    by_quantity = mapping("predictor_kwargs", options, QUANTITIES)
+    extra = {
+        name: mapping(f"predictor_kwargs[{name!r}]", by_quantity.get(name), ("table", "pool"))
         for name in QUANTITIES
-    ]
+    }
+    choose("buckets", buckets, BUCKETS)
+    seed = whole("predictor_seed", seed, 0)
+    return {
+        name: {"kind": kinds[name], "buckets": buckets, "seed": seed, **extra[name]}
+        for name in QUANTITIES
+    }
+
+
+def _set_episode(
+    c: np.void,
+    *,
+    waiting_capacity: int,
+    episode_requests: int,
+    reward: str,
+    penalty: str,
+    estimator: str,
+    view: int,
+) -> None:
+    """Check the arguments of the episode, its reward and its observation, and set them in ``c``."""
+    c["waiting_capacity"] = whole("waiting_capacity", waiting_capacity, 1, 4096)
+    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
+    c["num_requests"] = whole("episode_requests", episode_requests, 1, 10_000_000)
+    c["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
+    c["penalty"] = _PENALTIES[choose("penalty", penalty, _PENALTIES)]
+    c["predicted_estimator"] = _ESTIMATORS[choose("estimator", estimator, _ESTIMATORS)]
+    c["layout"] = view
 
 
 def _check_failures(failures: Mapping[str, Any], c: np.void, rate: float) -> None:
@@ -309,29 +332,42 @@ def _check_failures(failures: Mapping[str, Any], c: np.void, rate: float) -> Non
         )
 
 
-def _check_memory(profiles: Sequence[Profile], smallest: int, c: np.void) -> None:
-    """Refuse an expert that cannot hold a request of the ``smallest`` number of tokens."""
-    block = int(c["block_size"])
+def _check_requests_fit(
+    profiles: Sequence[Profile], catalog: Catalog, rows: np.ndarray, c: np.void
+) -> None:
+    """Refuse an expert without memory for a request, or whose laws do not cover the requests."""
+    longest, block = int(c["max_output_tokens"]), int(c["block_size"])
+    smallest = int(np.min(catalog.prompt_tokens)) + longest
     for profile in profiles:
         if profile.kv_capacity_tokens // block * block < smallest:
             raise ValueError(
                 f"profiles: {profile.name!r} has room for {profile.kv_capacity_tokens} KV tokens "
-                f"beside its weights, but the shortest prompt with max_output_tokens="
-                f"{int(c['max_output_tokens'])} needs {smallest}; take a larger card, a smaller "
-                "model or fewer output tokens."
+                f"besides its weights, but the shortest prompt with max_output_tokens={longest} "
+                f"needs {smallest}; take a larger card, a smaller model or fewer output tokens."
             )
+    prompt, running = int(np.max(catalog.prompt_tokens[rows])), int(c["running_capacity"])
+    for profile in profiles:
+        profile.check_domain(
+            batch=running,
+            tokens=max(prompt, min(int(c["token_budget"]), running * prompt)),
+            context=prompt + longest,
+        )
 
 
 def _request_table(
-    catalog: Catalog, columns: np.ndarray, score: np.ndarray, length: np.ndarray, longest: int
+    catalog: Catalog,
+    columns: np.ndarray,
+    predictors: Mapping[str, Mapping[str, Any]],
+    max_output_tokens: int,
 ) -> np.ndarray:
     """Catalog rows at the experts, with predictions: ``Problem.table``."""
     table = np.empty((len(catalog.prompt_tokens), len(columns), 5), dtype=np.float32)
     table[:, :, layout.PROMPT] = catalog.prompt_tokens[:, None]
     table[:, :, layout.SCORE] = catalog.scores[:, columns]
-    table[:, :, layout.OUTPUT] = np.minimum(catalog.output_tokens[:, columns], longest)
-    table[:, :, layout.PREDICTED_SCORE] = score
-    table[:, :, layout.PREDICTED_OUTPUT] = np.minimum(length, longest)
+    table[:, :, layout.OUTPUT] = np.minimum(catalog.output_tokens[:, columns], max_output_tokens)
+    table[:, :, layout.PREDICTED_SCORE] = predict(catalog, columns, "score", **predictors["score"])
+    length = predict(catalog, columns, "length", **predictors["length"])
+    table[:, :, layout.PREDICTED_OUTPUT] = np.minimum(length, max_output_tokens)
     return table
 
 
@@ -394,58 +430,47 @@ def build_problem(
         failures=failures,
     )
     c = cfg[0]
+    _set_episode(
+        c,
+        waiting_capacity=waiting_capacity,
+        episode_requests=episode_requests,
+        reward=reward,
+        penalty=penalty,
+        estimator=estimator,
+        view=view,
+    )
     if num_experts is not None:
         num_experts = whole("num_experts", num_experts, 1, 1024)
-    c["waiting_capacity"] = whole("waiting_capacity", waiting_capacity, 1, 4096)
-    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
-    c["num_requests"] = whole("episode_requests", episode_requests, 1, 10_000_000)
-    c["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]
-    c["penalty"] = _PENALTIES[choose("penalty", penalty, _PENALTIES)]
-    c["predicted_estimator"] = _ESTIMATORS[choose("estimator", estimator, _ESTIMATORS)]
-    c["layout"] = view
     choose("split", split, _SPLITS)
-    extra = _predictor_options(score_predictor, length_predictor, predictor_kwargs)
-    choose("buckets", buckets, BUCKETS)
-    seed = whole("predictor_seed", predictor_seed, 0)
-    rates = span("rate", rate)
+    kinds = {"score": score_predictor, "length": length_predictor}
+    predictors = _predictor_options(kinds, buckets, predictor_seed, predictor_kwargs)
+    rates = positive_range("rate", rate)
     if failures is not None:
         _check_failures(failures, c, rates[0])
-    limits = span("latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S)
+    limits = positive_range(
+        "latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S
+    )
 
-    found, names = _resolve_profiles(profiles, models, num_experts)
-    c["num_experts"] = len(found)
+    experts, names = _resolve_profiles(profiles, models, num_experts)
+    c["num_experts"] = len(experts)
     book = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
-    columns = _resolve_columns(book, names, len(found), models is not None)
-    longest = book.max_output_tokens
-    if max_output_tokens is not None:
-        longest = whole("max_output_tokens", max_output_tokens, 1)
-    c["max_output_tokens"] = longest
-
-    _check_memory(found, int(np.min(book.prompt_tokens)) + longest, c)
+    columns = _resolve_columns(book, names, len(experts), models is not None)
     rows = np.asarray(book.rows(split), dtype=np.int32)
-    prompt = int(np.max(book.prompt_tokens[rows]))
-    for profile in found:
-        profile.check_domain(
-            batch=running_capacity,
-            tokens=max(prompt, min(prefill_token_budget, running_capacity * prompt)),
-            context=prompt + longest,
-        )
-    law = pack_laws(found, c, int(c["running_capacity"]), int(c["block_size"]))
+    c["max_output_tokens"] = book.max_output_tokens
+    if max_output_tokens is not None:
+        c["max_output_tokens"] = whole("max_output_tokens", max_output_tokens, 1)
+    _check_requests_fit(experts, book, rows, c)
 
-    score = predict(book, columns, "score", score_predictor, buckets, seed, **extra[0])
-    length = predict(book, columns, "length", length_predictor, buckets, seed, **extra[1])
-    table = _request_table(book, columns, score, length, longest)
-    process = make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs))
     return Problem(
         cfg=cfg,
-        law=law,
-        table=table,
+        law=pack_laws(experts, c, int(c["running_capacity"]), int(c["block_size"])),
+        table=_request_table(book, columns, predictors, int(c["max_output_tokens"])),
         rows=rows,
-        profiles=tuple(found),
+        profiles=tuple(experts),
         models=tuple(book.models[k] for k in columns),
         catalog=book,
         columns=columns,
-        arrivals=process,
+        arrivals=make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs)),
         rate=rates,
         latency_requirement_s=limits,
         arguments=arguments,

@@ -63,7 +63,7 @@ class RoutingState:
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
-        stale: with ``staleness_s`` the system as the router knows it: its actions so far and the
+        delayed: with ``staleness_s`` the system as the router knows it: its actions so far and the
             env, expert, slot and queue records of that time.
     """
 
@@ -77,7 +77,7 @@ class RoutingState:
     random: Any = None
     finished: bool = False
 
-    stale: tuple[np.ndarray, ...] = ()
+    delayed: tuple[np.ndarray, ...] = ()
 
 
 def observation_space(problem: Problem) -> spaces.Space:
@@ -157,9 +157,9 @@ class RoutingBatch:
             self.observation = values[0]
         self.terms = REWARD_TERMS[int(c["reward"])]
         # What the router knows, where that is old: its actions and a system that lags behind.
-        self.stale: tuple[np.ndarray, ...] = ()
+        self.delayed: tuple[np.ndarray, ...] = ()
         if c["staleness_s"] > 0.0:
-            self.stale = (
+            self.delayed = (
                 np.zeros((num_rows, length), dtype=np.int16),
                 *(np.zeros_like(a) for a in (self.env, self.expert, self.slot, self.queue)),
             )
@@ -173,8 +173,8 @@ class RoutingBatch:
             (kernel.observe, (tables, systems, buffers, which)),
             (kernel.step, (tables, systems, buffers, actions, which)),
         ]
-        if self.stale:
-            sent, *records = self.stale
+        if self.delayed:
+            sent, *records = self.delayed
             lagging = self._systems(*records, np.zeros(length, dtype=kernel.LOG))
             self._stale_arguments = tables, systems, lagging, buffers, sent
             calls.append((kernel.observe_stale, (*self._stale_arguments, which)))
@@ -205,7 +205,7 @@ class RoutingBatch:
         tables, systems, _ = self._arguments
         self._begin(tables, systems, which)
         self._observe(*self._arguments, which)
-        if self.stale:
+        if self.delayed:
             self._observe_stale(*self._stale_arguments, which)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
@@ -217,10 +217,10 @@ class RoutingBatch:
         Raises:
             ValueError: an action is out of range; nothing has changed then.
         """
-        if self.stale:
+        if self.delayed:
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
-            self.stale[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
+            self.delayed[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
         actions = np.ascontiguousarray(actions, np.int64)
         ended = self._step(*self._arguments, actions, np.ascontiguousarray(which, np.int8))
         if ended < 0:
@@ -229,7 +229,7 @@ class RoutingBatch:
                 f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
                 f"1 to {self.problem.num_experts} name an expert."
             )
-        if self.stale:
+        if self.delayed:
             self._observe_stale(*self._stale_arguments, which)
         return ended
 
@@ -243,7 +243,7 @@ class RoutingBatch:
             slot=self.slot[row].copy(),
             queue=self.queue[row].copy(),
             log=self.log[row].copy(),
-            stale=tuple(part[row : row + 1].copy() for part in self.stale),
+            delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
@@ -259,19 +259,19 @@ class RoutingBatch:
                     f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
                     "restore a state into an environment made with the same arguments."
                 )
-        if len(self.stale) != len(state.stale):
+        if len(self.delayed) != len(state.delayed):
             raise ValueError(
-                "state.stale: restore a state into an environment made with the same staleness_s."
+                "state.delayed: restore a state into an environment made with the same staleness_s."
             )
         for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
             getattr(self, name)[row] = getattr(state, name)
-        for mine, theirs in zip(self.stale, state.stale, strict=True):
+        for mine, theirs in zip(self.delayed, state.delayed, strict=True):
             mine[row] = theirs[0]
         self.env[row] = state.env[0]
         which = np.zeros(self.num_rows, dtype=np.int8)
         which[row] = 1
         self._observe(*self._arguments, which)
-        if self.stale:
+        if self.delayed:
             self._observe_stale(*self._stale_arguments, which)
 
     def kpis(self, row: int) -> dict[str, float]:
@@ -340,7 +340,7 @@ class RoutingBatch:
         return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("problem", "num_rows", "stale", *_STATE_ARRAYS)
+        names = ("problem", "num_rows", "delayed", *_STATE_ARRAYS)
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -348,7 +348,7 @@ class RoutingBatch:
         RoutingBatch.__init__(self, state["problem"], state["num_rows"])
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
-        for mine, theirs in zip(self.stale, state["stale"], strict=True):
+        for mine, theirs in zip(self.delayed, state["delayed"], strict=True):
             mine[...] = theirs
 
 

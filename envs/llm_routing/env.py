@@ -181,7 +181,7 @@ class LLMRoutingEnv(BatchEnv):
 
     def _put_action(self, action: Any) -> None:
         if not isinstance(action, (int, np.integer)):
-            action = _whole_action(action)
+            action = _integer_action(action)
         try:
             self._action[0] = action
         except OverflowError:
@@ -230,7 +230,7 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     VIEW = kernel.EXPERTS
 
 
-def _whole_action(action: Any) -> int:
+def _integer_action(action: Any) -> int:
     array = np.asarray(action)
     if array.shape != () or array.dtype.kind not in "iu":
         raise ValueError(

@@ -43,22 +43,10 @@ def _column(name: str, values: Any, low: float, integral: bool) -> np.ndarray:
     return array
 
 
-def _serve(
-    arrival_s: Any,
-    prompt_tokens: Any,
-    output_tokens: Any,
-    times: np.ndarray,
-    *,
-    profile: str | Profile = "rtx4090-llama-3.1-8b",
-    scheduler: str = "chunked_prefill",
-    max_num_seqs: int = 256,
-    max_num_batched_tokens: int = 2048,
-    kv_tokens: int | None = None,
-    block_size: int = 16,
-    prefix_caching: bool = False,
-    memory_policy: str = "paged",
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Check the arguments, run the engine: arrivals, output lengths, log, timeline at ``times``."""
+def _requests(
+    arrival_s: Any, prompt_tokens: Any, output_tokens: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The requests as float64 ``(J,)`` columns, checked."""
     arrivals = _column("arrival_s", arrival_s, 0.0, integral=False)
     prompts = _column("prompt_tokens", prompt_tokens, 1.0, integral=True)
     outputs = _column("output_tokens", output_tokens, 1.0, integral=True)
@@ -77,13 +65,85 @@ def _serve(
             f"arrival_s[{row}]={arrivals[row]!r} is before arrival_s[{row - 1}]="
             f"{arrivals[row - 1]!r}: sort the requests by arrival."
         )
-    max_num_seqs = whole("max_num_seqs", max_num_seqs, 1, 4096)
-    found = profile if isinstance(profile, Profile) else load(profile)
+    return arrivals, prompts, outputs
+
+
+def _check_requests_fit(
+    prompts: np.ndarray, outputs: np.ndarray, profile: Profile, blocks: int, c: np.void
+) -> None:
+    """Refuse requests beyond the cache of ``blocks`` KV blocks or beyond the profile's laws."""
+    reserve = c["memory_policy"] == kernel.RESERVE
+    needed = np.ceil((prompts + (outputs.max() if reserve else outputs)) / int(c["block_size"]))
+    if needed.max() > blocks:
+        row = int(np.argmax(needed))
+        raise ValueError(
+            f"request {row} needs {int(needed[row])} KV blocks of {int(c['block_size'])} tokens "
+            f"(prompt_tokens={int(prompts[row])}, output_tokens={int(outputs[row])}), the cache of "
+            f"{profile.name!r} has {blocks}: raise kv_tokens or drop the request."
+        )
+    tokens = min(int(c["token_budget"]), prompts.sum())
+    if c["scheduler"] == kernel.ORCA:
+        tokens = max(tokens, prompts.max())
+    profile.check_domain(
+        batch=min(int(c["running_capacity"]), len(prompts)),
+        tokens=int(tokens),
+        context=int((prompts + outputs).max()),
+    )
+
+
+def _run(
+    cfg: np.ndarray,
+    law: np.ndarray,
+    arrivals: np.ndarray,
+    tokens: np.ndarray,
+    times: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log of the requests and ``(K, 3)`` state at ``times``; ``tokens``: prompts, outputs."""
+    count = len(arrivals)
+    log = np.zeros(count, dtype=kernel.LOG)
+    timeline = np.zeros((len(times), 3))
+    queues = kernel.Queues(
+        np.zeros(count, dtype=kernel.SLOT), np.zeros(3 * count, dtype=np.int32), log
+    )
+    systems = kernel.Systems(
+        arrivals[None],
+        np.zeros((1, count), dtype=np.int32),
+        np.zeros(1, dtype=kernel.ENV),
+        np.zeros((1, 1), dtype=kernel.EXPERT),
+        queues,
+    )
+    tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
+    arguments = (tables, systems, tokens, times, timeline)
+    (run_replay,) = compile_kernels("replay engine", [(kernel.run_replay, arguments)])
+    run_replay(*arguments)
+    return log, timeline
+
+
+def _serve(
+    arrival_s: Any,
+    prompt_tokens: Any,
+    output_tokens: Any,
+    times: np.ndarray,
+    *,
+    profile: str | Profile = "rtx4090-llama-3.1-8b",
+    scheduler: str = "chunked_prefill",
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    kv_tokens: int | None = None,
+    block_size: int = 16,
+    prefix_caching: bool = False,
+    memory_policy: str = "paged",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Check the arguments, run the engine: arrivals, output lengths, log, timeline at ``times``."""
+    arrivals, prompts, outputs = _requests(arrival_s, prompt_tokens, output_tokens)
+    count = len(arrivals)
+    running_capacity = whole("max_num_seqs", max_num_seqs, 1, 4096)
+    expert = profile if isinstance(profile, Profile) else load(profile)
     cfg = engine_config(
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=prefix_caching,
-        running_capacity=max_num_seqs,
+        running_capacity=running_capacity,
         prefill_token_budget=whole("max_num_batched_tokens", max_num_batched_tokens, 1),
         block_size=block_size,
         bandwidth_bps=1e9,
@@ -91,47 +151,14 @@ def _serve(
         router_delay_s=0.0,
     )
     c = cfg[0]
-    law = pack_laws([found], c, int(c["running_capacity"]), int(c["block_size"]))
-    if kv_tokens is not None:
-        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
-    longest = outputs.max() if memory_policy == "reserve" else outputs
-    blocks = np.ceil((prompts + longest) / block_size)
-    if blocks.max() > law[0]:
-        row = int(np.argmax(blocks))
-        raise ValueError(
-            f"request {row} needs {int(blocks[row])} KV blocks of {block_size} tokens "
-            f"(prompt_tokens={int(prompts[row])}, output_tokens={int(outputs[row])}), the cache of "
-            f"{found.name!r} has {int(law[0])}: raise kv_tokens or drop the request."
-        )
-    tokens = min(max_num_batched_tokens, prompts.sum())
-    if scheduler == "orca":
-        tokens = max(tokens, prompts.max())
-    found.check_domain(
-        batch=min(max_num_seqs, count),
-        tokens=int(tokens),
-        context=int((prompts + outputs).max()),
-    )
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
-    log = np.zeros(count, dtype=kernel.LOG)
-    timeline = np.zeros((len(times), 3))
-    arguments = (
-        kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32)),
-        kernel.Systems(
-            arrivals[None],
-            np.zeros((1, count), dtype=np.int32),
-            np.zeros(1, dtype=kernel.ENV),
-            np.zeros((1, 1), dtype=kernel.EXPERT),
-            kernel.Queues(
-                np.zeros(count, dtype=kernel.SLOT), np.zeros(3 * count, dtype=np.int32), log
-            ),
-        ),
-        np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64)),
-        times,
-        timeline,
-    )
-    (run_replay,) = compile_kernels("replay engine", [(kernel.run_replay, arguments)])
-    run_replay(*arguments)
+    law = pack_laws([expert], c, running_capacity, int(c["block_size"]))
+    if kv_tokens is not None:
+        law[0] = whole("kv_tokens", kv_tokens, 1) // int(c["block_size"])
+    _check_requests_fit(prompts, outputs, expert, int(law[0]), c)
+    tokens = np.ascontiguousarray(np.stack([prompts, outputs], axis=1).astype(np.int64))
+    log, timeline = _run(cfg, law, arrivals, tokens, times)
     return arrivals, outputs, log, timeline
 
 
@@ -199,7 +226,7 @@ def replay(
     return result
 
 
-def replay_course(
+def replay_timeline(
     arrival_s: Any, prompt_tokens: Any, output_tokens: Any, times_s: Any, **options: Any
 ) -> np.ndarray:
     """How full the replica is at given times of a replay.

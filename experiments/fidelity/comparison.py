@@ -147,9 +147,9 @@ def trajectory(run: MeasuredRun, profile: Profile, times_s: Any, **changes: Any)
         ``(T,)`` structured array: ``t_s``, ``running``, ``waiting``, ``kv_use`` (blocks in use
         over all blocks). Requests that have not arrived yet do not wait.
     """
-    from servegym.envs.llm_routing import replay_course
+    from servegym.envs.llm_routing import replay_timeline
 
-    return replay_course(
+    return replay_timeline(
         run.arrival_s,
         run.prompt_tokens,
         run.output_tokens,
