@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 are those of the default model; `slo_classes` has the other models'."""
 
 
+_SYSTEM_ARGUMENTS = (
+    "price_ratio",
+    "price_cpu_usd_mb_s",
+    "bandwidth_mb_s",
+    "load_mb_s",
+    "container_start_s",
+    "z_max",
+    "payload_mb",
+    "main_specs_mb",
+    "remote_specs_mb",
+)
+"""Arguments of the environments that `build_system` takes as they are."""
+
+
 def slo_classes(model: MoeModel, **grids: Any) -> tuple[tuple[float, float], ...]:
     """SLO classes of a model in the preset ``dynamic``.
 
@@ -105,11 +119,11 @@ def slo_classes(model: MoeModel, **grids: Any) -> tuple[tuple[float, float], ...
     if model.name == DEFAULT_MODEL:
         return preset["slo"]
     n_in = round(float(length_quantiles("azure", "prompt_tokens", MAX_PROMPT_TOKENS).mean()))
-    mine, default = (
+    reachable, default = (
         (best_ttft_s(system, n_in, True), local_tpot_s(system))
         for system in (build_system(model, **grids), build_system(DEFAULT_MODEL))
     )
-    scale = [a / b for a, b in zip(mine, default, strict=True)]
+    scale = [a / b for a, b in zip(reachable, default, strict=True)]
     return tuple(
         (float(f"{ttft * scale[0]:.2g}"), float(f"{tpot * scale[1]:.2g}"))
         for ttft, tpot in preset["slo"]
@@ -294,45 +308,46 @@ def _steps(argument: str, given: Any, high: float) -> np.ndarray:
     return found
 
 
+def _with_preset(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with the preset's value where one of the preset's is None."""
+    preset = PRESETS[choose("preset", arguments["preset"], PRESETS)]
+    return arguments | {name: x for name, x in preset.items() if arguments[name] is None}
+
+
 def _actions(
-    system: SystemModel,
-    levels: int | None,
-    w_headroom_mb: Sequence[float],
-    y_headroom_mb: Sequence[float],
-    z_headroom: Sequence[int],
-    granularity: str,
+    system: SystemModel, values: dict[str, Any]
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]:
     """What the actions mean: remote experts by b; headroom of w, y and z; values of each action."""
-    experts = system.num_experts
+    experts, levels = system.num_experts, values["levels"]
     count = min(experts, 16) + 1 if levels is None else whole("levels", levels, 2, experts + 1)
-    members = np.unique([remote_count(i / (count - 1), experts) for i in range(count)])
+    remote_counts = np.unique([remote_count(i / (count - 1), experts) for i in range(count)])
     headroom = (
-        _steps("w_headroom_mb", w_headroom_mb, 1e7),
-        _steps("y_headroom_mb", y_headroom_mb, 1e7),
-        _steps("z_headroom", z_headroom, 64),
+        _steps("w_headroom_mb", values["w_headroom_mb"], 1e7),
+        _steps("y_headroom_mb", values["y_headroom_mb"], 1e7),
+        _steps("z_headroom", values["z_headroom"], 64),
     )
     if (headroom[2] % 1 != 0).any():
-        raise ValueError(f"z_headroom={z_headroom!r} must be whole numbers of replicas.")
-    copies = system.moe_layers if granularity == "per_layer" else 1
-    values = [len(members), 2, len(headroom[0])]
-    values += [len(headroom[1])] * copies + [len(headroom[2])] * copies
-    return members, headroom, np.array(values, dtype=np.int64)
+        raise ValueError(f"z_headroom={values['z_headroom']!r} must be whole numbers of replicas.")
+    copies = system.moe_layers if values["granularity"] == "per_layer" else 1
+    nvec = [len(remote_counts), 2, len(headroom[0])]
+    nvec += [len(headroom[1])] * copies + [len(headroom[2])] * copies
+    return remote_counts, headroom, np.array(nvec, dtype=np.int64)
 
 
-def _request_laws(setting: Callable[[str], Any], max_in: Any, max_out: Any) -> dict[str, Any]:
+def _request_laws(values: dict[str, Any]) -> dict[str, Any]:
     """The laws that requests are drawn from, by the names of `Problem`'s attributes."""
-    most_in = whole("max_prompt_tokens", max_in, 1, 100_000)
-    most_out = whole("max_output_tokens", max_out, 1, 100_000)
+    max_in = whole("max_prompt_tokens", values["max_prompt_tokens"], 1, 100_000)
+    max_out = whole("max_output_tokens", values["max_output_tokens"], 1, 100_000)
     return {
         "lengths": (
-            _length("prompt_tokens", setting("prompt_tokens"), most_in),
-            _length("output_tokens", setting("output_tokens"), most_out),
+            _length("prompt_tokens", values["prompt_tokens"], max_in),
+            _length("output_tokens", values["output_tokens"], max_out),
         ),
-        "output_error": real("output_error", setting("output_error"), 0.0, 10.0),
-        "idle_s": _idle_classes(setting("idle_s")),
-        "trem_s": _overheads(setting("trem_s")),
-        "trem_switch": real("trem_switch", setting("trem_switch"), 0.0, 1.0),
-        "trem_sigma": real("trem_sigma", setting("trem_sigma"), 0.0, 10.0),
+        "output_error": real("output_error", values["output_error"], 0.0, 10.0),
+        "idle_s": _idle_classes(values["idle_s"]),
+        "trem_s": _overheads(values["trem_s"]),
+        "trem_switch": real("trem_switch", values["trem_switch"], 0.0, 1.0),
+        "trem_sigma": real("trem_sigma", values["trem_sigma"], 0.0, 10.0),
     }
 
 
@@ -369,6 +384,44 @@ def _model_of(model: Any, activations: Any) -> tuple[MoeModel, Activations | Non
         toy = make_toy_activations()
         return toy.model, toy
     return load_model(model), None
+
+
+def _slo_limits(system: SystemModel, values: dict[str, Any], laws: dict[str, Any]) -> np.ndarray:
+    """TTFT and TPOT of each SLO class in seconds, ``(C, 2)``, that some plan can meet."""
+    limits = np.array(_pairs("slo", values["slo"], "TTFT s, TPOT s"))
+    always_cold = real("keep_alive_s", values["keep_alive_s"], 0.0) == 0.0
+    # Four sigma below the median: no request has so little in every layer.
+    least_overhead = float(laws["trem_s"].min() * np.exp(-4.0 * laws["trem_sigma"]))
+    check_slo(system, limits, int(laws["lengths"][0][0]), always_cold, least_overhead)
+    return limits
+
+
+def _config(
+    system: SystemModel,
+    values: dict[str, Any],
+    laws: dict[str, Any],
+    remote_counts: np.ndarray,
+    nvec: np.ndarray,
+    view: int,
+) -> np.ndarray:
+    """The numbers that the kernel reads, ``(1,)`` :data:`kernel.CONFIG`."""
+    prompt_law, output_law = laws["lengths"]
+    return make_config(
+        system,
+        levels=len(remote_counts),
+        width=int(nvec.sum()),
+        requests=whole("episode_requests", values["episode_requests"], 1, 1_000_000),
+        per_layer=values["granularity"] == "per_layer",
+        per_call=values["decode_invocation"] == "per_call",
+        bill_cold_start=flag("bill_cold_start", values["bill_cold_start"]),
+        load_shared=flag("load_shared", values["load_shared"]),
+        flat_view=view,
+        by_deployment=values["deployment"] != "plan",
+        max_in=int(prompt_law[-1]),
+        max_out=int(output_law[-1]),
+        keep_alive_s=float(values["keep_alive_s"]),
+        penalty=real("penalty", values["penalty"], 0.0, 1e6),
+    )
 
 
 def build_problem(
@@ -421,78 +474,44 @@ def build_problem(
         ValueError: naming the argument, what was given and what is allowed.
     """
     arguments = {k: v for k, v in locals().items() if k != "view"}
-    preset_values = PRESETS[choose("preset", preset, PRESETS)]
-
-    def setting(name: str) -> Any:
-        given = arguments[name]
-        return preset_values[name] if given is None else given
-
+    values = _with_preset(arguments)
     choose("split", split, ("train", "val", "eval", "all"))
     choose("granularity", granularity, GRANULARITIES)
     choose("deployment", deployment, DEPLOYMENTS)
     choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS)
-    laws = _request_laws(setting, max_prompt_tokens, max_output_tokens)
-    prompt_law, output_law = laws["lengths"]
-    owner, book = _model_of(model, activations)
+    laws = _request_laws(values)
+    moe_model, recorded = _model_of(model, activations)
     system = build_system(
-        owner,
+        moe_model,
         gpu,
-        price_ratio=price_ratio,
-        price_cpu_usd_mb_s=price_cpu_usd_mb_s,
-        bandwidth_mb_s=bandwidth_mb_s,
-        load_mb_s=load_mb_s,
-        container_start_s=container_start_s,
-        z_max=z_max,
-        payload_mb=payload_mb,
-        main_specs_mb=main_specs_mb,
-        remote_specs_mb=remote_specs_mb,
-        max_output_tokens=int(output_law[-1]),
+        max_output_tokens=int(laws["lengths"][1][-1]),
+        **{name: values[name] for name in _SYSTEM_ARGUMENTS},
     )
-    members, headroom, nvec = _actions(
-        system, levels, w_headroom_mb, y_headroom_mb, z_headroom, granularity
-    )
+    remote_counts, headroom, nvec = _actions(system, values)
     if slo is None and preset == "dynamic":
-        slo = slo_classes(owner, main_specs_mb=main_specs_mb, remote_specs_mb=remote_specs_mb)
-    limits = np.array(_pairs("slo", setting("slo") if slo is None else slo, "TTFT s, TPOT s"))
-    keep_alive = real("keep_alive_s", setting("keep_alive_s"), 0.0)
-    # Four sigma below the median: no request has so little in every layer.
-    least_overhead = float(laws["trem_s"].min() * np.exp(-4.0 * laws["trem_sigma"]))
-    check_slo(system, limits, int(prompt_law[0]), keep_alive == 0.0, least_overhead)
-    cfg = make_config(
-        system,
-        levels=len(members),
-        width=int(nvec.sum()),
-        requests=whole("episode_requests", episode_requests, 1, 1_000_000),
-        per_layer=granularity == "per_layer",
-        per_call=decode_invocation == "per_call",
-        bill_cold_start=flag("bill_cold_start", setting("bill_cold_start")),
-        load_shared=flag("load_shared", load_shared),
-        flat_view=view,
-        by_deployment=deployment != "plan",
-        max_in=int(prompt_law[-1]),
-        max_out=int(output_law[-1]),
-        keep_alive_s=keep_alive,
-        penalty=real("penalty", penalty, 0.0, 1e6),
-    )
-
-    book = book or load_activations(owner.name)
-    predicted = predict(book, predictor)
-    shared = book.frequencies()[book.rows("train")].mean(axis=0)
-    rows = np.asarray(book.rows(split), dtype=np.int64)
+        grids = {"main_specs_mb": main_specs_mb, "remote_specs_mb": remote_specs_mb}
+        values["slo"] = slo_classes(moe_model, **grids)
+    limits = _slo_limits(system, values, laws)
+    cfg = _config(system, values, laws, remote_counts, nvec, view)
+    # Every argument but the predictor is checked; the recordings take longest to read.
+    recorded = recorded or load_activations(moe_model.name)
+    predicted = predict(recorded, predictor)
+    shared = recorded.frequencies()[recorded.rows("train")].mean(axis=0)
+    rows = np.asarray(recorded.rows(split), dtype=np.int64)
     if len(rows) == 0:
-        raise ValueError(f"split={split!r}: activations {book.name!r} have no prompt there.")
+        raise ValueError(f"split={split!r}: activations {recorded.name!r} have no prompt there.")
     return Problem(
         system=system,
-        activations=book,
+        activations=recorded,
         rows=rows,
         predicted=predicted,
         shared=shared,
-        levels=members,
+        levels=remote_counts,
         w_headroom_mb=headroom[0],
         y_headroom_mb=headroom[1],
         z_headroom=headroom[2].astype(np.int64),
         nvec=nvec,
-        tables=make_tables(system, book, predicted, shared, members, headroom, cfg),
+        tables=make_tables(system, recorded, predicted, shared, remote_counts, headroom, cfg),
         slo=limits,
         **laws,
         arguments=arguments,

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._checks import choose, real, whole
-from servegym.hardware_profiles.serverless import GPU_PROFILES, MB, SERVING, Grid, memory_grids
+from servegym.envs.workloads.moe_models import MoeModel, load_model
+from servegym.hardware_profiles.serverless import (
+    GPU_PROFILES,
+    MB,
+    SERVING,
+    GpuProfile,
+    Grid,
+    memory_grids,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,34 +203,14 @@ def build_system(
         ValueError: a bad argument, or memory grids that cannot hold the model.
     """
     if isinstance(model, str):
-        from servegym.envs.workloads.activations import load_model
-
         model = load_model(model)
-    card = GPU_PROFILES[choose("gpu", gpu, GPU_PROFILES)]
     price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
     default_main, default_remote, grid_source = memory_grids(model.name)
-    main = _specs("main_specs_mb", main_specs_mb, default_main)
-    remote = _specs("remote_specs_mb", remote_specs_mb, default_remote)
-    experts = np.zeros(model.layers, dtype=np.int64)
-    experts[list(model.moe_layers)] = model.experts
-    count = len(model.moe_layers)
-    parameters = model.expert_bytes / model.bytes_per_value
-    scale = parameters / SERVING.expert_parameters
-    theta1, theta3 = SERVING.expert_thetas_s(model.name, parameters)
-    token_mb = model.token_bytes / MB
-    expert_mb = model.expert_bytes / MB
     system = SystemModel(
         name=model.name,
-        gpu=gpu,
-        layers=model.layers,
-        experts=experts,
-        top_k=model.top_k,
-        main_specs_mb=main,
-        remote_specs_mb=remote,
-        expert_mb=np.full(count, expert_mb),
-        non_expert_mb=np.asarray(model.non_expert_mb, dtype=np.float64),
-        kv_mb_per_token=np.full(model.layers, model.kv_bytes_per_token_layer / MB),
-        token_mb=token_mb,
+        gpu=choose("gpu", gpu, GPU_PROFILES),
+        main_specs_mb=_specs("main_specs_mb", main_specs_mb, default_main),
+        remote_specs_mb=_specs("remote_specs_mb", remote_specs_mb, default_remote),
         bandwidth_mb_s=real("bandwidth_mb_s", bandwidth_mb_s, 0.0, open_low=True),
         price_cpu=price_cpu,
         price_gpu=price_cpu * real("price_ratio", price_ratio, 0.0, open_low=True),
@@ -231,42 +219,73 @@ def build_system(
         container_start_remote_s=float(container_start_s),
         z_max=whole("z_max", z_max, 1, 64),
         payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
-        expert_theta1_s=theta1,
-        expert_theta2_per_gb=SERVING.theta2_per_gb(model.name),
-        expert_theta3_s=theta3,
-        expert_token_s=SERVING.expert_token_s * scale,
-        max_vcpus=SERVING.max_vcpus,
-        gpu_layer_base_s=card.layer_base_s,
-        gpu_layer_token_s=card.layer_token_s,
-        gpu_experts_base_s=card.experts_base_s,
-        gpu_experts_token_s=card.experts_token_s,
-        swap_base_s=SERVING.swap_base_s,
-        swap_mb_s=SERVING.swap_mb_s,
+        **_sizes(model),
+        **_speeds(model, GPU_PROFILES[gpu]),
         provenance={
             **SERVING.provenance(model.name),
-            "gpu": f"{card.kind}: {card.source}",
+            "gpu": f"{GPU_PROFILES[gpu].kind}: {GPU_PROFILES[gpu].source}",
             "main_specs_mb": grid_source,
             "remote_specs_mb": grid_source,
         },
     )
-    need = system.all_experts_mb + token_mb * whole("max_output_tokens", max_output_tokens, 1)
-    if main[-1] < need:
+    _check_memory(system, whole("max_output_tokens", max_output_tokens, 1))
+    return system
+
+
+def _sizes(model: MoeModel) -> dict[str, Any]:
+    """Numbers of layers and experts and their memory, by the names of `SystemModel`'s fields."""
+    experts = np.zeros(model.layers, dtype=np.int64)
+    experts[list(model.moe_layers)] = model.experts
+    return {
+        "layers": model.layers,
+        "experts": experts,
+        "top_k": model.top_k,
+        "expert_mb": np.full(len(model.moe_layers), model.expert_bytes / MB),
+        "non_expert_mb": np.asarray(model.non_expert_mb, dtype=np.float64),
+        "kv_mb_per_token": np.full(model.layers, model.kv_bytes_per_token_layer / MB),
+        "token_mb": model.token_bytes / MB,
+    }
+
+
+def _speeds(model: MoeModel, card: GpuProfile) -> dict[str, Any]:
+    """Times of experts, GPU layers and swaps, by the names of `SystemModel`'s fields."""
+    parameters = model.expert_bytes / model.bytes_per_value
+    theta1, theta3 = SERVING.expert_thetas_s(model.name, parameters)
+    return {
+        "expert_theta1_s": theta1,
+        "expert_theta2_per_gb": SERVING.theta2_per_gb(model.name),
+        "expert_theta3_s": theta3,
+        "expert_token_s": SERVING.expert_token_s * (parameters / SERVING.expert_parameters),
+        "max_vcpus": SERVING.max_vcpus,
+        "gpu_layer_base_s": card.layer_base_s,
+        "gpu_layer_token_s": card.layer_token_s,
+        "gpu_experts_base_s": card.experts_base_s,
+        "gpu_experts_token_s": card.experts_token_s,
+        "swap_base_s": SERVING.swap_base_s,
+        "swap_mb_s": SERVING.swap_mb_s,
+    }
+
+
+def _check_memory(system: SystemModel, max_output_tokens: int) -> None:
+    """Refuse memory grids and a payload that cannot hold the model's experts and tokens."""
+    need = system.all_experts_mb + system.token_mb * max_output_tokens
+    if system.main_specs_mb[-1] < need:
         raise ValueError(
-            f"main_specs_mb: the largest specification, {main[-1]:g} MB, cannot hold all experts "
-            f"of {model.name!r}: {need:.0f} MB are needed (10f)."
+            f"main_specs_mb: the largest specification, {system.main_specs_mb[-1]:g} MB, cannot "
+            f"hold all experts of {system.name!r}: {need:.0f} MB are needed (10f)."
         )
-    if system.payload_mb < token_mb:
+    if system.payload_mb < system.token_mb:
         raise ValueError(
-            f"payload_mb={payload_mb!r} cannot carry one token vector of {model.name!r}, "
-            f"{token_mb:.4g} MB (10g)."
+            f"payload_mb={system.payload_mb!r} cannot carry one token vector of {system.name!r}, "
+            f"{system.token_mb:.4g} MB (10g)."
         )
     largest = float((system.expert_mb * system.num_experts).max())
-    if remote[-1] < largest:
+    if system.remote_specs_mb[-1] < largest:
         raise ValueError(
-            f"remote_specs_mb: the largest specification, {remote[-1]:g} MB, cannot hold all "
-            f"experts of a layer of {model.name!r}: {largest:.0f} MB are needed (10e)."
+            f"remote_specs_mb: the largest specification, {system.remote_specs_mb[-1]:g} MB, "
+            f"cannot hold all experts of a layer of {system.name!r}: {largest:.0f} MB are needed "
+            "(10e)."
         )
-    return system
 
 
 # ------------------------------------------------------------------- what no plan can do better
