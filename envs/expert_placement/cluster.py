@@ -131,6 +131,15 @@ _SCENARIOS: dict[str, dict[str, Any]] = {
     | {"output_tokens": 20, "mean_interarrival_s": 20.0, "tasks": _MULTI_TASKS},
     "drift": _EDGE | {"rotate_s": 900.0, "migration_source": "network"},
 }
+# Arguments that describe the load of a scenario, not its cluster; ``tasks`` by model.
+LOAD_DEFAULTS: dict[str, Any] = {
+    "output_tokens": 20,
+    "mean_interarrival_s": 10.0,
+    "task_mix": "by_server",
+    "tasks": {},
+    "rotate_s": 0.0,
+    "migration_source": "host",
+}
 SCALES = (4, 8, 16, 32, 64, 128, 256)
 
 
@@ -310,6 +319,68 @@ def _per(argument: str, given: Any, shape: tuple[int, ...], low: float, open_low
     return array
 
 
+def _model_times(model: str, sizes: ModelTimes | None) -> ModelTimes:
+    """The sizes and times given, else those listed for the model."""
+    if not isinstance(sizes, (ModelTimes, type(None))):
+        raise ValueError(f"sizes={sizes!r} must be ModelTimes or None.")
+    return sizes if sizes is not None else MODELS[choose("model", model, MODELS)]
+
+
+def _gpu_counts(gpus: Any) -> tuple[int, ...]:
+    """GPUs of each server."""
+    if not isinstance(gpus, (list, tuple)) or not gpus:
+        raise ValueError(f"gpus={gpus!r} must list the GPUs of each server, as (1, 1, 2).")
+    return tuple(whole(f"gpus[{n}]", g, 1, 64) for n, g in enumerate(gpus))
+
+
+def _slots_in_memory(times: ModelTimes, model: str, memory: np.ndarray) -> np.ndarray:
+    """Experts that fit into the bytes ``(G,)`` of each GPU that are free for them."""
+    short = np.flatnonzero(memory < 0)
+    if len(short):
+        g = int(short[0])
+        raise ValueError(
+            f"GPU {g} misses {math.ceil(-memory[g])} bytes for the non-expert weights "
+            f"({times.reserved_bytes:.0f} bytes) of {model!r}: raise gpu_bytes or "
+            "memory_fraction."
+        )
+    most = times.layers * times.experts
+    return np.minimum(np.floor(memory / times.expert_bytes), most).astype(np.int64)
+
+
+def _slots_given(times: ModelTimes, slots: Any, counts: tuple[int, ...]) -> np.ndarray:
+    """The listed experts of each GPU, at most all of the model."""
+    if not isinstance(slots, (list, tuple, np.ndarray)):
+        raise ValueError(f"slots={slots!r} must list the experts that each GPU can hold.")
+    if len(slots) != sum(counts):
+        raise ValueError(f"slots lists {len(slots)} GPUs, gpus={counts} has {sum(counts)}.")
+    listed = np.array([whole(f"slots[{g}]", s, 0) for g, s in enumerate(slots)], dtype=np.int64)
+    return np.minimum(listed, times.layers * times.experts)
+
+
+def _check_experts_fit(
+    times: ModelTimes, model: str, slots: np.ndarray, gpu_server: np.ndarray
+) -> None:
+    """Check that there is a slot for each expert; a second copy on one server is of no use."""
+    need = times.layers * times.experts
+    places = int(np.minimum(np.bincount(gpu_server, slots), need).sum())
+    if places < need:
+        raise ValueError(
+            f"the {need} experts of {model!r} do not fit: the GPUs have room for {places}, "
+            f"{(need - places) * times.expert_bytes} bytes are missing. Raise gpu_bytes, "
+            "memory_fraction or gpus."
+        )
+
+
+def _pair_bandwidth(bandwidth_bps: Any, nic: np.ndarray) -> np.ndarray:
+    """``(N, N)`` bits/s of each ordered pair; a server's own interface bounds what it sends."""
+    servers = len(nic)
+    # An interface is shaped where it sends: the receiver's does not slow a message down.
+    pair = np.repeat(nic[:, None], servers, axis=1) if bandwidth_bps is None else bandwidth_bps
+    pair = _per("bandwidth_bps", pair, (servers, servers), 0.0, True)
+    np.fill_diagonal(pair, pair.max())
+    return pair
+
+
 def build_cluster(
     model: str = "deepseek-v2-lite",
     *,
@@ -353,49 +424,24 @@ def build_cluster(
     Raises:
         ValueError: an argument is bad, or the experts do not fit in the memory.
     """
-    if not isinstance(sizes, (ModelTimes, type(None))):
-        raise ValueError(f"sizes={sizes!r} must be ModelTimes or None.")
-    times = sizes if sizes is not None else MODELS[choose("model", model, MODELS)]
-    if not isinstance(gpus, (list, tuple)) or not gpus:
-        raise ValueError(f"gpus={gpus!r} must list the GPUs of each server, as (1, 1, 2).")
-    counts = tuple(whole(f"gpus[{n}]", g, 1, 64) for n, g in enumerate(gpus))
+    times = _model_times(model, sizes)
+    counts = _gpu_counts(gpus)
     servers, total = len(counts), sum(counts)
-    gpu_server = np.repeat(np.arange(servers), counts)
-    first = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    gpu_server = np.repeat(np.arange(servers), counts).astype(np.int64)
+    home_gpu = np.concatenate([[0], np.cumsum(counts)[:-1]])
+
     fraction = times.memory_fraction if memory_fraction is None else memory_fraction
     fraction = real("memory_fraction", fraction, 0.0, 1.0, open_low=True)
-    need = times.layers * times.experts
     memory = _per("gpu_bytes", gpu_bytes, (total,), 0.0, True) * fraction
-    memory[first] -= times.reserved_bytes
+    memory[home_gpu] -= times.reserved_bytes
     if slots is None:
-        short = np.flatnonzero(memory < 0)
-        if len(short):
-            g = int(short[0])
-            raise ValueError(
-                f"GPU {g} misses {math.ceil(-memory[g])} bytes for the non-expert weights "
-                f"({times.reserved_bytes:.0f} bytes) of {model!r}: raise gpu_bytes or "
-                "memory_fraction."
-            )
-        cap = np.minimum(np.floor(memory / times.expert_bytes), need).astype(np.int64)
+        capacity = _slots_in_memory(times, model, memory)
     else:
-        if not isinstance(slots, (list, tuple, np.ndarray)):
-            raise ValueError(f"slots={slots!r} must list the experts that each GPU can hold.")
-        if len(slots) != total:
-            raise ValueError(f"slots lists {len(slots)} GPUs, gpus={counts} has {total}.")
-        cap = np.array([whole(f"slots[{g}]", s, 0) for g, s in enumerate(slots)], dtype=np.int64)
-    cap = np.minimum(cap, need)  # a second copy on one GPU is of no use
-    places = int(np.minimum(np.bincount(gpu_server, cap, servers), need).sum())
-    if places < need:
-        raise ValueError(
-            f"the {need} experts of {model!r} do not fit: the GPUs have room for {places}, "
-            f"{(need - places) * times.expert_bytes} bytes are missing. Raise gpu_bytes, "
-            "memory_fraction or gpus."
-        )
+        capacity = _slots_given(times, slots, counts)
+    _check_experts_fit(times, model, capacity, gpu_server)
+
     nic = _per("nic_bps", nic_bps, (servers,), 0.0, True)
-    # An interface is shaped where it sends: the receiver's does not slow a message down.
-    pair = np.repeat(nic[:, None], servers, axis=1) if bandwidth_bps is None else bandwidth_bps
-    pair = _per("bandwidth_bps", pair, (servers, servers), 0.0, True)
-    np.fill_diagonal(pair, pair.max())
+    bandwidth = _pair_bandwidth(bandwidth_bps, nic)
     delay = _per("latency_s", latency_s, (servers, servers), 0.0, False)
     np.fill_diagonal(delay, 0.0)
     speed = _per("gpu_speed", gpu_speed, (total,), 0.0, True)
@@ -403,9 +449,9 @@ def build_cluster(
     return Cluster(
         model=model,
         gpus=counts,
-        slots=cap,
-        gpu_server=gpu_server.astype(np.int64),
-        bandwidth_bps=pair,
+        slots=capacity,
+        gpu_server=gpu_server,
+        bandwidth_bps=bandwidth,
         nic_bps=nic,
         latency_s=delay,
         link_model=choose("link_model", link_model, LINK_MODELS),
@@ -415,8 +461,8 @@ def build_cluster(
         pcie_latency_s=real("pcie_latency_s", pcie_latency_s, 0.0),
         expert_base_s=times.expert_base_s / speed,
         expert_token_s=times.expert_token_s / speed,
-        dense_base_s=times.dense_base_s / speed[first],
-        dense_token_s=times.dense_token_s / speed[first],
+        dense_base_s=times.dense_base_s / speed[home_gpu],
+        dense_token_s=times.dense_token_s / speed[home_gpu],
         activation_bytes=times.hidden * value_bytes,
         expert_bytes=times.expert_bytes,
         layers=times.layers,
@@ -428,16 +474,5 @@ def build_cluster(
 
 def scenario_cluster(name: str, model: str = "deepseek-v2-lite", **changes: Any) -> Cluster:
     """The cluster of a scenario, with some of its arguments changed."""
-    arguments = {k: v for k, v in scenario(name).items() if k not in LOAD_ARGUMENTS}
+    arguments = {k: v for k, v in scenario(name).items() if k not in LOAD_DEFAULTS}
     return build_cluster(model, **(arguments | changes))
-
-
-# Arguments of a scenario that describe its load, not its cluster.
-LOAD_ARGUMENTS = (
-    "output_tokens",
-    "mean_interarrival_s",
-    "task_mix",
-    "tasks",
-    "rotate_s",
-    "migration_source",
-)

@@ -12,7 +12,7 @@ import numpy as np
 
 from servegym.envs._checks import choose, flag, mapping, real, whole
 from servegym.envs.expert_placement.cluster import (
-    LOAD_ARGUMENTS,
+    LOAD_DEFAULTS,
     MODELS,
     Cluster,
     ModelTimes,
@@ -137,6 +137,60 @@ def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple
     return found
 
 
+def _cluster(model: str, arguments: dict[str, Any], cluster_kwargs: Any) -> Cluster:
+    """The cluster of the scenario's arguments, some replaced by ``cluster_kwargs``."""
+    arguments = arguments | mapping("cluster_kwargs", cluster_kwargs)
+    if model == "toy" and arguments.get("sizes") is None:
+        arguments["sizes"] = _TOY
+    try:
+        return build_cluster(model, **arguments)
+    except TypeError as error:
+        raise ValueError(f"cluster_kwargs={cluster_kwargs!r}: {error}") from None
+
+
+def _interarrival_s(given: Any, servers: int) -> list[float]:
+    """Mean seconds between the requests of each server."""
+    gaps = list(given) if isinstance(given, (list, tuple, np.ndarray)) else [given] * servers
+    if len(gaps) != servers:
+        raise ValueError(
+            f"mean_interarrival_s={given!r} must be one number or one for each of "
+            f"the {servers} servers."
+        )
+    return [real(f"mean_interarrival_s[{n}]", g, 0.0, open_low=True) for n, g in enumerate(gaps)]
+
+
+def _check_requests(epochs: int, epoch_s: float, gaps: list[float]) -> None:
+    """Check that an episode has some requests and not more than memory has room for."""
+    requests = epochs * epoch_s * sum(1.0 / g for g in gaps)
+    if not MIN_REQUESTS <= requests <= MAX_REQUESTS:
+        raise ValueError(
+            f"epochs={epochs}, epoch_s={epoch_s:g} and mean_interarrival_s={gaps} make "
+            f"{requests:.3g} requests an episode; it must be from {MIN_REQUESTS:g} to "
+            f"{MAX_REQUESTS:g}."
+        )
+
+
+def _output_tokens(given: Any) -> tuple[int, int]:
+    """Least and most tokens of an answer."""
+    pair = list(given) if isinstance(given, (list, tuple)) else [given, given]
+    pair = [whole("output_tokens", x, 1, 1 << 20) for x in pair]
+    if len(pair) != 2 or pair[0] > pair[1]:
+        raise ValueError(f"output_tokens={given!r} must be a number or a range (low, high).")
+    return pair[0], pair[1]
+
+
+def _rotate_s(given: Any, episode_s: float) -> float:
+    """Seconds after which the tasks move on to the next server, 0 for never."""
+    rotate = real("rotate_s", given, 0.0)
+    if rotate > 0 and not episode_s / rotate <= MOST_TURNS:
+        raise ValueError(
+            f"rotate_s={rotate:g} makes the tasks of an episode of {episode_s:g} s move on "
+            f"more than {MOST_TURNS:g} times; it must be 0 (never) or at least "
+            f"{episode_s / MOST_TURNS:g}."
+        )
+    return rotate
+
+
 def build_problem(
     *,
     scenario: str = "edge_hetero",
@@ -171,56 +225,24 @@ def build_problem(
     """
     arguments = dict(locals())
     choose("model", model, [*MODELS, "toy"])
-    given = scenario_arguments(scenario)
-    load = {name: given.pop(name) for name in LOAD_ARGUMENTS if name in given}
-    given.update(mapping("cluster_kwargs", cluster_kwargs))
-    if model == "toy" and given.get("sizes") is None:
-        given["sizes"] = _TOY
-    try:
-        cluster = build_cluster(model, **given)
-    except TypeError as error:
-        raise ValueError(f"cluster_kwargs={cluster_kwargs!r}: {error}") from None
+    of_cluster = scenario_arguments(scenario)
+    load = {name: of_cluster.pop(name, value) for name, value in LOAD_DEFAULTS.items()}
+    load["tasks"] = load["tasks"].get(model)
+    load |= {name: arguments[name] for name in load if arguments[name] is not None}
+    cluster = _cluster(model, of_cluster, cluster_kwargs)
+
     choose("skew", skew, ("measured",) if model == "toy" else SKEWS)
     activations, prompts = _load(model, skew, whole("activations_seed", activations_seed, 0))
-    servers = cluster.num_servers
-    of_model = load.get("tasks", {}).get(model)
-    names = _tasks(of_model if tasks is None else tasks, activations)
+    names = _tasks(load["tasks"], activations)
 
-    def pick(value: Any, name: str, default: Any) -> Any:
-        return load.get(name, default) if value is None else value
-
-    gaps = pick(mean_interarrival_s, "mean_interarrival_s", 10.0)
-    gaps = list(gaps) if isinstance(gaps, (list, tuple, np.ndarray)) else [gaps] * servers
-    if len(gaps) != servers:
-        raise ValueError(
-            f"mean_interarrival_s={mean_interarrival_s!r} must be one number or one for each of "
-            f"the {servers} servers."
-        )
-    gaps = [real(f"mean_interarrival_s[{n}]", g, 0.0, open_low=True) for n, g in enumerate(gaps)]
+    gaps = _interarrival_s(load["mean_interarrival_s"], cluster.num_servers)
     epochs = whole("epochs", epochs, 1, 100_000)
     epoch_s = real("epoch_s", epoch_s, 0.0, open_low=True)
-    requests = epochs * epoch_s * sum(1.0 / g for g in gaps)
-    if not MIN_REQUESTS <= requests <= MAX_REQUESTS:
-        raise ValueError(
-            f"epochs={epochs}, epoch_s={epoch_s:g} and mean_interarrival_s={gaps} make "
-            f"{requests:.3g} requests an episode; it must be from {MIN_REQUESTS:g} to "
-            f"{MAX_REQUESTS:g}."
-        )
-    outputs = pick(output_tokens, "output_tokens", 20)
-    pair = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs, outputs]
-    pair = [whole("output_tokens", x, 1, 1 << 20) for x in pair]
-    if len(pair) != 2 or pair[0] > pair[1]:
-        raise ValueError(f"output_tokens={outputs!r} must be a number or a range (low, high).")
-    low, high = pair
-    rotate = real("rotate_s", pick(rotate_s, "rotate_s", 0.0), 0.0)
-    if rotate > 0 and not epochs * epoch_s / rotate <= MOST_TURNS:
-        raise ValueError(
-            f"rotate_s={rotate:g} makes the tasks of an episode of {epochs * epoch_s:g} s move on "
-            f"more than {MOST_TURNS:g} times; it must be 0 (never) or at least "
-            f"{epochs * epoch_s / MOST_TURNS:g}."
-        )
-    mix = choose("task_mix", pick(task_mix, "task_mix", "by_server"), TASK_MIXES)
-    source = pick(migration_source, "migration_source", "host")
+    _check_requests(epochs, epoch_s, gaps)
+    tokens = _output_tokens(load["output_tokens"])
+    rotate = _rotate_s(load["rotate_s"], epochs * epoch_s)
+    mix = choose("task_mix", load["task_mix"], TASK_MIXES)
+
     choose("split", split, SPLITS)
     free_start, redirect = flag("free_start", free_start), flag("redirect", redirect)
     if redirect and serving != "offload":
@@ -233,7 +255,7 @@ def build_problem(
         rows=_rows(activations, split, names),
         history_rows=_rows(activations, SPLITS[split], names),
         interarrival_s=np.array(gaps),
-        output_tokens=(low, high),
+        output_tokens=tokens,
         epochs=epochs,
         epoch_s=epoch_s,
         task_mix=mix,
@@ -243,7 +265,7 @@ def build_problem(
         action_mode=choose("action_mode", action_mode, ACTION_MODES),
         replica_choice=choose("replica_choice", replica_choice, REPLICA_CHOICES),
         replica_candidates=whole("replica_candidates", replica_candidates, 1),
-        migration_source=choose("migration_source", source, MIGRATION_SOURCES),
+        migration_source=choose("migration_source", load["migration_source"], MIGRATION_SOURCES),
         serving=choose("serving", serving, SERVINGS),
         cache=choose("cache", cache, CACHES),
         redirect=redirect,
