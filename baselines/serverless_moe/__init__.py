@@ -13,7 +13,7 @@ from servegym.baselines.serverless_moe.heuristics import (
     PerExpert,
     Random,
 )
-from servegym.baselines.serverless_moe.lpt import compile_lpt as compile_kernels
+from servegym.baselines.serverless_moe.lpt import compile_kernels as _compile_lpt
 from servegym.baselines.serverless_moe.remoe.policies import Remoe, RemoeCost, RemoeSticky
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
@@ -21,6 +21,16 @@ from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
 __all__ = ["ServerlessSystem", "compile_kernels"]
 
 _FAMILY = "serverless_moe"
+
+
+def compile_kernels() -> None:
+    """Compile what the policies and the predictors run, or load it from the cache on disk."""
+    from servegym.baselines.serverless_moe.prediction import kernel
+
+    _compile_lpt()
+    kernel.compile_kernels()
+
+
 register_policy("random", Random, "uniform over the legal actions", family=_FAMILY)
 register_policy(
     "remoe",
@@ -74,7 +84,7 @@ register_policy(
 register_policy(
     "greedy_warm",
     GreedyWarm,
-    "one-step: greatest expected reward now, given what is warm, and what that saves if kept",
+    "one-step: greatest expected reward now and expected saving of what it leaves warm",
     family=_FAMILY,
 )
 register_policy(
@@ -93,7 +103,7 @@ register_policy(
 register_policy(
     "lookahead",
     Lookahead,
-    "clairvoyant: dynamic programme over kept configurations for the whole episode",
+    "clairvoyant: dynamic programme over warm configurations for the whole episode",
     family=_FAMILY,
     clairvoyant=True,
 )

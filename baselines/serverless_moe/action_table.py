@@ -23,7 +23,7 @@ from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.sets import least_used_first
 
-__all__ = ["ActionTable", "Choices", "Values", "Warm", "evaluate_actions"]
+__all__ = ["ActionTable", "CandidateActions", "ActionValues", "WarmFunctions", "evaluate_actions"]
 
 Floats = NDArray[np.float64]
 CACHED_PREDICTIONS = 512
@@ -32,7 +32,7 @@ LOAD_SPREAD = 0.12
 
 
 @dataclass(frozen=True, eq=False)
-class Warm:
+class WarmFunctions:
     """Functions that are warm, as observed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Warm:
 
 
 @dataclass(frozen=True, eq=False)
-class Choices:
+class CandidateActions:
     """Actions to be valued. The first set is empty and its first W the least: MIX.
 
     Attributes:
@@ -78,11 +78,11 @@ class Choices:
     memory_mb: Floats
     replicas: NDArray[np.int64]
 
-    def one(self, s: int, w: int, y: NDArray[np.int64], z: NDArray[np.int64]) -> Choices:
+    def one(self, s: int, w: int, y: NDArray[np.int64], z: NDArray[np.int64]) -> CandidateActions:
         """MIX and one action; ``y`` and ``z`` (L,) index the settings of each layer."""
         sets = np.array([0, s])
         layers = np.arange(self.memory_mb.shape[1])
-        return Choices(
+        return CandidateActions(
             self.members[sets],
             self.order[sets],
             self.remote[sets],
@@ -96,7 +96,7 @@ class Choices:
 
 
 @dataclass(frozen=True, eq=False)
-class Values:
+class ActionValues:
     """Of every action: shape (S, W, Y, Z) each; (levels, 2, W, Y, Z) in an action table.
 
     Attributes:
@@ -115,7 +115,7 @@ class Values:
 
 
 @dataclass(frozen=True, eq=False)
-class Sets:
+class RemoteSets:
     """What depends on the prediction alone. S = levels x 2 orders, the order changing fastest.
 
     Attributes:
@@ -137,7 +137,7 @@ class ActionTable:
     def __init__(self, system: ServerlessSystem) -> None:
         self.system = system
         model = system.model
-        self._cache: OrderedDict[bytes, Sets] = OrderedDict()
+        self._cache: OrderedDict[bytes, RemoteSets] = OrderedDict()
         self.members = np.repeat(np.asarray(system.levels), 2)
         most = system.max_output_tokens
         local = (model.num_experts - self.members) * float(model.expert_mb.sum())
@@ -146,13 +146,13 @@ class ActionTable:
         self.main_mb = eq.smallest_specs(specs, least[:, None] + system.w_headroom_mb)  # (S, W)
         self.local_mb = np.asarray(local + model.all_non_expert_mb, np.float64)
 
-    def sets(self, frequency: NDArray) -> Sets:
+    def sets(self, frequency: NDArray) -> RemoteSets:
         """Remote sets and replicas of a predicted activation matrix (L, K), cached."""
         key = np.ascontiguousarray(frequency, dtype=np.float32).tobytes()
-        found = self._cache.get(key)
-        if found is not None:
+        sets = self._cache.get(key)
+        if sets is not None:
             self._cache.move_to_end(key)
-            return found
+            return sets
         model = self.system.model
         share = np.asarray(frequency, np.float64)
         orders = np.stack([least_used_first(share), least_used_first(self.system.shared)])
@@ -165,17 +165,18 @@ class ActionTable:
         replica = lpt.lpt_rows(jobs.reshape(-1, share.shape[1]), model.z_max)
         replica = replica.reshape(*remote.shape[:2], model.z_max, -1)
         inside = np.where(remote, share, 0.0)
-        found = Sets(remote, replica, inside.sum(axis=2), lpt.largest_replica_sums(replica, inside))
-        self._cache[key] = found
+        top = lpt.largest_replica_sums(replica, inside)
+        sets = RemoteSets(remote, replica, inside.sum(axis=2), top)
+        self._cache[key] = sets
         if len(self._cache) > CACHED_PREDICTIONS:
             self._cache.popitem(last=False)
-        return found
+        return sets
 
     def clear_cache(self) -> None:
         """Drop what is cached of predictions, so that the next decision takes its full time."""
         self._cache.clear()
 
-    def memory_mb(self, sets: Sets, n_in: float) -> Floats:
+    def memory_mb(self, sets: RemoteSets, n_in: float) -> Floats:
         """Y of each layer and headroom, (S, L, Y); of no meaning where nothing is remote."""
         model, specs = self.system.model, self.system.model.remote_specs_mb
         need = model.expert_mb * self.members[:, None] + model.token_mb * model.top_k * n_in * (
@@ -184,7 +185,7 @@ class ActionTable:
         least = eq.smallest_specs(specs, need)
         return eq.smallest_specs(specs, least[..., None] + self.system.y_headroom_mb)
 
-    def replicas(self, sets: Sets, n_in: float) -> NDArray[np.int64]:
+    def replicas(self, sets: RemoteSets, n_in: float) -> NDArray[np.int64]:
         """Replicas of each layer and headroom, (S, L, Z)."""
         model = self.system.model
         body = sets.top * (model.top_k * n_in * model.token_mb)
@@ -192,10 +193,10 @@ class ActionTable:
         least = np.where(fits.any(axis=2), fits.argmax(axis=2) + 1, model.z_max)
         return np.minimum(least[..., None] + self.system.z_headroom, model.z_max)
 
-    def choices(self, frequency: NDArray, n_in: float) -> Choices:
+    def choices(self, frequency: NDArray, n_in: float) -> CandidateActions:
         """All actions for a prompt of ``n_in`` tokens."""
         sets = self.sets(frequency)
-        return Choices(
+        return CandidateActions(
             self.members,
             np.arange(self.members.size) % 2,
             sets.remote,
@@ -207,7 +208,7 @@ class ActionTable:
             self.replicas(sets, n_in),
         )
 
-    def values(self, load: Load, frequency: NDArray, **limits: Any) -> Values:
+    def values(self, load: Load, frequency: NDArray, **limits: Any) -> ActionValues:
         """Expected reward of every global action, arrays (levels, 2, W, Y, Z).
 
         Args:
@@ -215,10 +216,10 @@ class ActionTable:
             frequency: (L, K) predicted frequencies that the environment plans with.
             **limits: As :func:`evaluate_actions`.
         """
-        found = evaluate_actions(self.system, self.choices(frequency, load.n_in), load, **limits)
-        shape = (len(self.system.levels), 2, *found.reward.shape[1:])
-        arrays = (found.reward, found.cost_usd, found.ttft_s, found.tpot_s)
-        return Values(*(x.reshape(shape) for x in arrays), mix_usd=found.mix_usd)
+        values = evaluate_actions(self.system, self.choices(frequency, load.n_in), load, **limits)
+        shape = (len(self.system.levels), 2, *values.reward.shape[1:])
+        arrays = (values.reward, values.cost_usd, values.ttft_s, values.tpot_s)
+        return ActionValues(*(x.reshape(shape) for x in arrays), mix_usd=values.mix_usd)
 
     def reward(
         self, load: Load, frequency: NDArray, action: NDArray[np.int64], **limits: Any
@@ -234,15 +235,15 @@ class ActionTable:
 
 def evaluate_actions(
     system: ServerlessSystem,
-    choices: Choices,
+    choices: CandidateActions,
     load: Load,
     *,
     ttft_limit_s: float,
     tpot_limit_s: float,
-    warm: Warm | None = None,
+    warm: WarmFunctions | None = None,
     spread: float = 0.0,
     starts: bool = True,
-) -> Values:
+) -> ActionValues:
     """Expected reward of every action.
 
     Args:
@@ -327,11 +328,16 @@ def evaluate_actions(
     fits = _feasible(system, c, tokens, top, load.decode_sets is not None, spread)
     if fits is not None:
         reward = fits * reward - (1.0 - fits) * (1.0 + 2.0 * system.penalty)
-    return Values(reward, cost, ttft, tpot, mix_usd)
+    return ActionValues(reward, cost, ttft, tpot, mix_usd)
 
 
 def _feasible(
-    system: ServerlessSystem, c: Choices, tokens: Floats, top: Floats, known: bool, spread: float
+    system: ServerlessSystem,
+    c: CandidateActions,
+    tokens: Floats,
+    top: Floats,
+    known: bool,
+    spread: float,
 ) -> Floats | None:
     """Chance (S, 1, Y, Z) that the true routing leaves 10e and 10g intact; None for surely."""
     model, used = system.model, c.members > 0
@@ -353,7 +359,7 @@ def _feasible(
 
 
 def cold_starts(
-    system: ServerlessSystem, c: Choices, rate: Floats, warm: Warm | None
+    system: ServerlessSystem, c: CandidateActions, rate: Floats, warm: WarmFunctions | None
 ) -> tuple[Floats, Floats]:
     """Cold start (S, W, Y, Z) in seconds and USD; ``rate`` (S, W) is the main function's USD/s."""
     model, used = system.model, c.members > 0

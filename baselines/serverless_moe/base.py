@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.baselines.serverless_moe.action_table import ActionTable, Warm
+from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
 from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 
@@ -44,7 +44,7 @@ class Observed:
     ttft_limit_s: float
     tpot_limit_s: float
     last_trem_s: float
-    warm: Warm | None
+    warm: WarmFunctions | None
 
     @property
     def has_request(self) -> bool:
@@ -56,11 +56,11 @@ def observed_row(system: ServerlessSystem, observation: Observation, row: int) -
     """Read one row of the Dict observation."""
     model = system.model
     lengths, slo = observation["lengths"][row], observation["slo"][row]
-    flag, main, ratio, order, same = (float(x) for x in observation["warm_main"][row])
+    is_warm, main, ratio, order, same = (float(x) for x in observation["warm_main"][row])
     warm = None
-    if flag > 0.5:
+    if is_warm > 0.5:
         remote = np.asarray(observation["warm_remote"][row], np.float64)
-        warm = Warm(
+        warm = WarmFunctions(
             main_mb=round(main * float(model.main_specs_mb[-1]), 2),
             level=int(np.argmin(np.abs(system.levels / model.num_experts - ratio))),
             order=int(order > 0.5),

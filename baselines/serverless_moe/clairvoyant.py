@@ -60,7 +60,7 @@ class GridOptimum(Clairvoyant):
 
 
 class Lookahead(Clairvoyant):
-    """Plans a whole episode as it really is by dynamic programming over kept configurations.
+    """Plans a whole episode as it really is by dynamic programming over warm configurations.
 
     The state is the configuration that is warm. At each request it either keeps one of the
     ``configurations`` most wanted shared ones (warm if the same was used last and the gap is short)
@@ -103,18 +103,20 @@ class Lookahead(Clairvoyant):
 
     def _search(self, row: int) -> tuple[Actions, float]:
         requests = self._batch.arrays.requests[row]
-        count, keep = len(requests), self.system.keep_alive_s
+        count, keep_alive_s = len(requests), self.system.keep_alive_s
         cold, warm, free, free_at = [], [], np.empty(count), np.empty(count, dtype=np.int64)
         bound = 0.0
         for i in range(count):
             load, observed = self.true_load(row, i)
             started = self.rewards(observed, load, spread=0.0)
-            kept = self.rewards(observed, load, spread=0.0, starts=False) if keep > 0 else started
+            warm_rewards = started
+            if keep_alive_s > 0:
+                warm_rewards = self.rewards(observed, load, spread=0.0, starts=False)
             free_at[i] = started.argmax()
             free[i] = started.flat[free_at[i]]
             cold.append(started[:, 1].ravel().astype(np.float32))
-            warm.append(kept[:, 1].ravel().astype(np.float32))
-            bound += float(kept.max())
+            warm.append(warm_rewards[:, 1].ravel().astype(np.float32))
+            bound += float(warm_rewards.max())
         shape = started.shape
         wanted = np.bincount([int(w.argmax()) for w in warm], minlength=warm[0].size)
         mean = np.mean(warm, axis=0)
@@ -127,10 +129,10 @@ class Lookahead(Clairvoyant):
         value = np.zeros(states)
         choice = np.empty((count, states), dtype=np.int64)
         for i in range(count - 1, -1, -1):
-            reach = keep > 0.0 and i > 0 and float(requests["gap"][i]) <= keep
+            is_warm = keep_alive_s > 0.0 and i > 0 and float(requests["gap"][i]) <= keep_alive_s
             options = np.empty((states, states))
             options[:, :-1] = cold_some[i] + value[:-1]
-            if reach:
+            if is_warm:
                 same = np.arange(states - 1)
                 options[same, same] = warm_some[i] + value[:-1]
             options[:, -1] = free[i] + value[-1]

@@ -57,14 +57,14 @@ def _efficient(cost: Floats, one: Floats, two: Floats) -> NDArray[np.int64]:
     """Options that no other one beats or equals in cost and both times."""
     order = np.lexsort((two, one, cost))
     order = order[np.isfinite(cost[order])]
-    kept: list[int] = []
+    efficient: list[int] = []
     best_one, best_two = np.empty(order.size), np.empty(order.size)
     for i in order.tolist():
-        k = len(kept)
+        k = len(efficient)
         if not ((best_one[:k] <= one[i]) & (best_two[:k] <= two[i])).any():
             best_one[k], best_two[k] = one[i], two[i]
-            kept.append(i)
-    return np.array(kept, dtype=np.int64)
+            efficient.append(i)
+    return np.array(efficient, dtype=np.int64)
 
 
 def solve_knapsack(
@@ -106,9 +106,9 @@ def solve_knapsack(
         for t, b in zip(times, limits, strict=True)
     ):
         return none
-    kept = [_efficient(price[k], times[0][k], times[1][k]) for k in range(layers)]
-    layer = np.repeat(at, [k.size for k in kept])
-    option = np.concatenate(kept)
+    efficient = [_efficient(price[k], times[0][k], times[1][k]) for k in range(layers)]
+    layer = np.repeat(at, [k.size for k in efficient])
+    option = np.concatenate(efficient)
     scale = max(abs(bound), 1e-300) / layers
     rows = [sparse.csr_array((np.ones(layer.size), (layer, np.arange(layer.size))))]
     low, high = [np.ones(layers)], [np.ones(layers)]
@@ -203,7 +203,7 @@ def grid_optimum(
     """The cheapest feasible plan over b, W, Y and z.
 
     Candidates (b, W) are taken by rising lower bound, so most need no integer program; a W whose
-    price alone is above the cost of a plan already had is no candidate.
+    price alone is above the cost of a known plan is no candidate.
 
     Args:
         system: The system.
@@ -228,7 +228,7 @@ def grid_optimum(
     tried = np.arange(experts + 1) / experts if ratios is None else np.asarray(ratios, float)
     specs = system.main_specs_mb if main_specs_mb is None else np.asarray(main_specs_mb, float)
     fixed_prefill, fixed_decode = non_expert_s(system, load)
-    fixed, candidates, had = fixed_prefill + fixed_decode, [], np.inf
+    fixed, candidates, best_known_usd = fixed_prefill + fixed_decode, [], np.inf
     limits = (ttft_limit_s - fixed_prefill, tpot_limit_s * load.n_out - fixed_decode)
     layers = np.arange(system.moe_layers)
     for b in tried.tolist():
@@ -241,7 +241,7 @@ def grid_optimum(
         prefill, decode, _ = _priced(system, load, options, own[-1], np.zeros((1, 1, 1)))
         shortest = fixed + float((prefill + decode).min(axis=1).sum())
         for w in own.tolist():
-            if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > had:
+            if eq.main_rate_usd_s(system, load.n_in, load.n_out, w) * shortest > best_known_usd:
                 break
             base, start, price = _start(
                 system, load, options, w, fixed, cold_start, bill_cold_start
@@ -255,7 +255,7 @@ def grid_optimum(
                     prefill[layers, at].sum() <= limits[0] - start
                     and decode[layers, at].sum() <= limits[1]
                 ):
-                    had = min(had, bound)
+                    best_known_usd = min(best_known_usd, bound)
     candidates.sort(key=lambda c: c[0])
     best, lowest = OptimalPlan(None, 0.0, np.inf, np.inf, None), np.inf
     for bound, b, w, options, start, base, price in candidates:

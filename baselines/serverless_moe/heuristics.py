@@ -157,9 +157,9 @@ class GreedyWarm(ServerlessPolicy):
         chance = min(system.reuse_chance(), 0.99)
         self._worth = []
         for regime in range(system.trem_s.size):
-            kept = np.mean(mean_request_rewards(self.table, regime, starts=False), axis=0)
+            warm = np.mean(mean_request_rewards(self.table, regime, starts=False), axis=0)
             cold = mean_request_rewards(self.table, regime, starts=True)
-            saved = np.maximum(kept - np.mean([c.max() for c in cold]), 0.0)
+            saved = np.maximum(warm - np.mean([c.max() for c in cold]), 0.0)
             saved[:, 0] = 0.0
             self._worth.append(chance / (1.0 - chance) * saved)
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs._jit import compile_kernels, jit
+from servegym.envs import _jit
+from servegym.envs._jit import jit
 
 __all__ = [
     "Assignment",
     "ReplicaLoads",
     "assign",
-    "compile_lpt",
+    "compile_kernels",
     "largest_replica_sums",
     "lpt",
     "lpt_rows",
@@ -273,10 +274,10 @@ def largest_replica_sums(replica: NDArray[np.int8], weight: Floats) -> Floats:
     return found.reshape(shape[:3])
 
 
-def compile_lpt() -> None:
+def compile_kernels() -> None:
     """Compile the functions of this module, or load them from the cache on disk."""
     rows, replica = np.zeros((1, 1)), np.zeros((1, 1, 1), dtype=np.int8)
-    compile_kernels(
+    _jit.compile_kernels(
         "serverless MoE policies",
         [
             (_lpt, (rows[0], 1)),

@@ -1,4 +1,4 @@
-"""A planner for what stays warm: value iteration over kept configurations and overhead regimes.
+"""A planner for what stays warm: value iteration over warm configurations and overhead regimes.
 
 It sees what a controller sees. Before the first request it plans on requests of the train split;
 at a request it adds what the configuration it leaves behind is worth to the reward expected now.
@@ -41,7 +41,7 @@ MOST_CHANCE = 0.99
 def relative_values(
     free: Floats,
     cold: Floats,
-    kept: Floats,
+    warm: Floats,
     *,
     chance: float,
     switching: Floats,
@@ -52,7 +52,7 @@ def relative_values(
     Args:
         free: (n, R) best reward of each request with a cold start that leaves nothing of use.
         cold: (n, R, A) reward with a cold start of each configuration.
-        kept: (n, R, A) reward with each configuration if it is warm.
+        warm: (n, R, A) reward with each configuration if it is warm.
         chance: Probability in [0, 1) that a request finds warm what served the last one.
         switching: (R, R) probabilities of the next regime, rows of the last.
         tolerance: Largest error of a worth, in units of the reward.
@@ -76,7 +76,7 @@ def relative_values(
     while True:
         later = switching @ worth
         value = np.maximum(free, (cold + later).max(axis=2))
-        saved = kept + later
+        saved = warm + later
         saved -= value[:, :, None]
         new = chance * np.maximum(saved, 0.0, out=saved).mean(axis=0)
         change = float(np.abs(new - worth).max())
@@ -163,14 +163,14 @@ class WarmPlanner(ServerlessPolicy):
         ]
         count, shape = len(self._switching), tables[0][0].shape  # (R, levels, 2, W, Y, Z)
         # Expected over the regime of the request, given the last one's.
-        cold, kept = (
+        cold, warm = (
             np.array([np.tensordot(self._switching, table[k], axes=1) for table in tables])
             for k in (0, 1)
         )
         worth, _ = relative_values(
             cold[:, :, :, 0].reshape(requests, count, -1).max(axis=2),
             cold[:, :, :, 1].reshape(requests, count, -1),
-            kept[:, :, :, 1].reshape(requests, count, -1),
+            warm[:, :, :, 1].reshape(requests, count, -1),
             chance=self.chance,
             switching=self._switching,
         )

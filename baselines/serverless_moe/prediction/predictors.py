@@ -169,16 +169,16 @@ class Fate(Predictor):
         prompts, layers, experts = shares.shape
         start = np.zeros((inputs.shape[1], layers, experts))
         start[-1] = np.log(shares.mean(axis=0) + 1e-6)
-        keep = np.ones((inputs.shape[1], 1, 1)) * self.decay
-        keep[-1] = 0.0  # the intercept
+        penalty = np.ones((inputs.shape[1], 1, 1)) * self.decay
+        penalty[-1] = 0.0  # the intercept
 
         def loss(flat: Array) -> tuple[float, Array]:
             weights = flat.reshape(start.shape)
             logits = np.tensordot(inputs, weights, 1)
             logits -= logsumexp(logits, axis=2, keepdims=True)
-            value = -(shares * logits).sum() / prompts + 0.5 * float((keep * weights**2).sum())
+            value = -(shares * logits).sum() / prompts + 0.5 * float((penalty * weights**2).sum())
             slope = np.tensordot(inputs.T, np.exp(logits) - shares, 1) / prompts
-            return value, (slope + keep * weights).ravel()
+            return value, (slope + penalty * weights).ravel()
 
         found = minimize(
             loss, start.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": self.iterations}

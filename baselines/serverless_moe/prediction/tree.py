@@ -101,9 +101,11 @@ class _Roulette(ABC):
             return medoids, part
         for _ in range(MAX_ITERATIONS):
             part = self.distances(members, medoids).argmin(axis=1)
-            kept = np.unique(part)
-            part = np.searchsorted(kept, part)
-            moved = np.array([self.centre(members[part == c]) for c in range(len(kept))], np.int64)
+            nonempty = np.unique(part)
+            part = np.searchsorted(nonempty, part)
+            moved = np.array(
+                [self.centre(members[part == c]) for c in range(len(nonempty))], np.int64
+            )
             if np.array_equal(moved, medoids):
                 break
             medoids = moved
@@ -168,8 +170,8 @@ class PartitioningAroundMedoids:
         if not distance.any():
             return members[:1], np.zeros(len(members), np.int64)
         medoids, labels, _ = kernel.pam(distance, min(fork, len(members)))
-        kept, part = np.unique(labels, return_inverse=True)
-        return members[medoids[kept]], part.astype(np.int64)
+        nonempty, part = np.unique(labels, return_inverse=True)
+        return members[medoids[nonempty]], part.astype(np.int64)
 
 
 class MedoidTree:
@@ -219,7 +221,7 @@ class MedoidTree:
         number = np.arange(len(nodes))
         medoid, parent, first, count, start, stop = nodes.T
         inner = count > 0
-        ok = (
+        is_tree = (
             len(nodes) > 0
             and parent[0] == -1
             and (start[0], stop[0]) == (0, prompts)
@@ -235,7 +237,7 @@ class MedoidTree:
                 if c
             )
         )
-        if not ok or np.any(stop <= start):
+        if not is_tree or np.any(stop <= start):
             raise ValueError("nodes is not a tree whose leaves hold every prompt once.")
         tree._nodes = nodes.tolist()
         tree._members = {int(i): order[start[i] : stop[i]].astype(np.int64) for i in number[~inner]}

@@ -1,6 +1,6 @@
 """Worst cases of expert load and of prefill: Theorems 1 and 4, Corollary 1 and a conformal bound.
 
-The printed Theorem 1 and Corollary 1 are kept so that their failure can be shown. The corrected
+The printed Theorem 1 and Corollary 1 are here so that their failure can be shown. The corrected
 forms put the 2 of Hoeffding's bound under the root, count ``top_k`` calls a token in the mean and
 let one token add up to ``min(m, top_k)`` calls to a set of m experts. Both still assume equal
 expected load of all experts: use the corrected corollary for the least used experts, and the
@@ -67,8 +67,10 @@ def corollary1(n: ArrayLike, members: ArrayLike, experts: ArrayLike, top_k: int)
     m = np.asarray(members, dtype=np.float64)
     if (m < 0).any() or (m > count).any():
         raise ValueError(f"members must be in 0..experts, got {m.min():g}..{m.max():g}")
-    reach = np.minimum(m, top_k)
-    return np.minimum(tokens * reach, m * top_k * tokens / count + reach * np.sqrt(1.5 * tokens))
+    most_calls = np.minimum(m, top_k)
+    return np.minimum(
+        tokens * most_calls, m * top_k * tokens / count + most_calls * np.sqrt(1.5 * tokens)
+    )
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class ConformalBound:
         if not 0.0 < level < 1.0:
             raise ValueError(f"level must be in (0, 1), got {level}")
         n = load.sum(axis=2, keepdims=True) / top_k
-        keep = n[:, 0, 0] > 0
-        score = ((load - frequency * top_k * n) / np.sqrt(np.maximum(n, 1.0)))[keep]
+        routed = n[:, 0, 0] > 0
+        score = ((load - frequency * top_k * n) / np.sqrt(np.maximum(n, 1.0)))[routed]
         score = score.max(axis=2).ravel() if layer_maximum else score.ravel()
         rank = min(int(np.ceil((score.size + 1) * level)), score.size)
         return cls(float(np.partition(score, rank - 1)[rank - 1]), int(top_k), float(level))

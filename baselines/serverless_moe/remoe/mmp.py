@@ -41,10 +41,10 @@ class WorstCases:
 
     def only(self, members: ArrayLike) -> WorstCases:
         """The cases of these numbers of remote experts alone."""
-        keep = np.isin(self.members, np.asarray(members))
-        if not keep.any():
+        selected = np.isin(self.members, np.asarray(members))
+        if not selected.any():
             raise ValueError(f"members must be in 0..{self.members[0]}, got {members}")
-        return WorstCases(*(getattr(self, field.name)[keep] for field in fields(self)))
+        return WorstCases(*(getattr(self, field.name)[selected] for field in fields(self)))
 
     def chosen(self) -> int:
         """Index of the largest feasible b; else of the least excess."""
@@ -121,8 +121,8 @@ def worst_cases(
     z = np.clip(m, 1, system.z_max)
     slowest = (z - 1.0) / z * largest + total / z
     own_first, own_more = expert_time_terms(system, main_mb)
-    kept = load.n_in * top_k - calls
-    local = np.minimum(experts - m, kept) * own_first + own_more * kept
+    local_calls = load.n_in * top_k - calls
+    local = np.minimum(experts - m, local_calls) * own_first + own_more * local_calls
     remote = np.where(m > 0, slowest, 0.0)[:, None] + np.where(m > 0, 1.0, 0.0)[:, None] * trem
     prefill = np.maximum(local[:, None], remote).sum(axis=1)
     fixed_prefill, fixed_decode = non_expert_s(system, load)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.baselines.serverless_moe.action_table import ActionTable, Warm
+from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.heuristics import search_constant
 from servegym.baselines.serverless_moe.loads import Load
@@ -118,7 +118,7 @@ def test_table_knows_what_is_warm():
     all_warm = table.values(load, frequency, starts=False, **limits)
     sets = table.sets(frequency)
     level, at = 4, (4, 1, 2, 1, 1)
-    warm = Warm(
+    warm = WarmFunctions(
         main_mb=float(table.main_mb[2 * level + 1, 2]),
         level=level,
         order=1,
