@@ -5,10 +5,13 @@ import pytest
 
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.serverless_moe.config import DEPLOYMENTS
-from servegym.envs.serverless_moe.deployments import deployment_cost
+from servegym.envs.serverless_moe import deployments
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 from servegym.experiments.evaluate import evaluate
+
+from .synthetic import make_request
 
 NAMES = [name for name in DEPLOYMENTS if name != "plan"]
 TOY = {"model": "toy", "episode_requests": 12, "split": "eval"}
@@ -29,10 +32,10 @@ def by_hand(name, seed, **kwargs):
         limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}
         cold = first or not 0.0 < idle <= float(cfg["keep_alive_s"])
         bill = bool(cfg["bill_cold_start"])
-        outcome = deployment_cost(
+        outcome = deployments.deployment_cost(
             name, problem.system, request, cold=cold, bill_cold_start=bill, **limits
         )
-        mix = deployment_cost("mix", problem.system, request, bill_cold_start=bill)
+        mix = deployments.deployment_cost("mix", problem.system, request, bill_cold_start=bill)
         late = outcome.violations["ttft"] + outcome.violations["tpot"]
         found.append(
             (-outcome.cost_usd / mix.cost_usd - late * float(cfg["penalty"]), outcome, late, cold)
@@ -52,15 +55,15 @@ def test_the_evaluator_says_what_the_cost_function_says(name, preset):
     own = [row for row in rows if row["policy"] == name]
     kinds = set()
     for row, log in zip(own, logs[name], strict=True):
-        told = by_hand(name, row["seed"], **kwargs)
-        rewards = [reward for reward, *_ in told]
+        expected = by_hand(name, row["seed"], **kwargs)
+        rewards = [reward for reward, *_ in expected]
         assert row["return"] == pytest.approx(sum(rewards), rel=1e-9)
         assert row["mean_reward"] == pytest.approx(np.mean(rewards), rel=1e-9)
-        assert row["cost_usd"] == pytest.approx(sum(o.cost_usd for _, o, *_ in told), rel=1e-9)
-        assert row["mean_ttft_s"] == pytest.approx(np.mean([o.ttft_s for _, o, *_ in told]))
-        assert row["mean_tpot_s"] == pytest.approx(np.mean([o.tpot_s for _, o, *_ in told]))
+        assert row["cost_usd"] == pytest.approx(sum(o.cost_usd for _, o, *_ in expected), rel=1e-9)
+        assert row["mean_ttft_s"] == pytest.approx(np.mean([o.ttft_s for _, o, *_ in expected]))
+        assert row["mean_tpot_s"] == pytest.approx(np.mean([o.tpot_s for _, o, *_ in expected]))
         assert row["mean_remote_ratio"] == (name == "per_expert")
-        for line, (reward, outcome, late, cold) in zip(log, told, strict=True):
+        for line, (reward, outcome, late, cold) in zip(log, expected, strict=True):
             assert line["reward"] == pytest.approx(reward, rel=1e-9)
             for key in ("cost_main_usd", "cost_prefill_usd", "cost_decode_usd", "cost_cold_usd"):
                 assert line[key] == pytest.approx(getattr(outcome, key), rel=1e-9, abs=1e-30)
@@ -102,3 +105,30 @@ def test_a_deployment_is_not_taken_for_another():
         policy.act(observation, info["action_mask"])
     with pytest.raises(ValueError, match="Did you mean 'per_expert'"):
         ServerlessMoEVectorEnv(1, deployment="per_experts", **TOY)
+
+
+def test_costs_by_hand(system):
+    request, _ = make_request(system)
+    found = {
+        name: deployments.deployment_cost(name, system, request) for name in deployments.DEPLOYMENTS
+    }
+    mix = eq.evaluate_plan(system, request, eq.mix_plan(system, request.n_out))
+    assert found["mix"].cost_usd == pytest.approx(mix.cost_usd, rel=1e-12)
+    # GPU by hand: everything in GPU memory, both parts of every layer on the GPU.
+    seconds = 27 * system.gpu_layer_s(115) + 26 * system.gpu_experts_s(115)
+    seconds += request.n_out * (27 * system.gpu_layer_s(1) + 26 * system.gpu_experts_s(1))
+    memory = eq.gpu_memory_mb(system, 115, request.n_out) + 26 * 64 * system.expert_mb[0]
+    assert found["gpu"].cost_usd == pytest.approx(system.price_gpu * memory * seconds)
+    # An eager GPU costs more than MIX, a fused one less: the conclusion turns.
+    fused = build_system("deepseek-v2-lite", gpu="fused")
+    other = {name: deployments.deployment_cost(name, fused, request) for name in ("gpu", "mix")}
+    assert found["gpu"].cost_usd > 1.5 * mix.cost_usd
+    assert other["gpu"].cost_usd < 0.5 * other["mix"].cost_usd
+    assert found["per_expert"].cold_s < found["mix"].cold_s == pytest.approx(found["gpu"].cold_s)
+    for name in deployments.DEPLOYMENTS:
+        warm = deployments.deployment_cost(name, system, request, cold=False, ttft_limit_s=1e-3)
+        assert warm.cold_s == 0 and warm.violations["ttft"]
+        billed = deployments.deployment_cost(name, system, request, bill_cold_start=True)
+        assert billed.cost_usd > found[name].cost_usd == pytest.approx(warm.cost_usd)
+    with pytest.raises(ValueError, match="per_expert"):
+        deployments.deployment_cost("per_experts", system, request)

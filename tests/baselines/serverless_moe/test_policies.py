@@ -1,6 +1,5 @@
 """Serverless policies: the table of actions, every registered policy, the clairvoyant ones."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -11,40 +10,17 @@ from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunc
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.heuristics import search_constant
 from servegym.baselines.serverless_moe.loads import Load
-from servegym.baselines.serverless_moe.lpt import lpt, lpt_rows
-from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import build_problem
-from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 
-FAMILY = "serverless_moe"
+from .episodes import FAMILY, make_env, run
+
 NAMES = [info.name for info in list_policies(FAMILY)]
 SMALL = {"best_constant": {"rows": 2, "requests": 10}, "warm_planner": {"requests": 20}}
 """Arguments of policies that rehearse or plan at length before the first request."""
 DEPLOYMENTS = ("cpu", "gpu", "fetch", "per_expert")
-
-
-def make_env(rows=3, **kwargs):
-    kwargs = {"model": "toy", "split": "eval", "episode_requests": 30, **kwargs}
-    return ServerlessMoEVectorEnv(rows, autoreset_mode="SameStep", **kwargs)
-
-
-def run(name, env, seed=0, **kwargs):
-    """One episode a row: rewards (B, J), actions (J, B, n) and the policy."""
-    policy = make_policy(name, ServerlessSystem.from_env(env), family=FAMILY, **kwargs)
-    if policy.needs_env:
-        policy.bind(env)
-    observation, info = env.reset(seed=seed)
-    policy.reset(env.num_envs, seed=0)
-    rewards, actions = [], []
-    for _ in range(env.problem.episode_requests):
-        action = policy.act(observation, info["action_mask"])
-        observation, reward, *_, info = env.step(action)
-        rewards.append(reward.copy())
-        actions.append(action.copy())
-    return np.array(rewards).T, np.array(actions), policy
 
 
 def test_system_describes_the_problem():
@@ -62,14 +38,6 @@ def test_system_describes_the_problem():
         ServerlessSystem.from_env(object())
     with pytest.raises(ValueError, match="modle"):
         ServerlessSystem.from_kwargs(modle="toy")
-
-
-def test_lpt_rows_is_lpt():
-    rng = np.random.default_rng(0)
-    jobs = rng.exponential(size=(7, 9))
-    found = lpt_rows(jobs, 4)
-    for row, z in itertools.product(range(7), range(1, 5)):
-        assert found[row, z - 1].tolist() == lpt(jobs[row], z).tolist()
 
 
 @pytest.mark.parametrize("model", ["toy", "deepseek-v2-lite"])
@@ -154,76 +122,6 @@ def test_per_layer_actions(name):
     env = make_env(2, episode_requests=5, granularity="per_layer")
     _, actions, _ = run(name, env, **SMALL.get(name, {}))
     assert actions.shape == (5, 2, 3 + 2 * 4)
-
-
-@pytest.mark.parametrize("name", ["remoe", "remoe_sticky"])
-def test_remoe_meets_a_plan_layer_by_layer(name):
-    """A plan that actions of single layers can make is found again, on any layer's own steps."""
-    env = make_env(1, episode_requests=30, granularity="per_layer", payload_mb=0.4)
-    problem, system = env.problem, ServerlessSystem.from_env(env)
-    policy = make_policy(name, system, family=FAMILY)
-    observation, _ = env.reset(seed=0)
-    observed, rng, kinds = observed_row(system, observation, 0), np.random.default_rng(0), 0
-    prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
-    for _ in range(40):
-        action = (rng.random(len(problem.nvec)) * problem.nvec).astype(np.int64)
-        action[1] = policy.order
-        plan = problem.plan(prompt, observed.n_in, action)
-        again = problem.plan(prompt, observed.n_in, policy.on_grid(observed, plan))
-        assert (again.remote == plan.remote).all() and again.main_mb == plan.main_mb
-        assert (again.remote_mb == plan.remote_mb).all()
-        assert (again.replicas == plan.replicas).all()
-        kinds += len(set(plan.remote_mb)) > 1 and len(set(plan.replicas)) > 1
-    assert kinds > 10, "the plans hardly differ between layers"
-
-
-@pytest.mark.parametrize("name", ["remoe", "remoe_cost", "remoe_sticky"])
-def test_remoe_uses_what_an_action_a_layer_offers(name):
-    """Layers differ, and what is deployed is no further from Remoe's plan than with equal steps."""
-    kwargs = {"model": "deepseek-v2-lite", "episode_requests": 10, "granularity": "per_layer"}
-    env = make_env(1, **kwargs)
-    _, actions, policy = run(name, env)
-    layers = policy.system.model.moe_layers
-    assert actions.shape == (10, 1, 3 + 2 * layers)
-    steps = actions[:, 0, 3 : 3 + layers]
-    assert (steps != steps[:, :1]).any() or (actions[:, 0, -layers:] != actions[:, 0, -1:]).any()
-    even = make_policy(
-        name,
-        ServerlessSystem.from_env(
-            make_env(
-                1,
-                **kwargs,
-            )
-        ),
-        family=FAMILY,
-    )
-    even.system = dataclasses.replace(even.system, per_layer=False)
-    observation, info = env.reset(seed=0)
-    observed = observed_row(policy.system, observation, 0)
-    legal = info["action_mask"][0, : len(policy.system.levels)] > 0
-    for other in (policy, even):
-        other.reset(1, seed=0)
-    decided = remoe(
-        policy.system.model,
-        policy.expected(observed),
-        ttft_limit_s=observed.ttft_limit_s,
-        tpot_limit_s=observed.tpot_limit_s,
-        reading=policy.reading,
-        max_tokens=400,
-        bill_cold_start=True,
-        members=policy.system.levels[legal].tolist(),
-        candidates=9,
-        score=policy.system.shared if policy.order else None,
-    ).plan
-    prompt = int(env.batch.arrays.requests[0, 0]["prompt"])
-    own, same = (
-        env.problem.plan(
-            prompt, observed.n_in, policy.system.full_action(x.on_grid(observed, decided))
-        )
-        for x in (policy, even)
-    )
-    off = [np.abs(p.remote_mb - decided.remote_mb).sum() for p in (own, same)]
-    assert off[0] <= off[1]
 
 
 def test_the_reward_of_one_action_is_that_of_the_table():

@@ -1,0 +1,108 @@
+"""The memory problem P2: derivatives, its dual against SciPy, rounding to the grid."""
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from servegym.baselines.serverless_moe.remoe import memory
+
+
+def problem(seed=0, layers=6, slack=None, theta2=2.4363, **kwargs):
+    rng = np.random.default_rng(seed)
+    p = memory.MemoryProblem(
+        theta1=6 * 6.86e-3 * rng.uniform(0.7, 1.3, layers),
+        theta2=np.full(layers, theta2),
+        theta3=6 * 0.2e-3 * rng.uniform(0.7, 1.3, layers),
+        share=rng.uniform(0.05, 0.9, layers),
+        overhead_s=rng.uniform(0.2e-3, 1e-3, layers),
+        holding_usd_s=rng.uniform(5e-5, 3e-4),
+        price_usd_gb_s=1.6276e-8 * 1024,
+        lower_gb=np.full(layers, 1000 / 1024),
+        upper_gb=np.full(layers, 5000 / 1024),
+    )
+    if slack is not None:
+        low, high = p.time_s(p.lower_gb).sum(), p.time_s(p.upper_gb).sum()
+        p = memory.MemoryProblem(**{**p.__dict__, "time_limit_s": high + slack * (low - high)})
+    return memory.MemoryProblem(**{**p.__dict__, **kwargs})
+
+
+def test_theorem2_derivatives():
+    p = problem()
+    y, h = np.linspace(1.2, 4.0, 6), 1e-5
+    slope = (p.cost(y + h) - p.cost(y - h)) / (2 * h)
+    assert p.cost_slope(y) == pytest.approx(slope, rel=1e-6)
+    # The printed g'' = c theta1 theta2^2 exp(-theta2 y) (y - (2/theta2 - H/c)).
+    c = p.price_usd_gb_s
+    convex_from = 2 / p.theta2 - p.holding_usd_s / c
+    printed = c * p.theta1 * p.theta2**2 * np.exp(-p.theta2 * y) * (y - convex_from)
+    second = (p.cost_slope(y + h) - p.cost_slope(y - h)) / (2 * h)
+    assert second == pytest.approx((1 + p.eta) * p.share * printed, rel=1e-6)
+
+
+@pytest.mark.parametrize("slack", [None, 0.5, 0.05, 0.01, 1e-4])
+@pytest.mark.parametrize("seed", range(4))
+def test_dual_agrees_with_scipy(seed, slack):
+    p = problem(seed, slack=slack)
+    found = memory.solve_memory(p)
+    assert found.feasible and found.kkt < 1e-7
+    assert found.time_s <= p.time_limit_s * (1 + 1e-9)
+    assert found.cost - found.dual == pytest.approx(0.0, abs=1e-9 * found.cost)
+    constraints = []
+    if slack is not None:
+        constraints = [
+            {
+                "type": "ineq",
+                "fun": lambda y: (p.time_limit_s - p.time_s(y).sum()) * 1e3,
+                "jac": lambda y: -p.time_slope(y) * 1e3,
+            }
+        ]
+    reference = optimize.minimize(
+        lambda y: p.cost(y).sum() * 1e6,
+        np.clip(found.gb + 0.2, p.lower_gb, p.upper_gb),
+        jac=lambda y: p.cost_slope(y) * 1e6,
+        bounds=list(zip(p.lower_gb, p.upper_gb, strict=True)),
+        constraints=constraints,
+        method="SLSQP",
+        options={"ftol": 1e-13, "maxiter": 500},
+    )
+    assert found.cost * 1e6 == pytest.approx(reference.fun, rel=1e-6)
+
+
+def test_infeasible_and_outside_the_convex_side():
+    p = problem(0)
+    fastest = p.time_s(p.upper_gb).sum()
+    never = memory.solve_memory(memory.MemoryProblem(**{**p.__dict__, "time_limit_s": fastest / 2}))
+    assert not never.feasible and (never.gb == p.upper_gb).all()
+    # Concave at the lower end: the minimum is still that of a fine scan.
+    q = problem(1, theta2=0.5, holding_usd_s=1e-6, lower_gb=np.full(6, 0.1))
+    assert (2 / q.theta2 - q.holding_usd_s / q.price_usd_gb_s > q.lower_gb).all()
+    scan = np.linspace(0.1, 5000 / 1024, 20001)
+    best = np.array([[q.cost(np.full(6, y))] for y in scan])[:, 0].min(axis=0)
+    assert q.cost(memory.solve_memory(q).gb) == pytest.approx(best, rel=1e-6)
+    with pytest.raises(ValueError, match="share"):
+        problem(0, share=np.zeros(6))
+
+
+@pytest.mark.parametrize("slack", [None, 0.3, 0.02])
+def test_rounding_is_on_the_grid_and_feasible(slack):
+    p = problem(5, slack=slack)
+    grid = np.arange(1000, 5001, 100) / 1024
+    relaxed = memory.solve_memory(p)
+    gb, feasible = memory.round_memory(p, relaxed.gb, grid)
+    assert feasible and np.isin(gb, grid).all()
+    assert p.time_s(gb).sum() <= p.time_limit_s * (1 + 1e-9)
+    # No better than the relaxation, and within a few per cent of it.
+    assert relaxed.dual * (1 - 1e-9) <= p.cost(gb).sum() <= 1.03 * relaxed.dual
+    none, ok = memory.round_memory(
+        memory.MemoryProblem(**{**p.__dict__, "time_limit_s": 1e-6}), relaxed.gb, grid
+    )
+    assert not ok and none == pytest.approx(np.full(6, grid[-1]))
+
+
+def test_overhead_of_the_surrogates():
+    printed = memory.make_overhead("printed", [2e-4], [0.5], 6, 1e-5)
+    per_call = memory.make_overhead("eq5", [2e-4], [0.5], 6, 1e-5)
+    assert printed == pytest.approx([2e-4])
+    assert per_call == pytest.approx([0.5 * 6 * 2.1e-4])
+    with pytest.raises(ValueError, match="surrogate"):
+        memory.make_overhead("eq6", [2e-4], [0.5], 6, 1e-5)

@@ -1,0 +1,46 @@
+"""Requests with skewed routing, and a system that is small enough to enumerate."""
+
+import dataclasses
+
+import numpy as np
+
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.sets import least_used, remote_count
+
+
+def remote_set(frequency, ratio):
+    return least_used(frequency, int(remote_count(ratio, frequency.shape[1])))
+
+
+def draw_sets(rng, logits, tokens, top_k):
+    keys = logits + rng.gumbel(size=(tokens, *logits.shape))
+    members = np.zeros(keys.shape, dtype=bool)
+    np.put_along_axis(members, np.argsort(-keys, axis=2)[..., :top_k], True, axis=2)
+    return members
+
+
+def make_request(system, seed=0, n_in=115, n_out=60, trem=2e-4):
+    """A skewed request, and the frequencies that it was drawn from (estimated)."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(system.moe_layers, system.num_experts))
+    prefill = draw_sets(rng, logits, n_in, system.top_k).sum(axis=0)
+    decode = eq.bit_sets(draw_sets(rng, logits, n_out, system.top_k))
+    frequency = draw_sets(rng, logits, 500, system.top_k).mean(axis=0) / system.top_k
+    request = eq.Request(prefill, decode, trem * rng.lognormal(0, 0.25, system.moe_layers), n_in)
+    return request, frequency
+
+
+def tiny(system, **changes):
+    """Two MoE layers of four experts and coarse grids: everything can be enumerated."""
+    fields = {
+        "layers": 2,
+        "experts": np.array([4, 4]),
+        "top_k": 2,
+        "expert_mb": np.full(2, 16.5),
+        "non_expert_mb": np.full(2, 60.0),
+        "kv_mb_per_token": np.full(2, 0.001),
+        "main_specs_mb": np.array([200.0, 1000.0]),
+        "remote_specs_mb": np.array([500.0, 1500.0, 2500.0]),
+        "z_max": 2,
+    }
+    return dataclasses.replace(system, **{**fields, **changes})

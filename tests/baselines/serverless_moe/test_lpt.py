@@ -1,0 +1,61 @@
+"""LPT against brute force, the payload repair, and the compiled rows against single calls."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from servegym.baselines.serverless_moe import lpt
+
+
+def test_lpt_against_brute_force():
+    rng = np.random.default_rng(3)
+    worst = 0.0
+    for _ in range(60):
+        jobs, z = rng.integers(1, 20, size=6).astype(float), int(rng.integers(1, 4))
+        best = min(
+            np.bincount(choice, weights=jobs, minlength=z).max()
+            for choice in itertools.product(range(z), repeat=6)
+        )
+        ratio = lpt.assign(jobs, z).load_s.max() / best
+        assert 1.0 <= ratio <= 4 / 3 - 1 / (3 * z) + 1e-12
+        worst = max(worst, ratio)
+    assert worst > 1.0  # LPT is not exact: the bound was put to work
+    # The textbook's worst case for z = 2.
+    assert lpt.assign([3, 3, 2, 2, 2], 2).load_s.max() == 7
+
+
+def test_payload_repair():
+    # LPT puts the long job alone; the payload limit then needs a move.
+    fixed = lpt.assign([10, 1, 1, 1], 2, payload_mb=[1, 2, 2, 2], limit_mb=5)
+    assert fixed.fits and fixed.replicas == 2 and fixed.payload_mb.max() <= 5
+    # Two cannot carry it.
+    more = lpt.assign([1, 1, 1], 1, payload_mb=[4, 4, 4], limit_mb=5, max_replicas=3)
+    assert more.fits and more.replicas == 3
+    never = lpt.assign([1], 1, payload_mb=[9], limit_mb=5, max_replicas=4)
+    assert not never.fits and never.replicas == 4
+    assert (lpt.assign([], 2).load_s == 0.0).all()
+    with pytest.raises(ValueError, match="replicas"):
+        lpt.lpt([1.0], 0)
+
+
+def test_replica_loads_are_those_of_lpt():
+    rng = np.random.default_rng(1)
+    jobs = rng.exponential(size=(3, 5, 9)) * (rng.random((3, 5, 9)) < 0.8)
+    body = rng.random((3, 5, 9))  # of all experts: those that are no job must not count
+    table = lpt.replica_loads(jobs, body, 4)
+    for i, j, z in itertools.product(range(3), range(5), range(1, 5)):
+        replica = lpt.lpt(jobs[i, j], z)
+        seconds = np.bincount(replica, jobs[i, j], z)
+        assert table.slowest_s[i, j, z - 1] == pytest.approx(seconds.max())
+        assert table.invoked[i, j, z - 1] == (seconds > 0).sum()
+        bodies = np.bincount(replica, body[i, j] * (jobs[i, j] > 0), z)
+        assert table.payload_mb[i, j, z - 1] == pytest.approx(bodies.max())
+
+
+def test_lpt_rows_is_lpt():
+    rng = np.random.default_rng(0)
+    jobs = rng.exponential(size=(7, 9))
+    found = lpt.lpt_rows(jobs, 4)
+    for row, z in itertools.product(range(7), range(1, 5)):
+        assert found[row, z - 1].tolist() == lpt.lpt(jobs[row], z).tolist()
