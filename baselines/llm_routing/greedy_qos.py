@@ -28,7 +28,7 @@ class LeastLatency(RoutingPolicy):
 
 
 class GreedyQos(RoutingPolicy):
-    """Best predicted score among the experts that keep everyone's latency.
+    """Best predicted score among the experts that meet the latency requirement of every request.
 
     An expert qualifies if the estimate keeps the new request within the latency requirement and
     pushes none of the requests it would have served in time over it. If none qualifies the

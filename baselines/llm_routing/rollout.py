@@ -36,7 +36,7 @@ class Rollout(RoutingPolicy):
         drain: int = 0,
         **greedy: Any,
     ) -> None:
-        """Build it; `bind` must follow.
+        """Build it; `bind` has to be called before `act`.
 
         Args:
             system: The system.

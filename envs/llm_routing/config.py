@@ -40,7 +40,7 @@ def _resolve_profiles(
     """Profiles of the experts and, where a fleet or the caller names them, their models."""
     if isinstance(profiles, str) and profiles in list_fleets():
         fleet = load_fleet(profiles)
-        found, names = list(fleet.profiles), list(fleet.models)
+        experts, names = list(fleet.profiles), list(fleet.models)
         count = DEFAULT_NUM_EXPERTS if num_experts is None else num_experts
     else:
         if isinstance(profiles, str):
@@ -53,7 +53,7 @@ def _resolve_profiles(
                 "a profile name or a non-empty list of profile names."
             )
         try:
-            found = [load(name) for name in listed]
+            experts = [load(name) for name in listed]
         except ValueError as error:
             near = []
             if isinstance(profiles, str):
@@ -63,27 +63,35 @@ def _resolve_profiles(
                 f"profiles={profiles!r}: {error}. Fleets: {', '.join(list_fleets())}.{hint}"
             ) from None
         names = None
-        count = len(found) if num_experts is None else num_experts
+        count = len(experts) if num_experts is None else num_experts
         if isinstance(profiles, str):
-            found = found * count
-    if count > len(found):
+            experts = experts * count
+    if count > len(experts):
         raise ValueError(
-            f"num_experts={count} is more than the {len(found)} experts of profiles={profiles!r}; "
-            "ask for fewer or name a larger fleet."
+            f"num_experts={count} is more than the {len(experts)} experts of "
+            f"profiles={profiles!r}; ask for fewer or name a larger fleet."
         )
     if models is not None:
         if not isinstance(models, (list, tuple)) or len(models) < count:
             raise ValueError(f"models={models!r} must be a list of at least {count} model names.")
         names = list(models)
-    return found[:count], None if names is None else names[:count]
+    return experts[:count], None if names is None else names[:count]
 
 
 def _resolve_columns(
-    catalog: Catalog, names: list[str] | None, count: int, asked: bool
+    catalog: Catalog, names: list[str] | None, count: int, models_given: bool
 ) -> np.ndarray:
-    if names is not None and (asked or set(names) <= set(catalog.models)):
+    """Columns of the catalog that the ``count`` experts serve.
+
+    The models of ``names`` if the caller gave them or the catalog has them all; without names those
+    of the default fleet; else the catalog's first.
+
+    Raises:
+        ValueError: the catalog lacks a given model, or has fewer models than experts.
+    """
+    if names is not None and (models_given or set(names) <= set(catalog.models)):
         return np.asarray(catalog.columns(names))
-    if names is None and not asked:
+    if names is None and not models_given:
         fleet = [m for m in load_fleet(DEFAULT_FLEET).models if m in catalog.models]
         if len(fleet) >= count:
             return np.asarray(catalog.columns(fleet[:count]))
@@ -453,22 +461,22 @@ def build_problem(
 
     experts, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(experts)
-    book = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
-    columns = _resolve_columns(book, names, len(experts), models is not None)
-    rows = np.asarray(book.rows(split), dtype=np.int32)
-    c["max_output_tokens"] = book.max_output_tokens
+    loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
+    columns = _resolve_columns(loaded, names, len(experts), models is not None)
+    rows = np.asarray(loaded.rows(split), dtype=np.int32)
+    c["max_output_tokens"] = loaded.max_output_tokens
     if max_output_tokens is not None:
         c["max_output_tokens"] = whole("max_output_tokens", max_output_tokens, 1)
-    _check_requests_fit(experts, book, rows, c)
+    _check_requests_fit(experts, loaded, rows, c)
 
     return Problem(
         cfg=cfg,
         law=pack_laws(experts, c, int(c["running_capacity"]), int(c["block_size"])),
-        table=_request_table(book, columns, predictors, int(c["max_output_tokens"])),
+        table=_request_table(loaded, columns, predictors, int(c["max_output_tokens"])),
         rows=rows,
         profiles=tuple(experts),
-        models=tuple(book.models[k] for k in columns),
-        catalog=book,
+        models=tuple(loaded.models[k] for k in columns),
+        catalog=loaded,
         columns=columns,
         arrivals=make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs)),
         rate=rates,

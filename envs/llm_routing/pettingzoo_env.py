@@ -42,7 +42,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
     ## Observation Space
 
     A `Dict` of `observation` (as in `LLMRoutingEnv`, `LLMRoutingFlatEnv` or `LLMRoutingExpertsEnv`,
-    by `view`; what it says of the request is 0 without the turn), `action_mask` (int8 (N + 1,)) and
+    by `view`; features of the request are 0 without the turn), `action_mask` (int8 (N + 1,)) and
     `turn` (int8 (1,)). `state()` is the flattened observation of whoever has the turn.
 
     ## Rewards
@@ -257,7 +257,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
         return np.bincount(self._owner, qos, count) / np.bincount(self._owner, minlength=count)
 
     def _request_blanked(self, seen: Any) -> Any:
-        """A copy of an observation that says nothing of the request."""
+        """A copy of an observation whose features of the request are 0."""
         if isinstance(seen, dict):
             return {
                 name: np.zeros_like(part) if name == "request" else part.copy()

@@ -89,7 +89,7 @@ def render(batch: RoutingBatch, row: int, mode: str) -> str | np.ndarray:
 
     Raises:
         ValueError: ``mode`` is unknown.
-        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
+        DependencyNotInstalled: pixels are requested and matplotlib is missing.
     """
     if mode == "ansi":
         return _text(_look(batch, row))

@@ -808,6 +808,7 @@ def test_md1_mean_wait():
     assert abs(mean - 1.5) < half
 
 
+@pytest.mark.slow
 def test_mg1_mean_wait_with_geometric_outputs():
     # Every iteration takes 0.1 s and d is geometric with mean 10, so the service S = 0.1 d has
     # E S = 1 and E S^2 = 0.01 (2 - q)/q^2 = 1.9 at q = 0.1 (an exponential has 2: nearly M/M/1).

@@ -37,6 +37,7 @@ def test_stable_baselines3_finds_nothing_wrong(sb3, env_id, recwarn):
     assert not [str(w.message) for w in recwarn if w.category is UserWarning]
 
 
+@pytest.mark.slow
 def test_ppo_learns_2000_steps(sb3):
     model = sb3.PPO(
         "MlpPolicy",
