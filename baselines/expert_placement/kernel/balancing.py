@@ -12,6 +12,10 @@ import numpy as np
 
 from servegym.envs._jit import jit
 
+# Changes of `refine`: two GPUs swap an expert; one moves to a free slot; one gets one more copy in
+# a free slot, or in place of another expert's replica.
+NO_CHANGE, SWAP, MOVE, COPY, REPLACE = range(5)
+
 
 @jit
 def pack(weight, packs):
@@ -215,7 +219,7 @@ def refine(weight, quota, slot, used, on, copies, budget):
         a = int(np.argmax(load))
         top = load[a]
         best = 1e-9 * top
-        kind, at, b, other = 0, -1, -1, -1
+        kind, at, b, other = NO_CHANGE, -1, -1, -1
         for i in range(used[a]):
             x = slot[a, i]
             share = weight[x] / copies[x]
@@ -227,10 +231,10 @@ def refine(weight, quota, slot, used, on, copies, budget):
                 if used[g] < quota[g]:
                     gain = top - max(top - share, load[g] + share)
                     if gain > best:
-                        best, kind, at, b = gain, 2, i, g
+                        best, kind, at, b = gain, MOVE, i, g
                     gain = top - max(top - relief, load[g] + thinner)
                     if gain > best:
-                        best, kind, at, b = gain, 3, i, g
+                        best, kind, at, b = gain, COPY, i, g
                 for j in range(used[g]):
                     y = slot[g, j]
                     theirs = weight[y] / copies[y]
@@ -238,7 +242,7 @@ def refine(weight, quota, slot, used, on, copies, budget):
                         step = share - theirs
                         gain = 0.5 * (top - max(top - step, load[g] + step))
                         if gain > best:
-                            best, kind, at, b, other = gain, 1, i, g, j
+                            best, kind, at, b, other = gain, SWAP, i, g, j
                     if copies[y] > 1:
                         rise = weight[y] / (copies[y] - 1) - theirs
                         high = max(
@@ -250,34 +254,40 @@ def refine(weight, quota, slot, used, on, copies, budget):
                             if on[h, y] and h != g and h != a:
                                 high = max(high, load[h] + rise - (relief if on[h, x] else 0.0))
                         if top - high > best:
-                            best, kind, at, b, other = top - high, 4, i, g, j
-        if kind == 0:
+                            best, kind, at, b, other = top - high, REPLACE, i, g, j
+        if kind == NO_CHANGE:
             return moves
-        x = slot[a, at]
-        moves += 2 if kind == 1 else 1
-        on[b, x] = True
-        if kind == 1:
-            y = slot[b, other]
-            slot[b, other] = x
-            slot[a, at] = y
-            on[a, x], on[a, y], on[b, y] = False, True, False
-        elif kind == 2:
-            slot[b, used[b]] = x
-            used[b] += 1
-            used[a] -= 1
-            slot[a, at] = slot[a, used[a]]
-            on[a, x] = False
-        elif kind == 3:
-            slot[b, used[b]] = x
-            used[b] += 1
-            copies[x] += 1
-        else:
-            y = slot[b, other]
-            slot[b, other] = x
-            on[b, y] = False
-            copies[x] += 1
-            copies[y] -= 1
+        moves += 2 if kind == SWAP else 1
+        _apply_change(slot, used, on, copies, kind, a, at, b, other)
     return moves
+
+
+@jit
+def _apply_change(slot, used, on, copies, kind, a, i, b, j):
+    """Carry out a change of `refine`: expert in slot i of GPU a, slot j of GPU b."""
+    x = slot[a, i]
+    on[b, x] = True
+    if kind == SWAP:
+        y = slot[b, j]
+        slot[b, j] = x
+        slot[a, i] = y
+        on[a, x], on[a, y], on[b, y] = False, True, False
+    elif kind == MOVE:
+        slot[b, used[b]] = x
+        used[b] += 1
+        used[a] -= 1
+        slot[a, i] = slot[a, used[a]]
+        on[a, x] = False
+    elif kind == COPY:
+        slot[b, used[b]] = x
+        used[b] += 1
+        copies[x] += 1
+    else:
+        y = slot[b, j]
+        slot[b, j] = x
+        on[b, y] = False
+        copies[x] += 1
+        copies[y] -= 1
 
 
 @jit

@@ -188,47 +188,24 @@ def anneal(tables, held, cost, steps, hot, cold, seed):
         The sum of cost.
     """
     np.random.seed(seed)
-    servers, layers, experts = tables.hit.shape
-    copies = _count_copies(held, experts)
+    copies = _count_copies(held, tables.hit.shape[2])
     now, best = cost.sum(), cost.sum()
     best_held, best_cost = held.copy(), cost.copy()
-    # The at most four (server, layer) that a proposal changes, as they were before.
-    change_n, change_l = np.zeros(4, np.int64), np.zeros(4, np.int64)
-    old_held, old_cost = np.zeros(4, np.uint64), np.zeros(4)
+    # The at most four (server, layer) that a proposal changes, and what they cost before.
+    changed, old_cost = np.zeros((4, 2), np.int64), np.zeros(4)
     for step in range(steps):
-        temperature = hot * (cold / hot) ** (step / steps)
-        n = np.random.randint(servers)
-        lx, x = np.random.randint(layers), np.random.randint(experts)
-        ly, y = np.random.randint(layers), np.random.randint(experts)
-        bit_x, bit_y = _ONE << np.uint64(x), _ONE << np.uint64(y)
-        if not held[n, lx] & bit_x or held[n, ly] & bit_y:
+        n, other, lx, x, ly, y = _draw_exchange(held, copies)
+        if n < 0:
             continue
-        other = -1
-        if np.random.random() < 0.5 and servers > 1:
-            other = (n + 1 + np.random.randint(servers - 1)) % servers
-            if held[other, lx] & bit_x or not held[other, ly] & bit_y:
-                continue
-        elif copies[lx, x] < 2:
-            continue
-        changes = 0
-        for m in (n, other):
-            for k in range(2 if lx != ly else 1):
-                if m < 0:
-                    continue
-                layer = ly if k else lx
-                change_n[changes], change_l[changes] = m, layer
-                old_held[changes], old_cost[changes] = held[m, layer], cost[m, layer]
-                changes += 1
-        held[n, lx] &= ~bit_x
-        held[n, ly] |= bit_y
-        if other >= 0:
-            held[other, ly] &= ~bit_y
-            held[other, lx] |= bit_x
+        _exchange(held, n, other, lx, x, ly, y)
+        changes = _changed_layers(n, other, lx, ly, changed)
         delta = 0.0
         for i in range(changes):
-            m, layer = change_n[i], change_l[i]
+            m, layer = changed[i]
+            old_cost[i] = cost[m, layer]
             cost[m, layer] = layer_cost(tables, m, layer, held[m, layer])
             delta += cost[m, layer] - old_cost[i]
+        temperature = hot * (cold / hot) ** (step / steps)
         if delta <= 0 or np.random.random() < np.exp(-delta / temperature):
             now += delta
             if other < 0:
@@ -239,12 +216,64 @@ def anneal(tables, held, cost, steps, hot, cold, seed):
                 best_held[:] = held
                 best_cost[:] = cost
         else:
+            _exchange(held, n, other, lx, x, ly, y)
             for i in range(changes):
-                held[change_n[i], change_l[i]] = old_held[i]
-                cost[change_n[i], change_l[i]] = old_cost[i]
+                cost[changed[i, 0], changed[i, 1]] = old_cost[i]
     held[:] = best_held
     cost[:] = best_cost
     return cost.sum()
+
+
+@jit
+def _draw_exchange(held, copies):
+    """A random exchange that keeps memory and coverage.
+
+    Args:
+        held: uint64 (N, L).
+        copies: int64 (L, E).
+
+    Returns:
+        n, other, lx, x, ly, y: server n gives expert x of layer lx for y of ly, and ``other``, if
+        not -1, does the reverse. All -1 where what was drawn cannot be exchanged.
+    """
+    servers = held.shape[0]
+    layers, experts = copies.shape
+    none = (-1, -1, -1, -1, -1, -1)
+    n = np.random.randint(servers)
+    lx, x = np.random.randint(layers), np.random.randint(experts)
+    ly, y = np.random.randint(layers), np.random.randint(experts)
+    bit_x, bit_y = _ONE << np.uint64(x), _ONE << np.uint64(y)
+    if not held[n, lx] & bit_x or held[n, ly] & bit_y:
+        return none
+    if np.random.random() < 0.5 and servers > 1:
+        other = (n + 1 + np.random.randint(servers - 1)) % servers
+        if held[other, lx] & bit_x or not held[other, ly] & bit_y:
+            return none
+        return n, other, lx, x, ly, y
+    if copies[lx, x] < 2:
+        return none
+    return n, -1, lx, x, ly, y
+
+
+@jit
+def _exchange(held, n, other, lx, x, ly, y):
+    """Carry out an exchange of `_draw_exchange` in ``held``, or take it back."""
+    for m in (n, other):
+        if m >= 0:
+            held[m, lx] ^= _ONE << np.uint64(x)
+            held[m, ly] ^= _ONE << np.uint64(y)
+
+
+@jit
+def _changed_layers(n, other, lx, ly, changed):
+    """Write the (server, layer) of an exchange into ``changed`` (4, 2); returns their number."""
+    changes = 0
+    for m in (n, other):
+        for k in range(2 if lx != ly else 1):
+            if m >= 0:
+                changed[changes, 0], changed[changes, 1] = m, ly if k else lx
+                changes += 1
+    return changes
 
 
 @jit
@@ -274,61 +303,91 @@ def descend(tables, held, cap, budget):
     """
     servers, layers, experts = tables.hit.shape
     copies = _count_copies(held, experts)
-    used = np.zeros(servers, np.int64)
+    free = cap.copy()
     for n in range(servers):
-        for layer in range(layers):
-            for e in range(experts):
-                used[n] += np.int64((held[n, layer] >> np.uint64(e)) & _ONE)
+        free[n] -= _count_copies(held[n : n + 1], experts).sum()
     cost = np.zeros((servers, layers))
     # Change of a layer's cost if the expert comes (not held) or goes (held).
     change = np.zeros((servers, layers, experts))
-    dirty = np.ones((servers, layers), np.bool_)
+    stale = np.ones((servers, layers), np.bool_)
     drop, add = np.zeros(layers, np.int64), np.zeros(layers, np.int64)
     for moves in range(budget):
         best, where, go_l, go_e, come_l, come_e = -1e-12, -1, -1, -1, -1, -1
         for n in range(servers):
             for layer in range(layers):
-                if dirty[n, layer]:
-                    dirty[n, layer] = False
-                    now = held[n, layer]
-                    cost[n, layer] = layer_cost(tables, n, layer, now)
-                    for e in range(experts):
-                        flipped = layer_cost(tables, n, layer, now ^ (_ONE << np.uint64(e)))
-                        change[n, layer, e] = flipped - cost[n, layer]
+                if stale[n, layer]:
+                    stale[n, layer] = False
+                    cost[n, layer] = _flip_costs(tables, n, layer, held, change)
             _best_of_layers(held[n], copies, change[n], drop, add)
-            for ly in range(layers):
-                y = add[ly]
-                if y < 0:
-                    continue
-                if used[n] < cap[n]:
-                    if change[n, ly, y] < best:
-                        best, where, go_l, come_l, come_e = change[n, ly, y], n, -1, ly, y
-                    continue
-                for lx in range(layers):
-                    x = drop[lx]
-                    if x < 0:
-                        continue
-                    if lx == ly:
-                        mask = held[n, lx] ^ (_ONE << np.uint64(x)) ^ (_ONE << np.uint64(y))
-                        value = layer_cost(tables, n, lx, mask) - cost[n, lx]
-                    else:
-                        # Layers add up, so two changes in different layers do, too.
-                        value = change[n, ly, y] + change[n, lx, x]
-                    if value < best:
-                        best, where = value, n
-                        go_l, go_e, come_l, come_e = lx, x, ly, y
+            if free[n] > 0:
+                for ly in range(layers):
+                    if add[ly] >= 0 and change[n, ly, add[ly]] < best:
+                        best, where, go_l = change[n, ly, add[ly]], n, -1
+                        come_l, come_e = ly, add[ly]
+            else:
+                value, lx, ly = _best_exchange(tables, n, held, cost, change, drop, add, best)
+                if value < best:
+                    best, where = value, n
+                    go_l, go_e, come_l, come_e = lx, drop[lx], ly, add[ly]
         if where < 0:
             return moves
         held[where, come_l] ^= _ONE << np.uint64(come_e)
         copies[come_l, come_e] += 1
-        used[where] += 1
-        dirty[where, come_l] = True
+        free[where] -= 1
+        stale[where, come_l] = True
         if go_l >= 0:
             held[where, go_l] ^= _ONE << np.uint64(go_e)
             copies[go_l, go_e] -= 1
-            used[where] -= 1
-            dirty[where, go_l] = True
+            free[where] += 1
+            stale[where, go_l] = True
     return budget
+
+
+@jit
+def _flip_costs(tables, n, layer, held, change):
+    """Cost of a layer of a server; writes what each expert's coming or going adds to ``change``."""
+    now = held[n, layer]
+    cost = layer_cost(tables, n, layer, now)
+    for e in range(change.shape[2]):
+        change[n, layer, e] = layer_cost(tables, n, layer, now ^ (_ONE << np.uint64(e))) - cost
+    return cost
+
+
+@jit
+def _best_exchange(tables, n, held, cost, change, drop, add, bound):
+    """The layers whose candidates a full server should exchange, where that is below ``bound``.
+
+    Args:
+        tables: `Tables`.
+        n: Server.
+        held: uint64 (N, L).
+        cost: float64 (N, L).
+        change: float64 (N, L, E), see `_flip_costs`.
+        drop: int64 (L,) expert of each layer to drop, or -1.
+        add: int64 (L,) expert of each layer to add, or -1.
+        bound: Change of cost to be below of.
+
+    Returns:
+        Change of cost, layer that drops, layer that adds; ``bound``, -1, -1 if none is below.
+    """
+    best, go_l, come_l = bound, -1, -1
+    for ly in range(add.size):
+        y = add[ly]
+        if y < 0:
+            continue
+        for lx in range(drop.size):
+            x = drop[lx]
+            if x < 0:
+                continue
+            if lx == ly:
+                mask = held[n, lx] ^ (_ONE << np.uint64(x)) ^ (_ONE << np.uint64(y))
+                value = layer_cost(tables, n, lx, mask) - cost[n, lx]
+            else:
+                # Layers add up, so two changes in different layers do, too.
+                value = change[n, ly, y] + change[n, lx, x]
+            if value < best:
+                best, go_l, come_l = value, lx, ly
+    return best, go_l, come_l
 
 
 @jit
