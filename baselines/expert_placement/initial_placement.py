@@ -113,15 +113,15 @@ def best_start(
     c = system.cluster
     if steps is None:
         steps = min(MOST_STEPS, STEPS_EACH * c.num_servers * c.layers * c.experts)
-    about = LinkQueueModel(system, seed=seed)
+    model = LinkQueueModel(system, seed=seed)
     draw = np.random.default_rng([seed, 1]).integers(1 << 31, size=2)
     objective = _objective(system, requests, int(draw[0]))
     held: dict[str, Bools] = {
-        name: server_view(place(about.counts, c.slots, c.gpu_server), c.gpu_server)
+        name: server_view(place(model.counts, c.slots, c.gpu_server), c.gpu_server)
         for name, place in HEURISTICS.items()
     }
     latency = {
-        name: _simulate(objective, system, about.counts, view) for name, view in held.items()
+        name: _simulate(objective, system, model.counts, view) for name, view in held.items()
     }
     best = min(latency, key=lambda name: latency[name])
     if c.num_servers <= MOST_SERVERS:
@@ -129,11 +129,11 @@ def best_start(
         for wait in waits:
             for k in range(tries):
                 name = f"annealed, wait {wait:g}, try {k}"
-                held[name] = about.anneal(first, wait, steps, seed + k)
-                latency[name] = _simulate(objective, system, about.counts, held[name])
+                held[name] = model.anneal(first, wait, steps, seed + k)
+                latency[name] = _simulate(objective, system, model.counts, held[name])
         best = min(latency, key=lambda name: latency[name])
     short = _objective(system, SHORT, int(draw[1]))
-    found, gained = climb(short, system, held[best], about.counts, swaps, seed)
+    found, gained = climb(short, system, held[best], model.counts, swaps, seed)
     return InitialPlacement(
         held=found,
         name=f"{best}, {gained} of {swaps} exchanges of layers" if swaps else best,
@@ -214,12 +214,12 @@ def climb(
         objective: The requests, the same for all proposals.
         system: The cluster.
         held: Bool (N, L, E), covered.
-        counts: (N, L, E) assignments, which say which experts are most used.
+        counts: (N, L, E) assignments, by which experts are ordered.
         swaps: Exchanges to try.
         seed: Of the exchanges.
 
     Returns:
-        The placement (N, L, E) and how many exchanges were kept.
+        The placement (N, L, E) and the number of exchanges accepted.
     """
     layers = held.shape[1]
     if swaps < 1 or layers < 2:

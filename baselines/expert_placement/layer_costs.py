@@ -107,7 +107,7 @@ class LayerCostModel:
             message_s: Seconds that one more message and its answer take.
             weight: Requests per time, to weigh servers against each other.
             max_messages: Most messages of a step (N - 1 with one message a server).
-            max_rows: Rows kept of each server.
+            max_rows: Most rows drawn of each server.
             seed: Of the draw.
 
         Returns:
@@ -127,11 +127,11 @@ class LayerCostModel:
             raise ValueError(f"rows: a set names an expert above {experts - 1}")
         number = min(max_rows, max(len(t) for t in tables))
         rng = np.random.default_rng(seed)
-        kept = [
+        sampled = [
             t[rng.choice(len(t), number, replace=len(t) < number)] if len(t) != number else t
             for t in tables
         ]
-        stacked = np.ascontiguousarray(np.stack(kept).transpose(0, 2, 1))
+        stacked = np.ascontiguousarray(np.stack(sampled).transpose(0, 2, 1))
         cost = np.zeros(len(tables), kernel.LAYER_COST)
         columns = {
             "weight": weight,
@@ -152,7 +152,7 @@ class LayerCostModel:
             else:
                 cost[name] = value
         cost["max_messages"] = max_messages
-        share = np.stack([mask_experts(t, experts).mean(axis=0) for t in kept])
+        share = np.stack([mask_experts(t, experts).mean(axis=0) for t in sampled])
         hit = 1.0 - (1.0 - share) ** cost["prompt_tokens"][:, None, None]
         layered = np.repeat(cost[:, None], stacked.shape[1], axis=1)
         return cls(kernel.Tables(layered, stacked, np.ascontiguousarray(hit)))

@@ -1,4 +1,4 @@
-"""The placement algorithms as policies: plan every epoch, migrate if Eq. 4 says so.
+"""The placement algorithms as policies: plan every epoch, migrate if that pays by Eq. 4.
 
 Every row of a batch is planned from its own observation only. The first plan of an episode is
 carried out at once where the environment makes that free; later ones are weighed by Eq. 4, in which
@@ -403,26 +403,26 @@ class BestStart(PlacementPolicy):
     @property
     def start(self) -> InitialPlacement:
         """What the search found; searched for at the first call."""
-        return self._once()[0]
+        return self._search_once()[0]
 
-    def _once(self) -> tuple[InitialPlacement, Bools]:
+    def _search_once(self) -> tuple[InitialPlacement, Bools]:
         if self._found is None:
             system = self.system
             start = best_start(system, **self._search)
-            usual = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
-            plan = assign_gpus(start.held, usual, system.slots, system.gpu_server)
+            long_run_counts = np.einsum("nk,kle->nle", system.long_run_shares, system.task_counts)
+            plan = assign_gpus(start.held, long_run_counts, system.slots, system.gpu_server)
             self._found = start, plan
         return self._found
 
     def plan(self, row: int, counts: Floats, current: Bools, first: bool) -> Bools | None:
         """See `PlacementPolicy.plan`."""
-        return self._once()[1]
+        return self._search_once()[1]
 
 
 class LatencyLocalSearch(PlacementPolicy):
     """The placement in use or the best of other methods, improved step by step by the simulator.
 
-    It simulates requests of the tasks that the last epoch's counts tell of, see
+    It simulates requests of the tasks that the last epoch's counts show, see
     `simulation_search.SimulatedLatency`, and searches again when these change. A change is made if
     an epoch with it, its loads carried out, is faster in the engine than one without.
 

@@ -1,7 +1,7 @@
 """Placements compared by the simulator itself, on requests like those seen, and a search by it.
 
 The requests are recorded prompts that no episode draws, of the tasks that the servers' counts
-tell of, at the arrival rates an operator knows: nothing of the requests to come.
+show, at the arrival rates an operator knows: nothing of the requests to come.
 """
 
 from __future__ import annotations
@@ -124,26 +124,26 @@ def exchange(
     Returns:
         The new view, covered and within ``cap``; None if there is nothing to exchange.
     """
-    missing, kept = np.flatnonzero(~held[n, gains]), np.flatnonzero(held[n, gives])
+    missing, local = np.flatnonzero(~held[n, gains]), np.flatnonzero(held[n, gives])
     free = int(cap[n] - held[n].sum())
-    number = min(number, missing.size, kept.size + free)
+    number = min(number, missing.size, local.size + free)
     if number < 1:
         return None
     new = held.copy()
     take = missing[np.argsort(-counts[n, gains, missing], kind="stable")[:number]]
-    drop = kept[np.argsort(counts[n, gives, kept], kind="stable")[: max(number - free, 0)]]
+    drop = local[np.argsort(counts[n, gives, local], kind="stable")[: max(number - free, 0)]]
     new[n, gives, drop] = False
     new[n, gains, take] = True
     copies = new.sum(axis=0)
-    lost = [int(e) for e in drop if copies[gives, e] == 0]
-    if not lost:
+    uncovered = [int(e) for e in drop if copies[gives, e] == 0]
+    if not uncovered:
         return new
     room = cap - new.sum(axis=(1, 2))
     at = np.nonzero(new & (copies > 1))
     others = at[0] != n
     m, layer, expert = (x[others] for x in at)
     order = iter(np.lexsort((counts[m, layer, expert], layer != gains)).tolist())
-    for e in lost:
+    for e in uncovered:
         to = int(np.argmax(np.where(np.arange(room.size) == n, -1, room)))
         if room[to] > 0:
             room[to] -= 1
@@ -185,12 +185,12 @@ def latency_local_search(
 ) -> Bools:
     """Improve the best of some placements by `exchange`, every step measured by the engine.
 
-    Random exchanges are tried one after another and kept if the simulated latency falls, so
+    Random exchanges are tried one after another and accepted if the simulated latency falls, so
     that the result is never worse in it than any of ``starts``.
 
     Args:
         objective: Requests to measure on.
-        counts: (N, L, E), which say what experts of a layer go first.
+        counts: (N, L, E), by which the experts of a layer are ordered.
         slots: (G,).
         gpu_server: (G,).
         starts: Feasible placements (G, L, E), at least one.

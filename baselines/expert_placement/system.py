@@ -145,7 +145,7 @@ class PlacementSystem:
         return shares
 
     def simulated_latency(self, counts: Floats, number: int, *, seed: int = 0) -> SimulatedLatency:
-        """Requests of the tasks that these counts tell of, to compare placements on.
+        """Requests of the tasks that these counts show, to compare placements on.
 
         Args:
             counts: (N, L, E).

@@ -273,15 +273,8 @@ def check_action(action: Any, space: Any) -> tuple[bool, np.ndarray]:
     if not isinstance(action, dict) or set(action) != {"migrate", "plan"}:
         raise ValueError(f"action={action!r} must be a dict of 'migrate' and 'plan'.")
     migrate = np.asarray(action["migrate"])
-    if (
-        migrate.size != 1
-        or migrate.dtype.kind not in "biu"
-        or int(migrate.reshape(()))
-        not in (
-            0,
-            1,
-        )
-    ):
+    allowed = migrate.size == 1 and migrate.dtype.kind in "biu"
+    if not allowed or int(migrate.reshape(())) not in (0, 1):
         raise ValueError(f"action['migrate']={action['migrate']!r} must be 0 (keep) or 1.")
     plan = np.asarray(action["plan"])
     shape = space["plan"].shape
