@@ -1,4 +1,4 @@
-"""Policies that see the true requests of an episode: what can be had at most."""
+"""Policies that see the true requests of an episode: the most that can be reached."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Lookahead(Clairvoyant):
     The state is the configuration that is warm. At each request it either keeps one of the
     ``configurations`` most wanted shared ones (warm if the same was used last and the gap is short)
     or takes the best action for a cold start. Reuse between different actions is not counted, so
-    the plan is one that can be had, not a bound; `reward_bound` is one.
+    the plan is one that can be carried out, not a bound; `reward_bound` is one.
     """
 
     name = "lookahead"

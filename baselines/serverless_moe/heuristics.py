@@ -146,8 +146,8 @@ class GreedyWarm(ServerlessPolicy):
     """Greatest expected reward now, and what the configuration is worth if it stays warm.
 
     That worth is ``p / (1 - p)`` (the expected number of requests that find it warm) times what
-    keeping it saves for the mean request against the best cold start. Only the shared order can be
-    kept from prompt to prompt.
+    keeping it saves for the mean request against the best cold start. Only the shared order can
+    stay warm from prompt to prompt.
     """
 
     name = "greedy_warm"

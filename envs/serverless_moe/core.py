@@ -278,10 +278,10 @@ class ServerlessBatch:
         """
         names = ("requests", "trem", "functions", "log", "deployment")
         for name in names:
-            mine, theirs = getattr(self.arrays, name)[row], getattr(state, name)
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            own, given = getattr(self.arrays, name)[row], getattr(state, name)
+            if own.shape != given.shape or own.dtype != given.dtype:
                 raise ValueError(
-                    f"state.{name} has shape {theirs.shape}, this environment needs {mine.shape}: "
+                    f"state.{name} has shape {given.shape}, this environment needs {own.shape}: "
                     "restore a state into an environment made with the same arguments."
                 )
         for name in names:
@@ -344,5 +344,5 @@ class ServerlessBatch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffers.
         ServerlessBatch.__init__(self, state["problem"], state["num_rows"])
-        for mine, theirs in zip(self.arrays[:-1], state["arrays"], strict=True):
-            mine[...] = theirs
+        for array, saved in zip(self.arrays[:-1], state["arrays"], strict=True):
+            array[...] = saved

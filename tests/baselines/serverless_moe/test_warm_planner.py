@@ -25,7 +25,7 @@ def planner(env, requests=30, **kwargs):
     return make_policy("warm_planner", system, family=FAMILY, requests=requests, **kwargs)
 
 
-def evaluate_plan(choice, free, cold, kept, chance, switching):
+def evaluate_plan(choice, free, cold, warm, chance, switching):
     """Average reward and relative values of a plan by one linear system.
 
     A state is (last regime, last configuration or 0 for nothing), ``choice[i][state]`` the next
@@ -37,16 +37,16 @@ def evaluate_plan(choice, free, cold, kept, chance, switching):
     at = {state: k for k, state in enumerate(states)}
     size = len(states)
     step, reward = np.zeros((size, size)), np.zeros(size)
-    for (r, had), i in itertools.product(states, range(n)):
-        for found, share in ((had, chance), (0, 1.0 - chance)):
+    for (r, left), i in itertools.product(states, range(n)):
+        for found, share in ((left, chance), (0, 1.0 - chance)):
             taken = choice[i][at[r, found]]
             if taken == 0:
                 got = free[i, r]
             else:
-                got = (kept if found == taken else cold)[i, r, taken - 1]
-            reward[at[r, had]] += share / n * got
+                got = (warm if found == taken else cold)[i, r, taken - 1]
+            reward[at[r, left]] += share / n * got
             for k in range(regimes):
-                step[at[r, had], at[k, taken]] += share / n * switching[r, k]
+                step[at[r, left], at[k, taken]] += share / n * switching[r, k]
     # v + g = reward + step v, and v = 0 in the first state.
     matrix = np.zeros((size + 1, size + 1))
     matrix[:size, :size], matrix[:size, size], matrix[size, 0] = np.eye(size) - step, 1.0, 1.0
@@ -54,16 +54,16 @@ def evaluate_plan(choice, free, cold, kept, chance, switching):
     return solved[-1], solved[:-1].reshape(regimes, actions + 1)
 
 
-def greedy_plan(worth, free, cold, kept, switching):
+def greedy_plan(worth, free, cold, warm, switching):
     """What is best in each state given the worth of what is left warm."""
     n, regimes, actions = cold.shape
     later = switching @ worth
     choice = np.zeros((n, regimes * (actions + 1)), dtype=np.int64)
-    for i, r, had in itertools.product(range(n), range(regimes), range(actions + 1)):
+    for i, r, left in itertools.product(range(n), range(regimes), range(actions + 1)):
         options = np.append(free[i, r], cold[i, r] + later[r])
-        if had:
-            options[had] = kept[i, r, had - 1] + later[r, had - 1]
-        choice[i, r * (actions + 1) + had] = options.argmax()
+        if left:
+            options[left] = warm[i, r, left - 1] + later[r, left - 1]
+        choice[i, r * (actions + 1) + left] = options.argmax()
     return choice
 
 
@@ -73,19 +73,19 @@ def test_value_iteration_finds_the_best_of_all_plans(n, regimes, actions, seed):
     """Every plan of a tiny chain is valued by a linear system; none is better than the iterated."""
     rng = np.random.default_rng(seed)
     cold = -rng.uniform(0.5, 1.0, (n, regimes, actions))
-    kept = cold + rng.uniform(0.0, 0.5, cold.shape)
+    warm = cold + rng.uniform(0.0, 0.5, cold.shape)
     free = cold.max(axis=2) + rng.uniform(0.0, 0.2, (n, regimes))
     switching = np.array([[0.8, 0.2], [0.2, 0.8]]) if regimes == 2 else np.ones((1, 1))
     worth, value = relative_values(
-        free, cold, kept, chance=0.7, switching=switching, tolerance=1e-10
+        free, cold, warm, chance=0.7, switching=switching, tolerance=1e-10
     )
     states = regimes * (actions + 1)
 
     def gain_and_values(plan):
         choice = np.reshape(plan, (n, states))
-        return evaluate_plan(choice, free, cold, kept, 0.7, switching)
+        return evaluate_plan(choice, free, cold, warm, 0.7, switching)
 
-    gain, relative = gain_and_values(greedy_plan(worth, free, cold, kept, switching))
+    gain, relative = gain_and_values(greedy_plan(worth, free, cold, warm, switching))
     assert worth == pytest.approx(relative[:, 1:] - relative[:, :1], abs=1e-9)
     assert value.mean() == pytest.approx(gain, abs=1e-9)
     gains = [
@@ -97,7 +97,7 @@ def test_value_iteration_finds_the_best_of_all_plans(n, regimes, actions, seed):
 
 
 def test_worth_by_hand():
-    """One request, one configuration: kept for good, it saves (kept - cold) with chance p."""
+    """One request, one configuration: warm for good, it saves (warm - cold) with chance p."""
     one = np.ones((1, 1))
     worth, value = relative_values(
         -1.0 * one, -1.1 * one[None], -0.6 * one[None], chance=0.5, switching=one, tolerance=1e-12
