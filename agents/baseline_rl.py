@@ -34,6 +34,7 @@ from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
 
@@ -203,11 +204,11 @@ def update(
     with torch.no_grad():
         h = target.encoder(batch["next_obs"])
         log_pi = target.log_policy(h, batch["next_mask"])
-        goal = critic_target(batch, log_pi, target.q1(h), target.q2(h))
+        td_target = critic_target(batch, log_pi, target.q1(h), target.q2(h))
     h = agent.encoder(batch["obs"])
     q1, q2 = agent.q1(h), agent.q2(h)
     chosen = batch["action"][:, None]
-    q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), goal) for q in (q1, q2))
+    q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), td_target) for q in (q1, q2))
 
     log_pi = agent.log_policy(h.detach(), batch["mask"])
     q = torch.minimum(q1, q2).detach()
@@ -237,7 +238,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     if system is not None and system.num_experts != agent.experts:
         raise ValueError(f"made for {agent.experts} experts, got {system.num_experts}")
     checkpoint.load_weights(agent, weights)
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     policy = CheckpointPolicy("baseline_rl", "graph", args, agent, agent.act, env_kwargs)
     policy.agent = "baseline_rl"  # in older files, sac_han
@@ -246,7 +247,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     if not 1 <= args.n_step <= args.buffer_size // args.num_envs:
         longest = f"{args.buffer_size // args.num_envs}, the steps of an environment in the buffer"
         raise ValueError(f"n_step: must be from 1 to {longest}; got {args.n_step}")

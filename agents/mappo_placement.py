@@ -39,7 +39,6 @@ from servegym.agents.lib.checkpoint import (
     saved_args,
     write_checkpoint,
 )
-from servegym.agents.lib.environments import parse_settings
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.expert_placement.heuristics import whole_layer
@@ -49,6 +48,7 @@ from servegym.baselines.expert_placement.initial_placement import (
     cluster_fingerprint,
 )
 from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.envs._command_line import parse_settings
 from servegym.envs.expert_placement.core import observation_space
 from servegym.envs.expert_placement.decode import decode_scores, repair_placement
 from servegym.envs.expert_placement.env import make_problem

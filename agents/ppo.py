@@ -32,9 +32,9 @@ from servegym.agents.lib.environments import (
     action_masks,
     episode_seeds,
     make_envs,
-    parse_settings,
 )
 from servegym.agents.lib.run_log import RunLog
+from servegym.envs._command_line import parse_settings
 
 ROUTING_ENV = {
     "profiles": "edge-6-heterogeneous",
@@ -268,14 +268,14 @@ def train(args: Args) -> Path:
         ]
         for _ in range(args.update_epochs):
             for index in torch.randperm(size, device=device).chunk(args.num_minibatches):
-                x, legal, action, old, adv, goal = (f[index] for f in flat)
+                x, legal, action, old, adv, value_target = (f[index] for f in flat)
                 log_pi, value = agent(x, legal)
                 log_ratio = log_pi.gather(1, action[:, None]).squeeze(1) - old
                 ratio = log_ratio.exp()
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
                 clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
-                value_loss = 0.5 * (value - goal).square().mean()
+                value_loss = 0.5 * (value - value_target).square().mean()
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
                 loss = policy_loss + VF_COEF * value_loss - args.ent_coef * entropy
                 optimizer.zero_grad()

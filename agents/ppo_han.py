@@ -40,6 +40,7 @@ from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
 
@@ -430,7 +431,7 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights, recomputed=("law",))
@@ -441,7 +442,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     if args.prior < 0 or (args.prior and args.encoder == "expert"):
         allowed = "0 with --encoder expert" if args.encoder == "expert" else "0 or a temperature"
         raise ValueError(f"prior: must be {allowed}, got {args.prior}")
@@ -539,14 +540,16 @@ def train(args: Args) -> Path:
         train_actor, spread = share_done >= CRITIC_WARMUP, float(target.var())
         for _ in range(args.update_epochs):
             for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
-                rows, legal, inputs, action, old, adv, goal = (f[index.to(f.device)] for f in flat)
+                rows, legal, inputs, action, old, adv, value_target = (
+                    f[index.to(f.device)] for f in flat
+                )
                 log_pi, value = agent(rows.to(device).float(), legal, inputs)
                 log_ratio = log_pi.gather(1, action[:, None]).squeeze(1) - old
                 ratio = log_ratio.exp()
                 adv = (adv - adv.mean()) / (adv.std() + 1e-8)
                 clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
-                value_loss = 0.5 * (value - goal).square().mean() / spread
+                value_loss = 0.5 * (value - value_target).square().mean() / spread
                 loss = VF_COEF * value_loss + (policy_loss if train_actor else 0.0)
                 optimizer.zero_grad()
                 loss.backward()

@@ -48,11 +48,12 @@ from servegym.agents.lib.checkpoint import (
     saved_args,
     write_checkpoint,
 )
-from servegym.agents.lib.environments import action_masks, make_envs, parse_settings
+from servegym.agents.lib.environments import action_masks, make_envs
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs._command_line import parse_settings
 from servegym.envs._files import write_atomic
 from servegym.envs.workloads.files import read_arrays
 

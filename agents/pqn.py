@@ -41,6 +41,7 @@ from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
 
@@ -395,7 +396,7 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights, recomputed=("law",))
@@ -404,7 +405,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     for name in ("start_e", "q_lambda"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"{name}: must be in [0, 1], got {getattr(args, name)}")
@@ -501,10 +502,10 @@ def train(args: Args) -> Path:
         losses, values = [], []
         for _ in range(args.update_epochs):
             for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
-                rows, legal, inputs, action, goal = (f[index.to(f.device)] for f in flat)
+                rows, legal, inputs, action, td_target = (f[index.to(f.device)] for f in flat)
                 gain, value = agent(rows.to(device).float(), legal, inputs)
                 q = value + gain.gather(1, action[:, None]).squeeze(1)
-                loss = F.mse_loss(q, goal)
+                loss = F.mse_loss(q, td_target)
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), 10.0)

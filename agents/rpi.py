@@ -41,6 +41,7 @@ from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs._command_line import parse_settings
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch
@@ -378,7 +379,7 @@ class Configuration:
     """One configuration of the environment: its systems as they stand, and the labels from them."""
 
     def __init__(self, args: Args, num_envs: int, seed: int) -> None:
-        self.args, self.env_kwargs = args, ENV | environments.parse_settings(args.set)
+        self.args, self.env_kwargs = args, ENV | parse_settings(args.set)
         self.envs = environments.make_envs(args.env_id, num_envs, **self.env_kwargs)
         if not isinstance(self.envs.single_observation_space, gym.spaces.Dict):
             raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
@@ -517,7 +518,7 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights)

@@ -40,6 +40,7 @@ from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
 
@@ -414,11 +415,11 @@ def update(
     with torch.no_grad():
         h = target.encode(batch["next_obs"])
         log_pi = target.log_policy(h, batch["next_mask"])
-        goal = critic_target(batch, log_pi, *target.values(h, batch["next_inputs"]))
+        td_target = critic_target(batch, log_pi, *target.values(h, batch["next_inputs"]))
     h = agent.encode(batch["obs"])
     q1, q2 = agent.values(h, batch["inputs"])
     chosen = batch["action"][:, None]
-    q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), goal) for q in (q1, q2))
+    q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), td_target) for q in (q1, q2))
 
     log_pi = agent.log_policy((h[0].detach(), h[1].detach(), h[2]), batch["mask"])
     q = torch.minimum(q1, q2).detach()
@@ -451,7 +452,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     args = checkpoint.saved_args(Args, given)
     if "total_timesteps" in given and "prior" not in given:  # older than the prior
         args.prior, args.privileged_critic = 0.0, False
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights, recomputed=("law",))
@@ -462,7 +463,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
-    env_kwargs = ENV | environments.parse_settings(args.set)
+    env_kwargs = ENV | parse_settings(args.set)
     if args.prior < 0:
         raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
     if not 1 <= args.n_step <= args.buffer_size // args.num_envs:
@@ -502,7 +503,6 @@ def train(args: Args) -> Path:
     inputs = privileged_inputs(envs, HORIZONS) if args.privileged_critic else no_inputs
     log = RunLog(run, args, "sac_han", step, log_size)
     losses: dict[str, Tensor] = {}
-
     while step < args.total_timesteps:
         # Act: in the warm-up half of the environments, later all, sample from the policy.
         rows, warm_up = agent.rows(obs), step < learning_starts

@@ -1,1 +1,1 @@
-"""servegym."""
+"""Heuristics, planners and clairvoyant policies behind one protocol, in one registry."""

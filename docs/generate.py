@@ -336,22 +336,6 @@ def hardware() -> None:
     write("hardware.md", text)
 
 
-def glossary() -> None:
-    """The page of this folder, with every policy and shipped checkpoint in a line."""
-    lines = [(ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")]
-    for family in FAMILIES:
-        lines += [f"### {family.title}", "", "| policy | meaning |", "| --- | --- |"]
-        for info in list_policies(family.name):
-            mark = " (c)" if info.clairvoyant else ""
-            text = info.description.replace("|", "\\|")
-            lines.append(f"| `{info.name}`{mark} | {text} |")
-        for name, file in shipped(family.name).items():
-            page = f"agents/{written_by(file)}.md#checkpoint-{name}"
-            lines.append(f"| `{name}` | [shipped checkpoint]({page}) |")
-        lines.append("")
-    write("glossary.md", "\n".join(lines))
-
-
 def leaderboard() -> bool:
     """The committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
@@ -365,7 +349,6 @@ def leaderboard() -> bool:
 home()
 benchmarks()
 hardware()
-glossary()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [

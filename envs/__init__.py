@@ -1,1 +1,1 @@
-"""servegym."""
+"""The environments: one folder a family, their workloads, and what they share."""

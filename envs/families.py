@@ -96,6 +96,7 @@ def family_of(env_id: str) -> Family:
         ValueError: If it is none of this package's.
     """
     known = {env_id: family for family in FAMILIES for env_id in family.env_ids}
+    env_id = env_id.removeprefix("servegym:")
     if env_id not in known:
         near = difflib.get_close_matches(env_id, known, n=1, cutoff=0.3)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
@@ -112,5 +113,7 @@ def family_named(name: str) -> Family:
     for family in FAMILIES:
         if name in (family.name, family.group):
             return family
-    known = ", ".join(family.name for family in FAMILIES)
-    raise ValueError(f"family must be one of {known}, got {name!r}")
+    known = [name for family in FAMILIES for name in (family.name, family.group)]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ValueError(f"family must be one of {', '.join(known)}, got {name!r}{hint}")

@@ -1,1 +1,1 @@
-"""servegym."""
+"""The users' tool: command line, evaluation, figures, benchmarks, sweeps."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+
+from servegym.envs._command_line import parse_settings
 
 __all__ = ["app"]
 
@@ -66,32 +67,6 @@ def _clear_errors(command: Command) -> Command:
             _fail(" ".join(str(error).split()) or type(error).__name__)
 
     return wrapped  # type: ignore[return-value]
-
-
-def parse_settings(items: list[str]) -> dict[str, Any]:
-    """Parse ``key=value`` arguments; a value is JSON if it parses as JSON, else a string.
-
-    Args:
-        items: For instance ``["rate=8", "split=eval", "rate=[4, 11]"]``.
-
-    Returns:
-        Keyword arguments of an environment; lists of numbers stay lists.
-
-    Raises:
-        ValueError: If an item has no key, or a key is given twice.
-    """
-    settings: dict[str, Any] = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals or not key.isidentifier():
-            raise ValueError(f"--set {item!r} is not of the form key=value")
-        if key in settings:
-            raise ValueError(f"--set {key} is given twice")
-        try:
-            settings[key] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[key] = value
-    return settings
 
 
 EnvId = Annotated[
@@ -341,7 +316,7 @@ def render(
 @_clear_errors
 def figures(
     context: typer.Context,
-    family: Annotated[str, typer.Argument(help="routing, serverless or placement.")],
+    family: Annotated[str, typer.Argument(help="A family: routing, serverless or placement.")],
     only: Annotated[
         list[str] | None, typer.Option(help="Run this figure alone; repeatable.", metavar="NAME")
     ] = None,
@@ -351,9 +326,14 @@ def figures(
     ] = False,
     ray: Ray = None,
 ) -> None:
-    """Compute and draw the figures and tables of a family; other words go to each figure."""
+    """Compute and draw the figures and tables of a family; other words go to each figure.
+
+    Each takes --quick (a smoke run), --episodes N, --figure NAME and --out FOLDER.
+    """
+    from servegym.envs.families import family_named
     from servegym.experiments.figures.run import list_figures, run_figures
 
+    family = family_named(family).group
     if list_:
         found = list_figures(family)
         width = max((len(figure.name) for figure in found), default=0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
@@ -12,26 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import servegym  # noqa: F401  (registers the environments)
-
-
-def parse_settings(items: Sequence[str]) -> dict[str, Any]:
-    """``key=value`` items as a dict; a value that is no JSON is a string.
-
-    One item may hold several, as in ``"rate=[5,5] num_experts=3"``.
-
-    Raises:
-        ValueError: If an item has no ``=``.
-    """
-    settings: dict[str, Any] = {}
-    for item in (one for several in items for one in re.split(r"\s+(?=\w+=)", several.strip())):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"set: {item!r} is not of the form key=value")
-        try:
-            settings[key] = json.loads(value)
-        except json.JSONDecodeError:
-            settings[key] = value
-    return settings
 
 
 def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.VectorEnv:

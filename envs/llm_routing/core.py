@@ -59,7 +59,7 @@ class RoutingState:
         env: record of clock and sums.
         expert: ``(N,)`` records.
         slot: ``(N, S)`` records of the requests in the system.
-        queue: ``(N, 3, S)`` lists of slots.
+        queue: ``(N, 3 S)`` lists of slots.
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.

@@ -32,8 +32,7 @@ import numpy as np
 
 import servegym
 from servegym.envs._checks import choose
-from servegym.envs._command_line import run_main
-from servegym.experiments.cli import parse_settings
+from servegym.envs._command_line import parse_settings, run_main
 from servegym.experiments.cluster.executor import check_ray, cluster
 from servegym.experiments.cluster.rllib_policy import (
     PARALLEL_IDS,

@@ -15,9 +15,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from servegym.envs._checks import choose
 from servegym.envs._command_line import run_main
-from servegym.envs.families import FAMILIES
+from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.figures.placement import claims as claims_placement
 from servegym.experiments.figures.routing import claims as claims_routing
 from servegym.experiments.figures.serverless import claims as claims_serverless
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("family", nargs="*", help=f"which papers ({', '.join(TITLES)}; all)")
-    chosen = [choose("family", name, TITLES) for name in parser.parse_args(argv).family]
+    chosen = [family_named(name).group for name in parser.parse_args(argv).family]
     for family in chosen or TITLES:
         print_table(TITLES[family], HEADINGS, lines(family), left=len(HEADINGS))
     return 0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from servegym.envs._checks import choose
-from servegym.envs.families import FAMILIES
+from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.figures.plotting import as_png
 from servegym.experiments.output import read_rows, write_text
 from servegym.experiments.tables import Note, provenance, write_result
@@ -118,7 +118,7 @@ def list_figures(family: str) -> list[Figure]:
     Raises:
         ValueError: If the family is unknown.
     """
-    choose("family", family, GROUPS)
+    family = family_named(family).group
     here = Path(__file__).parent
     found = []
     paths = [*here.glob(f"{family}/*.py"), *here.glob(f"beyond/{family}/*.py")]
@@ -152,7 +152,7 @@ def run_figures(
     """Run figure modules one after another.
 
     Args:
-        family: One of `GROUPS`.
+        family: Name or group of an environment family.
         only: Names of modules; all of them by default.
         arguments: Handed to each module's ``main``, as in ``["--quick", "--out", "figures"]``.
         echo: Prints a line.

@@ -11,10 +11,11 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
 from servegym.agents import load_policy, ppo_serverless  # noqa: E402
-from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
+from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.ppo_serverless import WARM_COLUMN, Agent, Args, train  # noqa: E402
 from servegym.baselines.registry import make_policy  # noqa: E402
 from servegym.baselines.serverless_moe.system import ServerlessSystem  # noqa: E402
+from servegym.envs._command_line import parse_settings  # noqa: E402
 
 QUICK = {
     "set": ("model=toy", "episode_requests=20"),

@@ -9,10 +9,11 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import load_policy, pqn  # noqa: E402
-from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
+from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
+from servegym.envs._command_line import parse_settings  # noqa: E402
 
 from .runs import assert_goes_on, lines  # noqa: E402
 

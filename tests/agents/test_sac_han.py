@@ -15,11 +15,12 @@ import gymnasium as gym  # noqa: E402
 import servegym  # noqa: E402, F401
 from servegym.agents import baseline_rl, load_policy, sac_han  # noqa: E402
 from servegym.agents.lib import checkpoint  # noqa: E402
-from servegym.agents.lib.environments import make_envs, parse_settings  # noqa: E402
+from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.baselines.protocol import Policy  # noqa: E402
+from servegym.envs._command_line import parse_settings  # noqa: E402
 
 from .runs import assert_goes_on, lines  # noqa: E402
 

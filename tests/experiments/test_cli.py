@@ -8,7 +8,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from servegym.experiments.cli import app, parse_settings
+from servegym.envs._command_line import parse_settings
+from servegym.experiments.cli import app
 from servegym.experiments.replay import read_requests
 
 ENV_ID = "servegym/LLMRouting-v0"

@@ -1,4 +1,4 @@
-"""Jitted inner loops of the placement algorithms.
+"""Jitted inner loops of load balancing by replicas (EPLB).
 
 All are pure functions of their arguments but for the arrays named as changed in place. One layer
 of E experts on G GPUs is a table ``slot`` (G, S) of expert numbers, of which GPU g uses the first

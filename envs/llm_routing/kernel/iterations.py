@@ -102,7 +102,7 @@ def _complete(c, n, v, q, e, i, now):
 
 @inline
 def _start_decoding(e, r, now):
-    """R emits a token at the end of its prefill; the token counter of the expert takes over."""
+    """Request ``r`` emits a token when its prefill ends; the expert's token counter takes over."""
     r.generated += 1
     r.decoding = 1
     r.origin = e.emitted - r.generated

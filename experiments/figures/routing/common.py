@@ -358,7 +358,7 @@ def _merged(options: Options, stem: str) -> list[dict[str, Any]]:
     if not options.keep:
         return []
     record = read_record(table_path(options, stem))
-    if not record:  # an installed package has the tables alone
+    if not record:  # a table without its record
         return [{"versions": versions(())}]
     before = record.get("merged", [])
     return [*before, {key: record[key] for key in ("command", "date", "settings")}]

@@ -167,7 +167,7 @@ def calls_a_request(problem: Problem) -> float:
 
 def training_calls(policy: Any) -> float:
     """Expert calls that the whole training run of a checkpoint simulated."""
-    from servegym.agents.lib.environments import parse_settings
+    from servegym.envs._command_line import parse_settings
     from servegym.envs.expert_placement.env import make_problem
 
     args, problem = policy.args, make_problem(parse_settings(policy.args.set))
