@@ -535,7 +535,11 @@ def train(args: Args) -> Path:
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     run = Path(args.out_dir) / (args.run_name or f"rpi_{args.seed}")
-    mixture = [replace(args, set=args.set + tuple(item.split())) for item in args.mixture or ("",)]
+    # What a configuration says of an argument counts before what --set says of it.
+    common = parse_settings(args.set)
+    each = [common | parse_settings(item.split()) for item in args.mixture] or [common]
+    sets = [tuple(f"{key}={json.dumps(v)}" for key, v in settings.items()) for settings in each]
+    mixture = [replace(args, set=settings) for settings in sets]
     n = max(args.num_envs // len(mixture), 1)
     sources = [Configuration(own, n, args.seed + 1000 * k) for k, own in enumerate(mixture)]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from servegym.baselines.protocol import BasePolicy
+from servegym.envs._command_line import parse_settings
 from servegym.envs._files import write_atomic
 
 AGENTS = (
@@ -230,8 +231,8 @@ def saved_args(cls: type, given: Mapping[str, Any]) -> Any:
     if "rate_low" in given:  # environment arguments had flags of their own
         rates = [given["rate_low"], given["rate_high"]]
         old = {key: given[key] for key in ("profiles", "latency_requirement_s", "reward")}
-        items = (f"{key}={json.dumps(value)}" for key, value in (old | {"rate": rates}).items())
-        given["set"] = [*items, *given.get("set", ())]
+        settings = old | {"rate": rates} | parse_settings(given.get("set", ()))
+        given["set"] = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     if "foresight" in given:
         given["privileged_critic"] = given["foresight"]
     known = {f.name for f in fields(cls)}

@@ -163,7 +163,7 @@ def test_the_fit_finds_a_known_advantage_in_several_configurations_at_once(tmp_p
     args = tiny(tmp_path)
     settings = ("num_experts=3", 'num_experts=4 profiles="paper-linear"')
     sources = [
-        rpi.Configuration(replace(args, set=(*args.set, *own.split())), 150, seed=k)
+        rpi.Configuration(replace(args, set=("episode_requests=50", own)), 150, seed=k)
         for k, own in enumerate(settings)
     ]
     known = [label(source, rng) for source in sources]
