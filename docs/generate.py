@@ -328,12 +328,23 @@ def home() -> None:
         write(page, text)
 
 
+def findings() -> None:
+    """The pages of this folder, with links to the tables' pages in place of their folders."""
+    for family in FAMILIES:
+        page = f"findings/{family.group}.md"
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        folder = f"](../../experiments/results/{family.group})"
+        write(page, text.replace(folder, f"](../results/{family.group}.md)"))
+
+
 def hardware() -> None:
     """The page of this folder, with the picture of the measured run against its replay."""
     with mkdocs_gen_files.open("fidelity.png", "wb") as stream:
         stream.write(draw_fidelity(RESULTS / "fidelity"))
     text = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
-    write("hardware.md", text)
+    alternative = "Running and waiting requests, KV use and latencies, measured and simulated"
+    picture = f"![{alternative}](fidelity.png)"
+    write("hardware.md", text.replace("<!-- picture of the measured run -->", picture))
 
 
 def leaderboard() -> bool:
@@ -349,6 +360,7 @@ def leaderboard() -> bool:
 home()
 benchmarks()
 hardware()
+findings()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}]
 mkdocs_gen_files.config["nav"] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -271,8 +270,3 @@ def build_problem(
         redirect=redirect,
         arguments=arguments,
     )
-
-
-def with_arguments(problem: Problem, **changes: Any) -> Problem:
-    """The same problem with some of its fields changed."""
-    return dataclasses.replace(problem, **changes)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.fitting import (
     NO_ESTIMATE,
     as_integers,
@@ -60,7 +61,6 @@ from servegym.hardware_profiles.build.published import (
     scale_by_bandwidth,
     vidur_layer_s,
 )
-from servegym.hardware_profiles.build.tables import CsvTable
 from servegym.hardware_profiles.law import Profile, interpolate
 from servegym.hardware_profiles.load import load, unknown_name
 from servegym.hardware_profiles.schema import FORMAT

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.fitting import (
     as_integers,
@@ -38,7 +39,6 @@ from servegym.hardware_profiles.build.published import (
     MatrixProducts,
     scale_by_bandwidth,
 )
-from servegym.hardware_profiles.build.tables import CsvTable
 from servegym.hardware_profiles.law import interpolate
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.moe import FORMAT, MoeLayer
