@@ -337,6 +337,7 @@ def test_true_routing_is_not_seen(tmp_path):
     assert (rewards[0] != rewards[1]).mean() > 0.5
 
 
+@pytest.mark.slow
 def test_same_seed_same_log(tmp_path):
     logs = [
         lines(train(Args(**QUICK, seed=seed, out_dir=str(tmp_path), run_name=name)))

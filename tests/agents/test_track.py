@@ -48,6 +48,7 @@ def history(file: Path) -> list[dict[str, float]]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_run_of_a_sweep_is_kept_offline_with_every_number(root: Path, tmp_path: Path) -> None:
     """What ``wandb agent`` starts, by wandb's own functions, but for the server's choice of values.
 

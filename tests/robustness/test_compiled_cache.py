@@ -113,6 +113,7 @@ def test_what_is_in_the_cache_is_not_compiled_again(tmp_path):
     assert numbers(start(tmp_path, 1, "f8")) == [81, 82, 2]
 
 
+@pytest.mark.slow
 def test_data_of_another_signature_is_not_taken(tmp_path):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f4", "f8"))

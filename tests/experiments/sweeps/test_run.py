@@ -185,6 +185,7 @@ def test_a_grid_runs_every_point_once(tmp_path: Path, agent: Path) -> None:
     assert table(tmp_path / "out")[0]["learning_rate"] == "0.01"
 
 
+@pytest.mark.slow
 def test_hyperband_stops_poor_runs_before_their_end(tmp_path: Path, agent: Path) -> None:
     text = GOOD.replace(
         "method: bayes", "early_terminate: {type: hyperband, min_iter: 1}\nmethod: random"
@@ -221,6 +222,7 @@ def test_a_sweep_whose_runs_all_fail_says_so(tmp_path: Path, agent: Path) -> Non
     assert [row["state"] for row in table(tmp_path / "out")] == ["fail"] * 3
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_runs_its_unfinished_trials_again(tmp_path: Path, agent: Path) -> None:
     path = written(tmp_path, GOOD.replace("{value: mlp}", "{value: mlp}\n  pause: {value: 0.6}"))
     script = tmp_path / "drive.py"

@@ -184,6 +184,7 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
         serverless_policies.main(["--requests", "0", "--out", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
     setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
     found = measure(setting, 6)["optimum"]
