@@ -7,6 +7,7 @@
 # make lint    ruff and pyright
 # make bench   speed of the environments against their yardsticks
 # make docs    the documentation as a web site, in site/
+# make install, constraints, clean   the environment alone; the pinned versions anew; what was built
 #
 # PYTHON=python3.12     interpreter of a new virtual environment (3.11 to 3.13)
 # VENV=.venv            where that environment lives
