@@ -110,10 +110,7 @@ def family_named(name: str) -> Family:
     Raises:
         ValueError: If there is none.
     """
-    for family in FAMILIES:
-        if name in (family.name, family.group):
-            return family
-    known = [name for family in FAMILIES for name in (family.name, family.group)]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"family must be one of {', '.join(known)}, got {name!r}{hint}")
+    from servegym.envs._checks import choose
+
+    known = {name: family for family in FAMILIES for name in (family.name, family.group)}
+    return known[choose("family", name, known)]

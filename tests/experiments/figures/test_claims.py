@@ -145,7 +145,7 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ValueError, match=r"'placment' .did you mean 'placement'"):
+    with pytest.raises(ValueError, match=r"family='placment' is unknown.*placement"):
         main(["placment"])
 
 
