@@ -89,9 +89,9 @@ class Args(ResumableRunArgs):
     """discount per decision"""
     gae_lambda: float = 0.9
     """lambda of the generalised advantage estimate"""
-    balance: bool = True
-    """divide the advantages of an environment by their own size there, or rates at which little
-    can be gained have no say against those at which much can be lost"""
+    impact: bool = True
+    """read the action impact estimator (Eq. 13-15) as well: what it predicts of every action, and
+    its latency laws; without, the paper's own state and no prior"""
     update_epochs: int = 4
     """passes over the collected steps"""
     eval_every: int = 100_000
@@ -120,7 +120,7 @@ class Layout:
         """The experts' features (B, N, 10) in a batch of rows."""
         return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
 
-    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
+    def rows(self, obs: Observation, model: LatencyModel | None) -> NDArray[np.float16]:
         """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
         limit = obs["latency_requirement"]  # (B, 1)
         req, exp, batch = obs["request"], obs["experts"], len(limit)
@@ -340,11 +340,12 @@ class Agent(nn.Module):
     def __init__(self, args: Args, system: RoutingSystem) -> None:
         super().__init__()
         capacities = (system.running_capacity, system.waiting_capacity)
-        self.layout, self.model = Layout(system.num_experts, *capacities), LatencyModel(system)
+        self.layout = Layout(system.num_experts, *capacities)
+        self.model = LatencyModel(system) if args.impact else None
         self.temperature, self.privileged = args.prior, args.privileged_critic
         self.fixed_experts = args.encoder == "expert"
         # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)
-        law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
+        law = (args.impact * system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
         self.register_buffer("law", torch.as_tensor(law))
         if args.encoder == "expert":
             self.encoder: nn.Module = ExpertRows(system.num_experts)
@@ -443,9 +444,9 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    if args.prior < 0 or (args.prior and args.encoder == "expert"):
-        allowed = "0 with --encoder expert" if args.encoder == "expert" else "0 or a temperature"
-        raise ValueError(f"prior: must be {allowed}, got {args.prior}")
+    if args.prior < 0 or (args.prior and (args.encoder == "expert" or not args.impact)):
+        allowed = "0 or a temperature, and 0 with --encoder expert or --impact False"
+        raise ValueError(f"prior: must be {allowed}; got {args.prior}")
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -530,7 +531,8 @@ def train(args: Args) -> Path:
         mean_reward += 0.1 * (float(b_reward.mean()) - mean_reward)
         step += batch_size
         target = gain + b_value
-        weighted = gain / (size + 1e-3) if args.balance else gain
+        # By their size in each environment, or rates at which much can be lost have all the say.
+        weighted = gain / (size + 1e-3)
         flat = [
             x.reshape(batch_size, *x.shape[2:])
             for x in (b_rows, b_mask, b_inputs, b_action, b_logp, weighted, target)

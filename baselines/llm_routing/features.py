@@ -18,13 +18,14 @@ from servegym.baselines.protocol import Observation
 
 
 def impact_features(
-    obs: Observation, model: LatencyModel
+    obs: Observation, model: LatencyModel | None
 ) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
     """Predicted effect of sending the new request to each expert (Eq. 13-15).
 
     Args:
         obs: A batch of Dict observations.
-        model: The estimator of the system, from predictions and mean latency laws.
+        model: The estimator of the system, from predictions and mean latency laws; None: all
+            features are zero, which leaves a router with the paper's own state.
 
     Returns:
         (B, N, 4) of an expert: the new request's distance from L, its score if it is answered
@@ -32,6 +33,10 @@ def impact_features(
         (B, N, R + W, 2) of a queued request: distance from L without and with the new one. A
         distance is tanh(3 (l / L - 1)), negative in time.
     """
+    if model is None:
+        batch, experts, running = obs["running"].shape[:3]
+        slots = running + obs["waiting"].shape[2]
+        return np.zeros((batch, experts, 4)), np.zeros((batch, experts, slots, 2))
     limit = obs["latency_requirement"][:, :, None]
     estimate = model.estimate(with_mean_scores(obs, model.system))
     slots = np.stack([estimate.without, estimate.with_new], -1)

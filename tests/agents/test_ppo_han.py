@@ -158,3 +158,21 @@ def test_wrong_arguments_are_refused(tmp_path):
         ppo_han.train(tiny(tmp_path, env_id="servegym/LLMRoutingFlat-v0"))
     with pytest.raises(ValueError, match="prior"):
         ppo_han.train(tiny(tmp_path, prior=-1.0))
+    with pytest.raises(ValueError, match="prior"):
+        ppo_han.train(tiny(tmp_path, impact=False))
+
+
+@pytest.mark.parametrize("encoder", ["han", "sets"])
+@pytest.mark.parametrize("impact", [True, False])
+def test_only_the_estimator_tells_one_fleet_from_another(encoder, impact, random_obs):
+    obs, found = random_obs(5), []
+    for fleet in ("edge-6-heterogeneous", "edge-6-homogeneous"):
+        torch.manual_seed(0)
+        size = {"num_experts": 4, "running_capacity": 3, "waiting_capacity": 2}
+        system = RoutingSystem.from_kwargs(profiles=fleet, **size)
+        args = ppo_han.Args(encoder=encoder, impact=impact, prior=0.0)
+        agent = ppo_han.Agent(args, system)
+        with torch.no_grad():
+            rows = torch.from_numpy(agent.rows(obs)).float()
+            found.append(agent.actor(*agent.encoder(rows, agent.layout, agent.law)))
+    assert torch.equal(*found) != impact
