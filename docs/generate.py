@@ -29,6 +29,7 @@ from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.figures.claims import HEADINGS
 from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.figures.run import Picture, draw, list_pictures
+from servegym.experiments.figures.verdicts import judge
 from servegym.experiments.leaderboard import markdown as leaderboard_page
 from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
@@ -219,10 +220,11 @@ def place(path: Path) -> tuple[int, int, str]:
 
 def claims(family: str) -> list[str]:
     """The paper's claims beside ours."""
+    rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
     rule = (
-        "From the tables below (`servegym claims`). A figure in percent *agrees* within a factor "
-        "of two of the paper's, or from there on where it says *at least*; other claims agree "
-        "where they hold in all cases looked at."
+        "From the tables below (`servegym claims`). A claim without a figure agrees where it holds "
+        "in every case looked at, *in part* where it holds in some. A change of a percentage is "
+        f"judged by this rule.\n\n{rule.strip()}"
     )
     table = ["## The paper's claims", "", rule, ""]
     table += ["| " + " | ".join(HEADINGS) + " |", "|" + " --- |" * len(HEADINGS)]

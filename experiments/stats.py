@@ -8,8 +8,9 @@ runs of all tasks, and the stratified bootstrap resamples runs within each task.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,8 +19,9 @@ __all__ = [
     "Interval",
     "iqm",
     "mean",
-    "paired_difference",
     "over_trainings",
+    "paired_difference",
+    "relative_change",
     "stratified_bootstrap",
     "student_interval",
     "two_way_bootstrap_mean",
@@ -204,17 +206,115 @@ def over_trainings(
 
     Returns:
         Of one training, the statistic with its bootstrap interval over episodes. Of several, the
-        mean of the statistic with `student_interval` over the trainings: how another training would
-        do on these episodes.
+        mean of the statistic over the trainings with its interval over trainings and episodes
+        together (`_crossed`): how another training would do on other episodes.
 
     Raises:
         ValueError: If there are no scores or the shapes differ.
     """
     base = 0.0 if reference is None else _scores(reference, "reference")[:, 0]
-    found = [_scores(each, "scores")[:, 0] - base for each in scores]
+    found = np.array([_scores(each, "scores")[:, 0] - base for each in scores])
     if len(found) == 1:
         return stratified_bootstrap(found[0], statistic)
-    return student_interval([statistic(each) for each in found])
+    return _crossed([found], lambda own: own, statistic)
+
+
+def relative_change(
+    scores: Sequence[ArrayLike], reference: Sequence[ArrayLike], statistic: Statistic = iqm
+) -> Interval:
+    """Change of the mean statistic from the trainings of one policy to those of another, percent.
+
+    The trainings of the two are independent, the episodes are the same. The interval is made of the
+    logarithms.
+
+    Args:
+        scores: For each training the scores of the same episodes, shape ``(episodes,)``.
+        reference: The same of the reference; a heuristic has one entry.
+        statistic: Of the episodes of one training.
+
+    Returns:
+        The change and its interval over trainings and episodes together, as far as there are
+        several of them; NaN ends where a mean statistic is not positive.
+
+    Raises:
+        ValueError: If there are no scores or the numbers of episodes differ.
+    """
+    samples = [
+        np.array([_scores(each, name)[:, 0] for each in one])
+        for name, one in (("scores", scores), ("reference", reference))
+    ]
+    new, old = (float(np.mean([statistic(row) for row in one])) for one in samples)
+    if not (new > 0 and old > 0):
+        return Interval(100 * (new / old - 1) if old > 0 else math.nan, math.nan, math.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = _crossed(samples, lambda a, b: np.log(a) - np.log(b), statistic)
+        return Interval(*(100 * float(np.expm1(end)) for end in found))
+
+
+def _crossed(
+    samples: Sequence[NDArray[np.float64]],
+    combine: Callable[..., Any],
+    statistic: Statistic,
+    repetitions: int = 2_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Interval:
+    """Interval over the trainings of one or more policies and their shared episodes together.
+
+    Trainings and episodes are crossed: the variance of a mean over both is that of the trainings'
+    part and that of the episodes' part together. The former is the sample variance, since a
+    bootstrap of so few trainings is too narrow; the latter comes from a bootstrap that draws the
+    same episodes for every training of every policy. The half-width is Student's t with
+    Satterthwaite's degrees of freedom: `student_interval` where the episodes do not differ. Noise
+    of the single episode of a training counts in both parts, which errs on the wide side.
+
+    Args:
+        samples: For each policy the scores ``(trainings, episodes)``; the episodes are shared.
+        combine: Maps each policy's mean statistic to the quantity wanted, also element-wise.
+        statistic: Of the episodes of one training.
+        repetitions: Number of bootstrap replicates.
+        confidence: Coverage of the interval.
+        seed: Seed of the resampling.
+
+    Raises:
+        ValueError: If the numbers of episodes differ.
+    """
+    from scipy.stats import t
+
+    if len({one.shape[1] for one in samples}) > 1:
+        raise ValueError(
+            f"scores and reference have {[one.shape[1] for one in samples]} episodes; allowed is "
+            "the same number, the same episodes"
+        )
+    episodes = samples[0].shape[1]
+    own = [np.array([statistic(row) for row in one]) for one in samples]
+    value = float(combine(*(one.mean() for one in own)))
+    parts = []  # variance of the value and its degrees of freedom
+    for at, one in enumerate(own):
+        if len(one) > 1:
+            alone = combine(*(one if i == at else other.mean() for i, other in enumerate(own)))
+            parts.append((np.var(alone, ddof=1) / len(one), len(one) - 1))
+    if episodes > 1:
+        picks = np.random.default_rng(seed).integers(episodes, size=(repetitions, episodes))
+        again = [np.mean([_resampled(row, picks, statistic) for row in one], 0) for one in samples]
+        parts.append((np.var(combine(*again)) * episodes / (episodes - 1), episodes - 1))
+    total = sum(variance for variance, _ in parts)
+    if not total > 0:  # nothing differs, or NaN
+        half = 0.0 if parts and total == 0 else math.nan
+        return Interval(value, value - half, value + half)
+    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in parts)
+    half = float(t.ppf(0.5 + confidence / 2, freedom) * np.sqrt(total))
+    return Interval(value, value - half, value + half)
+
+
+def _resampled(
+    values: NDArray[np.float64], picks: NDArray[np.int64], statistic: Statistic
+) -> NDArray[np.float64]:
+    """The statistic of each row of resampled values, shape ``(repetitions,)``."""
+    samples = values[picks]
+    if statistic is iqm:
+        return _iqm_batch(samples)
+    return np.array([statistic(sample) for sample in samples])
 
 
 def two_way_bootstrap_mean(

@@ -1,10 +1,11 @@
 """The papers' claims against the committed results: ``servegym claims [FAMILY]``.
 
 Nothing is computed anew: each claim reads the CSV that the script of its figure left, so the table
-follows the results. One rule judges every figure in percent: within a factor of two of the paper's
-it *agrees* ("at least": from there on), with the same sign it is the *same direction*, else it
-*disagrees*; a gain over a reference that learnt too little is *open*.
-The verdicts go by the means; the tables have the intervals.
+follows the results. One rule, `verdicts.judge`, judges every figure in percent by the logarithms of
+what remains: within a factor of two of the paper's it *agrees* ("at least": from there on), with
+the same sign it is the *same direction*, else it *disagrees*. A change whose interval holds zero
+*disagrees* if the interval excludes agreement and is *open* if not; so is a gain over a reference
+that learnt too little.
 Claims without a figure agree where they hold in every setting looked at, *in part* where they hold
 in some.
 """

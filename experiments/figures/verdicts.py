@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,18 +70,41 @@ class Claim(NamedTuple):
     read: Reader
 
 
-def judge(ours: float, paper: float, least: bool = False) -> str:
+def judge(
+    ours: float,
+    paper: float,
+    least: bool = False,
+    interval: tuple[float, float] | None = None,
+) -> str:
     """The verdict on a change of ``ours`` percent where the paper has ``paper`` percent.
 
+    A change of c percent leaves 1 + c / 100 of a quantity. With the ratio of the logarithms of what
+    remains, r = ln(1 + ours / 100) / ln(1 + paper / 100), the verdict is one word:
+
+    - *agrees*: r is from 1/2 to 2; where the paper says "at least", 1 or more;
+    - *same direction*: r is above 0 and outside that range;
+    - *disagrees*: r is 0 or below.
+
+    Latency cut to .06 is no agreement with the paper's .45: r is 3.5, although 94 % is less than
+    twice 55 %. Where our 95 % interval is known and holds no change at all, the mean's r counts for
+    nothing: *disagrees* if no r of the interval agrees, else *open*.
+
     Args:
-        ours: Our change, percent.
-        paper: The paper's, percent, not zero.
+        ours: Our change, percent; a saving is negative.
+        paper: The paper's, percent, neither zero nor -100 or less.
         least: Whether the paper says "at least".
+        interval: Ends of the interval of our change, percent.
     """
-    ratio = ours / paper
-    if ratio <= 0:
-        return DISAGREES
-    return AGREES if ratio >= (1.0 if least else 0.5) and (least or ratio <= 2) else DIRECTION
+
+    def ratio(change: float) -> float:
+        left = 1 + change / 100
+        return (math.log(left) if left > 0 else -math.inf) / math.log1p(paper / 100)
+
+    lowest, highest = (1.0, math.inf) if least else (0.5, 2.0)
+    if interval is not None and interval[0] <= 0 <= interval[1]:
+        return DISAGREES if max(map(ratio, interval)) < lowest else OPEN
+    found = ratio(ours)
+    return AGREES if lowest <= found <= highest else DIRECTION if found > 0 else DISAGREES
 
 
 def holds(cases: Iterable[bool]) -> str:

@@ -53,7 +53,7 @@ def test_bootstrap_keeps_strata_apart():
     # Every run of a task scores the same, so resampling within tasks changes nothing, while
     # pooling the tasks would give a wide interval.
     scores = np.tile([0.0, 10.0], (20, 1))
-    interval = stats.stratified_bootstrap(scores, stats.mean, repetitions=200)
+    interval = stats.stratified_bootstrap(scores, stats.mean, repetitions=100)
     assert interval == (5.0, 5.0, 5.0)
 
 
@@ -124,14 +124,59 @@ def test_coverage_of_the_student_interval():
         stats.student_interval([1.0, 2.0], confidence=1.0)
 
 
-def test_over_trainings_averages_what_each_training_scores():
-    parts = [[0.0, 0.4, 0.6, 1.0], [0.2, 0.3, 0.3, 0.4]]
-    both = stats.over_trainings(parts)
-    assert both == stats.student_interval([0.5, 0.3])
-    assert stats.over_trainings(parts[:1]) == stats.stratified_bootstrap(parts[0])
-    reference = [0.0, 0.1, 0.2, 0.3]
-    assert stats.over_trainings(parts[:1], reference) == stats.paired_difference(
-        parts[0], reference
+def crossed(rng, trainings, episodes, of_training, of_episode, of_both, mean=1.0):
+    """Scores (trainings, episodes) of a crossed random-effects model."""
+    return (
+        mean
+        + of_training * rng.normal(size=(trainings, 1))
+        + of_episode * rng.normal(size=episodes)
+        + of_both * rng.normal(size=(trainings, episodes))
     )
-    gains = [stats.iqm(np.subtract(part, reference)) for part in parts]
-    assert stats.over_trainings(parts, reference) == stats.student_interval(gains)
+
+
+@pytest.mark.parametrize(
+    "trainings, of_training, of_episode, of_both",
+    [(5, 1.0, 2.0, 1.0), (3, 1.0, 3.0, 0.5), (5, 0.0, 2.0, 0.3), (3, 1.0, 0.2, 0.2)],
+)
+def test_coverage_over_trainings_and_episodes(trainings, of_training, of_episode, of_both):
+    rng = np.random.default_rng(1)
+    size = trainings, 20, of_training, of_episode, of_both
+    found = []
+    for _ in range(250):
+        sample = [crossed(rng, *size)]
+        found.append(stats._crossed(sample, lambda own: own, stats.mean, repetitions=100))
+    covered = np.mean([one.low <= 1.0 <= one.high for one in found])
+    assert 0.93 <= covered <= 0.99, covered
+    # Known: the variance of the mean is s2/S + e2/E + b2/(S E); neither part alone is enough.
+    half = np.sqrt(of_training**2 / trainings + of_episode**2 / 20 + of_both**2 / (trainings * 20))
+    assert np.median([one.high - one.low for one in found]) / 2 > 1.7 * half
+
+
+def test_one_part_of_the_variance_alone_gives_the_known_interval():
+    parts = [[0.5] * 6, [0.3] * 6, [0.4] * 6]
+    assert tuple(stats.over_trainings(parts)) == pytest.approx(
+        tuple(stats.student_interval([0.5, 0.3, 0.4]))
+    )
+    assert stats.over_trainings(parts[:1]) == stats.stratified_bootstrap(parts[0])
+    same = [[0.0, 0.4, 0.6, 1.0]] * 2
+    alone, both = stats.stratified_bootstrap(same[0]), stats.over_trainings(same)
+    assert both.value == alone.value and both.low < alone.low and both.high > alone.high
+    reference = [0.0, 0.1, 0.2, 0.3]
+    assert stats.over_trainings(same[:1], reference) == stats.paired_difference(same[0], reference)
+    gains = [stats.iqm(np.subtract(part, reference)) for part in same]
+    assert stats.over_trainings(same, reference).value == pytest.approx(np.mean(gains))
+
+
+def test_relative_change_is_paired_by_episode_and_not_by_training():
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.9, 30)  # episodes differ much, the two policies by 10 %
+    one, other = ([c * hard * (1 + 0.002 * k) for k in range(5)] for c in (1.1, 1.0))
+    found = stats.relative_change(one, other)
+    assert found.value == pytest.approx(10.0) and 9.0 < found.low < 10.0 < found.high < 11.0
+    assert stats.relative_change(one, other[::-1]) == found
+    back = stats.relative_change(other, one)
+    assert back.value == pytest.approx(100 / 1.1 - 100)
+    nothing = stats.relative_change([np.zeros(30)], other)
+    assert nothing.value == -100 and np.isnan(nothing.low)
+    with pytest.raises(ValueError, match="same episodes"):
+        stats.relative_change(one, [hard[:7]])

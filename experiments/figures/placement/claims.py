@@ -29,9 +29,9 @@ def sharing(rows: Rows) -> Iterable[Finding]:
         for speed in values(rows, "pcie_gb_s"):
             own = pick(rows, skew=skew, pcie_gb_s=speed)
             by = {row["policy"]: row["mean_latency_s"] for row in own}
-            saved = -percent(by["uniform"], by["moe_infinity"])
+            change = percent(by["uniform"], by["moe_infinity"])
             setting = f"{skew} skew, PCIe {speed:g} GB/s"
-            yield Finding(setting, f"{saved:.1f} %", judge(saved, 20.8))
+            yield Finding(setting, f"{-change:.1f} %", judge(change, -20.8))
 
 
 def less(method: str, reference: str, paper: Mapping[tuple[str, str], float]) -> Reader:
@@ -42,9 +42,10 @@ def less(method: str, reference: str, paper: Mapping[tuple[str, str], float]) ->
             for skew in values(rows, "skew"):
                 own = pick(rows, workload=workload, model=model, skew=skew)
                 by = {row["policy"]: row["mean_latency_s"] for row in own}
-                saved = -percent(by[method], by[reference])
+                change = percent(by[method], by[reference])
                 setting = f"{workload}, {model}, {skew} skew"
-                yield Finding(setting, f"{saved:.1f} % (paper {figure} %)", judge(saved, figure))
+                here = f"{-change:.1f} % (paper {figure} %)"
+                yield Finding(setting, here, judge(change, -figure))
 
     return read
 
@@ -70,8 +71,8 @@ def migrating(rows: Rows) -> Iterable[Finding]:
     by = {row["variant"]: row["mean_latency_s"] for row in rows}
     for name in by:
         if name != "kept":
-            saved = -percent(by[name], by["kept"])
-            yield Finding(name, f"{saved:.1f} % less", judge(saved, 10.0))
+            change = percent(by[name], by["kept"])
+            yield Finding(name, f"{-change:.1f} % less", judge(change, -10.0))
 
 
 def gpus(rows: Rows) -> Iterable[Finding]:

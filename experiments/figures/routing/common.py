@@ -216,7 +216,8 @@ def measure(
     """Summaries of baselines and trained routers at one point, on the same episodes.
 
     The interval of a baseline, or of a router trained once, is over episodes; that of a router
-    trained with several seeds is over trainings. ``interval_over`` says which. ``over_X`` is the
+    trained with several seeds is over trainings and episodes together. ``interval_over`` says
+    which; kept rows of earlier tables have intervals over ``trainings`` alone. ``over_X`` is the
     difference to the heuristic X on the same episodes.
 
     Args:
@@ -283,7 +284,7 @@ def summarise_parts(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, A
     """
     qos = over_trainings([[row["avg_qos"] for row in part] for part in parts])
     row: dict[str, Any] = {"qos": qos.value, "qos_low": qos.low, "qos_high": qos.high}
-    row |= {"interval_over": "trainings" if len(parts) > 1 else "episodes"}
+    row |= {"interval_over": "trainings and episodes" if len(parts) > 1 else "episodes"}
     row |= {"episodes": len(parts[0])}
     for column, (key, scale) in COLUMNS.items():
         values = np.array([one[key] for part in parts for one in part], dtype=np.float64)

@@ -78,10 +78,10 @@ def cold_start(rows: Rows) -> Iterable[Finding]:
     for model in values(rows, "model"):
         for link in ("own", "shared"):
             own = pick(rows, model=model, link=link, setting="default", method="remoe")
-            shorter = 100 * (1 - own[0]["over_mix"])
+            change = percent(own[0]["over_mix"], 1.0)
             name = "a link each" if link == "own" else "one link for all"
-            here = f"{abs(shorter):.0f} % {'shorter' if shorter > 0 else 'longer'}"
-            yield Finding(f"{model}, {name}", here, judge(shorter, 47.0))
+            here = f"{abs(change):.0f} % {'shorter' if change < 0 else 'longer'}"
+            yield Finding(f"{model}, {name}", here, judge(change, -47.0))
 
 
 def guarantee(statement: str) -> Reader:

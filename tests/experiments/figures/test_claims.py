@@ -12,18 +12,33 @@ from servegym.experiments.output import write_csv
     "ours, paper, least, verdict",
     [
         (20.0, 20.0, False, "agrees"),
-        (10.0, 20.0, False, "agrees"),
-        (9.9, 20.0, False, "same direction"),
-        (40.1, 20.0, False, "same direction"),
+        (9.6, 20.0, False, "agrees"),  # 1.0955 is the root of 1.2
+        (9.5, 20.0, False, "same direction"),
+        (44.0, 20.0, False, "agrees"),  # 1.44 is its square
+        (44.1, 20.0, False, "same direction"),
         (-5.0, 20.0, False, "disagrees"),
         (0.0, 20.0, False, "disagrees"),
         (-12.0, -19.0, False, "agrees"),
+        (-94.0, -55.0, False, "same direction"),  # .06 is left, not .45
+        (-79.7, -55.0, False, "agrees"),  # .2025 is the square of .45
+        (-100.0, -55.0, False, "same direction"),
         (19.9, 20.0, True, "same direction"),
         (90.0, 20.0, True, "agrees"),
+        (-22.0, -21.34, True, "agrees"),
     ],
 )
 def test_rule(ours: float, paper: float, least: bool, verdict: str) -> None:
     assert judge(ours, paper, least) == verdict
+
+
+@pytest.mark.parametrize(
+    "interval, verdict",
+    [((1.0, 5.0), "same direction"), ((-1.0, 5.0), "disagrees"), ((-1.0, 12.0), "open")],
+)
+def test_a_change_that_cannot_be_told_from_none_is_no_direction(interval, verdict) -> None:
+    assert judge(3.0, 20.0, interval=interval) == verdict
+    low, high = (-one for one in reversed(interval))
+    assert judge(-3.0, -20.0, interval=(low, high)) == verdict
 
 
 def rows(policies: dict[str, float], point: str, fleet: str) -> list[dict]:

@@ -105,8 +105,8 @@ def test_intervals_are_over_trainings_where_there_are_several():
     one = summarise_parts([part([0.2, 0.4, 0.6, 0.8])])
     assert one["interval_over"] == "episodes" and one["qos"] == pytest.approx(0.5)
     assert one["latency_ms_per_token"] == pytest.approx(500)
-    two = summarise_parts([part([0.0, 1.0]), part([0.0, 0.4])])
-    assert two["interval_over"] == "trainings"
+    two = summarise_parts([part([0.5, 0.5]), part([0.2, 0.2])])
+    assert two["interval_over"] == "trainings and episodes"
     # Of two trainings with 0.5 and 0.2: Student's t of one degree of freedom is 12.706.
     half = 12.706 * 0.15
     ends = (two["qos_low"], two["qos_high"])
