@@ -131,9 +131,10 @@ class PricedGreedy(GreedyQos):
 
 
 def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray[Any]]:
-    """The observation with train means in place of scores where no expert has a predicted one.
+    """The observation with `RoutingSystem.mean_score` where no expert has a predicted score.
 
-    Under ``score_predictor="zero"`` all scores are 0, and an operator then knows only the means.
+    Under ``score_predictor="zero"`` all scores are 0. The system's means are then one constant,
+    with which a score of every expert is as good as any other's.
     """
     changed: dict[str, NDArray[Any]] = dict(observation)
     blank = (observation["request"][..., 1] == 0).all(axis=1)

@@ -144,7 +144,7 @@ class TokenJsq(RotatingPolicy):
 
 
 class BertRouter(RoutingPolicy):
-    """Highest predicted score whatever the load; ties to the better train mean.
+    """Highest predicted score whatever the load; ties to the better train mean, if it is known.
 
     The paper's BERT router is a classifier over prompts trained for the best expert. Until such a
     predictor is trained this is the argmax of the predicted scores.

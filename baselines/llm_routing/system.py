@@ -53,6 +53,10 @@ class TrainRequests:
     output_tokens: Floats
 
 
+NO_SCORE = 0.5
+"""What a score is taken to be by who knows nothing of it: the middle of its range."""
+
+
 @dataclass(frozen=True, eq=False)
 class RoutingSystem:
     """Static description of N experts, their laws and the network.
@@ -69,8 +73,9 @@ class RoutingSystem:
         prefill_s: (N, G) seconds of a prefill iteration of so many prompt tokens.
         context_tokens: Grid (X,) of `decode_s`, mean context of the sequences.
         decode_s: (N, R + 1, X) seconds of a decode iteration with b = 0..R sequences.
-        mean_score: (N,) train mean of the score.
-        mean_output_tokens: (N,) train mean of the output length.
+        mean_score: (N,) train mean of the score; `NO_SCORE` each where nothing predicts scores.
+        mean_output_tokens: (N,) train mean of the output length; half of ``max_output_tokens``
+            each where nothing predicts lengths.
         max_output_tokens: No output is longer.
         router_delay_s: Constant network and routing delay.
         transfer_s_per_token: Transfer time of a prompt token.
@@ -166,7 +171,7 @@ class RoutingSystem:
             prefill_s=prefill,
             context_tokens=grid,
             decode_s=decode,
-            mean_score=np.full(n, 0.5) if mean_score is None else np.asarray(mean_score, float),
+            mean_score=np.full(n, NO_SCORE) if mean_score is None else np.asarray(mean_score, float),
             mean_output_tokens=(
                 np.full(n, 150.0)
                 if mean_output_tokens is None
@@ -232,6 +237,9 @@ class RoutingSystem:
         """Describe the system of a built routing problem.
 
         Of its requests only the train split is taken over, whatever split its episodes draw from.
+        Under ``score_predictor="zero"`` and ``length_predictor="zero"`` the means are constants
+        that say nothing of the experts: whoever has no predictions must not have their means
+        either (``"mean"`` predicts these).
 
         Args:
             problem: As `servegym.envs.llm_routing.config.build_problem` returns it.
@@ -248,6 +256,11 @@ class RoutingSystem:
             predicted_lengths=rows[..., 4],
         )
         tokens, prefill, contexts, decode = laws([p.tables() for p in problem.profiles], slots)
+        scores, lengths = train.scores.mean(axis=0), train.output_tokens.mean(axis=0)
+        if arguments["score_predictor"] == "zero":
+            scores = np.full_like(scores, NO_SCORE)
+        if arguments["length_predictor"] == "zero":
+            lengths = np.full_like(lengths, problem.max_output_tokens / 2)
         return cls(
             experts=tuple(
                 f"{profile.name}:{model}"
@@ -260,8 +273,8 @@ class RoutingSystem:
             prefill_s=prefill,
             context_tokens=contexts,
             decode_s=decode,
-            mean_score=train.scores.mean(axis=0),
-            mean_output_tokens=train.output_tokens.mean(axis=0),
+            mean_score=scores,
+            mean_output_tokens=lengths,
             max_output_tokens=problem.max_output_tokens,
             router_delay_s=float(cfg["router_delay_s"]),
             transfer_s_per_token=float(cfg["delay_s_per_token"]),

@@ -109,7 +109,7 @@ class LLMRoutingEnv(BatchEnv):
     | `rate` | 5.0 | mean requests/s, or a range (low, high) drawn from for each episode |
     | `latency_requirement_s` | 0.030 | L in s per token, or a range |
     | `episode_requests` | 1000 | decisions in an episode |
-    | `score_predictor`, `length_predictor` | `"confusion"` | `confusion`, `learned`, `zero` or `exact` |
+    | `score_predictor`, `length_predictor` | `"confusion"` | `confusion`, `learned`, `mean`, `zero` or `exact` |
     | `predictor_kwargs` | none | keywords of the predictors, see below |
     | `buckets`, `predictor_seed` | `"quantile"`, 0 | how predictions are bucketed; seed of their errors |
     | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |

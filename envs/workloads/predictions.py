@@ -24,7 +24,7 @@ from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.files import DATA_DIR, read_arrays
 
 QUANTITIES = ("score", "length")
-KINDS = ("confusion", "zero", "exact", "learned")
+KINDS = ("confusion", "mean", "zero", "exact", "learned")
 BUCKETS = ("quantile", "width")
 POOLS = ("catalog", "columns")
 NUM_BUCKETS = 10
@@ -97,8 +97,8 @@ def predict(
         catalog: The catalog.
         columns: N column indexes (:meth:`Catalog.columns`).
         quantity: ``"score"`` (in [0, 1]) or ``"length"`` (tokens).
-        kind: ``"confusion"``, ``"zero"`` (0 everywhere), ``"exact"`` (the truth) or ``"learned"``
-            (the values of ``table``; ``"learned:PATH"`` names it too). ``alpaca_eval_7b`` has
+        kind: ``"confusion"``, ``"zero"`` (0 everywhere), ``"mean"`` (the LLM's mean over the train
+            prompts), ``"exact"`` (the truth) or ``"learned"`` (the values of ``table``; ``"learned:PATH"`` names it too). ``alpaca_eval_7b`` has
             one already, of ``agents/train_predictor.py``.
         buckets: ``"quantile"`` or ``"width"``, see :func:`bucket_edges`.
         seed: Seed of the predictor's errors, >= 0.
@@ -131,6 +131,9 @@ def predict(
     truth = _truth(catalog, quantity)[:, picked]
     if kind == "zero":
         return np.zeros(truth.shape, dtype=np.float32)
+    if kind == "mean":
+        mean = truth[catalog.rows("train")].mean(axis=0, dtype=np.float64)
+        return np.broadcast_to(mean.astype(np.float32), truth.shape).copy()
     if kind == "exact":
         return truth.astype(np.float32)
     if kind == "learned":

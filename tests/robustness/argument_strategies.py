@@ -295,8 +295,8 @@ ROUTING = {
         junk("none") | st.sampled_from([FIVE, [*FIVE, "nobody"], [None] * 3, [3] * 3, [[]] * 3]),
         called=("model=",),
     ),
-    "score_predictor": name("confusion", "zero", "exact", "learned"),
-    "length_predictor": name("confusion", "zero", "exact", "learned"),
+    "score_predictor": name("confusion", "mean", "zero", "exact", "learned"),
+    "length_predictor": name("confusion", "mean", "zero", "exact", "learned"),
     "predictor_kwargs": kwargs(
         st.fixed_dictionaries(
             {},

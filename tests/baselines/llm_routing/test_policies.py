@@ -9,6 +9,7 @@ import pytest
 
 import servegym  # noqa: F401  registers the ids
 from servegym.baselines.llm_routing import RoutingSystem
+from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.llm_routing.core import RoutingBatch
@@ -198,6 +199,27 @@ def test_priced_greedy_is_the_yardstick(qos):
     for rate, margin in ((5.0, 0.0), (8.0, 0.04), (10.0, 0.06)):
         best = max(qos(name, rate) for name in HONEST if name != "priced_greedy")
         assert qos("priced_greedy", rate) > best + margin, rate
+
+
+def test_without_predictions_nothing_is_known_of_scores_and_lengths():
+    zero = {"score_predictor": "zero", "length_predictor": "zero"}
+    blind, seeing = RoutingSystem.from_kwargs(**zero), RoutingSystem.from_kwargs()
+    assert set(blind.mean_score) == {0.5} and set(blind.mean_output_tokens) == {150.0}
+    assert np.ptp(seeing.mean_score) > 0.01 and np.ptp(seeing.mean_output_tokens) > 10
+    half = RoutingSystem.from_kwargs(score_predictor="zero")
+    assert np.array_equal(half.mean_output_tokens, seeing.mean_output_tokens)
+    # Other truths make no difference: neither to the system nor to what is observed.
+    envs = make_envs(4, rate=6.0, **zero)
+    problem = envs.unwrapped.problem
+    table = problem.table.copy()
+    table[:, :, 1:3] = 1 + np.random.default_rng(0).random(table[:, :, 1:3].shape)
+    other = RoutingSystem.from_problem(dataclasses.replace(problem, table=table))
+    assert np.array_equal(other.mean_score, blind.mean_score)
+    assert np.array_equal(other.mean_output_tokens, blind.mean_output_tokens)
+    observation, _ = envs.reset(seed=0)
+    assert not observation["request"][..., 1:].any()
+    of_expert, _ = impact_features(observation, LatencyModel(blind))
+    assert set(np.unique(of_expert[..., 1])) <= {0.0, 0.5}
 
 
 def test_greedy_qos_works_without_predictions():

@@ -149,6 +149,14 @@ def test_zero_and_exact(catalog):
     assert np.array_equal(exact, catalog.output_tokens[:, :2])
 
 
+def test_mean_is_that_of_the_train_prompts(catalog):
+    for quantity, truth in (("score", catalog.scores), ("length", catalog.output_tokens)):
+        wanted = [truth[catalog.rows("train"), column].mean(dtype=float) for column in (3, 0)]
+        found = predict(catalog, [3, 0], quantity, "mean")
+        assert found.shape == (catalog.num_prompts, 2)
+        assert np.allclose(found, np.float32(wanted), rtol=1e-6)
+
+
 def test_learned_reads_its_table(catalog, tmp_path):
     path = tmp_path / "table.npz"
     values = np.clip(catalog.scores + 0.01, 0, 1)
