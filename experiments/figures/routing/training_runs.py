@@ -92,8 +92,13 @@ PREDICTORS = {
     "zs_pl": ('score_predictor="zero"',),
     "ps_zl": ('length_predictor="zero"',),
     "zs_zl": ('score_predictor="zero"', 'length_predictor="zero"'),
+    "mean": ('score_predictor="mean"', 'length_predictor="mean"'),
 }
-"""Predicted or zero scores and lengths (the paper's Fig. 18)."""
+"""Predicted or no scores and lengths (the paper's Fig. 18), and each expert's train means."""
+
+LIMITS = "latency_requirement_s=[0.014,0.048]"
+LIMITS_STEPS = 600_000
+"""Range of the latency requirement L for the routers of Fig. 13, drawn anew for each episode."""
 
 EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 6, 9, 12)}
 """Numbers of experts to train for at the rate of the paper's Fig. 11, by point."""
@@ -138,7 +143,7 @@ MIXTURE = tuple(
 rates, each with every latency requirement L."""
 RPI: dict[str, Any] = {
     "mixture": MIXTURE,
-    "set": ("episode_requests=400", "latency_requirement_s=[0.014,0.048]"),
+    "set": ("episode_requests=400", LIMITS),
     "num_envs": 24 * len(MIXTURE),
     "fit_every": 80_000,
     "horizon_s": 5.0,
@@ -155,7 +160,7 @@ class TrainingRun:
 
     Attributes:
         group: What it belongs to: ``paper``, ``ppo``, ``general``, ``zoo``, ``mixed``,
-            ``predictors`` or ``experts``.
+            ``predictors``, ``limits`` or ``experts``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
@@ -257,6 +262,14 @@ def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
         yield TrainingRun("mixed", "rpi", "all", seed, RPI_LABELS, settings, "rpi")
 
 
+def _limits(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        for point in ("het8", "linear5"):
+            nothing = {"prior": 0.0, "privileged_critic": False, "set": (LIMITS,)}
+            settings = {**POINTS[point], **nothing, **PPO["qos_aware"]}
+            yield TrainingRun("limits", "ppo", point, seed, LIMITS_STEPS, settings, "ppo_han")
+
+
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     """Shorter trainings, all of one seed before the next; `_paper` has paper-linear's N = 6."""
     for seed in seeds:
@@ -275,6 +288,7 @@ RUNS: tuple[TrainingRun, ...] = (
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
     *_mixed((1, 2)),
+    *_limits((1, 2, 3)),
     *_short((1, 2, 3)),
 )
 """All runs, the most useful first."""
