@@ -1,4 +1,4 @@
-"""Theorem 1 and Corollary 1, printed and corrected: how often they hold, drawn and recorded.
+"""Theorems 1 and 4 and Corollary 1, printed and corrected: how often they hold.
 
 Run it with::
 
@@ -16,6 +16,13 @@ should be met in 0.95 of them.
 Theorem 1 bounds the calls of one expert, Corollary 1 those of the ``ceil(b K)`` experts ranked
 least used: by the prompt's own counts, by its predicted activations, by the mean of its task or by
 the mean of all training prompts. The conformal bound is calibrated on the val split.
+
+Theorem 4 bounds the slowest of z replicas that share the remote experts by LPT, given Nup, which no
+expert's count may exceed: by Theorem 1 as printed (with the sum of the jobs over all experts, as
+printed) and corrected, by the conformal bound on a layer's maximum, and by the largest count
+itself, with which it is the bound of list scheduling. LPT goes by the prompt's own counts, as the
+theorem assumes, or by the predicted ones, as a controller has to. The overhead, which is on both
+sides, is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe.bounds import (
     ConformalBound,
@@ -33,8 +41,11 @@ from servegym.baselines.serverless_moe.remoe.bounds import (
     corollary1_printed,
     theorem1,
     theorem1_printed,
+    theorem4,
 )
 from servegym.envs._command_line import run_main
+from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.sets import least_used_first, remote_count
 from servegym.envs.workloads.activations import Activations, load_activations, load_model
 from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
@@ -44,13 +55,21 @@ from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, stratified_bootstrap
 from servegym.experiments.tables import Note
 
-__all__ = ["main", "recorded_conformal", "recorded_corollary", "recorded_theorem", "uniform"]
+__all__ = [
+    "main",
+    "recorded_conformal",
+    "recorded_corollary",
+    "recorded_theorem",
+    "recorded_theorem4",
+    "uniform",
+]
 
 MODULE = "servegym.experiments.figures.serverless.theorems"
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
 CLAIMED = 0.95
 TOKENS = (16, 64, 200)
 RATIOS = (0.25, 0.5, 0.75, 0.9, 1.0)
+REPLICAS = (2, 8)
 TRIALS = 400
 
 Array = NDArray[np.float64]
@@ -238,12 +257,88 @@ def recorded_conformal(activations: Activations) -> list[dict[str, Any]]:
     return rows
 
 
+def recorded_theorem4(
+    activations: Activations, system: eq.SystemModel | None = None
+) -> list[dict[str, Any]]:
+    """Theorem 4 on the eval split, all tokens, by the source of Nup and by what LPT goes by.
+
+    Every remote function has the least memory that holds its experts (10e).
+
+    Args:
+        activations: The recordings.
+        system: The system; by default that of the model.
+    """
+    system = build_system(activations.model) if system is None else system
+    val, held = activations.rows("val"), activations.rows("eval")
+    counts, n = activations.counts[held].astype(np.float64), activations.tokens[held]
+    tokens, top_k = n[:, None, None].astype(np.float64), activations.model.top_k
+    (prompts, layers, experts), wire = counts.shape, system.transfer_s
+    predicted = _predicted(activations, np.concatenate([val, held]))["task mean"]
+    shares = predicted[len(val) :]
+    bound = ConformalBound.fit(
+        activations.counts[val], predicted[: len(val)], top_k, layer_maximum=True
+    )
+    expected = shares * top_k * tokens
+    rows = []
+    for ratio in RATIOS:
+        members = int(remote_count(ratio, [experts])[0])
+        need = members * float(system.expert_mb.max()) + system.token_mb * counts.sum(axis=2)
+        memory = eq.smallest_specs(system.remote_specs_mb, need)[:, :, None]
+
+        def seconds(load: Array, memory: Array = memory) -> Array:
+            return np.asarray(system.expert_cpu_s(memory, load) + wire * load)
+
+        for way, known in (("own counts", counts), ("task mean", expected)):
+            remote = np.zeros(counts.shape, bool)
+            np.put_along_axis(remote, least_used_first(known)[:, :, :members], True, 2)
+            jobs = np.where(remote, seconds(counts), 0.0)
+            planned = np.where(remote, seconds(known), 0.0).reshape(-1, experts)
+            replica = lpt_rows(np.ascontiguousarray(planned), max(REPLICAS))
+            slowest = largest_replica_sums(replica.reshape(prompts, layers, -1, experts), jobs)
+            own, whole = jobs.sum(axis=2), seconds(counts).sum(axis=2)
+            most = np.where(remote, bound(shares, tokens), 0.0).max(axis=2)
+            layer = np.broadcast_to(tokens[:, :, 0], own.shape)
+            sources = {
+                "printed": (theorem1_printed(layer, experts), whole),
+                "corrected": (theorem1(layer, experts, top_k), own),
+                "conformal": (most, own),
+                "largest count": (np.where(remote, counts, 0.0).max(axis=2), own),
+            }
+            for z in REPLICAS:
+                for form, (upper, total) in sources.items():
+                    largest = seconds(upper[:, :, None])[:, :, 0]
+                    limit = theorem4(largest, total, z, 0.0)
+                    found = slowest[:, :, z - 1]
+                    rows.append(
+                        _row(
+                            (found <= limit * (1 + 1e-12)).mean(axis=1),
+                            source="recorded",
+                            model=activations.name,
+                            statement="theorem 4",
+                            form=form,
+                            n="all",
+                            b=ratio,
+                            z=z,
+                            ranking=way,
+                            largest_ratio=float((found / np.maximum(limit, 1e-12)).max()),
+                        )
+                    )
+    return rows
+
+
 def _text(row: dict[str, Any]) -> str:
     return f"{row['holds']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
+def _least(rows: Sequence[dict[str, Any]], form: str, ranking: str) -> dict[str, Any]:
+    """The row of Theorem 4 that holds least, over b and replicas."""
+    own = [row for row in rows if row["statement"] == "theorem 4"]
+    own = [row for row in own if (row["form"], row["ranking"]) == (form, ranking)]
+    return min(own, key=lambda row: row["holds"])
+
+
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
-    """Both statements on recorded routing, all tokens of a prompt."""
+    """All statements on recorded routing, all tokens of a prompt."""
     lines: list[Note] = []
     recorded = [row for row in rows if row["source"] == "recorded" and row["n"] == "all"]
     for model in dict.fromkeys(row["model"] for row in recorded):
@@ -270,6 +365,20 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
                 f"{model}: least over b and the ways of predicting the ranking, for the least used "
                 f"experts: as printed {_text(least['printed'])} of (prompt, layer), corrected "
                 f"{_text(least['corrected'])}",
+            )
+        )
+        lines.append(
+            verdict(
+                "Theorem 4 holds where Theorem 1 does, with probability 95 %",
+                _least(mine, "printed", "own counts")["holds"] >= CLAIMED,
+                f"{model}: least over b and replicas, LPT by the true counts: as printed "
+                f"{_text(_least(mine, 'printed', 'own counts'))} of (prompt, layer), with the "
+                f"corrected Theorem 1 {_text(_least(mine, 'corrected', 'own counts'))}, with the "
+                f"largest count {_text(_least(mine, 'largest count', 'own counts'))}; LPT by "
+                f"predicted counts {_text(_least(mine, 'printed', 'task mean'))}, "
+                f"{_text(_least(mine, 'corrected', 'task mean'))} and "
+                f"{_text(_least(mine, 'largest count', 'task mean'))}, with the conformal bound "
+                f"{_text(_least(mine, 'conformal', 'task mean'))}",
             )
         )
         lines += [
@@ -337,17 +446,19 @@ def theorems(options: Options) -> None:
         rows += recorded_theorem(activations)
         rows += recorded_corollary(activations)
         rows += recorded_conformal(activations)
-    order = "source model statement form n b ranking units holds low high".split()
+        rows += recorded_theorem4(activations)
+    order = "source model statement form n b z ranking units holds low high".split()
     order += ["holds_for_all_experts", "largest_ratio", "q"]
     rows = [{key: row.get(key, "") for key in order} for row in rows]
     print_table(
         "Share of cases in which a bound on expert load holds",
-        ["case", "n", "b", "ranking", "holds", "95 %", "all experts", "largest count / bound"],
+        ["case", "n", "b", "z", "ranking", "holds", "95 %", "all experts", "largest count / bound"],
         [
             [
                 f"{r['source']:8} {r['model']:16} {r['statement']:11} {r['form']}",
                 str(r["n"]),
                 str(r["b"]),
+                str(r["z"]),
                 r["ranking"],
                 f"{r['holds']:.3f}",
                 f"{r['low']:.3f}-{r['high']:.3f}",

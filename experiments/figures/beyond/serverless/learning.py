@@ -7,7 +7,9 @@ is not run again), ``learning`` the checkpoints on the same episodes of the eval
 ``seed_preset`` asks what is left to learn where every request is alike and cold.
 
 The share of a gap that is closed is ``(PPO - policy) / (lookahead - policy)``, its interval from a
-bootstrap over the shared episodes. `lookahead` knows all requests, gaps and overheads to come.
+bootstrap over the shared episodes. `lookahead` knows all requests, gaps and overheads to come, and
+plans with them; it is a reference, not a bound. `warm_planner` reads the constants of the
+environment that generates the requests, which the network does not.
 """
 
 from __future__ import annotations
@@ -120,22 +122,22 @@ def shares(actions: Sequence[NDArray[np.int64]]) -> dict[str, float]:
 def closed(
     policy: NDArray[np.float64],
     rival: NDArray[np.float64],
-    bound: NDArray[np.float64],
+    ahead: NDArray[np.float64],
     repetitions: int = 2_000,
 ) -> tuple[float, float, float]:
-    """Share of the gap from ``rival`` to ``bound`` that ``policy`` closes, with its 95 % interval.
+    """Share of the gap from ``rival`` to ``ahead`` that ``policy`` closes, with its 95 % interval.
 
     Args:
         policy: Mean rewards of the episodes (E,).
         rival: Of the same episodes.
-        bound: Of the same episodes.
+        ahead: Of the same episodes, of the reference.
         repetitions: Bootstrap samples of episodes.
     """
     rng = np.random.default_rng(0)
     at = np.concatenate(
         [np.arange(len(policy))[None], rng.integers(0, len(policy), (repetitions, len(policy)))]
     )
-    gained, gap = (policy - rival)[at].mean(1), (bound - rival)[at].mean(1)
+    gained, gap = (policy - rival)[at].mean(1), (ahead - rival)[at].mean(1)
     ratio = gained / gap
     low, high = np.percentile(ratio[1:], [2.5, 97.5])
     return float(ratio[0]), float(low), float(high)

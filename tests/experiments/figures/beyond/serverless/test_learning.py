@@ -33,10 +33,10 @@ def test_shares_of_a_constant_and_of_two_plans():
 def test_share_of_a_gap_that_is_closed():
     rng = np.random.default_rng(0)
     rival = rng.normal(-0.6, 0.05, 20)
-    bound = rival + 0.1
-    share, low, high = learning.closed(rival + 0.06, rival, bound)
+    ahead = rival + 0.1
+    share, low, high = learning.closed(rival + 0.06, rival, ahead)
     assert (share, low, high) == pytest.approx((0.6, 0.6, 0.6))  # the same in every episode
-    share, low, high = learning.closed(rival + rng.normal(0.06, 0.02, 20), rival, bound)
+    share, low, high = learning.closed(rival + rng.normal(0.06, 0.02, 20), rival, ahead)
     assert low < share < high and high - low < 0.4
 
 
@@ -85,7 +85,7 @@ def test_table_and_figure(tmp_path, monkeypatch):
     rows = {row["policy"]: row for row in read_rows(tmp_path / "learning.csv")}
     rivals = read_rows(tmp_path / "learning_baselines.csv")
     assert len(rivals) == 9
-    ours, mix, bound = (
+    ours, mix, ahead = (
         np.array([row["mean_reward"] for row in source if row["policy"] == name])
         for source, name in (
             (learning.measure(learning.load_policy(run), 0, 3), "ppo_serverless"),
@@ -95,7 +95,7 @@ def test_table_and_figure(tmp_path, monkeypatch):
     )
     row = rows["ppo_serverless seed_1"]
     assert row["mean_reward"] == pytest.approx(ours.mean())
-    assert row["closed_mix"] == pytest.approx((ours - mix).mean() / (bound - mix).mean())
+    assert row["closed_mix"] == pytest.approx((ours - mix).mean() / (ahead - mix).mean())
     assert rows["ppo_serverless, all seeds"]["mean_reward"] == pytest.approx(ours.mean())
     assert (tmp_path / "learning.png").stat().st_size > 10_000
     first = read_record(tmp_path / "learning.csv")["notes"][0]
