@@ -171,9 +171,7 @@ class RoutingSystem:
             prefill_s=prefill,
             context_tokens=grid,
             decode_s=decode,
-            mean_score=np.broadcast_to(
-                np.asarray(NO_SCORE if mean_score is None else mean_score, float), n
-            ).copy(),
+            mean_score=np.asarray([NO_SCORE] * n if mean_score is None else mean_score, float),
             mean_output_tokens=(
                 np.full(n, 150.0)
                 if mean_output_tokens is None
