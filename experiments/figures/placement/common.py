@@ -34,6 +34,7 @@ __all__ = [
     "as_text",
     "band",
     "change",
+    "change_columns",
     "drive",
     "growing",
     "interval",
@@ -242,6 +243,13 @@ def change(one: np.ndarray, other: np.ndarray) -> Interval:
     return Interval(float(value), float(value - half), float(value + half))
 
 
+def change_columns(one: np.ndarray, other: np.ndarray, name: str) -> dict[str, float]:
+    """`change` and its ends as columns ``change_pct_<name>``, by what it is held against."""
+    found = change(one, other)
+    ends = (("", found.value), ("_low", found.low), ("_high", found.high))
+    return {f"change_pct_{name}{end}": value for end, value in ends}
+
+
 def ratio_of(one: np.ndarray, other: np.ndarray) -> Interval:
     """Change from ``other`` to ``one`` in % of ``other``, of independent episodes.
 
@@ -297,10 +305,11 @@ def drive(
     requests: Callable[[Problem, np.random.Generator], Requests] | None = None,
     pooled_start: bool = False,
     static: bool = False,
+    history: np.ndarray | None = None,
 ) -> tuple[PlacementEpisode, list[dict[str, float]]]:
     """Run one episode and look at it several times between decisions.
 
-    Without the last three arguments it is the episode that `evaluate` runs with this seed.
+    Without the last four arguments it is the episode that `evaluate` runs with this seed.
 
     Args:
         kwargs: Arguments of the environment.
@@ -311,6 +320,7 @@ def drive(
         pooled_start: Whether the counts before the start are those of all servers together, as
             from a data set without the servers of its requests.
         static: Whether only the first decision counts.
+        history: (N, L, E) other counts before the start.
 
     Returns:
         The system at its end, and per look ``start_s``, ``end_s``, tokens and calls served here and
@@ -329,7 +339,9 @@ def drive(
     if requests is not None:
         system.requests = requests(problem, rng)
         system.simulator.begin(system.requests, system.simulator.target())
-    if pooled_start and system.history is not None:
+    if history is not None:
+        system.history = history
+    elif pooled_start and system.history is not None:
         system.history = np.broadcast_to(system.history.sum(axis=0), system.history.shape).copy()
     names = [f"all_{place}_{unit}" for place in ("local", "remote") for unit in ("tokens", "calls")]
     looks, before = [], dict.fromkeys(names, 0)

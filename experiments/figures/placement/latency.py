@@ -25,6 +25,7 @@ from servegym.experiments.figures.placement.common import (
     as_text,
     band,
     change,
+    change_columns,
     drive,
     growing,
     interval,
@@ -140,6 +141,9 @@ def table1(options: FigureOptions) -> None:
                 part, own = measure(
                     tuple(TABLE1), options.episodes, point | {"pcie_gb_s": speed}, **faster
                 )
+            sharing = next(row for row in part if row["policy"] == "uniform")
+            for rival in ("moe_infinity", "moe_infinity_lb"):
+                sharing |= change_columns(own["uniform"], own[rival], rival)
             channel += part
             place = f"{skew} skew, PCIe {speed} GB/s (a fetch of 352 MB takes {352 / speed:.0f} ms)"
             found_here = _compared(part, own, "uniform", "moe_infinity", place)
@@ -285,6 +289,8 @@ def table2(options: FigureOptions) -> None:
                         "paper_mean_s": cells[3],
                         "ratio_to_paper": row["mean_latency_s"] / cells[3],
                     }
+                row = next(row for row in found if row["policy"] == "prism")
+                row |= change_columns(latency["prism"], latency["eplb_global"], "eplb_global")
                 rows += found
                 notes += _part_notes(workload, model, skew, found, latency)
                 if skew == "measured":

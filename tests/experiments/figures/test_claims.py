@@ -1,11 +1,14 @@
 """The claims table: its rule, its readings of small tables, and that it fits the kept results."""
 
+import numpy as np
 import pytest
 
 from servegym.experiments.figures.claims import CLAIMS, TITLES, findings, main
+from servegym.experiments.figures.placement.claims import unpaired
+from servegym.experiments.figures.placement.common import interval, ratio_of
 from servegym.experiments.figures.routing.claims import RETRAINED, ahead
 from servegym.experiments.figures.verdicts import OPEN, Claim, judge
-from servegym.experiments.output import write_csv
+from servegym.experiments.output import read_rows, write_csv
 
 
 @pytest.mark.parametrize(
@@ -188,3 +191,22 @@ def test_of_an_overloaded_queue_only_the_sign_counts(tmp_path) -> None:
     nic, _, pairwise, _ = findings(claim("Fig. 8a", "fig8a_gpus"), tmp_path)
     assert nic[1:] == ("more, overloaded with 256 GPUs (paper -19 %)", "disagrees")
     assert pairwise[1:] == ("-20 % (paper -19 %)", "agrees")
+
+
+def test_an_interval_around_no_change_leaves_a_claim_of_placement_open(tmp_path) -> None:
+    (tmp_path / "placement").mkdir()
+    rng = np.random.default_rng(0)
+    runs = {(4, 100): 10.0, (4, 1000): 4.0, (256, 100): 10.0, (256, 1000): 7.0}
+    latency = {key: mean * np.exp(rng.normal(0, 0.3, 5)) for key, mean in runs.items()}
+    table = [
+        {"link_model": "nic", "h_ms": 0.2, "gpus": gpus, "mbps": mbps, "overloaded": 0}
+        | {"episodes": 5}
+        | interval(found, "mean_latency_s")
+        for (gpus, mbps), found in latency.items()
+    ]
+    write_csv(tmp_path / "placement" / "fig8b_bandwidth.csv", table)
+    small, large = findings(claim("Fig. 8b", "fig8b_bandwidth"), tmp_path)
+    assert small.verdict in ("agrees", "same direction") and large.verdict == OPEN
+    rows = read_rows(tmp_path / "placement" / "fig8b_bandwidth.csv")
+    wanted = ratio_of(latency[4, 1000], latency[4, 100])
+    assert unpaired(rows[1], rows[0]) == pytest.approx((wanted.low, wanted.high))

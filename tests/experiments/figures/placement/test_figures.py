@@ -282,6 +282,11 @@ def test_scale_and_migration_figures(tmp_path, monkeypatch):
             assert cell["0.2", gpus, mbps] < seconds
     argv = ["--quick", "--episodes", "1", "--out", str(tmp_path)]
     assert placement_migration.main(argv) == 0
-    assert len(made(tmp_path, "fig7_migration")) == 3 * 3 * placement_migration.LOOKS
+    assert len(made(tmp_path, "fig7_migration")) == 4 * 3 * placement_migration.LOOKS
     loads = {row["variant"]: row["expert_loads"] for row in rows_of(tmp_path / "fig7_summary.csv")}
     assert float(loads["kept"]) == 0 < float(loads["migrating"])
+    assert float(loads["kept, planned for both phases"]) == 0
+    known = placement_migration.both_phases()
+    layers = known.sum(axis=2)  # every token takes 6 experts of each layer
+    assert known.shape == (3, 26, 64) and (np.ptp(layers, axis=1) <= 64).all()
+    assert layers.min() > 6 * placement_migration.EACH * (19 + 4)
