@@ -237,7 +237,7 @@ _PLACEMENT = Report(
     ),
     describe_action=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
     example_policy="prism",
-    reward_neutral=("action_mode", "serving", "cache", "redirect"),
+    reward_neutral=("action_mode", "serving", "cache", "redirect", "router", "execution"),
 )
 
 _REPORTS = {

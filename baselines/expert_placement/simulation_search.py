@@ -78,13 +78,7 @@ class SimulatedLatency:
             offset=rng.integers(0, 1 << 16, number),
         )
         self.calls = 0
-        self._simulator = Simulator(
-            system.cluster,
-            system.prompts,
-            system.replica_choice,
-            system.replica_candidates,
-            system.migration_source,
-        )
+        self._simulator = Simulator(system.cluster, system.prompts, **system.simulator_options)
 
     def latency_s(self, placement: ArrayLike, then: ArrayLike | None = None) -> float:
         """Mean seconds from arrival to the last token under a feasible placement (G, L, E).

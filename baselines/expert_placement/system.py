@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +37,7 @@ class PlacementSystem:
         prompts: The recorded prompts.
         task_prompts: For each task, the recorded prompts, as a rule those that no episode draws.
         long_run_shares: (N, K) shares of the tasks in each server's requests in the long run.
-        replica_choice: How the engine chooses among remote copies.
-        replica_candidates: Remote copies it looks at.
+        simulator_options: Keywords of `Simulator` that choose copies, servers and where layers run.
         task_rows: For each task, uint64 (T, L) expert sets of recorded tokens.
         task_counts: (K, L, E) mean assignments of one request of each task.
         task_prompt_tokens: (K,) mean tokens of a prompt.
@@ -54,8 +54,7 @@ class PlacementSystem:
     prompts: Prompts
     task_prompts: tuple[Ints, ...]
     long_run_shares: Floats
-    replica_choice: str
-    replica_candidates: int
+    simulator_options: Mapping[str, Any]
     task_rows: tuple[NDArray[np.uint64], ...]
     task_counts: Floats
     task_prompt_tokens: Floats
@@ -96,8 +95,7 @@ class PlacementSystem:
             prompts=prompts,
             task_prompts=of_tasks,
             long_run_shares=shares,
-            replica_choice=problem.replica_choice,
-            replica_candidates=problem.replica_candidates,
+            simulator_options=problem.simulator_options | {"serving": "collaborative"},
             task_rows=tuple(rows),
             task_counts=np.stack(counts),
             task_prompt_tokens=np.array(tokens),

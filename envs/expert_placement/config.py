@@ -21,10 +21,13 @@ from servegym.envs.expert_placement.cluster import scenario as scenario_argument
 from servegym.envs.expert_placement.simulator import (
     CACHES,
     MIGRATION_SOURCES,
-    REPLICA_CHOICES,
     SERVINGS,
+    Forecast,
     Prompts,
+    check_execution,
+    check_replica_choice,
     make_prompts,
+    resolve_router,
 )
 from servegym.envs.workloads.activations import (
     SKEWS,
@@ -67,7 +70,9 @@ class Problem:
         free_start: whether the first placement costs nothing.
         action_mode: ``layer_budget``, ``expert_score`` or ``placement``.
         replica_choice, replica_candidates, migration_source: options of the simulator.
-        serving, cache, redirect: whether servers share experts or each caches its own.
+        serving, cache: whether servers share experts or each caches its own.
+        router, execution: which server takes a request, and where its layers run.
+        forecast: what a controller expects of a request, from ``history_rows``.
         arguments: the arguments as given.
     """
 
@@ -91,13 +96,21 @@ class Problem:
     migration_source: str
     serving: str
     cache: str
-    redirect: bool
+    router: str
+    execution: str
+    forecast: Forecast
     arguments: dict[str, Any]
 
     @property
     def expected_arrivals(self) -> float:
         """Mean number of requests of an epoch, over all servers."""
         return float((self.epoch_s / self.interarrival_s).sum())
+
+    @property
+    def simulator_options(self) -> dict[str, Any]:
+        """Keywords of `Simulator` besides the cluster and the prompts."""
+        names = "replica_choice", "replica_candidates", "migration_source", "serving", "cache"
+        return {name: getattr(self, name) for name in (*names, "router", "execution", "forecast")}
 
 
 @lru_cache(maxsize=8)
@@ -134,6 +147,17 @@ def _rows(activations: Activations, split: str, tasks: tuple[str, ...]) -> tuple
         if not len(of_task):
             raise ValueError(f"split {split!r} of {activations.name!r} has no prompt of {name!r}.")
     return found
+
+
+def _forecast(
+    activations: Activations, rows: tuple[np.ndarray, ...], output_tokens: tuple[int, int]
+) -> Forecast:
+    """What the prompts of ``rows``, one array a task, let a controller expect of a request."""
+    profile = np.zeros((len(activations.tasks), *activations.counts.shape[1:]))
+    for of_task in rows:
+        counts = activations.counts[of_task].sum(axis=0, dtype=np.float64)
+        profile[activations.task[of_task[0]]] = counts / counts.sum()
+    return Forecast(activations.task.astype(np.int64), profile, float(np.mean(output_tokens)))
 
 
 def _cluster(model: str, arguments: dict[str, Any], cluster_kwargs: Any) -> Cluster:
@@ -213,6 +237,8 @@ def build_problem(
     serving: str = "collaborative",
     cache: str = "activation_aware",
     redirect: bool = False,
+    router: str = "home",
+    execution: str = "home",
     cluster_kwargs: Mapping[str, Any] | None = None,
 ) -> Problem:
     """Check every argument of a placement environment and build its problem.
@@ -243,16 +269,14 @@ def build_problem(
     mix = choose("task_mix", load["task_mix"], TASK_MIXES)
 
     choose("split", split, SPLITS)
-    free_start, redirect = flag("free_start", free_start), flag("redirect", redirect)
-    if redirect and serving != "offload":
-        raise ValueError("redirect=True needs serving='offload': else servers help with experts.")
+    history_rows = _rows(activations, SPLITS[split], names)
     return Problem(
         cluster=cluster,
         activations=activations,
         prompts=prompts,
         tasks=names,
         rows=_rows(activations, split, names),
-        history_rows=_rows(activations, SPLITS[split], names),
+        history_rows=history_rows,
         interarrival_s=np.array(gaps),
         output_tokens=tokens,
         epochs=epochs,
@@ -260,13 +284,15 @@ def build_problem(
         task_mix=mix,
         rotate_s=rotate,
         history_requests=whole("history_requests", history_requests, 0, 1_000_000),
-        free_start=free_start,
+        free_start=flag("free_start", free_start),
         action_mode=choose("action_mode", action_mode, ACTION_MODES),
-        replica_choice=choose("replica_choice", replica_choice, REPLICA_CHOICES),
+        replica_choice=check_replica_choice(replica_choice, cluster.messages),
         replica_candidates=whole("replica_candidates", replica_candidates, 1),
         migration_source=choose("migration_source", load["migration_source"], MIGRATION_SOURCES),
         serving=choose("serving", serving, SERVINGS),
         cache=choose("cache", cache, CACHES),
-        redirect=redirect,
+        router=resolve_router(router, redirect),
+        execution=check_execution(execution, serving),
+        forecast=_forecast(activations, history_rows, tokens),
         arguments=arguments,
     )

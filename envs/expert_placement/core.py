@@ -115,16 +115,7 @@ class PlacementEpisode:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.simulator = Simulator(
-            problem.cluster,
-            problem.prompts,
-            problem.replica_choice,
-            problem.replica_candidates,
-            problem.migration_source,
-            serving=problem.serving,
-            cache=problem.cache,
-            redirect=problem.redirect,
-        )
+        self.simulator = Simulator(problem.cluster, problem.prompts, **problem.simulator_options)
         self._start = uniform_placement(problem.cluster)
 
     # ----------------------------------------------------------------------------- an episode

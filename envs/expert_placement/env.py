@@ -58,6 +58,25 @@ class ExpertPlacementEnv(gym.Env):
     0.2 ms to send unless the table says otherwise. GPUs have 40 GB, of which the model's share holds
     experts: 543 of the 1,664 of `deepseek-v2-lite` on a server's first GPU, 693 on others.
 
+    **Routers.** A request that goes to another server than its own, and its answer on the way back,
+    travel as token numbers of 4 bytes over the servers' links. `router`:
+
+    - `"home"` (default): the server where the request arrives.
+    - `"fewest_requests"`: the server that serves fewest requests, its own unless another has fewer.
+    - `"least_load_per_gpu"`: the server with the fewest requests a GPU, this one included.
+    - `"affinity"`: the server with the largest predicted share over that load. The predicted share is
+      the part of the request's expert assignments whose experts the server's GPUs hold at that time,
+      by the mean of the request's task over the prompts of the first counts, none of which is in an
+      episode; the task of a request is known.
+
+    With `execution="forward"` the hidden states of a request go on to servers that hold the next layers
+    whole: the other weights of a layer are on every server, and the KV cache stays where a layer ran, so
+    that the prefill and all decode steps take one path. The path is chosen on arrival: the least
+    estimated seconds of links, latencies and queues over the prefill and the mean number of decode
+    steps. The missing experts of a layer that is whole on no server of the path are called from there.
+    Hidden states cost their bytes, a message and one staging, a token on its way back to the first layer
+    4 bytes and a message. `counts` are of the requests that a server has taken.
+
     ## Action Space
 
     A `Dict` of both parts, always. `migrate`, `Discrete(2)`: 0 keeps the placement, whatever the plan;
@@ -132,10 +151,12 @@ class ExpertPlacementEnv(gym.Env):
     | `tasks` | the scenario's | names of the tasks in the order of the servers, in a ring; all of the model's unless the scenario has its own |
     | `history_requests` | 100 | requests of each server behind the first counts |
     | `free_start` | True | whether a change at the first decision takes no time |
-    | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | or `nearest`, `random`; copies looked at |
+    | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | the remote copy of least estimated return; or `nearest`, `random`, or `consolidate` (with one message a server): a copy on a server that the layer calls anyhow, else `least_finish`; copies looked at |
     | `migration_source` | the scenario's | weights come from the `host` or over the `network` |
     | `serving` | `"collaborative"` | or `offload`: every server has all experts in host memory, its GPUs cache some, a call that misses fetches (as [2]); plans then change nothing, "local" means found in the cache, `expert_loads` are fetches |
-    | `cache`, `redirect` | `"activation_aware"`, False | with `offload`: or `lru`, `lfu`; whether a request goes as a whole to the server that serves fewest |
+    | `cache` | `"activation_aware"` | with `offload`: or `lru`, `lfu` |
+    | `router`, `redirect` | `"home"`, False | which server takes a request, as a whole, with either `serving`, see Routers; `redirect=True` is the router `fewest_requests` |
+    | `execution` | `"home"` | where its layers run: on that server, or `forward`, see Routers |
     | `cluster_kwargs` | none | arguments of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `gpu_speed`, ... |
     | `render_mode` | None | `ansi` or `rgb_array`: the map of servers and experts, local ratio over time |
     | `validate` | False | check every observation against the space (slow) |

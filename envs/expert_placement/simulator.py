@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._checks import choose, whole
+from servegym.envs._checks import choose, flag, real, whole
 from servegym.envs._jit import compile_kernels
 from servegym.envs.expert_placement import kernel
 from servegym.envs.expert_placement.cluster import Cluster
@@ -17,9 +17,17 @@ REPLICA_CHOICES = {
     "least_finish": kernel.LEAST_FINISH,
     "nearest": kernel.NEAREST,
     "random": kernel.RANDOM,
+    "consolidate": kernel.CONSOLIDATE,
 }
 MIGRATION_SOURCES = {"host": kernel.HOST, "network": kernel.NETWORK}
 SERVINGS = ("collaborative", "offload")
+ROUTERS = {
+    "home": kernel.HOME,
+    "fewest_requests": kernel.FEWEST_REQUESTS,
+    "least_load_per_gpu": kernel.LEAST_LOAD_PER_GPU,
+    "affinity": kernel.AFFINITY,
+}
+EXECUTIONS = {"home": kernel.CALL, "forward": kernel.FORWARD}
 CACHES = {"lru": kernel.LRU, "lfu": kernel.LFU, "activation_aware": kernel.ACTIVATION}
 
 
@@ -31,12 +39,16 @@ def make_plant(
     serving: str = "collaborative",
     cache: str = "activation_aware",
     redirect: bool = False,
+    router: str = "home",
+    execution: str = "home",
 ) -> kernel.Plant:
     """The arrays of a cluster that the kernel reads.
 
     Args:
         cluster: the cluster.
-        replica_choice: ``least_finish``, ``nearest`` or ``random``.
+        replica_choice: which copy a call goes to: ``least_finish`` (the least estimated return),
+            ``nearest``, ``random``, or ``consolidate``: a copy on a server to which the layer sends
+            a message anyhow, on the GPU that falls free first; without one ``least_finish``.
         replica_candidates: copies looked at.
         migration_source: weights of a new placement come from the ``host`` or over the ``network``.
             Over the network a source may drop an expert while it still sends it: the copy on its
@@ -46,10 +58,15 @@ def make_plant(
         cache: what a cache gives up first with ``offload``: the least recently used (``lru``), the
             least often used (``lfu``), or the one with fewest tokens, late layers first, with
             fetches ahead (``activation_aware``).
-        redirect: with ``offload``, whether a request goes to the server that serves fewest.
+        redirect: the same as the router ``fewest_requests``.
+        router: which server takes a request: its ``home``, the one that serves ``fewest_requests``
+            or ``least_load_per_gpu`` (the request included), or by ``affinity`` the one with the
+            largest share of the request's predicted experts, divided by that load.
+        execution: where a layer runs: at ``home``, on the server that took the request, or
+            ``forward``, on a server that holds it whole, see `kernel.forwarding.choose_path`.
 
     Raises:
-        ValueError: an option is unknown.
+        ValueError: an option is unknown, or two of them do not go together.
     """
     cfg = np.zeros(1, dtype=kernel.CONFIG)
     c = cfg[0]
@@ -57,17 +74,14 @@ def make_plant(
     c["layers"], c["experts"], c["top_k"] = cluster.layers, cluster.experts, cluster.top_k
     c["link_model"] = kernel.PAIRWISE if cluster.link_model == "pairwise" else kernel.NIC
     c["messages"] = kernel.PER_SERVER if cluster.messages == "per_server" else kernel.PER_EXPERT
-    c["choice"] = REPLICA_CHOICES[choose("replica_choice", replica_choice, REPLICA_CHOICES)]
+    c["choice"] = REPLICA_CHOICES[check_replica_choice(replica_choice, cluster.messages)]
     c["candidates"] = whole("replica_candidates", replica_candidates, 1)
     source = choose("migration_source", migration_source, MIGRATION_SOURCES)
     c["migration_source"] = MIGRATION_SOURCES[source]
     choose("serving", serving, SERVINGS)
     c["cache"] = CACHES[choose("cache", cache, CACHES)]
-    if not isinstance(redirect, (bool, np.bool_)):
-        raise ValueError(f"redirect={redirect!r} must be True or False.")
-    if redirect and serving != "offload":
-        raise ValueError("redirect=True needs serving='offload': else servers help with experts.")
-    c["redirect"] = redirect
+    c["router"] = ROUTERS[resolve_router(router, redirect)]
+    c["execution"] = EXECUTIONS[check_execution(execution, serving)]
     c["message_cost"] = cluster.message_cost_s
     c["activation_bytes"] = cluster.activation_bytes
     c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
@@ -101,6 +115,44 @@ def make_plant(
         ),
         route=np.ascontiguousarray(route.reshape(n, n), dtype=np.int32),
     )
+
+
+def check_replica_choice(replica_choice: str, messages: str) -> str:
+    """Return ``replica_choice`` if it is known and goes with ``messages``, else ValueError."""
+    choose("replica_choice", replica_choice, REPLICA_CHOICES)
+    if replica_choice == "consolidate" and messages != "per_server":
+        raise ValueError(
+            f"replica_choice='consolidate' needs messages='per_server', got {messages!r}: "
+            "else no call shares a message."
+        )
+    return replica_choice
+
+
+def resolve_router(router: str, redirect: bool) -> str:
+    """The router that both arguments name.
+
+    Raises:
+        ValueError: one is bad, or ``redirect`` is given beside another router.
+    """
+    choose("router", router, ROUTERS)
+    if not flag("redirect", redirect):
+        return router
+    if router not in ("home", "fewest_requests"):
+        raise ValueError(
+            f"redirect=True is the router 'fewest_requests'; router={router!r} is another one."
+        )
+    return "fewest_requests"
+
+
+def check_execution(execution: str, serving: str) -> str:
+    """Return ``execution`` if it is known and goes with ``serving``, else raise ValueError."""
+    choose("execution", execution, EXECUTIONS)
+    if execution == "forward" and serving == "offload":
+        raise ValueError(
+            "execution='forward' needs serving='collaborative': with 'offload' every server runs "
+            "all layers."
+        )
+    return execution
 
 
 def _records(dtype: np.dtype, **fields: Any) -> np.ndarray:
@@ -228,6 +280,21 @@ class Requests:
     offset: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class Forecast:
+    """What a controller expects of a request, from other requests than those to come.
+
+    Attributes:
+        task: int64 ``(P,)`` task of a prompt, which the controller knows.
+        profile: ``(K, L, E)`` share of each expert in the assignments of a task's requests.
+        output_tokens: mean tokens of an answer.
+    """
+
+    task: np.ndarray
+    profile: np.ndarray
+    output_tokens: float
+
+
 class Snapshot(NamedTuple):
     """A copied state of a simulator; no cache unless its GPUs are caches."""
 
@@ -237,6 +304,9 @@ class Snapshot(NamedTuple):
 
 class Simulator:
     """One system from an empty start.
+
+    ``forecast`` is what the router ``affinity`` and the execution ``forward`` go by; the other
+    options are those of `make_plant`.
 
     Attributes:
         cluster: its cluster.
@@ -254,6 +324,7 @@ class Simulator:
         replica_candidates: int = 8,
         migration_source: str = "host",
         places: int = 0,
+        forecast: Forecast | None = None,
         **serving: Any,
     ) -> None:
         if prompts.counts.shape[1:] != (cluster.layers, cluster.experts):
@@ -273,7 +344,9 @@ class Simulator:
         self.plant = make_plant(
             cluster, replica_choice, replica_candidates, migration_source, **serving
         )
+        self._set_forecast(forecast)
         self._caches = serving.get("serving") == "offload"
+        self._forwards = serving.get("execution") == "forward"
         if self._caches and cluster.slots.min() < 1:
             raise ValueError("serving='offload' needs a slot on every GPU for the expert in use.")
         self._places = max(places, 4 * cluster.experts)
@@ -293,6 +366,35 @@ class Simulator:
             calls.append((kernel.start_migration, (self.plant, self.state)))
         compile_kernels("expert placement engine", calls)
 
+    def _set_forecast(self, forecast: Forecast | None) -> None:
+        """Keep the forecast as the kernel reads it.
+
+        Raises:
+            ValueError: it is missing where it is needed, or does not fit the prompts.
+        """
+        c = self.plant.cfg[0]
+        layers, experts = self.cluster.layers, self.cluster.experts
+        self._task = np.zeros(len(self.prompts.tokens), np.int64)
+        self._profile = np.zeros((0, layers * experts))
+        if forecast is None:
+            for name, option in (("router", kernel.AFFINITY), ("execution", kernel.FORWARD)):
+                if c[name] == option:
+                    raise ValueError(f"this {name} needs a forecast, got forecast=None.")
+            return
+        task = _integers("forecast.task", forecast.task, np.int64)
+        profile = np.asarray(forecast.profile, dtype=np.float64)
+        if profile.ndim != 3 or profile.shape[1:] != (layers, experts):
+            raise ValueError(
+                f"forecast.profile has shape {profile.shape}; it must be (tasks, {layers}, "
+                f"{experts})."
+            )
+        if task.shape != self._task.shape or not ((task >= 0) & (task < len(profile))).all():
+            raise ValueError(
+                f"forecast.task must be {len(self._task)} numbers from 0 to {len(profile) - 1}."
+            )
+        self._task, self._profile = task, profile.reshape(len(profile), -1)
+        c["decode_steps"] = real("forecast.output_tokens", forecast.output_tokens, 1.0) - 1.0
+
     def begin(self, requests: Requests, placement: np.ndarray) -> None:
         """Start at time 0 with ``requests`` to come and a feasible ``placement`` in place.
 
@@ -306,7 +408,9 @@ class Simulator:
     def _set_up(self, requests: np.ndarray) -> None:
         """An empty system at time 0 with requests, `kernel.REQUEST_GIVEN` ``(R,)``, to come."""
         p = self.prompts
-        self.load = kernel.Load(requests, p.table, p.counts, p.bank, p.chosen)
+        self.load = kernel.Load(
+            requests, p.table, p.counts, p.bank, p.chosen, self._task, self._profile
+        )
         self.state = self._new_state(len(requests))
         self.cache = self._new_cache()
 
@@ -332,6 +436,7 @@ class Simulator:
             copies=np.zeros(total, np.int64),
             server=np.zeros(n, kernel.SERVER),
             counts=np.zeros((n, total), np.int64),
+            path=np.zeros((requests if self._forwards else 0, cluster.layers), np.int16),
         )
         state.meta["free"] = places
         state.meta["fewest_copies"] = gpus

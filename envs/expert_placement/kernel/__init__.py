@@ -17,25 +17,37 @@ new copy serves, with one staging slot a GPU on top of its slots.
 
 With a ``Cache`` servers do not help each other: every server has all experts in host memory and its
 GPUs cache some. A call whose expert is not there fetches it over PCIe, one fetch after another on
-each GPU, and runs on that GPU; a request may be redirected as a whole. Where the cache is None,
-numba leaves out all of that, and where it is given all of the other.
+each GPU, and runs on that GPU. Where the cache is None, numba leaves out all of that, and where it
+is given all of the other.
+
+A router may send a request, as a whole, to another server than its own when it arrives. With
+``FORWARD`` its hidden states go on to servers that hold the next layers whole, on a path chosen
+when it arrives; its KV cache stays where its layers ran, so that every step takes that path.
 
 Units are seconds, bytes and tokens. Modules: ``tables`` (records and named tables), ``events`` (the
 queue of events), ``calls`` (calls of experts on other servers), ``caching`` (servers with caches),
-``migration`` (loads of a new placement), ``simulation`` (the loop over events).
+``routing`` (which server takes a request), ``forwarding`` (paths over whole layers), ``migration``
+(loads of a new placement), ``simulation`` (the loop over events).
 """
 
 from servegym.envs.expert_placement.kernel.migration import start_migration
 from servegym.envs.expert_placement.kernel.simulation import count_assignments, run
 from servegym.envs.expert_placement.kernel.tables import (
     ACTIVATION,
+    AFFINITY,
     CACHED_EXPERT,
+    CALL,
     CONFIG,
+    CONSOLIDATE,
     DONE,
+    FEWEST_REQUESTS,
+    FORWARD,
     GPU,
+    HOME,
     HOP,
     HOST,
     LEAST_FINISH,
+    LEAST_LOAD_PER_GPU,
     LFU,
     LINK,
     LRU,
@@ -68,13 +80,20 @@ from servegym.envs.expert_placement.kernel.tables import (
 
 __all__ = [
     "ACTIVATION",
+    "AFFINITY",
     "CACHED_EXPERT",
+    "CALL",
     "CONFIG",
+    "CONSOLIDATE",
     "DONE",
+    "FEWEST_REQUESTS",
+    "FORWARD",
     "GPU",
+    "HOME",
     "HOP",
     "HOST",
     "LEAST_FINISH",
+    "LEAST_LOAD_PER_GPU",
     "LFU",
     "LINK",
     "LRU",

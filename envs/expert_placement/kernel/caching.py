@@ -6,11 +6,8 @@ import numpy as np
 
 from servegym.envs._jit import inline, jit
 from servegym.envs.expert_placement.kernel import events
-from servegym.envs.expert_placement.kernel.calls import expert_at, link_of, places_of_step
+from servegym.envs.expert_placement.kernel.calls import expert_at, places_of_step
 from servegym.envs.expert_placement.kernel.tables import ACTIVATION, LFU, LRU
-
-# A redirected request and its answer travel as token numbers.
-TOKEN_BYTES = 4.0
 
 
 @inline
@@ -190,45 +187,3 @@ def end_fetch(plant, st, cache, slot, now):
         q.pending -= 1
         if q.pending == 0:
             events.add_event(st, q.end, events.LAYER_END, np.int64(msg.request))
-
-
-@jit
-def redirect(c, plant, load, st, r, now):
-    """Send a request to the server that serves fewest; its own one unless another serves fewer.
-
-    Returns:
-        The request if it stays, else -1.
-    """
-    n = load.request[r].home
-    best = n
-    for m in range(c.num_servers):
-        if m == best:
-            continue
-        less = st.server[m].serving - st.server[best].serving
-        nearer = best != n and plant.pair[n, m].latency < plant.pair[n, best].latency
-        if less < 0 or (less == 0 and nearer):
-            best = m
-    st.request[r].home = best
-    if best == n:
-        return r
-    _travel(c, plant, st, r, n, best, np.int64(st.request[r].tokens), now)
-    return np.int64(-1)
-
-
-@jit
-def send_answer(c, plant, load, st, r, now):
-    """Send the answer of a redirected request to where the request arrived."""
-    given = load.request[r]
-    _travel(c, plant, st, r, np.int64(st.request[r].home), given.home, given.outputs, now)
-
-
-@jit
-def _travel(c, plant, st, r, n, to, tokens, now):
-    """Send a request or its answer as token numbers."""
-    m = st.meta[0]
-    link = st.link[link_of(c, n, to)]
-    sent = max(now, link.free) + (tokens * TOKEN_BYTES * plant.pair[n, to].byte_s + c.message_cost)
-    link.free = sent
-    m.network_bytes += tokens * TOKEN_BYTES
-    m.messages += 1
-    events.add_event(st, sent + plant.pair[n, to].latency, events.TRAVEL_END, r)

@@ -6,7 +6,13 @@ import numpy as np
 
 from servegym.envs._jit import inline
 from servegym.envs.expert_placement.kernel import events
-from servegym.envs.expert_placement.kernel.tables import NEAREST, PAIRWISE, PER_SERVER, RANDOM
+from servegym.envs.expert_placement.kernel.tables import (
+    CONSOLIDATE,
+    NEAREST,
+    PAIRWISE,
+    PER_SERVER,
+    RANDOM,
+)
 
 # Tokens of a prompt whose expert sets tell how many distinct tokens go to a server.
 SAMPLED_TOKENS = 16
@@ -155,9 +161,13 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
     for i in range(remote):
         e = scratch.expert[i].remote
         x = np.int64(load.counts[q.prompt, layer, e]) if prefill else 1
-        g = _choose_holder(
-            c, plant, st, scratch, np.int64(q.home), first_expert + e, i, x, now, open_total
-        )
+        g = np.int64(-1)
+        if c.choice == CONSOLIDATE:
+            g = _opened_holder(plant, st, scratch, opened, first_expert + e)
+        if g < 0:
+            g = _choose_holder(
+                c, plant, st, scratch, np.int64(q.home), first_expert + e, i, x, now, open_total
+            )
         to = plant.gpu[g].server
         st.gpu[g].promised += plant.gpu[g].base + plant.gpu[g].token * x
         st.gpu[g].promised_calls += 1
@@ -194,6 +204,21 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
         else:
             _send(c, plant, st, slot, now)
     return pending, opened, tokens
+
+
+@inline
+def _opened_holder(plant, st, scratch, opened, expert):
+    """The GPU that falls free first of those to whose server a message is open, -1 if none."""
+    best = np.int64(-1)
+    least = np.inf
+    for i in range(opened):
+        to = scratch.open[i].order
+        for g in range(plant.server[to].first_gpu, plant.server[to].end_gpu):
+            free = st.gpu[g].free + st.gpu[g].promised
+            if st.resident[g, expert] and free < least:
+                least = free
+                best = np.int64(g)
+    return best
 
 
 @inline

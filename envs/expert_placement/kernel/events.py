@@ -15,7 +15,7 @@ MESSAGE_RETURN = 3  # message, whose calls are done
 CHUNK = 4  # GPU, whose next chunk of weights can be sent
 LOADED = 5  # GPU, whose load ends
 FETCHED = 6  # message, whose expert is in the cache
-TRAVEL_END = 7  # request, or its answer, that was sent to another server
+TRAVEL_END = 7  # request, its hidden states or its answer, sent to another server
 
 _KIND_BITS = 3
 

@@ -9,16 +9,16 @@ from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.caching import (
     dispatch_cached,
     end_fetch,
-    redirect,
-    send_answer,
 )
 from servegym.envs.expert_placement.kernel.calls import (
     dispatch,
     receive_message,
     return_message,
 )
+from servegym.envs.expert_placement.kernel.forwarding import choose_path, move_on
 from servegym.envs.expert_placement.kernel.migration import end_load, send_chunk
-from servegym.envs.expert_placement.kernel.tables import DONE, POOL_FULL
+from servegym.envs.expert_placement.kernel.routing import route, send_answer
+from servegym.envs.expert_placement.kernel.tables import DONE, FORWARD, HOME, POOL_FULL
 
 
 @jit
@@ -55,7 +55,7 @@ def run(plant, load, st, scratch, cache, until):
             break
         begin = -1  # a request that begins a layer
         if arrives:
-            begin = _arrive(c, plant, load, st, cache, m.next_request, now)
+            begin = _arrive(c, plant, load, st, m.next_request, now)
             m.next_request += 1
         else:
             kind, index = events.handle_next(st)
@@ -64,8 +64,13 @@ def run(plant, load, st, scratch, cache, until):
                     begin = index
                 elif st.request[index].home == load.request[index].home:
                     _finish(load, st, index, now)
-                elif cache is not None:
+                else:
                     send_answer(c, plant, load, st, index, now)
+            elif kind == events.TRAVEL_END:
+                if st.request[index].step < load.request[index].outputs:
+                    begin = index
+                else:
+                    _finish(load, st, index, now)
             elif scratch is not None:
                 if kind == events.DISPATCH:
                     if dispatch(c, plant, load, st, scratch, index, now) == 0:
@@ -83,13 +88,11 @@ def run(plant, load, st, scratch, cache, until):
             elif cache is not None:
                 if kind == events.DISPATCH:
                     dispatch_cached(c, plant, load, st, cache, index, now)
-                elif kind == events.FETCHED:
-                    end_fetch(plant, st, cache, index, now)
-                elif st.request[index].step < load.request[index].outputs:
-                    begin = index  # a redirected request is where it is served
                 else:
-                    _finish(load, st, index, now)
+                    end_fetch(plant, st, cache, index, now)
         m.now = now
+        if begin >= 0 and c.execution == FORWARD:
+            begin = move_on(c, plant, st, begin, now)
         if begin >= 0:
             _begin_layer(plant, st, begin, now)
     if cache is None:
@@ -102,13 +105,14 @@ def run(plant, load, st, scratch, cache, until):
 
 
 @inline
-def _arrive(c, plant, load, st, cache, r, now):
-    """A request arrives; returns it if it begins here or is not redirected, else -1."""
+def _arrive(c, plant, load, st, r, now):
+    """A request arrives; returns it if it begins here, -1 if it is sent to another server."""
     given = load.request[r]
     prompt = load.prompt[given.prompt]
     n = given.home
     q = st.request[r]
     q.home = n
+    q.taken = n
     q.prompt = given.prompt
     q.tokens = prompt.tokens
     q.start = prompt.start
@@ -119,10 +123,11 @@ def _arrive(c, plant, load, st, cache, r, now):
     v.in_system += 1
     v.arrived += 1
     begin = r
-    if cache is not None:
-        if c.redirect:
-            begin = redirect(c, plant, load, st, r, now)
-    st.server[q.home].serving += 1
+    if c.router != HOME:
+        begin = route(c, plant, load, st, r, now)
+    if c.execution == FORWARD:
+        choose_path(c, plant, load, st, r, now)
+    st.server[q.taken].serving += 1
     return begin
 
 
@@ -144,7 +149,7 @@ def _end_layer(c, plant, load, st, r, now):
     # Records are taken out of the tables before the first branch: see the note in `calls`.
     q = st.request[r]
     given = load.request[r]
-    arrived, serves = st.server[given.home], st.server[q.home]
+    arrived, serves = st.server[given.home], st.server[q.taken]
     way = plant.pair[q.home, given.home]
     q.layer += 1
     last = False
@@ -186,7 +191,7 @@ def _settle_counts(c, load, st):
     m = st.meta[0]
     for r in range(m.settled, m.next_request):
         q = st.request[r]
-        counts = st.counts[q.home]
+        counts = st.counts[q.taken]
         for done in range(q.counted, q.sent):
             step = done // c.layers
             layer = done - step * c.layers

@@ -9,9 +9,11 @@ import numpy as np
 # Options of `CONFIG`.
 NIC, PAIRWISE = 0, 1
 PER_EXPERT, PER_SERVER = 0, 1
-LEAST_FINISH, NEAREST, RANDOM = 0, 1, 2
+LEAST_FINISH, NEAREST, RANDOM, CONSOLIDATE = 0, 1, 2, 3
 HOST, NETWORK = 0, 1
 LRU, LFU, ACTIVATION = 0, 1, 2
+HOME, FEWEST_REQUESTS, LEAST_LOAD_PER_GPU, AFFINITY = 0, 1, 2, 3
+CALL, FORWARD = 0, 1
 # What `run` returns.
 DONE, POOL_FULL = 0, 1
 # Requests, messages and GPUs that an event can name.
@@ -33,11 +35,13 @@ CONFIG = _record(
         ("top_k", "i8"),  # experts of a token
         ("link_model", "i8"),  # NIC: one sending queue a server; PAIRWISE: one for each pair
         ("messages", "i8"),  # PER_EXPERT or PER_SERVER
-        ("choice", "i8"),  # which copy a remote call goes to: LEAST_FINISH, NEAREST, RANDOM
+        ("choice", "i8"),  # which copy a remote call goes to: LEAST_FINISH, NEAREST, ...
         ("candidates", "i8"),  # copies that the choice looks at
         ("migration_source", "i8"),  # weights of a new placement: from HOST or over the NETWORK
         ("cache", "i8"),  # what a cache gives up first: LRU, LFU, ACTIVATION
-        ("redirect", "i8"),  # whether a request goes to the server that serves fewest
+        ("router", "i8"),  # which server takes a request: HOME, FEWEST_REQUESTS, ...
+        ("execution", "i8"),  # CALL experts of other servers, or FORWARD to whole layers
+        ("decode_steps", "f8"),  # mean decode steps of a request, as a controller expects them
         ("message_cost", "f8"),  # s, fixed sending time of a message
         ("stage_token", "f8"),  # s, staging of one token's activations
         ("stage_base", "f8"),  # s, staging besides
@@ -130,7 +134,7 @@ REQUEST = _record(
         ("step", "i4"),  # 0 is the prefill
         ("layer", "i4"),
         ("pending", "i4"),  # messages or fetches that the layer waits for
-        ("home", "i4"),  # server that serves it, -1 before it arrives
+        ("home", "i4"),  # server that runs its layer, -1 before it arrives
         ("sent", "i4"),  # layers dispatched so far
         ("counted", "i4"),  # those of them that ``counts`` has
         # What the hot loop reads of the load, beside the rest.
@@ -139,7 +143,7 @@ REQUEST = _record(
         ("start", "i4"),  # first row of the bank
         ("rows", "i4"),
         ("shift", "i4"),  # the offset, modulo the rows
-        ("unused", "i4"),
+        ("taken", "i4"),  # server that the router chose
     ]
 )
 """A request."""
@@ -191,7 +195,7 @@ SERVER = _record(
         ("remote_tokens", "f8"),
         # Over the episode.
         ("in_system", "i8"),  # requests that arrived here and are not done
-        ("serving", "i8"),  # requests that are served here
+        ("serving", "i8"),  # requests that it has taken and that are not done
         ("arrived", "i8"),
         ("done", "i8"),
         ("all_local_tokens", "i8"),
@@ -260,6 +264,9 @@ class Load(NamedTuple):
         counts: int32 (P, L, E) tokens of a prompt at each expert.
         bank: uint64 (T, L) expert sets of recorded tokens.
         chosen: uint8 (T, L, k) the same as lists.
+        task: int64 (P,) task of a prompt, as a row of the profile.
+        profile: (K, C) share of each expert in the assignments that a controller predicts for a
+            task, no row where nothing is predicted.
     """
 
     request: np.ndarray
@@ -267,6 +274,8 @@ class Load(NamedTuple):
     counts: np.ndarray
     bank: np.ndarray
     chosen: np.ndarray
+    task: np.ndarray
+    profile: np.ndarray
 
 
 class State(NamedTuple):
@@ -289,6 +298,7 @@ class State(NamedTuple):
         copies: int64 (C,).
         server: `SERVER` (N,).
         counts: int64 (N, C) assignments since the last adopted change.
+        path: int16 (R, L) servers of a request's layers where requests are forwarded, else (0, L).
     """
 
     meta: np.ndarray
@@ -306,6 +316,7 @@ class State(NamedTuple):
     copies: np.ndarray
     server: np.ndarray
     counts: np.ndarray
+    path: np.ndarray
 
 
 class Scratch(NamedTuple):

@@ -5,6 +5,7 @@ hash and the sizes of chunks and samples.
 """
 
 import heapq
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -93,8 +94,22 @@ class Message:
 
 
 class Reference:
-    def __init__(self, cluster, prompts, requests, placement, *, choice, candidates, source):
+    def __init__(
+        self,
+        cluster,
+        prompts,
+        requests,
+        placement,
+        *,
+        choice,
+        candidates,
+        source,
+        router="home",
+        execution="home",
+        forecast=None,
+    ):
         self.cluster, self.prompts = cluster, prompts
+        self.router, self.execution, self.forecast = router, execution, forecast
         self.choice, self.candidates, self.source = choice, candidates, source
         self.experts = cluster.experts
         self.gpus = [
@@ -126,6 +141,11 @@ class Reference:
             strict=True,
         )
         self.requests = [Request(i, *column) for i, column in enumerate(columns)]
+        self.origin = [r.home for r in self.requests]
+        self.taken = list(self.origin)
+        self.serving = [[] for _ in range(cluster.num_servers)]
+        self.paths = {}
+        self.path_of = None  # the engine's choice by request, since equal paths go by a hash
         self.arriving = list(self.requests)
         self.counts = {}
         self.trace = []  # (time, what, who) of every event
@@ -163,7 +183,7 @@ class Reference:
                     break
                 self.arriving.pop(0)
                 self.now = request.arrival
-                self.dense(request)
+                self.take(request)
             elif not self.heap or when > until:
                 break
             else:
@@ -179,6 +199,98 @@ class Reference:
         assert all(self.holders.values()), "every expert serves somewhere"
 
     # ------------------------------------------------------------------ requests
+
+    def take(self, request):
+        """Send a request to the server that its router chooses, and choose its path."""
+        n, latency = request.home, self.cluster.latency_s
+        value = [self.value(request, m) for m in range(self.cluster.num_servers)]
+        request.home = min(
+            range(self.cluster.num_servers), key=lambda m: (value[m], m != n, latency[n, m], m)
+        )
+        if self.router == "home":
+            request.home = n
+        self.taken[request.number] = request.home
+        if request.home != n:
+            tokens = int(self.prompts.tokens[request.prompt])
+            self.travel(n, request.home, 4.0 * tokens, 0.0, self.go, request)
+        if self.execution == "forward":
+            self.paths[request.number] = self.best_path(request)
+        self.serving[request.home].append(request)
+        if request.home == n:
+            self.go(request)
+
+    def value(self, request, m):
+        if self.router == "fewest_requests":
+            return len(self.serving[m])
+        gpus = [g for g in self.gpus if g.server == m]
+        load = (len(self.serving[m]) + 1) / len(gpus)
+        if self.router != "affinity":
+            return load
+        profile = self.forecast.profile[self.forecast.task[request.prompt]].reshape(-1)
+        return -sum(x for i, x in enumerate(profile) if any(i in g.holds for g in gpus)) / load
+
+    def travel(self, n, m, size, more, action, request):
+        seconds = size / self.cluster.link_bytes_s[n, m] + self.cluster.message_cost_s
+        sent = self.link(n, m).serve(self.now, seconds)
+        self.bytes += size
+        self.later(sent + self.cluster.latency_s[n, m] + more, self.there, action, request)
+
+    def there(self, action, request):
+        self.trace.append((self.now, "there", request.number))
+        action(request)
+
+    # ------------------------------------------------------------------ forwarding
+
+    def best_path(self, request):
+        """The servers of the layers, by trying every path; among equal ones the engine's."""
+        paths = itertools.product(*map(self.whole, range(self.cluster.layers)))
+        seconds = {path: self.path_seconds(request, path) for path in paths}
+        chosen = tuple(self.path_of(request.number))
+        assert seconds[chosen] <= min(seconds.values()) * (1 + 1e-12)
+        return chosen
+
+    def whole(self, layer):
+        experts = range(layer * self.experts, (layer + 1) * self.experts)
+        servers = range(self.cluster.num_servers)
+        holds = [{i for g in self.gpus if g.server == n for i in g.holds} for n in servers]
+        return [n for n in servers if all(i in holds[n] for i in experts)] or list(servers)
+
+    def path_seconds(self, request, path):
+        cluster, more = self.cluster, self.forecast.output_tokens - 1.0
+        prompt = int(self.prompts.tokens[request.prompt])
+        total = self.way(request.home, path[0], 4.0 * prompt)
+        total += self.way(path[-1], self.origin[request.number], 4.0 * (more + 1.0))
+        for times, x in ((1.0, prompt), (more, 1)):
+            for n in path:
+                gpu = next(g for g in self.gpus if g.server == n)
+                rest = float(cluster.dense_base_s[n]) + float(cluster.dense_token_s[n]) * x
+                total += times * (max(0.0, gpu.queue.free - self.now) + rest)
+            for n, m in itertools.pairwise(path):
+                if n != m:
+                    size = x * cluster.activation_bytes
+                    total += times * (self.way(n, m, size) + self.staging(x))
+        return total
+
+    def way(self, n, m, size):
+        if n == m:
+            return 0.0
+        wait = max(0.0, self.link(n, m).free - self.now)
+        rate, cost = self.cluster.link_bytes_s[n, m], self.cluster.message_cost_s
+        return wait + size / rate + cost + float(self.cluster.latency_s[n, m])
+
+    def go(self, request):
+        """Begin a layer, on the server of the path if there is one."""
+        n = request.home
+        to = self.paths[request.number][request.layer] if self.paths else n
+        if to == n:
+            return self.dense(request)
+        request.home = to
+        x = int(self.prompts.tokens[request.prompt]) if request.step == 0 else 1
+        if request.layer == 0:
+            self.travel(n, to, 4.0 * x, 0.0, self.dense, request)
+        else:
+            size = x * self.cluster.activation_bytes
+            self.travel(n, to, size, self.staging(x), self.dense, request)
 
     def dense(self, request):
         cluster, n = self.cluster, request.home
@@ -208,7 +320,8 @@ class Reference:
         messages = {}
         for e, x in self.layer_tokens(request):
             i = request.layer * self.experts + e
-            self.counts[n, i] = self.counts.get((n, i), 0) + x
+            taken = self.taken[request.number]
+            self.counts[taken, i] = self.counts.get((taken, i), 0) + x
             here = [g for g in self.gpus if g.server == n and i in g.holds]
             if here:
                 gpu = min(here, key=lambda g: (g.queue.free, g.number))
@@ -258,6 +371,10 @@ class Reference:
         ring = (holders[first:] + holders[:first])[: self.candidates]
         if self.choice == "random":
             return ring[0]
+        # Messages are kept in the order in which they were opened.
+        opened = [g for m in messages for g in self.gpus if g.server == m and g in holders]
+        if self.choice == "consolidate" and opened:
+            return min(opened, key=lambda g: g.queue.free + g.queue.promised)
         values = [self.estimate(request.home, gpu, x, messages) for gpu in ring]
         return ring[values.index(min(values))]
 
@@ -321,17 +438,23 @@ class Reference:
 
     def layer_end(self, request):
         self.trace.append((self.now, "layer", request.number))
+        n, origin = request.home, self.origin[request.number]
         request.layer += 1
         if request.layer == self.cluster.layers:
             request.layer = 0
             request.step += 1
             if request.step == 1:
-                request.first = self.now
+                request.first = self.now + (self.cluster.latency_s[n, origin] if n != origin else 0)
             if request.step == request.outputs:
-                request.finish = self.now
-                self.area[request.home] += self.now - request.arrival
-                return
-        self.dense(request)
+                self.serving[self.taken[request.number]].remove(request)
+                if n == origin:
+                    return self.done(request)
+                return self.travel(n, origin, 4.0 * request.outputs, 0.0, self.done, request)
+        self.go(request)
+
+    def done(self, request):
+        request.finish = self.now
+        self.area[self.origin[request.number]] += self.now - request.arrival
 
     # ----------------------------------------------------------------- migration
 

@@ -1,7 +1,5 @@
 """A slow, literal simulator of servers that cache experts, to compare the jitted engine with."""
 
-import math
-
 from .reference import Reference
 
 
@@ -43,7 +41,7 @@ class Cache:
 
 
 class Offload(Reference):
-    def __init__(self, cluster, prompts, requests, placement, *, cache, redirect):
+    def __init__(self, cluster, prompts, requests, placement, *, cache, **options):
         super().__init__(
             cluster,
             prompts,
@@ -52,13 +50,10 @@ class Offload(Reference):
             choice="nearest",
             candidates=1,
             source="host",
+            **options,
         )
         self.caches = [Cache(g, cache, cluster.layers, cluster.experts) for g in self.gpus]
-        self.ahead, self.redirect = cache == "activation_aware", redirect
-        self.origin = [r.home for r in self.requests]
-        self.serving = [[] for _ in range(cluster.num_servers)]
-        self.started = set()
-        self.answered_first = set()
+        self.ahead = cache == "activation_aware"
         self.number = 0
 
     def check(self):
@@ -67,29 +62,6 @@ class Offload(Reference):
 
     def seconds(self):
         return self.cluster.message_cost_s + self.cluster.expert_bytes / self.cluster.pcie_bytes_s
-
-    def dense(self, request):
-        if request.number in self.started:
-            return super().dense(request)
-        self.started.add(request.number)
-        n = request.home
-        if self.redirect:
-            latency = self.cluster.latency_s
-            request.home = min(
-                range(self.cluster.num_servers),
-                key=lambda m: (len(self.serving[m]), m != n, latency[n, m], m),
-            )
-        self.serving[request.home].append(request)
-        if request.home == n:
-            return super().dense(request)
-        tokens = int(self.prompts.tokens[request.prompt])
-        self.travel(n, request.home, tokens, super().dense, request)
-
-    def travel(self, n, m, tokens, action, request):
-        seconds = tokens * 4.0 / self.cluster.link_bytes_s[n, m] + self.cluster.message_cost_s
-        sent = self.link(n, m).serve(self.now, seconds)
-        self.bytes += 4.0 * tokens
-        self.later(sent + self.cluster.latency_s[n, m], action, request)
 
     def calls(self, request):
         self.trace.append((self.now, "calls", request.number))
@@ -154,22 +126,3 @@ class Offload(Reference):
         request.open_calls -= 1
         if request.open_calls == 0:
             self.later(request.end, self.layer_end, request)
-
-    def layer_end(self, request):
-        n, origin = request.home, self.origin[request.number]
-        super().layer_end(request)
-        if request.step == 1 and request.number not in self.answered_first:
-            self.answered_first.add(request.number)
-            if n != origin:
-                request.first = self.now + self.cluster.latency_s[n, origin]
-        if not math.isnan(request.finish):
-            self.serving[n].remove(request)
-            if n != origin:
-                self.area[n] -= request.finish - request.arrival
-                request.finish = math.nan
-                self.travel(n, origin, request.outputs, self.answered, request)
-            return
-
-    def answered(self, request):
-        request.finish = self.now
-        self.area[self.origin[request.number]] += self.now - request.arrival

@@ -1,5 +1,6 @@
 """The jitted engine against the slow reference, event for event, and against known answers."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,9 @@ from servegym.envs.expert_placement.cluster import ModelTimes, build_cluster
 from servegym.envs.expert_placement.kernel.calls import scramble
 from servegym.envs.expert_placement.kernel.events import rise, sink
 from servegym.envs.expert_placement.simulator import (
+    EXECUTIONS,
+    ROUTERS,
+    Forecast,
     Requests,
     Simulator,
     make_prompts,
@@ -69,6 +73,24 @@ def random_placement(rng, cluster):
     return z.reshape(-1, cluster.layers, cluster.experts)
 
 
+def random_forecast(rng, prompts, tasks=2):
+    """A forecast that has little to do with the requests."""
+    profile = rng.random((tasks, *prompts.counts.shape[1:]))
+    return Forecast(rng.integers(0, tasks, len(prompts.tokens)), profile, float(rng.uniform(1, 6)))
+
+
+def random_layers(rng, cluster):
+    """Half of the layers whole on one server or several, the others on random GPUs."""
+    z = np.zeros((cluster.num_gpus, cluster.layers, cluster.experts), np.uint8)
+    for layer in range(cluster.layers):
+        whole = rng.random() < 0.7
+        for _ in range(int(rng.integers(1, 3)) if whole else 1):
+            server = rng.integers(cluster.num_servers)
+            on = np.flatnonzero((cluster.gpu_server == server) | (not whole))
+            z[rng.choice(on, cluster.experts), layer, np.arange(cluster.experts)] = 1
+    return z
+
+
 def random_cluster(rng, **options):
     gpus = tuple(int(g) for g in rng.integers(1, 3, rng.integers(2, 5)))
     model = small_model(layers=int(rng.integers(1, 4)), experts=int(rng.integers(3, 8)))
@@ -108,6 +130,7 @@ def compare(sim, ref):
     for (n, i), x in ref.counts.items():
         assert state.counts[n, i] == x
     assert state.counts.sum() == sum(ref.counts.values())
+    assert state.server["serving"].tolist() == [len(served) for served in ref.serving]
     for n in range(sim.cluster.num_servers):
         v = state.server[n]
         for mine, theirs in ((v["local_s"], ref.local), (v["remote_s"], ref.remote)):
@@ -116,14 +139,20 @@ def compare(sim, ref):
     assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
 
 
-def build_pair(seed, link_model, messages, choice, source, span=0.3):
+def build_pair(seed, link_model, messages, choice, source, span=0.3, **options):
     rng = np.random.default_rng(seed)
     cluster = random_cluster(rng, link_model=link_model, messages=messages)
     prompts = random_prompts(rng, cluster)
     requests = random_requests(rng, cluster, prompts, 25, span)
     placement = random_placement(rng, cluster)
     candidates = int(rng.integers(1, 5))
-    sim = Simulator(cluster, prompts, choice, candidates, source)
+    if options:
+        options["forecast"] = random_forecast(rng, prompts)
+    if options.get("execution") == "forward":
+        room = np.full(cluster.num_gpus, cluster.layers * cluster.experts)
+        cluster = dataclasses.replace(cluster, slots=room)
+        placement = random_layers(rng, cluster)
+    sim = Simulator(cluster, prompts, choice, candidates, source, **options)
     sim.begin(requests, placement)
     ref = Reference(
         cluster,
@@ -133,7 +162,9 @@ def build_pair(seed, link_model, messages, choice, source, span=0.3):
         choice=choice,
         candidates=candidates,
         source=source,
+        **options,
     )
+    ref.path_of = lambda number: sim.state.path[number].tolist()
     return rng, cluster, sim, ref
 
 
@@ -142,17 +173,37 @@ def build_pair(seed, link_model, messages, choice, source, span=0.3):
     st.integers(0, 10**6),
     st.sampled_from(["nic", "pairwise"]),
     st.sampled_from(["per_expert", "per_server"]),
-    st.sampled_from(["least_finish", "nearest", "random"]),
+    st.sampled_from(["least_finish", "nearest", "random", "consolidate"]),
     st.sampled_from(["host", "network"]),
 )
 def test_equal_to_the_reference_at_every_look(seed, link_model, messages, choice, source):
-    rng, cluster, sim, ref = build_pair(seed, link_model, messages, choice, source)
+    messages = "per_server" if choice == "consolidate" else messages
+    run_beside(*build_pair(seed, link_model, messages, choice, source))
+
+
+@settings(max_examples=40 if COMPILED else 6, deadline=None, derandomize=True)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["nic", "pairwise"]),
+    st.sampled_from(["per_expert", "per_server"]),
+    st.sampled_from(list(ROUTERS)),
+    st.sampled_from(list(EXECUTIONS)),
+)
+def test_requests_that_leave_their_server(seed, link_model, messages, router, execution):
+    options = {"router": router, "execution": execution}
+    pair = build_pair(seed, link_model, messages, "least_finish", "host", **options)
+    run_beside(*pair)
+
+
+def run_beside(rng, cluster, sim, ref):
+    """Run both to the end, with changes of placement on the way, and compare at every look."""
     for until in np.sort(rng.uniform(0, 1.0, 6)):
         sim.run(until)
         ref.run(until)
         compare(sim, ref)
         if rng.random() < 0.6:
-            placement = random_placement(rng, cluster)
+            draw = random_layers if sim.state.path.size else random_placement
+            placement = draw(rng, cluster)
             sim.adopt(placement)
             ref.adopt(placement)
             compare(sim, ref)
@@ -272,6 +323,151 @@ def test_a_remote_call_by_hand(messages):
         want = max(first_back, dense + 2 * out + 0.5 + stage + call + stage) + back + 0.5
         assert sim.state.meta["messages"][0] == 2
     assert sim.latencies()[0] == pytest.approx(want, rel=1e-12)
+
+
+def two_servers(layers=2, top_k=1, **options):
+    """Two servers of one GPU, 8 Mbit/s one way and 4 the other, 0.5 s latency, 0.1 s a message."""
+    return build_cluster(
+        sizes=small_model(layers=layers, experts=2, top_k=top_k),
+        gpus=(1, 1),
+        slots=(2 * layers, 2 * layers),
+        nic_bps=(8e6, 4e6),
+        latency_s=0.5,
+        message_cost_s=0.1,
+        pcie_bytes_s=1e6,
+        pcie_latency_s=0.01,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("choice, messages", [("least_finish", 2), ("consolidate", 1)])
+def test_consolidated_calls_share_a_message(choice, messages):
+    """Server 2 holds both missing experts; its GPU is so slow that the second should go to 1."""
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=3),
+        gpus=(1, 1, 1),
+        slots=(1, 1, 2),
+        gpu_speed=(1.0, 1.0, 0.01),
+        nic_bps=(8e6, 8e6, 8e9),
+        messages="per_server",
+        message_cost_s=0.01,
+    )
+    prompts = one_prompt(cluster, 10, [(1, 2)])
+    z = np.array([[[1, 0, 0]], [[0, 0, 1]], [[0, 1, 1]]], np.uint8)
+    sim = Simulator(cluster, prompts, choice)
+    sim.begin(requests_at([0.0]), z)
+    sim.run()
+    assert sim.state.meta["messages"][0] == messages
+
+
+def forecast_of(prompts, output_tokens=2.0):
+    """What is predicted of a prompt is what it does."""
+    share = prompts.counts / prompts.counts.sum(axis=(1, 2), keepdims=True)
+    return Forecast(np.arange(len(share)), share, output_tokens)
+
+
+def test_forwarding_by_hand():
+    """Layer 0 on server 1, layer 1 on server 0: a prefill of ten tokens and one decode step."""
+    cluster = two_servers()
+    prompts = one_prompt(cluster, 10, [(1,), (0,)])
+    z = np.zeros((2, 2, 2), np.uint8)
+    z[1, 0] = z[0, 1] = 1
+    sim = Simulator(cluster, prompts, execution="forward", forecast=forecast_of(prompts))
+    sim.begin(requests_at([0.0], outputs=2), z)
+    sim.run()
+    first = 0.0
+    for x in (10, 1):
+        token_numbers = x * 4 * 8 / 8e6 + 0.1 + 0.5
+        hidden_states = x * 1024 * 8 / 4e6 + 0.1 + 0.5 + x * 1024 / 1e6 + 0.01
+        layer = 1e-3 + x * 1e-5 + 2e-3 + x * 1e-4
+        first += token_numbers + layer + hidden_states + layer
+        name = "first" if x == 10 else "finish"
+        assert sim.state.request[name][0] == pytest.approx(first, rel=1e-12)
+    assert sim.state.meta["messages"][0] == 4
+    assert sim.state.meta["network_bytes"][0] == 11 * (4 + 1024)
+    assert sim.state.server["all_remote_calls"].sum() == 0
+    assert sim.counts()[0].sum() == 22 and sim.counts()[1].sum() == 0, "server 0 has taken it"
+
+
+def test_a_path_avoids_queues_and_hops():
+    """Server 1 holds both layers, its own server only the first one: all of it goes to server 1."""
+    cluster = two_servers()
+    prompts = one_prompt(cluster, 1, [(1,), (0,)])
+    z = np.ones((2, 2, 2), np.uint8)
+    z[0, 1] = 0
+    sim = Simulator(cluster, prompts, execution="forward", forecast=forecast_of(prompts))
+    sim.begin(requests_at([0.0, 0.0], outputs=2), z)
+    sim.state.link["free"][0] = 100.0
+    sim.run()
+    assert sim.state.path.tolist() == [[1, 1], [1, 1]]
+    z[0, 1] = 1
+    sim.begin(requests_at([0.0, 0.0], outputs=2), z)
+    sim.state.gpu["free"][0] = 100.0
+    sim.run(1.0)
+    assert sim.state.path.tolist() == [[1, 1], [1, 1]]
+
+
+def test_affinity_weighs_the_predicted_share_by_the_load():
+    """Server 1 holds three of the four predicted experts, server 0 one: (3/4) / 2 > (1/4) / 1."""
+    cluster = two_servers(top_k=2)
+    prompts = one_prompt(cluster, 1, [(0, 1), (0, 1)])
+    z = np.ones((2, 2, 2), np.uint8)
+    z[0, 0], z[0, 1, 0], z[1, 1, 1] = 0, 0, 0
+    options = {"router": "affinity", "forecast": forecast_of(prompts)}
+    sim = Simulator(cluster, prompts, **options)
+    sim.begin(requests_at([0.0, 0.0, 0.0, 0.0]), z)
+    sim.run()
+    # 3/4 : 1/4, 3/8 : 1/4, 3/12 : 1/4 (a tie: its own server), 3/12 : 1/8.
+    assert sim.state.request["taken"].tolist() == [1, 1, 0, 1]
+    assert sim.state.server["arrived"].tolist() == [4, 0]
+
+
+def test_the_least_load_is_that_of_a_gpu():
+    """With requests of one second: server 1 has two GPUs and takes two of three."""
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=2, top_k=1, dense=1.0), gpus=(1, 2), slots=(2, 2, 2)
+    )
+    prompts = one_prompt(cluster, 1, [(0,)])
+    sim = Simulator(cluster, prompts, router="least_load_per_gpu")
+    sim.begin(requests_at([0.0, 0.0, 0.0]), np.ones((3, 1, 2), np.uint8))
+    sim.run()
+    # Requests a GPU if it goes to server 0 or 1: 1 : 1/2, 1 : 1 (a tie: its own), 2 : 1.
+    assert sim.state.request["taken"].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"router": "nearest"}, "least_load_per_gpu"),
+        ({"replica_choice": "consolidate"}, "messages='per_server', got 'per_expert'"),
+        ({"execution": "fetch"}, "forward"),
+        ({"router": "affinity"}, "router needs a forecast"),
+        ({"execution": "forward"}, "execution needs a forecast"),
+        ({"execution": "forward", "serving": "offload"}, "collaborative"),
+        ({"redirect": 1}, "redirect=1"),
+        ({"redirect": True, "router": "affinity"}, "router='affinity'"),
+    ],
+)
+def test_options_of_requests_that_leave_their_server_are_checked(options, word):
+    cluster = two_servers()
+    prompts = one_prompt(cluster, 1, [(1,), (0,)])
+    with pytest.raises(ValueError, match=word):
+        Simulator(cluster, prompts, **options)
+
+
+def test_a_forecast_must_fit_the_prompts():
+    cluster = two_servers()
+    prompts = one_prompt(cluster, 1, [(1,), (0,)])
+    good = forecast_of(prompts)
+    for change, word in (
+        ({"profile": good.profile[0]}, "forecast.profile"),
+        ({"task": np.array([1])}, "forecast.task"),
+        ({"task": np.array([0, 0])}, "forecast.task"),
+        ({"output_tokens": 0.5}, "forecast.output_tokens"),
+    ):
+        bad = dataclasses.replace(good, **change)
+        with pytest.raises(ValueError, match=word):
+            Simulator(cluster, prompts, router="affinity", forecast=bad)
 
 
 def test_free_links_leave_pure_computation():

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servegym.envs.expert_placement.cluster import build_cluster
-from servegym.envs.expert_placement.simulator import Requests, Simulator, make_prompts
+from servegym.envs.expert_placement.simulator import ROUTERS, Requests, Simulator, make_prompts
 
 from .reference import COMPILED
 from .reference_offload import Offload
 from .test_kernel_reference import (
     one_prompt,
     random_cluster,
+    random_forecast,
     random_placement,
     random_prompts,
     random_requests,
@@ -57,18 +58,19 @@ def compare(sim, ref):
     st.integers(0, 10**6),
     st.sampled_from(["nic", "pairwise"]),
     st.sampled_from(CACHES),
-    st.booleans(),
+    st.sampled_from(list(ROUTERS)),
     st.booleans(),
 )
-def test_equal_to_the_reference_at_every_look(seed, link_model, cache, redirect, tight):
+def test_equal_to_the_reference_at_every_look(seed, link_model, cache, router, tight):
     rng = np.random.default_rng(seed)
     cluster = random_cluster(rng, link_model=link_model)
     prompts = random_prompts(rng, cluster)
     requests = random_requests(rng, cluster, prompts, 25, 0.3)
     placement = random_placement(rng, cluster)
-    sim = Simulator(cluster, prompts, serving="offload", cache=cache, redirect=redirect)
+    options = {"cache": cache, "router": router, "forecast": random_forecast(rng, prompts)}
+    sim = Simulator(cluster, prompts, serving="offload", **options)
     sim.begin(requests, placement)
-    ref = Offload(cluster, prompts, requests, placement, cache=cache, redirect=redirect)
+    ref = Offload(cluster, prompts, requests, placement, **options)
     for until in np.sort(rng.uniform(0, 0.1 if tight else 1.0, 6)):
         sim.run(until)
         ref.run(until)
@@ -85,7 +87,7 @@ def test_equal_to_the_reference_at_every_look(seed, link_model, cache, redirect,
     outputs = requests.outputs - 1
     tokens = (prompts.tokens[requests.prompt] + outputs).sum() * cluster.layers * cluster.top_k
     assert server["all_local_tokens"].sum() + server["all_remote_tokens"].sum() == tokens
-    if not redirect:
+    if router == "home":
         assert sim.state.meta["messages"][0] == 0, "servers have nothing to say to each other"
 
 
@@ -97,7 +99,7 @@ def test_the_comparison_notices_a_difference():
     placement = random_placement(rng, cluster)
     sim = Simulator(cluster, prompts, serving="offload", cache="lru")
     sim.begin(requests, placement)
-    ref = Offload(cluster, prompts, requests, placement, cache="lfu", redirect=False)
+    ref = Offload(cluster, prompts, requests, placement, cache="lfu")
     sim.run()
     ref.run()
     with pytest.raises(AssertionError):
@@ -216,7 +218,6 @@ def test_caches_adopt_no_placement():
     for bad, word in (
         ({"serving": "offloaded"}, "collaborative"),
         ({"cache": "fifo"}, "lru"),
-        ({"redirect": True}, "offload"),
         ({"serving": "offload", "redirect": 1}, "redirect"),
     ):
         with pytest.raises(ValueError, match=word):
