@@ -3,7 +3,8 @@
 Two things are here:
 
 * ``load_constants()`` reads what was measured and fitted; ``build/fit_serverless.py`` made it.
-* ``SERVING``, ``GPU_PROFILES`` and ``memory_grids`` hold what the serverless environments assume.
+* ``SERVING``, ``GPU_PROFILES``, ``FEES`` and ``memory_grids`` hold what the serverless environments
+  assume.
   Each value says whether it is measured, derived, published or chosen, and from what; those with
   a measurement behind them are read from the same file.
 
@@ -26,6 +27,7 @@ from servegym.hardware_profiles.load import data_path, unknown_name
 from servegym.hardware_profiles.schema import KINDS, read_json
 
 __all__ = [
+    "FEES",
     "GPU_PROFILES",
     "MAX_VCPUS",
     "MB",
@@ -33,6 +35,7 @@ __all__ = [
     "SERVING",
     "Constants",
     "ExpertLaw",
+    "Fees",
     "GpuProfile",
     "Grid",
     "ServingConstants",
@@ -461,6 +464,43 @@ GPU_PROFILES: dict[str, GpuProfile] = {
         "(L40S) for the experts of one token",
     ),
 }
+
+
+@dataclass(frozen=True)
+class Fees:
+    """What a platform bills besides memory and time.
+
+    Attributes:
+        invocation_usd: USD for each invocation.
+        granularity_s: Each billed duration is rounded up to a multiple of so many seconds; 0: none
+            is.
+        kind: One of `ORIGINS`.
+        source: Where the values are from, in words.
+    """
+
+    invocation_usd: float
+    granularity_s: float
+    kind: str
+    source: str
+
+
+FEES: dict[str, Fees] = {
+    "none": Fees(0.0, 0.0, "published", "Remoe, Eq. 6, 8 and 9: memory and time alone"),
+    "aws_lambda": Fees(
+        load_constants().prices["aws_request_usd"],
+        1e-3,
+        "published",
+        "list prices of AWS Lambda: 0.20 USD per million requests, durations rounded up to 1 ms",
+    ),
+    "alibaba_fc": Fees(
+        load_constants().prices["alibaba_request_usd"],
+        1e-3,
+        "published",
+        "list prices of Alibaba Function Compute: 75 units of 0.00002 USD per 10,000 invocations, "
+        "durations billed by the millisecond",
+    ),
+}
+"""Fees by platform; memory keeps the price that ``price_cpu_usd_mb_s`` says."""
 
 _GRIDS: dict[str, tuple[Grid, Grid, str]] = {
     "deepseek-v2-lite": ((1000.0, 40000.0, 100.0), (1000.0, 5000.0, 100.0), "published: V-A"),

@@ -2,9 +2,9 @@
 
 An action is (b, order, W headroom, Y headroom, z headroom). The table follows the environment's
 own rules: remote sets by predicted or shared order, least memory and least replicas plus headroom.
-Two things are approximate: experts are on replicas as at the mean prompt length (the environment
-puts them there at the request's own), and for a predicted load the slowest replica is taken at
-expected times.
+Three things are approximate: experts are on replicas as at the mean prompt length (the environment
+puts them there at the request's own); for a predicted load the slowest replica is taken at
+expected times; and rounding adds half a step to each replica's bill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from servegym.baselines.serverless_moe import lpt
-from servegym.baselines.serverless_moe.loads import Load, expert_time_terms, non_expert_s
+from servegym.baselines.serverless_moe.loads import (
+    Load,
+    call_rounding_s,
+    expert_time_terms,
+    non_expert_s,
+)
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.sets import least_used_first
@@ -296,9 +301,8 @@ def evaluate_actions(
     prefill += fixed_prefill + layers * 2.0 * model.swap_s(n_in)
 
     r = np.arange(top_k + 1)
-    far = eq.call_seconds(
-        first + more + wire, load.trem_s[:, None], top_k, system.decode_invocation
-    )
+    call = first + more + wire
+    far = eq.call_seconds(call, load.trem_s[:, None], top_k, system.decode_invocation)
     histogram = np.stack([load.histogram(x, top_k) for x in c.remote])
     own = model.expert_cpu_s(c.main_mb, 1)[..., None] * (top_k - r)
     slower = np.maximum(own[:, None, :, None], far[:, :, None])
@@ -311,6 +315,15 @@ def evaluate_actions(
     gpu = model.price_gpu * eq.gpu_memory_mb(model, n_in, n_out)
     rate = gpu + price * (c.main_mb + model.runtime_cpu_mb)
     cost = rate[:, :, None, None] * (prefill + decode[..., None]) + remote_usd[:, None]
+    times = histogram @ eq.call_invocations(top_k, system.decode_invocation)  # (S, L)
+    asked = 1.0 + invoked.sum(axis=1) + times.sum(axis=1)[:, None]
+    cost += model.invocation_usd * asked[:, None, None]
+    if model.granularity_s > 0.0:
+        added = call_rounding_s(model, load, call, load.trem_s[:, None], system.decode_invocation)
+        billed = 0.5 * model.granularity_s * invoked[:, :, None]
+        billed = billed + np.einsum("slr,slyr->sly", histogram, added)[..., None]
+        cost += price * np.einsum("sly,slyz->syz", paid, billed)[:, None]
+        cost += rate[:, :, None, None] * model.rounding_s(prefill + decode[..., None])
 
     start, start_usd = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
     if starts:
@@ -322,7 +335,7 @@ def evaluate_actions(
         cost = cost + start_usd
         mix_start = model.container_start_main_s
         mix_start += (model.all_non_expert_mb + model.all_experts_mb) / model.load_mb_s
-        mix_usd += mix_start * float(rate[0, 0])
+        mix_usd += (mix_start + model.rounding_s(mix_start)) * float(rate[0, 0])
     late = _chance(ttft, ttft_limit_s, spread) + _chance(tpot, tpot_limit_s, spread)
     reward = -cost / mix_usd - system.penalty * late
     fits = _feasible(system, c, tokens, top, load.decode_sets is not None, spread)
@@ -361,7 +374,10 @@ def _feasible(
 def cold_starts(
     system: ServerlessSystem, c: CandidateActions, rate: Floats, warm: WarmFunctions | None
 ) -> tuple[Floats, Floats]:
-    """Cold start (S, W, Y, Z) in seconds and USD; ``rate`` (S, W) is the main function's USD/s."""
+    """Cold start (S, W, Y, Z) in seconds and USD, rounded as billed.
+
+    ``rate`` (S, W) is the main function's USD/s.
+    """
     model, used = system.model, c.members > 0
     fresh = np.broadcast_to(c.replicas[:, :, None], (*c.memory_mb.shape, c.replicas.shape[2]))
     fresh = fresh * used[:, None, None, None]
@@ -384,14 +400,16 @@ def cold_starts(
         main = main_cold[:, :, None, None] * (model.container_start_main_s + seconds)
         other = np.asarray(cold.any(axis=1))[:, None] * (model.container_start_remote_s + seconds)
         held = np.einsum("slyz,sly->syz", fresh, c.memory_mb)[:, None]
-        usd = model.price_cpu * held * (model.container_start_remote_s + seconds)
+        alone = model.container_start_remote_s + seconds
+        usd = model.price_cpu * held * (alone + model.rounding_s(alone))
     else:
         alone = model.container_start_main_s + c.local_mb / model.load_mb_s
         main = (main_cold * alone[:, None])[:, :, None, None]
         each = model.container_start_remote_s + far_mb / model.load_mb_s
         other = (cold * each[:, :, None, None]).max(axis=1)[:, None]
-        usd = model.price_cpu * np.einsum("slyz,sly,sl->syz", fresh, c.memory_mb, each)[:, None]
-    return np.maximum(main, other), rate[:, :, None, None] * main + usd
+        billed = each + model.rounding_s(each)
+        usd = model.price_cpu * np.einsum("slyz,sly,sl->syz", fresh, c.memory_mb, billed)[:, None]
+    return np.maximum(main, other), rate[:, :, None, None] * (main + model.rounding_s(main)) + usd
 
 
 def _chance(time: Floats, limit: float, spread: float) -> Floats:

@@ -152,7 +152,8 @@ class OptimalPlan:
         plan: The plan, or None if none meets the constraints.
         ratio: b.
         cost_usd: Its cost under the load it was made for.
-        bound_usd: Proven lower bound over all b and W tried.
+        bound_usd: Proven lower bound over all b and W tried, which leaves the rounding of the main
+            function out.
         outcome: Its outcome under that load.
     """
 
@@ -255,7 +256,9 @@ def grid_optimum(
                     prefill[layers, at].sum() <= limits[0] - start
                     and decode[layers, at].sum() <= limits[1]
                 ):
-                    best_known_usd = min(best_known_usd, bound)
+                    # The main function's own bill may be rounded up by less than one step.
+                    rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, w)
+                    best_known_usd = min(best_known_usd, bound + rate * system.granularity_s)
     candidates.sort(key=lambda c: c[0])
     best, lowest = OptimalPlan(None, 0.0, np.inf, np.inf, None), np.inf
     for bound, b, w, options, start, base, price in candidates:
@@ -287,7 +290,10 @@ def grid_optimum(
                 ttft_limit_s=ttft_limit_s,
                 tpot_limit_s=tpot_limit_s,
             )
-            best = OptimalPlan(plan, b, base + found.cost, np.inf, outcome)
+            rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, w)
+            more = rate * system.rounding_s(outcome.prefill_s + outcome.decode_s)
+            if base + found.cost + more < best.cost_usd:
+                best = OptimalPlan(plan, b, base + found.cost + more, np.inf, outcome)
     return OptimalPlan(
         best.plan, best.ratio, best.cost_usd, min(lowest, best.cost_usd), best.outcome
     )
@@ -304,7 +310,7 @@ def _start(
 ) -> tuple[float, float, Floats]:
     """Cost that no layer's choice changes, cold start, and its price (L, V, Z) by choice."""
     rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
-    base, zero = rate * fixed, np.zeros((1, 1, 1))
+    base, zero = rate * fixed + system.invocation_usd, np.zeros((1, 1, 1))
     if not cold_start:
         return base, 0.0, zero
     used = options.used.astype(np.int64)
@@ -314,8 +320,9 @@ def _start(
     if not bill_cold_start:
         return base, start, zero
     z = np.arange(1, system.z_max + 1)
+    others = others + system.rounding_s(others)
     price = system.price_cpu * others[:, None, None] * options.spec_mb[:, None] * z
-    return base + main * rate, start, price
+    return base + (main + system.rounding_s(main)) * rate, start, price
 
 
 def _priced(

@@ -128,6 +128,7 @@ def mean_request_rewards(
         round(system.mean_prompt_tokens),
         round(system.mean_output_tokens),
         trem,
+        trem_sigma=system.trem_sigma,
     )
     return [
         table.values(

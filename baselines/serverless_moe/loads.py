@@ -9,15 +9,18 @@ expected times. Of a known request the numbers are the true ones and `predict` e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import ndtri
 
 from servegym.baselines.serverless_moe.lpt import replica_loads
 from servegym.envs.serverless_moe import equations as eq
 
 Floats = NDArray[np.float64]
+OVERHEADS = 8
+"""Equally likely overheads over which rounding is averaged where the overhead is not known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,7 @@ class Load:
         trem_s: (L,) invocation overhead.
         trem_worst_s: (L,) its 95 % quantile.
         decode_sets: uint64 (n_out, L) of a known request, else None.
+        trem_factors: (D,) equally likely multiples of ``trem_s``, of mean 1.
     """
 
     n_in: int
@@ -43,6 +47,7 @@ class Load:
     trem_s: Floats
     trem_worst_s: Floats
     decode_sets: NDArray[np.uint64] | None = None
+    trem_factors: Floats = field(default_factory=lambda: np.ones(1))
 
     @classmethod
     def predicted(
@@ -53,6 +58,7 @@ class Load:
         n_out: int,
         trem_s: ArrayLike,
         trem_worst_s: ArrayLike | None = None,
+        trem_sigma: float = 0.0,
     ) -> Load:
         """The expected load of a request.
 
@@ -63,6 +69,7 @@ class Load:
             n_out: (Predicted) generated tokens after the first.
             trem_s: Mean invocation overhead, a number or (L,).
             trem_worst_s: Its 95 % quantile; default the mean.
+            trem_sigma: Sigma of its logarithm, for the rounding of billed durations.
 
         Raises:
             ValueError: If the frequencies have another shape, are negative or all 0 in a layer.
@@ -87,6 +94,7 @@ class Load:
             share,
             trem,
             np.broadcast_to(worst, shape[:1]),
+            trem_factors=_lognormal_factors(trem_sigma),
         )
 
     @classmethod
@@ -119,6 +127,34 @@ class Load:
         r = np.arange(top_k + 1)
         ways = np.concatenate(([1.0], np.cumprod((top_k - r[:-1]) / (r[:-1] + 1.0))))
         return self.n_out * ways * share**r * (1.0 - share) ** (top_k - r)
+
+
+def _lognormal_factors(sigma: float) -> Floats:
+    """Medians of equally likely parts of a lognormal law, scaled to mean 1."""
+    if sigma == 0.0:
+        return np.ones(1)
+    factors = np.exp(sigma * ndtri((np.arange(OVERHEADS) + 0.5) / OVERHEADS))
+    return factors / factors.mean()
+
+
+def call_rounding_s(
+    system: eq.SystemModel, load: Load, call_s: Floats, trem_s: Floats, decode_invocation: str
+) -> Floats:
+    """`equations.call_rounding_s`, averaged over the overheads that the load lets expect.
+
+    Args:
+        system: The system, whose durations are rounded.
+        load: The load.
+        call_s: (...) seconds of one call with its transfer.
+        trem_s: Mean overhead, broadcast against ``call_s``.
+        decode_invocation: As `evaluate_plan`.
+    """
+    top_k, step = system.top_k, system.granularity_s
+    added = [
+        eq.call_rounding_s(call_s, trem_s * factor, top_k, step, decode_invocation)
+        for factor in load.trem_factors
+    ]
+    return np.mean(added, axis=0)
 
 
 def expert_time_terms(system: eq.SystemModel, mb: ArrayLike) -> tuple[Floats, Floats]:
@@ -159,6 +195,7 @@ class Options:
         calls_s: (L, V, R) remote seconds of a decode token with r = 0..top_k remote experts.
         histogram: (L, R) decode tokens.
         allowed: (L, V, Z) by 10e and 10g.
+        extra_usd: (L, V, Z) fees of the remote functions and what rounding adds to their bill.
     """
 
     remote: NDArray[np.bool_]
@@ -169,6 +206,7 @@ class Options:
     calls_s: Floats
     histogram: Floats
     allowed: NDArray[np.bool_]
+    extra_usd: Floats
 
 
 def layer_options(
@@ -180,8 +218,14 @@ def layer_options(
     """Tabulate the choices of each layer."""
     specs = system.remote_specs_mb
     jobs = np.where(remote[:, None], job_times(system, load, specs[None]), 0.0)
-    placed = replica_loads(jobs, (load.tokens * system.token_mb)[:, None], system.z_max)
-    used = remote.any(axis=1)
+    placed = replica_loads(
+        jobs,
+        (load.tokens * system.token_mb)[:, None],
+        system.z_max,
+        load.trem_s[:, None],
+        system.granularity_s,
+    )
+    used = np.asarray(remote.any(axis=1))
     trem = load.trem_s[:, None, None]
     slowest = np.where(placed.invoked > 0, placed.slowest_s + trem, 0.0)
     billed = jobs.sum(axis=2)[..., None] + placed.invoked * trem
@@ -189,15 +233,24 @@ def layer_options(
     calls = eq.call_seconds(call, load.trem_s[:, None], system.top_k, decode_invocation)
     need = eq.remote_memory_mb(system, load.tokens, remote)
     allowed = (need[:, None] <= specs)[..., None] & (placed.payload_mb <= system.payload_mb)
+    histogram = load.histogram(remote, system.top_k)
+    times = histogram @ eq.call_invocations(system.top_k, decode_invocation)
+    extra = system.invocation_usd * (placed.invoked + times[:, None, None])
+    if system.granularity_s > 0.0:
+        added = call_rounding_s(system, load, call, load.trem_s[:, None], decode_invocation)
+        decode = np.einsum("lr,lvr->lv", histogram, added)
+        memory = np.where(used[:, None], specs, 0.0)[..., None]
+        extra = extra + system.price_cpu * memory * (placed.rounding_s + decode[..., None])
     return Options(
         remote,
-        np.asarray(used),
+        used,
         specs,
         slowest,
         billed,
         calls,
-        load.histogram(remote, system.top_k),
+        histogram,
         allowed,
+        extra,
     )
 
 
@@ -216,7 +269,8 @@ def option_terms(
 
     Returns:
         Prefill seconds (L, V, Z) and decode seconds (L, V) of the expert parts, and USD
-        (L, V, Z) with the main function's rate on those seconds.
+        (L, V, Z) with the main function's rate on those seconds, fees and rounding of the remote
+        functions included.
     """
     local = local_prefill_s(system, load, options.remote, main_mb)
     prefill = np.maximum(local[:, None, None], options.slowest_s)
@@ -229,7 +283,7 @@ def option_terms(
     memory = np.where(options.used[:, None], options.spec_mb, 0.0)
     cost = rate * (prefill + decode[..., None])
     cost = cost + system.price_cpu * memory[..., None] * (options.billed_s + calls[..., None])
-    return prefill, decode, cost
+    return prefill, decode, cost + options.extra_usd
 
 
 def non_expert_s(system: eq.SystemModel, load: Load) -> tuple[float, float]:
@@ -277,10 +331,21 @@ def predict(
         cold = eq.Cold(True, np.where(used, plan.replicas, 0))
     main_start, starts = eq.cold_starts_s(system, plan, cold, load_shared)
     rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, plan.main_mb)
-    price, cold_usd = system.price_cpu, 0.0
+    price, cold_usd, rounding_usd = system.price_cpu, 0.0, 0.0
     if bill_cold_start:
         cold_usd = main_start * rate
         cold_usd += price * float((cold.replicas * plan.remote_mb * starts).sum())
+    times = eq.call_invocations(system.top_k, decode_invocation)
+    invoked = 1.0 + float((seconds > 0).sum()) + float((histogram * times).sum())
+    if system.granularity_s > 0.0:
+        main_more = system.rounding_s(prefill + decode)
+        more = system.rounding_s(seconds).sum(axis=1)
+        added = call_rounding_s(system, load, call, load.trem_s, decode_invocation)
+        more += (histogram * added).sum(axis=1)
+        if bill_cold_start:
+            main_more += system.rounding_s(main_start)
+            more += cold.replicas * system.rounding_s(starts)
+        rounding_usd = float(rate * main_more + price * (plan.remote_mb * more).sum())
     return eq.Outcome.of(
         n_out=load.n_out,
         prefill_s=prefill,
@@ -291,7 +356,10 @@ def predict(
             price * float((plan.remote_mb * seconds.sum(axis=1)).sum()),
             price * float((plan.remote_mb * (histogram * calls).sum(axis=1)).sum()),
             cold_usd,
+            invoked * system.invocation_usd,
+            rounding_usd,
         ),
+        invocations=invoked,
         broken=eq.violated(system, load.tokens, load.n_out, plan),
         ttft_limit_s=ttft_limit_s,
         tpot_limit_s=tpot_limit_s,

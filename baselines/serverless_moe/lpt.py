@@ -68,19 +68,22 @@ def lpt_rows(jobs, z_max):
 
 
 @jit
-def _replica_loads(jobs, body, z_max):
+def _replica_loads(jobs, body, z_max, overhead, granularity):
     """Rows of jobs on 1..z_max replicas by LPT.
 
     Args:
         jobs: float64 ``(N, K)`` seconds, 0 for what is no job.
         body: float64 ``(N, K)`` MB that go with each job.
         z_max: Most replicas.
+        overhead: float64 ``(N,)`` seconds of each replica that gets work besides its jobs.
+        granularity: Billed durations are rounded up to its multiples; 0: they are not.
 
     Returns:
         ``(N, z_max)`` each: seconds of the slowest replica, replicas that get work, MB of the
-        largest body.
+        largest body, seconds that rounding adds to all replicas.
     """
     slowest = np.zeros((jobs.shape[0], z_max))
+    rounding = np.zeros((jobs.shape[0], z_max))
     invoked = np.zeros((jobs.shape[0], z_max), np.int64)
     largest = np.zeros((jobs.shape[0], z_max))
     load = np.empty(z_max)
@@ -98,7 +101,11 @@ def _replica_loads(jobs, body, z_max):
                 slowest[row, z - 1] = max(slowest[row, z - 1], load[j])
                 largest[row, z - 1] = max(largest[row, z - 1], carried[j])
                 invoked[row, z - 1] += load[j] > 0.0
-    return slowest, invoked, largest
+                if granularity > 0.0 and load[j] > 0.0:
+                    steps = (load[j] + overhead[row]) / granularity
+                    more = max(np.ceil(steps - 1e-9) - steps, 0.0)
+                    rounding[row, z - 1] += granularity * more
+    return slowest, invoked, largest, rounding
 
 
 @jit
@@ -243,27 +250,46 @@ class ReplicaLoads:
         slowest_s: (..., Z) load of the slowest replica, without the overhead.
         invoked: (..., Z) replicas that get work.
         payload_mb: (..., Z) largest one-way body.
+        rounding_s: (..., Z) what rounding adds to the billed durations of all replicas.
     """
 
     slowest_s: Floats
     invoked: NDArray[np.int64]
     payload_mb: Floats
+    rounding_s: Floats
 
 
-def replica_loads(jobs_s: Floats, body_mb: Floats, z_max: int) -> ReplicaLoads:
+def replica_loads(
+    jobs_s: Floats,
+    body_mb: Floats,
+    z_max: int,
+    overhead_s: ArrayLike = 0.0,
+    granularity_s: float = 0.0,
+) -> ReplicaLoads:
     """LPT of many rows of jobs at once, for each number of replicas up to z_max.
 
     Args:
         jobs_s: (..., K), 0 for what is no job.
         body_mb: (..., K), broadcast against the jobs.
         z_max: Most replicas.
+        overhead_s: (...) seconds of a replica besides its jobs, for the rounding.
+        granularity_s: Billed durations are rounded up to its multiples; 0: they are not.
     """
     width = jobs_s.shape[-1]
     jobs = np.ascontiguousarray(jobs_s, np.float64).reshape(-1, width)
     body = np.ascontiguousarray(np.broadcast_to(body_mb, jobs_s.shape), np.float64)
     shape = (*jobs_s.shape[:-1], z_max)
-    slowest, invoked, payload = _replica_loads(jobs, body.reshape(-1, width), z_max)
-    return ReplicaLoads(slowest.reshape(shape), invoked.reshape(shape), payload.reshape(shape))
+    overhead = np.broadcast_to(np.asarray(overhead_s, np.float64), jobs_s.shape[:-1])
+    found = _replica_loads(
+        jobs, body.reshape(-1, width), z_max, overhead.ravel(), float(granularity_s)
+    )
+    slowest, invoked, payload, rounding = found
+    return ReplicaLoads(
+        slowest.reshape(shape),
+        invoked.reshape(shape),
+        payload.reshape(shape),
+        rounding.reshape(shape),
+    )
 
 
 def largest_replica_sums(replica: NDArray[np.int8], weight: Floats) -> Floats:
@@ -282,7 +308,7 @@ def compile_kernels() -> None:
         [
             (_lpt, (rows[0], 1)),
             (lpt_rows, (rows, 1)),
-            (_replica_loads, (rows, rows, 1)),
+            (_replica_loads, (rows, rows, 1, rows[0], 0.0)),
             (_largest_replica_sums, (replica, rows)),
         ],
     )

@@ -181,12 +181,10 @@ class WarmPlanner(ServerlessPolicy):
 
     def _loads(self, observed: Observed) -> list[Load]:
         """The expected load in each regime of the overhead."""
-        model = self.system.model
-        mean = self.system.trem_s * np.exp(0.5 * self.system.trem_sigma**2)
-        return [
-            Load.predicted(model, observed.frequency, observed.n_in, observed.n_out, float(trem))
-            for trem in mean
-        ]
+        model, sigma = self.system.model, self.system.trem_sigma
+        known = observed.frequency, observed.n_in, observed.n_out
+        mean = self.system.trem_s * np.exp(0.5 * sigma**2)
+        return [Load.predicted(model, *known, float(trem), trem_sigma=sigma) for trem in mean]
 
     def regimes(self, row: int, observed: Observed) -> Floats:
         """(R,) how likely each regime of the overhead is at a row's request."""

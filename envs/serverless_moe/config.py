@@ -95,6 +95,7 @@ _SYSTEM_ARGUMENTS = (
     "payload_mb",
     "main_specs_mb",
     "remote_specs_mb",
+    "fees",
 )
 """Arguments of the environments that `build_system` takes as they are."""
 
@@ -464,6 +465,7 @@ def build_problem(
     payload_mb: float = SERVING.payload_mb,
     main_specs_mb: Sequence[float] | None = None,
     remote_specs_mb: Sequence[float] | None = None,
+    fees: str | Sequence[float] = "none",
 ) -> Problem:
     """Check every argument of a serverless environment and build its problem.
 

@@ -17,7 +17,8 @@ from servegym.envs.serverless_moe.sets import set_bits
 from servegym.envs.workloads.lengths import sample_lengths
 
 REWARD_TERMS = ("cost", "ttft_penalty", "tpot_penalty")
-STEP_VALUES = ("cost_usd", "mix_cost_usd", "ttft_s", "tpot_s", "cold_start_s")
+STEP_VALUES = ("cost_usd", "cost_fees_usd", "cost_rounding_usd", "mix_cost_usd")
+STEP_VALUES += ("ttft_s", "tpot_s", "cold_start_s")
 VIOLATIONS = ("ttft", "tpot", "main_memory", "remote_memory", "payload")
 _VIOLATION_FIELDS = ("ttft_violated", "tpot_violated", "main_memory", "remote_memory", "payload")
 
@@ -219,6 +220,8 @@ class ServerlessBatch:
         d.main_usd = (s.prefill_s + s.decode_s) * s.main_usd_s
         d.prefill_usd, d.decode_usd = s.prefill_usd, s.decode_usd
         d.start_s, d.start_usd, d.main_mb, d.remote = s.start_s, s.start_usd, s.main_mb, s.remote
+        d.invocations = s.invocations
+        d.rounding_usd, d.start_rounding_usd = s.rounding_usd, s.start_rounding_usd
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -304,6 +307,9 @@ class ServerlessBatch:
             "cost_usd": float(e["total_cost"]),
             "cost_over_mix": float(e["total_cost"]) / float(e["total_mix"]) if count else nan,
             "mean_cost_usd": mean("total_cost"),
+            "mean_fees_usd": mean("total_fees"),
+            "mean_rounding_usd": mean("total_rounding"),
+            "mean_invocations": mean("invocations"),
             "mean_reward": mean("total_reward"),
             "mean_ttft_s": mean("total_ttft"),
             "mean_tpot_s": mean("total_tpot"),

@@ -8,7 +8,8 @@ What the paper leaves open is read like this. CPU: the non-expert modules take t
 of the same size (both are memory-bound in decoding). GPU: everything in GPU memory. Fetch: experts
 in CPU memory are copied into GPU room for ``top_k`` experts a layer; copies take no time, as in the
 paper. per_expert: every expert is its own function in the smallest specification that holds it; its
-calls run side by side and each pays the overhead.
+calls run side by side and each pays the overhead. Fees and rounding (`fees=` of the system) are
+those of one invocation for CPU, GPU and Fetch; per_expert pays them for every call of an expert.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Served(NamedTuple):
         start_usd: The same if it is billed.
         main_mb: CPU memory of the main function.
         remote: Share of the experts in remote functions.
+        invocations: Invocations of all functions.
+        rounding_usd: What rounding adds to the bill, starts apart.
+        start_rounding_usd: What it adds to billed starts.
     """
 
     prefill_s: float
@@ -47,6 +51,37 @@ class Served(NamedTuple):
     start_usd: float
     main_mb: float
     remote: float
+    invocations: int
+    rounding_usd: float
+    start_rounding_usd: float
+
+    @classmethod
+    def alone(
+        cls,
+        system: eq.SystemModel,
+        prefill_s: float,
+        decode_s: float,
+        rate_usd_s: float,
+        start_s: float,
+        main_mb: float,
+    ) -> Served:
+        """A deployment of one function, which is invoked once."""
+        rounding = system.rounding_s(prefill_s + decode_s) * rate_usd_s
+        start = system.rounding_s(start_s) * rate_usd_s
+        return cls(
+            prefill_s,
+            decode_s,
+            rate_usd_s,
+            0.0,
+            0.0,
+            start_s,
+            start_s * rate_usd_s,
+            main_mb,
+            0.0,
+            1,
+            float(rounding),
+            float(start),
+        )
 
 
 def deployment_cost(
@@ -98,7 +133,10 @@ def deployment_cost(
             s.prefill_usd,
             s.decode_usd,
             s.start_usd if cold and bill_cold_start else 0.0,
+            s.invocations * system.invocation_usd,
+            s.rounding_usd + (s.start_rounding_usd if cold and bill_cold_start else 0.0),
         ),
+        invocations=s.invocations,
         broken={},
         ttft_limit_s=ttft_limit_s,
         tpot_limit_s=tpot_limit_s,
@@ -135,7 +173,7 @@ def _cpu(system: eq.SystemModel, request: eq.Request) -> Served:
     decode = request.n_out * one * (size + system.moe_layers * system.top_k)
     rate = system.price_cpu * (memory + system.runtime_cpu_mb)
     start = _start(system, weights)
-    return Served(prefill, decode, rate, 0.0, 0.0, start, start * rate, memory, 0.0)
+    return Served.alone(system, prefill, decode, rate, start, memory)
 
 
 def _on_gpu(system: eq.SystemModel, request: eq.Request) -> tuple[float, float]:
@@ -151,7 +189,7 @@ def _gpu(system: eq.SystemModel, request: eq.Request) -> Served:
     memory = eq.gpu_memory_mb(system, request.n_in, request.n_out) + system.all_experts_mb
     rate = system.price_gpu * memory
     start = _start(system, system.all_non_expert_mb + system.all_experts_mb)
-    return Served(prefill, decode, rate, 0.0, 0.0, start, start * rate, 0.0, 0.0)
+    return Served.alone(system, prefill, decode, rate, start, 0.0)
 
 
 def _fetch(system: eq.SystemModel, request: eq.Request) -> Served:
@@ -161,7 +199,7 @@ def _fetch(system: eq.SystemModel, request: eq.Request) -> Served:
     memory = eq.smallest_spec(system.main_specs_mb, system.all_experts_mb)
     rate = system.price_gpu * gpu + system.price_cpu * (memory + system.runtime_cpu_mb)
     start = _start(system, system.all_non_expert_mb + system.all_experts_mb)
-    return Served(prefill, decode, rate, 0.0, 0.0, start, start * rate, memory, 0.0)
+    return Served.alone(system, prefill, decode, rate, start, memory)
 
 
 def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
@@ -173,6 +211,9 @@ def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
     calls = np.maximum(np.ceil(n * system.token_mb / system.payload_mb), 1.0)
     jobs = system.expert_cpu_s(memory, n) + n * wire + calls * request.trem_s[:, None]
     jobs = np.where(n > 0, jobs, 0.0)
+    invoked = 1 + int(calls[n > 0].sum())
+    # The bodies of an expert are alike, and so are the invocations that carry them.
+    rounding = calls * system.rounding_s(jobs / calls)
     swap = 2.0 * system.swap_s(request.n_in)
     prefill = system.layers * system.gpu_layer_s(request.n_in)
     prefill += float(jobs.max(axis=1).sum()) + system.moe_layers * swap
@@ -181,10 +222,14 @@ def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
     one = system.expert_cpu_s(memory, 1) + wire + request.trem_s[:, None]
     decode, decode_mb_s = request.n_out * system.layers * system.gpu_layer_s(1), 0.0
     decode += request.n_out * system.moe_layers * 2.0 * system.swap_s(system.top_k)
+    one_more = system.rounding_s(one)
     for layer in range(system.moe_layers):
         chosen = eq.set_bits(request.decode_sets[:, layer], system.num_experts)
         decode += float(np.where(chosen, one[layer], 0.0).max(axis=1, initial=0.0).sum())
         decode_mb_s += float((chosen * (one * memory)[layer]).sum())
+        times = chosen.sum(axis=0)
+        invoked += int(times.sum())
+        rounding[layer] += times * one_more[layer]
     main_mb = eq.smallest_spec(system.main_specs_mb, system.token_mb * request.n_out)
     rate = eq.main_rate_usd_s(system, request.n_in, request.n_out, main_mb)
     main = _start(system, system.all_non_expert_mb)
@@ -200,6 +245,15 @@ def _per_expert(system: eq.SystemModel, request: eq.Request) -> Served:
         start_usd,
         main_mb,
         1.0,
+        invoked,
+        float(
+            rate * system.rounding_s(prefill + decode)
+            + system.price_cpu * (memory * rounding).sum()
+        ),
+        float(
+            rate * system.rounding_s(main)
+            + system.price_cpu * (memory * system.rounding_s(remote)[:, None]).sum()
+        ),
     )
 
 

@@ -48,6 +48,16 @@ class ServerlessMoEEnv(BatchEnv):
     likewise for its layer. Idle time counts from the last completion; requests do not overlap. What
     a new plan does not ask for is released.
 
+    The paper bills memory and time alone, and so does `fees="none"`. Platforms also charge every
+    invocation and round its duration up: `fees="aws_lambda"` and `fees="alibaba_fc"` take the published
+    prices (2e-7 and 1.5e-7 USD an invocation, both rounded up to 1 ms), a pair (USD an invocation, step
+    in s) any others. Invocations are the main function, once a request; each replica that gets tokens in
+    prefill; and in decoding each remote call, or with `decode_invocation="per_layer"` each layer of a
+    token with remote experts. Rounded are their durations and, where they are billed, the starts of
+    functions. `request_log()` splits the cost: `cost_main_usd`, `cost_prefill_usd`, `cost_decode_usd` and
+    `cost_cold_usd` are compute as without fees, `cost_fees_usd` and `cost_rounding_usd` come on top. The
+    cost of MIX has its own fee and rounding.
+
     `deployment=` can serve the same requests by one of the paper's rivals instead, which no action
     can express: `"cpu"` and `"gpu"` hold the whole model in one kind of memory, `"fetch"` brings experts
     to the GPU when they are needed, `"per_expert"` has one function an expert. Actions are then
@@ -121,10 +131,12 @@ class ServerlessMoEEnv(BatchEnv):
     ## Information
 
     `reset` and `step`: `action_mask`. `step`: `reward_terms`, whose values add up to the reward;
-    `cost_usd`, `mix_cost_usd`, `ttft_s`, `tpot_s`, `cold_start_s`; `violations`, whether `ttft`,
-    `tpot`, `main_memory` (10f), `remote_memory` (10e), `payload` (10g) were violated. The last step:
+    `cost_usd`, the parts `cost_fees_usd` and `cost_rounding_usd` of it, `mix_cost_usd`, `ttft_s`,
+    `tpot_s`, `cold_start_s`; `violations`, whether `ttft`, `tpot`, `main_memory` (10f),
+    `remote_memory` (10e), `payload` (10g) were violated. The last step:
     `episode_kpis` (`cost_usd`, `cost_over_mix`, `mean_ttft_s`, `mean_tpot_s`, `mean_cold_start_s`,
-    `ttft_violation_rate`, `tpot_violation_rate`, `infeasible_rate`, `main_warm_rate`, ...).
+    `mean_fees_usd`, `mean_rounding_usd`, `mean_invocations`, `ttft_violation_rate`,
+    `tpot_violation_rate`, `infeasible_rate`, `main_warm_rate`, ...).
     `env.unwrapped.request_log()` has one row per request.
 
     ## Arguments
@@ -156,6 +168,7 @@ class ServerlessMoEEnv(BatchEnv):
     | `bandwidth_mb_s`, `load_mb_s`, `container_start_s` | 1250, 2600, 1.0 | network between functions, loading of weights, start of a container in s |
     | `z_max`, `payload_mb` | 8, 6 | most replicas of a layer, MB of the largest body of a call |
     | `main_specs_mb`, `remote_specs_mb` | the model's | memory that functions are sold with, (low, high, step) in MB; `deepseek-v2-lite` (1000, 40000, 100), (1000, 5000, 100) |
+    | `fees` | `"none"` | `none`, `aws_lambda`, `alibaba_fc` or (USD an invocation, step in s that durations are rounded up to), see Description |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |
 

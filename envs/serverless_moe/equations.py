@@ -29,7 +29,7 @@ import numpy as np
 from servegym.envs._checks import choose
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Outcome, Plan, Request
 from servegym.envs.serverless_moe.sets import bit_sets, least_used, remote_count, set_bits
-from servegym.envs.serverless_moe.system import SystemModel
+from servegym.envs.serverless_moe.system import SystemModel, rounding_s
 
 __all__ = [
     "CONSTRAINTS",
@@ -40,6 +40,8 @@ __all__ = [
     "Request",
     "SystemModel",
     "bit_sets",
+    "call_invocations",
+    "call_rounding_s",
     "call_seconds",
     "check_limits",
     "cold_cost_usd",
@@ -50,6 +52,7 @@ __all__ = [
     "decode_s",
     "evaluate_plan",
     "gpu_memory_mb",
+    "invocations",
     "least_used",
     "lpt",
     "main_cost_usd",
@@ -69,6 +72,7 @@ __all__ = [
     "replica_jobs_s",
     "replica_s",
     "replica_sums",
+    "rounding_cost_usd",
     "set_bits",
     "smallest_spec",
     "smallest_specs",
@@ -149,6 +153,35 @@ def call_seconds(
     if choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS) == "per_call":
         return (call_s + trem_s)[..., None] * r
     return call_s[..., None] * r + np.asarray(trem_s)[..., None] * (r > 0)
+
+
+def call_invocations(top_k: int, decode_invocation: str = "per_call") -> np.ndarray:
+    """Invocations of a layer for a decode token by number of remote experts: ``(top_k + 1,)``."""
+    r = np.arange(top_k + 1)
+    if choose("decode_invocation", decode_invocation, DECODE_INVOCATIONS) == "per_call":
+        return r
+    return (r > 0).astype(np.int64)
+
+
+def call_rounding_s(
+    call_s: np.ndarray,
+    trem_s: np.ndarray,
+    top_k: int,
+    granularity_s: float,
+    decode_invocation: str = "per_call",
+) -> np.ndarray:
+    """Seconds that rounding adds to the invocations of a decode token: ``(..., top_k + 1)``.
+
+    Args:
+        call_s: (...) seconds of one call with its transfer.
+        trem_s: overhead, broadcast against ``call_s``.
+        top_k: experts a token goes to.
+        granularity_s: billed durations are rounded up to its multiples; 0: they are not.
+        decode_invocation: one of :data:`DECODE_INVOCATIONS`.
+    """
+    times = call_invocations(top_k, decode_invocation)
+    each = call_seconds(call_s, trem_s, top_k, decode_invocation) / np.maximum(times, 1)
+    return times * rounding_s(each, granularity_s)
 
 
 def decode_remote_s(
@@ -246,6 +279,62 @@ def cold_cost_usd(
     main, remote = cold_starts_s(system, plan, cold, load_shared)
     rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
     return main * rate + system.price_cpu * float((cold.replicas * plan.remote_mb * remote).sum())
+
+
+# The paper bills memory and time alone. A platform charges a fee for each invocation, too, and
+# rounds each billed duration up: that of the main function, of each replica that gets tokens in
+# prefill, of each invocation in decoding, and of each start if starts are billed.
+
+
+def invocations(
+    system: SystemModel, request: Request, plan: Plan, decode_invocation: str = "per_call"
+) -> int:
+    """Invocations of a request: the main function, replicas with tokens, calls in decoding."""
+    replicas = (replica_sums(plan, request.prefill_counts) > 0).sum()
+    histogram = decode_histogram(request, plan.remote, system.top_k)
+    calls = (histogram * call_invocations(system.top_k, decode_invocation)).sum()
+    return 1 + int(replicas) + int(calls)
+
+
+def rounding_cost_usd(
+    system: SystemModel,
+    request: Request,
+    plan: Plan,
+    prefill: float,
+    decode: float,
+    decode_invocation: str = "per_call",
+    starts: tuple[float, np.ndarray, np.ndarray] | None = None,
+) -> float:
+    """What rounding adds to the bill, in USD.
+
+    Args:
+        system: the system.
+        request: the request.
+        plan: the plan.
+        prefill: PT in seconds.
+        decode: GT in seconds.
+        decode_invocation: one of :data:`DECODE_INVOCATIONS`.
+        starts: billed starts in seconds: the main function's, ``(L,)`` those of the remote
+            functions, and how many replicas of each start; None if starts are not billed.
+    """
+    if system.granularity_s == 0.0:
+        return 0.0
+    rate = main_rate_usd_s(system, request.n_in, request.n_out, plan.main_mb)
+    main = system.rounding_s(prefill + decode)
+    remote = system.rounding_s(replica_s(system, request, plan)).sum(axis=1)
+    call = system.expert_cpu_s(np.where(plan.remote_mb > 0, plan.remote_mb, 1.0), 1)
+    added = call_rounding_s(
+        call + system.transfer_s,
+        request.trem_s,
+        system.top_k,
+        system.granularity_s,
+        decode_invocation,
+    )
+    remote += (decode_histogram(request, plan.remote, system.top_k) * added).sum(axis=1)
+    if starts is not None:
+        main += system.rounding_s(starts[0])
+        remote += starts[2] * system.rounding_s(starts[1])
+    return float(rate * main + system.price_cpu * (plan.remote_mb * remote).sum())
 
 
 # ----------------------------------------------------------------------------------- constraints
@@ -465,11 +554,15 @@ def evaluate_plan(
     prefill = prefill_s(system, request, plan)
     decode = decode_s(system, request, plan, decode_invocation)
     main_start, remote_starts = cold_starts_s(system, plan, cold, load_shared)
+    billed_starts = (main_start, remote_starts, cold.replicas) if bill_cold_start else None
+    invoked = invocations(system, request, plan, decode_invocation)
     usd = (
         main_cost_usd(system, request, plan, prefill, decode),
         remote_prefill_cost_usd(system, request, plan),
         remote_decode_cost_usd(system, request, plan, decode_invocation),
         cold_cost_usd(system, request, plan, cold, load_shared) if bill_cold_start else 0.0,
+        invoked * system.invocation_usd,
+        rounding_cost_usd(system, request, plan, prefill, decode, decode_invocation, billed_starts),
     )
     return Outcome.of(
         n_out=request.n_out,
@@ -477,6 +570,7 @@ def evaluate_plan(
         decode_s=decode,
         cold_s=max(main_start, float(remote_starts.max(initial=0.0))),
         usd=usd,
+        invocations=invoked,
         broken=violated(system, request.prefill_counts, request.n_out, plan),
         ttft_limit_s=ttft_limit_s,
         tpot_limit_s=tpot_limit_s,

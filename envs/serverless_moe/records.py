@@ -85,7 +85,10 @@ class Outcome:
         cost_prefill_usd: Eq. 8.
         cost_decode_usd: Eq. 9.
         cost_cold_usd: billed cold starts, 0 unless ``bill_cold_start``.
-        cost_usd: sum of the four.
+        cost_fees_usd: fees of the invocations, 0 unless the system has some.
+        cost_rounding_usd: what rounding adds to billed durations, 0 unless the system rounds.
+        cost_usd: sum of the six.
+        invocations: of all functions; an expected number if the load is a prediction.
         violations: whether ``ttft``, ``tpot`` and each of :data:`CONSTRAINTS` is violated.
     """
 
@@ -98,7 +101,10 @@ class Outcome:
     cost_prefill_usd: float
     cost_decode_usd: float
     cost_cold_usd: float
+    cost_fees_usd: float
+    cost_rounding_usd: float
     cost_usd: float
+    invocations: float
     violations: dict[str, bool]
 
     @property
@@ -114,7 +120,8 @@ class Outcome:
         prefill_s: float,
         decode_s: float,
         cold_s: float,
-        usd: tuple[float, float, float, float],
+        usd: tuple[float, float, float, float, float, float],
+        invocations: float,
         broken: dict[str, bool],
         ttft_limit_s: float,
         tpot_limit_s: float,
@@ -126,11 +133,14 @@ class Outcome:
             prefill_s: PT.
             decode_s: GT.
             cold_s: cold start before the prefill.
-            usd: cost of the main function, of remote prefill, remote decoding and cold starts.
+            usd: cost of the main function, of remote prefill, remote decoding and cold starts; fees
+                and rounding.
+            invocations: of all functions.
             broken: violations of :data:`CONSTRAINTS`.
             ttft_limit_s: 10b.
             tpot_limit_s: 10c.
         """
         ttft, tpot = prefill_s + cold_s, decode_s / n_out if n_out else 0.0
         late = {"ttft": bool(ttft > ttft_limit_s), "tpot": bool(tpot > tpot_limit_s)}
-        return cls(prefill_s, decode_s, cold_s, ttft, tpot, *usd, sum(usd), broken | late)
+        spent = (*usd, sum(usd), invocations)
+        return cls(prefill_s, decode_s, cold_s, ttft, tpot, *spent, broken | late)

@@ -12,9 +12,11 @@ import numpy as np
 from servegym.envs._checks import choose, real, whole
 from servegym.envs.workloads.moe_models import MoeModel, load_model
 from servegym.hardware_profiles.serverless import (
+    FEES,
     GPU_PROFILES,
     MB,
     SERVING,
+    Fees,
     GpuProfile,
     Grid,
     memory_grids,
@@ -61,6 +63,9 @@ class SystemModel:
         mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
         runtime_gpu_mb: GPU memory of the runtime; 0 in the paper.
         runtime_cpu_mb: CPU memory of the main function's runtime; 0 in the paper.
+        invocation_usd: fee of one invocation; 0 in the paper.
+        granularity_s: billed durations are rounded up to its multiples; 0 in the paper: they are
+            not rounded.
         provenance: for every constant whether it is measured, derived or chosen.
     """
 
@@ -97,6 +102,8 @@ class SystemModel:
     mem_pre_post_mb: float = 0.0
     runtime_gpu_mb: float = 0.0
     runtime_cpu_mb: float = 0.0
+    invocation_usd: float = 0.0
+    granularity_s: float = 0.0
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -152,6 +159,22 @@ class SystemModel:
         """tau^sw: GPU-CPU move of ``tokens`` token vectors one way, in seconds."""
         return self.swap_base_s + tokens * self.token_mb / self.swap_mb_s
 
+    def rounding_s(self, seconds: Any) -> Any:
+        """What rounding adds to billed durations (an array or a number): seconds each."""
+        return rounding_s(seconds, self.granularity_s)
+
+
+def rounding_s(seconds: Any, granularity_s: float) -> Any:
+    """Seconds up to the next multiple of a granularity; 0 where that is 0.
+
+    A duration a billionth of a step above a multiple counts as that multiple, so that no step is
+    billed for an error of the last digit.
+    """
+    if granularity_s == 0.0:
+        return 0.0 * seconds
+    steps = seconds / granularity_s
+    return granularity_s * np.maximum(np.ceil(steps - 1e-9) - steps, 0.0)
+
 
 def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
     """A grid of memory specifications: ``(low, high, step)`` as an increasing array."""
@@ -168,6 +191,21 @@ def _specs(argument: str, given: Any, default: Grid) -> np.ndarray:
     return low + step * np.arange(count)
 
 
+def _fees(given: Any) -> Fees:
+    """A platform's fees by name, or those of (USD an invocation, granularity in seconds)."""
+    if isinstance(given, str):
+        return FEES[choose("fees", given, FEES)]
+    if not isinstance(given, (list, tuple)) or len(given) != 2:
+        raise ValueError(
+            f"fees={given!r} must be one of {list(FEES)} or two numbers (USD an invocation, "
+            "granularity in seconds)."
+        )
+    usd, step = real("fees", given[0], 0.0, 1.0), real("fees", given[1], 0.0, 60.0)
+    if 0.0 < step < 1e-6:
+        raise ValueError(f"fees={given!r}: the granularity must be 0 or at least 1e-6 seconds.")
+    return Fees(usd, step, "chosen", "given")
+
+
 def build_system(
     model: Any = "deepseek-v2-lite",
     gpu: str = "eager",
@@ -181,6 +219,7 @@ def build_system(
     payload_mb: float = SERVING.payload_mb,
     main_specs_mb: Sequence[float] | None = None,
     remote_specs_mb: Sequence[float] | None = None,
+    fees: str | Sequence[float] = "none",
     max_output_tokens: int = 400,
 ) -> SystemModel:
     """Build the system of one model from the constants of ``hardware_profiles.serverless``.
@@ -197,6 +236,8 @@ def build_system(
         payload_mb: largest body of one invocation.
         main_specs_mb: (low, high, step) of the main function's memory; the model's own if None.
         remote_specs_mb: likewise of the remote functions.
+        fees: what an invocation costs and how durations are rounded: a name in ``FEES`` or (USD an
+            invocation, granularity in seconds).
         max_output_tokens: most generated tokens that the memory grids must hold.
 
     Raises:
@@ -206,6 +247,7 @@ def build_system(
         model = load_model(model)
     price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
     default_main, default_remote, grid_source = memory_grids(model.name)
+    bill = _fees(fees)
     system = SystemModel(
         name=model.name,
         gpu=choose("gpu", gpu, GPU_PROFILES),
@@ -221,11 +263,14 @@ def build_system(
         payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
         **_sizes(model),
         **_speeds(model, GPU_PROFILES[gpu]),
+        invocation_usd=bill.invocation_usd,
+        granularity_s=bill.granularity_s,
         provenance={
             **SERVING.provenance(model.name),
             "gpu": f"{GPU_PROFILES[gpu].kind}: {GPU_PROFILES[gpu].source}",
             "main_specs_mb": grid_source,
             "remote_specs_mb": grid_source,
+            "fees": f"{bill.kind}: {bill.source}",
         },
     )
     _check_memory(system, whole("max_output_tokens", max_output_tokens, 1))

@@ -45,6 +45,8 @@ def make_config(system: SystemModel, **chosen: float) -> np.ndarray:
         "payload_mb": system.payload_mb,
         "all_experts_mb": system.all_experts_mb,
         "largest_expert_mb": float(system.expert_mb.max()),
+        "invocation_usd": system.invocation_usd,
+        "granularity_s": system.granularity_s,
     }
     values = fixed | chosen
     cfg = np.zeros(1, dtype=kernel.CONFIG)

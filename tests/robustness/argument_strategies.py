@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
+from servegym.hardware_profiles.serverless import FEES
 
 HUGE = 10**400
 TINY, LARGEST = 1e-50, 1e50
@@ -457,6 +458,12 @@ SERVERLESS = {
     "payload_mb": real(0.0, open_low=True, least=1.0, needs=LOOSE),
     "main_specs_mb": grid(4000.0, needs=LOOSE),
     "remote_specs_mb": grid(2000.0, needs=LOOSE),
+    "fees": Argument(
+        st.sampled_from(sorted(FEES))
+        | st.tuples(st.floats(0.0, 1.0), st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 60.0])),
+        junk("numbers")
+        | st.sampled_from(["aws", (0.0,), (1.1, 0.0), (-1e-7, 0.0), (0.0, 1e-9), (0.0, 61.0)]),
+    ),
 }
 
 # ----------------------------------------------------------------------------------- placement

@@ -54,11 +54,13 @@ def memory_problem(
     tpot_limit_s: float = np.inf,
     surrogate: str = "printed",
     eta: float = 0.1,
+    decode_invocation: str = "per_call",
 ) -> tuple[MemoryProblem, NDArray[np.intp]]:
     """P2 for one remote set, and the layers that are in it (those with remote calls).
 
     The lower bound is 10e for the calls that the set gets at most by the corrected Corollary 1 or
     at least as expected, whichever is more. The time limit is what the TPOT leaves to the experts.
+    Fees do not depend on the memory; rounding adds half a step to each invocation.
     """
     share = np.where(remote, load.frequency, 0.0).sum(axis=1)
     layers = np.flatnonzero(remote.any(axis=1) & (share > 0.0))
@@ -70,6 +72,7 @@ def memory_problem(
     low, high = system.remote_specs_mb[0], system.remote_specs_mb[-1]
     budget = tpot_limit_s - non_expert_s(system, load)[1] / max(load.n_out, 1)
     budget -= system.moe_layers * 2.0 * system.swap_s(system.top_k)
+    each = s * system.top_k if decode_invocation == "per_call" else 1.0 - (1.0 - s) ** system.top_k
     problem = MemoryProblem(
         theta1=system.top_k * system.expert_theta1_s * ones,
         theta2=system.expert_theta2_per_gb * ones,
@@ -88,6 +91,7 @@ def memory_problem(
         upper_gb=np.full(layers.size, high / 1024.0),
         time_limit_s=budget,
         eta=eta,
+        rounded_s=0.5 * system.granularity_s * each,
     )
     return problem, layers
 
@@ -106,11 +110,19 @@ def plan_for(
     payload_margin: float = 1.25,
     cold_start: bool = True,
     load_shared: bool = False,
+    decode_invocation: str = "per_call",
 ) -> tuple[eq.Plan, MemorySolution | None]:
     """Memory and replicas of the remote functions for a given remote set and W."""
     used = remote.any(axis=1)
     problem, layers = memory_problem(
-        system, load, remote, main_mb, tpot_limit_s=tpot_limit_s, surrogate=surrogate, eta=eta
+        system,
+        load,
+        remote,
+        main_mb,
+        tpot_limit_s=tpot_limit_s,
+        surrogate=surrogate,
+        eta=eta,
+        decode_invocation=decode_invocation,
     )
     # Layers whose remote experts are never called still have to hold them.
     held = system.expert_mb * remote.sum(axis=1)
@@ -235,6 +247,7 @@ def remoe(
             payload_margin=payload_margin,
             cold_start=cold_start,
             load_shared=load_shared,
+            decode_invocation=decode_invocation,
         )
         cold = eq.Cold(cold_start, plan.replicas if cold_start else np.zeros_like(plan.replicas))
         expected = predict(

@@ -39,6 +39,8 @@ class MemoryProblem:
         upper_gb: (L,) m_Ve.
         time_limit_s: What the remote calls of one token may take, all layers together.
         eta: Prefill time as a share of decoding time.
+        rounded_s: (L,) or a number: what rounding adds to the billed time of a token's remote
+            calls; nothing waits for it.
     """
 
     theta1: Floats
@@ -52,6 +54,7 @@ class MemoryProblem:
     upper_gb: Floats
     time_limit_s: float = np.inf
     eta: float = 0.1
+    rounded_s: Floats | float = 0.0
 
     def __post_init__(self) -> None:
         shape = np.shape(self.share)
@@ -70,15 +73,16 @@ class MemoryProblem:
         return self.share * law + self.overhead_s
 
     def cost(self, gb: Floats) -> Floats:
-        """(L,) terms of the objective: ``(1 + eta) time (H + c y)``, USD a token."""
-        rate = self.holding_usd_s + self.price_usd_gb_s * gb
-        return (1.0 + self.eta) * self.time_s(gb) * rate
+        """(L,) terms of the objective: ``(1 + eta) (time (H + c y) + rounded c y)``, USD."""
+        memory = self.price_usd_gb_s * gb
+        cost = (1.0 + self.eta) * self.time_s(gb) * (self.holding_usd_s + memory)
+        return cost + (1.0 + self.eta) * self.rounded_s * memory
 
     def cost_slope(self, gb: Floats) -> Floats:
         """(L,) derivative of `cost` (Theorem 2's g' times (1 + eta) share)."""
         rate = self.holding_usd_s + self.price_usd_gb_s * gb
         return (1.0 + self.eta) * (
-            self.time_slope(gb) * rate + self.price_usd_gb_s * self.time_s(gb)
+            self.time_slope(gb) * rate + self.price_usd_gb_s * (self.time_s(gb) + self.rounded_s)
         )
 
     def time_slope(self, gb: Floats) -> Floats:
@@ -133,7 +137,7 @@ def _inner(p: MemoryProblem, multiplier: float) -> Floats:
     """(L,) minimum over the box of ``cost + multiplier time`` of each layer."""
     c = p.price_usd_gb_s
     h = (p.holding_usd_s + multiplier / (1.0 + p.eta)) / c
-    rest = p.theta3 + p.overhead_s / p.share
+    rest = p.theta3 + (p.overhead_s + p.rounded_s) / p.share
     # The slope is 0 where u exp(-u) = r, with u = theta2 (y + h) - 1; u > 1 is the convex side.
     tau = p.theta2 * h - 1.0 - np.log(rest / np.maximum(p.theta1, 1e-300))
     u = np.maximum(tau, 1.0)
@@ -162,7 +166,7 @@ def kkt_residual(p: MemoryProblem, gb: Floats, multiplier: float) -> float:
     slope = p.cost_slope(gb) + multiplier * p.time_slope(gb)
     scale = np.abs(p.time_slope(gb)) * (
         (1.0 + p.eta) * (p.holding_usd_s + p.price_usd_gb_s * gb) + multiplier
-    ) + (1.0 + p.eta) * p.price_usd_gb_s * p.time_s(gb)
+    ) + (1.0 + p.eta) * p.price_usd_gb_s * (p.time_s(gb) + p.rounded_s)
     width = np.maximum(p.upper_gb - p.lower_gb, 1e-12)
     # At the lower end the slope may be positive, at the upper end negative.
     wrong = np.where(gb <= p.lower_gb + 1e-12 * width, np.minimum(slope, 0.0), slope)

@@ -78,7 +78,7 @@ def choose_replicas(
     safe = np.where(remote_mb > 0, remote_mb, 1024.0)
     jobs = np.where(remote, job_times(system, load, safe), 0.0)
     body = load.tokens * system.token_mb
-    table = replica_loads(jobs, body, z_max)
+    table = replica_loads(jobs, body, z_max, load.trem_s, system.granularity_s)
 
     z = np.ones(layers, dtype=np.int64)
     fit = table.payload_mb * payload_margin <= system.payload_mb
@@ -92,8 +92,9 @@ def choose_replicas(
     slowest = np.where(table.invoked > 0, table.slowest_s + trem, 0.0)
     seconds = np.maximum(local[:, None], slowest)
     rate = eq.main_rate_usd_s(system, load.n_in, load.n_out, main_mb)
-    billed = jobs.sum(axis=1)[:, None] + table.invoked * trem
+    billed = jobs.sum(axis=1)[:, None] + table.invoked * trem + table.rounding_s
     cost = rate * seconds + system.price_cpu * remote_mb[:, None] * billed
+    cost += system.invocation_usd * table.invoked
 
     first, more = expert_time_terms(system, safe)
     wire = system.transfer_s

@@ -59,6 +59,8 @@ CONFIG = _record(
     ("penalty", "f8"),  # of a violated SLO, in MIX costs of the request
     ("all_experts_mb", "f8"),  # all experts of all layers
     ("largest_expert_mb", "f8"),  # the largest expert
+    ("invocation_usd", "f8"),  # fee of one invocation
+    ("granularity_s", "f8"),  # billed durations are rounded up to its multiples; 0: they are not
 )
 """The numbers of a problem."""
 
@@ -90,6 +92,9 @@ ENV = _record(
     ("idle_s", "f8"),  # time since the functions were last used
     ("total_cost", "f8"),  # USD
     ("total_mix", "f8"),  # USD that MIX would have cost
+    ("total_fees", "f8"),  # USD of invocations
+    ("total_rounding", "f8"),  # USD of rounding
+    ("invocations", "i8"),
     ("total_ttft", "f8"),  # s
     ("total_tpot", "f8"),  # s
     ("total_cold", "f8"),  # s of cold starts
@@ -128,6 +133,9 @@ DEPLOYMENT = _record(
     ("start_usd", "f8"),  # if cold and billed
     ("main_mb", "f8"),  # memory of the main function
     ("remote", "f8"),  # remote ratio
+    ("invocations", "i8"),
+    ("rounding_usd", "f8"),  # added by rounding, starts apart
+    ("start_rounding_usd", "f8"),  # added to the start, if cold and billed
 )
 """What a request takes of a deployment that is no plan."""
 
@@ -138,6 +146,9 @@ LOG = _record(
     ("cost_prefill_usd", "f8"),
     ("cost_decode_usd", "f8"),
     ("cost_cold_usd", "f8"),
+    ("cost_fees_usd", "f8"),
+    ("cost_rounding_usd", "f8"),
+    ("invocations", "i8"),
     ("ttft_s", "f8"),
     ("tpot_s", "f8"),
     ("prefill_s", "f8"),

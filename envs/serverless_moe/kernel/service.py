@@ -28,11 +28,15 @@ class Phase(NamedTuple):
         seconds: what it takes as planned.
         mix_seconds: what it takes of MIX, with every expert local.
         remote_mb_s: memory x time of the remote functions, MB s.
+        rounding_mb_s: memory x time that rounding adds to it, MB s.
+        invocations: of the remote functions.
     """
 
     seconds: Any
     mix_seconds: Any
     remote_mb_s: Any
+    rounding_mb_s: Any
+    invocations: Any
 
 
 class Violations(NamedTuple):
@@ -50,11 +54,13 @@ class Start(NamedTuple):
         main_s: start of the main function, 0 if it is warm.
         remote_s: start of the slowest remote function.
         remote_mb_s: memory x time of the starting remote functions, MB s.
+        rounding_mb_s: memory x time that rounding adds to it, MB s.
     """
 
     main_s: Any
     remote_s: Any
     remote_mb_s: Any
+    rounding_mb_s: Any
 
 
 class Service(NamedTuple):
@@ -68,9 +74,12 @@ class Service(NamedTuple):
         prefill_usd: remote functions in prefill.
         decode_usd: remote functions in decoding.
         cold_usd: billed cold starts.
+        fees_usd: fees of the invocations.
+        rounding_usd: what rounding adds to billed durations.
         usd: all of it.
         main_mb: memory of the main function.
         remote_ratio: share of the experts that is remote.
+        invocations: of all functions.
     """
 
     prefill_s: Any
@@ -80,9 +89,21 @@ class Service(NamedTuple):
     prefill_usd: Any
     decode_usd: Any
     cold_usd: Any
+    fees_usd: Any
+    rounding_usd: Any
     usd: Any
     main_mb: Any
     remote_ratio: Any
+    invocations: Any
+
+
+@inner
+def _rounding_s(seconds, granularity_s):
+    """What rounding up to a granularity adds to a billed duration, as ``system.rounding_s``."""
+    if granularity_s == 0.0:
+        return 0.0
+    steps = seconds / granularity_s
+    return granularity_s * max(np.ceil(steps - 1e-9) - steps, 0.0)
 
 
 @inner
@@ -97,8 +118,9 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
         trem_s: invocation overhead.
 
     Returns:
-        Seconds of the local experts; of the slowest replica; of all replicas; experts with tokens;
-        tokens at remote experts; tokens of the replica that gets most.
+        Seconds of the local experts; of the slowest replica; of all replicas; what rounding adds to
+        those; replicas with tokens; experts with tokens; tokens at remote experts; tokens of the
+        replica that gets most.
     """
     plan = scratch.plan[layer]
     mask, z = plan.mask, plan.replicas
@@ -127,14 +149,18 @@ def _prefill_layer(c, scratch, choice, layer, trem_s):
             local_s += one + more * (n - 1)
     slowest_s = 0.0
     all_s = 0.0
+    rounding_s = 0.0
+    invoked = 0
     largest = 0.0
     for j in range(z):
         if assigned[j] > 0.0:
             span = busy_s[j] + trem_s
             all_s += span
+            rounding_s += _rounding_s(span, c.granularity_s)
+            invoked += 1
             slowest_s = max(slowest_s, span)
             largest = max(largest, assigned[j])
-    return local_s, slowest_s, all_s, used, remote_tokens, largest
+    return local_s, slowest_s, all_s, rounding_s, invoked, used, remote_tokens, largest
 
 
 @inner
@@ -159,17 +185,21 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
     seconds = c.blocks * gpu_s
     mix_seconds = c.blocks * gpu_s
     remote_mb_s = 0.0
+    rounding_mb_s = 0.0
+    invocations = 0
     held_mb = 0.0
     remote_memory = False
     payload = False
     for layer in range(c.layers):
         plan = scratch.plan[layer]
-        local_s, slowest_s, all_s, used, remote_tokens, largest = _prefill_layer(
-            c, scratch, choice, layer, trem[layer]
+        local_s, slowest_s, all_s, rounding_s, invoked, used, remote_tokens, largest = (
+            _prefill_layer(c, scratch, choice, layer, trem[layer])
         )
         seconds += max(local_s, slowest_s) + 2.0 * swap_s
         mix_seconds += mix.one_s * used + mix.more_s * (n_in * c.top_k - used) + 2.0 * swap_s
         remote_mb_s += plan.mb * all_s
+        rounding_mb_s += plan.mb * rounding_s
+        invocations += invoked
         held_mb += expert_mb[layer] * (c.experts - choice.members)
         if choice.members > 0:
             need_mb = expert_mb[layer] * choice.members + c.token_mb * remote_tokens
@@ -177,7 +207,7 @@ def _prefill(c, expert_mb, mix, scratch, request, trem, choice):
             payload |= largest * c.token_mb > c.payload_mb
     main_memory = held_mb + c.token_mb * n_out > choice.main_mb
     violations = Violations(main_memory, remote_memory, payload)
-    return Phase(seconds, mix_seconds, remote_mb_s), violations
+    return Phase(seconds, mix_seconds, remote_mb_s, rounding_mb_s, invocations), violations
 
 
 @inner
@@ -200,10 +230,13 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
     seconds = n_out * c.blocks * c.gpu_base_s
     mix_seconds = n_out * (c.blocks * c.gpu_base_s + c.layers * (2.0 * swap_s + top_k * mix.one_s))
     remote_mb_s = 0.0
+    rounding_mb_s = 0.0
+    invocations = 0
     for layer in range(c.layers):
         remote_one, trem_s = plan[layer].one_s, trem[layer]
         layer_s = 0.0
         called_s = 0.0
+        rounding_s = 0.0
         for i in range(top_k + 1):
             times = decoded[layer, i]
             if times == 0:
@@ -211,14 +244,20 @@ def _decode(c, mix, plan, decoded, request, trem, choice):
             remote_s = 0.0
             if i > 0:
                 if c.per_call:
-                    remote_s = i * (remote_one + hop + trem_s)
+                    call_s = remote_one + hop + trem_s
+                    remote_s = i * call_s
+                    rounding_s += times * i * _rounding_s(call_s, c.granularity_s)
+                    invocations += times * i
                 else:
                     remote_s = i * (remote_one + hop) + trem_s
+                    rounding_s += times * _rounding_s(remote_s, c.granularity_s)
+                    invocations += times
             layer_s += times * (2.0 * swap_s + max((top_k - i) * one, remote_s))
             called_s += times * remote_s
         seconds += layer_s
         remote_mb_s += plan[layer].mb * called_s
-    return Phase(seconds, mix_seconds, remote_mb_s)
+        rounding_mb_s += plan[layer].mb * rounding_s
+    return Phase(seconds, mix_seconds, remote_mb_s, rounding_mb_s, invocations)
 
 
 @inner
@@ -232,6 +271,7 @@ def _start(c, expert_mb, functions, plan, choice):
     loaded_mb = 0.0 if choice.main_warm else local_mb
     remote_s = 0.0
     remote_mb_s = 0.0
+    rounding_mb_s = 0.0
     started_mb = 0.0
     for layer in range(c.layers):
         planned, function = plan[layer], functions[layer]
@@ -246,6 +286,7 @@ def _start(c, expert_mb, functions, plan, choice):
                 layer_s += m * expert_mb[layer] / c.load_mb_s
             remote_s = max(remote_s, layer_s)
             remote_mb_s += fresh * planned.mb * layer_s
+            rounding_mb_s += fresh * planned.mb * _rounding_s(layer_s, c.granularity_s)
             started_mb += fresh * planned.mb
     main_s = 0.0
     if c.load_shared:
@@ -253,11 +294,12 @@ def _start(c, expert_mb, functions, plan, choice):
         if not choice.main_warm:
             main_s = c.start_main_s + load_s
         remote_mb_s = started_mb * (c.start_remote_s + load_s)
+        rounding_mb_s = started_mb * _rounding_s(c.start_remote_s + load_s, c.granularity_s)
         if started_mb > 0.0:
             remote_s = c.start_remote_s + load_s
     elif not choice.main_warm:
         main_s = c.start_main_s + local_mb / c.load_mb_s
-    return Start(main_s, remote_s, remote_mb_s)
+    return Start(main_s, remote_s, remote_mb_s, rounding_mb_s)
 
 
 @inner
@@ -269,14 +311,21 @@ def _main_rate(c, request, main_mb):
 
 @inner
 def _bill(c, request, choice, prefill, decode, start):
-    """The request as planned: Eq. 6, 8 and 9 and its cold starts."""
+    """The request as planned: Eq. 6, 8 and 9, its cold starts, fees and rounding."""
     rate = _main_rate(c, request, choice.main_mb)
     main_usd = (prefill.seconds + decode.seconds) * rate
+    main_rounding_s = _rounding_s(prefill.seconds + decode.seconds, c.granularity_s)
+    rounding_mb_s = prefill.rounding_mb_s + decode.rounding_mb_s
     prefill_usd = prefill.remote_mb_s * c.price_cpu
     decode_usd = decode.remote_mb_s * c.price_cpu
     cold_usd = 0.0
     if c.bill_cold_start:
         cold_usd = start.main_s * rate + c.price_cpu * start.remote_mb_s
+        main_rounding_s += _rounding_s(start.main_s, c.granularity_s)
+        rounding_mb_s += start.rounding_mb_s
+    invocations = 1 + prefill.invocations + decode.invocations
+    fees_usd = invocations * c.invocation_usd
+    rounding_usd = main_rounding_s * rate + c.price_cpu * rounding_mb_s
     return Service(
         prefill.seconds,
         decode.seconds,
@@ -285,9 +334,12 @@ def _bill(c, request, choice, prefill, decode, start):
         prefill_usd,
         decode_usd,
         cold_usd,
-        main_usd + prefill_usd + decode_usd + cold_usd,
+        fees_usd,
+        rounding_usd,
+        main_usd + prefill_usd + decode_usd + cold_usd + fees_usd + rounding_usd,
         choice.main_mb,
         choice.members / c.experts,
+        invocations,
     )
 
 
@@ -297,9 +349,13 @@ def _bill_mix(c, request, main_mb, prefill, decode):
     rate = _main_rate(c, request, main_mb)
     start_s = c.start_main_s + (c.non_expert_mb + c.all_experts_mb) / c.load_mb_s
     main_usd = (prefill.mix_seconds + decode.mix_seconds) * rate
+    rounding_s = _rounding_s(prefill.mix_seconds + decode.mix_seconds, c.granularity_s)
     usd = main_usd
     if c.bill_cold_start:
         usd += start_s * rate
+        rounding_s += _rounding_s(start_s, c.granularity_s)
+    cold_usd = usd - main_usd
+    rounding_usd = rounding_s * rate
     return Service(
         prefill.mix_seconds,
         decode.mix_seconds,
@@ -307,17 +363,25 @@ def _bill_mix(c, request, main_mb, prefill, decode):
         main_usd,
         0.0,
         0.0,
-        usd - main_usd,
-        usd,
+        cold_usd,
+        c.invocation_usd,
+        rounding_usd,
+        usd + c.invocation_usd + rounding_usd,
         main_mb,
         0.0,
+        1,
     )
 
 
 @inner
 def _bill_deployment(c, d, warm):
     """The request as the problem's deployment serves it; all its functions are warm or cold."""
-    cold_usd = 0.0 if warm or c.bill_cold_start == 0 else d.start_usd
+    cold_usd = 0.0
+    rounding_usd = d.rounding_usd
+    if not warm and c.bill_cold_start:
+        cold_usd = d.start_usd
+        rounding_usd += d.start_rounding_usd
+    fees_usd = d.invocations * c.invocation_usd
     return Service(
         d.prefill_s,
         d.decode_s,
@@ -326,9 +390,12 @@ def _bill_deployment(c, d, warm):
         d.prefill_usd,
         d.decode_usd,
         cold_usd,
-        d.main_usd + d.prefill_usd + d.decode_usd + cold_usd,
+        fees_usd,
+        rounding_usd,
+        d.main_usd + d.prefill_usd + d.decode_usd + cold_usd + fees_usd + rounding_usd,
         d.main_mb,
         d.remote,
+        d.invocations,
     )
 
 
@@ -347,7 +414,8 @@ def _write_log(log, request, plan, choice, served, mix, planned, violations, fea
     """Write what the current request took, its reward apart."""
     log.cost_usd, log.mix_cost_usd, log.cost_main_usd = served.usd, mix.usd, served.main_usd
     log.cost_prefill_usd, log.cost_decode_usd = served.prefill_usd, served.decode_usd
-    log.cost_cold_usd = served.cold_usd
+    log.cost_cold_usd, log.cost_fees_usd = served.cold_usd, served.fees_usd
+    log.cost_rounding_usd, log.invocations = served.rounding_usd, served.invocations
     log.prefill_s, log.decode_s, log.cold_start_s = served.prefill_s, served.decode_s, served.cold_s
     log.ttft_s = served.prefill_s + served.cold_s
     log.tpot_s = served.decode_s / request.n_out
@@ -374,6 +442,9 @@ def _reward(e, log, out, penalty, feasible):
     log.reward = out[0] + out[1] + out[2]
     e.total_cost += log.cost_usd
     e.total_mix += log.mix_cost_usd
+    e.total_fees += log.cost_fees_usd
+    e.total_rounding += log.cost_rounding_usd
+    e.invocations += log.invocations
     e.total_ttft += log.ttft_s
     e.total_tpot += log.tpot_s
     e.total_cold += log.cold_start_s

@@ -9,6 +9,7 @@ from servegym.envs.serverless_moe import deployments
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
+from servegym.envs.workloads.activations import make_toy_activations
 from servegym.experiments.evaluate import evaluate
 
 from .synthetic import make_request
@@ -47,7 +48,8 @@ def by_hand(name, seed, **kwargs):
 @pytest.mark.parametrize("preset", ["dynamic", "seed"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_evaluator_says_what_the_cost_function_says(name, preset):
-    kwargs = {**TOY, "preset": preset, "slo": SLO}
+    fees = {"dynamic": "aws_lambda", "seed": "none"}[preset]
+    kwargs = {**TOY, "preset": preset, "slo": SLO, "fees": fees}
     logs = {}
     rows = evaluate(
         "servegym/ServerlessMoE-v0", [name, "mix"], 2, seed=7, env_kwargs=kwargs, logs=logs
@@ -65,7 +67,9 @@ def test_the_evaluator_says_what_the_cost_function_says(name, preset):
         assert row["mean_remote_ratio"] == (name == "per_expert")
         for line, (reward, outcome, late, cold) in zip(log, expected, strict=True):
             assert line["reward"] == pytest.approx(reward, rel=1e-9)
-            for key in ("cost_main_usd", "cost_prefill_usd", "cost_decode_usd", "cost_cold_usd"):
+            assert (outcome.cost_fees_usd > 0) == (fees != "none")
+            for part in ("main", "prefill", "decode", "cold", "fees", "rounding"):
+                key = f"cost_{part}_usd"
                 assert line[key] == pytest.approx(getattr(outcome, key), rel=1e-9, abs=1e-30)
             assert bool(line["main_warm"]) == (not cold)
             kinds.add((cold, late))
@@ -105,6 +109,33 @@ def test_a_deployment_is_not_taken_for_another():
         policy.act(observation, info["action_mask"])
     with pytest.raises(ValueError, match="Did you mean 'per_expert'"):
         ServerlessMoEVectorEnv(1, deployment="per_experts", **TOY)
+
+
+def test_fees_of_deployments_by_hand():
+    """Durations below a step: every invocation is billed as one step."""
+    toy = make_toy_activations().model
+    system, free = build_system(toy, fees=(1e-3, 30.0)), build_system(toy)
+    request, _ = make_request(system, n_in=20, n_out=7)
+    for name in deployments.DEPLOYMENTS:
+        got = deployments.deployment_cost(name, system, request)
+        # Two invocations a layer for each decoded token, one for each expert with prompt tokens.
+        remote = (request.prefill_counts > 0).sum() + 7 * 2 * system.moe_layers
+        assert got.invocations == 1 + (remote if name == "per_expert" else 0)
+        assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
+        bare = deployments.deployment_cost(name, free, request)
+        assert bare.cost_usd == pytest.approx(
+            got.cost_usd - got.cost_fees_usd - got.cost_rounding_usd, rel=1e-9
+        )
+        seconds = got.prefill_s + got.decode_s
+        rate = got.cost_main_usd / seconds
+        billed = 30.0 * rate
+        if name == "per_expert":
+            need = system.expert_mb[:, None] + system.token_mb * request.prefill_counts
+            mb = eq.smallest_specs(system.remote_specs_mb, need)
+            chosen = eq.set_bits(request.decode_sets, system.num_experts).sum(axis=0)
+            times = (request.prefill_counts > 0) + chosen
+            billed += 30.0 * system.price_cpu * float((mb * times).sum())
+        assert got.cost_usd - got.cost_fees_usd == pytest.approx(billed, rel=1e-9), name
 
 
 def test_costs_by_hand(system):

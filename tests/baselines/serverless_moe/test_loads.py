@@ -13,7 +13,9 @@ from .synthetic import draw_sets, make_request, remote_set, tiny
 
 @pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
 @pytest.mark.parametrize("bill", [False, True])
-def test_known_load_gives_the_true_outcome(system, invocation, bill):
+@pytest.mark.parametrize("fees", [(0.0, 0.0), (3e-7, 2e-3)])
+def test_known_load_gives_the_true_outcome(system, invocation, bill, fees):
+    system = dataclasses.replace(system, invocation_usd=fees[0], granularity_s=fees[1])
     request, frequency = make_request(system)
     for seed, ratio in enumerate((0.0, 0.3, 1.0)):
         rng = np.random.default_rng(seed)

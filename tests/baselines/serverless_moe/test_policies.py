@@ -9,11 +9,11 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.action_table import ActionTable, WarmFunctions
 from servegym.baselines.serverless_moe.base import observed_row
 from servegym.baselines.serverless_moe.heuristics import search_constant
-from servegym.baselines.serverless_moe.loads import Load
+from servegym.baselines.serverless_moe.loads import Load, call_rounding_s
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
-from servegym.envs.serverless_moe.config import build_problem
+from servegym.envs.serverless_moe.config import build_problem, build_system
 
 from .episodes import FAMILY, make_env, run
 
@@ -41,7 +41,14 @@ def test_system_describes_the_problem():
 
 
 @pytest.mark.parametrize("model", ["toy", "deepseek-v2-lite"])
-@pytest.mark.parametrize("changes", [{}, {"load_shared": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"load_shared": True, "fees": "aws_lambda"},
+        {"fees": (1e-6, 1e-3), "decode_invocation": "per_layer"},
+    ],
+)
 def test_table_agrees_with_the_equations(model, changes):
     problem = build_problem(view=kernel.DICT, model=model, **changes)
     system = ServerlessSystem.from_problem(problem)
@@ -63,6 +70,7 @@ def test_table_agrees_with_the_equations(model, changes):
             plan,
             bill_cold_start=True,
             load_shared=system.load_shared,
+            decode_invocation=system.decode_invocation,
             ttft_limit_s=8.0,
             tpot_limit_s=0.06,
         )
@@ -74,6 +82,39 @@ def test_table_agrees_with_the_equations(model, changes):
         system.model, request, eq.mix_plan(system.model, 400), bill_cold_start=True
     )
     assert values.mix_usd == pytest.approx(mix.cost_usd, rel=1e-9)
+
+
+@pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
+def test_expected_rounding_is_the_mean_over_overheads(invocation):
+    """Over many draws of the overhead a plan costs what its expected load says."""
+    model = build_system("deepseek-v2-lite", fees=(2e-7, 1e-3))
+    sigma, mean = 0.25, 1e-3 * np.exp(0.5 * 0.25**2)
+    frequency = np.full((model.moe_layers, model.num_experts), 1.0 / model.num_experts)
+    load = Load.predicted(model, frequency, 115, 200, mean, trem_sigma=sigma)
+    specs = model.remote_specs_mb[::8]
+    call = model.expert_cpu_s(specs, 1) + model.transfer_s
+    found = call_rounding_s(model, load, call, mean, invocation)
+    draws = 1e-3 * np.exp(sigma * np.random.default_rng(0).standard_normal((4000, 1)))
+    true = eq.call_rounding_s(call, draws, model.top_k, 1e-3, invocation).mean(axis=0)
+    times = np.maximum(eq.call_invocations(model.top_k, invocation), 1)
+    assert (np.abs(found - true) / times).max() < 1e-4  # a tenth of a step
+    # The mean overhead alone would be off by a good part of a step.
+    once = eq.call_rounding_s(call, mean, model.top_k, 1e-3, invocation)
+    assert np.abs(once - true)[..., 1].max() > 2e-4
+
+
+def test_fees_change_what_is_chosen():
+    """At 0.01 USD an invocation nothing is remote; without fees something is."""
+    for name in ("greedy_warm", "remoe_cost", "keep_alive", "best_constant", "warm_planner"):
+        levels = []
+        for fees in ("none", (1e-2, 0.0)):
+            env = make_env(
+                1, episode_requests=4, preset="seed", slo=[[60.0, 2.0]], fees=fees, trem_s=[1e-6]
+            )
+            kwargs = {"best_constant": {"rows": 1, "requests": 10}}
+            kwargs["warm_planner"] = {"requests": 10}
+            levels.append(run(name, env, **kwargs.get(name, {}))[1][..., 0])
+        assert (levels[0] > 0).all() and (levels[1] == 0).all(), name
 
 
 def test_table_knows_what_is_warm():

@@ -17,6 +17,13 @@ def tau_c(s, mb, n):
     return one + s.expert_token_s * (n - 1) / min(gb, s.max_vcpus)
 
 
+def round_up(s, seconds):
+    """What a platform adds to a billed duration."""
+    if s.granularity_s == 0:
+        return 0.0
+    return max(math.ceil(round(seconds / s.granularity_s, 9)) * s.granularity_s - seconds, 0.0)
+
+
 def tau_f(s, n):
     return s.gpu_layer_base_s + s.gpu_layer_token_s * (n - 1)
 
@@ -50,6 +57,7 @@ def serve(
 
     # Prefill: Eq. 1-3, 8.
     PT, PCrem = 0.0, 0.0
+    invocations, rounding = 1, 0.0
     for block in range(s.layers):
         PT += tau_f(s, n_in)
         if block not in moe:
@@ -73,6 +81,8 @@ def serve(
                 ZT += request.trem_s[m]
                 slowest = max(slowest, ZT)
                 PCrem += s.price_cpu * Y[m] * ZT
+                invocations += 1
+                rounding += s.price_cpu * Y[m] * round_up(s, ZT)
         PT += max(local, slowest) + 2 * tau_sw(s, n_in)
 
     # Decoding: Eq. 4, 5, 9.
@@ -88,14 +98,19 @@ def serve(
                 if not (int(request.decode_sets[i][m]) >> k) & 1:
                     continue
                 if x[m][k]:
-                    remote += tau_c(s, Y[m], 1) + 2 * D / B
+                    call = tau_c(s, Y[m], 1) + 2 * D / B
                     anywhere = True
                     if decode_invocation == "per_call":
-                        remote += request.trem_s[m]
+                        call += request.trem_s[m]
+                        invocations += 1
+                        rounding += s.price_cpu * Y[m] * round_up(s, call)
+                    remote += call
                 else:
                     local += tau_c(s, W, 1)
             if anywhere and decode_invocation == "per_layer":
                 remote += request.trem_s[m]
+                invocations += 1
+                rounding += s.price_cpu * Y[m] * round_up(s, remote)
             GT += 2 * tau_sw(s, s.top_k) + max(local, remote)
             if anywhere:
                 GCrem += s.price_cpu * Y[m] * remote
@@ -127,11 +142,14 @@ def serve(
     Mg += (n_in + n_out) * D
     rate = s.price_gpu * Mg + s.price_cpu * (W + s.runtime_cpu_mb)
     Cloc = (PT + GT) * rate
+    rounding += round_up(s, PT + GT) * rate
     cold_cost = 0.0
     if bill_cold_start:
         cold_cost = main_start * rate
+        rounding += round_up(s, main_start) * rate
         for m in range(len(moe)):
             cold_cost += cold_replicas[m] * starts[m] * s.price_cpu * Y[m]
+            rounding += cold_replicas[m] * round_up(s, starts[m]) * s.price_cpu * Y[m]
 
     # 10d-10g, 10i.
     bad = set()
@@ -166,6 +184,9 @@ def serve(
         cost_prefill_usd=PCrem,
         cost_decode_usd=GCrem,
         cost_cold_usd=cold_cost,
-        cost_usd=Cloc + PCrem + GCrem + cold_cost,
+        cost_fees_usd=invocations * s.invocation_usd,
+        cost_rounding_usd=rounding,
+        invocations=invocations,
+        cost_usd=Cloc + PCrem + GCrem + cold_cost + invocations * s.invocation_usd + rounding,
         bad=bad,
     )

@@ -20,6 +20,7 @@ _spec.loader.exec_module(reference)
 
 TIMES = ("prefill_s", "decode_s", "cold_s", "ttft_s", "tpot_s")
 COSTS = ("cost_main_usd", "cost_prefill_usd", "cost_decode_usd", "cost_cold_usd", "cost_usd")
+COSTS += ("cost_fees_usd", "cost_rounding_usd", "invocations")
 TOY = make_toy_activations(prompts=12, layers=3, experts=8, top_k=2)
 GRID = {"main_specs_mb": (100.0, 3000.0, 100.0), "remote_specs_mb": (10.0, 1000.0, 10.0)}
 
@@ -61,7 +62,12 @@ def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
     for _ in range(25):
         extra = {"mem_pre_post_mb": 7.0, "runtime_gpu_mb": 5.0, "runtime_cpu_mb": 3.0}
         system = dataclasses.replace(
-            toy_system(gpu=str(rng.choice(list(GPU_PROFILES))), payload_mb=0.05, z_max=3),
+            toy_system(
+                gpu=str(rng.choice(list(GPU_PROFILES))),
+                payload_mb=0.05,
+                z_max=3,
+                fees=["none", "aws_lambda", (3e-5, 0.01)][int(rng.integers(3))],
+            ),
             **(extra if rng.random() < 0.5 else {}),
         )
         request, plan = toy_request(rng), random_plan(system, rng)
@@ -84,6 +90,45 @@ def test_random_plans_cost_what_the_loops_say(invocation, billed, shared):
         assert got.feasible == (not want.bad)
         seen |= want.bad
     assert seen >= {"main_memory", "remote_memory", "payload", "replicas"}
+
+
+def test_fees_and_rounding_by_hand():
+    """One token in, one out, both experts remote: 3 layers x (2 replicas + calls) and the main."""
+    system = toy_system(fees=(1e-3, 0.5))
+    remote, sets = np.ones((3, 8), bool), np.full((1, 3), 0b11, np.uint64)
+    counts = np.zeros((3, 8), int)
+    counts[:, :2] = 1
+    where = np.tile(np.arange(8) % 2, (3, 1))
+    plan = eq.Plan(remote, 3000.0, np.full(3, 1000.0), np.full(3, 2), where)
+    request = eq.Request(counts, sets, np.full(3, 1e-4), 1)
+    for invocation, calls in (("per_call", 2), ("per_layer", 1)):
+        got = eq.evaluate_plan(system, request, plan, decode_invocation=invocation)
+        assert got.invocations == 1 + 3 * (2 + calls)
+        assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
+        # No duration is longer than a step, so each is billed as one.
+        remote_usd = got.cost_prefill_usd + got.cost_decode_usd
+        rate = eq.main_rate_usd_s(system, 1, 1, 3000.0)
+        billed = 0.5 * (rate + system.price_cpu * 1000.0 * 3 * (2 + calls))
+        spent = got.cost_main_usd + remote_usd + got.cost_rounding_usd
+        assert spent == pytest.approx(billed, rel=1e-12)
+        free = eq.evaluate_plan(toy_system(), request, plan, decode_invocation=invocation)
+        assert free.cost_usd == got.cost_main_usd + remote_usd
+
+
+def test_a_whole_number_of_steps_is_not_rounded():
+    system = toy_system(fees="aws_lambda")
+    assert (system.invocation_usd, system.granularity_s) == (2e-7, 1e-3)
+    steps = np.arange(1, 5000) * 1e-3
+    assert system.rounding_s(steps).max() < 1e-14
+    assert system.rounding_s(steps + 1e-4) == pytest.approx(np.full(4999, 9e-4))
+
+
+@pytest.mark.parametrize(
+    "fees", ["aws", 1e-7, (1e-7,), (-1e-7, 0.0), (0.0, 1e-9), (0.0, "ms"), (float("nan"), 0.0)]
+)
+def test_bad_fees_are_refused(fees):
+    with pytest.raises(ValueError, match="fees"):
+        toy_system(fees=fees)
 
 
 def test_made_plans_are_the_smallest_feasible_ones():

@@ -18,7 +18,8 @@ reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(reference)
 
 FIELDS = ("prefill_s", "decode_s", "ttft_s", "tpot_s", "cost_main_usd", "cost_prefill_usd")
-FIELDS += ("cost_decode_usd", "cost_cold_usd", "cost_usd")
+FIELDS += ("cost_decode_usd", "cost_cold_usd", "cost_fees_usd", "cost_rounding_usd", "cost_usd")
+FIELDS += ("invocations",)
 SMALL = {"model": "toy", "split": "all", "episode_requests": 30, "prompt_tokens": "azure"}
 SMALL |= {"output_tokens": "azure", "max_prompt_tokens": 90, "max_output_tokens": 25}
 
@@ -137,6 +138,7 @@ def test_random_play_costs_what_the_equations_say(invocation, granularity, share
             w_headroom_mb=(0, 100, 300),
             bill_cold_start=seed % 2 == 0,
             keep_alive_s=[0.0, 30.0, 300.0, 5.0][seed],
+            fees=["aws_lambda", "none", (1e-6, 0.02), "alibaba_fc"][seed],
             predictor="nearest" if seed == 1 else "task_mean",
         )
         total = {name: total.get(name, 0) + seen[name] for name in seen}

@@ -19,6 +19,7 @@ def problem(seed=0, layers=6, slack=None, theta2=2.4363, **kwargs):
         price_usd_gb_s=1.6276e-8 * 1024,
         lower_gb=np.full(layers, 1000 / 1024),
         upper_gb=np.full(layers, 5000 / 1024),
+        rounded_s=rng.uniform(0.1e-3, 3e-3, layers) * (seed % 2),
     )
     if slack is not None:
         low, high = p.time_s(p.lower_gb).sum(), p.time_s(p.upper_gb).sum()
@@ -26,8 +27,9 @@ def problem(seed=0, layers=6, slack=None, theta2=2.4363, **kwargs):
     return memory.MemoryProblem(**{**p.__dict__, **kwargs})
 
 
-def test_theorem2_derivatives():
-    p = problem()
+@pytest.mark.parametrize("seed", [0, 1])
+def test_theorem2_derivatives(seed):
+    p = problem(seed)
     y, h = np.linspace(1.2, 4.0, 6), 1e-5
     slope = (p.cost(y + h) - p.cost(y - h)) / (2 * h)
     assert p.cost_slope(y) == pytest.approx(slope, rel=1e-6)
