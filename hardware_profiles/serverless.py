@@ -23,11 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.load import data_path, unknown_name
+from servegym.hardware_profiles.load import data_path, load, unknown_name
+from servegym.hardware_profiles.moe import list_moe_layers, load_moe
 from servegym.hardware_profiles.schema import KINDS, read_json
 
 __all__ = [
+    "CARDS",
     "FEES",
+    "GPUS",
     "GPU_PROFILES",
     "MAX_VCPUS",
     "MB",
@@ -41,6 +44,7 @@ __all__ = [
     "ServingConstants",
     "StartLaw",
     "ThetaLaw",
+    "gpu_profile",
     "load_constants",
     "memory_grids",
 ]
@@ -434,6 +438,7 @@ class GpuProfile:
         experts_token_s: each further token.
         kind: where the values are from.
         source: the same in words.
+        experts_table: tokens and seconds, which go before the two terms of the routed experts.
     """
 
     layer_base_s: float
@@ -442,6 +447,7 @@ class GpuProfile:
     experts_token_s: float
     kind: str
     source: str
+    experts_table: tuple[np.ndarray, np.ndarray] | None = None
 
 
 SERVING = ServingConstants()
@@ -464,6 +470,79 @@ GPU_PROFILES: dict[str, GpuProfile] = {
         "(L40S) for the experts of one token",
     ),
 }
+
+CARDS = {"a100": "a100-80g", "h100": "h100", "l40s": "l40s"}
+"""GPU profiles that follow from the laws of this package, and the card of those laws."""
+GPUS = (*GPU_PROFILES, *CARDS)
+"""Names of all GPU profiles."""
+_LLAMA_LAYER_MB = 2 * 218_103_808 / MB  # weights of a block of Llama-3.1-8B, in 16 bits
+_CONTEXT = 256  # tokens that attention looks back on, about the mean of a request
+_LONG = 1024  # tokens of the prompt that gives the time of a further token
+
+
+def gpu_profile(
+    name: str,
+    model: str,
+    *,
+    non_expert_mb: float,
+    expert_mb: float,
+    parameters: float,
+    experts: int,
+    top_k: int,
+) -> GpuProfile:
+    """Times of a block of a model: a chosen profile, or one that follows from a card's laws.
+
+    A card's times are those of vLLM's fused kernels, without the launches and the framework that
+    ``eager`` has. Routed experts: the card's law of the model's layer where there is one; else
+    ``base_s + max(active experts x time to read one, tokens x arithmetic)`` with the numbers of
+    DeepSeek-V2-Lite's law, reading in proportion to the bytes of an expert and arithmetic to the
+    weights that a token uses. Non-expert module: the card's dense law of Llama-3.1-8B in proportion
+    to the bytes, and its attention.
+
+    Args:
+        name: One of `GPUS`.
+        model: Name of the model.
+        non_expert_mb: Mean over its blocks of the weights apart from routed experts.
+        expert_mb: A routed expert.
+        parameters: Weights of a routed expert.
+        experts: Routed experts of a layer.
+        top_k: Experts of a token.
+
+    Raises:
+        ValueError: For an unknown name; the nearest is named.
+    """
+    if name in GPU_PROFILES:
+        return GPU_PROFILES[name]
+    if name not in CARDS:
+        raise ValueError(unknown_name("gpu", name, list(GPUS)))
+    card = CARDS[name]
+    own = f"{card}-{model}" in list_moe_layers()
+    law = load_moe(f"{card}-{model if own else 'deepseek-v2-lite'}")
+    tokens, seconds = law.layer_tokens, law.layer_times_s
+    if not own:
+        active = experts * (1.0 - (1.0 - top_k / experts) ** tokens)
+        read = active * law.expert_read_s * expert_mb * MB / law.model["expert_bytes"]
+        work = top_k * parameters / (law.model["top_k"] * SERVING.expert_parameters)
+        slope = (seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])
+        seconds = law.base_s + np.maximum(read, tokens * slope * work)
+    llama = load(f"{card}-llama-3.1-8b")
+    layers, size = llama.model["layers"], non_expert_mb / _LLAMA_LAYER_MB
+    one, many = llama.dense_s(1) / layers, llama.dense_s(_LONG) / layers
+    attention = llama.chunk_attention_s(_LONG, 0) / layers / _LONG
+    source = (
+        f"vLLM's fused kernels on {law.device['name']}, no launches: routed experts by the law "
+        f"{law.name}{'' if own else ', scaled to the size of the expert'}; other weights and "
+        f"attention by {llama.name}"
+    )
+    return GpuProfile(
+        one * size + llama.decode_attention_s(1, _CONTEXT) / layers,
+        (many - one) / (_LONG - 1) * size + attention,
+        float(seconds[0]),
+        float(seconds[-1] - seconds[0]) / float(tokens[-1] - tokens[0]),
+        "derived",
+        source,
+        (tokens, seconds),
+    )
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class ServerlessMoEEnv(BatchEnv):
     |---|---|---|
     | `model` | `"deepseek-v2-lite"` | with L x K experts: `deepseek-v2-lite` (26 x 64), `gpt-oss-20b` (24 x 32), both with recorded routing; `mixtral-8x7b` (32 x 8), `gpt2-moe` (12 x 8), synthetic; `toy` (4 x 8) |
     | `preset` | `"dynamic"` | `dynamic` or `seed`; sets what is None below |
-    | `gpu` | `"eager"` | GPU profile: `eager` or `fused` |
+    | `gpu` | `"eager"` | GPU profile: `eager` or `fused`, both chosen, or `a100`, `h100`, `l40s`, which follow from the laws in `servegym.hardware_profiles` |
     | `split` | `"train"` | prompts to draw from: `train`, `val`, `eval` or `all` |
     | `granularity` | `"global"` | `global` or `per_layer` |
     | `predictor` | `"task_mean"` | `task_mean`, `global_mean`, `nearest`, a table (P, L, K) or a callable that gives one |

@@ -13,12 +13,13 @@ from servegym.envs._checks import choose, real, whole
 from servegym.envs.workloads.moe_models import MoeModel, load_model
 from servegym.hardware_profiles.serverless import (
     FEES,
-    GPU_PROFILES,
+    GPUS,
     MB,
     SERVING,
     Fees,
     GpuProfile,
     Grid,
+    gpu_profile,
     memory_grids,
 )
 
@@ -58,6 +59,7 @@ class SystemModel:
         gpu_layer_token_s: each further token.
         gpu_experts_base_s: routed experts of one MoE layer on the GPU (GPU deployments), one token.
         gpu_experts_token_s: each further token.
+        gpu_experts_table: tokens and seconds, which go before the two terms; None: there is none.
         swap_base_s: GPU-CPU move of token vectors, one way: latency.
         swap_mb_s: its rate.
         mem_pre_post_mb: GPU memory of embeddings and head; 0 in the paper's Eq. 7.
@@ -104,6 +106,7 @@ class SystemModel:
     runtime_cpu_mb: float = 0.0
     invocation_usd: float = 0.0
     granularity_s: float = 0.0
+    gpu_experts_table: tuple[np.ndarray, np.ndarray] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -153,6 +156,8 @@ class SystemModel:
 
     def gpu_experts_s(self, tokens: int) -> float:
         """Routed experts of one MoE layer on the GPU, in seconds (for GPU deployments)."""
+        if self.gpu_experts_table is not None:
+            return float(np.interp(tokens, *self.gpu_experts_table))
         return self.gpu_experts_base_s + self.gpu_experts_token_s * (tokens - 1)
 
     def swap_s(self, tokens: int) -> float:
@@ -226,7 +231,8 @@ def build_system(
 
     Args:
         model: a model's name, or a :class:`servegym.envs.workloads.activations.MoeModel`.
-        gpu: ``eager`` (a framework that launches its kernels one by one) or ``fused``.
+        gpu: ``eager`` (a framework that launches its kernels one by one) or ``fused``, both chosen,
+            or a card by its laws: ``a100``, ``h100``, ``l40s``.
         price_ratio: c_g / c_c.
         price_cpu_usd_mb_s: c_c in USD per MB s.
         bandwidth_mb_s: B in MB/s.
@@ -248,9 +254,10 @@ def build_system(
     price_cpu = real("price_cpu_usd_mb_s", price_cpu_usd_mb_s, 0.0, open_low=True)
     default_main, default_remote, grid_source = memory_grids(model.name)
     bill = _fees(fees)
+    card = _card(choose("gpu", gpu, GPUS), model)
     system = SystemModel(
         name=model.name,
-        gpu=choose("gpu", gpu, GPU_PROFILES),
+        gpu=gpu,
         main_specs_mb=_specs("main_specs_mb", main_specs_mb, default_main),
         remote_specs_mb=_specs("remote_specs_mb", remote_specs_mb, default_remote),
         bandwidth_mb_s=real("bandwidth_mb_s", bandwidth_mb_s, 0.0, open_low=True),
@@ -262,12 +269,12 @@ def build_system(
         z_max=whole("z_max", z_max, 1, 64),
         payload_mb=real("payload_mb", payload_mb, 0.0, open_low=True),
         **_sizes(model),
-        **_speeds(model, GPU_PROFILES[gpu]),
+        **_speeds(model, card),
         invocation_usd=bill.invocation_usd,
         granularity_s=bill.granularity_s,
         provenance={
             **SERVING.provenance(model.name),
-            "gpu": f"{GPU_PROFILES[gpu].kind}: {GPU_PROFILES[gpu].source}",
+            "gpu": f"{card.kind}: {card.source}",
             "main_specs_mb": grid_source,
             "remote_specs_mb": grid_source,
             "fees": f"{bill.kind}: {bill.source}",
@@ -292,6 +299,19 @@ def _sizes(model: MoeModel) -> dict[str, Any]:
     }
 
 
+def _card(name: str, model: MoeModel) -> GpuProfile:
+    """The GPU profile of that name for a model."""
+    return gpu_profile(
+        name,
+        model.name,
+        non_expert_mb=float(model.non_expert_mb.mean()),
+        expert_mb=model.expert_bytes / MB,
+        parameters=model.expert_bytes / model.bytes_per_value,
+        experts=model.experts,
+        top_k=model.top_k,
+    )
+
+
 def _speeds(model: MoeModel, card: GpuProfile) -> dict[str, Any]:
     """Times of experts, GPU layers and swaps, by the names of `SystemModel`'s fields."""
     parameters = model.expert_bytes / model.bytes_per_value
@@ -306,6 +326,7 @@ def _speeds(model: MoeModel, card: GpuProfile) -> dict[str, Any]:
         "gpu_layer_token_s": card.layer_token_s,
         "gpu_experts_base_s": card.experts_base_s,
         "gpu_experts_token_s": card.experts_token_s,
+        "gpu_experts_table": card.experts_table,
         "swap_base_s": SERVING.swap_base_s,
         "swap_mb_s": SERVING.swap_mb_s,
     }

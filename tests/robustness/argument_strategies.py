@@ -395,7 +395,7 @@ def _idle(draws: list[float]) -> list[tuple[float, float]]:
 SERVERLESS = {
     "model": name("toy"),
     "preset": name("dynamic", "seed"),
-    "gpu": name("eager", "fused"),
+    "gpu": name("eager", "fused", "a100", "h100", "l40s"),
     "split": name("train", "val", "eval", "all"),
     "granularity": name("global", "per_layer"),
     "deployment": name(*DEPLOYMENTS),

@@ -24,10 +24,10 @@ from servegym.envs.serverless_moe.config import (
 )
 from servegym.envs.workloads.activations import MoeModel, load_activations, load_model
 from servegym.experiments.figures.run import save
-from servegym.experiments.figures.serverless.common import MODELS, Options, run_figures
+from servegym.experiments.figures.serverless.common import MODELS, N_IN, Options, run_figures
 from servegym.experiments.output import print_table
 from servegym.experiments.tables import note
-from servegym.hardware_profiles.serverless import GPU_PROFILES, ORIGINS
+from servegym.hardware_profiles.serverless import FEES, GPUS, ORIGINS
 
 __all__ = ["main", "settings"]
 
@@ -181,6 +181,17 @@ ENTRIES = (
         "price_ratio",
     ),
     Entry("limits", "z_max", "replicas", "1", lambda s, m: s.z_max, "z_max"),
+    *(
+        Entry(
+            "price",
+            "",
+            f"fees {name}: an invocation, durations rounded up to",
+            "1e-6 USD, ms",
+            lambda s, m, fees=fees: f"{1e6 * fees.invocation_usd:g}, {1e3 * fees.granularity_s:g}",
+            f"{fees.kind}: {fees.source}",
+        )
+        for name, fees in FEES.items()
+    ),
     Entry(
         "limits",
         "U_payload",
@@ -264,14 +275,15 @@ def settings() -> list[dict[str, str]]:
             if other != origin:
                 origin += f"; {name} {other}"
         rows.append(_row(entry.group, entry.symbol, entry.name, entry.unit, values, origin))
-    for gpu, profile in GPU_PROFILES.items():
-        value = (
-            f"{1e3 * profile.layer_base_s:g}, {1e6 * profile.layer_token_s:g}, "
-            f"{1e3 * profile.experts_base_s:g}, {1e6 * profile.experts_token_s:g}"
-        )
-        name = f"GPU {gpu}: non-expert module ms, us a further token; experts likewise"
-        origin = f"{profile.kind}: {profile.source}"
-        rows.append(_row("latency", "tau_f", name, "", [value] * len(TABULATED), origin))
+    for gpu in GPUS:
+        built = [build_system(name, gpu) for name in TABULATED]
+        values = [
+            f"{1e3 * s.gpu_layer_base_s:.3g}, {1e6 * s.gpu_layer_token_s:.2g}, "
+            f"{1e3 * s.gpu_experts_s(1):.3g}, {1e3 * s.gpu_experts_s(N_IN):.4g}"
+            for s in built
+        ]
+        name = f"GPU {gpu}: non-expert module ms, us a further token; experts ms, 1, {N_IN} tokens"
+        rows.append(_row("latency", "tau_f", name, "", values, built[0].provenance["gpu"]))
     for k, (preset, entries) in enumerate(PRESETS.items(), 1):
         if set(entries) != set(PRESET_ORIGINS):
             raise ValueError(f"preset {preset!r} has entries without an origin: {sorted(entries)}")
