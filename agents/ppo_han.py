@@ -298,7 +298,7 @@ class ExpertRows(nn.Sequential):
 
     def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
         """One embedding of the state, (B, 64) and again as (B, 1, 64)."""
-        h = super().forward(layout.expert(rows)[..., :3].flatten(1))
+        h = super().forward(rows)
         return h, h[:, None]
 
 
@@ -372,6 +372,9 @@ class Agent(nn.Module):
                 f"made for {len(self.law)} experts, got {experts}; "
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
+        if self.fixed_experts:
+            rows = np.concatenate([2 * obs["experts"][..., :1], obs["experts"][..., 1:] / 3], -1)
+            return rows.reshape(len(rows), -1).astype(np.float16)
         self.layout = Layout(experts, running, obs["waiting"].shape[2])
         return self.layout.rows(obs, self.model)
 
@@ -477,7 +480,7 @@ def train(args: Args) -> Path:
 
     shape, batch_size = (args.num_steps, n), args.num_steps * n
     extra = 4 * len(HORIZONS) * args.privileged_critic
-    b_rows = torch.zeros((*shape, sum(layout.sizes)), dtype=torch.float16)
+    b_rows = torch.zeros((*shape, agent.rows(obs).shape[1]), dtype=torch.float16)
     b_inputs = torch.zeros((*shape, extra), device=device)
     b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
     b_action = torch.zeros(shape, dtype=torch.long, device=device)

@@ -23,6 +23,7 @@ from servegym.envs._files import write_atomic
 AGENTS = (
     "sac_han",
     "baseline_rl",
+    "direct_search",
     "ppo_han",
     "pqn",
     "rpi",
