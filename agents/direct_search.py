@@ -49,7 +49,7 @@ ENV = {
 ELITE = 0.2  # share of a generation that the distribution moves to
 STEP = 0.7  # how far it moves there
 SPREAD = 1.0  # standard deviation of every weight at first
-WIDENED = 0.06 # standard deviation added each generation at first, falling to 0 ...
+WIDENED = 0.06  # standard deviation added each generation at first, falling to 0 ...
 WIDENED_UNTIL = 0.6  # ... at this share of the search
 EVAL_EPISODES, EVAL_REQUESTS = 8, 500  # of an evaluation: episodes per rate, requests per episode
 
