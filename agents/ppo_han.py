@@ -373,8 +373,7 @@ class Agent(nn.Module):
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
         if self.fixed_experts:
-            rows = np.concatenate([2 * obs["experts"][..., :1], obs["experts"][..., 1:] / 3], -1)
-            return rows.reshape(len(rows), -1).astype(np.float16)
+            return (obs["experts"] * (2, 1 / 3, 1 / 3)).reshape(-1, 3 * experts).astype(np.float16)
         self.layout = Layout(experts, running, obs["waiting"].shape[2])
         return self.layout.rows(obs, self.model)
 
@@ -459,7 +458,7 @@ def train(args: Args) -> Path:
     run = Path(args.out_dir) / (args.run_name or f"ppo_{args.encoder}_{args.seed}")
 
     agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
-    layout, actions = agent.layout, agent.layout.experts + 1
+    actions = agent.layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
 

@@ -70,7 +70,9 @@ def test_a_search_finds_what_chance_does_not(tmp_path):
 
 
 def test_one_seed_one_log_a_checkpoint_and_a_run_that_goes_on(tmp_path, monkeypatch):
-    runs = [direct_search.train(tiny(tmp_path, run_name=n, seed=s)) for n, s in (("a", 1), ("b", 2))]
+    runs = [
+        direct_search.train(tiny(tmp_path, run_name=n, seed=s)) for n, s in (("a", 1), ("b", 2))
+    ]
     assert lines(runs[0]) != lines(runs[1])
     assert_goes_on(direct_search, tiny, tmp_path, monkeypatch, 1200)
     assert lines(tmp_path / "whole") == lines(runs[0])

@@ -27,8 +27,16 @@ from typing import Any
 
 __all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
 
-PAPER_STEPS, PAPER_BASELINE_STEPS = 400_000, 1_350_000
-STEPS, BASELINE_STEPS = 300_000, 450_000
+PAPER_STEPS = {
+    "sac_han": 400_000,
+    "baseline_rl": 1_350_000,
+    "baseline_rl_dsa": 400_000,
+    "baseline_rl_ppo": 1_500_000,
+    "direct_search": 12_000_000,
+}
+"""Steps of the group ``paper`` by variant; those of the last two take a minute or less."""
+STEPS = {"sac_han": 300_000, "baseline_rl": 450_000, "direct_search": 12_000_000}
+"""Steps of the other groups by the learner."""
 GENERAL_STEPS = 240_000
 
 POINTS: dict[str, dict[str, Any]] = {
@@ -86,8 +94,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **TUNED,
     },
     "baseline_rl_dsa": {"reward": "completed_qos", **FROM_NOTHING, **TUNED},
+    "baseline_rl_ppo": {
+        "reward": "completed_qos",
+        "encoder": "expert",
+        "prior": 0.0,
+        "privileged_critic": False,
+        "gae_lambda": 0.99,
+        "num_steps": 128,
+    },
+    "direct_search": {"reward": "completed_qos"},
 }
 """Arguments of the agent by variant."""
+
+AGENTS = {
+    "baseline_rl": "baseline_rl",
+    "baseline_rl_ppo": "ppo_han",
+    "direct_search": "direct_search",
+}
+"""Module of ``servegym.agents`` by variant where it is not ``sac_han``."""
 
 PREDICTORS = {
     "ps_pl": (),
@@ -200,14 +224,15 @@ class TrainingRun:
 
     @property
     def network(self) -> str:
-        """Network over the state: ``han``, ``expert`` (the experts' rows alone) or ``sets``."""
-        fixed = {"baseline_rl": "expert", "rpi": "sets"}
+        """Network over the state: ``han``, ``sets``; over the rows alone ``expert``, ``linear``."""
+        fixed = {"baseline_rl": "expert", "direct_search": "linear", "rpi": "sets"}
         return fixed.get(self.agent) or self.settings.get("encoder", "han")
 
     @property
     def from_nothing(self) -> bool:
         """Whether the policy does not start at the heuristic `priced_greedy`."""
-        return self.agent == "baseline_rl" or self.settings.get("prior") == 0.0
+        beginners = ("baseline_rl", "direct_search")
+        return self.agent in beginners or self.settings.get("prior") == 0.0
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -242,17 +267,16 @@ class TrainingRun:
 
 
 def _run(group: str, variant: str, base: str, point: str, seed: int, **changes: Any) -> TrainingRun:
-    steps = changes.pop("steps", BASELINE_STEPS if base == "baseline_rl" else STEPS)
+    steps = changes.pop("steps", STEPS.get(base, STEPS["sac_han"]))
     settings = {**POINTS[point], **VARIANTS[base], **changes}
-    agent = "baseline_rl" if base == "baseline_rl" else "sac_han"
+    agent = AGENTS.get(base, "sac_han")
     return TrainingRun(group, variant, point, seed, steps, settings, agent)
 
 
 def _paper(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         for point in ("het8", "linear5"):
-            for variant in ("sac_han", "baseline_rl", "baseline_rl_dsa"):
-                steps = PAPER_BASELINE_STEPS if variant == "baseline_rl" else PAPER_STEPS
+            for variant, steps in PAPER_STEPS.items():
                 yield _run("paper", variant, variant, point, seed, steps=steps)
 
 
@@ -310,7 +334,7 @@ def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
             yield _run("predictors", name, "sac_han", "het8", seed, set=given)
         for point, counts in EXPERTS.items():
             for count in counts:
-                for base in ("sac_han", "baseline_rl"):
+                for base in ("sac_han", "baseline_rl", "direct_search"):
                     given = (f"num_experts={count}",)
                     yield _run("experts", f"{base}_n{count}", base, point, seed, set=given)
 
