@@ -49,7 +49,7 @@ ENV = {
 WIDTH = 64  # of every hidden layer
 WARMUP_STEPS = 8_000  # before the first update; at most a fifth of the training
 WARMUP_RANDOM = 0.2  # share of environments with uniform legal actions in the warm-up
-BATCH_SIZE = 128  # transitions per update
+BATCH_SIZE = 256  # transitions per update
 TAU = 0.02  # polyak step of the target network, per update
 AVERAGE = 0.01  # polyak step of the averaged network, which is evaluated and saved, per round
 LOG_EVERY = 2_000  # steps between rows of the log
@@ -81,7 +81,7 @@ class Args(ResumableRunArgs):
     actor_lr: float = 3e-4
     """learning rate of the actor at first; it falls likewise"""
     alpha: float = 0.02
-    """temperature: weight of the policy's entropy in the actor's loss"""
+    """temperature at first, the weight of the policy's entropy for the actor; it falls likewise"""
     eval_every: int = 30_000
     """steps between evaluations on the validation split; the best policy is saved"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
@@ -122,8 +122,7 @@ class Agent(nn.Module):
         experts = obs["experts"]
         if experts.shape[1] != self.experts:
             raise ValueError(f"made for {self.experts} experts, got {experts.shape[1]}")
-        rows = np.concatenate([2 * experts[..., :1], experts[..., 1:] / 3], -1)
-        return rows.reshape(len(rows), -1).astype(np.float16)
+        return (experts * (2, 1 / 3, 1 / 3)).reshape(len(experts), -1).astype(np.float16)
 
     def log_policy(self, h: Tensor, mask: Tensor) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
@@ -146,46 +145,53 @@ def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
 
 
 class ReplayBuffer:
-    """Time-major ring of transitions; rows of scaled features in float16, both action masks."""
+    """Time-major ring of transitions; rows of scaled features in float16, both action masks.
 
-    def __init__(self, size: int, num_envs: int, columns: int, actions: int) -> None:
+    The n-step sums are kept up as the rewards come in, so that a long sum costs a sample nothing.
+    """
+
+    def __init__(
+        self, size: int, num_envs: int, columns: int, actions: int, n_step: int, gamma: float
+    ) -> None:
         self.length, self.envs, self.count = max(size // num_envs, 2), num_envs, 0
+        self.n_step, self.gamma = n_step, gamma
         row, legal = (columns, np.float16), (actions, np.int8)
         kinds = {"obs": row, "next_obs": row, "mask": legal, "next_mask": legal}
         shape = (self.length, num_envs)
         self.data = {k: np.zeros((*shape, width), kind) for k, (width, kind) in kinds.items()}
-        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "done": bool}
+        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "open": bool}
+        flat |= dict.fromkeys(("return", "weight", "discount"), np.float32) | {"last": np.int64}
         self.data |= {k: np.zeros(shape, kind) for k, kind in flat.items()}
 
-    def add(self, **step: NDArray[Any]) -> None:
-        """Append one step of all environments."""
-        for key, value in step.items():
-            self.data[key][self.count % self.length] = value
+    def add(self, done: NDArray[np.bool_], **step: NDArray[Any]) -> None:
+        """Append one step of all environments; ``done`` (E,) where an episode ended or was cut."""
+        d, at = self.data, self.count % self.length
+        fresh = {"return": 0.0, "weight": 0.0, "discount": 1.0, "open": True}
+        for key, value in (step | fresh).items():
+            d[key][at] = value
+        rows = (self.count - np.arange(min(self.n_step, self.count + 1))) % self.length
+        counts = d["open"][rows]
+        weight = d["discount"][rows] * counts
+        d["return"][rows] += weight * d["reward"][at]
+        d["weight"][rows] += weight
+        d["discount"][rows] *= np.where(counts, np.float32(self.gamma), 1)
+        d["last"][rows] = np.where(counts, at, d["last"][rows])
+        d["open"][rows] = counts & np.logical_not(done)
         self.count += 1
 
-    def sample(
-        self, size: int, n_step: int, gamma: float, center: float, rng: np.random.Generator
-    ) -> dict[str, NDArray[Any]]:
+    def sample(self, size: int, center: float, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
         """Uniform batch; `return` is the n-step sum of (reward - center), `discount` gamma^n.
 
         A sum that meets the end of an episode stops there; next_obs, next_mask and terminated are
         those of its last step, so a truncated one bootstraps and a terminated one does not.
         """
         d, stored = self.data, min(self.count, self.length)
-        start = self.count - stored + rng.integers(0, stored - n_step + 1, size)
-        env = rng.integers(0, self.envs, size)
-        total, discount = np.zeros(size, np.float32), np.ones(size, np.float32)
-        last, alive = start, np.ones(size, bool)
-        for k in range(n_step):
-            at = (start + k) % self.length
-            last = np.where(alive, start + k, last)
-            total += alive * discount * (d["reward"][at, env] - center)
-            discount = np.where(alive, discount * gamma, discount).astype(np.float32)
-            alive &= np.logical_not(d["done"][at, env])
-        first, last = start % self.length, last % self.length
-        batch = {k: d[k][first, env] for k in ("obs", "mask", "action")}
-        after = ("next_obs", "next_mask", "terminated")
-        return batch | {k: d[k][last, env] for k in after} | {"return": total, "discount": discount}
+        start = self.count - stored + rng.integers(0, stored - self.n_step + 1, size)
+        at = (start % self.length, rng.integers(0, self.envs, size))
+        last = (d["last"][at], at[1])
+        batch = {k: d[k][at] for k in ("obs", "mask", "action", "discount")}
+        batch |= {k: d[k][last] for k in ("next_obs", "next_mask", "terminated")}
+        return batch | {"return": d["return"][at] - np.float32(center) * d["weight"][at]}
 
 
 def critic_target(batch: Mapping[str, Tensor], log_pi: Tensor, q1: Tensor, q2: Tensor) -> Tensor:
@@ -268,7 +274,7 @@ def train(args: Args) -> Path:
     critics = [p for part in (agent.encoder, agent.q1, agent.q2) for p in part.parameters()]
     groups = [{"params": critics}, {"params": list(agent.actor.parameters())}]
     optimizer = torch.optim.Adam(groups, fused=True)
-    buffer = ReplayBuffer(args.buffer_size, n, 3 * experts, actions)
+    buffer = ReplayBuffer(args.buffer_size, n, 3 * experts, actions, args.n_step, args.gamma)
     learning_starts = min(WARMUP_STEPS, args.total_timesteps // 5)
 
     mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
@@ -327,13 +333,14 @@ def train(args: Args) -> Path:
 
         # Learn.
         if step >= learning_starts and buffer.count >= args.n_step:
+            left = 1 - 0.9 * step / args.total_timesteps
             for group, lr in zip(optimizer.param_groups, (args.lr, args.actor_lr), strict=True):
-                group["lr"] = lr * (1 - 0.9 * step / args.total_timesteps)
+                group["lr"] = lr * left
             for _ in range(args.updates_per_step):
-                sample = buffer.sample(BATCH_SIZE, args.n_step, args.gamma, mean_reward, rng)
+                sample = buffer.sample(BATCH_SIZE, mean_reward, rng)
                 batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
                 batch |= {k: batch[k].float() for k in ("obs", "next_obs")}
-                losses = update(agent, target, optimizer, batch, args.alpha)
+                losses = update(agent, target, optimizer, batch, args.alpha * left)
             polyak_update(averaged, agent, AVERAGE)
 
         # Log, evaluate and save.

@@ -59,7 +59,8 @@ VF_COEF = 0.5  # weight of the value loss
 CRITIC_WARMUP = 0.03  # share of the training in which the critic alone learns
 AVERAGE = 0.05  # polyak step of the averaged network, which is evaluated and saved, per round
 EVAL_EPISODES, EVAL_REQUESTS = 8, 500  # of an evaluation: episodes per rate, requests per episode
-HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the privileged critic reads
+HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the privileged critic reads ...
+INPUTS = 4 * len(HORIZONS)  # ... four numbers of each
 
 
 @dataclass
@@ -297,9 +298,8 @@ class ExpertRows(nn.Sequential):
         )
 
     def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
-        """One embedding of the state, (B, 64) and again as (B, 1, 64)."""
-        h = super().forward(rows)
-        return h, h[:, None]
+        """One embedding of the state, (B, 64), for both."""
+        return (h := super().forward(rows)), h
 
 
 class Head(nn.Module):
@@ -353,7 +353,7 @@ class Agent(nn.Module):
             self.encoder = HAN() if args.encoder == "han" else Sets()
         self.actor = Head(system.num_experts + 1, per_expert=not self.fixed_experts)
         self.critic = nn.Sequential(
-            nn.Linear(2 * WIDTH + 4 * len(HORIZONS) * args.privileged_critic, WIDTH),
+            nn.Linear((2 - self.fixed_experts) * WIDTH + args.privileged_critic * INPUTS, WIDTH),
             nn.ReLU(),
             nn.Linear(WIDTH, WIDTH),
             nn.ReLU(),
@@ -391,7 +391,7 @@ class Agent(nn.Module):
             start = heuristic_values(self.layout.expert(rows), self.layout.running)
             logits = logits + F.pad(start, (1, 0)) / self.temperature  # a drop is worth 0
         log_pi = logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
-        known = [request, experts.mean(1)]
+        known = [request] if self.fixed_experts else [request, experts.mean(1)]
         if self.privileged:
             if inputs is None:
                 return log_pi, logits.new_zeros(len(rows))
@@ -478,9 +478,8 @@ def train(args: Args) -> Path:
     log = RunLog(run, args, "ppo_han", step, log_size)
 
     shape, batch_size = (args.num_steps, n), args.num_steps * n
-    extra = 4 * len(HORIZONS) * args.privileged_critic
     b_rows = torch.zeros((*shape, agent.rows(obs).shape[1]), dtype=torch.float16)
-    b_inputs = torch.zeros((*shape, extra), device=device)
+    b_inputs = torch.zeros((*shape, INPUTS * args.privileged_critic), device=device)
     b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
     b_action = torch.zeros(shape, dtype=torch.long, device=device)
     b_logp, b_reward, b_value, b_next, b_done = torch.zeros((5, *shape), device=device)
