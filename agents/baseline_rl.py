@@ -2,8 +2,8 @@
 
 Baseline RL (arXiv:2508.00234, section VI) sees of every expert its memory, running and waiting
 requests (Eq. 7), neither the arrived request nor its predictions nor the queues, and is paid the
-QoS of a request when it is completed. One network reads all experts together, so that a policy is
-made for one number of experts.
+QoS of a request when it is completed. One small network reads every expert's row and who it is, so
+that a policy is made for one number of experts.
 
 Neighbour: `sac_han` has the same losses and replay buffer over the whole graph, a prior and a
 privileged critic. ``python agents/baseline_rl.py --help`` lists the options.
@@ -46,7 +46,7 @@ ENV = {
 }
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
-WIDTH = 64  # of every hidden layer
+WIDTH = 32  # of every hidden layer; a row has three numbers
 WARMUP_STEPS = 8_000  # before the first update; at most a fifth of the training
 WARMUP_RANDOM = 0.2  # share of environments with uniform legal actions in the warm-up
 BATCH_SIZE = 256  # transitions per update
@@ -88,16 +88,43 @@ class Args(ResumableRunArgs):
     """arrival rates of the evaluation"""
 
 
-class Head(nn.Module):
-    """One value per action from the embedding of the state; (B, 64) -> (B, N+1)."""
+class Encoder(nn.Module):
+    """One network over every expert: rows (B, 3 N) -> system (B, 32), experts (B, N, 32).
 
-    def __init__(self, actions: int) -> None:
+    An expert's input is its row, the mean row and a learned vector that tells it apart.
+    """
+
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        self.request = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, actions))
+        self.who = nn.Parameter(torch.randn(experts, 8))
+        self.each = nn.Sequential(
+            nn.Linear(14, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        )
+        self.all = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
 
-    def forward(self, h: Tensor) -> Tensor:
-        """Embeddings -> (B, N+1)."""
-        return self.request(h)
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed a batch of rows."""
+        own = rows.view(len(rows), -1, 3)
+        mean, who = own.mean(1, keepdim=True).expand_as(own), self.who.expand(len(own), -1, -1)
+        experts = self.each(torch.cat([own, mean, who], -1))
+        return self.all(experts.mean(1)), experts
+
+
+class Head(nn.Module):
+    """One value per action (B, N+1): drop from MLP[h], expert n from MLP[h | h_n]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.system = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+        self.by_system, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, h: tuple[Tensor, Tensor]) -> Tensor:
+        """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
+        system, experts = h
+        drop, common = self.system(system).split(1, -1)
+        hidden = (self.by_system(system)[:, None] + self.by_expert(experts)).relu()
+        return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
 
 
 class Agent(nn.Module):
@@ -108,10 +135,8 @@ class Agent(nn.Module):
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.experts = experts
-        self.encoder = nn.Sequential(
-            nn.Linear(3 * experts, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
-        )
-        self.actor, self.q1, self.q2 = (Head(experts + 1) for _ in range(3))
+        self.encoder = Encoder(experts)
+        self.actor, self.q1, self.q2 = (Head() for _ in range(3))
 
     def rows(self, obs: Observation) -> NDArray[np.float16]:
         """Scaled rows (B, 3 N) of a batch of observations.
@@ -124,7 +149,7 @@ class Agent(nn.Module):
             raise ValueError(f"made for {self.experts} experts, got {experts.shape[1]}")
         return (experts * (2, 1 / 3, 1 / 3)).reshape(len(experts), -1).astype(np.float16)
 
-    def log_policy(self, h: Tensor, mask: Tensor) -> Tensor:
+    def log_policy(self, h: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
         return self.actor(h).masked_fill(mask == 0, -1e8).log_softmax(-1)
 
@@ -216,7 +241,7 @@ def update(
     chosen = batch["action"][:, None]
     q1_loss, q2_loss = (F.mse_loss(q.gather(1, chosen).squeeze(1), td_target) for q in (q1, q2))
 
-    log_pi = agent.log_policy(h.detach(), batch["mask"])
+    log_pi = agent.log_policy((h[0].detach(), h[1].detach()), batch["mask"])
     q = torch.minimum(q1, q2).detach()
     actor_loss = (log_pi.exp() * (alpha * log_pi - q)).sum(-1).mean()
 
@@ -240,7 +265,7 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    agent = Agent(weights["encoder.0.weight"].shape[-1] // 3)
+    agent = Agent(len(weights["encoder.who"]))
     if system is not None and system.num_experts != agent.experts:
         raise ValueError(f"made for {agent.experts} experts, got {system.num_experts}")
     checkpoint.load_weights(agent, weights)

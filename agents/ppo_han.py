@@ -52,7 +52,7 @@ ENV = {
 }
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
-HEADS, WIDTH = 4, 64  # of the HAN; WIDTH also of the other networks
+HEADS, WIDTH, ROWS_WIDTH = 4, 64, 32  # HAN; HAN and sets; over the three numbers of a row
 NUM_MINIBATCHES = 4  # per epoch
 CLIP_COEF = 0.2  # clipping of the probability ratio
 VF_COEF = 0.5  # weight of the value loss
@@ -289,44 +289,43 @@ class Sets(nn.Module):
         return self.all(experts.mean(1)), experts
 
 
-class ExpertRows(nn.Sequential):
-    """The experts' rows of Eq. 7 alone: memory, running and waiting requests, for a fixed N."""
+class ExpertRows(nn.Module):
+    """The experts' rows of Eq. 7 alone: memory, running and waiting requests, for a fixed N.
+
+    One network over every expert, told apart by a vector that is learned, and the mean row.
+    """
 
     def __init__(self, experts: int) -> None:
-        super().__init__(
-            nn.Linear(3 * experts, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
+        super().__init__()
+        self.who = nn.Parameter(torch.randn(experts, 8))
+        self.each = nn.Sequential(
+            nn.Linear(14, ROWS_WIDTH), nn.ReLU(), nn.Linear(ROWS_WIDTH, ROWS_WIDTH), nn.ReLU()
         )
+        self.all = nn.Sequential(nn.Linear(ROWS_WIDTH, ROWS_WIDTH), nn.ReLU())
 
     def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
-        """One embedding of the state, (B, 64), for both."""
-        return (h := super().forward(rows)), h
+        """Embed a batch of rows (B, 3 N)."""
+        own = rows.view(len(rows), -1, 3)
+        mean, who = own.mean(1, keepdim=True).expand_as(own), self.who.expand(len(own), -1, -1)
+        experts = self.each(torch.cat([own, mean, who], -1))
+        return self.all(experts.mean(1)), experts
 
 
 class Head(nn.Module):
-    """One logit per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n].
+    """One logit per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n]."""
 
-    With the experts' rows alone, all from the embedding of the state.
-    """
-
-    def __init__(self, actions: int, per_expert: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.per_expert = per_expert
-        inputs, outputs = (2 * WIDTH, 2) if per_expert else (WIDTH, actions)
-        self.request = nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(), nn.Linear(WIDTH, outputs))
-        last: list[nn.Module] = [self.request[2]]
-        if per_expert:
-            self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.out = nn.Linear(WIDTH, 1)
-            last.append(self.out)
+        self.request = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, 2))
+        self.by_request, self.by_expert = nn.Linear(width, width), nn.Linear(width, width)
+        self.out = nn.Linear(width, 1)
         with torch.no_grad():  # what is added to the heuristic is small at first
-            for linear in last:
+            for linear in (self.request[2], self.out):
                 for weight in linear.parameters():
                     weight.mul_(0.1 if weight.ndim > 1 else 0.0)  # no bias
 
     def forward(self, request: Tensor, experts: Tensor) -> Tensor:
         """Embeddings -> (B, N+1); a value common to all actions is added (dueling)."""
-        if not self.per_expert:
-            return self.request(request)
         drop, common = self.request(torch.cat([request, experts.mean(1)], -1)).split(1, -1)
         hidden = (self.by_request(request)[:, None] + self.by_expert(experts)).relu()
         return torch.cat([drop, self.out(hidden).squeeze(-1)], -1) + common
@@ -351,13 +350,14 @@ class Agent(nn.Module):
             self.encoder: nn.Module = ExpertRows(system.num_experts)
         else:
             self.encoder = HAN() if args.encoder == "han" else Sets()
-        self.actor = Head(system.num_experts + 1, per_expert=not self.fixed_experts)
+        width = ROWS_WIDTH if self.fixed_experts else WIDTH
+        self.actor = Head(width)
         self.critic = nn.Sequential(
-            nn.Linear((2 - self.fixed_experts) * WIDTH + args.privileged_critic * INPUTS, WIDTH),
+            nn.Linear(2 * width + args.privileged_critic * INPUTS, width),
             nn.ReLU(),
-            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(width, width),
             nn.ReLU(),
-            nn.Linear(WIDTH, 1),
+            nn.Linear(width, 1),
         )
 
     def rows(self, obs: Observation) -> NDArray[np.float16]:
@@ -391,7 +391,7 @@ class Agent(nn.Module):
             start = heuristic_values(self.layout.expert(rows), self.layout.running)
             logits = logits + F.pad(start, (1, 0)) / self.temperature  # a drop is worth 0
         log_pi = logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
-        known = [request] if self.fixed_experts else [request, experts.mean(1)]
+        known = [request, experts.mean(1)]
         if self.privileged:
             if inputs is None:
                 return log_pi, logits.new_zeros(len(rows))
