@@ -48,7 +48,7 @@ def test_scores_and_the_legal_action_by_hand():
 def test_candidates_play_the_same_episodes_and_are_paid_their_average_qos():
     kwargs = {"num_experts": 2, "episode_requests": 60, "reward": "completed_qos", "rate": 3.0}
     envs = make_envs(direct_search.ROWS_ID, 6, **kwargs)
-    one, other = np.arange(8.0), np.zeros(8)
+    one, other = np.array([1.0, -1, -2, 1, -1, -3, 0, 0]), np.zeros(8)
     other[-1] = 1.0  # drops everything
     population = np.array([one, other, one], np.float32)
     qos = direct_search.play(envs, population, [3, 4], 60)
