@@ -20,6 +20,7 @@ __all__ = [
     "iqm",
     "mean",
     "over_trainings",
+    "paired_change",
     "paired_difference",
     "relative_change",
     "stratified_bootstrap",
@@ -213,7 +214,7 @@ def over_trainings(
         ValueError: If there are no scores or the shapes differ.
     """
     base = 0.0 if reference is None else _scores(reference, "reference")[:, 0]
-    found = np.array([_scores(each, "scores")[:, 0] - base for each in scores])
+    found = _by_training(scores, "scores") - base
     if len(found) == 1:
         return stratified_bootstrap(found[0], statistic)
     return _crossed([found], lambda own: own, statistic)
@@ -239,16 +240,67 @@ def relative_change(
     Raises:
         ValueError: If there are no scores or the numbers of episodes differ.
     """
-    samples = [
-        np.array([_scores(each, name)[:, 0] for each in one])
-        for name, one in (("scores", scores), ("reference", reference))
-    ]
-    new, old = (float(np.mean([statistic(row) for row in one])) for one in samples)
+    both = [_by_training(one, name) for name, one in (("scores", scores), ("reference", reference))]
+    new, old = (float(np.mean([statistic(row) for row in one])) for one in both)
     if not (new > 0 and old > 0):
         return Interval(100 * (new / old - 1) if old > 0 else math.nan, math.nan, math.nan)
+    return _percent(_crossed(both, lambda a, b: np.log(a) - np.log(b), statistic))
+
+
+def paired_change(
+    scores: Sequence[Sequence[ArrayLike]],
+    reference: Sequence[Sequence[ArrayLike]],
+    statistic: Statistic = iqm,
+) -> Interval:
+    """Change from the cells of one level of a factorial design to those of another, percent.
+
+    Training k of every cell has the same seed and every training the same episodes, so that
+    differences are taken within seeds.
+
+    Args:
+        scores: For each cell, for each training, the scores of the same episodes.
+        reference: The cells that differ from those in the one factor alone, in the same order.
+        statistic: Of the episodes of one training.
+
+    Returns:
+        The geometric mean of the cells' changes of the statistic, with its interval over trainings
+        and episodes together; NaN where a statistic is not positive.
+
+    Raises:
+        ValueError: If there are no scores or the shapes differ.
+    """
+    new, old = (
+        np.array([_by_training(cell, name) for cell in cells])
+        for name, cells in (("scores", scores), ("reference", reference))
+    )
+    if new.shape != old.shape:
+        raise ValueError(
+            f"reference has shape {old.shape}; allowed is the shape of scores, {new.shape}: cells, "
+            "trainings, episodes"
+        )
+    both = np.concatenate([new, old]).transpose(1, 2, 0)  # (trainings, episodes, cells)
+    weight = np.repeat([1.0, -1.0], len(new)) / len(new)
+
+    def change(sample: NDArray[np.float64]) -> float:
+        return float(weight @ np.log([statistic(cell) for cell in sample.T]))
+
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = _crossed(samples, lambda a, b: np.log(a) - np.log(b), statistic)
-        return Interval(*(100 * float(np.expm1(end)) for end in found))
+        return _percent(_crossed([both], lambda own: own, change, repetitions=500))
+
+
+def _percent(logarithms: Interval) -> Interval:
+    return Interval(*(100 * float(np.expm1(end)) for end in logarithms))
+
+
+def _by_training(scores: Sequence[ArrayLike], argument: str) -> NDArray[np.float64]:
+    """Scores (trainings, episodes)."""
+    rows = [_scores(each, argument)[:, 0] for each in scores]
+    if not rows or len({row.size for row in rows}) > 1:
+        raise ValueError(
+            f"{argument} has trainings of {[row.size for row in rows]} episodes; allowed is the "
+            "same number for each, of one or more trainings"
+        )
+    return np.array(rows)
 
 
 def _crossed(
@@ -269,9 +321,9 @@ def _crossed(
     of the single episode of a training counts in both parts, which errs on the wide side.
 
     Args:
-        samples: For each policy the scores ``(trainings, episodes)``; the episodes are shared.
+        samples: For each policy the scores ``(trainings, episodes, ...)``; the episodes are shared.
         combine: Maps each policy's mean statistic to the quantity wanted, also element-wise.
-        statistic: Of the episodes of one training.
+        statistic: Of the episodes ``(episodes, ...)`` of one training.
         repetitions: Number of bootstrap replicates.
         confidence: Coverage of the interval.
         seed: Seed of the resampling.
@@ -311,10 +363,9 @@ def _resampled(
     values: NDArray[np.float64], picks: NDArray[np.int64], statistic: Statistic
 ) -> NDArray[np.float64]:
     """The statistic of each row of resampled values, shape ``(repetitions,)``."""
-    samples = values[picks]
     if statistic is iqm:
-        return _iqm_batch(samples)
-    return np.array([statistic(sample) for sample in samples])
+        return _iqm_batch(values[picks])
+    return np.array([statistic(values[pick]) for pick in picks])
 
 
 def two_way_bootstrap_mean(

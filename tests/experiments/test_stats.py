@@ -180,3 +180,21 @@ def test_relative_change_is_paired_by_episode_and_not_by_training():
     assert nothing.value == -100 and np.isnan(nothing.low)
     with pytest.raises(ValueError, match="same episodes"):
         stats.relative_change(one, [hard[:7]])
+
+
+def test_paired_change_is_within_seeds_and_cells():
+    rng = np.random.default_rng(0)
+    hard, luck = rng.uniform(0.3, 0.9, 20), rng.uniform(0.5, 1.0, 4)  # episodes and seeds differ
+    old = [[c * one * hard for one in luck] for c in (1.0, 0.7)]
+    new = [[1.2 * row for row in old[0]], [1.3 * row for row in old[1]]]
+    found = stats.paired_change(new, old)
+    both = 100 * (np.sqrt(1.2 * 1.3) - 1)
+    assert tuple(found) == pytest.approx((both, both, both))
+    change = np.array([0.1, 0.3, 0.2, 0.2])  # of the logarithm, by seed: a Student interval
+    new = [[np.exp(c) * row for c, row in zip(change, cell, strict=True)] for cell in old]
+    wanted = 100 * np.expm1(stats.student_interval(change))
+    assert tuple(stats.paired_change(new, old)) == pytest.approx(tuple(wanted))
+    with pytest.raises(ValueError, match="reference has shape"):
+        stats.paired_change(new, old[:1])
+    with pytest.raises(ValueError, match="trainings of"):
+        stats.paired_change([[hard, hard[:3]]], [[hard, hard]])

@@ -22,19 +22,26 @@ from servegym.experiments.figures.verdicts import (
 from servegym.experiments.tables import note
 
 __all__ = [
+    "AT_N",
     "CLAIMS",
     "COLLAPSED",
-    "OVER_BASELINE",
+    "METHOD",
+    "OVER_L",
     "PAPER_HEURISTICS",
     "PRINTED",
     "RETRAINED",
+    "RIVALS",
     "Change",
     "ahead",
     "at_point",
+    "base_of",
     "best_trained",
     "claim",
     "claims",
+    "columns_over",
+    "effects",
     "spread",
+    "start_of",
     "strongest",
 ]
 
@@ -68,13 +75,14 @@ PRINTED = {
 }
 """What the routing paper prints of its figures."""
 
-OVER_BASELINE = ("sac_han", "baseline_rl")
-AT_N = ("sac_han (trained at N)", "baseline_rl (trained at N)")
-"""Baseline RL serves no other number of experts than its own."""
-PAIRS = (OVER_BASELINE, ("sac_han (general)", "baseline_rl (general)"), AT_N)
-"""The paper's router and its baseline: both trained for one rate, for a range of rates, and anew
-for each number of experts."""
+METHOD = "sac_han"
+AT_N, OVER_L = " (trained at N)", " (trained over L)"
+"""What follows the name of a router trained anew for each N, or over all requirements L."""
+METHODS = (METHOD, f"{METHOD}{AT_N}", f"ppo{OVER_L}")
+"""The paper's router, which starts at nothing, and those that take its place in Fig. 11 and 13."""
 
+RIVALS = ("baseline_rl", "baseline_rl_ppo", "direct_search")
+"""Learners on Baseline RL's state: SAC, PPO and a direct search over linear policies."""
 PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
 """The paper's baselines other than Baseline RL."""
 
@@ -85,62 +93,111 @@ COLLAPSED = 0.9
 """Share of the sent requests above which a router counts as collapsed onto one expert."""
 
 
-def strongest(named: Mapping[str, Mapping[str, Any]], reference: str) -> str:
-    """The routing paper's baseline with the most QoS: its heuristics or its trained reference."""
-    known = [name for name in (*PAPER_HEURISTICS, reference) if name in named]
-    return max(known, key=lambda name: named[name]["qos"])
+def base_of(name: str) -> str:
+    """The name of a policy without what it says of its training in brackets."""
+    return name.partition(" (")[0]
+
+
+def start_of(name: str) -> str:
+    """What a trained router starts at: ``nothing``, or the heuristic that it learns to add to."""
+    base, _, ending = name.partition(" (")
+    residual = ending in ("shipped)", "general)") and base not in (*RIVALS, "sac_han_paper")
+    return "priced_greedy" if residual else "nothing"
+
+
+def columns_over(key: str) -> tuple[str, str, str]:
+    """Columns of a change over ``rival`` or ``state_rival`` and of its interval, percent."""
+    return f"over_{key}_pct", f"over_{key}_pct_low", f"over_{key}_pct_high"
+
+
+def strongest(
+    named: Mapping[str, Mapping[str, Any]],
+    method: str,
+    heuristics: Sequence[str] = PAPER_HEURISTICS,
+) -> str | None:
+    """The rival of a method with the most QoS at a point, None if there is none.
+
+    Args:
+        named: The rows of the point by policy.
+        method: The method, which is no rival of its own.
+        heuristics: Names that count besides `RIVALS`, however these are trained.
+    """
+    known = [
+        name for name in named if name != method and (name in heuristics or base_of(name) in RIVALS)
+    ]
+    return max(known, key=lambda name: named[name]["qos"], default=None)
+
+
+def interval_over(row: Mapping[str, Any], rival: str) -> tuple[float, float] | None:
+    """The interval of a policy's change of QoS over a rival, percent, where the row has it."""
+    for key in ("rival", "state_rival"):
+        if row.get(key) == rival:
+            return _ends(row, columns_over(key))
+    return None
+
+
+def _ends(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[float, float] | None:
+    low, high = (row[name] for name in columns[1:])
+    known = isinstance(low, float | int) and isinstance(high, float | int)
+    return (low, high) if known and math.isfinite(low) and math.isfinite(high) else None
 
 
 def ahead(
-    method: str,
-    reference: str,
+    methods: Sequence[str],
     paper: float,
     least: bool = False,
     key: str = "qos",
     best: bool = False,
 ) -> Reader:
-    """QoS (or another column) of one trained router over another's at every point, by fleet.
+    """QoS (or another column) of a trained router over its `strongest` rival at every point.
 
-    The worst point counts. Where the reference is below shortest_queue it has learnt too little: a
-    gain over it does not count, a loss does. With ``best`` the reference is the
-    `strongest` of the paper's baselines at each point.
+    The first of ``methods`` that a fleet has counts. Its rivals read Baseline RL's state; with
+    ``best`` the paper's heuristics are rivals too. The worst point decides. Where the rival is
+    below shortest_queue it has learnt too little: a gain over it does not count, a loss does.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
         column = "panel" if "panel" in rows[0] else "profiles"
+        heuristics = PAPER_HEURISTICS if best else ()
         for fleet in values(rows, column):
             part = pick(rows, **{column: fleet})
-            points = [
+            here = [
                 {row["policy"]: row for row in pick(part, point=point)}
                 for point in values(part, "point")
             ]
-            points = [point for point in points if {method, reference} <= set(point)]
+            method = next((name for name in methods if any(name in at for at in here)), "")
+            points = [at for at in here if method in at and strongest(at, method, heuristics)]
             if not points:
                 yield Finding(fleet, "not trained here", OPEN)
                 continue
             counted, weak, rivals = [], [], []
             for point in points:
-                rival = strongest(point, reference) if best else reference
+                rival = strongest(point, method, heuristics) or ""
                 change = percent(point[method][key], point[rival][key])
+                known = interval_over(point[method], rival) if key == "qos" else None
                 poor = point[rival]["qos"] < point["shortest_queue"]["qos"]
-                (weak if poor and change * paper > 0 else counted).append(change)
+                (weak if poor and change * paper > 0 else counted).append((change, known))
                 rivals.append(rival)
             parts = [
-                f"{span(part)} at {_points(part)}{why}"
+                f"{span([change for change, _ in part])} at {_points(part)}{why}"
                 for part, why in (
-                    (counted, f" over {' or '.join(dict.fromkeys(rivals))}" * best),
-                    (weak, " where the reference is below shortest_queue: undertrained"),
+                    (counted, f" over {' or '.join(dict.fromkeys(rivals))}"),
+                    (weak, " where the rival is below shortest_queue: undertrained"),
                 )
                 if part
             ]
-            worst = min((one / paper for one in counted), default=None)
-            verdict = OPEN if worst is None else judge(worst * paper, paper, least)
-            yield Finding(fleet, "; ".join(parts), verdict)
+            verdict = OPEN
+            if counted:
+                change, known = min(counted, key=lambda one: one[0] * math.copysign(1, paper))
+                verdict = judge(change, paper, least, known)
+                if known is not None:
+                    parts[0] += f", the least {change:+.1f} [{known[0]:+.1f}, {known[1]:+.1f}]"
+            yield Finding(fleet, f"{method}: " * (method != METHOD) + "; ".join(parts), verdict)
 
     return read
 
 
-def _points(part: Sequence[float]) -> str:
+def _points(part: Sequence[Any]) -> str:
     return f"{len(part)} point{'s'[: len(part) > 1]}"
 
 
@@ -148,18 +205,33 @@ def changed(
     place: str,
     text: str,
     source: str,
-    method: str,
-    reference: str,
     key: str = "qos",
-    part: str = "",
     best: bool = False,
+    methods: Sequence[str] = (METHOD,),
 ) -> Claim:
-    """The claim that a change between two routers is the one of `PRINTED`, see `ahead`."""
-    printed = PRINTED[f"{place}, {part}" if part else place]
+    """The claim that a change over the rivals is the one of `PRINTED`, see `ahead`."""
+    printed = PRINTED[place]
     figure, least = (printed.qos, printed.least) if key == "qos" else (printed.latency, False)
     printed_as = f"{'at least ' * least}{figure:+.2f} %"
-    read = ahead(method, reference, figure, least, key, best)
+    read = ahead(methods, figure, least, key, best)
     return Claim("routing", place, text, printed_as, source, read)
+
+
+def effects(factor: str, paper: Change) -> Reader:
+    """The effect of a factor of the `factorial` on QoS, by fleet, arrivals, rate and level."""
+
+    def read(rows: Rows) -> Iterable[Finding]:
+        for row in pick(rows, factor=factor, claimed=True):
+            known = _ends(row, ("change_pct", "change_pct_low", "change_pct_high"))
+            here = f"{row['change_pct']:+.1f} %"
+            if known is not None:
+                here += f" [{known[0]:+.1f}, {known[1]:+.1f}]"
+            setting = f"{row['point']}, {row['level']}"
+            if row["reference"]:
+                here += f" over {row['reference']}"
+            yield Finding(setting, here, judge(row["change_pct"], paper.qos, paper.least, known))
+
+    return read
 
 
 def end_to_end(rows: Rows) -> Iterable[Finding]:
@@ -170,7 +242,7 @@ def end_to_end(rows: Rows) -> Iterable[Finding]:
             yield Finding(point, "not trained here", OPEN)
             continue
         own = seconds["sac_han"]
-        names = (*PAPER_HEURISTICS, "baseline_rl")
+        names = (*PAPER_HEURISTICS, *RIVALS)
         others = {name: seconds[name] for name in names if name in seconds}
         quickest = min(others, key=others.__getitem__)
         change = percent(own, others[quickest])
@@ -199,7 +271,7 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
         if not none:
             yield Finding(point, "not trained here", OPEN)
             continue
-        rival = strongest(named, "baseline_rl")
+        rival = strongest(named, RETRAINED) or ""
         change = percent(none[0]["qos"], named[rival]["qos"])
         paper = PRINTED["Fig. 18, none"]
         yield Finding(point, f"{change:+.1f} % over {rival}", judge(change, paper.qos, paper.least))
@@ -264,12 +336,14 @@ def claim(
         return note(text, **pair, verdict=OPEN)
     qos = percent(ours["qos"], theirs["qos"])
     latency = percent(ours["latency_ms_per_token"], theirs["latency_ms_per_token"])
-    verdict = judge(qos, paper.qos, paper.least) if isinstance(paper, Change) else OPEN
+    known = interval_over(ours, reference)
+    verdict = judge(qos, paper.qos, paper.least, known) if isinstance(paper, Change) else OPEN
+    ends = f" [{known[0]:+.2f}, {known[1]:+.2f}]" if known is not None else ""
     collapsed = [row for row in (ours, theirs) if row.get("top_share", 0) > COLLAPSED]
     text = (
-        f"{method} over {reference}: QoS {qos:+.2f} %, latency per token {latency:+.2f} % (paper: "
-        f"{paper}{'' if verdict == OPEN else f': {verdict}'}; a router that always gave the best "
-        f"score: QoS {percent(ceiling, theirs['qos']):+.0f} %)."
+        f"{method} over {reference}: QoS {qos:+.2f} %{ends}, latency per token {latency:+.2f} % "
+        f"(paper: {paper}{'' if verdict == OPEN else f': {verdict}'}; a router that always gave "
+        f"the best score: QoS {percent(ceiling, theirs['qos']):+.0f} %)."
     )
     for row in collapsed:
         text += f" {row['policy']} sends {100 * row['top_share']:.0f} % to one expert: collapsed."
@@ -280,24 +354,27 @@ def claim(
 def best_trained(
     rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
 ) -> list[dict[str, Any]]:
-    """The best trained router of a point against the best heuristics: one note or none."""
+    """The best trained routers of a point against the best heuristics: a note for each start."""
     named = {row["policy"]: row for row in rows if row["policy"] in references}
-    trained = [row for row in rows if row["trainings"]]
-    if not trained or len(named) < len(references):
-        return []
-    best = max(trained, key=lambda row: row["qos"])
-    against = [
-        f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; on "
-        f"the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
-        f"{best[f'over_{name}_high']:+.4f}])"
-        for name in references
-    ]
-    text = (
-        f"the best trained router is {best['policy']} with a QoS of {best['qos']:.3f} "
-        f"[{best['qos_low']:.3f}, {best['qos_high']:.3f}], against {', '.join(against)}; the best "
-        f"score of every request would be {best['ceiling']:.3f}."
-    )
-    return [note(text, method=best["policy"], qos=best["qos"])]
+    notes = []
+    for start in ("nothing", "priced_greedy"):
+        trained = [row for row in rows if row["trainings"] and start_of(row["policy"]) == start]
+        if not trained or len(named) < len(references):
+            continue
+        best = max(trained, key=lambda row: row["qos"])
+        against = [
+            f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; "
+            f"on the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
+            f"{best[f'over_{name}_high']:+.4f}])"
+            for name in references
+        ]
+        text = (
+            f"of the routers that start at {start}, {best['policy']} is best with a QoS of "
+            f"{best['qos']:.3f} [{best['qos_low']:.3f}, {best['qos_high']:.3f}], against "
+            f"{', '.join(against)}; the best score of every request would be {best['ceiling']:.3f}."
+        )
+        notes.append(note(text, method=best["policy"], qos=best["qos"]))
+    return notes
 
 
 def at_point(point: str, notes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -306,26 +383,25 @@ def at_point(point: str, notes: Iterable[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[dict[str, Any]]:
-    """What the paper's claim comes to, and which router is best, at every point.
+    """What the paper's claim comes to, and which routers are best, at every point.
 
-    The paper's figures are over Baseline RL or over all its baselines: the trained one has its
-    note, and so has the `strongest` where that is a heuristic.
+    The paper's figures are over Baseline RL or over all its baselines: the `strongest` that reads
+    Baseline RL's state has its note, and so has the `strongest` of all where that is a heuristic.
     """
     notes = []
     column = "panel" if rows and "panel" in rows[0] else "profiles"
     for fleet in values(rows, column):
         part = pick(rows, **{column: fleet})
         points = {point: pick(part, point=point) for point in values(part, "point")}
-        trained = {row["policy"] for row in part}
-        pairs = [pair for pair in PAIRS if set(pair) <= trained]
-        if not pairs:
-            notes += at_point(fleet, [claim([], *PAIRS[0], paper)])
-        for method, reference in pairs:
+        methods = [name for name in METHODS if any(row["policy"] == name for row in part)]
+        if not methods:
+            notes += at_point(fleet, [claim([], METHOD, RIVALS[0], paper)])
+        for method in methods:
             for point, own in points.items():
                 named = {row["policy"]: row for row in own}
-                if {method, reference} <= set(named):
-                    rivals = dict.fromkeys((reference, strongest(named, reference)))
-                    notes += at_point(point, [claim(own, method, one, paper) for one in rivals])
+                found = (strongest(named, method, ()), strongest(named, method))
+                rivals = [name for name in dict.fromkeys(found) if name and method in named]
+                notes += at_point(point, [claim(own, method, one, paper) for one in rivals])
         for point, own in points.items():
             notes += at_point(point, best_trained(own))
     return notes
@@ -348,29 +424,10 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 CLAIMS = (
-    changed(
-        "Fig. 7",
-        "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals",
-        "fig7_poisson",
-        *OVER_BASELINE,
-    ),
-    changed(
-        "Fig. 7",
-        "and takes less time a token",
-        "fig7_poisson",
-        *OVER_BASELINE,
-        key="latency_ms_per_token",
-    ),
-    changed(
-        "Fig. 7",
-        "more QoS than the best of the paper's baselines",
-        "fig7_poisson",
-        *OVER_BASELINE,
-        best=True,
-    ),
-    changed(
-        "Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", *OVER_BASELINE, best=True
-    ),
+    changed("Fig. 7", "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals", "fig7_poisson"),
+    changed("Fig. 7", "and takes less time a token", "fig7_poisson", "latency_ms_per_token"),
+    changed("Fig. 7", "more QoS than the best of the paper's baselines", "fig7_poisson", best=True),
+    changed("Fig. 9", "the same under BurstGPT's arrivals", "fig9_burstgpt", best=True),
     Claim(
         "routing",
         "Fig. 10",
@@ -385,45 +442,32 @@ CLAIMS = (
         "more QoS than the baselines with 3 to 12 experts",
         "above them everywhere",
         "fig11_experts",
-        ahead(*AT_N, 1e-9, True, best=True),
+        ahead((f"{METHOD}{AT_N}",), 1e-9, True, best=True),
     ),
     changed(
-        "Fig. 12",
-        "more QoS than the baselines over the arrival rate",
-        "fig12_rate",
-        *OVER_BASELINE,
-        best=True,
+        "Fig. 12", "more QoS than the baselines over the arrival rate", "fig12_rate", best=True
     ),
     changed(
         "Fig. 13",
         "more QoS than the baselines over the latency requirement",
         "fig13_requirement",
-        *OVER_BASELINE,
         best=True,
+        methods=(f"ppo{OVER_L}", METHOD),
     ),
-    changed(
-        "Fig. 17",
-        "the graph as state (DSA) adds to Baseline RL",
-        "fig17_ablation",
-        "baseline_rl_dsa",
-        "baseline_rl",
-        part="state",
-    ),
-    changed(
-        "Fig. 17",
-        "the QoS-aware reward adds to that",
-        "fig17_ablation",
-        "sac_han",
-        "baseline_rl_dsa",
-        part="reward",
-    ),
-    changed(
-        "Fig. 17",
-        "the same with PPO in the place of SAC",
-        "fig17_ablation",
-        "ppo: qos_aware",
-        "ppo: baseline_rl_dsa",
-        part="reward",
+    *(
+        Claim("routing", "Fig. 17", text, f"{paper.qos:+} %", "factorial_effects", read)
+        for text, paper, read in (
+            (
+                "the graph as state adds to what can be had on Baseline RL's",
+                PRINTED["Fig. 17, state"],
+                effects("state", PRINTED["Fig. 17, state"]),
+            ),
+            (
+                "the QoS-aware reward adds to that",
+                PRINTED["Fig. 17, reward"],
+                effects("reward", PRINTED["Fig. 17, reward"]),
+            ),
+        )
     ),
     Claim(
         "routing",

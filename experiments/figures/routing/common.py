@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,13 @@ import numpy as np
 from servegym.envs._checks import choose
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures import run as figure_run
+from servegym.experiments.figures.routing.claims import (
+    OVER_L,
+    RIVALS,
+    base_of,
+    columns_over,
+    strongest,
+)
 from servegym.experiments.figures.routing.plots import (
     BASELINES,
     plot_bars,
@@ -31,8 +40,8 @@ from servegym.experiments.figures.run import (
     table_path,
 )
 from servegym.experiments.jobs import LOCK
-from servegym.experiments.output import print_table, read_rows
-from servegym.experiments.stats import Interval, over_trainings
+from servegym.experiments.output import print_table, read_rows, write_json
+from servegym.experiments.stats import Interval, over_trainings, relative_change
 from servegym.experiments.tables import Note, merge_policies, read_record, versions
 
 __all__ = [
@@ -114,6 +123,7 @@ class Options(FigureOptions):
         requests: Requests of an episode.
         trained: The finished trainings.
         keep: Whether policies that are not measured stay in the tables, see `with_earlier`.
+        cache: Folder of the episodes of trained routers, which are then played once, or None.
     """
 
     checkpoints: Path | None
@@ -123,6 +133,7 @@ class Options(FigureOptions):
     requests: int
     trained: Sequence[TrainedRun]
     keep: bool = False
+    cache: Path | None = None
 
 
 Figure = Callable[[Options], None]
@@ -161,6 +172,7 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
         group, variant = result.get("group", "other"), result.get("variant", policy.name)
         label = {
             "paper": variant,
+            "limits": f"{variant}{OVER_L}",
             "general": f"{'sac_han' if variant == 'residual' else variant} (general)",
             "other": f"{policy.name} ({run.name})",
         }.get(group, f"{group}: {variant}")
@@ -195,6 +207,12 @@ def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> T
     )
 
 
+@functools.cache
+def world_digest() -> str:
+    """Digest of the installed sources that an episode depends on, but for the policy's own."""
+    return source_digest(("baselines.llm_routing", "envs.llm_routing", "envs.workloads"))
+
+
 def play(
     policies: Sequence[Any], episodes: int, env_kwargs: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -218,7 +236,7 @@ def measure(
     The interval of a baseline, or of a router trained once, is over episodes; that of a router
     trained with several seeds is over trainings and episodes together. ``interval_over`` says
     which; kept rows of earlier tables have intervals over ``trainings`` alone. ``over_X`` is the
-    difference to the heuristic X on the same episodes.
+    difference to the heuristic X on the same episodes; for the rest see `over_rivals`.
 
     Args:
         options: The command line.
@@ -228,27 +246,16 @@ def measure(
         baselines: Registered names.
         episodes: Episodes; those of the command line by default.
     """
-    from servegym.agents import load_policy
-
     kwargs = {"episode_requests": options.requests, **env_kwargs}
     number = episodes or options.episodes
-    rows = []
-    if baselines:
-        rows = play(baselines, number, kwargs)
+    rows = play(baselines, number, kwargs) if baselines else []
     series: dict[str, list[list[dict[str, Any]]]] = {
         name: [[row for row in rows if row["policy"] == name]] for name in baselines
     }
-    system = None
-    for run in trained:
-        if system is None:
-            from servegym.baselines.llm_routing.system import RoutingSystem
-
-            system = RoutingSystem.from_kwargs(**kwargs)
-        if not run.any_experts and run.experts != system.num_experts:
-            continue
-        policy = load_policy(run.path, system)
-        policy.name = run.label
-        series.setdefault(run.label, []).append(play([policy], number, kwargs))
+    series |= {
+        label: list(parts.values())
+        for label, parts in play_trained(options, trained, kwargs, number).items()
+    }
     found = {
         name: {**point, "policy": name, "trainings": 0 if name in baselines else len(parts)}
         | summarise_parts(parts)
@@ -257,7 +264,72 @@ def measure(
     for reference in (name for name in REFERENCES if name in baselines):
         for name, row in found.items():
             row |= gain(f"over_{reference}", series[name], series[reference][0])
+    for name, row in found.items():
+        row |= over_rivals(name, found, series)
     return list(found.values())
+
+
+def play_trained(
+    options: Options, trained: Sequence[TrainedRun], kwargs: Mapping[str, Any], episodes: int
+) -> dict[str, dict[int, list[dict[str, Any]]]]:
+    """Rows of the episodes of trained routers by label and seed; of those that can serve N."""
+    from servegym.agents import load_policy
+    from servegym.baselines.llm_routing.system import RoutingSystem
+
+    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
+    system = RoutingSystem.from_kwargs(**kwargs) if trained else None
+    for run in trained:
+        if system is None or not (run.any_experts or run.experts == system.num_experts):
+            continue
+        stored = None
+        if options.cache is not None:
+            what = json.dumps([run.label, dict(kwargs), episodes, world_digest()], sort_keys=True)
+            digest = hashlib.sha256(run.path.read_bytes() + what.encode()).hexdigest()[:20]
+            stored = options.cache / f"{run.path.parent.name}_{digest}.json"
+        if stored is not None and stored.exists():
+            rows = json.loads(stored.read_text(encoding="utf-8"))
+        else:
+            policy = load_policy(run.path, system)
+            policy.name = run.label
+            rows = play([policy], episodes, kwargs)
+            if stored is not None:
+                write_json(stored, rows)
+        found.setdefault(run.label, {})[run.seed] = rows
+    return found
+
+
+def over_rivals(
+    name: str,
+    found: Mapping[str, Mapping[str, Any]],
+    series: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+) -> dict[str, Any]:
+    """Changes of a policy's QoS over its strongest rivals at a point, percent.
+
+    Args:
+        name: The policy.
+        found: The rows of the point by policy.
+        series: Its episodes by policy and training.
+
+    Returns:
+        ``rival`` and ``over_rival_pct`` with its interval (`relative_change`) for the strongest of
+        the paper's baselines, ``state_rival`` and so on for the strongest that reads Baseline RL's
+        state; empty where the policy is a rival itself or has none.
+    """
+    row: dict[str, Any] = {}
+    for key, rival in (
+        ("rival", strongest(found, name)),
+        ("state_rival", strongest(found, name, heuristics=())),
+    ):
+        values: tuple[Any, ...] = ("", "", "")
+        if rival is not None and base_of(name) not in RIVALS:
+            own, theirs = (
+                [[one["avg_qos"] for one in part] for part in series[x]] for x in (name, rival)
+            )
+            values = tuple(round(value, 4) for value in relative_change(own, theirs))
+        else:
+            rival = ""
+        row |= {key: rival, **dict(zip(columns_over(key), values, strict=True))}
+    return row
 
 
 def gain(
@@ -443,6 +515,9 @@ def run_figures(
         "--shipped", action="store_true", help="with --checkpoints: and the shipped ones"
     )
     parser.add_argument(
+        "--cache", type=Path, help="folder for the episodes of trainings: none is played twice"
+    )
+    parser.add_argument(
         "--profiles",
         nargs="+",
         default=FLEETS,
@@ -471,6 +546,8 @@ def run_figures(
             run for run in options.trained if run.group != "shipped" or run.variant in names
         )
     options.requests = 100 if options.quick else 1000
+    if options.cache is not None:
+        options.cache.mkdir(parents=True, exist_ok=True)
     if not options.trained:
         print("no trained routers: baselines only")
     return run_chosen(figures, pictures, options)

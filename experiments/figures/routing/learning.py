@@ -19,12 +19,15 @@ from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.routing.claims import (
+    METHOD,
     PAPER_HEURISTICS,
     PRINTED,
     RETRAINED,
+    RIVALS,
     at_point,
     claim,
     spread,
+    strongest,
 )
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
@@ -55,11 +58,13 @@ PREDICTORS = {
     "ZS+PL": {"score_predictor": "zero"},
     "PS+ZL": {"length_predictor": "zero"},
     "ZS+ZL": {"score_predictor": "zero", "length_predictor": "zero"},
+    "mean": {"score_predictor": "mean", "length_predictor": "mean"},
     "learned": {"score_predictor": "learned", "length_predictor": "learned"},
     "exact": {"score_predictor": "exact", "length_predictor": "exact"},
 }
-"""Fig. 18: predictions as often right as the paper's, or zero, of score and length; those of the
-predictor that was fine-tuned here (`agents.train_predictor`); the truth, an upper bound."""
+"""Fig. 18: predictions as often right as the paper's, or none (zero, P -> Z), of score and length;
+each expert's train means in their place; those of the predictor that was fine-tuned here
+(`agents.train_predictor`); the truth, an upper bound."""
 
 
 REFERENCES = ("shortest_queue", "greedy_qos", "priced_greedy")
@@ -232,15 +237,14 @@ def fig17(options: Options) -> None:
     lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
     for name in dict.fromkeys(row["point"] for row in rows):
         own = [row for row in rows if row["point"] == name]
+        named = {row["policy"]: row for row in own}
+        rivals = [strongest(named, METHOD, ()), "baseline_rl_dsa"]
         lines += at_point(
             name,
             [
-                claim(own, "baseline_rl_dsa", "baseline_rl", state),
-                claim(own, "sac_han", "baseline_rl_dsa", reward),
-                claim(own, "sac_han", "baseline_rl", "both together"),
-                claim(own, "ppo: baseline_rl_dsa", "ppo: baseline_rl", state),
-                claim(own, "ppo: qos_aware", "ppo: baseline_rl_dsa", reward),
-                claim(own, "ppo: qos_aware", "ppo: baseline_rl", "both together"),
+                *(claim(own, "baseline_rl_dsa", one, state) for one in rivals[:1] if one),
+                claim(own, METHOD, "baseline_rl_dsa", reward),
+                *(claim(own, METHOD, one, "both together") for one in rivals[:1] if one),
                 *spread(own),
             ],
         )
@@ -250,7 +254,8 @@ def fig17(options: Options) -> None:
 def fig18(options: Options) -> None:
     """Predictors: none, one or both of score and length; heuristics and routers trained so.
 
-    Baseline RL reads the experts' rows alone, which hold no prediction: one training serves all.
+    Learners on Baseline RL's state read no prediction: one training serves all. Shipped routers
+    were trained with predictions and are played without.
     """
     rows = []
     heuristics = (*PAPER_HEURISTICS, "least_latency", "greedy_qos", "priced_greedy")
@@ -263,7 +268,7 @@ def fig18(options: Options) -> None:
             trained = [
                 one._replace(label=RETRAINED) if one.group == "predictors" else one
                 for one in chosen(options, fleet, ("paper", "predictors"))
-                if one.group == "shipped" or one.variant in (variant, "baseline_rl")
+                if one.group == "shipped" or one.variant in (variant, *RIVALS)
             ]
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)
@@ -276,7 +281,11 @@ def fig18(options: Options) -> None:
         }
         for policy in dict.fromkeys(row["policy"] for row in rows):
             none = by_name.get((policy, "ZS+ZL"))
-            for name, words in (("PS+PL", "predictors"), ("learned", "the fine-tuned predictor")):
+            for name, words in (
+                ("PS+PL", "predictors"),
+                ("learned", "the fine-tuned predictor"),
+                ("mean", "each expert's train means"),
+            ):
                 with_it = by_name.get((policy, name))
                 if with_it and none and none["qos"] > 0:
                     qos = percent(with_it["qos"], none["qos"])
@@ -291,8 +300,9 @@ def fig18(options: Options) -> None:
                     lines.append(note(text, **data, qos_pct=qos, latency_pct=latency))
     text = (
         "Predictions of the score (S) and the length (L) are as often right as the paper's (P), or "
-        "zero (Z); 'learned' are those of the predictor that is fine-tuned here; 'exact' ones are "
-        "the truth, an upper bound."
+        "there are none (Z): a policy without them takes the same score and length for every "
+        "expert. 'mean' gives each expert's train means; 'learned' are those of the predictor that "
+        "is fine-tuned here; 'exact' ones are the truth, an upper bound."
     )
     save(options, "fig18_predictors", rows, text, *lines)
 

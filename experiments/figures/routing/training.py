@@ -42,10 +42,13 @@ TABLE = Path("experiments/results/routing/training.csv")
 RESULT, SECONDS, LOG = "result.json", "seconds.txt", "training.log"
 
 
-def source_digest() -> str:
+SOURCES = ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads")
+
+
+def source_digest(packages: Sequence[str] = SOURCES) -> str:
     """Twelve hex digits of the installed sources that a training depends on."""
     digest = hashlib.sha256()
-    for package in ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads"):
+    for package in packages:
         folder = Path(next(iter(import_module(f"servegym.{package}").__path__)))
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())

@@ -65,13 +65,55 @@ def test_the_worst_point_decides_and_a_gain_over_an_undertrained_reference_does_
     table = rows(FAIR, "a", "one") + rows(POOR, "b", "one")
     table += rows(FAIR, "c", "two") + rows(WEAK, "d", "two") + rows({"random": 0.1}, "e", "three")
     table += rows(FAIR, "f", "four") + rows(LOST, "g", "four") + rows(WEAK, "h", "five")
-    one, two, three, four, five = ahead("sac_han", "baseline_rl", 34.11, True)(table)
-    assert one == ("one", "+10.0 to +36.0 % at 2 points", "same direction")
-    poor = "+40.0 % at 1 point where the reference is below shortest_queue: undertrained"
-    assert two == ("two", f"+36.0 % at 1 point; {poor}", "agrees")
+    one, two, three, four, five = ahead(("sac_han",), 34.11, True)(table)
+    over = "over baseline_rl"
+    assert one == ("one", f"+10.0 to +36.0 % at 2 points {over}", "same direction")
+    poor = "+40.0 % at 1 point where the rival is below shortest_queue: undertrained"
+    assert two == ("two", f"+36.0 % at 1 point {over}; {poor}", "agrees")
     assert five == ("five", poor, OPEN)
     assert three == ("three", "not trained here", OPEN)
-    assert four == ("four", "-10.0 to +36.0 % at 2 points", "disagrees")
+    assert four == ("four", f"-10.0 to +36.0 % at 2 points {over}", "disagrees")
+
+
+def test_the_strongest_learner_on_baseline_rls_state_is_the_rival() -> None:
+    table = rows(FAIR | {"direct_search": 0.66, "baseline_rl_ppo": 0.6}, "a", "one")
+    (found,) = ahead(("sac_han",), 35.78)(table)
+    assert found == ("one", "+3.0 % at 1 point over direct_search", "same direction")
+    own = next(row for row in table if row["policy"] == "sac_han")
+    own |= {"rival": "direct_search", "over_rival_pct": 3.0}
+    for low, high, verdict in ((1.0, 5.0, "same direction"), (-1.0, 7.0, "disagrees")):
+        own |= {"over_rival_pct_low": low, "over_rival_pct_high": high}
+        (found,) = ahead(("sac_han",), 35.78)(table)
+        assert found.verdict == verdict and f"[{low:+.1f}, {high:+.1f}]" in found.here
+    own["rival"] = "baseline_rl"  # the interval is not of this comparison
+    (found,) = ahead(("sac_han",), 35.78)(table)
+    assert found.verdict == "same direction" and "[" not in found.here
+
+
+def test_another_method_stands_in_where_it_is_trained() -> None:
+    table = rows(FAIR | {"ppo (trained over L)": 0.6}, "a", "one") + rows(FAIR, "b", "two")
+    one, two = ahead(("ppo (trained over L)", "sac_han"), 20.0)(table)
+    assert one == ("one", "ppo (trained over L): +20.0 % at 1 point over baseline_rl", "agrees")
+    assert two.here == "+36.0 % at 1 point over baseline_rl"
+
+
+def test_effects_of_the_factorial_are_judged_with_their_intervals(tmp_path) -> None:
+    (tmp_path / "routing").mkdir()
+    common = {"point": "a", "claimed": True, "reference": ""}
+    table = [
+        {**common, "factor": factor, "level": level, "claimed": claimed, "change_pct": change}
+        | {"change_pct_low": change - 1, "change_pct_high": change + 1}
+        for factor, level, claimed, change in (
+            ("state", "graph", True, 3.0),
+            ("reward", "literal", True, -0.5),
+            ("reward", "in one cell", False, 20.0),
+            ("estimator", "literal", False, 2.0),
+        )
+    ]
+    write_csv(tmp_path / "routing" / "factorial_effects.csv", table)
+    state, reward = (one for one in CLAIMS if one.place == "Fig. 17")
+    assert findings(state, tmp_path) == [("a, graph", "+3.0 % [+2.0, +4.0]", "same direction")]
+    assert findings(reward, tmp_path) == [("a, literal", "-0.5 % [-1.5, +0.5]", "disagrees")]
 
 
 def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """The figure scripts at smoke size: files, numbers that can be checked."""
 
 import csv
+import dataclasses
 import json
 
 import numpy as np
@@ -12,12 +13,13 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import baseline_rl, sac_han  # noqa: E402
+from servegym.agents import baseline_rl, ppo_han, sac_han  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.figures import run as figure_run  # noqa: E402
 from servegym.experiments.figures.routing import common as routing_common  # noqa: E402
 from servegym.experiments.figures.routing import episodes as routing_episodes  # noqa: E402
+from servegym.experiments.figures.routing import factorial as routing_factorial  # noqa: E402
 from servegym.experiments.figures.routing import learning as routing_learning  # noqa: E402
 from servegym.experiments.figures.routing import load_sweeps as routing_sweeps  # noqa: E402
 from servegym.experiments.figures.routing import training as routing_training  # noqa: E402
@@ -44,7 +46,7 @@ def rows_of(path):
 def checkpoint(folder, run, **given):
     """An untrained checkpoint as the training queue leaves one."""
     torch.manual_seed(run.seed)
-    agent = baseline_rl if run.agent == "baseline_rl" else sac_han
+    agent = {"baseline_rl": baseline_rl, "ppo_han": ppo_han}.get(run.agent, sac_han)
     args = agent.Args(**run.arguments, seed=run.seed)
     system = RoutingSystem.from_kwargs(profiles=run.settings["profiles"])
     net = agent.Agent(6) if agent is baseline_rl else agent.Agent(args, system)
@@ -331,7 +333,7 @@ def test_trained_at_n_are_those_of_the_number_and_the_rate(tmp_path, monkeypatch
     for name in ("measure", "print_rows", "save"):
         monkeypatch.setattr(routing_sweeps, name, measure if name == "measure" else print)
     routing_sweeps.fig11(options)
-    both = ["sac_han (trained at N)", "baseline_rl (trained at N)"]
+    both = ["sac_han (trained at N)", "baseline_rl (trained at N)"]  # the method, then its rivals
     wanted = {("paper-linear", 3): both, ("paper-linear", 6): both, ("paper-linear", 12): both[:1]}
     assert {key: labels for key, labels in asked.items() if labels} == wanted
     assert len(asked) == 8
@@ -365,10 +367,10 @@ def test_learning_figures(tmp_path, trained, capsys):
     ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
     assert ablation["sac_han"]["trainings"] == "2"
     predictors = rows_of(tmp_path / "fig18_predictors.csv")
-    assert len({row["predictors"] for row in predictors}) == 6
+    assert len({row["predictors"] for row in predictors}) == 7
     for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
         own = [row["qos"] for row in predictors if row["policy"] == name]
-        assert len(own) == 6 and len(set(own)) == 1
+        assert len(own) == 7 and len(set(own)) == 1
     so = [row["predictors"] for row in predictors if row["policy"] == RETRAINED]
     assert so == ["ZS+ZL"] and "sac_han" not in {row["policy"] for row in predictors}
     table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
@@ -393,3 +395,70 @@ def test_without_trainings_it_says_so(tmp_path, capsys, monkeypatch):
 def test_bad_arguments(argv, tmp_path):
     with pytest.raises(ValueError, match=argv[0][2:]):
         routing_sweeps.main(["--quick", "--out", str(tmp_path), "--figure", "fig7", *argv])
+
+
+def test_effects_are_within_seeds_and_the_state_is_held_against_its_strongest_rival():
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.8, 6)
+    luck = {1: 1.0, 2: 0.7, 3: 0.9}  # by seed, larger than any effect
+
+    def trained(factor, seeds=(1, 2, 3)):
+        row = {key: 0.5 for key, _ in routing_common.COLUMNS.values()}
+        return {k: [row | {"avg_qos": factor * luck[k] * one} for one in hard] for k in seeds}
+
+    worth = {"completed": 1.0, "new_violations": 1.0, "literal": 1.1}
+    played = {
+        f"factorial: {state}_{reward}": trained(factor * more)
+        for state, factor in (("off", 1.0), ("on", 1.05))
+        for reward, more in worth.items()
+    }
+    played |= {"baseline_rl": trained(0.5), "direct_search": trained(0.96)}
+    found = {(row["factor"], row["level"]): row for row in routing_factorial.effects_of(played)}
+
+    def change(*key):
+        return [found[key][f"change_pct{end}"] for end in ("", "_low", "_high")]
+
+    assert change("estimator", "on average over the rewards") == pytest.approx([5.0] * 3, abs=1e-3)
+    assert change("reward", "literal, on average over the states") == pytest.approx([10.0] * 3)
+    assert change("reward", "new_violations, without the estimator") == pytest.approx([0.0] * 3)
+    state = found["state", "graph without the estimator"]
+    assert state["reference"] == "direct_search"  # not paired by seed: the seeds' luck is in it
+    value, low, high = change("state", "graph without the estimator")
+    assert value == pytest.approx(100 / 0.96 - 100, abs=1e-3) and low < -10 < 20 < high
+    assert sum(row["claimed"] for row in found.values()) == 4
+    # A cell that lacks a seed takes part with the seeds that all have; one that lacks does not.
+    played["factorial: on_literal"] = trained(1.155, (2, 3))
+    del played["factorial: off_new_violations"]
+    found = {(row["factor"], row["level"]): row for row in routing_factorial.effects_of(played)}
+    assert found["reward", "literal, on average over the states"]["trainings"] == 2
+    assert ("reward", "new_violations, on average over the states") not in found
+
+
+def test_factorial_of_small_runs(tmp_path, trained):
+    folder, cache = tmp_path / "runs", tmp_path / "cache"
+    runs = {run.name: run for run in routing_training.RUNS}
+    checkpoint(folder, runs["paper_baseline_rl_het8_s1"])
+    for cell, impact in (("on_completed", True), ("off_completed", False)):
+        given = runs["ppo_baseline_rl_dsa_het8_s1"]
+        settings = {**given.settings, "impact": impact}
+        one = dataclasses.replace(given, group="factorial", variant=cell, settings=settings)
+        checkpoint(folder, one)
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(folder)]
+    argv += ["--cache", str(cache), "--episodes", "2"]
+    assert routing_factorial.main(argv) == 0
+    rows = rows_of(tmp_path / "factorial.csv")
+    assert len({row["point"] for row in rows}) == 3  # light, overloaded and in bursts
+    assert {row["policy"] for row in rows} - set(routing_factorial.HEURISTICS) == {
+        "baseline_rl",
+        "factorial: off_completed",
+        "factorial: on_completed",
+    }
+    table = rows_of(tmp_path / "factorial_effects.csv")
+    assert {row["factor"] for row in table} == {"state", "estimator"}
+    played = sorted(cache.iterdir())
+    assert len(played) == 3 * 3
+    first = (tmp_path / "factorial.csv").read_bytes()
+    played[0].write_text(played[0].read_text().replace('"avg_qos": 0.', '"avg_qos": 7.'))
+    assert routing_factorial.main(argv) == 0  # from the kept episodes
+    assert (tmp_path / "factorial.csv").read_bytes() != first
+    assert (tmp_path / "factorial_effects.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
