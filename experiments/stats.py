@@ -244,7 +244,8 @@ def relative_change(
     new, old = (float(np.mean([statistic(row) for row in one])) for one in both)
     if not (new > 0 and old > 0):
         return Interval(100 * (new / old - 1) if old > 0 else math.nan, math.nan, math.nan)
-    return _percent(_crossed(both, lambda a, b: np.log(a) - np.log(b), statistic))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _percent(_crossed(both, lambda a, b: np.log(a) - np.log(b), statistic))
 
 
 def paired_change(

@@ -248,9 +248,9 @@ def measure(
     """
     kwargs = {"episode_requests": options.requests, **env_kwargs}
     number = episodes or options.episodes
-    rows = play(baselines, number, kwargs) if baselines else []
     series: dict[str, list[list[dict[str, Any]]]] = {
-        name: [[row for row in rows if row["policy"] == name]] for name in baselines
+        name: [play_once(options, name, name.encode(), lambda name=name: name, kwargs, number)]
+        for name in baselines
     }
     series |= {
         label: list(parts.values())
@@ -281,21 +281,45 @@ def play_trained(
     for run in trained:
         if system is None or not (run.any_experts or run.experts == system.num_experts):
             continue
-        stored = None
-        if options.cache is not None:
-            what = json.dumps([run.label, dict(kwargs), episodes, world_digest()], sort_keys=True)
-            digest = hashlib.sha256(run.path.read_bytes() + what.encode()).hexdigest()[:20]
-            stored = options.cache / f"{run.path.parent.name}_{digest}.json"
-        if stored is not None and stored.exists():
-            rows = json.loads(stored.read_text(encoding="utf-8"))
-        else:
+
+        def load(run: TrainedRun = run) -> Any:
             policy = load_policy(run.path, system)
             policy.name = run.label
-            rows = play([policy], episodes, kwargs)
-            if stored is not None:
-                write_json(stored, rows)
+            return policy
+
+        name, content = run.path.parent.name, run.path.read_bytes()
+        rows = play_once(options, name, content, load, kwargs, episodes)
         found.setdefault(run.label, {})[run.seed] = rows
     return found
+
+
+def play_once(
+    options: Options,
+    name: str,
+    content: bytes,
+    load: Callable[[], Any],
+    kwargs: Mapping[str, Any],
+    episodes: int,
+) -> list[dict[str, Any]]:
+    """Rows of a policy's episodes; from the cache if there is one and they were played before.
+
+    Args:
+        options: The command line.
+        name: Begins the name of the file.
+        content: What the policy is made of; with the world's sources it decides what is the same.
+        load: Makes the policy.
+        kwargs: Arguments of the environment.
+        episodes: Number of episodes.
+    """
+    if options.cache is None:
+        return play([load()], episodes, kwargs)
+    world = {key: value for key, value in kwargs.items() if (key, value) != ("arrivals", "poisson")}
+    what = json.dumps([world, episodes, world_digest()], sort_keys=True)
+    digest = hashlib.sha256(content + what.encode()).hexdigest()[:20]
+    stored = options.cache / f"{name}_{digest}.json"
+    if not stored.exists():
+        write_json(stored, play([load()], episodes, kwargs))
+    return json.loads(stored.read_text(encoding="utf-8"))
 
 
 def over_rivals(
@@ -313,21 +337,21 @@ def over_rivals(
     Returns:
         ``rival`` and ``over_rival_pct`` with its interval (`relative_change`) for the strongest of
         the paper's baselines, ``state_rival`` and so on for the strongest that reads Baseline RL's
-        state; empty where the policy is a rival itself or has none.
+        state; ``none`` and NaN for heuristics and rivals and where there is no rival.
     """
     row: dict[str, Any] = {}
     for key, rival in (
         ("rival", strongest(found, name)),
         ("state_rival", strongest(found, name, heuristics=())),
     ):
-        values: tuple[Any, ...] = ("", "", "")
-        if rival is not None and base_of(name) not in RIVALS:
+        values = (math.nan, math.nan, math.nan)
+        if rival is not None and found[name]["trainings"] and base_of(name) not in RIVALS:
             own, theirs = (
                 [[one["avg_qos"] for one in part] for part in series[x]] for x in (name, rival)
             )
             values = tuple(round(value, 4) for value in relative_change(own, theirs))
         else:
-            rival = ""
+            rival = "none"
         row |= {key: rival, **dict(zip(columns_over(key), values, strict=True))}
     return row
 

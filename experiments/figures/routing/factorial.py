@@ -22,7 +22,7 @@ from servegym.experiments.figures.routing.claims import RIVALS
 from servegym.experiments.figures.routing.common import (
     Options,
     TrainedRun,
-    play,
+    play_once,
     play_trained,
     print_rows,
     run_figures,
@@ -158,9 +158,12 @@ def factorial(options: Options) -> None:
             point = {"point": name, "profiles": fleet, "arrivals": arrivals, "rate": rate}
             kwargs = {"episode_requests": options.requests, "profiles": fleet, "rate": rate}
             kwargs["arrivals"] = arrivals
-            played = play_trained(options, trained, kwargs, options.episodes)
-            base = play(HEURISTICS, options.episodes, kwargs)
-            series = {one: [[r for r in base if r["policy"] == one]] for one in HEURISTICS}
+            number = options.episodes
+            played = play_trained(options, trained, kwargs, number)
+            series = {
+                one: [play_once(options, one, one.encode(), lambda one=one: one, kwargs, number)]
+                for one in HEURISTICS
+            }
             series |= {label: list(parts.values()) for label, parts in played.items()}
             rows += [
                 {**point, "policy": label, "trainings": len(parts) * (label not in HEURISTICS)}
