@@ -6,10 +6,13 @@ from servegym.baselines.expert_placement.policies import (
     BestStart,
     Eplb,
     EplbGlobal,
+    Forward,
     KeepPlacement,
     LatencyDp,
     LatencyLocalSearch,
+    LfuCaches,
     LocalSearch,
+    LruCaches,
     MoeInfinity,
     MoeInfinityLb,
     Prism,
@@ -62,6 +65,12 @@ register_policy(
     family=_FAMILY,
 )
 register_policy(
+    "forward",
+    Forward,
+    "whole layers in chains of servers, on which hidden states move on; never moves experts",
+    family=_FAMILY,
+)
+register_policy(
     "latency_dp",
     LatencyDp,
     "layer budgets by exact knapsack over latency estimated from whole tokens",
@@ -107,6 +116,18 @@ register_policy(
     "moe_infinity_lb",
     MoeInfinityLb,
     "moe_infinity with requests redirected to the server that serves fewest",
+    family=_FAMILY,
+)
+register_policy(
+    "lfu_caches",
+    LfuCaches,
+    "caches that keep the experts most often used; requests go to the least load of a GPU",
+    family=_FAMILY,
+)
+register_policy(
+    "lru_caches",
+    LruCaches,
+    "caches that keep the experts most recently used; requests go to the least load of a GPU",
     family=_FAMILY,
 )
 register_policy(

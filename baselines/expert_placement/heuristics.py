@@ -1,4 +1,4 @@
-"""Placements of a few lines: uniform, redundance, SmartMoE's balance, whole layers."""
+"""Placements of a few lines: uniform, redundance, SmartMoE's balance, whole layers, chains."""
 
 from __future__ import annotations
 
@@ -167,7 +167,65 @@ def whole_layer(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> B
         whole = min(int(cap[n]) // experts, layers)
         held[n, np.arange(turn, turn + whole) % layers] = True
         turn += whole
+    return assign_gpus(_use_up_slots(held, f, cap), f, room, home)
+
+
+def _use_up_slots(held: Bools, f: Floats, cap: Ints) -> Bools:
+    """Place the experts that are nowhere, each where it is most frequent, then fill the slots."""
     for layer, e in np.argwhere(~held.any(axis=0)):
         free = held.sum(axis=(1, 2)) < cap
         held[np.argmax(np.where(free, f[:, layer, e], -1.0)), layer, e] = True
-    return assign_gpus(fill_slots(held, f, cap), f, room, home)
+    return fill_slots(held, f, cap)
+
+
+def layer_chains(counts: ArrayLike, slots: ArrayLike, gpu_server: ArrayLike) -> Bools:
+    """Runs of consecutive whole layers on each server, for requests that are forwarded.
+
+    Servers form chains of all layers, as many as there is room for: the largest server takes the
+    first layers, and so on, and the smallest one that can end a chain ends it. A server that is
+    left over repeats a stage of a chain if one fits, the one of fewest copies. Slots that hold no
+    whole layer are used as in `whole_layer`.
+
+    Invariants: every server's slots used up, one copy of an expert a server; which layers are whole
+    does not depend on the counts.
+
+    Args:
+        counts: (N, L, E).
+        slots: (G,).
+        gpu_server: (G,).
+
+    Returns:
+        z, bool (G, L, E).
+
+    Raises:
+        ValueError: On a wrong shape or value, or too little memory.
+    """
+    f, room, home, cap = check_instance(counts, slots, gpu_server)
+    _, layers, experts = f.shape
+    size = np.minimum(cap // experts, layers)
+    held = np.zeros(f.shape, dtype=np.bool_)
+    left = [int(n) for n in np.argsort(-size, kind="stable")]
+    stages: list[tuple[int, int]] = []
+    while not stages or size[left].sum() >= layers:
+        begin = 0
+        while begin < layers and left:
+            ends = [n for n in left if size[n] >= layers - begin]
+            n = ends[-1] if ends else left[0]
+            left.remove(n)
+            end = min(begin + int(size[n]), layers)
+            held[n, end - size[n] : end] = True
+            stages.append((begin, end))
+            begin = end
+    for n in left:
+        starts = {min(begin, layers - size[n]) for begin, _ in stages}
+        starts |= {max(end - size[n], 0) for _, end in stages}
+        copies = held.all(axis=2).sum(axis=0)
+
+        def rank(start: int, n: int = n, copies: Ints = copies) -> tuple[bool, int, int]:
+            end = start + size[n]
+            repeats = any(start <= begin and last <= end for begin, last in stages)
+            return not repeats, int(copies[start:end].sum()), start
+
+        best = min(starts, key=rank)
+        held[n, best : best + size[n]] = True
+    return assign_gpus(_use_up_slots(held, f, cap), f, room, home)

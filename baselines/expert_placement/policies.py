@@ -16,6 +16,7 @@ import numpy as np
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
 from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus, server_view
 from servegym.baselines.expert_placement.heuristics import (
+    layer_chains,
     redundance,
     smartmoe,
     uniform,
@@ -36,7 +37,7 @@ from servegym.baselines.expert_placement.simulation_search import latency_local_
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy, Observation
 from servegym.envs._checks import choose, whole
-from servegym.envs.expert_placement.simulator import CACHES
+from servegym.envs.expert_placement.simulator import CACHES, ROUTERS
 
 
 class MigrationInputs(NamedTuple):
@@ -144,35 +145,54 @@ class KeepPlacement(PlacementPolicy):
 class MoeInfinity(KeepPlacement):
     """MoE-Infinity: every server has all experts in host memory and caches some on its GPUs.
 
-    A miss fetches the expert over PCIe at the fixed cost of a message; no server helps another. It
-    is a way of serving, not a placement: the policy asks the environment for it and plans nothing.
+    A miss fetches the expert over PCIe, by default at the fixed cost of a message; no server helps
+    another. It is a way of serving, not a placement: the policy asks the environment for it and
+    plans nothing.
 
     Args:
         system: Not used.
-        cache: ``activation_aware``, ``lru`` or ``lfu``, see `simulator.make_plant`.
+        cache: ``activation_aware``, ``lru`` or ``lfu``, see `simulator.make_plant`; default: that
+            of the class.
+        router: Which server takes a request, see there; default: that of the class, or the
+            environment's if it has none.
     """
 
     name = "moe_infinity"
-    redirect = False
+    cache = "activation_aware"
+    router: str | None = None
 
-    def __init__(self, system: PlacementSystem, *, cache: str = "activation_aware") -> None:
+    def __init__(
+        self, system: PlacementSystem, *, cache: str | None = None, router: str | None = None
+    ) -> None:
         super().__init__(system)
-        choose("cache", cache, CACHES)
-        self.env_kwargs: Mapping[str, Any] = MappingProxyType(
-            {
-                "action_mode": "placement",
-                "serving": "offload",
-                "cache": cache,
-                "redirect": self.redirect,
-            }
-        )
+        cache = choose("cache", self.cache if cache is None else cache, CACHES)
+        asked = {"action_mode": "placement", "serving": "offload", "cache": cache}
+        router = self.router if router is None else router
+        if router is not None:
+            asked["router"] = choose("router", router, ROUTERS)
+        self.env_kwargs: Mapping[str, Any] = MappingProxyType(asked)
 
 
 class MoeInfinityLb(MoeInfinity):
-    """`MoeInfinity` with requests redirected, as a whole, to the server that serves fewest."""
+    """`MoeInfinity` with requests sent, as a whole, to the server that serves fewest."""
 
     name = "moe_infinity_lb"
-    redirect = True
+    router = "fewest_requests"
+
+
+class LfuCaches(MoeInfinity):
+    """Caches that give up the expert least often used; requests go by the load of a GPU."""
+
+    name = "lfu_caches"
+    cache = "lfu"
+    router = "least_load_per_gpu"
+
+
+class LruCaches(LfuCaches):
+    """`LfuCaches` that give up the expert least recently used."""
+
+    name = "lru_caches"
+    cache = "lru"
 
 
 class _RandomPolicy(PlacementPolicy):
@@ -237,6 +257,18 @@ class WholeLayer(_CountsPolicy):
     name = "whole_layer"
     static = True
     place = staticmethod(whole_layer)
+
+
+class Forward(_CountsPolicy):
+    """Chains of whole layers over which the hidden states of requests are forwarded; never moves.
+
+    It asks the environment for ``execution="forward"``.
+    """
+
+    name = "forward"
+    static = True
+    env_kwargs = MappingProxyType({"action_mode": "placement", "execution": "forward"})
+    place = staticmethod(layer_chains)
 
 
 class SmartMoe(_CountsPolicy):

@@ -181,6 +181,11 @@ class Cluster:
         message_cost_s: fixed sending time of a message, h.
         pcie_bytes_s: bytes/s between host and GPU, activations and weights.
         pcie_latency_s: fixed delay of staging activations.
+        weight_bytes_s: bytes/s at which a GPU gets experts from host memory.
+        fetch_overhead_s: fixed time of getting one expert; None: a message cost for a fetch into a
+            cache, nothing for a load of a placement.
+        host_slots: int64 ``(N,)`` experts that a server's host memory holds.
+        nvme_bytes_s: bytes/s at which a server reads the other experts into host memory.
         expert_base_s, expert_token_s: ``(G,)`` seconds: a call with x tokens takes base + token x.
         dense_base_s, dense_token_s: ``(N,)`` the same for the rest of a layer on the first GPU of
             the home server.
@@ -202,6 +207,10 @@ class Cluster:
     message_cost_s: float
     pcie_bytes_s: float
     pcie_latency_s: float
+    weight_bytes_s: float
+    fetch_overhead_s: float | None
+    host_slots: np.ndarray
+    nvme_bytes_s: float
     expert_base_s: np.ndarray
     expert_token_s: np.ndarray
     dense_base_s: np.ndarray
@@ -242,6 +251,13 @@ class Cluster:
     def home_gpu(self) -> np.ndarray:
         """int64 ``(N,)``: first GPU of each server, which runs all but the routed experts."""
         return np.concatenate([[0], np.cumsum(self.gpus)[:-1]]).astype(np.int64)
+
+    @property
+    def load_bytes_s(self) -> float:
+        """Bytes/s of the loads of a placement from host memory, their overhead included."""
+        if self.fetch_overhead_s is None:
+            return self.weight_bytes_s
+        return self.expert_bytes / (self.fetch_overhead_s + self.expert_bytes / self.weight_bytes_s)
 
     @property
     def link_bytes_s(self) -> np.ndarray:
@@ -396,6 +412,10 @@ def build_cluster(
     message_cost_s: float = 0.2e-3,
     pcie_bytes_s: float = 12e9,
     pcie_latency_s: float = 20e-6,
+    weight_bytes_s: float | None = None,
+    fetch_overhead_s: float | None = None,
+    host_bytes: float | None = None,
+    nvme_bytes_s: float = 3e9,
     activation_value_bytes: int = 2,
     gpu_speed: float | Sequence[float] = 1.0,
     sizes: ModelTimes | None = None,
@@ -417,6 +437,16 @@ def build_cluster(
         message_cost_s: fixed sending time of a message, h.
         pcie_bytes_s: bytes/s between host and GPU.
         pcie_latency_s: fixed delay of staging activations.
+        weight_bytes_s: bytes/s at which a GPU gets experts from host memory; default:
+            ``pcie_bytes_s``. MoE-Infinity's published times fit 12e9 for V2-Lite and 24e9 for
+            Mixtral.
+        fetch_overhead_s: fixed time of getting one expert from host memory, into a cache or for a
+            placement; MoE-Infinity's times fit .7 ms for Mixtral. Default: ``message_cost_s`` for
+            a cache, nothing for a placement.
+        host_bytes: host memory of a server for experts. It begins with the first experts, layer by
+            layer, and keeps those read last; a fetch or load of another one reads it from the
+            server's NVMe drive first, one after another. Default: all experts fit.
+        nvme_bytes_s: bytes/s of that drive.
         activation_value_bytes: bytes of one value of an activation.
         gpu_speed: factor on the speed of the GPUs, one number or one for each of them.
         sizes: sizes and times of the model, instead of those listed for ``model``.
@@ -440,6 +470,19 @@ def build_cluster(
         capacity = _slots_given(times, slots, counts)
     _check_experts_fit(times, model, capacity, gpu_server)
 
+    host_slots = np.full(servers, times.layers * times.experts)
+    if host_bytes is not None:
+        held = real("host_bytes", host_bytes, 0.0) // times.expert_bytes
+        if held < 1:
+            raise ValueError(
+                f"host_bytes={host_bytes!r} must hold an expert of {model!r}, {times.expert_bytes} "
+                "bytes."
+            )
+        host_slots = np.minimum(host_slots, int(held))
+    overhead = fetch_overhead_s
+    if overhead is not None:
+        overhead = real("fetch_overhead_s", overhead, 0.0)
+    rate = pcie_bytes_s if weight_bytes_s is None else weight_bytes_s
     nic = _per("nic_bps", nic_bps, (servers,), 0.0, True)
     bandwidth = _pair_bandwidth(bandwidth_bps, nic)
     delay = _per("latency_s", latency_s, (servers, servers), 0.0, False)
@@ -459,6 +502,10 @@ def build_cluster(
         message_cost_s=real("message_cost_s", message_cost_s, 0.0),
         pcie_bytes_s=real("pcie_bytes_s", pcie_bytes_s, 0.0, open_low=True),
         pcie_latency_s=real("pcie_latency_s", pcie_latency_s, 0.0),
+        weight_bytes_s=real("weight_bytes_s", rate, 0.0, open_low=True),
+        fetch_overhead_s=overhead,
+        host_slots=host_slots,
+        nvme_bytes_s=real("nvme_bytes_s", nvme_bytes_s, 0.0, open_low=True),
         expert_base_s=times.expert_base_s / speed,
         expert_token_s=times.expert_token_s / speed,
         dense_base_s=times.dense_base_s / speed[home_gpu],

@@ -157,7 +157,7 @@ class ExpertPlacementEnv(gym.Env):
     | `cache` | `"activation_aware"` | with `offload`: or `lru`, `lfu` |
     | `router`, `redirect` | `"home"`, False | which server takes a request, as a whole, with either `serving`, see Routers; `redirect=True` is the router `fewest_requests` |
     | `execution` | `"home"` | where its layers run: on that server, or `forward`, see Routers |
-    | `cluster_kwargs` | none | arguments of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `gpu_speed`, ... |
+    | `cluster_kwargs` | none | arguments of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `gpu_speed`; what getting weights costs: `weight_bytes_s`, `fetch_overhead_s` (default: a message cost for a cache, nothing for a placement), `host_bytes` (host memory of a server, an NVMe drive of `nvme_bytes_s` behind it; default: room for all experts), ... |
     | `render_mode` | None | `ansi` or `rgb_array`: the map of servers and experts, local ratio over time |
     | `validate` | False | check every observation against the space (slow) |
 

@@ -87,7 +87,12 @@ def make_plant(
     c["stage_token"] = cluster.activation_bytes / cluster.pcie_bytes_s
     c["stage_base"] = cluster.pcie_latency_s
     c["expert_bytes"] = cluster.expert_bytes
-    c["load"] = cluster.expert_bytes / cluster.pcie_bytes_s
+    load = cluster.expert_bytes / cluster.weight_bytes_s
+    given = cluster.fetch_overhead_s
+    c["load"] = load if given is None else given + load
+    c["fetch"] = (cluster.message_cost_s if given is None else given) + load
+    c["read"] = cluster.expert_bytes / cluster.nvme_bytes_s
+    c["host_limited"] = (cluster.host_slots < cluster.layers * cluster.experts).any()
     byte_s = 1.0 / cluster.link_bytes_s
     token_s = byte_s * cluster.activation_bytes
     n = cluster.num_servers
@@ -108,6 +113,7 @@ def make_plant(
             end_gpu=np.cumsum(cluster.gpus),
             dense_base=cluster.dense_base_s,
             dense_token=cluster.dense_token_s,
+            host_slots=cluster.host_slots,
         ),
         pair=_records(kernel.PAIR, byte_s=byte_s, latency=cluster.latency_s),
         hop=_records(
@@ -437,7 +443,12 @@ class Simulator:
             server=np.zeros(n, kernel.SERVER),
             counts=np.zeros((n, total), np.int64),
             path=np.zeros((requests if self._forwards else 0, cluster.layers), np.int16),
+            host=np.zeros(
+                (n if self.plant.cfg["host_limited"][0] else 0, total), kernel.HOST_EXPERT
+            ),
         )
+        for held, number in zip(state.host, cluster.host_slots, strict=False):
+            held["ready"] = np.where(np.arange(total) < number, 0.0, -1.0)
         state.meta["free"] = places
         state.meta["fewest_copies"] = gpus
         state.request["first"] = state.request["finish"] = np.nan

@@ -5,7 +5,8 @@ calls is about the same at every size. The growth of a call's cost from the smal
 cluster is the product of four parts: more events a call, since messages go to more servers; the
 size itself, measured with as few requests under way as in the small cluster and without a choice
 among copies; the choice among copies; and many requests at once (a longer queue of events, memory
-further away).
+further away). With ``replica_choice="consolidate"`` the calls of a layer share messages, which makes
+fewer events.
 
 Plans are made for the counts at the start of an episode of `edge_hetero`, 3 servers with 1,664
 experts.
@@ -58,10 +59,18 @@ def filled_placement(cluster, seed=0):
     return z.reshape(-1, cluster.layers, cluster.experts)
 
 
-def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0, looks: int = 8):
-    """Rates a second of CPU time, the share of remote calls and the mean requests under way.
+def measure(
+    name: str,
+    messages: str,
+    requests: int,
+    gap_s: float,
+    seed: int = 0,
+    looks: int = 8,
+    choice: str = "least_finish",
+):
+    """Rates a second of CPU time, the share of remote calls, mean latency, requests under way.
 
-    A remote call looks at ``looks`` copies of its expert at most.
+    A remote call looks at ``looks`` copies of its expert at most and goes to one by ``choice``.
     """
     cluster = scenario_cluster(name, messages=messages)
     toy = make_toy_activations(
@@ -79,7 +88,7 @@ def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0
         outputs=np.full(count, 20),
         offset=rng.integers(0, 1 << 16, count),
     )
-    simulator = Simulator(cluster, prompts, replica_candidates=looks)
+    simulator = Simulator(cluster, prompts, choice, replica_candidates=looks)
     placement = filled_placement(cluster)
     best = np.inf
     for _ in range(3):  # the first one compiles
@@ -96,6 +105,7 @@ def measure(name: str, messages: str, requests: int, gap_s: float, seed: int = 0
         "ns_per_call": 1e9 * best / calls,
         "ns_per_event": 1e9 * best / events,
         "events_per_call": events / calls,
+        "latency_s": float(simulator.latencies().mean()),
         "under_way": float(simulator.latencies().sum()) / simulator.now,
     }
 
@@ -118,6 +128,28 @@ def decomposition(messages: str, small: Row, blind: Row, quiet: Row, large: Row)
         gpus=[small["gpus"], large["gpus"]],
         growth=total,
         factors=factors,
+    )
+
+
+def consolidated(apart: Sequence[Row], joined: Sequence[Row]) -> dict[str, Any]:
+    """What sharing messages changes in the largest cluster, in words.
+
+    Args:
+        apart: Rows of all sizes with one's own choice for each call.
+        joined: Rows of the same sizes with consolidated calls.
+    """
+    least = min(apart, key=lambda row: row["gpus"])
+    one, other = (max(rows, key=lambda row: row["gpus"]) for rows in (apart, joined))
+    growth = [row["ns_per_call"] / least["ns_per_call"] for row in (one, other)]
+    return note(
+        f"per_server, {one['gpus']} GPUs: consolidated calls take {other['events_per_call']:.2f} "
+        f"events in place of {one['events_per_call']:.2f}, cost {growth[1]:.2f} x a call at "
+        f"{least['gpus']} GPUs in place of {growth[0]:.2f} x, and the mean latency of requests is "
+        f"{other['latency_s']:.2f} s in place of {one['latency_s']:.2f} s.",
+        gpus=[least["gpus"], one["gpus"]],
+        growth=growth,
+        events_per_call=[one["events_per_call"], other["events_per_call"]],
+        latency_s=[one["latency_s"], other["latency_s"]],
     )
 
 
@@ -180,23 +212,29 @@ def sizes(gpus: Sequence[int], requests: int, gap_s: float) -> tuple[list[Row], 
     notes = []
     least, most = min(gpus), max(gpus)
     # The largest again, as many requests under way as in the smallest at most.
-    points = [(size, 1.0, 8) for size in gpus]
+    plain = "least_finish"
+    base = [(size, 1.0, 8, plain) for size in gpus]
     if most > least:
-        points += [(most, most / least, 8), (most, most / least, 1)]
+        base += [(most, most / least, 8, plain), (most, most / least, 1, plain)]
     for messages in ("per_server", "per_expert"):
         own = []
-        for size, slower, looks in points:
+        shared = messages == "per_server"
+        points = base + [(size, 1.0, 8, "consolidate") for size in gpus if shared]
+        for size, slower, looks, choice in points:
             name = f"scale_{size}"
             servers = scenario_cluster(name).num_servers
             each = max(requests, 600 // servers)
             gap = gap_s * slower
             row = {"messages": messages, "gpus": size, "gap_s": gap, "looks": looks}
-            row["requests"] = each * servers
-            own.append(row | measure(name, messages, each, gap, looks=looks))
+            row |= {"choice": choice, "requests": each * servers}
+            own.append(row | measure(name, messages, each, gap, looks=looks, choice=choice))
         rows += own
+        apart, quiet, joined = own[: len(gpus)], own[len(gpus) : len(base)], own[len(base) :]
         if most > least:
-            by_size = {row["gpus"]: row for row in own[:-2]}
-            notes.append(decomposition(messages, by_size[least], own[-1], own[-2], by_size[most]))
+            by_size = {row["gpus"]: row for row in apart}
+            notes.append(decomposition(messages, by_size[least], *quiet[::-1], by_size[most]))
+        if joined:
+            notes.append(consolidated(apart, joined))
     return rows, notes
 
 
@@ -206,7 +244,10 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     sorts = [len(numbers) / seconds(lambda: np.sort(numbers)) for _ in range(9)]
     found = []
     for messages in ("per_server", "per_expert"):
-        own = {row["gpus"]: row for row in reversed(rows) if row["messages"] == messages}
+        own = [
+            row for row in rows if row["messages"] == messages and row["choice"] == "least_finish"
+        ]
+        own = {row["gpus"]: row for row in reversed(own)}
         least, most = own[min(own)], own[max(own)]
         what = "expert calls, {messages}, {gpus} GPUs"
         rate = [least["calls_per_s"]]
@@ -242,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "GPUs",
         "s between requests",
         "copies looked at",
+        "choice",
         "under way",
         "M calls/s",
         "requests/s",
@@ -249,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "events/call",
         "ns/call",
         "ns/event",
+        "latency s",
     ]
     cells = [
         [
@@ -256,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             str(row["gpus"]),
             f"{row['gap_s']:.0f}",
             str(row["looks"]),
+            row["choice"],
             f"{row['under_way']:.1f}",
             f"{row['calls_per_s'] / 1e6:.1f}",
             f"{row['requests_per_s']:.0f}",
@@ -263,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['events_per_call']:.2f}",
             f"{row['ns_per_call']:.0f}",
             f"{row['ns_per_event']:.0f}",
+            f"{row['latency_s']:.2f}",
         ]
         for row in rows
     ]

@@ -7,6 +7,7 @@ import numpy as np
 from servegym.envs._jit import inline, jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import expert_at, places_of_step
+from servegym.envs.expert_placement.kernel.host_memory import in_host_memory
 from servegym.envs.expert_placement.kernel.tables import ACTIVATION, LFU, LRU
 
 
@@ -46,9 +47,10 @@ def _fetch(c, plant, st, cache, g, expert, now):
     """
     m = st.meta[0]
     gpu = st.gpu[g]
-    there = max(now, gpu.channel_free) + (c.message_cost + c.load)
-    gpu.channel_free = there
     m.loads += 1
+    ready = in_host_memory(c, plant, st, np.int64(plant.gpu[g].server), expert, now)
+    there = max(ready, gpu.channel_free) + c.fetch
+    gpu.channel_free = there
     m.weight_bytes += c.expert_bytes
     slots = plant.gpu[g].slots
     if gpu.used >= slots:

@@ -45,7 +45,10 @@ CONFIG = _record(
         ("message_cost", "f8"),  # s, fixed sending time of a message
         ("stage_token", "f8"),  # s, staging of one token's activations
         ("stage_base", "f8"),  # s, staging besides
-        ("load", "f8"),  # s, one expert from host memory to a GPU
+        ("load", "f8"),  # s, one expert of a placement from host memory to a GPU
+        ("fetch", "f8"),  # s, one expert from host memory into a cache
+        ("read", "f8"),  # s, one expert from the NVMe drive into host memory
+        ("host_limited", "i8"),  # whether host memory has room for some experts only
         ("expert_bytes", "f8"),  # bytes of one expert
         ("activation_bytes", "f8"),  # bytes of one token on a link
     ]
@@ -66,6 +69,7 @@ PLANT_SERVER = _record(
         ("end_gpu", "i8"),
         ("dense_base", "f8"),  # s, the rest of a layer with x tokens takes base + token x
         ("dense_token", "f8"),  # s
+        ("host_slots", "i8"),  # experts that its host memory holds
     ]
 )
 """A server, what does not change."""
@@ -188,6 +192,7 @@ SERVER = _record(
         ("since", "f8"),  # s, up to when the area is known
         ("latency", "f8"),  # s, sum over the requests done
         ("ttft", "f8"),  # s, sum of times to the first token
+        ("drive_free", "f8"),  # s, when its NVMe drive has done all reads so far
         # Since the last adopted change of placement: seconds and tokens of calls.
         ("local_s", "f8"),
         ("local_tokens", "f8"),
@@ -233,6 +238,13 @@ CACHED_EXPERT = _record(
     ]
 )
 """What a GPU's cache knows of an expert."""
+HOST_EXPERT = _record(
+    [
+        ("ready", "f8"),  # s, when it is or was there, -1 if it is not
+        ("stamp", "i8"),  # number of the last load that read it
+    ]
+)
+"""What a server's host memory knows of an expert."""
 
 
 class Plant(NamedTuple):
@@ -299,6 +311,7 @@ class State(NamedTuple):
         server: `SERVER` (N,).
         counts: int64 (N, C) assignments since the last adopted change.
         path: int16 (R, L) servers of a request's layers where requests are forwarded, else (0, L).
+        host: `HOST_EXPERT` (N, C) where host memory is limited, else (0, C).
     """
 
     meta: np.ndarray
@@ -317,6 +330,7 @@ class State(NamedTuple):
     server: np.ndarray
     counts: np.ndarray
     path: np.ndarray
+    host: np.ndarray
 
 
 class Scratch(NamedTuple):

@@ -59,7 +59,7 @@ def test_every_policy_plays_an_episode(name):
     first = play(name, env)
     again = play(name, env)
     assert first[0] == again[0]
-    if name in ("keep", "uniform", "redundance", "whole_layer", "best_start"):
+    if name in ("keep", "uniform", "redundance", "whole_layer", "forward", "best_start"):
         assert first[2]["migrations"] <= 1
 
 
@@ -85,8 +85,35 @@ def test_caches_are_a_way_of_serving_not_a_placement():
         assert np.isfinite(row["return"]), "the reward is the same"
         assert (row["messages"] > 0) == (row["policy"] == "moe_infinity_lb")
     assert len({row["expert_loads"] for row in rows}) > 4, "the caches differ"
-    with pytest.raises(ValueError, match="lru"):
-        make_policy("moe_infinity", system, family="expert_placement", cache="mru")
+    for bad in ({"cache": "mru"}, {"router": "nearest"}):
+        with pytest.raises(ValueError, match="lru|least_load_per_gpu"):
+            make_policy("moe_infinity", system, family="expert_placement", **bad)
+
+
+def test_caches_by_name_ask_for_their_rule_and_router():
+    """What a class asks for; without a router of its own the environment's counts."""
+    system = PlacementSystem.from_problem(make_env().problem)
+
+    def asked(name, **options):
+        env_kwargs = make_policy(name, system, family="expert_placement", **options).env_kwargs
+        return env_kwargs["cache"], env_kwargs.get("router")
+
+    assert asked("moe_infinity") == ("activation_aware", None)
+    assert asked("moe_infinity_lb") == ("activation_aware", "fewest_requests")
+    assert asked("lfu_caches") == ("lfu", "least_load_per_gpu")
+    assert asked("lru_caches", router="affinity") == ("lru", "affinity")
+
+
+def test_forwarding_asks_for_its_execution():
+    from servegym.experiments.evaluate import evaluate
+
+    kwargs = {"model": "toy", "epochs": 2, "epoch_s": 60.0}
+    names = ["forward", "whole_layer"]
+    forward, home = evaluate("servegym/ExpertPlacement-v0", names, 1, 0, kwargs)
+    assert forward["migrations"] == home["migrations"] == 1
+    assert forward["remote_layer_ratio"] == 0.0 < home["remote_layer_ratio"]
+    assert forward["mean_latency_s"] < home["mean_latency_s"]
+    assert np.isfinite(forward["return"]), "the reward is the same"
 
 
 def test_rows_do_not_influence_each_other():

@@ -15,6 +15,7 @@ from servegym.baselines.expert_placement.feasibility import (
 )
 from servegym.baselines.expert_placement.heuristics import (
     even_quotas,
+    layer_chains,
     redundance,
     smartmoe,
     uniform,
@@ -44,6 +45,7 @@ ALGORITHMS = [
     eplb_global,
     prism,
     whole_layer,
+    layer_chains,
     proxy_optimum,
 ]
 
@@ -87,7 +89,7 @@ def test_every_placement_covers_and_fits(algorithm):
         assert (z == again).all()
 
 
-@pytest.mark.parametrize("algorithm", [prism, whole_layer, proxy_optimum])
+@pytest.mark.parametrize("algorithm", [prism, whole_layer, layer_chains, proxy_optimum])
 def test_servers_hold_no_expert_twice_and_waste_no_slot(algorithm):
     for seed in range(60):
         counts, slots, home = instance(seed)
@@ -100,7 +102,7 @@ def test_servers_hold_no_expert_twice_and_waste_no_slot(algorithm):
 
 BLIND = (uniform, redundance)
 POOLED = (smartmoe, eplb, eplb_global)
-OWN = (prism, whole_layer, proxy_optimum)
+OWN = (prism, whole_layer, layer_chains, proxy_optimum)
 
 
 def test_what_each_algorithm_sees_of_the_counts():
@@ -151,6 +153,32 @@ def test_the_layers_that_are_whole_do_not_depend_on_the_counts():
         held = server_view(whole_layer(counts, slots, home), home)
         whole = np.minimum(cap // experts, counts.shape[1])
         assert (held.all(axis=2).sum(axis=1) >= whole).all()
+
+
+def whole_layers_of(slots, home, layers=26, experts=4):
+    """The layers that each server holds whole, of `layer_chains`, by what is whole for sure."""
+    slots = np.asarray(slots) * experts
+    z = layer_chains(np.zeros((max(home) + 1, layers, experts)), slots, np.asarray(home))
+    return [np.flatnonzero(held.all(axis=1)).tolist() for held in server_view(z, home)]
+
+
+def test_chains_of_whole_layers():
+    """Room for 8, 8 and 19 of 26 layers: the largest begins, both others can end the chain."""
+    tail, head = list(range(18, 26)), list(range(19))
+    assert whole_layers_of([8, 8, 8, 11], [0, 1, 2, 2]) == [tail, tail, head]
+    # Twice as many servers: two chains of two servers, the two others repeat their ends.
+    found = whole_layers_of([8, 8, 19, 8, 8, 19], range(6))
+    assert found == [tail, tail, head, tail, tail, head]
+    # A server that holds all is a chain of its own; the small ones have no stage to repeat.
+    found = whole_layers_of([26, 3, 30, 3], range(4))
+    assert found[0] == found[2] == list(range(26)) and len(found[1]) == len(found[3]) == 3
+
+
+def test_chains_without_room_for_whole_layers_still_hold_every_expert():
+    """Six slots of seven experts a layer: no layer is whole."""
+    z = layer_chains(np.zeros((4, 2, 7)), np.full(4, 6), np.arange(4))
+    check_placement(z, np.full(4, 6))
+    assert not server_view(z, np.arange(4)).all(axis=2).any()
 
 
 def test_optimum_bounds_every_placement_and_enumeration_agrees():

@@ -154,6 +154,9 @@ class Reference:
         self.remote = [[0.0, 0] for _ in range(cluster.num_servers)]
         self.bytes = 0.0
         self.loads = 0
+        # Experts in a server's host memory: when each is there, in order of the last use.
+        self.ram = [{i: 0.0 for i in range(int(held))} for held in cluster.host_slots]
+        self.drives = [Queue() for _ in range(cluster.num_servers)]
 
     # ------------------------------------------------------------------ helpers
 
@@ -171,6 +174,25 @@ class Reference:
     def staging(self, tokens):
         rate = self.cluster.activation_bytes / self.cluster.pcie_bytes_s
         return tokens * rate + self.cluster.pcie_latency_s
+
+    def load_seconds(self):
+        cluster = self.cluster
+        return (cluster.fetch_overhead_s or 0.0) + cluster.expert_bytes / cluster.weight_bytes_s
+
+    def in_ram(self, n, i):
+        """When an expert is in the host memory of a server."""
+        ram = self.ram[n]
+        if i not in ram:
+            seconds = self.cluster.expert_bytes / self.cluster.nvme_bytes_s
+            there = self.drives[n].serve(self.now, seconds)
+            if len(ram) == self.cluster.host_slots[n]:
+                old = next((k for k, ready in ram.items() if ready <= self.now), None)
+                if old is None:
+                    return there
+                del ram[old]
+            ram[i] = there
+        ram[i] = ram.pop(i)
+        return max(self.now, ram[i])
 
     # --------------------------------------------------------------- main loop
 
@@ -487,9 +509,9 @@ class Reference:
         gpu.loading = gpu.cursor = wanted[0]
         self.loads += 1
         servers = {g.server for g in self.holders[wanted[0]]}
-        seconds = self.cluster.expert_bytes / self.cluster.pcie_bytes_s
         if self.source == "host" or gpu.server in servers:
-            self.later(self.now + seconds, self.loaded, gpu)
+            ready = self.in_ram(gpu.server, wanted[0])
+            self.later(ready + self.load_seconds(), self.loaded, gpu)
         else:
             n, cluster = gpu.server, self.cluster
             nearest = min(
@@ -511,8 +533,8 @@ class Reference:
         if left > 0:
             self.later(sent, self.chunk, gpu, source, left)
         else:
-            seconds = cluster.expert_bytes / cluster.pcie_bytes_s
-            self.later(sent + cluster.latency_s[source, n] + seconds, self.loaded, gpu)
+            there = sent + cluster.latency_s[source, n]
+            self.later(there + self.load_seconds(), self.loaded, gpu)
 
     def loaded(self, gpu):
         self.trace.append((self.now, "loaded", gpu.number))

@@ -31,8 +31,8 @@ class Cache:
     def victim(self):
         return min(self.gpu.holds, key=lambda i: (self.worth(i), i), default=None)
 
-    def fetch(self, i, now, seconds):
-        self.channel = max(now, self.channel) + seconds
+    def fetch(self, i, ready, seconds):
+        self.channel = max(ready, self.channel) + seconds
         if self.full and self.gpu.holds:
             self.gpu.holds.remove(self.victim())
         if not self.full:
@@ -60,8 +60,13 @@ class Offload(Reference):
         for g, cache in zip(self.gpus, self.caches, strict=True):
             assert len(g.holds) + len(cache.coming) <= g.slots
 
-    def seconds(self):
-        return self.cluster.message_cost_s + self.cluster.expert_bytes / self.cluster.pcie_bytes_s
+    def fetch(self, cache, i):
+        cluster = self.cluster
+        cost = cluster.fetch_overhead_s
+        cost = cluster.message_cost_s if cost is None else cost
+        self.loads += 1
+        ready = self.in_ram(cache.gpu.server, i)
+        return cache.fetch(i, ready, cost + cluster.expert_bytes / cluster.weight_bytes_s)
 
     def calls(self, request):
         self.trace.append((self.now, "calls", request.number))
@@ -82,8 +87,7 @@ class Offload(Reference):
                 continue
             there = cache.coming.get(i)
             if there is None:
-                there = cache.fetch(i, self.now, self.seconds())
-                self.loads += 1
+                there = self.fetch(cache, i)
             request.open_calls += 1
             self.later(there, self.fetched, request, cache, i, x, self.now)
         if request.open_calls == 0:
@@ -109,8 +113,7 @@ class Offload(Reference):
             goes = cache.victim()
             if goes is None or cache.worth(goes) >= cache.worth(best):
                 return
-        there = cache.fetch(best, self.now, self.seconds())
-        self.loads += 1
+        there = self.fetch(cache, best)
         self.later(there, self.fetched, None, cache, best, 0, self.now)
 
     def fetched(self, request, cache, i, x, asked):

@@ -68,11 +68,25 @@ def test_a_message_goes_at_the_rate_of_its_sender():
         ({"messages": "per_expart"}, "per_expert"),
         ({"slots": (10, 10)}, "slots lists 2"),
         ({"gpu_speed": 0.0}, "gpu_speed"),
+        ({"weight_bytes_s": 0.0}, "weight_bytes_s"),
+        ({"fetch_overhead_s": -1e-3}, "fetch_overhead_s"),
+        ({"host_bytes": 1e6}, "host_bytes=1000000.0 must hold an expert"),
+        ({"nvme_bytes_s": None}, "nvme_bytes_s"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         build_cluster(**arguments)
+
+
+def test_what_loads_cost_by_default():
+    """Eq. 3 reads the rate of a load, overhead included."""
+    plain = build_cluster(pcie_bytes_s=8e9)
+    assert plain.load_bytes_s == plain.weight_bytes_s == 8e9
+    assert (plain.host_slots == 26 * 64).all()
+    slow = build_cluster(fetch_overhead_s=0.5, weight_bytes_s=17_301_504 / 0.5, host_bytes=4e7)
+    assert slow.load_bytes_s == 17_301_504
+    assert slow.host_slots.tolist() == [2, 2, 2]
 
 
 def test_missing_bytes_are_counted():

@@ -105,8 +105,19 @@ def random_cluster(rng, **options):
         latency_s=rng.uniform(0, 0.02, (servers, servers)) if rng.random() < 0.7 else 0.001,
         message_cost_s=float(rng.choice([0.0, 1e-3])),
         gpu_speed=rng.uniform(0.5, 2.0, sum(gpus)) if rng.random() < 0.7 else 1.0,
+        **random_loads(rng, model) if rng.random() < 0.5 else {},
         **options,
     )
+
+
+def random_loads(rng, model):
+    """Loads with a cost of their own, from a host memory with room for some of the experts."""
+    return {
+        "weight_bytes_s": float(rng.uniform(1e9, 1e10)),
+        "fetch_overhead_s": float(rng.choice([0.0, 1e-3])),
+        "host_bytes": model.expert_bytes * rng.uniform(1.0, model.layers * model.experts),
+        "nvme_bytes_s": float(rng.uniform(1e8, 3e9)),
+    }
 
 
 def compare(sim, ref):
@@ -124,6 +135,7 @@ def compare(sim, ref):
     for g in ref.gpus:
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
         assert state.gpu["used"][g.number] == g.used
+    compare_host_memory(state, ref)
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
         assert state.link["free"][at] == lane.free
@@ -137,6 +149,15 @@ def compare(sim, ref):
             assert mine == pytest.approx(theirs[n][0], rel=1e-9, abs=1e-12)
         assert (v["local_tokens"], v["remote_tokens"]) == (ref.local[n][1], ref.remote[n][1])
     assert state.meta["network_bytes"][0] == pytest.approx(ref.bytes)
+
+
+def compare_host_memory(state, ref):
+    if len(state.host):
+        for held, ram in zip(state.host, ref.ram, strict=True):
+            there = np.flatnonzero(held["ready"] >= 0)
+            assert {i: held["ready"][i] for i in there.tolist()} == ram
+    drives = [drive.free for drive in ref.drives]
+    np.testing.assert_array_equal(state.server["drive_free"], drives)
 
 
 def build_pair(seed, link_model, messages, choice, source, span=0.3, **options):
@@ -546,6 +567,30 @@ def test_migration_swaps_two_full_gpus():
     np.testing.assert_array_equal(sim.placement(), z[::-1])
     assert sim.state.meta["migration_end"][0] == pytest.approx(2 * load)
     assert sim.state.meta["loads"][0] == sim.state.meta["drops"][0] == 4
+
+
+def test_loads_have_a_cost_of_their_own_and_wait_for_the_drive():
+    """One expert from host memory, one that the drive has to bring there first."""
+    size = small_model().expert_bytes
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=3),
+        gpus=(1, 1),
+        slots=(3, 3),
+        weight_bytes_s=size / 0.5,
+        fetch_overhead_s=0.25,
+        host_bytes=2.9 * size,
+        nvme_bytes_s=size / 4.0,
+    )
+    prompts = one_prompt(cluster, 1, [(0, 1)])
+    sim = Simulator(cluster, prompts)
+    sim.begin(requests_at([10.0]), np.array([[[1, 0, 0]], [[1, 1, 1]]], np.uint8))
+    sim.adopt(np.ones((2, 1, 3), np.uint8))
+    sim.run(1.0)
+    assert sim.placement()[0].tolist() == [[1, 1, 0]], "loaded at .75 s"
+    sim.run()
+    assert sim.state.meta["migration_end"][0] == pytest.approx(0.75 + 4.0 + 0.75)
+    there = sim.state.host[0]["ready"]
+    assert there.tolist() == [-1.0, 0.0, 4.75], "0 was asked for least recently"
 
 
 def test_weights_on_the_network_wait_for_activations():

@@ -11,6 +11,7 @@ from servegym.envs.expert_placement.simulator import ROUTERS, Requests, Simulato
 from .reference import COMPILED
 from .reference_offload import Offload
 from .test_kernel_reference import (
+    compare_host_memory,
     one_prompt,
     random_cluster,
     random_forecast,
@@ -37,6 +38,7 @@ def compare(sim, ref):
         coming = {int(i): ready[g.number, i] for i in np.flatnonzero(ready[g.number])}
         assert coming == cache.coming
         assert state.gpu["used"][g.number] == len(g.holds) + len(coming) <= g.slots
+    compare_host_memory(state, ref)
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
         assert state.link["free"][at] == lane.free
@@ -141,6 +143,24 @@ def test_a_miss_costs_a_fetch():
     assert sim.state.meta["loads"][0] == sim.state.meta["drops"][0] == 1
     server = sim.state.server[0]
     assert (server["all_local_calls"], server["all_remote_calls"]) == (2, 1)
+
+
+def test_a_fetch_costs_what_is_given_for_it_not_a_message():
+    cluster = build_cluster(
+        sizes=small_model(layers=1, experts=4, top_k=1),
+        gpus=(1,),
+        slots=(4,),
+        message_cost_s=0.1,
+        fetch_overhead_s=0.3,
+        weight_bytes_s=small_model().expert_bytes,
+        host_bytes=2 * small_model().expert_bytes,
+        nvme_bytes_s=small_model().expert_bytes / 5.0,
+    )
+    for expert, read in ((1, 0.0), (2, 5.0)):
+        sim = Simulator(cluster, one_prompt(cluster, 1, [(expert,)]), serving="offload")
+        sim.begin(requests_at([0.0]), np.zeros((1, 1, 4), np.uint8))
+        sim.run()
+        assert sim.latencies()[0] == pytest.approx(DENSE + read + 0.3 + 1.0 + CALL)
 
 
 def test_two_requests_share_a_fetch():
