@@ -5,8 +5,8 @@ calls is about the same at every size. The growth of a call's cost from the smal
 cluster is the product of four parts: more events a call, since messages go to more servers; the
 size itself, measured with as few requests under way as in the small cluster and without a choice
 among copies; the choice among copies; and many requests at once (a longer queue of events, memory
-further away). With ``replica_choice="consolidate"`` the calls of a layer share messages, which makes
-fewer events.
+further away). With ``replica_choice="consolidate"`` the calls of a layer share messages, so that
+there are fewer events.
 
 Plans are made for the counts at the start of an episode of `edge_hetero`, 3 servers with 1,664
 experts.
@@ -244,10 +244,8 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     sorts = [len(numbers) / seconds(lambda: np.sort(numbers)) for _ in range(9)]
     found = []
     for messages in ("per_server", "per_expert"):
-        own = [
-            row for row in rows if row["messages"] == messages and row["choice"] == "least_finish"
-        ]
-        own = {row["gpus"]: row for row in reversed(own)}
+        plain = [row for row in rows if row["choice"] == "least_finish"]
+        own = {row["gpus"]: row for row in reversed(plain) if row["messages"] == messages}
         least, most = own[min(own)], own[max(own)]
         what = "expert calls, {messages}, {gpus} GPUs"
         rate = [least["calls_per_s"]]
