@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 import traceback
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,7 +86,18 @@ def _line_of(error: BaseException, file: Path) -> int | None:
     return lines[-1] if lines else None
 
 
-def policy_from_file(path: str | os.PathLike[str], system: Any) -> Policy:
+def _run(content: bytes, file: Path) -> dict[str, Any]:
+    """The names that a file defines, as a module of their own."""
+    module = types.ModuleType("policy_file")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for its classes
+    exec(compile(content, str(file), "exec"), module.__dict__)
+    return module.__dict__
+
+
+def policy_from_file(
+    path: str | os.PathLike[str], system: Any, content: bytes | None = None
+) -> Policy:
     """The policy that a Python file defines.
 
     The file has ``Policy``, a subclass of `BasePolicy` that is made from the system's description
@@ -95,15 +108,16 @@ def policy_from_file(path: str | os.PathLike[str], system: Any) -> Policy:
     Args:
         path: A ``.py`` file.
         system: Description of the system, as for `make_policy`.
+        content: What the file holds, where the file itself lies on another machine.
 
     Raises:
         ValueError: If the file has neither, or does not run.
     """
     file = Path(path)
-    if not file.is_file():
+    if content is None and not file.is_file():
         raise ValueError(f"path={str(file)!r} is not a file")
     try:
-        found = runpy.run_path(str(file))
+        found = runpy.run_path(str(file)) if content is None else _run(content, file)
         policy = found["Policy"](system) if "Policy" in found else None
     except (Exception, SystemExit) as error:  # whatever the file raises
         kind, line = type(error).__name__, _line_of(error, file)

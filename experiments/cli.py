@@ -174,12 +174,18 @@ def evaluate(
     policy: Annotated[
         list[str],
         typer.Option(
-            help="Policy by name, or a checkpoint's path; repeatable.", metavar="NAME_OR_CHECKPOINT"
+            help="Policy by name, or the path of a checkpoint or .py file; repeatable.",
+            metavar="NAME_OR_FILE",
         ),
     ],
     episodes: Annotated[int, typer.Option(min=1, help="Episodes a policy.")] = 20,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of the first episode; episode i has seed + i.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="Seed of the first episode; episode i has seed + i. Default: 100000, or with a "
+            ".py file one that nobody knew before.",
+        ),
     ] = None,
     set_: Settings = None,
     num_envs: Annotated[
@@ -189,6 +195,12 @@ def evaluate(
         Path | None, typer.Option(help="Write the rows to FILE.json or FILE.csv.", metavar="FILE")
     ] = None,
     ray: Ray = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Trust .py files: no process of their own.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds that a .py file may take for an answer (60).")
+    ] = None,
 ) -> None:
     """Compare policies on the same episodes (split eval unless --set split=...)."""
     from servegym.experiments.output import check_writable, write_rows
@@ -204,12 +216,14 @@ def evaluate(
         env_id,
         policy,
         episodes=episodes,
-        seed=evaluation.DEFAULT_SEED if seed is None else seed,
+        seed=seed,
         env_kwargs=settings,
         num_envs=num_envs,
         progress=_progress if sys.stderr.isatty() else None,
         logs=logs,
         executor=_executor(ray),
+        in_process=in_process,
+        time_limit_s=evaluation.TIME_LIMIT_S if time_limit is None else time_limit,
     )
     if out is not None:
         write_rows(out, rows)

@@ -7,10 +7,14 @@ reject rates: a router can buy any latency by refusing requests.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
 import os
+import re
+import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
@@ -21,19 +25,31 @@ from numpy.typing import NDArray
 
 import servegym  # noqa: F401  registers the ids
 from servegym.agents.lib.checkpoint import shipped, shipped_for
-from servegym.baselines.policy_file import policy_from_file
-from servegym.baselines.protocol import Policy
+from servegym.baselines.policy_file import PolicyError, policy_from_file
+from servegym.baselines.protocol import CallablePolicy, Policy, WrappedPolicy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
-from servegym.envs.families import FAMILIES, Family, family_of
+from servegym.envs.families import FAMILIES, Family, family_named, family_of
 from servegym.experiments.executor import Executor, run_serially
+from servegym.experiments.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.output import print_table
 from servegym.experiments.reporting import report_of
 from servegym.experiments.stats import Interval, iqm, stratified_bootstrap
 
-__all__ = ["Progress", "evaluate", "make_envs", "print_summary", "resolve", "summarise"]
+__all__ = [
+    "Progress",
+    "evaluate",
+    "fresh_seed",
+    "make_envs",
+    "print_summary",
+    "resolve",
+    "summarise",
+]
 
 DEFAULT_SEED = 100_000
 """Far from the seeds 0, 1, ... that training runs use."""
+
+OWN, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
+"""Where a policy's code comes from and runs, ``source`` of its rows."""
 
 RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
 
@@ -42,10 +58,32 @@ Progress = Callable[[str, int, int], None]
 
 
 class Resolved(NamedTuple):
-    """A policy with the name its rows carry."""
+    """A policy and what was checked of it; what it says of itself later counts no more.
+
+    Attributes:
+        name: The name its rows carry.
+        policy: The policy.
+        source: `OWN` (the package's code), `GUEST` (in a process of its own) or
+            `GUEST_IN_PROCESS`.
+        clairvoyant: Whether it says so, takes the environment or is rewarded for what has not
+            ended.
+        env_view: The observation it reads.
+        env_kwargs: Arguments of the environment that it sets; all change the interface alone.
+        needs_env: Whether it takes the environment.
+    """
 
     name: str
     policy: Policy
+    source: str
+    clairvoyant: bool
+    env_view: str
+    env_kwargs: dict[str, Any]
+    needs_env: bool
+
+
+def fresh_seed() -> int:
+    """A seed that nobody knew before, below 2**62."""
+    return secrets.randbits(62)
 
 
 def make_envs(
@@ -66,34 +104,53 @@ def make_envs(
 
 
 def resolve(
-    policy: str | os.PathLike[str] | Policy, system: Any, family: str = "llm_routing"
+    policy: str | os.PathLike[str] | Policy,
+    system: Any,
+    family: str = "llm_routing",
+    *,
+    in_process: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> Resolved:
     """Turn a policy's or shipped checkpoint's name, a path or a policy object into a policy.
+
+    Policies whose code is not the package's are guests: they get a process of their own, and may
+    set no argument of the environment that changes the world.
 
     Args:
         policy: What `evaluate` takes.
         system: Description of the system, for policies made by name.
         family: The environment family.
+        in_process: Run guests in this process.
+        time_limit_s: Seconds that a guest may take for one answer.
 
     Raises:
-        ValueError: If the name is unknown and no such file exists.
+        ValueError: If the name is unknown and no such file exists, or the policy asks for what it
+            may not.
     """
+    limit = None if in_process else time_limit_s
     if not isinstance(policy, str | os.PathLike):
-        return Resolved(policy.name, policy)
+        return _checked(policy.name, policy, family, system, limit)
     name = os.fspath(policy)
     names = [info.name for info in list_policies(family)]
     if name in names:
-        return Resolved(name, make_policy(name, system, family=family))
+        made = make_policy(name, system, family=family)
+        return _checked(name, made, family, system, limit, known=True)
     trained = shipped(family)
     file = shipped_for(family, name, system) or Path(name)
     if file.exists():
         if file.suffix == ".py":
-            loaded = policy_from_file(file, system)
-            return Resolved(loaded.name, loaded)
+            if in_process:
+                loaded = policy_from_file(file, system)
+            else:
+                loaded = GuestPolicy(file, system, time_limit_s)
+            return _checked(loaded.name, loaded, family, system, limit)
         from servegym.agents import load_policy
 
         loaded = load_policy(file, system)
-        return Resolved(name if name in trained else loaded.name, loaded)
+        label = name if name in trained else loaded.name
+        if label in trained and name not in trained:
+            label = f"{label} ({name})"
+        return _checked(label, loaded, family, system, limit)
     for other in FAMILIES:
         if other.name != family and name in [info.name for info in list_policies(other.name)]:
             raise ValueError(
@@ -109,18 +166,90 @@ def resolve(
     )
 
 
+def _is_own(policy: Policy) -> bool:
+    """Whether a policy, and what it wraps, is the package's code."""
+    code = policy._fn if type(policy) is CallablePolicy else type(policy)
+    module = getattr(code, "__module__", None) or ""
+    if module == "__main__":  # a module of the package that runs as a program
+        module = getattr(getattr(sys.modules[module], "__spec__", None), "name", "")
+    if module.partition(".")[0] != "servegym":
+        return False
+    return not isinstance(policy, WrappedPolicy) or _is_own(policy.policy)
+
+
+def _checked(
+    name: str,
+    policy: Policy,
+    family_name: str,
+    system: Any,
+    time_limit_s: float | None,
+    known: bool = False,
+) -> Resolved:
+    """The policy with what may be believed of it, a guest in a process of its own.
+
+    Raises:
+        ValueError: If it asks for an argument that changes the world, or takes another's name.
+    """
+    family = family_named(family_name)
+    report, source = report_of(family), OWN
+    if isinstance(policy, GuestPolicy) or not _is_own(policy):
+        if time_limit_s is not None and not isinstance(policy, GuestPolicy):
+            policy = GuestPolicy(policy, system, time_limit_s)
+        source = GUEST if isinstance(policy, GuestPolicy) else GUEST_IN_PROCESS
+        name = name if known else _guest_name(policy.name, family_name)
+    asked, needs_env = copy.deepcopy(dict(policy.env_kwargs)), bool(policy.needs_env)
+    allowed = report.interface + (report.serving if source == OWN else ())
+    for key, value in asked.items():
+        if key not in allowed:
+            raise ValueError(
+                f"policy {name!r} asks for {key}={value!r} in env_kwargs, which changes the world "
+                f"that it is measured in; allowed are {', '.join(allowed)}"
+            )
+    if needs_env and source == GUEST:
+        raise ValueError(
+            f"policy {name!r} has needs_env, but the environment is in another process; "
+            "in_process=True (--in-process) runs it in this one, marked as clairvoyant"
+        )
+    family.view_id(policy.env_view)
+    early = any(asked.get(key) == value for key, value in report.early.items())
+    clairvoyant = bool(policy.clairvoyant) or needs_env or early
+    return Resolved(name, policy, source, clairvoyant, policy.env_view, asked, needs_env)
+
+
+def _guest_name(name: Any, family: str) -> str:
+    """A guest's name, which rows and tables may carry.
+
+    Raises:
+        ValueError: If it is a policy's or checkpoint's of the package, or no plain name.
+    """
+    if not (isinstance(name, str) and re.fullmatch(r"\w[\w .+:=/-]{0,59}", name)):
+        raise ValueError(
+            f"a policy's name is {name!r:.100}; allowed are up to 60 letters, digits, blanks and "
+            "any of _.+:=/-"
+        )
+    if name in shipped(family) or name in [info.name for info in list_policies(family)]:
+        raise ValueError(f"a policy's name is {name!r}, which servegym has itself; take another")
+    return name
+
+
 def evaluate(
     env_id: str,
     policies: Sequence[str | os.PathLike[str] | Policy],
     episodes: int = 20,
-    seed: int = DEFAULT_SEED,
+    seed: int | None = None,
     env_kwargs: Mapping[str, Any] | None = None,
     num_envs: int | None = None,
     progress: Progress | None = None,
     logs: dict[str, list[NDArray[Any]]] | None = None,
     executor: Executor = run_serially,
+    in_process: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> list[dict[str, Any]]:
     """Run every policy on the same episodes.
+
+    Policies whose code is not the package's (``.py`` files, objects of other classes, functions)
+    are guests. Each runs in a process of its own, a new one for every block, and gets no number
+    that the episodes are drawn from.
 
     A job of the executor is one policy's block of episodes. The chance in an episode is drawn from
     the episode's own seed and a policy starts afresh with every block, so that the rows are equal
@@ -130,9 +259,10 @@ def evaluate(
 
     Args:
         env_id: An id of one of the families; a policy that reads another view gets that one.
-        policies: Registered names, checkpoint paths or policy objects.
+        policies: Registered names, checkpoint paths, policy files or policy objects.
         episodes: Episodes a policy; episode i is drawn with ``seed + i``.
-        seed: Seed of the first episode.
+        seed: Seed of the first episode; by default `DEFAULT_SEED`, and with a guest, whose author
+            knows that one, a `fresh_seed` that the rows tell.
         env_kwargs: Arguments of the environment; ``split`` is "eval" unless given.
         num_envs: Episodes of a block, which run side by side, by default up to 16. It changes
             neither episodes nor deterministic policies, only the order in which a randomised policy
@@ -140,40 +270,54 @@ def evaluate(
         progress: Called after every block of episodes.
         logs: A dict to fill with the request logs of a policy's episodes, by the policy's name.
         executor: Where the blocks run.
+        in_process: Run guests in the evaluator's process: for policies that you trust or that take
+            the environment. Their rows say so.
+        time_limit_s: Seconds that a guest may take for one answer: to be made, or to decide for
+            all rows of a block.
 
     Returns:
         One dict a policy and episode: ``policy``, ``seed``, ``episode``, the episode's KPIs with
         their units in the name, what the family adds (routing: latency percentiles,
         ``share_<expert>`` of all requests and ``ceiling``, the mean over requests of the best true
         score), ``return`` (NaN for a policy that asks for another reward than the one given),
-        ``clairvoyant``, ``env_id`` and ``env_kwargs``. What is undefined (the latency of a policy
-        that drops everything) is NaN.
+        ``clairvoyant``, ``source`` (``servegym``, ``guest`` or ``guest in process``), ``env_id``
+        and ``env_kwargs``. What is undefined (the latency of a policy that drops everything) is
+        NaN.
 
     Raises:
-        ValueError: If an argument, a policy's name or an environment's argument is not valid,
-            before the first episode.
+        ValueError: If an argument, a policy's name or an environment's argument is not valid, or
+            a policy asks for an argument that changes the world, before the first episode.
+        PolicyError: If a guest fails, ends its process, takes too long or acts wrongly.
     """
     plan, resolved = make_plan(
-        env_id, policies, episodes, seed, env_kwargs, num_envs, logs is not None
+        env_id,
+        policies,
+        episodes,
+        seed,
+        env_kwargs,
+        num_envs,
+        logs is not None,
+        in_process,
+        time_limit_s,
     )
-    jobs = [(plan, name, policy, start) for name, policy in resolved for start in plan.starts]
+    jobs = [(plan, policy, start) for policy in resolved for start in plan.starts]
     names = [
-        f"{name}, episodes {start} to {min(start + plan.block_size, episodes) - 1}"
-        for _, name, _, start in jobs
+        f"{policy.name}, episodes {start} to {min(start + plan.block_size, episodes) - 1}"
+        for _, policy, start in jobs
     ]
     blocks: dict[int, Block] = {}
     finished = {policy.name: 0 for policy in resolved}
     for index, block in executor(evaluate_block, jobs, names):
         blocks[index] = block
-        name = jobs[index][1]
+        name = jobs[index][1].name
         finished[name] += len(block.rows)
         if progress is not None:
             progress(name, finished[name], episodes)
     rows: list[dict[str, Any]] = []
-    for index, (_, name, _, _) in enumerate(jobs):
+    for index, (_, policy, _) in enumerate(jobs):
         rows += blocks[index].rows
         if logs is not None and blocks[index].logs:
-            logs.setdefault(name, []).extend(blocks[index].logs)
+            logs.setdefault(policy.name, []).extend(blocks[index].logs)
     return rows
 
 
@@ -215,10 +359,12 @@ def make_plan(
     env_id: str,
     policies: Sequence[str | os.PathLike[str] | Policy],
     episodes: int,
-    seed: int,
+    seed: int | None,
     env_kwargs: Mapping[str, Any] | None,
     num_envs: int | None,
     return_logs: bool,
+    in_process: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> tuple[Plan, list[Resolved]]:
     """Check the arguments of `evaluate` and look up its policies, before the first episode.
 
@@ -226,7 +372,7 @@ def make_plan(
         ValueError: If an argument, a policy's name or an environment's argument is not valid.
     """
     for argument, value, low in (("episodes", episodes, 1), ("seed", seed, 0)):
-        if value < low:
+        if value is not None and value < low:
             raise ValueError(f"{argument} is {value}; allowed is {low} or more")
     if num_envs is not None and num_envs < 1:
         raise ValueError(f"num_envs is {num_envs}; allowed is 1 or more")
@@ -241,7 +387,16 @@ def make_plan(
     # Every row names its system and load, given or default.
     reported = {key: problem.arguments[key] for key in report_of(family).reported_arguments}
     system = describe_system(problem, family=family.name)
-    resolved = _distinct([resolve(policy, system, family.name) for policy in policies])
+    resolved = _distinct(
+        [
+            resolve(
+                policy, system, family.name, in_process=in_process, time_limit_s=time_limit_s
+            )
+            for policy in policies
+        ]
+    )
+    if seed is None:
+        seed = fresh_seed() if any(r.source != OWN for r in resolved) else DEFAULT_SEED
     plan = Plan(
         family,
         kwargs,
@@ -254,31 +409,54 @@ def make_plan(
     return plan, resolved
 
 
-def evaluate_block(plan: Plan, name: str, policy: Policy, start: int) -> Block:
+def play_envs(
+    family: Family,
+    entered: Resolved,
+    num_envs: int,
+    env_kwargs: Mapping[str, Any],
+    render_mode: str | None = None,
+) -> Any:
+    """The vector environment in the view of a policy, bound to it if it takes environments."""
+    kwargs = {**env_kwargs, **entered.env_kwargs}
+    envs = make_envs(family.view_id(entered.env_view), num_envs, kwargs, render_mode)
+    if entered.needs_env:
+        cast(Any, entered.policy).bind(envs)
+    return envs
+
+
+def policy_seed(entered: Resolved, seed: int, start: int) -> int:
+    """The seed of a policy's own chance in a block of episodes.
+
+    Args:
+        entered: The policy.
+        seed: Seed of the block's first episode.
+        start: Number of that episode, all that a guest is told: with the seed it could draw the
+            episode itself and look at what is to come.
+    """
+    return seed if entered.source == OWN else start
+
+
+def evaluate_block(plan: Plan, entered: Resolved, start: int) -> Block:
     """Run a policy's block of episodes, the first of which is number ``start``."""
     report = report_of(plan.family)
-    same_reward = all(
-        plan.env_kwargs.get(key) == value
-        for key, value in policy.env_kwargs.items()
-        if key not in report.reward_neutral
-    )
-    kwargs = {**plan.env_kwargs, **policy.env_kwargs}
-    envs = make_envs(plan.family.view_id(policy.env_view), plan.block_size, kwargs)
+    reward = plan.env_kwargs.get("reward")
+    same_reward = entered.env_kwargs.get("reward", reward) == reward
+    envs = play_envs(plan.family, entered, plan.block_size, plan.env_kwargs)
     try:
-        if policy.needs_env:
-            cast(Any, policy).bind(envs)
-        results = _run_episodes(envs, policy, plan.seed + start, plan.block_size)
+        terms = () if entered.source == OWN or entered.clairvoyant else report.feedback_terms
+        results = _run_episodes(envs, entered, plan.seed + start, plan.block_size, start, terms)
         # The last block runs to its end like the others; what is beyond the episodes is left out.
         results = results[: plan.episodes - start]
         rows = [
             {
-                "policy": name,
+                "policy": entered.name,
                 "seed": plan.seed + episode,
                 "episode": episode,
                 **result["kpis"],
                 **report.episode_statistics(result, envs.unwrapped.problem),
                 "return": result["return"] if same_reward else math.nan,
-                "clairvoyant": policy.clairvoyant,
+                "clairvoyant": entered.clairvoyant,
+                "source": entered.source,
                 "env_id": plan.family.env_id,
                 "env_kwargs": plan.reported_kwargs,
             }
@@ -286,6 +464,8 @@ def evaluate_block(plan: Plan, name: str, policy: Policy, start: int) -> Block:
         ]
     finally:
         envs.close()
+        if isinstance(entered.policy, GuestPolicy):
+            entered.policy.close()
     logs = [result["log"] for result in results if result["log"] is not None]
     return Block(rows, logs if plan.return_logs else [])
 
@@ -294,25 +474,38 @@ def _distinct(resolved: list[Resolved]) -> list[Resolved]:
     """Number policies of one name apart, so that their rows are not pooled."""
     seen: dict[str, int] = {}
     out = []
-    for name, policy in resolved:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(Resolved(name if seen[name] == 1 else f"{name} #{seen[name]}", policy))
+    for one in resolved:
+        number = seen[one.name] = seen.get(one.name, 0) + 1
+        out.append(one if number == 1 else one._replace(name=f"{one.name} #{number}"))
     return out
 
 
-def _run_episodes(envs: Any, policy: Policy, seed: int, count: int) -> list[dict[str, Any]]:
-    """One episode in every environment, row i with seed ``seed + i``: its KPIs, log and return."""
+def _run_episodes(
+    envs: Any, entered: Resolved, seed: int, count: int, start: int, terms: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One episode in every environment, row i with seed ``seed + i``: its KPIs, log and return.
+
+    Of the reward the policy is told these terms, or all of it where there are none.
+    """
+    policy = entered.policy
     observation, info = envs.reset(seed=[seed + i for i in range(count)])
     mask = info.get("action_mask")
     # The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
     # and their grouping into blocks does not matter.
-    policy.reset(count, seed=seed)
+    policy.reset(count, seed=policy_seed(entered, seed, start))
     returns = np.zeros(count)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
-        observation, reward, ended, _, info = envs.step(policy.act(observation, mask))
-        policy.feedback(reward)
+        actions = policy.act(observation, mask)
+        try:
+            observation, reward, ended, _, info = envs.step(actions)
+        except ValueError as error:
+            raise PolicyError(f"policy {entered.name!r} acted wrongly: {error}") from error
         returns += reward
+        if terms:
+            parts = info["reward_terms"]
+            reward = sum((parts[term] for term in terms if term in parts), np.zeros(count))
+        policy.feedback(reward)
         mask = info.get("action_mask")
     if not ended.all():
         raise RuntimeError("episodes of one environment differ in length")
@@ -332,7 +525,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dict a policy from the rows of `evaluate`, in the order of the rows.
 
     Returns:
-        ``policy``, ``clairvoyant``, ``episodes``, the family's headline (routing: ``avg_qos``) as
+        ``policy``, ``clairvoyant``, ``source``, ``episodes``, the family's headline (routing: ``avg_qos``) as
         an `Interval` of the interquartile mean with its stratified-bootstrap 95 % interval, its
         plain mean (routing: ``mean_qos``), and the mean over episodes of every other number. A
         mean leaves out the episodes where the number is undefined and is NaN where it is
@@ -344,6 +537,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         summary: dict[str, Any] = {
             "policy": name,
             "clairvoyant": own[0]["clairvoyant"],
+            "source": own[0].get("source", OWN),
             "episodes": len(own),
             report.headline: stratified_bootstrap([row[report.headline] for row in own], iqm),
             report.mean_key: float(np.mean([row[report.headline] for row in own])),
@@ -368,7 +562,9 @@ def _interval(interval: Interval) -> str:
 
 
 def _label(summary: Mapping[str, Any]) -> str:
-    return summary["policy"] + (" (clairvoyant)" if summary["clairvoyant"] else "")
+    marks = [summary["source"]] if summary["source"] != OWN else []
+    marks += ["clairvoyant"] if summary["clairvoyant"] else []
+    return summary["policy"] + (f" ({', '.join(marks)})" if marks else "")
 
 
 def rank_disagreements(

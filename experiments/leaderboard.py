@@ -2,9 +2,11 @@
 
 ``servegym leaderboard`` prints the saved results; ``--run`` makes or completes them, and
 ``--policy NAME_OR_FILE`` adds another policy. A policy is evaluated on the eval split with the
-evaluator's own seeds, so that all rows are about the same episodes. ``--quick`` is for presubmits:
-fewer and shorter episodes, cheap baselines only, nothing saved, and with ``--at-least NAME`` an
-exit status that is 1 where the new policy is below a known one.
+evaluator's own seeds, so that all rows are about the same episodes; a guest, whose author knows
+those, gets seeds that nobody knew before (``--seed`` repeats them), and so does the baseline that
+``--at-least NAME`` compares it with. Every table says what it holds fixed. ``--quick`` is for
+presubmits: fewer and shorter episodes, cheap baselines only, nothing saved, and with ``--at-least``
+an exit status that is 1 where the new policy is below a known one.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import argparse
 import datetime
 import json
 import math
+import os
 import shlex
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +29,17 @@ from servegym.envs._checks import choose
 from servegym.envs._command_line import run_main
 from servegym.envs.families import FAMILIES, Family
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.experiments.evaluate import evaluate, make_envs, resolve, summarise
+from servegym.experiments.evaluate import (
+    DEFAULT_SEED,
+    OWN,
+    evaluate,
+    fresh_seed,
+    make_envs,
+    resolve,
+    summarise,
+)
 from servegym.experiments.executor import Executor, run_serially
+from servegym.experiments.guest import TIME_LIMIT_S
 from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.reporting import report_of
 from servegym.experiments.tables import Table, machine, provenance, versions, write_record
@@ -113,44 +124,60 @@ def policies_for(point: Point, quick: bool = False) -> list[str]:
     return [name for name in names if not (quick and name in SLOW)] + trained
 
 
-def measure(point: Point, policy: str | Policy, quick: bool = False) -> dict[str, Any]:
+def measure(
+    point: Point,
+    policy: str | Policy,
+    quick: bool = False,
+    seed: int = DEFAULT_SEED,
+    in_process: bool = False,
+) -> dict[str, Any]:
     """The row of a policy at a point.
 
     Args:
         point: The point.
         policy: A policy's name, a path, or a policy object.
         quick: Fewer and shorter episodes.
+        seed: Seed of the first episode.
+        in_process: Run a guest in this process.
 
     Returns:
-        ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint or guest), the headline
-        number's name, interquartile mean and 95 % interval, the family's other columns, episodes,
-        processor seconds, versions and date.
+        ``point``, ``policy``, ``kind`` (baseline, clairvoyant, checkpoint, guest, guest in process,
+        or one of these clairvoyant), the headline number's name, interquartile mean and 95 %
+        interval, the family's other columns, episodes, the first one's seed, the settings (JSON),
+        processor seconds with those of a guest's process, versions and date.
     """
     family, report = point.family, report_of(point.family)
     episodes = QUICK_EPISODES if quick else min(point.episodes, SLOW.get(str(policy), 10**9))
-    begin = time.process_time()
+    begin = _processor_s()
     rows = evaluate(
         family.env_id,
         [policy],
         episodes,
-        env_kwargs={**point.env_kwargs, **(point.quick if quick else {})},
+        seed,
+        {**point.env_kwargs, **(point.quick if quick else {})},
+        in_process=in_process,
     )
-    spent = time.process_time() - begin
+    spent = _processor_s() - begin
     (summary,) = summarise(rows)
-    known = {info.name for info in list_policies(family.name)}
-    kind = "baseline" if policy in known else "guest"
-    if policy in shipped(family.name):
+    kind = "guest" if summary["source"] == OWN else summary["source"]
+    if policy in {info.name for info in list_policies(family.name)}:
+        kind = "clairvoyant" if summary["clairvoyant"] else "baseline"
+    elif policy in shipped(family.name):
         kind = "checkpoint"
+    elif summary["clairvoyant"]:
+        kind = f"clairvoyant {kind}"
     headline = summary[report.headline]
     row = {
         "point": point.name,
         "policy": summary["policy"],
-        "kind": "clairvoyant" if summary["clairvoyant"] else kind,
+        "kind": kind,
         "measure": report.headline,
         "value": headline.value,
         "low": headline.low,
         "high": headline.high,
         "episodes": episodes,
+        "seed": seed,
+        "settings": rows[0]["env_kwargs"],
     }
     row |= {column.key: summary.get(column.key, math.nan) for column in report.columns}
     row |= {
@@ -159,6 +186,11 @@ def measure(point: Point, policy: str | Policy, quick: bool = False) -> dict[str
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
     return {key: round(v, 6) if isinstance(v, float) else v for key, v in row.items()}
+
+
+def _processor_s() -> float:
+    """Processor seconds of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def read_board(path: Path) -> list[dict[str, Any]]:
@@ -194,12 +226,38 @@ def _cells(row: Mapping[str, Any], point: Point) -> list[str]:
         cells.append(
             "–" if not math.isfinite(value) else f"{column.scale * value:.{column.digits}f}"
         )
-    return [*cells, str(row["episodes"])]
+    return [*cells, str(row["episodes"]), _seeds(row)]
 
 
 def _headings(point: Point) -> list[str]:
     report = report_of(point.family)
-    return ["policy", "kind", report.heading, *(c.title for c in report.columns), "episodes"]
+    columns = [column.title for column in report.columns]
+    return ["policy", "kind", report.heading, *columns, "episodes", "seeds"]
+
+
+def _seeds(row: Mapping[str, Any]) -> str:
+    """The first and last seed of a row's episodes."""
+    if "seed" not in row:
+        return "not recorded"
+    return f"{row['seed']}..{row['seed'] + row['episodes'] - 1}"
+
+
+def _held_fixed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The settings of a table's rows, and which rows have others or none."""
+    by_settings: dict[str, list[str]] = {}
+    for row in rows:
+        by_settings.setdefault(row.get("settings", ""), []).append(row["policy"])
+    common = max(by_settings, key=lambda settings: len(by_settings[settings]))
+
+    def text(settings: str) -> str:
+        given = json.loads(settings) if settings else {}
+        return ", ".join(f"{key}={value}" for key, value in given.items()) or "not recorded"
+
+    said = [f"Held fixed: {text(common)}."]
+    for settings, policies in by_settings.items():
+        if settings != common:
+            said.append(f"Otherwise for {', '.join(policies)}: {text(settings)}.")
+    return " ".join(said)
 
 
 def _title(point: Point) -> str:
@@ -212,9 +270,10 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Leaderboard",
         "",
-        "Interquartile means over evaluation episodes [bootstrap 95 % interval], the best first;",
-        "the same episodes for every policy of a table. Clairvoyant policies know what no",
-        "controller can. Written by `servegym leaderboard --run`; the rows are in",
+        "Interquartile means over evaluation episodes [bootstrap 95 % interval], the best first.",
+        "Rows with the same seeds are about the same episodes; a guest's seeds were drawn when it",
+        "was measured. Clairvoyant policies know what no controller can, guests are not the",
+        "package's. Written by `servegym leaderboard --run`; the rows are in",
         "`experiments/results/leaderboard.csv`.",
         "",
     ]
@@ -227,6 +286,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             f"`{json.dumps(dict(point.env_kwargs))}`" if point.env_kwargs else "its defaults"
         )
         lines += [f"## {point.name}", "", f"`{point.family.env_id}` with {arguments}.", ""]
+        lines += [_held_fixed(own), ""]
         lines += ["| " + " | ".join(headings) + " |", "|" + " --- |" * len(headings)]
         lines += ["| " + " | ".join(_cells(row, point)) + " |" for row in own] + [""]
     return "\n".join(lines)
@@ -236,7 +296,7 @@ def _print(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> None:
     for point in points:
         own = ranked(rows, point)
         if own:
-            notes = report_of(point.family).notes
+            notes = [_held_fixed(own), *report_of(point.family).notes]
             print_table(_title(point), _headings(point), [_cells(r, point) for r in own], notes)
 
 
@@ -265,6 +325,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--at-least", metavar="NAME", help="a baseline that guests must not be below"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help=f"seed of the first episode ({DEFAULT_SEED}; with guests one that nobody knew before)",
+    )
+    parser.add_argument(
+        "--in-process", action="store_true", help="trust .py files: no process of their own"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=TIME_LIMIT_S,
+        help=f"seconds that a .py file may take for an answer ({TIME_LIMIT_S:g})",
     )
     parser.add_argument("--out", type=Path, help=f"the table ({BOARD})")
     parser.add_argument(
@@ -303,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = _missing_jobs(args, points, saved)
     names = [
         f"{policy if isinstance(policy, str) else policy.name} at {point.name}"
-        for point, policy, _ in jobs
+        for point, policy, *_ in jobs
     ]
     measured: dict[int, dict[str, Any]] = {}
     for index, row in executor(measure, jobs, names):
@@ -311,9 +385,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row['point']} {row['policy']}: {row['value']:.4f} ({row['cpu_s']:.0f} s)")
         if not args.quick:  # a run that is stopped leaves the rows so far, in the jobs' order
             table.rows = list(saved)
-            table.update(measured[i] for i in sorted(measured))
+            table.update(r for _, r in sorted(measured.items()) if _is_for_the_board(r))
+    found = [row for _, row in sorted(measured.items())]
     if args.quick:
-        rows = [measured[i] for i in sorted(measured)]
+        rows = found
     else:
         rows = table.rows if measured else saved
         if measured:
@@ -321,13 +396,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_record(board, provenance(shlex.join(["servegym", "leaderboard", *words])))
         print(f"{board} ({machine()['cpu']})")
     _print(rows, points)
-    guests = compare_guests(rows, points, args.at_least) if args.at_least else []
+    guests = compare_guests(found, points, args.at_least) if args.at_least else []
     for guest in guests:
+        verdict = "below" if guest["below"] else "not below"
         print(
             f"{guest['point']}: {guest['policy']} {guest['value']:.4f} is "
-            f"{'below' if guest['below'] else 'not below'} {args.at_least} {guest['baseline']:.4f}"
+            f"{'clairvoyant: no match for' if guest['clairvoyant'] else verdict} "
+            f"{args.at_least} {guest['baseline']:.4f}"
         )
-    return int(any(guest["below"] for guest in guests))
+    return int(any(guest["below"] or guest["clairvoyant"] for guest in guests))
+
+
+def _is_for_the_board(row: Mapping[str, Any]) -> bool:
+    """Whether a row is a guest's, or one of the episodes that all the others have."""
+    return "guest" in row["kind"] or row["seed"] == DEFAULT_SEED
 
 
 def _chosen_points(args: argparse.Namespace) -> list[Point]:
@@ -363,28 +445,59 @@ def _chosen_points(args: argparse.Namespace) -> list[Point]:
 
 def _missing_jobs(
     args: argparse.Namespace, points: Sequence[Point], saved: Sequence[Mapping[str, Any]]
-) -> list[tuple[Point, Any, bool]]:
-    """Arguments of `measure` for the rows that are missing, or asked for again."""
+) -> list[tuple[Point, Any, bool, int, bool]]:
+    """Arguments of `measure` for the rows that are missing, or asked for again.
+
+    Guests are always measured: a file may have changed. A baseline that they are compared with is
+    measured on their episodes.
+    """
+    known = {name for point in points for name in policies_for(point)}
+    public = DEFAULT_SEED if args.seed is None else args.seed
+    common = public
+    if args.seed is None and not known.issuperset(args.policy):
+        common = fresh_seed()
     jobs = []
     for point in points:
         names = [args.at_least] if args.at_least else []
         if not names and (args.quick or not args.policy):
             names = policies_for(point, args.quick)
-        done = {row["policy"] for row in saved if row["point"] == point.name and not args.again}
+        done = set()
+        if public == DEFAULT_SEED and not args.again:
+            done = {row["policy"] for row in saved if _is_current(row, point)}
         for name in dict.fromkeys([*names, *args.policy]):
-            if name not in done:
-                jobs.append((point, _load_guest(point, name), args.quick))
+            is_guest = name not in known
+            compared = args.quick or is_guest or name == args.at_least
+            if compared or name not in done:
+                policy = _load_guest(point, name, args) if is_guest else name
+                seed = common if compared else public
+                jobs.append((point, policy, args.quick, seed, args.in_process))
     return jobs
 
 
-def _load_guest(point: Point, name: str) -> str | Policy:
-    """A guest's policy, made here since its file lies on this machine; a known name as it is."""
-    if name in policies_for(point):
-        return name
+def _is_current(row: Mapping[str, Any], point: Point) -> bool:
+    """Whether a saved row is of a point as the point is today, as far as the row tells."""
+    settings = json.loads(row.get("settings", "{}"))
+    given = json.loads(json.dumps(dict(point.env_kwargs)))
+    return row["point"] == point.name and all(
+        settings.get(key, value) == value for key, value in given.items()
+    )
+
+
+def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
+    """A guest's policy, made here since its file lies on this machine."""
     envs = make_envs(point.family.env_id, 1, {"split": "eval", **point.env_kwargs})
     system = describe_system(envs.unwrapped.problem, family=point.family.name)
     envs.close()
-    return resolve(name, system, point.family.name).policy
+    entered = resolve(
+        name,
+        system,
+        point.family.name,
+        in_process=args.in_process,
+        time_limit_s=args.time_limit,
+    )
+    if entered.source == OWN:
+        entered.policy.name = entered.name
+    return entered.policy
 
 
 def compare_guests(
@@ -393,8 +506,8 @@ def compare_guests(
     """Every guest against a baseline, point by point.
 
     Returns:
-        ``point``, ``policy``, ``value``, ``baseline`` (the baseline's value), and ``below``: if
-        the guest's interval does not reach the baseline's value.
+        ``point``, ``policy``, ``value``, ``baseline`` (the baseline's value), ``below``: if the
+        guest's interval does not reach the baseline's value, and ``clairvoyant``.
     """
     found = []
     for point in points:
@@ -407,9 +520,10 @@ def compare_guests(
                 "value": row["value"],
                 "baseline": baseline,
                 "below": row["high"] < baseline if higher else row["low"] > baseline,
+                "clairvoyant": "clairvoyant" in row["kind"],
             }
             for row in own.values()
-            if row["kind"] == "guest"
+            if "guest" in row["kind"]
         ]
     return found
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_of
-from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
+from servegym.experiments.evaluate import (
+    DEFAULT_SEED,
+    make_envs,
+    play_envs,
+    policy_seed,
+    resolve,
+)
 from servegym.experiments.output import write_text
 from servegym.experiments.reporting import report_of
 
@@ -50,17 +56,15 @@ def render_episode(
     mode = "ansi" if out is None else "rgb_array"
     envs = make_envs(family.env_id, 1, kwargs)
     system = describe_system(envs.unwrapped.problem, family=family.name)
-    chosen = resolve(policy or report.example_policy, system, family.name).policy
+    entered = resolve(policy or report.example_policy, system, family.name)
     envs.close()
-    view_id = family.view_id(chosen.env_view)
-    envs = make_envs(view_id, 1, {**kwargs, **chosen.env_kwargs}, mode)
+    chosen = entered.policy
+    envs = play_envs(family, entered, 1, kwargs, mode)
     frames: list[Any] = []
     try:
-        if chosen.needs_env:
-            cast(Any, chosen).bind(envs)
         first = DEFAULT_SEED if seed is None else seed
         observation, info = envs.reset(seed=[first])
-        chosen.reset(1, seed=first)
+        chosen.reset(1, seed=policy_seed(entered, first, 0))
         for step in range(steps):
             actions = chosen.act(observation, info.get("action_mask"))
             observation, reward, ended, _, info = envs.step(actions)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,14 @@ class Report:
         notes: Lines below the table.
         describe_action: The first action of a batch in words.
         example_policy: The policy that is shown where none is named.
-        reward_neutral: Arguments that a policy may ask for without changing the reward.
+        interface: Arguments that a policy may set: they change what it sees, how it acts or what
+            it is rewarded for, never the world that it is measured in.
+        serving: Further arguments that the package's own policies set: systems that serve in
+            another way, which are compared with as they are.
+        early: Argument -> value with which the reward tells of what has not ended: a policy that
+            asks for it is clairvoyant.
+        feedback_terms: Parts of the reward that tell of nothing before it has ended, the feedback
+            of a guest; empty where they all do.
         episode_statistics: (result, problem) -> further numbers of a row.
         request_interval: (logs, arguments) -> mean over requests with an interval, or None.
     """
@@ -73,7 +80,10 @@ class Report:
     notes: tuple[str, ...]
     describe_action: Callable[[Any], str]
     example_policy: str
-    reward_neutral: tuple[str, ...] = ()
+    interface: tuple[str, ...] = ()
+    serving: tuple[str, ...] = ()
+    early: Mapping[str, Any] = field(default_factory=dict)
+    feedback_terms: tuple[str, ...] = ()
     episode_statistics: Callable[[Mapping[str, Any], Any], dict[str, float]] = _no_statistics
     request_interval: Callable[[Sequence[NDArray[Any]], Mapping[str, Any]], Interval | None] = (
         _no_interval
@@ -162,7 +172,16 @@ _ROUTING = Report(
         Column("memory %", "memory_use", 1, 100),
         Column("goodput/s", "goodput_rps", 2),
     ),
-    reported_arguments=("profiles", "arrivals", "rate", "latency_requirement_s", "scheduler"),
+    reported_arguments=(
+        "profiles",
+        "arrivals",
+        "rate",
+        "latency_requirement_s",
+        "scheduler",
+        "score_predictor",
+        "length_predictor",
+        "episode_requests",
+    ),
     notes=(
         "QoS: interquartile mean over episodes [bootstrap 95 % interval]; dropped and rejected "
         "requests count 0. Rates in % of all requests; latency of served requests.",
@@ -171,6 +190,9 @@ _ROUTING = Report(
     request_interval=_routing_interval,
     describe_action=_routing_action,
     example_policy="greedy_qos",
+    interface=("reward",),
+    early={"reward": "paid_forward"},
+    feedback_terms=("qos",),
 )
 
 # ------------------------------------------------------------------------------- serverless MoE
@@ -201,6 +223,7 @@ _SERVERLESS = Report(
         "predictor",
         "decode_invocation",
         "price_ratio",
+        "episode_requests",
     ),
     notes=(
         "reward: minus cost and penalties over the cost of the same request with every expert in "
@@ -208,7 +231,8 @@ _SERVERLESS = Report(
     ),
     describe_action=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
     example_policy="greedy_warm",
-    reward_neutral=("deployment",),
+    interface=("granularity",),
+    serving=("deployment",),
 )
 
 # ----------------------------------------------------------------------------- expert placement
@@ -237,7 +261,8 @@ _PLACEMENT = Report(
     ),
     describe_action=lambda actions: "migrate" if int(actions["migrate"][0]) else "keep",
     example_policy="prism",
-    reward_neutral=("action_mode", "serving", "cache", "redirect", "router", "execution"),
+    interface=("action_mode",),
+    serving=("serving", "cache", "redirect", "router", "execution", "replica_choice"),
 )
 
 _REPORTS = {

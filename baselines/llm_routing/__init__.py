@@ -57,6 +57,7 @@ register_policy(
     "linucb",
     LinUcb,
     "linear bandit an expert, learns online from a train-split prior; sees scores at acceptance",
+    clairvoyant=True,
 )
 register_policy("drop_all", DropAll, "control: drops every request")
 register_policy("always_busiest", AlwaysBusiest, "control: most requests; must lose")

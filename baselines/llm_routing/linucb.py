@@ -32,10 +32,11 @@ class LinUcb(RoutingPolicy):
     It asks for ``reward="paid_forward"``, which pays the true score of a request when it is
     accepted and takes it back if the answer is late. So `feedback` tells it the score before the
     answer exists, where a running system would learn it with the answer: its results are those of
-    a bandit without delay.
+    a bandit without delay, and it is marked as clairvoyant.
     """
 
     name = "linucb"
+    clairvoyant = True
     env_kwargs: Mapping[str, Any] = MappingProxyType({"reward": "paid_forward"})
 
     def __init__(

@@ -318,7 +318,11 @@ class PlacementEpisode:
         return kpis
 
     def request_log(self) -> np.ndarray:
-        """One row per request that has arrived, see :data:`REQUEST_LOG`."""
+        """One row per request that has arrived, see :data:`REQUEST_LOG`.
+
+        Which prompt it is, and how long its answer becomes, is known once it has ended: before
+        that ``finish_s`` is NaN, ``prompt`` and ``task`` are -1 and ``output_tokens`` is 0.
+        """
         count = int(self.simulator.state.meta["next_request"][0])
         requests, state = self.requests, self.simulator.state
         prompt = requests.prompt[:count]
@@ -331,6 +335,11 @@ class PlacementEpisode:
         log["task"] = self.problem.activations.task[prompt]
         log["prompt_tokens"] = self.problem.prompts.tokens[prompt]
         log["output_tokens"] = requests.outputs[:count]
+        pending = np.isnan(log["finish_s"])
+        to_come = log["first_token_s"] > self.simulator.now  # the token is on its way back
+        log["first_token_s"][to_come] = np.nan
+        for name, hidden in (("prompt", -1), ("task", -1), ("output_tokens", 0)):
+            log[name][pending] = hidden
         return log
 
     def clone(self) -> PlacementState:

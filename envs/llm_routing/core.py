@@ -312,7 +312,11 @@ class RoutingBatch:
         }
 
     def request_log(self, row: int) -> np.ndarray:
-        """One row per decided request of the current episode, see :data:`REQUEST_LOG`."""
+        """One row per decided request of the current episode, see :data:`REQUEST_LOG`.
+
+        What a request is, and how well it is answered, is known once it has ended: before that
+        ``score`` and ``best_score`` are NaN, ``output_tokens`` is 0 and ``catalog_row`` -1.
+        """
         count = int(self.env[row]["index"])
         log = np.zeros(count, dtype=REQUEST_LOG)
         for name in self.log.dtype.names or ():
@@ -324,13 +328,15 @@ class RoutingBatch:
             lists = (self.queue[row, n, : e["running"]], self.queue[row, n, size + ring])
             for r in self.slot[row, n][np.concatenate(lists)]:
                 entry = log[r["request"]]
-                entry["expert"], entry["score"] = n, r["score"]
-                entry["prompt_tokens"], entry["output_tokens"] = r["prompt"], r["output"]
+                entry["expert"], entry["prompt_tokens"] = n, r["prompt"]
                 entry["available_s"], entry["admitted_s"] = r["available"], r["admitted"]
                 entry["first_token_s"], entry["preemptions"] = r["first"], r["preemptions"]
         log["arrival_s"] = self.arrivals[row, :count]
         log["catalog_row"] = self.rows[row, :count]
         log["best_score"] = self.table[log["catalog_row"], :, 1].max(axis=1)
+        pending = log["outcome"] == kernel.PENDING
+        for name, hidden in (("score", np.nan), ("best_score", np.nan), ("catalog_row", -1)):
+            log[name][pending] = hidden
         return log
 
     def fresh_observation(self) -> Any:

@@ -36,8 +36,8 @@ class Policy(BasePolicy):
 
 def test_a_class_agrees_with_the_same_baseline(tmp_path: Path) -> None:
     (tmp_path / "turns.py").write_text(STATEFUL)
-    ours = evaluate(ENV_ID, [str(tmp_path / "turns.py")], 3, env_kwargs=SMALL)
-    theirs = evaluate(ENV_ID, ["round_robin"], 3, env_kwargs=SMALL)
+    ours = evaluate(ENV_ID, [str(tmp_path / "turns.py")], 3, 5, SMALL)
+    theirs = evaluate(ENV_ID, ["round_robin"], 3, 5, SMALL)
     assert [r["avg_qos"] for r in ours] == [r["avg_qos"] for r in theirs]
     assert ours[0]["policy"] == "turns"
     (tmp_path / "empty.py").write_text("x = 1\n")
@@ -74,15 +74,19 @@ def test_a_class_without_init_finds_the_system(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "error"),
+    ("wrong", "error", "words"),
     [
-        ("observation['reqest']", "KeyError: 'reqest'"),
-        ("np.zeros(2) @ np.zeros(3)", "ValueError: matmul"),
-        ("__import__('no_such_module')", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("observation['reqest']", "KeyError: 'reqest'", []),
+        ("np.zeros(2) @ np.zeros(3)", "ValueError: matmul", ["--in-process"]),
+        (
+            "__import__('no_such_module')",
+            "ModuleNotFoundError: No module named 'no_such_module'",
+            ["--in-process"],
+        ),
     ],
 )
 def test_an_error_in_a_policys_file_names_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, error: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, error: str, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "act.py").write_text(
@@ -94,7 +98,7 @@ def test_an_error_in_a_policys_file_names_its_line(
         f"    def act(self, observation, action_mask):\n        {wrong}\n"
     )
     for file, line, name in (("act.py", 4, "act"), ("class.py", 8, "mine")):
-        result = CliRunner().invoke(app, ["evaluate", ENV_ID, "--policy", file])
+        result = CliRunner().invoke(app, ["evaluate", ENV_ID, "--policy", file, *words])
         assert result.exit_code == 2
         (message,) = result.stderr.splitlines()
         assert f"policy '{name}' failed at {file}:{line}: {error}" in message

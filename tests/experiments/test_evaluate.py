@@ -49,9 +49,8 @@ class Shaped(First):
 @pytest.fixture(scope="module")
 def result():
     logs = {}
-    rows = ev.evaluate(
-        ENV_ID, [First(), "drop_all", Flat(), Oracle()], 4, seed=7, env_kwargs=SMALL, logs=logs
-    )
+    policies = [First(), "drop_all", Flat(), Oracle()]
+    rows = ev.evaluate(ENV_ID, policies, 4, 7, SMALL, logs=logs, in_process=True)
     return rows, logs
 
 
@@ -103,7 +102,7 @@ def test_policies_get_the_same_episodes(result):
 def test_rows_do_not_depend_on_num_envs(result):
     rows, _ = result
     for num_envs in (1, 3):
-        other = ev.evaluate(ENV_ID, [First()], 4, seed=7, env_kwargs=SMALL, num_envs=num_envs)
+        other = ev.evaluate(ENV_ID, [First()], 4, 7, SMALL, num_envs, in_process=True)
         assert other == rows[:4]
 
 
@@ -161,15 +160,16 @@ def test_drop_all_is_undefined_not_zero(result):
 
 
 def test_return_under_another_reward_is_not_compared():
-    rows = ev.evaluate(ENV_ID, [First(), Shaped()], 1, env_kwargs=SMALL)
+    rows = ev.evaluate(ENV_ID, [First(), Shaped()], 1, 7, SMALL, in_process=True)
     assert math.isfinite(rows[0]["return"]) and math.isnan(rows[1]["return"])
     assert rows[0]["avg_qos"] == rows[1]["avg_qos"]
-    same = ev.evaluate(ENV_ID, [Shaped()], 1, env_kwargs={**SMALL, "reward": "paid_forward"})
+    paid_forward = {**SMALL, "reward": "paid_forward"}
+    same = ev.evaluate(ENV_ID, [Shaped()], 1, 7, paid_forward, in_process=True)
     assert same[0]["return"] == pytest.approx(rows[0]["avg_qos"] * SMALL["episode_requests"])
 
 
 def test_policies_of_one_name_stay_apart():
-    rows = ev.evaluate(ENV_ID, [First(), First()], 1, env_kwargs=SMALL)
+    rows = ev.evaluate(ENV_ID, [First(), First()], 1, 7, SMALL, in_process=True)
     assert [row["policy"] for row in rows] == ["first", "first #2"]
 
 
@@ -197,9 +197,9 @@ def test_printed_table(result):
     for needed in ("drop %", "reject %", "ms/token", "ceiling (mean best score)", "Share of"):
         assert needed in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
-    assert "oracle (clairvoyant)" in lines["oracle"]
-    assert "clairvoyant" not in lines["first"]
     quality = next(line for line in text.splitlines() if line.strip().startswith("drop_all"))
+    assert "oracle (guest in process, clairvoyant)" in text
+    assert "clairvoyant" not in lines["first"] and "guest" not in quality
     assert "100.0" in quality and "–" in quality and "nan" not in text
 
 

@@ -187,8 +187,9 @@ def test_a_function_of_one_decision_serves_every_family() -> None:
 
     rows = evaluate(
         "servegym/ServerlessMoE-v0",
-        [from_callable(serve, "mix", batched=False)],
+        [from_callable(serve, "local", batched=False)],
         2,
+        seed=100_000,
         env_kwargs={"model": "toy", "episode_requests": 10},
     )
     mix = evaluate(

@@ -14,7 +14,14 @@ import numpy as np
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import run_main
 from servegym.envs.llm_routing.core import OUTCOMES
-from servegym.experiments.evaluate import DEFAULT_SEED, make_envs, resolve
+from servegym.envs.families import family_of
+from servegym.experiments.evaluate import (
+    DEFAULT_SEED,
+    make_envs,
+    play_envs,
+    policy_seed,
+    resolve,
+)
 from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
@@ -114,15 +121,13 @@ def long_run(
     """
     kwargs = {"split": "eval", **env_kwargs}
     probe = make_envs(ENV_ID, 1, kwargs)
-    found = policy
-    if isinstance(policy, str):
-        found = resolve(policy, RoutingSystem.from_env(probe)).policy
+    entered = resolve(policy, RoutingSystem.from_env(probe))
     probe.close()
-    if found.env_view != "graph":
-        raise ValueError(f"policy is {found.name!r}, which does not read the graph observation")
-    envs = make_envs(ENV_ID, episodes, {**kwargs, **found.env_kwargs})
+    if entered.env_view != "graph":
+        raise ValueError(f"policy is {entered.name!r}, which does not read the graph observation")
+    found, envs = entered.policy, play_envs(family_of(ENV_ID), entered, episodes, kwargs)
     observation, info = envs.reset(seed=[DEFAULT_SEED + i for i in range(episodes)])
-    found.reset(episodes, seed=DEFAULT_SEED)
+    found.reset(episodes, seed=policy_seed(entered, DEFAULT_SEED, 0))
     memory = []
     ended = np.zeros(episodes, dtype=bool)
     while not ended.any():

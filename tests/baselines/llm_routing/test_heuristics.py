@@ -98,7 +98,7 @@ def test_registry_lists_the_promised_names_once():
         "always_best linucb drop_all always_busiest rollout"
     ).split()
     assert sorted(listed) == sorted(promised)
-    assert [i.name for i in list_policies() if i.clairvoyant] == ["rollout"]
+    assert [i.name for i in list_policies() if i.clairvoyant] == ["linucb", "rollout"]
     assert all(i.description and "\n" not in i.description for i in list_policies())
     assert (
         "no trained classifier" in {i.name: i.description for i in list_policies()}["bert_router"]

@@ -15,7 +15,8 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.llm_routing.core import RoutingBatch
 
 ID = "servegym/LLMRouting-v0"
-HONEST = [i.name for i in list_policies() if i.alias_of is None and not i.clairvoyant]
+# What `linucb` sees too early comes as feedback.
+HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
 CHOOSING = [name for name in HONEST if name not in ("drop_all", "greedy_qos", "priced_greedy")]
 
 
