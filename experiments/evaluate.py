@@ -389,9 +389,7 @@ def make_plan(
     system = describe_system(problem, family=family.name)
     resolved = _distinct(
         [
-            resolve(
-                policy, system, family.name, in_process=in_process, time_limit_s=time_limit_s
-            )
+            resolve(policy, system, family.name, in_process=in_process, time_limit_s=time_limit_s)
             for policy in policies
         ]
     )
@@ -525,10 +523,10 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """One dict a policy from the rows of `evaluate`, in the order of the rows.
 
     Returns:
-        ``policy``, ``clairvoyant``, ``source``, ``episodes``, the family's headline (routing: ``avg_qos``) as
-        an `Interval` of the interquartile mean with its stratified-bootstrap 95 % interval, its
-        plain mean (routing: ``mean_qos``), and the mean over episodes of every other number. A
-        mean leaves out the episodes where the number is undefined and is NaN where it is
+        ``policy``, ``clairvoyant``, ``source``, ``episodes``, the family's headline (routing:
+        ``avg_qos``) as an `Interval` of the interquartile mean with its stratified-bootstrap 95 %
+        interval, its plain mean (routing: ``mean_qos``), and the mean over episodes of every other
+        number. A mean leaves out the episodes where the number is undefined and is NaN where it is
         undefined in all of them.
     """
     report, out = report_of(family_of(rows[0]["env_id"])), []

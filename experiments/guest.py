@@ -70,7 +70,9 @@ class GuestPolicy(BasePolicy):
             raise ValueError(f"time_limit_s is {time_limit_s}; allowed are seconds above 0")
         is_file = isinstance(source, Path)
         self.name = str(source) if is_file else str(source.name)
-        content = {"file": source, "content": source.read_bytes()} if is_file else {"policy": source}
+        content = (
+            {"file": source, "content": source.read_bytes()} if is_file else {"policy": source}
+        )
         try:
             self._source = _pickled({**content, "system": system}, source)
         except Exception as error:  # whatever the policy's own pickling raises
@@ -186,6 +188,8 @@ class GuestPolicy(BasePolicy):
             for name, kind, shape in described:
                 if not re.fullmatch(r"[<>|=][biuf][1248]", kind):
                     raise ValueError(f"{kind} is no number type")
+                if min(shape, default=0) < 0:
+                    raise ValueError(f"{shape} is no shape")
                 dtype = np.dtype(kind)
                 size = math.prod(shape) * dtype.itemsize
                 values = np.frombuffer(body[start : start + size], dtype)
@@ -277,10 +281,13 @@ def _receive(connection: socket.socket, size: int, deadline: float | None) -> by
 # ------------------------------------------------------------------------- in the guest's process
 
 
+_NOT_MADE: Any = object()
+
+
 def serve(descriptor: int) -> None:
     """Answer the evaluator's requests until it closes the pipe."""
     connection = socket.socket(fileno=descriptor)
-    policy: Any = None
+    policy: Any = _NOT_MADE
     while True:
         try:
             length = int(np.frombuffer(_receive(connection, _LENGTH, None), np.uint64)[0])
@@ -311,7 +318,7 @@ def serve(descriptor: int) -> None:
                 traceback.print_exc()
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             text = f"{kind}{error}"
-            if policy is not None and str(getattr(policy, "name", "")) not in text:
+            if policy is not _NOT_MADE and str(getattr(policy, "name", "")) not in text:
                 text = f"policy {policy.name!r} failed: {text}"
             head, body = json.dumps({"error": text}), b""
         _send(connection, head.encode() + b"\n" + body, None)

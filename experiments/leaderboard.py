@@ -39,7 +39,7 @@ from servegym.experiments.evaluate import (
     summarise,
 )
 from servegym.experiments.executor import Executor, run_serially
-from servegym.experiments.guest import TIME_LIMIT_S
+from servegym.experiments.guest import TIME_LIMIT_S, GuestPolicy
 from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.reporting import report_of
 from servegym.experiments.tables import Table, machine, provenance, versions, write_record
@@ -497,6 +497,8 @@ def _load_guest(point: Point, name: str, args: argparse.Namespace) -> Policy:
     )
     if entered.source == OWN:
         entered.policy.name = entered.name
+    if isinstance(entered.policy, GuestPolicy):
+        entered.policy.close()  # until it is measured
     return entered.policy
 
 

@@ -10,7 +10,7 @@ from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import from_callable, list_policies
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments import leaderboard
-from servegym.experiments.evaluate import evaluate
+from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.leaderboard import POINTS, Point, main, ranked, read_board
 
 SMALL = Point("small", family_named("routing"), {"rate": 8.0, "episode_requests": 40}, 3, {})
@@ -74,6 +74,8 @@ def test_rows_are_saved_completed_and_renewed(
     rows = read_board(small / "board.csv")
     assert [row["policy"] for row in rows] == ["random", "greedy_qos", "mine"]
     assert [row["kind"] for row in rows] == ["baseline", "baseline", "guest"]
+    assert [row["seed"] == DEFAULT_SEED for row in rows] == [True, True, False]
+    assert all(json.loads(row["settings"])["score_predictor"] == "confusion" for row in rows)
     main(["--policy", "random", "--again", *out])
     assert measured[3:] == ["random"]
     record = json.loads((small / "board.json").read_text())
@@ -81,7 +83,21 @@ def test_rows_are_saved_completed_and_renewed(
     again = {row["policy"]: row["value"] for row in read_board(small / "board.csv")}
     assert again == {row["policy"]: row["value"] for row in rows}
     capsys.readouterr()
-    assert main(out) == 0 and "guest" in capsys.readouterr().out
+    assert main(out) == 0
+    printed = capsys.readouterr().out
+    assert "guest" in printed and "rate=8.0" in printed and "100000..100002" in printed
+    assert "length_predictor=confusion" in printed
+
+
+def test_a_row_of_another_setting_is_measured_again(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = leaderboard._parser().parse_args(["--policy", "random"])
+    row = {"point": "small", "policy": "random", "settings": json.dumps({"rate": 8.0})}
+    assert leaderboard._missing_jobs(args, [SMALL], [row]) == []
+    row["settings"] = json.dumps({"rate": 5.0})
+    ((point, policy, quick, seed, in_process),) = leaderboard._missing_jobs(args, [SMALL], [row])
+    assert (point, policy, quick, seed, in_process) == (SMALL, "random", False, DEFAULT_SEED, False)
 
 
 def test_the_best_comes_first_and_undefined_last() -> None:
@@ -107,18 +123,29 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
     assert main([*quick, "bad.py"]) == 1
     assert not (small / "experiments").exists()
+    rows = [
+        {"point": "small", "policy": name, "kind": kind, "value": 0.5, "low": 0.4, "high": 0.6}
+        for name, kind in (("random", "baseline"), ("oracle", "clairvoyant guest"))
+    ]
+    (oracle,) = leaderboard.compare_guests(rows, [SMALL], "random")
+    assert oracle["clairvoyant"] and not oracle["below"]
 
 
 def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--quick", "--policy", "my_router.py", "--at-least", "greedy_qos"]
+    words = ["--quick", "--in-process", "--policy", "my_router.py", "--at-least", "greedy_qos"]
     monkeypatch.setattr(leaderboard, "POINTS", POINTS)
     (small / "my_router.py").write_text(ROUTER)
     measured = []
 
-    def measure(point: Point, policy: str | Policy, quick: bool) -> dict:
-        assert quick
+    seeds = set()
+
+    def measure(
+        point: Point, policy: str | Policy, quick: bool, seed: int, in_process: bool
+    ) -> dict:
+        assert quick and (in_process or name_of(policy) != "my_router")
+        seeds.add(seed)
         name = name_of(policy)
         measured.append((point.name, name))
         mine, value = name == "my_router", 0.5 if name == "my_router" else 0.6
@@ -130,20 +157,26 @@ def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
             "kind": "guest" if mine else "baseline",
             "high": value,
             "episodes": 4,
+            "seed": seed,
             "cpu_s": 1.0,
         }
 
     monkeypatch.setattr(leaderboard, "measure", measure)
     assert main(words) == 1
+    assert len(seeds) == 1 and DEFAULT_SEED not in seeds  # the same episodes, which nobody knew
     routing = ["routing-5", "routing-8", "routing-10", "routing-linear-5"]
     assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router")]
     rows = [
-        measure(point, name, True) for point in POINTS[:4] for name in ("greedy_qos", "my_router")
+        measure(point, name, True, 1, True)
+        for point in POINTS[:4]
+        for name in ("greedy_qos", "my_router")
     ]
     guests = leaderboard.compare_guests(rows, POINTS[:4], "greedy_qos")
     assert [(guest["point"], guest["below"]) for guest in guests] == [(p, True) for p in routing]
     measured.clear()
-    main(["--quick", "--at-least", "random", "--policy", "my_router.py"])  # every family has one
+    main(
+        ["--quick", "--in-process", "--at-least", "random", "--policy", "my_router.py"]
+    )  # every family has one
     assert len(measured) == 2 * len(POINTS)
     with pytest.raises(ValueError, match="Did you mean 'greedy_qos'"):
         main(["--quick", "--at-least", "gredy_qos", "--policy", "my_router.py"])
