@@ -24,13 +24,14 @@ class Policy(Protocol):
     Attributes:
         name: The name shown in tables.
         clairvoyant: True if the policy uses what a router cannot know (true scores, true lengths,
-            future arrivals). Such a policy is marked in every table.
+            future arrivals). Such a policy is marked in every table, and so is every policy with
+            ``needs_env``.
         env_view: The observation it reads: ``"graph"`` is the Dict id, ``"flat"`` and
             ``"experts"`` are the Box ids (some trained checkpoints).
         needs_env: True if `bind` must be called with the vector environment before `reset`.
         env_kwargs: Environment arguments that the policy asks for, for instance
-            ``{"reward": "paid_forward"}`` of an online learner. They change what `feedback` gets,
-            never the dynamics.
+            ``{"action_mode": "placement"}``. They change the interface, never the world: an
+            evaluation refuses others from all but the package's own policies.
     """
 
     name: str

@@ -12,7 +12,33 @@ runs wherever a name does. The command line takes a `.py` file, too, if it has o
 Then `servegym evaluate servegym/LLMRouting-v0 --policy my_router.py --policy greedy_qos` compares
 it with another, and `servegym leaderboard --quick --policy my_router.py --at-least greedy_qos` is
 a presubmit: short episodes at the routing points of the leaderboard, and exit status 1 if it is
-below at one of them. An error in the file is reported with its line.
+below at one of them, or clairvoyant. An error in the file is reported with its line.
+
+## What a guest may do
+
+A policy that is not the package's is a guest, and its rows say so (`source`):
+
+- It runs in a process of its own, a fresh one for every block of episodes, and gets copies: the
+  description of the system, observations, masks, and the rewards of what has ended. It has 60 s
+  for an answer (`--time-limit`). An object or a function is pickled and sent there.
+- Of `env_kwargs` it may set what changes the interface: `reward` for routing, `granularity` for
+  serverless, `action_mode` for placement. Everything else changes the world and is refused by
+  name.
+- It gets no number that the episodes are drawn from. Its own seed is the number of its block's
+  first episode, and where `--seed` names none, the episodes are drawn with a seed that nobody
+  knew before; the printed seeds repeat them. An author who knows the seed can draw the episodes
+  beforehand: whoever judges others' policies leaves it out, and uses no seed twice.
+- Taking the environment (`needs_env`, `bind`) needs `--in-process`, which runs the file in the
+  evaluator's process. Such rows read "guest in process", and "clairvoyant" whatever the policy
+  says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
+  exists.
+- Its name is not that of a policy or checkpoint of the package.
+
+Two things no evaluator on your machine can refuse. The process has your rights: run programs that
+you do not trust in a container. And the prompts of the evaluation split come with the package: a
+policy that carries their true scores, and recognises them by length and predictions, is found by
+reading it, or by prompts that it cannot have: `--set catalog=synthetic` with a seed of yours in
+`catalog_kwargs`, or `catalog=mix_instruct`.
 """
 
 import numpy as np
