@@ -148,7 +148,7 @@ def resolve(
 
         loaded = load_policy(file, system)
         label = name if name in trained else loaded.name
-        if label in trained and name not in trained:
+        if label in trained and file.resolve() not in trained.values():
             label = f"{label} ({name})"
         return _checked(label, loaded, family, system, limit)
     for other in FAMILIES:
