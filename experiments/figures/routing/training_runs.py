@@ -5,7 +5,7 @@ QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the c
 Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts
 at a heuristic or lets its critics read the coming arrivals (``--prior 0 --privileged_critic
 False``). Their other settings come from their sweeps on the validation split (`TUNED`). With the
-graph they take 400,000 steps, three minutes of a core; without it a step costs a tenth, and
+graph they take a million steps, ten minutes of a core; without it a step costs a sixth, and
 Baseline RL takes 1.35 million with twice the updates. The group ``general`` has one policy for all
 rates: ``residual`` is this package's default, ``baseline_rl`` the paper's baseline. The group
 ``zoo`` trains all agents at one task, each for about two minutes of one core. The group ``mixed``
@@ -28,9 +28,9 @@ from typing import Any
 __all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
 
 PAPER_STEPS = {
-    "sac_han": 400_000,
+    "sac_han": 1_000_000,
     "baseline_rl": 1_350_000,
-    "baseline_rl_dsa": 400_000,
+    "baseline_rl_dsa": 1_000_000,
     "baseline_rl_ppo": 1_500_000,
     "direct_search": 12_000_000,
 }
