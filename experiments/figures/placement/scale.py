@@ -1,18 +1,21 @@
 """Prism from 4 to 256 GPUs and from 100 to 1000 Mbps (Fig. 8), and what the settings decide.
 
 ``fig8a`` repeats the testbed's 1, 1, 2 pattern of GPUs at a fixed rate per server, ``fig8b``
-changes the bandwidth, ``sensitivity`` the link model, the messages and their cost. A point whose
-mean grows with the length of the run (column ``overloaded``) has no change in percent.
+changes the bandwidth, ``sensitivity`` the link model, the messages and their cost,
+``consolidation`` the choice among copies where the calls of a layer to one server share a message.
+A point whose mean grows with the length of the run (``overloaded``) has no change in percent.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from servegym.baselines.expert_placement.prism import prism
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
@@ -21,7 +24,9 @@ from servegym.experiments.figures.placement.common import (
     SEED,
     as_text,
     band,
+    change,
     growing,
+    make,
     measure,
     overloaded,
     ratio_of,
@@ -33,6 +38,7 @@ from servegym.experiments.figures.placement.common import (
 from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
 from servegym.experiments.figures.run import FigureOptions, Pictures, first_and_last, save
 from servegym.experiments.output import print_table
+from servegym.experiments.tables import note
 
 __all__ = ["main"]
 
@@ -43,6 +49,9 @@ MBPS = (100, 200, 300, 500, 750, 1000)
 LINKS = ("nic", "pairwise")
 COMPARED = ("redundance", "eplb", "eplb_global", "prism", "proxy_optimum", "whole_layer")
 """Placements of the sensitivity table."""
+CONSOLIDATED = ("redundance", "eplb", "eplb_global")
+"""Placements with copies of experts on servers that have not the whole layer."""
+CHOICES = ("least_finish", "consolidate")
 CASES = (("nic", 0.2), ("nic", 1.5), ("pairwise", 1.5))
 """Link model and cost of a message, ms, of Fig. 8b."""
 
@@ -343,7 +352,83 @@ def _plot_sensitivity(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-FIGURES = {"fig8a": fig8a, "fig8b": fig8b, "sensitivity": sensitivity}
+# --------------------------------------------------------------------------------- consolidation
+
+
+def _cost_of_calls(policy: str, kwargs: Mapping[str, Any], repeats: int) -> dict[str, float]:
+    """Processor time, events and messages a call of one episode; the fastest of some repeats."""
+    problem = build_problem(**kwargs, split="eval", action_mode="placement")
+    agent: Any = make(policy, PlacementSystem.from_problem(problem))
+    agent.reset(1, seed=SEED)
+    system = PlacementEpisode(problem)
+    system.begin(np.random.default_rng(SEED))
+    plan = agent.act({key: value[None] for key, value in system.observation().items()})["plan"][0]
+    seconds = []
+    for _ in range(repeats):
+        system.begin(np.random.default_rng(SEED))
+        begin = time.process_time()
+        system.advance(np.asarray(plan, dtype=np.uint8))
+        seconds.append(time.process_time() - begin)
+    meta = system.simulator.state.meta[0]
+    calls = int(meta["calls"])
+    return {
+        "ns_per_call": 1e9 * min(seconds) / calls,
+        "events_per_call": int(meta["events"]) / calls,
+        "messages_per_call": int(meta["messages"]) / calls,
+    }
+
+
+def consolidation(options: FigureOptions) -> None:
+    """Latency and cost of a call with copies chosen by least finish or on servers called anyhow."""
+    rows: list[dict[str, Any]] = []
+    latency: dict[tuple[Any, ...], np.ndarray] = {}
+    for gpus in (4, 16) if options.quick else (4, 64, 256):
+        for choice in CHOICES:
+            kwargs: dict[str, Any] = {
+                "scenario": f"scale_{gpus}",
+                "epochs": 1,
+                "replica_choice": choice,
+                "cluster_kwargs": {"messages": "per_server"},
+            }
+            point = {"gpus": gpus, "replica_choice": choice}
+            found, own = measure(CONSOLIDATED, _episodes(options, gpus), point, **kwargs)
+            for row in found:
+                row |= _cost_of_calls(row["policy"], kwargs, 1 if options.quick else 3)
+                latency[gpus, choice, row["policy"]] = own[row["policy"]]
+            rows += found
+    sizes = sorted({row["gpus"] for row in rows})
+    cost = {(r["gpus"], r["replica_choice"], r["policy"]): r["ns_per_call"] for r in rows}
+    notes = []
+    for policy in CONSOLIDATED:
+        for gpus in sizes:
+            old, new = (latency[gpus, choice, policy] for choice in CHOICES)
+            ratio = cost[gpus, CHOICES[1], policy] / cost[gpus, CHOICES[0], policy]
+            text = (
+                f"{policy}, {gpus} GPUs: {CHOICES[1]} changes the mean latency by "
+                f"{versus(new, old)}, from {old.mean():.2f} to {new.mean():.2f} s; a call costs "
+                f"{ratio:.2f} x the processor time of one with {CHOICES[0]}"
+            )
+            if gpus > sizes[0]:
+                growth = {c: cost[gpus, c, policy] / cost[sizes[0], c, policy] for c in CHOICES}
+                text += ", and " + ", ".join(f"with {c} {x:.2f} x" for c, x in growth.items())
+                text += f" that of a call at {sizes[0]} GPUs"
+            found = change(new, old)
+            notes.append(
+                note(f"{text}.", policy=policy, gpus=gpus, change_pct=list(found), cost_ratio=ratio)
+            )
+    notes += growing(rows, ("gpus", "replica_choice", "policy"))
+    problem = build_problem(
+        scenario=f"scale_{sizes[-1]}", cluster_kwargs={"messages": "per_server"}, split="eval"
+    )
+    save(options, "consolidation", rows, *notes, settings={"setting": setting(problem)})
+
+
+FIGURES = {
+    "fig8a": fig8a,
+    "fig8b": fig8b,
+    "sensitivity": sensitivity,
+    "consolidation": consolidation,
+}
 PICTURES: Pictures = {
     "fig8a_gpus": _plot_sizes,
     "fig8b_bandwidth": _plot_bandwidths,

@@ -290,3 +290,22 @@ def test_scale_and_migration_figures(tmp_path, monkeypatch):
     layers = known.sum(axis=2)  # every token takes 6 experts of each layer
     assert known.shape == (3, 26, 64) and (np.ptp(layers, axis=1) <= 64).all()
     assert layers.min() > 6 * placement_migration.EACH * (19 + 4)
+
+
+@pytest.mark.slow
+def test_calls_that_share_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr(placement_scale, "CONSOLIDATED", ("redundance",))
+    argv = ["--quick", "--episodes", "1", "--out", str(tmp_path), "--figure", "consolidation"]
+    assert placement_scale.main(argv) == 0
+    rows = rows_of(tmp_path / "consolidation.csv")
+    cell = {(row["gpus"], row["replica_choice"]): row for row in rows}
+    messages = [
+        float(cell["16", choice]["messages_per_call"]) for choice in placement_scale.CHOICES
+    ]
+    assert messages[1] < messages[0]
+    assert all(float(row["ns_per_call"]) > 0 for row in rows)
+    (large,) = [
+        n for n in read_record(tmp_path / "consolidation.csv")["notes"] if n.get("gpus") == 16
+    ]
+    old, new = (float(cell["16", choice]["mean_latency_s"]) for choice in placement_scale.CHOICES)
+    assert large["change_pct"][0] == pytest.approx(100 * (new / old - 1))
