@@ -53,7 +53,7 @@ ENV = {
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
 HEADS, WIDTH, ROWS_WIDTH = 4, 64, 32  # HAN; HAN and sets; over the three numbers of a row
-NUM_MINIBATCHES = 4  # per epoch
+NUM_MINIBATCHES = {"han": 4, "sets": 4, "expert": 16}  # per epoch, by encoder
 CLIP_COEF = 0.2  # clipping of the probability ratio
 VF_COEF = 0.5  # weight of the value loss
 CRITIC_WARMUP = 0.03  # share of the training in which the critic alone learns
@@ -460,7 +460,7 @@ def train(args: Args) -> Path:
     agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
     actions = agent.layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=agent.fixed_experts)
 
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
@@ -542,7 +542,7 @@ def train(args: Args) -> Path:
         # Optimise policy and value.
         train_actor, spread = share_done >= CRITIC_WARMUP, float(target.var())
         for _ in range(args.update_epochs):
-            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
+            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES[args.encoder]):
                 rows, legal, inputs, action, old, adv, value_target = (
                     f[index.to(f.device)] for f in flat
                 )

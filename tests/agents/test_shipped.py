@@ -13,6 +13,7 @@ from servegym.experiments.evaluate import evaluate  # noqa: E402
 
 SHIPPED = shipped("llm_routing")
 LEARNED = [name for name in SHIPPED if not name.startswith("baseline")]
+ANY_EXPERTS = [name for name in LEARNED if name != "direct_search"]
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
@@ -33,7 +34,7 @@ def test_it_beats_greedy_qos_under_load_on_prompts_never_trained_on(name):
     assert (qos[name] > 1.03 * qos["greedy_qos"]).all()
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", ANY_EXPERTS)
 def test_it_serves_another_number_of_experts(name):
     kwargs = {"episode_requests": 50, "rate": 4.0, "num_experts": 3}
     (row,) = evaluate("servegym/LLMRouting-v0", [name], 1, env_kwargs=kwargs)
