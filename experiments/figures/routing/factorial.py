@@ -44,6 +44,8 @@ RATES = (3.0, 5.0, 8.0, 9.0, 10.0, 11.0)
 TRAINED = {"edge-6-heterogeneous": 8.0, "paper-linear": 5.0}
 """Arrival rate of the training by fleet; under bursts all are measured at that one too."""
 HIGHEST = RATES[-1]
+REQUESTS = 500
+"""Of an episode."""
 
 Episodes = Mapping[int, Sequence[Mapping[str, Any]]]
 """Rows of the episodes by seed of the training."""
@@ -156,8 +158,8 @@ def factorial(options: Options) -> None:
         for arrivals, rate in (*conditions, ("burstgpt", TRAINED[fleet])):
             name = f"{fleet}, {rate:g}/s{' in bursts' * (arrivals == 'burstgpt')}"
             point = {"point": name, "profiles": fleet, "arrivals": arrivals, "rate": rate}
-            kwargs = {"episode_requests": options.requests, "profiles": fleet, "rate": rate}
-            kwargs["arrivals"] = arrivals
+            kwargs = {"profiles": fleet, "rate": rate, "arrivals": arrivals}
+            kwargs["episode_requests"] = options.requests if options.quick else REQUESTS
             number = options.episodes
             played = play_trained(options, trained, kwargs, number)
             series = {
