@@ -96,14 +96,14 @@ register_policy(
 register_policy(
     "grid_optimum",
     GridOptimum,
-    "clairvoyant: the best action for the request's true routing, lengths and overhead",
+    "clairvoyant, one request at a time: the best action for its true routing, lengths, overhead",
     family=_FAMILY,
     clairvoyant=True,
 )
 register_policy(
     "lookahead",
     Lookahead,
-    "clairvoyant: dynamic programme over warm configurations for the whole episode",
+    "clairvoyant planner of the whole episode over 32 warm configurations; not a bound",
     family=_FAMILY,
     clairvoyant=True,
 )

@@ -32,8 +32,6 @@ __all__ = ["ActionTable", "CandidateActions", "ActionValues", "WarmFunctions", "
 
 Floats = NDArray[np.float64]
 CACHED_PREDICTIONS = 512
-LOAD_SPREAD = 0.12
-"""Relative standard deviation of a replica's true tokens about the expected ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,8 +364,8 @@ def _feasible(
         model.token_mb * tokens[..., None], 1e-9
     )
     body = top * model.token_mb / model.payload_mb
-    held = np.where(used[:, None], ndtr((slack - 1.0) / LOAD_SPREAD).prod(axis=1), 1.0)
-    room = ndtr((1.0 / np.maximum(body, 1e-9) - 1.0) / LOAD_SPREAD).prod(axis=1)
+    held = np.where(used[:, None], ndtr((slack - 1.0) / system.load_spread).prod(axis=1), 1.0)
+    room = ndtr((1.0 / np.maximum(body, 1e-9) - 1.0) / system.load_spread).prod(axis=1)
     return held[:, None, :, None] * np.where(used[:, None], room, 1.0)[:, None, None]
 
 

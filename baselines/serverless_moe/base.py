@@ -20,8 +20,6 @@ from servegym.baselines.serverless_moe.system import ServerlessSystem
 
 Mask = NDArray[np.integer[Any]]
 Actions = NDArray[np.int64]
-TIME_SPREAD = 0.05
-"""Relative standard deviation of true times about the expected ones that the policies assume."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +110,9 @@ class ServerlessPolicy(BasePolicy):
             self.expected(observed), observed.frequency, action, **self._given(observed, {})
         )
 
-    @staticmethod
-    def _given(observed: Observed, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _given(self, observed: Observed, kwargs: dict[str, Any]) -> dict[str, Any]:
         limits = {"ttft_limit_s": observed.ttft_limit_s, "tpot_limit_s": observed.tpot_limit_s}
-        return {"spread": TIME_SPREAD, "warm": observed.warm, **limits, **kwargs}
+        return {"spread": self.system.time_spread, "warm": observed.warm, **limits, **kwargs}
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
         """Action (5,) of a row with a request, or (len(nvec),) with an action a layer.

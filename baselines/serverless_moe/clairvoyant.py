@@ -1,4 +1,8 @@
-"""Policies that see the true requests of an episode: the most that can be reached."""
+"""Policies that see the true requests of an episode: references, none of them a bound.
+
+`GridOptimum` takes the best action for one request at a time, `Lookahead` plans the whole episode
+but counts reuse between equal actions alone; another policy can get more than either.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +64,14 @@ class GridOptimum(Clairvoyant):
 
 
 class Lookahead(Clairvoyant):
-    """Plans a whole episode as it really is by dynamic programming over warm configurations.
+    """Clairvoyant planner: a whole episode as it really is, by dynamic programming.
 
     The state is the configuration that is warm. At each request it either keeps one of the
     ``configurations`` most wanted shared ones (warm if the same was used last and the gap is short)
-    or takes the best action for a cold start. Reuse between different actions is not counted, so
-    the plan is one that can be carried out, not a bound; `reward_bound` is one.
+    or takes the best action for a cold start. Reuse between different actions is not counted, and
+    other configurations are not tried: a policy that does either can get more, so that its reward
+    is no bound. `reward_bound` gives one for actions that are the same in all layers, up to the
+    approximations of `ActionTable`.
     """
 
     name = "lookahead"
@@ -89,7 +95,7 @@ class Lookahead(Clairvoyant):
             self._bound.pop(row, None)
 
     def reward_bound(self, row: int) -> float:
-        """Sum of rewards that no policy exceeds in the row's planned episode: nothing is cold."""
+        """Sum of the best rewards of the row's planned episode if nothing were ever cold."""
         return self._bound[row]
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from servegym.baselines.protocol import BasePolicy, Observation
 from servegym.baselines.serverless_moe.action_table import ActionTable
 from servegym.baselines.serverless_moe.base import (
-    TIME_SPREAD,
     Actions,
     Mask,
     Observed,
@@ -136,7 +135,7 @@ def mean_request_rewards(
             system.shared,
             ttft_limit_s=float(ttft),
             tpot_limit_s=float(tpot),
-            spread=TIME_SPREAD,
+            spread=system.time_spread,
             starts=starts,
         ).reward
         for ttft, tpot in system.slo

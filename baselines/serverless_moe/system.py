@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from servegym.envs.serverless_moe.config import Problem
 
 Floats = NDArray[np.float64]
+SPREADS = {"default": (0.12, 0.05)}
+"""By model: relative standard deviation of a replica's true tokens and of a request's true times
+about the expected ones. `servegym.experiments.figures.serverless.spreads` chooses them on the
+validation prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,9 @@ class ServerlessSystem:
         decode_invocation: ``"per_call"`` or ``"per_layer"``.
         penalty: Penalty of a missed SLO in units of the request's MIX cost.
         per_layer: Whether Y and z have an action a layer.
+        load_spread: Relative standard deviation of a replica's true tokens about the expected ones
+            that the planners assume.
+        time_spread: The same of a request's true times.
         arguments: Arguments of the environment, for policies that rehearse on the train split.
     """
 
@@ -69,6 +76,8 @@ class ServerlessSystem:
     decode_invocation: str = "per_call"
     penalty: float = 0.5
     per_layer: bool = False
+    load_spread: float = SPREADS["default"][0]
+    time_spread: float = SPREADS["default"][1]
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -80,6 +89,7 @@ class ServerlessSystem:
         """
         cfg = problem.tables.cfg[0]
         prompt, output = (float(np.mean(law)) for law in problem.lengths)
+        spreads = SPREADS.get(problem.system.name, SPREADS["default"])
         return cls(
             model=problem.system,
             levels=np.asarray(problem.levels, np.int64),
@@ -102,6 +112,8 @@ class ServerlessSystem:
             decode_invocation="per_call" if cfg["per_call"] else "per_layer",
             penalty=float(cfg["penalty"]),
             per_layer=problem.granularity == "per_layer",
+            load_spread=spreads[0],
+            time_spread=spreads[1],
             arguments=dict(problem.arguments),
         )
 

@@ -22,6 +22,9 @@ STEP_VALUES += ("ttft_s", "tpot_s", "cold_start_s")
 VIOLATIONS = ("ttft", "tpot", "main_memory", "remote_memory", "payload")
 _VIOLATION_FIELDS = ("ttft_violated", "tpot_violated", "main_memory", "remote_memory", "payload")
 
+KNOWN_PLANS = 2039
+"""Plans that a batch remembers, 3 KB each for 26 layers of 64 experts; a prime for the hashing."""
+
 _LOG_FIELDS: list[tuple[str, str]] = [
     ("prompt", "i4"),
     ("prompt_tokens", "i4"),
@@ -138,11 +141,19 @@ class ServerlessBatch:
             flat=np.zeros((num_rows, flat_width(problem) if is_flat else 0), dtype=np.float32),
             action_mask=np.ones((num_rows, int(c["width"])), dtype=np.int8),
             out=np.zeros((num_rows, 4)),
+            known=kernel.KnownPlans(
+                key=np.full(KNOWN_PLANS, -1),
+                plan=np.zeros((KNOWN_PLANS, layers), dtype=kernel.PLAN),
+                replica=np.zeros((KNOWN_PLANS, layers, experts), dtype=np.int8),
+            ),
             scratch=kernel.Scratch(
                 plan=np.zeros(layers, dtype=kernel.PLAN),
                 replica=np.zeros((layers, experts), dtype=np.int64),
                 replica_s=np.zeros(int(c["z_max"])),
                 replica_tokens=np.zeros(int(c["z_max"])),
+                job_expert=np.zeros(experts, dtype=np.int64),
+                job_s=np.zeros(experts),
+                job_tokens=np.zeros(experts),
                 tokens=np.zeros((layers, experts), dtype=np.int64),
                 decoded=np.zeros((layers, int(c["top_k"]) + 1), dtype=np.int64),
             ),
@@ -344,11 +355,11 @@ class ServerlessBatch:
             "problem": self.problem,
             "num_rows": self.num_rows,
             # Record scalars lose their class in some NumPy pickles; plain bytes do not.
-            "arrays": [np.array(part) for part in self.arrays[:-1]],
+            "arrays": [np.array(part) for part in self.arrays[:-2]],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffers.
         ServerlessBatch.__init__(self, state["problem"], state["num_rows"])
-        for array, saved in zip(self.arrays[:-1], state["arrays"], strict=True):
+        for array, saved in zip(self.arrays[:-2], state["arrays"], strict=True):
             array[...] = saved

@@ -7,9 +7,9 @@ Gymnasium's CartPole, the time of a decision of Remoe's readings, and the tree s
 prompts against a brute force on the same pooled vectors. Seconds are processor time of one thread,
 so that other load on the machine matters less, and what is compared is timed in turn.
 
-Environments: uniform actions drawn beforehand, observations copied out, episodes beginning anew
-inside the timed part; 200 output tokens. Decisions: requests of the eval split, everything that is
-cached for a prediction dropped before each.
+Environments: uniform actions drawn beforehand, or the same one always; observations copied out,
+episodes beginning anew inside the timed part; 200 output tokens. Decisions: requests of the eval
+split, everything that is cached for a prediction dropped before each.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def environments(
         runs[name] = envs, (rng.random((steps, num_envs, len(nvec))) * nvec).astype(np.int64)
     envs, actions = runs["requests, global"]
     runs["requests, global, nothing remote"] = envs, np.zeros_like(actions)
+    # Plans are remembered by prediction, prompt tokens and action: the same action is soon known.
+    runs["requests, global, the same action"] = envs, 0 * actions + nvec // 2
     cart = CartPoleVectorEnv(num_envs=num_envs)
     runs["cartpole"] = cart, rng.integers(0, 2, (steps, num_envs))
 

@@ -246,6 +246,20 @@ class Tables(NamedTuple):
     recorded: Recorded
 
 
+class KnownPlans(NamedTuple):
+    """Plans made before, each in the slot that its key says; a later one takes an earlier's.
+
+    Attributes:
+        key: int64 ``(S,)`` prediction, order, b, prompt tokens, y and z in one number; -1: none.
+        plan: ``(S, L)`` :data:`PLAN`.
+        replica: int8 ``(S, L, K)`` replica of each remote expert.
+    """
+
+    key: Any
+    plan: Any
+    replica: Any
+
+
 class Scratch(NamedTuple):
     """Room for one request, written anew by each.
 
@@ -254,6 +268,9 @@ class Scratch(NamedTuple):
         replica: int64 ``(L, K)`` replica of each remote expert.
         replica_s: ``(z_max,)`` busy seconds of the replicas of a layer.
         replica_tokens: ``(z_max,)`` tokens that go to them.
+        job_expert: int64 ``(K,)`` remote experts of a layer by falling prediction.
+        job_s: ``(K,)`` their expected prefill times.
+        job_tokens: ``(K,)`` their expected tokens.
         tokens: int64 ``(L, K)`` prompt tokens of each expert.
         decoded: int64 ``(L, top_k + 1)`` generated tokens by their number of remote experts.
     """
@@ -262,6 +279,9 @@ class Scratch(NamedTuple):
     replica: Any
     replica_s: Any
     replica_tokens: Any
+    job_expert: Any
+    job_s: Any
+    job_tokens: Any
     tokens: Any
     decoded: Any
 
@@ -282,6 +302,7 @@ class Batch(NamedTuple):
         flat: float32 ``(B, F)`` observation of the flat view, else ``(B, 0)``.
         action_mask: int8 ``(B, A)``.
         out: ``(B, 4)`` the three reward terms and whether the episode ended.
+        known: :class:`KnownPlans`.
         scratch: :class:`Scratch`.
     """
 
@@ -297,4 +318,5 @@ class Batch(NamedTuple):
     flat: Any
     action_mask: Any
     out: Any
+    known: KnownPlans
     scratch: Scratch

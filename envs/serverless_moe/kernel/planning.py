@@ -82,8 +82,10 @@ def _smallest_specification(law, need_mb):
 
 
 @inner
-def _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned):
-    """Assign a layer's remote experts to z replicas, longest expected time first.
+def _write_jobs(c, plan, falling, predicted, tokens, scratch):
+    """Write a layer's remote experts, their expected tokens and times, in falling order.
+
+    Whatever number of replicas is tried, the jobs are the same.
 
     Args:
         c: :data:`CONFIG`.
@@ -91,20 +93,16 @@ def _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assi
         falling: int16 ``(K,)`` experts by falling prediction.
         predicted: float32 ``(K,)``.
         tokens: prompt tokens times experts a token.
-        z: replicas.
-        replica: int64 ``(K,)``, written.
-        busy_s: ``(z_max,)`` scratch.
-        assigned: ``(z_max,)`` scratch.
+        scratch: :class:`Scratch`.
 
     Returns:
-        Expected tokens of the replica that gets most.
+        How many jobs there are.
     """
-    experts, token_mb, bandwidth = c.experts, c.token_mb, c.bandwidth_mb_s
+    token_mb, bandwidth = c.token_mb, c.bandwidth_mb_s
     mask, one, more = plan.mask, plan.one_s, plan.more_s
-    for j in range(z):
-        busy_s[j] = 0.0
-        assigned[j] = 0.0
-    for i in range(experts):
+    job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
+    count = 0
+    for i in range(c.experts):
         k = np.int64(falling[i])
         if not has_expert(mask, k):
             continue
@@ -112,31 +110,85 @@ def _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assi
         job = 2.0 * n * token_mb / bandwidth
         if n > 0.0:
             job += one + more * (max(n, 1.0) - 1.0)
+        job_expert[count], job_s[count], job_tokens[count] = k, job, n
+        count += 1
+    return count
+
+
+@inner
+def _assign_by_lpt(count, z, replica, scratch):
+    """Assign a layer's jobs to z replicas, longest expected time first.
+
+    Args:
+        count: jobs of the layer.
+        z: replicas.
+        replica: int64 ``(K,)``, written.
+        scratch: :class:`Scratch` with the jobs.
+
+    Returns:
+        Expected tokens of the replica that gets most.
+    """
+    job_expert, job_s, job_tokens = scratch.job_expert, scratch.job_s, scratch.job_tokens
+    busy_s, assigned = scratch.replica_s, scratch.replica_tokens
+    largest = 0.0
+    if z == 1:
+        for i in range(count):
+            largest += job_tokens[i]
+            replica[job_expert[i]] = 0
+        return largest
+    for j in range(z):
+        busy_s[j] = 0.0
+        assigned[j] = 0.0
+    for i in range(count):
         best = 0
         for j in range(1, z):
             if busy_s[j] < busy_s[best]:
                 best = j
-        busy_s[best] += job
-        assigned[best] += n
-        replica[k] = best
-    largest = 0.0
+        busy_s[best] += job_s[i]
+        assigned[best] += job_tokens[i]
+        replica[job_expert[i]] = best
     for j in range(z):
         largest = max(largest, assigned[j])
     return largest
 
 
 @inner
-def plan_functions(t, scratch, request, choice, action):
+def _copy_plan(plan, replica, to_plan, to_replica):
+    """Copy the plan of all layers and the replicas of their experts."""
+    for layer in range(len(plan)):
+        one, other = plan[layer], to_plan[layer]
+        other.mask, other.mb, other.replicas = one.mask, one.mb, one.replicas
+        other.one_s, other.more_s = one.one_s, one.more_s
+        for k in range(replica.shape[1]):
+            to_replica[layer, k] = replica[layer, k]
+
+
+@inner
+def _plan_key(t, q, request, choice, action):
+    """All that a plan with one action for all layers depends on, as one number (mixed radix)."""
+    c = t.cfg[0]
+    key = ((q * 2 + choice.order) * c.levels + choice.level) * (c.max_in + 1) + request.n_in
+    return (key * len(t.y_headroom) + action[3]) * len(t.z_headroom) + action[4]
+
+
+@inner
+def plan_functions(t, scratch, known, request, choice, action):
     """Write memory, replicas and experts of each layer's remote function, ``scratch.plan``.
 
     Memory: the least that holds the experts and the tokens predicted for them (10e), and the
     headroom of the action. Replicas: the least with which no body exceeds the payload as predicted
-    (10g), and the action's.
+    (10g), and the action's. With one action for all layers a plan is remembered and taken again.
     """
     c = t.cfg[0]
     q = t.prediction[request.prompt]
     tokens = float(np.int64(request.n_in) * c.top_k)
-    busy_s, assigned = scratch.replica_s, scratch.replica_tokens
+    key, slot = np.int64(-1), np.int64(0)
+    if choice.members > 0 and c.per_layer == 0:
+        key = _plan_key(t, q, request, choice, action)
+        slot = key % len(known.key)
+        if known.key[slot] == key:
+            _copy_plan(known.plan[slot], known.replica[slot], scratch.plan, scratch.replica)
+            return
     for layer in range(c.layers):
         plan = scratch.plan[layer]
         plan.mask = t.masks[choice.mask_row, choice.level, layer]
@@ -153,16 +205,16 @@ def plan_functions(t, scratch, request, choice, action):
         plan.mb, plan.one_s, plan.more_s = law.mb, law.one_s, law.more_s
         falling, predicted = t.falling[q, layer], t.predicted[q, layer]
         replica = scratch.replica[layer]
+        count = _write_jobs(c, plan, falling, predicted, tokens, scratch)
         # No fewer can hold the payloads.
         z = max(1, min(c.z_max, int(math.ceil(expected * c.token_mb / c.payload_mb - 1e-9))))
         while (
-            _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned)
-            * c.token_mb
-            > c.payload_mb
-            and z < c.z_max
+            _assign_by_lpt(count, z, replica, scratch) * c.token_mb > c.payload_mb and z < c.z_max
         ):
             z += 1
         plan.replicas = min(z + t.z_headroom[step_z], c.z_max)
         if plan.replicas != z:
-            z = plan.replicas
-            _assign_by_lpt(c, plan, falling, predicted, tokens, z, replica, busy_s, assigned)
+            _assign_by_lpt(count, plan.replicas, replica, scratch)
+    if key >= 0:
+        known.key[slot] = key
+        _copy_plan(scratch.plan, scratch.replica, known.plan[slot], known.replica[slot])

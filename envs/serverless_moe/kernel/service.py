@@ -469,7 +469,7 @@ def serve(t, b, row, action):
     request = b.requests[row, e.index]
     scratch, plan, trem = b.scratch, b.scratch.plan, b.trem[row, e.index + 1]
     choice = choose(t, e, request, b.functions[row], action)
-    plan_functions(t, scratch, request, choice, action)
+    plan_functions(t, scratch, b.known, request, choice, action)
     masks = t.masks[choice.mask_row, choice.level]
     count_prompt_tokens(t.recorded, request, scratch.tokens)
     count_decoded(t.recorded, request, masks, choice.members, scratch.decoded)

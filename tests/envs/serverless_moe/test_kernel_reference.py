@@ -8,6 +8,8 @@ import pytest
 
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe import kernel
+from servegym.envs.serverless_moe.config import build_problem
+from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.serverless_moe.env import ServerlessMoEEnv
 from servegym.envs.workloads.activations import make_toy_activations
 
@@ -191,3 +193,26 @@ def test_one_compiled_version_of_each_entry_point():
         env.restore_state(env.clone_state())
     for entry in (kernel.observe, kernel.step):
         assert len(entry.signatures) == 1, entry
+
+
+def test_known_plans_are_those_made_anew(monkeypatch):
+    """Two batches on the same requests, one of which forgets: alike to the last bit."""
+    from servegym.envs.serverless_moe import core
+
+    batches = []
+    for room in (core.KNOWN_PLANS, 1):
+        monkeypatch.setattr(core, "KNOWN_PLANS", room)
+        problem = build_problem(view=kernel.DICT, **(SMALL | {"payload_mb": 0.12, "z_max": 5}))
+        batches.append(ServerlessBatch(problem, 2))
+    rng, which = np.random.default_rng(0), np.ones(2, np.int8)
+    for episode in range(3):
+        plays = rng.integers(0, 3, (30, 2, 5)) % [3, 2, 3, 3, 3]
+        for batch in batches:
+            for row in range(2):
+                batch.draw(row, np.random.default_rng((episode, row)))
+            batch.begin(which)
+            for action in plays:
+                batch.step(action, which)
+        one, other = batches
+        assert (one.arrays.log == other.arrays.log).all()
+    assert (batches[0].arrays.known.key >= 0).sum() > 30 > (batches[1].arrays.known.key >= 0).sum()
