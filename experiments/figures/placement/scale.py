@@ -49,7 +49,7 @@ MBPS = (100, 200, 300, 500, 750, 1000)
 LINKS = ("nic", "pairwise")
 COMPARED = ("redundance", "eplb", "eplb_global", "prism", "proxy_optimum", "whole_layer")
 """Placements of the sensitivity table."""
-CONSOLIDATED = ("redundance", "eplb", "eplb_global")
+CONSOLIDATED = ("redundance", "eplb")
 """Placements with copies of experts on servers that have not the whole layer."""
 CHOICES = ("least_finish", "consolidate")
 CASES = (("nic", 0.2), ("nic", 1.5), ("pairwise", 1.5))
@@ -382,7 +382,7 @@ def consolidation(options: FigureOptions) -> None:
     """Latency and cost of a call with copies chosen by least finish or on servers called anyhow."""
     rows: list[dict[str, Any]] = []
     latency: dict[tuple[Any, ...], np.ndarray] = {}
-    for gpus in (4, 16) if options.quick else (4, 64, 256):
+    for gpus in (4, 16) if options.quick else (4, 256):
         for choice in CHOICES:
             kwargs: dict[str, Any] = {
                 "scenario": f"scale_{gpus}",
@@ -393,7 +393,7 @@ def consolidation(options: FigureOptions) -> None:
             point = {"gpus": gpus, "replica_choice": choice}
             found, own = measure(CONSOLIDATED, _episodes(options, gpus), point, **kwargs)
             for row in found:
-                row |= _cost_of_calls(row["policy"], kwargs, 1 if options.quick else 3)
+                row |= _cost_of_calls(row["policy"], kwargs, 1 if options.quick else 2)
                 latency[gpus, choice, row["policy"]] = own[row["policy"]]
             rows += found
     sizes = sorted({row["gpus"] for row in rows})

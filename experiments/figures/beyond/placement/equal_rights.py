@@ -115,7 +115,7 @@ def _caches(name: str, cache: str, loads: tuple[float, ...] = LOADS[:1], **host:
 _FORWARD = {"execution": "forward"}
 WAYS = (
     *(Way(name, "placement", name, {}) for name in ("redundance", "eplb_global", "prism")),
-    Way("proxy_optimum", "placement", "proxy_optimum", {}),
+    Way("proxy_optimum", "placement", "proxy_optimum", {}, LOADS),
     Way("whole_layer", "placement", "whole_layer", {}, LOADS),
     Way("latency_dp", "placement", "latency_dp", {}),
     Way("ppo_placement", "learnt", "ppo_placement", {}),
@@ -134,11 +134,13 @@ class Options(FigureOptions):
 
     Attributes:
         scenarios, ways: Names of those to measure.
+        loads: Loads of ``rights``.
         resume: Whether rows that the table has already are not measured again.
     """
 
     scenarios: Sequence[str]
     ways: Sequence[str]
+    loads: Sequence[float]
     resume: bool
 
 
@@ -268,7 +270,7 @@ def _extend(
 def rights(options: Options) -> None:
     """Every way at every load in every scenario."""
     table = _table(options, "equal_rights")
-    for load in LOADS[:1] if options.quick else LOADS:
+    for load in LOADS[:1] if options.quick else options.loads:
         for scenario in options.scenarios:
             for way in WAYS:
                 if (
@@ -283,7 +285,7 @@ def rights(options: Options) -> None:
     _print(table.rows)
 
 
-LEARNT = ("edge_hetero", "drift", "drift, host", "paper_testbed")
+LEARNT = ("edge_hetero", "drift", "paper_testbed")
 """Scenarios for which a checkpoint is shipped."""
 
 
@@ -331,7 +333,7 @@ def _seconds(row: Mapping[str, Any]) -> str:
 def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The best way of each kind at each point, forwarding against the others on its episodes."""
     notes = []
-    for scenario, load in dict.fromkeys((row["scenario"], row["load"]) for row in rows):
+    for scenario, load in sorted({(row["scenario"], row["load"]) for row in rows}):
         own = _at(rows, scenario, load)
         winners = {kind: row for kind in KINDS if (row := best(own, kind)) is not None}
         if not winners:
@@ -349,8 +351,23 @@ def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     found = change(latencies(forward), latencies(row))
                     text += f"; forwarding against {row['way']} {as_text(found)}"
                     data[f"forwarding_against_{kind}_pct"] = list(found)
-        bound = next(iter(winners.values()))["bound_s"]
+        bound = next(row["bound_s"] for row in own if not math.isnan(row["bound_s"]))
         notes.append(note(f"{text}; a request alone {bound:.2f} s.", **data, bound_s=bound))
+    known = {tuple(row[key] for key in KEY) for row in rows}
+    wanted = [
+        (scenario, load, way.name)
+        for scenario in SCENARIOS
+        for way in WAYS
+        for load in way.loads
+        if _possible(way, scenario, load)
+    ]
+    missing = [
+        f"{way} in {scenario} at {load:g} x"
+        for scenario, load, way in wanted
+        if (scenario, load, way) not in known
+    ]
+    if missing:
+        notes.append(note(f"Not played: {'; '.join(missing)}.", missing=missing))
     return notes
 
 
@@ -450,6 +467,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [way.name for way in WAYS]
     parser.add_argument(
         "--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="(all)"
+    )
+    parser.add_argument(
+        "--loads", nargs="+", type=float, choices=LOADS, default=LOADS, help="of `rights` (all)"
     )
     parser.add_argument("--ways", nargs="+", choices=names, default=names, help="(all)")
     parser.add_argument("--resume", action="store_true", help="measure only what is missing")
