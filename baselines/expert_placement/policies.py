@@ -267,7 +267,9 @@ class Forward(_CountsPolicy):
 
     name = "forward"
     static = True
-    env_kwargs = MappingProxyType({"action_mode": "placement", "execution": "forward"})
+    env_kwargs: Mapping[str, Any] = MappingProxyType(
+        {"action_mode": "placement", "execution": "forward"}
+    )
     place = staticmethod(layer_chains)
 
 

@@ -34,9 +34,9 @@ class ExpertPlacementEnv(gym.Env):
     ## Description
 
     N edge servers with G GPUs in all serve one model of L layers of E routed experts that no server
-    can hold alone. A request is served where it arrives; the tokens of a layer go to their experts
-    on a GPU of the server, else over the network to a remote copy, and the layer ends with its
-    slowest call (Eq. 1 of [1]). The scheduler sees every epoch which experts the requests of each
+    can hold alone. A request is served where it arrives, or where `router` sends it; the tokens of a
+    layer go to their experts on a GPU of the server, else over the network to a remote copy, and the
+    layer ends with its slowest call (Eq. 1 of [1]). The scheduler sees every epoch which experts the requests of each
     server used and may move experts; the moves use the same GPUs and links and take time, every
     expert serves somewhere at every instant, and no GPU exceeds its memory.
 
@@ -49,7 +49,7 @@ class ExpertPlacementEnv(gym.Env):
     |---|---|---|---|
     | `edge_hetero` (default) | 1, 1, 2 | 500, 500, 100 Mbit/s; 2 ms, 10 ms to and from the third; one message a server | each server its own task, 20 tokens an answer, a request in 10 s |
     | `edge_decode` | 1, 1, 2 | 500 Mbit/s, 2 ms; one message a server | the same |
-    | `drift` | 1, 1, 2 | as `edge_hetero`; weights travel over the network | the same, tasks move to the next server every 900 s |
+    | `drift` | 1, 1, 2 | as `edge_hetero`; weights travel over the network, but for `serving="offload"`, where each server has its own copy of all: `migration_source="host"` makes both equal | the same, tasks move to the next server every 900 s |
     | `paper_testbed` | 1, 1, 2 | 500 Mbit/s, 0.5 ms; one message an expert, 1.5 ms each | each server its own task, 5 tokens an answer, a request in 10 s |
     | `paper_testbed_multi` | 1, 1, 2 | as `paper_testbed` | other tasks, 20 tokens an answer, a request in 20 s |
     | `scale_4`, `scale_8`, ... `scale_256` | 1, 1, 2, 1, 1, 2, ... to 4, 8, ... 256 GPUs | as `paper_testbed` | as `paper_testbed`, a request in 8 s |

@@ -104,7 +104,7 @@ def make_plant(
             kernel.PLANT_GPU,
             server=cluster.gpu_server,
             slots=cluster.slots,
-            base=cluster.expert_base_s,
+            fixed=cluster.expert_base_s,
             token=cluster.expert_token_s,
         ),
         server=_records(

@@ -232,7 +232,8 @@ def sizes(gpus: Sequence[int], requests: int, gap_s: float) -> tuple[list[Row], 
         apart, quiet, joined = own[: len(gpus)], own[len(gpus) : len(base)], own[len(base) :]
         if most > least:
             by_size = {row["gpus"]: row for row in apart}
-            notes.append(decomposition(messages, by_size[least], *quiet[::-1], by_size[most]))
+            calm, blind = quiet
+            notes.append(decomposition(messages, by_size[least], blind, calm, by_size[most]))
         if joined:
             notes.append(consolidated(apart, joined))
     return rows, notes

@@ -107,7 +107,7 @@ def dispatch_cached(c, plant, load, st, cache, r, now):
         about.uses += 1
         about.volume += x
         if st.resident[g, expert]:
-            done = max(now, st.gpu[g].free) + (plant.gpu[g].base + plant.gpu[g].token * x)
+            done = max(now, st.gpu[g].free) + (plant.gpu[g].fixed + plant.gpu[g].token * x)
             st.gpu[g].free = done
             q.end = max(q.end, done)
             v.local_s += done - now
@@ -180,7 +180,7 @@ def end_fetch(plant, st, cache, slot, now):
     m.free += 1
     if msg.request >= 0:
         q = st.request[msg.request]
-        done = max(now, st.gpu[g].free) + (plant.gpu[g].base + plant.gpu[g].token * msg.assigned)
+        done = max(now, st.gpu[g].free) + (plant.gpu[g].fixed + plant.gpu[g].token * msg.assigned)
         st.gpu[g].free = done
         v = st.server[q.home]
         v.remote_s += done - msg.sent

@@ -128,7 +128,7 @@ def _call_here(plant, load, st, scratch, q, local, now):
         for g in range(first_gpu, end_gpu):
             if st.resident[g, expert] and (here < 0 or st.gpu[g].free < st.gpu[here].free):
                 here = g
-        work = plant.gpu[here].base + plant.gpu[here].token * x
+        work = plant.gpu[here].fixed + plant.gpu[here].token * x
         done = max(now, st.gpu[here].free) + work
         st.gpu[here].free = done
         end = max(end, done)
@@ -169,7 +169,7 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
                 c, plant, st, scratch, np.int64(q.home), first_expert + e, i, x, now, open_total
             )
         to = plant.gpu[g].server
-        st.gpu[g].promised += plant.gpu[g].base + plant.gpu[g].token * x
+        st.gpu[g].promised += plant.gpu[g].fixed + plant.gpu[g].token * x
         st.gpu[g].promised_calls += 1
         tokens += x
         slot = scratch.open[to].message
@@ -267,7 +267,7 @@ def _choose_holder(c, plant, st, scratch, n, expert, i, x, now, open_total):
                     sent += scratch.open[m].seconds
             sent += out
             start = max(sent + hop.there + stage, st.gpu[g].free + st.gpu[g].promised)
-            done = start + plant.gpu[g].base + plant.gpu[g].token * x + stage
+            done = start + plant.gpu[g].fixed + plant.gpu[g].token * x + stage
             leave = max(done, st.link[lane].free + st.link[lane].returning)
             value = leave + back + hop.home
         if value < least:
@@ -332,7 +332,7 @@ def receive_message(c, plant, st, slot, now):
     for i in range(msg.calls):
         g = st.call[slot, i, 0]
         gpu = st.gpu[g]
-        work = plant.gpu[g].base + plant.gpu[g].token * st.call[slot, i, 1]
+        work = plant.gpu[g].fixed + plant.gpu[g].token * st.call[slot, i, 1]
         done = max(now, gpu.free) + work
         gpu.free = done
         end = max(end, done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inline, jit
+from servegym.envs._jit import borrowed, inline, jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.caching import (
     dispatch_cached,
@@ -37,6 +37,7 @@ def run(plant, load, st, scratch, cache, until):
         ``DONE``, or ``POOL_FULL`` if the places for messages may not last for the next event:
         nothing is lost, and a call with more places goes on.
     """
+    plant, load, st = borrowed(plant), borrowed(load), borrowed(st)
     c = plant.cfg[0]
     m = st.meta[0]
     requests = load.request.shape[0]

@@ -58,7 +58,8 @@ PLANT_GPU = _record(
     [
         ("server", "i8"),  # its server
         ("slots", "i8"),  # experts that it can hold
-        ("base", "f8"),  # s, an expert call with x tokens takes base + token x
+        # Not "base": numpy's records have an attribute of that name.
+        ("fixed", "f8"),  # s, an expert call with x tokens takes fixed + token x
         ("token", "f8"),  # s
     ]
 )
