@@ -18,7 +18,8 @@ and one table. For each policy a row has
   the length of the run only;
 * ``plan_cpu_s``: CPU time of one plan, on one core, compilation left out.
 
-Policies that cache experts instead of placing them have no gap, moves or planning time.
+Policies that cache experts instead of placing them have no gap, moves or planning time. Requests
+are served where they arrive unless the policy asks for a router; `equal_rights` has every router.
 """
 
 from __future__ import annotations
@@ -210,7 +211,11 @@ def _findings(name: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """The fastest placement of one scenario, and what the rows leave open."""
     by = {row["policy"]: row for row in rows}
     mean = {policy: float(row["mean_latency_s"]) for policy, row in by.items()}
-    placing = {p: x for p, x in mean.items() if not math.isnan(float(by[p]["proxy_gap"]))}
+    placing = {
+        p: x
+        for p, x in mean.items()
+        if p != "forward" and not math.isnan(float(by[p]["proxy_gap"]))
+    }
     notes = []
     if placing:
         best = min(placing, key=lambda p: placing[p])
@@ -326,6 +331,7 @@ _KINDS = {
     "by estimated latency": "tab:purple",
     "measured by the simulator": "tab:blue",
     "caches, no placement": "tab:olive",
+    "hidden states move on": "tab:green",
 }
 _KIND_OF = {
     "smartmoe": "balance loads",
@@ -341,6 +347,9 @@ _KIND_OF = {
     "latency_local_search": "measured by the simulator",
     "moe_infinity": "caches, no placement",
     "moe_infinity_lb": "caches, no placement",
+    "lfu_caches": "caches, no placement",
+    "lru_caches": "caches, no placement",
+    "forward": "hidden states move on",
 }
 
 

@@ -26,7 +26,9 @@ picture and table. Every policy plays the same evaluation episodes:
 The calls of a training are those of its search for a start, of its decisions and of its
 evaluations on validation episodes.
 
-Episodes that are done are not played again when the command is repeated.
+All are placements whose requests are served where they arrive; `equal_rights` holds the shipped
+agent against caches and forwarding, with every router. Episodes that are done are not played again
+when the command is repeated.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def planned(problem, policy):
 )
 def test_gaps_moves_and_times(problem, policy):
     row = planned(problem, policy)
-    if policy.startswith("moe_infinity"):
+    if policy.startswith("moe_infinity") or policy.endswith("_caches"):
         assert all(math.isnan(x) for x in row.values())
         return
     assert row["proxy_gap"] >= 0 and 0 <= row["moved_share"] < 1
