@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from servegym.baselines.serverless_moe.loads import Load  # noqa: E402
+from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem  # noqa: E402
 from servegym.envs.serverless_moe import equations as eq  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
 from servegym.envs.workloads.activations import load_activations  # noqa: E402
@@ -21,6 +23,7 @@ from servegym.experiments.figures.serverless import fits as serverless_fits
 from servegym.experiments.figures.serverless import overhead as serverless_overhead
 from servegym.experiments.figures.serverless import settings as serverless_settings
 from servegym.experiments.figures.serverless import similarity as serverless_similarity
+from servegym.experiments.figures.serverless import spreads as serverless_spreads
 from servegym.experiments.figures.serverless import workload as serverless_workload
 from servegym.experiments.figures.serverless.common import (  # noqa: E402
     recorded_request,
@@ -329,3 +332,16 @@ def test_requests_of_a_prompt_go_on_where_the_prompt_ends():
     first = book.bank[book.bank_start[0] :][:15]
     assert (request.decode_sets == first[10:]).all()
     assert (eq.set_bits(first[:10], 32).sum(axis=0) == request.prefill_counts).all()
+
+
+def test_spreads_are_those_of_the_committed_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(serverless_spreads, "MODELS", ("toy",))
+    assert serverless_spreads.main(["--quick", "--episodes", "2", "--out", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path / "spreads.csv")
+    assert [float(r["gain"]) for r in rows][-1] == 0.0  # the default pair against itself
+    assert {(r["load_spread"], r["time_spread"]) for r in rows} >= {("0.12", "0.05")}
+    committed = Path(serverless_spreads.__file__).parents[2] / "results" / "serverless"
+    for one in read_record(committed / "spreads.csv")["notes"]:
+        taken = SPREADS.get(one["model"], SPREADS["default"])
+        assert list(taken) == one["spreads"]
+        assert ServerlessSystem.from_kwargs(model=one["model"]).load_spread == taken[0]
