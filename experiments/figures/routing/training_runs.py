@@ -84,7 +84,15 @@ TUNED = {"alpha": 0.088, "n_step": 8, "gamma": 0.98, "lr": 3.9e-3, "actor_lr": 2
 latter; for SAC-HAN level with the best one (.434 and .435), which went on less well after the
 sweep's 50,000 steps."""
 TUNED_ROWS = {"alpha": 0.195, "n_step": 8, "gamma": 0.995, "lr": 3.0e-3, "actor_lr": 1.7e-3}
-"""The best of the thirty trials of the sweep ``baseline_rl``."""
+TUNED_PPO = {
+    "num_envs": 32,
+    "num_steps": 128,
+    "update_epochs": 4,
+    "learning_rate": 1.95e-3,
+    "gamma": 0.98,
+    "gae_lambda": 0.99,
+}
+"""The best of the thirty trials each of the sweeps ``baseline_rl`` and ``baseline_rl_ppo``."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "general": {"reward": "paid_forward"},
@@ -101,8 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "encoder": "expert",
         "prior": 0.0,
         "privileged_critic": False,
-        "gae_lambda": 0.99,
-        "num_steps": 128,
+        **TUNED_PPO,
     },
     "direct_search": {"reward": "completed_qos"},
 }
