@@ -155,6 +155,8 @@ def measure(
         episodes,
         seed,
         {**point.env_kwargs, **(point.quick if quick else {})},
+        # A guest sees one episode at a time: what it learns of one is of no use in the others.
+        1 if isinstance(policy, GuestPolicy) else None,
         in_process=in_process,
     )
     spent = _processor_s() - begin

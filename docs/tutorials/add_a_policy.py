@@ -18,7 +18,8 @@ below at one of them, or clairvoyant. An error in the file is reported with its 
 
 A policy that is not the package's is a guest, and its rows say so (`source`):
 
-- It runs in a process of its own, a fresh one for every block of episodes, and gets copies: the
+- It runs in a process of its own, a fresh one for every block of episodes (`--num-envs`; one
+  episode on the leaderboard), and gets copies: the
   description of the system, observations, masks, and the rewards of what has ended. It has 60 s
   for an answer (`--time-limit`). An object or a function is pickled and sent there.
 - Of `env_kwargs` it may set what changes the interface: `reward` for routing, `granularity` for

@@ -316,15 +316,18 @@ def test_a_wrong_action_is_an_error_that_names_the_policy(wrong: Any) -> None:
         evaluate(ENV_ID, [Wrong()], 1, 7, SMALL, in_process=True)
 
 
-def test_a_guests_processor_time_is_counted(tmp_path: Path) -> None:
+def test_a_guests_processor_time_is_counted_and_its_episodes_are_apart(tmp_path: Path) -> None:
     busy = HEAD + (
-        "\nimport time\n\nclass Policy(First):\n    def act(self, observation, action_mask):\n"
+        "\nimport time\n\nclass Policy(First):\n    resets = 0\n\n"
+        "    def reset(self, num_envs, seed=None):\n        self.resets += 1\n"
+        "        assert (num_envs, self.resets) == (1, 1), 'it remembers another episode'\n\n"
+        "    def act(self, observation, action_mask):\n"
         "        end = time.process_time() + 0.02\n        while time.process_time() < end:\n"
         "            pass\n        return super().act(observation, action_mask)\n"
     )
-    point = Point("small", family_named("routing"), SMALL, 1, {})
+    point = Point("small", family_named("routing"), SMALL, 2, {})
     policy = GuestPolicy(write(tmp_path, busy), None)
-    assert leaderboard.measure(point, policy, seed=7)["cpu_s"] >= 0.6
+    assert leaderboard.measure(point, policy, seed=7)["cpu_s"] >= 1.2
 
 
 def test_a_running_episode_hides_how_its_requests_will_end() -> None:

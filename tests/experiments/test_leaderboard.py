@@ -118,10 +118,11 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
+    monkeypatch.setattr(leaderboard, "QUICK_EPISODES", 2)
     quick = ["--quick", "--at-least", "least_outstanding", "--policy"]
     assert main([*quick, "mine.py"]) == 0
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
-    assert main([*quick, "bad.py"]) == 1
+    assert main(["--in-process", *quick, "bad.py"]) == 1
     assert not (small / "experiments").exists()
     rows = [
         {"point": "small", "policy": name, "kind": kind, "value": 0.5, "low": 0.4, "high": 0.6}
