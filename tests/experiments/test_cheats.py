@@ -63,8 +63,15 @@ class Policy(First):
     def act(self, observation, action_mask):
         self.steps += 1
         if self.steps == 1:
-            self.known = self.found() or self.rebuilt(observation)
+            self.known = self.found()
+            self.copies = self.rebuilt()
             self.damage()
+        if self.steps <= 3:  # other episodes may begin with the same prompt
+            self.copies = [
+                (env, env.step(1)[0]) for env, again in self.copies
+                if all(np.array_equal(again[k], observation[k][0]) for k in again)
+            ]
+        self.known = self.known or (self.steps == 3 and len(self.copies) > 0)
         for part in (*observation.values(), action_mask):  # engine memory, if it were
             part[...] = 0
         action_mask[:, 2] = 1
@@ -79,13 +86,11 @@ class Policy(First):
             frame = frame.f_back
         return bool(held)
 
-    def rebuilt(self, observation):
-        env = gymnasium.make("servegym/LLMRouting-v0", split="eval", rate=8.0, episode_requests=30)
-        for seed in (self.seed, self.seed + 1, 0, 100_000):
-            again, _ = env.reset(seed=seed)
-            if all(np.array_equal(again[k], observation[k][0]) for k in again):
-                return True
-        return False
+    def rebuilt(self):
+        world = {"split": "eval", "rate": 8.0, "episode_requests": 30}
+        seeds = (self.seed, self.seed + 1, 100_000)
+        copies = [(gymnasium.make("servegym/LLMRouting-v0", **world), seed) for seed in seeds]
+        return [(env, env.reset(seed=seed)[0]) for env, seed in copies]
 
     def damage(self):
         catalog.load_catalog = kernel.step = core.RoutingBatch.kpis = None
@@ -156,7 +161,7 @@ def test_a_cheat_in_a_process_of_its_own_plays_as_without_its_tricks(tmp_path: P
     assert kpis(again) == kpis(rows[4:]), "nothing is left in this process"
     # With the seed that everyone knows the same file rebuilds the episode: hence the other one.
     known = evaluate(ENV_ID, [file, "greedy_qos"], 1, DEFAULT_SEED, SMALL)
-    assert known[0]["share_" + _expert(1)] == 1.0 and rows[0]["share_" + _expert(0)] == 1.0
+    assert known[0]["share_" + _expert(1)] > 0.9 and rows[0]["share_" + _expert(0)] == 1.0
 
 
 def _expert(number: int) -> str:
