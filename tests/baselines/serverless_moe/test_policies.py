@@ -297,3 +297,14 @@ def test_clairvoyant_policies_are_marked():
     system = ServerlessSystem.from_kwargs(model="toy")
     with pytest.raises(ValueError, match="native"):
         make_policy("grid_optimum", system, family=FAMILY).bind(object())
+
+
+@pytest.mark.parametrize("invocation", eq.DECODE_INVOCATIONS)
+def test_an_overhead_of_ten_milliseconds_is_served(invocation):
+    """Nothing limits t_rem; what costs so much a call is not taken."""
+    env = make_env(
+        1, episode_requests=3, preset="seed", trem_s=[0.01], decode_invocation=invocation
+    )
+    for name in ("greedy_warm", "remoe_cost"):
+        rewards, actions, _ = run(name, env)
+        assert (actions[..., 0] == 0).all() and (rewards >= -1.0 - 1e-6).all(), name
