@@ -75,7 +75,8 @@ class ExpertPlacementEnv(gym.Env):
     estimated seconds of links, latencies and queues over the prefill and the mean number of decode
     steps. The missing experts of a layer that is whole on no server of the path are called from there.
     Hidden states cost their bytes, a message and one staging, a token on its way back to the first layer
-    4 bytes and a message. `counts` are of the requests that a server has taken.
+    4 bytes and a message; the KV cache takes no memory. `counts` are of the requests that a server has
+    taken.
 
     ## Action Space
 

@@ -263,8 +263,9 @@ def test_more_messages_than_places_lose_nothing():
     assert few.state.meta["free"][0] == len(few.state.free)
 
 
-def test_a_copied_state_goes_on_alike():
-    rng, cluster, sim, _ = build_pair(11, "nic", "per_server", "least_finish", "network")
+@pytest.mark.parametrize("options", [{}, {"router": "affinity", "execution": "forward"}])
+def test_a_copied_state_goes_on_alike(options):
+    rng, cluster, sim, _ = build_pair(11, "nic", "per_server", "least_finish", "network", **options)
     sim.run(0.1)
     sim.adopt(random_placement(rng, cluster))
     sim.run(0.15)
