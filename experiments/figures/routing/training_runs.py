@@ -2,11 +2,12 @@
 
 The paper's three learners are trained from their own reward alone: SAC-HAN (``sac_han``) with the
 QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
-Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts
-at a heuristic or lets its critics read the coming arrivals (``--prior 0 --privileged_critic
-False``). Their other settings come from their sweeps on the validation split (`TUNED`). With the
-graph they take a million steps, ten minutes of a core; without it a step costs a sixth, and
-Baseline RL takes 1.35 million with twice the updates. The group ``general`` has one policy for all
+Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts at
+a heuristic or lets its critics read the coming arrivals (``--prior 0 --privileged_critic False``).
+Their other settings come from their sweeps on the validation split (`TUNED`, `TUNED_ROWS`,
+`TUNED_PPO`). With the graph they take a million steps, ten minutes of a core; Baseline RL takes
+400,000, by SAC and by PPO (``baseline_rl_ppo``). ``direct_search`` has the state of Baseline RL and
+no learning: what a policy over that state can be. The group ``general`` has one policy for all
 rates: ``residual`` is this package's default, ``baseline_rl`` the paper's baseline. The group
 ``zoo`` trains all agents at one task, each for about two minutes of one core. The group ``mixed``
 has one policy for every fleet, load, requirement and number of experts, which ships as ``rpi``. The
@@ -29,9 +30,9 @@ __all__ = ["POINTS", "RUNS", "TrainingRun", "select"]
 
 PAPER_STEPS = {
     "sac_han": 1_000_000,
-    "baseline_rl": 1_000_000,
+    "baseline_rl": 400_000,
     "baseline_rl_dsa": 1_000_000,
-    "baseline_rl_ppo": 1_000_000,
+    "baseline_rl_ppo": 400_000,
     "direct_search": 12_000_000,
 }
 """Steps of the group ``paper`` by variant."""
