@@ -17,8 +17,9 @@ placements are planned there from the prompts for validation.
   placements load weights over the network while caches find all of them in host memory;
   ``drift, host`` gives placements the host memory, too, and ``host memory for half`` lets caches
   find half of the experts there and read the others from a drive.
-* ``saturation``: the best way of each kind under more and more arrivals, with its router at the
-  normal load, until twice the time of arrivals raises the mean by more than 20 %.
+* ``saturation``: the best way of each kind under more and more arrivals, until twice the time of
+  arrivals raises the mean by more than 20 %. At loads that ``rights`` has not, its router is that
+  at the normal load.
 
 ``bound_s`` is the latency of the same requests if each were alone, all of its experts on the
 serving server, each on a GPU of its own: no placement, cache, router or execution gets below it.
@@ -401,7 +402,7 @@ def saturation(options: Options) -> None:
             row = best(_at(known, scenario, 1.0), kind)
             if row is None:
                 continue
-            table.update([row])
+            table.update(r for r in known if (r["scenario"], r["way"]) == (scenario, row["way"]))
             way = next(way for way in WAYS if way.name == row["way"])
             for load in sorted({*MORE_LOADS, *LOADS}):
                 if _extend(table, options, scenario, load, way, row["router"])["overloaded"]:
