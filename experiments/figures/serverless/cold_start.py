@@ -5,12 +5,15 @@ The setting is the paper's (preset ``seed``), judged on recorded tokens of held-
 GPT2-MoE, the paper's small model, has drawn routing, which a cold start hardly depends on.
 
 * ``fig11``: the start of the slowest function by Tcold of the model: containers and weights read,
-  main and remote functions side by side, each over its own link or all over one.
-* ``bill``: cost over MIX against the remote ratio, with and without billing the starts.
+  main and remote functions side by side, each over its own link or all over one. Remoe plans for
+  each bill: fees make it keep more experts in the main function.
+* ``bill``: cost over MIX against the remote ratio, with and without billing the starts, for each
+  bill.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,32 +24,36 @@ from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
-from servegym.envs.serverless_moe.config import build_system, predict
+from servegym.envs.serverless_moe.config import predict
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
 from servegym.experiments.figures.run import Pictures, save
 from servegym.experiments.figures.serverless.common import (
+    BILLS,
     MODELS,
     N_IN,
     N_OUT,
+    SYNTHETIC,
     TPOT_S,
     TREM_S,
     TTFT_S,
     Options,
+    billed_system,
     held_out,
     recorded_request,
     run_figures,
     verdict,
     with_interval,
 )
+from servegym.experiments.figures.verdicts import pick, values
 from servegym.experiments.tables import Note
 from servegym.hardware_profiles.serverless import load_constants
 
 __all__ = ["cold_rows", "main", "ratio_plan", "starts"]
 
 MODULE = "servegym.experiments.figures.serverless.cold_start"
-STARTED = (*MODELS, "gpt2-moe")
+STARTED = (*MODELS, SYNTHETIC)
 RATIOS = tuple(i / 16 for i in range(17))
 EXAMPLES = (0.5, 0.8)
 """Remote ratios that the notes name."""
@@ -115,7 +122,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     """Rows of Fig. 11: deployments, Remoe's readings, and every remote ratio."""
     bare = load_constants().container_start["image-x86_64"].median_s
     fast = load_constants().load_mb_per_s["a5000-sllm"]
-    settings: dict[str, dict[str, float]] = {
+    settings: dict[str, dict[str, Any]] = {
         "default": {},
         "bare container": {"container_start_s": bare},
         "fast loading": {"load_mb_s": fast},
@@ -123,8 +130,10 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
     activations, rows = load_activations(name), []
     predicted = predict(activations).astype(np.float64)
     queries = held_out(activations, prompts)
-    for setting, changes in settings.items():
-        system = build_system(name, **changes)  # pyright: ignore[reportArgumentType]
+    cases = [*((setting, "none") for setting in settings)]
+    cases += [("default", bill) for bill in BILLS if bill != "none"]
+    for setting, bill in cases:
+        system = billed_system(name, bill, **settings[setting])
         request = recorded_request(activations, int(queries[0]), N_IN, N_OUT, TREM_S)
         mix = deployment_cost("mix", system, request).cold_s
         plans = {
@@ -141,9 +150,9 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
             for reading in READINGS
         }
         for link in ("own", "shared"):
-            head = {"model": name, "setting": setting, "link": link}
+            head = {"model": name, "setting": setting, "bill": bill, "link": link}
             for method in DEPLOYMENTS:
-                if link == "own":
+                if (link, bill) == ("own", "none"):
                     # The deployments start as one function, or as functions of one expert each.
                     cold = deployment_cost(method, system, request).cold_s
                     kind = head | {"method": method, "b": ""}
@@ -152,7 +161,7 @@ def cold_rows(name: str, prompts: int, ratios: Sequence[float]) -> list[dict[str
                 parts = [starts(system, p.remote, p.replicas, link == "shared") for p in made]
                 b = float(np.mean([p.remote.mean() for p in made]))
                 rows.append(_start_row(system, head | {"method": reading, "b": b}, parts, mix))
-            for b in sorted({*ratios, *EXAMPLES}):
+            for b in sorted({*ratios, *EXAMPLES}) if bill == "none" else ():
                 count = int(eq.remote_count(b, system.num_experts))
                 remote = eq.least_used(predicted[queries[0]], count)
                 once = np.ones(system.moe_layers, dtype=np.int64)
@@ -178,7 +187,8 @@ def _plot_starts(rows: Sequence[Mapping[str, Any]]) -> Any:
     figure, axes = pyplot().subplots(1, 4, figsize=(15, 4.2), layout="constrained")
     for m, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
         mine = [row for row in rows if row["model"] == name]
-        default = [r for r in mine if (r["setting"], r["link"]) == ("default", "own")]
+        free = [r for r in mine if r["bill"] == "none"]
+        default = [r for r in free if (r["setting"], r["link"]) == ("default", "own")]
         bars = [r for r in default if r["method"] in (*DEPLOYMENTS, *READINGS)]
         at = np.arange(len(bars))
         main = np.array([r["main_s"] for r in bars])
@@ -194,7 +204,7 @@ def _plot_starts(rows: Sequence[Mapping[str, Any]]) -> Any:
         for link, linestyle in (("own", "-"), ("shared", ":")):
             line = [
                 r
-                for r in mine
+                for r in free
                 if (r["setting"], r["link"]) == ("default", link) and r["method"].startswith("b =")
             ]
             axes[3].plot(
@@ -215,10 +225,9 @@ def _plot_starts(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
-    def off(setting: str, link: str, method: str) -> float:
-        found = next(
-            r for r in rows if (r["setting"], r["link"], r["method"]) == (setting, link, method)
-        )
+    def off(setting: str, link: str, method: str, bill: str = "none") -> float:
+        wanted = {"setting": setting, "link": link, "method": method, "bill": bill}
+        (found,) = pick(rows, **wanted)
         return 100.0 * (1.0 - found["over_mix"])
 
     def words(setting: str, link: str) -> str:
@@ -239,6 +248,13 @@ def _cold_notes(name: str, rows: Sequence[dict[str, Any]]) -> list[Note]:
         f"{name}, container of 0.17 s: {words('bare container', 'own')}; weights at 12 GB/s: "
         f"{words('fast loading', 'own')}",
     ]
+    for bill in BILLS:
+        shown = ", ".join(
+            f"{m} {-round(off('default', 'own', m, bill)):+d} %, over one link "
+            f"{-round(off('default', 'shared', m, bill)):+d} %"
+            for m in READINGS
+        )
+        notes.append(f"{name}, planned with {BILLS[bill].words}, against MIX: {shown}")
     return notes
 
 
@@ -250,11 +266,12 @@ def bill(options: Options) -> None:
     ratios = RATIOS[::4] if options.quick else RATIOS
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    for name in MODELS:
-        system, activations = build_system(name), load_activations(name)
+    for name, bill in itertools.product(MODELS, BILLS):
+        system, activations = billed_system(name, bill), load_activations(name)
         predicted = predict(activations).astype(np.float64)
         queries = held_out(activations, options.episodes)
         asked = [recorded_request(activations, int(q), N_IN, N_OUT, TREM_S) for q in queries]
+        parts = []
         for billed in (False, True):
             mix = [
                 deployment_cost("mix", system, r, bill_cold_start=billed).cost_usd for r in asked
@@ -274,6 +291,7 @@ def bill(options: Options) -> None:
                 mine.append(
                     {
                         "model": name,
+                        "bill": bill,
                         "starts_billed": billed,
                         "b": b,
                         "prompts": len(queries),
@@ -283,15 +301,13 @@ def bill(options: Options) -> None:
                     }
                 )
             rows += mine
-        free, paid = (
-            [r for r in rows if r["model"] == name and r["starts_billed"] == x]
-            for x in (False, True)
-        )
-        best = [min(part, key=lambda r: r["cost_over_mix"]) for part in (free, paid)]
+            parts.append(mine)
+        free, paid = parts
+        best = [min(part, key=lambda r: r["cost_over_mix"]) for part in parts]
         notes.append(
-            f"{name}: least cost {_cost(best[0])} at b = {best[0]['b']:g} with free starts and "
-            f"{_cost(best[1])} at b = {best[1]['b']:g} with billed ones; starts are "
-            f"{100 * paid[0]['share_of_starts']:.0f} % of MIX's bill and "
+            f"{name}, {BILLS[bill].words}: least cost {_cost(best[0])} at b = {best[0]['b']:g} "
+            f"with free starts and {_cost(best[1])} at b = {best[1]['b']:g} with billed ones; "
+            f"starts are {100 * paid[0]['share_of_starts']:.0f} % of MIX's bill and "
             f"{100 * best[1]['share_of_starts']:.0f} % of that plan's, which has "
             f"{best[1]['replicas_a_layer']:.1f} replicas a layer that all start"
         )
@@ -300,15 +316,16 @@ def bill(options: Options) -> None:
 
 
 def _plot_bill(rows: Sequence[Mapping[str, Any]]) -> Any:
-    names = list(dict.fromkeys(row["model"] for row in rows))
+    names = values(rows, "model")
     figure, axes = pyplot().subplots(1, len(names), figsize=(10, 4), layout="constrained")
     for axis, name in zip(axes, names, strict=True):
-        for c, billed in enumerate((False, True)):
-            mine = [row for row in rows if (row["model"], row["starts_billed"]) == (name, billed)]
+        for (c, bill), billed in itertools.product(enumerate(values(rows, "bill")), (False, True)):
+            mine = pick(rows, model=name, bill=bill, starts_billed=billed)
             value, bars = error_bars(mine, "cost_over_mix")
-            label = "starts billed" if billed else "starts free (Eq. 6)"
+            label = f"{BILLS[bill].words}, starts {'billed' if billed else 'free'}"
             look = {"color": f"C{c}", "marker": "o", "ms": 3, "capsize": 2, "label": label}
-            axis.errorbar([row["b"] for row in mine], value, bars, **look)
+            style = "-" if billed else ":"
+            axis.errorbar([row["b"] for row in mine], value, bars, linestyle=style, **look)
         axis.set(xlabel="remote ratio b", ylabel="cost over MIX", ylim=(0, None))
         axis.set_title(f"{name}, {mine[0]['prompts']} held-out prompts", fontsize=10)
         axis.axhline(1.0, color="grey", linewidth=1)

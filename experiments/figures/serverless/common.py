@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from servegym.envs.serverless_moe import equations as eq
-from servegym.envs.serverless_moe.config import PRESETS
+from servegym.envs.serverless_moe.config import PRESETS, build_system
 from servegym.envs.workloads.activations import Activations
 from servegym.experiments.figures.run import (
     FigureOptions,
@@ -21,15 +21,21 @@ from servegym.experiments.figures.run import (
 from servegym.experiments.figures.verdicts import AGREES, DISAGREES
 from servegym.experiments.stats import mean, stratified_bootstrap
 from servegym.experiments.tables import note
+from servegym.hardware_profiles.serverless import GPU_PROFILES, SERVING, load_constants
 
 __all__ = [
+    "BILLS",
+    "GPUS",
     "MODELS",
     "N_IN",
     "N_OUT",
+    "SYNTHETIC",
     "TPOT_S",
     "TREM_S",
     "TTFT_S",
+    "Bill",
     "Options",
+    "billed_system",
     "held_out",
     "recorded_request",
     "run_figures",
@@ -39,10 +45,46 @@ __all__ = [
 
 MODELS = ("deepseek-v2-lite", "gpt-oss-20b")
 """Models with recorded routing."""
+SYNTHETIC = "gpt2-moe"
+"""The paper's small model; its routing is drawn, not recorded."""
 N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
 """Tokens of the paper's requests: 500 characters in, 200 tokens out (V-C)."""
 (TREM_S,) = PRESETS["seed"]["trem_s"]
 ((TTFT_S, TPOT_S),) = PRESETS["seed"]["slo"]
+
+GPUS = tuple(GPU_PROFILES)
+"""GPU profiles; `GPU_PROFILES` says which are chosen and which derived from a measured law."""
+
+
+class Bill(NamedTuple):
+    """What a platform charges.
+
+    Attributes:
+        words: In words.
+        fees: Its fee for an invocation and its rounding, the environment's ``fees``.
+        price_cpu: c_c in USD per MB s.
+        price_ratio: c_g / c_c.
+    """
+
+    words: str
+    fees: str
+    price_cpu: float
+    price_ratio: float
+
+
+_PRICES = load_constants().prices
+BILLS = {
+    "none": Bill("no fees", "none", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
+    "aws_lambda": Bill("AWS fees", "aws_lambda", SERVING.price_cpu_usd_mb_s, SERVING.price_ratio),
+    "alibaba_fc": Bill(
+        "Alibaba's fees and prices",
+        "alibaba_fc",
+        _PRICES["alibaba_cpu_usd_per_mb_s"],
+        round(_PRICES["alibaba_gpu_tesla_over_cpu"], 2),
+    ),
+}
+"""The paper's bill, without fees or rounding; with those of AWS Lambda, whose list has no GPU; and
+all of Alibaba Function Compute's list prices. Without fees only the ratio of the prices matters."""
 
 Options = FigureOptions
 """The command line; ``episodes`` is the number of held-out prompts of a model, at most."""
@@ -72,6 +114,25 @@ def run_figures(
     parser = figure_parser(tuple(figures), description, module, prompts)
     parser.epilog = "episodes: held-out prompts of a model, at most"
     return run_chosen(figures, pictures, command_line(parser, argv, Options()))
+
+
+def billed_system(
+    model: Any, bill: str = "none", gpu: str = "eager", **changes: Any
+) -> eq.SystemModel:
+    """The system of a model as a bill of `BILLS` charges it.
+
+    Args:
+        model: As `build_system`.
+        bill: A key of `BILLS`.
+        gpu: GPU profile.
+        **changes: Further arguments of `build_system`, ``price_ratio`` in the bill's place.
+    """
+    prices: dict[str, Any] = {
+        "fees": BILLS[bill].fees,
+        "price_cpu_usd_mb_s": BILLS[bill].price_cpu,
+        "price_ratio": BILLS[bill].price_ratio,
+    }
+    return build_system(model, gpu, **(prices | changes))
 
 
 def held_out(activations: Activations, most: int) -> NDArray[np.int64]:

@@ -4,14 +4,18 @@
 one. The setting is the paper's (preset ``seed``): 115 prompt and 200 output tokens, every request
 cold, no cold start billed, one overhead t_rem for all layers. Remoe plans from *predicted*
 activations; all plans are judged on the recorded tokens of held-out prompts. The optimum, which the
-paper does not show, knows them (`servegym.baselines.serverless_moe.grid_optimum`).
+paper does not show, knows them (`servegym.baselines.serverless_moe.grid_optimum`). Everything is
+planned and billed by three bills: the paper's, which has neither fees nor rounding, and those of
+AWS Lambda and Alibaba Function Compute; and with GPUs whose times are chosen (``eager``,
+``fused``) or derived from the project's laws of measured layers.
 
-* ``fig9``: all deployments, both GPU profiles; the optimum is over every remote ratio m / K.
+* ``fig9``: all deployments; the optimum is over every remote ratio m / K.
 * ``fig10``: prompt and output tokens in other proportions; 17 ratios, as in the environments.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,94 +23,75 @@ import numpy as np
 
 from servegym.baselines.serverless_moe.remoe import READINGS
 from servegym.envs._command_line import run_main
-from servegym.envs.serverless_moe.deployments import DEPLOYMENTS
-from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
 from servegym.experiments.figures.run import Pictures, first_and_last, save
-from servegym.experiments.figures.serverless.common import MODELS, N_IN, N_OUT, verdict
-from servegym.experiments.figures.serverless.methods import (
-    AT_B,
-    COLOURS,
+from servegym.experiments.figures.serverless.common import (
+    BILLS,
     GPUS,
+    MODELS,
+    N_IN,
+    N_OUT,
+    SYNTHETIC,
+    verdict,
+)
+from servegym.experiments.figures.serverless.methods import (
+    COLOURS,
+    RIVALS,
     Options,
     Setting,
     gap_notes,
     main_of,
-    pick,
+    panels,
     plot_lines,
     show,
     sweep,
+    title_of,
 )
+from servegym.experiments.figures.verdicts import pick, values
 from servegym.experiments.tables import Note
+from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 __all__ = ["main"]
 
 MODULE = "servegym.experiments.figures.serverless.costs"
-SYNTHETIC = "gpt2-moe"
-"""The paper's small model; its routing is drawn, not recorded."""
 SCALED = "an expert's CPU time is scaled from deepseek-v2-lite's by its size here, not timed"
 PROMPT_SHARES = (0.8, 2 / 3, 0.5, 1 / 3, 0.2)
 TOKENS = N_IN + N_OUT
 
 
-def _against(rows: Sequence[Mapping[str, Any]], method: str) -> str:
-    """Mean saving of a method against every rival of the same point."""
-    own = next(row for row in rows if row["method"] == method)
-    saved = {
-        row["method"]: 100.0 * (own["usd_per_1000"] / row["usd_per_1000"] - 1.0)
-        for row in rows
-        if row["method"] in DEPLOYMENTS
-    }
-    return ", ".join(f"{name} {value:+.0f} %" for name, value in saved.items())
-
-
 def _verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
-    """Fig. 9: whether Remoe is cheapest, and how far each method is from the optimum."""
+    """Fig. 9: whether Remoe is cheapest, by the better of its readings, panel by panel."""
     lines: list[Note] = []
-    for model, gpu in dict.fromkeys((row["model"], row["gpu"]) for row in rows):
-        own = pick(rows, model=model, gpu=gpu)
-        by = {row["method"]: row for row in own}
-        for method in READINGS:
-            low, high = by[method]["over_mix_low"], by[method]["over_mix_high"]
-            rivals = {name: by[name] for name in ("cpu", "gpu", "fetch", "mix")}
-            below = [name for name, row in rivals.items() if row["over_mix_high"] < low]
-            equal = [
-                name
-                for name, row in rivals.items()
-                if name not in below and row["over_mix_low"] <= high
-            ]
-            claim = f"Remoe is cheaper than CPU, GPU, Fetch and MIX; {method}, {model}, {gpu} GPU"
-            own_usd = by[method]["usd_per_1000"]
-            saved = [100.0 * (1.0 - own_usd / row["usd_per_1000"]) for row in rivals.values()]
-            found = f"it saves {min(saved):.0f} to {max(saved):.0f} % (paper: up to 57.14 %)"
-            found += f"; cheaper than it: {', '.join(below) or 'none'}"
-            if equal:
-                found += f"; not distinguished by the intervals: {', '.join(equal)}"
-            lines.append(verdict(claim, not below + equal, found))
-        for method in (*READINGS, "optimum"):
-            row = by[method]
-            gap = [100.0 * (row[f"over_optimum{end}"] - 1.0) for end in ("", "_low", "_high")]
-            lines.append(
-                f"{model}, {gpu}: {method}, mean b {row['remote']:.2f}, cost against "
-                f"{_against(own, method)}; {gap[0]:.1f} % [{gap[1]:.1f}, {gap[2]:.1f}] above the "
-                f"optimum; misses an SLO in {100 * row['late']:.0f} %, infeasible in "
-                f"{100 * row['infeasible']:.0f} % of requests"
-            )
-            if method in AT_B:
-                at, best = by[AT_B[method]], by["optimum, own order"]
-                lines.append(
-                    f"{model}, {gpu}, of MIX: {method} {row['over_mix']:.2f} (W "
-                    f"{row['main_mb']:.0f} MB), the best plan with its b {at['over_mix']:.2f} (W "
-                    f"{at['main_mb']:.0f} MB), with the best b {best['over_mix']:.2f}"
-                )
+    for panel in panels(rows):
+        by = {row["method"]: row for row in pick(rows, **panel)}
+        first = min((by[name] for name in RIVALS), key=lambda row: row["usd_per_1000"])
+        ours = min((by[name] for name in READINGS), key=lambda row: row["usd_per_1000"])
+        shown = ", ".join(
+            f"{name} {100 * (by[name]['usd_per_1000'] / first['usd_per_1000'] - 1):+.0f} %"
+            for name in (*READINGS, "per_expert", "optimum")
+        )
+        card = 1e3 * GPU_PROFILES[panel["gpu"]].experts_base_s
+        even = ours["fetch_even_ms"]
+        found = (
+            f"{title_of(panel)}: against {first['method']}, the cheapest of the paper's four: "
+            f"{shown}; fees are {100 * ours['fees']:.0f} % and rounding "
+            f"{100 * ours['rounding']:.0f} % of the cost of {ours['method']}, with "
+            f"{ours['invocations']:.0f} invocations a request; Fetch costs less than it where a "
+            f"layer of experts takes a GPU below {even:.3f} ms a token (this one: {card:.3f})"
+        )
+        claim = f"Remoe costs less than CPU, GPU, Fetch and MIX; {title_of(panel)}"
+        holds = ours["usd_per_1000_high"] < first["usd_per_1000_low"]
+        lines.append(verdict(claim, holds, found))
     return lines
 
 
 def fig9(options: Options) -> None:
     """Cost of all deployments on held-out prompts, and who is late."""
     settings = [
-        Setting(model, gpu)
+        Setting(model, gpu, bill)
         for model in first_and_last(options, (*MODELS, SYNTHETIC))
-        for gpu in GPUS
+        for bill in first_and_last(options, tuple(BILLS))
+        for gpu in first_and_last(options, GPUS)
     ]
     rows = sweep(options, "fig09_cost", settings, exact=True)
     show("Fig. 9: cost / MIX", rows, "n_in")
@@ -124,35 +109,38 @@ def fig9(options: Options) -> None:
 
 
 def _plot_costs(rows: Sequence[Mapping[str, Any]]) -> Any:
-    plt = pyplot()
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(models), figsize=(4.2 * len(models), 4.4), squeeze=False, layout="constrained"
+    """A panel for each model and bill, a marker for each GPU; filled where its law is derived."""
+    models, bills, gpus = (values(rows, key) for key in ("model", "bill", "gpu"))
+    size = (4.2 * len(models), 3.0 * len(bills) + 0.8)
+    figure, axes = pyplot().subplots(
+        len(bills), len(models), figsize=size, squeeze=False, sharex=True, layout="constrained"
     )
     at = np.arange(len(COLOURS))
-    for axis, model in zip(axes[0], models, strict=True):
-        for shift, gpu, shade in ((-0.2, "eager", 1.0), (0.2, "fused", 0.5)):
-            own = [pick(rows, model=model, gpu=gpu, method=name)[0] for name in COLOURS]
-            values, bars = error_bars(own, "over_mix")
-            drawn = axis.bar(
-                at + shift,
-                values,
-                yerr=bars,
-                width=0.38,
-                color=list(COLOURS.values()),
-                alpha=shade,
-                error_kw={"lw": 0.8},
+    for (i, bill), (j, model) in itertools.product(enumerate(bills), enumerate(models)):
+        axis = axes[i, j]
+        for k, gpu in enumerate(gpus):
+            own = [pick(rows, model=model, bill=bill, gpu=gpu, method=name)[0] for name in COLOURS]
+            over, bars = error_bars(own, "over_mix")
+            kind = own[0]["gpu_kind"]
+            axis.errorbar(
+                at + 0.14 * (k - 0.5 * (len(gpus) - 1)),
+                over,
+                bars,
+                fmt="osD^v"[k % 5],
+                ms=4,
+                color=f"C{k}",
+                markerfacecolor="white" if kind == "chosen" else f"C{k}",
+                label=f"{gpu} ({kind})",
             )
-            texts = [f"{value:.2f}" for value in values]
-            axis.bar_label(drawn, texts, fontsize=6, rotation=90, padding=3)
-        axis.set_axisbelow(True)
         axis.axhline(1.0, color="black", lw=0.6, ls=":")
-        axis.set_ylim(0.0, 1.15 * max(row["over_mix_high"] for row in pick(rows, model=model)))
-        axis.set_title(model + (" (synthetic routing)" if model == SYNTHETIC else ""), fontsize=10)
+        axis.set_yscale("log")
+        name = model + (" (synthetic routing)" if model == SYNTHETIC else "")
+        axis.set_title(f"{name}, {BILLS[bill].words}", fontsize=9)
         axis.set_xticks(at, list(COLOURS), rotation=60, ha="right", fontsize=8)
         tidy(axis)
-    axes[0, 0].set_ylabel("cost of a request / MIX")
-    figure.suptitle("Full bars: eager GPU; pale bars: fused GPU", fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("cost of a request / MIX")
+    legend(figure, axes[0, 0])
     return figure
 
 
@@ -164,22 +152,22 @@ def fig10(options: Options) -> None:
         options,
         "fig10_ratio",
         [
-            Setting(model, gpu, n_in=n_in, n_out=n_out)
+            Setting(model, gpu, bill, n_in=n_in, n_out=n_out)
             for model in models
-            for gpu in GPUS
+            for bill in first_and_last(options, tuple(BILLS))
+            for gpu in first_and_last(options, GPUS)
             for n_in, n_out in first_and_last(options, sizes)
         ],
     )
     show("Fig. 10: cost / MIX", rows, "n_out")
-    panels = [{"model": model, "gpu": gpu} for gpu in GPUS for model in models]
     lines: list[Note] = []
-    for panel in panels:
+    for panel in panels(rows):
         order = {}
-        for n_out in dict.fromkeys(row["n_out"] for row in rows):
+        for n_out in values(rows, "n_out"):
             own = [row for row in pick(rows, n_out=n_out, **panel) if row["method"] != "optimum"]
             own.sort(key=lambda row: row["usd_per_1000"])
             order[n_out] = [row["method"] for row in own]
-        lines += _proportions(panel["model"], panel["gpu"], order)
+        lines += _proportions(panel, order)
     paper = (
         "The paper (Fig. 10) has Remoe stable over all proportions; on gpt2-moe CPU becomes dearer "
         "than the others as decoding grows, on deepseek-v2-lite GPU is far dearer throughout"
@@ -188,13 +176,18 @@ def fig10(options: Options) -> None:
 
 
 def _plot_proportions(rows: Sequence[Mapping[str, Any]]) -> Any:
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    panels = [{"model": model, "gpu": gpu} for gpu in GPUS for model in models]
+    models, ends = values(rows, "model"), values(rows, "gpu")
+    shown = [
+        {"model": model, "gpu": gpu, "bill": bill}
+        for bill in values(rows, "bill")[:2]
+        for gpu in dict.fromkeys((ends[0], ends[-1]))
+        for model in models
+    ]
     figure = plot_lines(
         rows,
         "n_out",
         f"output tokens of {TOKENS}",
-        panels,
+        shown,
         len(models),
         "usd_per_1000",
         log=False,
@@ -205,32 +198,37 @@ def _plot_proportions(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def _proportions(model: str, gpu: str, order: Mapping[int, Sequence[str]]) -> list[Note]:
+def _proportions(panel: Mapping[str, Any], order: Mapping[int, Sequence[str]]) -> list[Note]:
     """Fig. 10; ``order``: output tokens -> methods by rising cost."""
-    rivals = ("cpu", "gpu", "fetch", "mix")
-    lines: list[Note] = []
-    for method in READINGS:
-        first = sum(
-            all(ranked.index(method) < ranked.index(rival) for rival in rivals)
+    where, model = title_of(panel), panel["model"]
+    first = [
+        sum(
+            all(ranked.index(method) < ranked.index(rival) for rival in RIVALS)
             for ranked in order.values()
         )
-        claim = f"Remoe is cheapest in all proportions; {method}, {model}, {gpu} GPU"
-        found = f"cheaper than CPU, GPU, Fetch and MIX in {first} of {len(order)}"
-        lines.append(verdict(claim, first == len(order), found))
-    places = {n: len(ranked) - ranked.index("cpu") for n, ranked in order.items()}
+        for method in READINGS
+    ]
+    of = len(order)
+    shown = " and ".join(f"{name} in {n} of {of}" for name, n in zip(READINGS, first, strict=True))
+    lines: list[Note] = [
+        verdict(
+            f"Remoe is cheapest in all proportions; {where}",
+            max(first) == of,
+            f"{where}: cheaper than CPU, GPU, Fetch and MIX is {shown}",
+        )
+    ]
     if model == SYNTHETIC:
-        claim = f"CPU becomes the dearest as decoding grows; {model}, {gpu} GPU"
+        places = {n: len(ranked) - ranked.index("cpu") for n, ranked in order.items()}
         found = ", ".join(f"{place} at {n} output tokens" for n, place in places.items())
-        holds = places[max(places)] == 1
-        found = f"its place from the dearest is {found}; {SCALED}"
-        lines.append(verdict(claim, holds, found))
+        claim = f"CPU becomes the dearest as decoding grows; {where}"
+        found = f"{where}: its place from the dearest is {found}; {SCALED}"
+        lines.append(verdict(claim, places[max(places)] == 1, found))
     else:
-        dearest = [ranked[-1] for ranked in order.values()]
-        claim = f"GPU is the dearest in all proportions; {model}, {gpu} GPU"
-        found = f"the dearest are {', '.join(dict.fromkeys(dearest))}"
-        lines.append(verdict(claim, set(dearest) == {"gpu"}, found))
-    text = "; ".join(f"{n} output tokens: {' < '.join(ranked)}" for n, ranked in order.items())
-    return [*lines, f"{model}, {gpu}: {text}"]
+        dearest = list(dict.fromkeys(ranked[-1] for ranked in order.values()))
+        claim = f"GPU is the dearest in all proportions; {where}"
+        found = f"{where}: the dearest are {', '.join(dearest)}"
+        lines.append(verdict(claim, dearest == ["gpu"], found))
+    return lines
 
 
 FIGURES = {"fig9": fig9, "fig10": fig10}

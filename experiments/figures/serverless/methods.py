@@ -8,7 +8,7 @@ prompts, each request cold and no cold start billed. The optimum knows the token
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,6 @@ from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
-from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
@@ -32,36 +31,41 @@ from servegym.experiments.figures.run import (
     run_chosen,
 )
 from servegym.experiments.figures.serverless.common import (
+    BILLS,
     N_IN,
     N_OUT,
     TPOT_S,
     TREM_S,
     TTFT_S,
+    billed_system,
     recorded_request,
     with_interval,
 )
 from servegym.experiments.figures.verdicts import pick
 from servegym.experiments.output import print_table
 from servegym.experiments.tables import Table, note
+from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 __all__ = [
     "AT_B",
     "COLOURS",
-    "GPUS",
+    "RIVALS",
     "Options",
     "Setting",
     "gap_notes",
     "main_of",
     "measure",
-    "pick",
+    "panels",
     "plot_lines",
     "predictions",
     "rows_of",
     "show",
     "sweep",
+    "title_of",
 ]
 
-GPUS = ("eager", "fused")
+RIVALS = ("cpu", "gpu", "fetch", "mix")
+"""The deployments that the paper compares Remoe with."""
 COLOURS = {
     "cpu": "tab:brown",
     "gpu": "tab:gray",
@@ -85,8 +89,9 @@ class Setting:
     Attributes:
         model: Name of the model.
         gpu: GPU profile.
+        bill: A key of `BILLS`.
         trem_ms: Overhead of a remote invocation.
-        price_ratio: c_g / c_c.
+        price_ratio: c_g / c_c; the bill's own if it is 0.
         bandwidth_mb_s: B.
         invocation: ``per_call`` or ``per_layer``.
         n_in: Prompt tokens.
@@ -97,14 +102,19 @@ class Setting:
 
     model: str
     gpu: str = "eager"
+    bill: str = "none"
     trem_ms: float = 1e3 * TREM_S
-    price_ratio: float = 3.0
+    price_ratio: float = 0.0
     bandwidth_mb_s: float = 1250.0
     invocation: str = "per_call"
     n_in: int = N_IN
     n_out: int = N_OUT
     ttft_limit_s: float = TTFT_S
     tpot_limit_s: float = TPOT_S
+
+    def __post_init__(self) -> None:
+        if not self.price_ratio:
+            object.__setattr__(self, "price_ratio", BILLS[self.bill].price_ratio)
 
 
 @lru_cache(maxsize=4)
@@ -135,12 +145,15 @@ def measure(
 
     Returns:
         Method -> name of a number -> array ``(prompts,)``: ``cost`` (USD), ``ttft_s``, ``tpot_ms``,
-        ``remote`` (b), ``main_mb`` (W; both NaN for deployments), and as 0 or 1 under the true
-        routing ``late_ttft``, ``late_tpot``, ``late`` (either) and ``infeasible`` (10d-10g).
+        ``remote`` (b), ``main_mb`` (W; both NaN for deployments), ``invocations``, ``fees`` and
+        ``rounding`` (shares of the cost), ``fetch_even_ms`` (see `_fetch_even_ms`), and as 0 or 1
+        under the true routing ``late_ttft``, ``late_tpot``, ``late`` (either) and ``infeasible``
+        (10d-10g).
     """
     activations = load_activations(setting.model)
-    system = build_system(
+    system = billed_system(
         activations.model,
+        setting.bill,
         setting.gpu,
         price_ratio=setting.price_ratio,
         bandwidth_mb_s=setting.bandwidth_mb_s,
@@ -178,10 +191,24 @@ def measure(
             score = share if predicted else None
             best = grid_optimum(system, known, score=score, ratios=ratios.tolist(), **how)
             found[name].append(_numbers(best.outcome, best.ratio, best.plan))
+        for served in found.values():
+            served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])
     return {
         name: {key: np.array([row[key] for row in served]) for key in served[0]}
         for name, served in found.items()
     }
+
+
+def _fetch_even_ms(system: eq.SystemModel, request: eq.Request, usd: float) -> float:
+    """Time of a layer's experts on the GPU, ms a token, below which Fetch costs less than ``usd``.
+
+    The cost of Fetch is a straight line in that time. Not above 0: Fetch costs more at any speed.
+    """
+    ends = []
+    for ms in (0.0, 1.0):
+        card = replace(system, gpu_experts_base_s=1e-3 * ms, granularity_s=0.0)
+        ends.append(deployment_cost("fetch", card, request).cost_usd)
+    return (usd - ends[0]) / (ends[1] - ends[0])
 
 
 def _numbers(
@@ -190,6 +217,7 @@ def _numbers(
     if outcome is None:  # no plan meets the limits
         lost = ("late_ttft", "late_tpot", "late", "infeasible")
         undefined = ("cost", "ttft_s", "tpot_ms", "remote", "main_mb")
+        undefined += ("invocations", "fees", "rounding")
         return {**dict.fromkeys(lost, 1.0), **dict.fromkeys(undefined, np.nan)}
     broken = dict(outcome.violations)
     ttft, tpot = broken.pop("ttft"), broken.pop("tpot")
@@ -199,6 +227,9 @@ def _numbers(
         "tpot_ms": 1e3 * outcome.tpot_s,
         "remote": ratio,
         "main_mb": np.nan if plan is None else plan.main_mb,
+        "invocations": outcome.invocations,
+        "fees": outcome.cost_fees_usd / outcome.cost_usd,
+        "rounding": outcome.cost_rounding_usd / outcome.cost_usd,
         "late_ttft": float(ttft),
         "late_tpot": float(tpot),
         "late": float(ttft or tpot),
@@ -212,16 +243,19 @@ def rows_of(
     """One row a method: means over prompts, with 95 % intervals of the costs.
 
     ``over_mix`` and ``over_optimum`` are means of the cost of a request relative to MIX and to the
-    optimum of the same request.
+    optimum of the same request; ``gpu_kind`` says whether the GPU's times are chosen or derived.
+    Numbers have six digits.
     """
     rows = []
     for name, numbers in found.items():
         cost = numbers["cost"]
-        row = asdict(setting) | {"method": name, "prompts": len(cost)}
-        row |= with_interval("usd_per_1000", 1e3 * cost)
-        row |= with_interval("over_mix", cost / found["mix"]["cost"])
-        row |= with_interval("over_optimum", cost / found["optimum"]["cost"])
-        rows.append(row | {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"})
+        row = asdict(setting) | {"gpu_kind": GPU_PROFILES[setting.gpu].kind, "method": name}
+        row["prompts"] = len(cost)
+        ours = with_interval("usd_per_1000", 1e3 * cost)
+        ours |= with_interval("over_mix", cost / found["mix"]["cost"])
+        ours |= with_interval("over_optimum", cost / found["optimum"]["cost"])
+        ours |= {key: float(np.mean(numbers[key])) for key in numbers if key != "cost"}
+        rows.append(row | {key: float(f"{value:.6g}") for key, value in ours.items()})
     return rows
 
 
@@ -274,30 +308,29 @@ def sweep(
 
 def show(title: str, rows: Sequence[dict[str, Any]], key: str) -> None:
     """Print cost over MIX: a line a point, a column a method."""
-    points = dict.fromkeys((r["model"], r["gpu"], r["invocation"], r[key]) for r in rows)
     body = []
-    for point in points:
-        own = pick(rows, **dict(zip(("model", "gpu", "invocation", key), point, strict=True)))
+    for point in panels(rows, "model", "gpu", "bill", "invocation", key):
+        own = pick(rows, **point)
         cells = {row["method"]: f"{row['over_mix']:.3f}" for row in own}
         shown = [name for name in COLOURS if name in cells]
-        body.append([*map(str, point), *(cells[name] for name in shown)])
-    print_table(title, ["model", "GPU", "invocation", key, *shown], body)
+        body.append([*map(str, point.values()), *(cells[name] for name in shown)])
+    print_table(title, ["model", "GPU", "bill", "invocation", key, *shown], body)
 
 
 def plot_lines(
     rows: Sequence[Mapping[str, Any]],
     key: str,
     label: str,
-    panels: Sequence[dict[str, Any]],
+    shown: Sequence[dict[str, Any]],
     columns: int,
     value: str = "over_mix",
     log: bool = True,
     top: float | None = 2.5,
 ) -> Any:
-    """A panel for each of ``panels`` (values of columns), a line for each method."""
+    """A panel for each of ``shown`` (values of columns), a line for each method."""
     plt = pyplot()
-    columns = min(columns, len(panels))
-    height = -(-len(panels) // columns)
+    columns = min(columns, len(shown))
+    height = -(-len(shown) // columns)
     figure, axes = plt.subplots(
         height,
         columns,
@@ -306,7 +339,7 @@ def plot_lines(
         sharex=True,
         layout="constrained",
     )
-    for axis, panel in zip(axes.flat, panels, strict=True):
+    for axis, panel in zip(axes.flat, shown, strict=True):
         for name, colour in COLOURS.items():
             own = pick(rows, method=name, **panel)
             if not own:
@@ -326,7 +359,7 @@ def plot_lines(
                 ms=3,
                 ls="--" if dashed else "-",
             )
-        axis.set_title(", ".join(str(part) for part in panel.values()), fontsize=9)
+        axis.set_title("\n".join(title_of(panel).split(", ", 1)), fontsize=8)
         if log:
             axis.set_xscale("log")
             axis.set_xticks(x, [f"{number:g}" for number in x], fontsize=8)
@@ -342,23 +375,43 @@ def plot_lines(
     return figure
 
 
+def panels(rows: Sequence[Mapping[str, Any]], *columns: str) -> list[dict[str, Any]]:
+    """The values of some columns, of model, GPU and bill by default, in the order of the rows."""
+    columns = columns or ("model", "gpu", "bill")
+    found = dict.fromkeys(tuple(row[column] for column in columns) for row in rows)
+    return [dict(zip(columns, one, strict=True)) for one in found]
+
+
+def title_of(panel: Mapping[str, Any]) -> str:
+    """A point in words: model, GPU with its kind, bill, and further columns as they are.
+
+    Args:
+        panel: Column -> value, ``model``, ``gpu`` and ``bill`` among them.
+    """
+    gpu, rest = panel["gpu"], {**panel}
+    words = [rest.pop("model"), f"{gpu} GPU ({GPU_PROFILES[gpu].kind})"]
+    words.append(BILLS[rest.pop("bill")].words)
+    del rest["gpu"]
+    return ", ".join([*words, *map(str, rest.values())])
+
+
 def gap_notes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Range over all points of a panel of how far Remoe lies above the optimum."""
     notes = []
-    for model, gpu, how in dict.fromkeys((r["model"], r["gpu"], r["invocation"]) for r in rows):
+    for panel in panels(rows, "model", "gpu", "bill", "invocation"):
         for method in READINGS:
-            own = pick(rows, model=model, gpu=gpu, invocation=how, method=method)
+            own = pick(rows, method=method, **panel)
             gaps = [100 * (row["over_optimum"] - 1) for row in own]
             met = [gap for gap in gaps if np.isfinite(gap)]
             late = [100 * max(row["late"], row["infeasible"]) for row in own]
-            line = f"{model}, {gpu}, {how}: {method}"
+            line = f"{title_of(panel)}: {method}"
             if met:
                 line += f" costs {min(met):.1f} to {max(met):.1f} % more than the optimum"
             if len(met) < len(gaps):
                 line += f" ({len(gaps) - len(met)} of {len(gaps)} points have requests that no plan"
                 line += " serves within the limits, and no optimum)"
             text = f"{line}; at most {max(late):.0f} % of the requests are late or infeasible."
-            data = {"model": model, "gpu": gpu, "invocation": how, "method": method}
+            data = panel | {"method": method}
             span = [min(met), max(met)] if met else None
             notes.append(note(text, **data, over_optimum_pct=span, late_pct=max(late)))
     return notes

@@ -7,9 +7,11 @@
 runs `warm_planner` on held-out prompts as it is and with pieces of what it has to guess: the regime
 of the present request's overhead, the gap to the next request, and the present request itself
 (routing, output length, overheads). None of them can be observed before the plan is made. The table
-also has `lookahead`, which knows the whole episode, and `greedy_warm`, whose gap to `lookahead` the
-learnt policy is measured by: the part of the gap that information fills is closed to every
-controller.
+also has `lookahead`, which knows the whole episode and plans with what stays warm, and
+`greedy_warm`, whose gap to `lookahead` the learnt policy is measured by. `lookahead` is no bound,
+but the part of the gap that information fills is closed to every controller. `warm_planner` knows
+the constants of the environment that generates the requests (lengths, gaps, overheads, keep-alive),
+as no controller of a real platform does.
 """
 
 from __future__ import annotations
@@ -158,8 +160,9 @@ def information_value(options: FigureOptions) -> None:
         f"({rewards['lookahead'].mean():.4f}) planning closes {100 * part['planning']:.0f} %; "
         "knowing what no controller knows (the request as it is, and whether the next one comes "
         f"while functions are warm) closes {100 * part['information']:.0f} %; knowledge of later "
-        f"requests and better planning would close the other {100 * part['rest']:.0f} %. The "
-        "planner is no optimum: the shares say where the gap lies, not what can be had at most."
+        f"requests and better planning would close the other {100 * part['rest']:.0f} %. Neither "
+        "the planner nor lookahead is an optimum: the shares say where the gap lies, not what can "
+        "be had at most. The planner knows the constants of the generator of the requests."
     )
     settings = {"environment": f"{ENV_ID}, preset dynamic, split eval"}
     save(options, "information_value", rows, note(text, **part), settings=settings)
