@@ -4,7 +4,8 @@
 reads the folders of ``agents/ppo_serverless.py`` in there, one a seed. ``--figure baselines`` runs
 the policies that it is compared with (``learning_baselines.csv``, one row an episode; what is there
 is not run again), ``learning`` the checkpoints on the same episodes of the eval split, and
-``seed_preset`` asks what is left to learn where every request is alike and cold.
+``seed_preset`` asks what is left to learn where every request is alike and cold. ``--model`` names
+another model than the default one; its tables carry its name.
 
 The share of a gap that is closed is ``(PPO - policy) / (lookahead - policy)``, its interval from a
 bootstrap over the shared episodes. `lookahead` knows all requests, gaps and overheads to come, and
@@ -15,6 +16,7 @@ environment that generates the requests, which the network does not.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +38,9 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.figures.serverless.common import with_interval
+from servegym.experiments.figures.serverless.common import MODELS, with_interval
 from servegym.experiments.output import print_table, write_csv
-from servegym.experiments.stats import mean, paired_difference
+from servegym.experiments.stats import mean, over_trainings
 from servegym.experiments.tables import Table, note
 
 __all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
@@ -47,6 +49,7 @@ MODULE = "servegym.experiments.figures.beyond.serverless.learning"
 ENV_ID = "servegym/ServerlessMoE-v0"
 BASELINES = (
     "mix",
+    "fetch",
     "keep_alive",
     "best_constant",
     "greedy_warm",
@@ -57,6 +60,7 @@ BASELINES = (
 BLOCK = 5
 """Episodes that run side by side; the table grows by as many."""
 RIVALS = ("best_constant", "remoe_sticky", "greedy_warm", "warm_planner")
+REWARD = ("mean_reward", "mean_reward_low", "mean_reward_high")
 PARTS = ("b", "order", "w", "y", "z")
 KEYS = (
     "mean_reward",
@@ -74,9 +78,16 @@ class Options(FigureOptions):
 
     Attributes:
         checkpoints: Folder of the training runs, None without.
+        model: Name of the model.
     """
 
     checkpoints: Path | None
+    model: str
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of the tables: none for the default model."""
+        return "" if self.model == MODELS[0] else "_" + re.sub(r"\W", "_", self.model)
 
 
 class Recorder(WrappedPolicy):
@@ -123,24 +134,21 @@ def closed(
     policy: NDArray[np.float64],
     rival: NDArray[np.float64],
     ahead: NDArray[np.float64],
-    repetitions: int = 2_000,
 ) -> tuple[float, float, float]:
     """Share of the gap from ``rival`` to ``ahead`` that ``policy`` closes, with its 95 % interval.
 
+    The interval is over trainings and episodes together (`stats.over_trainings`), of the excess of
+    the policy over the line that closes the same share in every episode (Fieller's linearisation).
+
     Args:
-        policy: Mean rewards of the episodes (E,).
-        rival: Of the same episodes.
+        policy: Mean rewards of the episodes (E,), or of several trainings (T, E).
+        rival: Of the same episodes (E,).
         ahead: Of the same episodes, of the reference.
-        repetitions: Bootstrap samples of episodes.
     """
-    rng = np.random.default_rng(0)
-    at = np.concatenate(
-        [np.arange(len(policy))[None], rng.integers(0, len(policy), (repetitions, len(policy)))]
-    )
-    gained, gap = (policy - rival)[at].mean(1), (ahead - rival)[at].mean(1)
-    ratio = gained / gap
-    low, high = np.percentile(ratio[1:], [2.5, 97.5])
-    return float(ratio[0]), float(low), float(high)
+    each, gap = np.atleast_2d(policy) - rival, ahead - rival
+    share = float(each.mean() / gap.mean())
+    around = over_trainings(list(each - share * gap), statistic=mean)
+    return share, share + around.low / gap.mean(), share + around.high / gap.mean()
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:
@@ -189,19 +197,20 @@ def measure(policy: Any, first: int, episodes: int, **kwargs: Any) -> list[dict[
 
 def baselines(options: Options) -> list[dict[str, Any]]:
     """Episodes of the policies that PPO is compared with, measured block by block."""
-    table = Table(options.out / "learning_baselines.csv", ("policy", "seed"))
+    table = Table(options.out / f"learning_baselines{options.suffix}.csv", ("policy", "seed"))
     seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
     for name in BASELINES:
         while missing := table.missing((name, seed) for seed in seeds):
             first = missing[0][1] - DEFAULT_SEED
-            table.update(measure(name, first, min(BLOCK, len(missing))))
+            block = min(BLOCK, len(missing))
+            table.update(measure(name, first, block, model=options.model))
             print(f"baselines: {name}, {first + BLOCK} episodes", flush=True)
     return [row for row in table.rows if row["seed"] in seeds]
 
 
 def _summary(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"policy": name, "episodes": len(rows)}
-    found |= with_interval("mean_reward", np.array([row["mean_reward"] for row in rows]))
+    found |= with_interval(REWARD[0], np.array([row["mean_reward"] for row in rows]))
     for key in KEYS[1:]:
         found[key] = float(np.mean([row[key] for row in rows]))
     return found
@@ -219,7 +228,7 @@ def learning(options: Options) -> None:
     learnt, variety = [], {}
     for path in runs:
         policy = Recorder(load_policy(path), f"ppo_serverless {path.name}")
-        learnt += measure(policy, 0, options.episodes)
+        learnt += measure(policy, 0, options.episodes, model=options.model)
         variety[policy.name] = shares(policy.actions)
     rewards = {
         name: np.array([row["mean_reward"] for row in rivals if row["policy"] == name])
@@ -227,30 +236,30 @@ def learning(options: Options) -> None:
     }
     each = np.array([[r["mean_reward"] for r in learnt if r["policy"] == n] for n in variety])
     rows = [_summary([r for r in rivals if r["policy"] == name], name) for name in BASELINES]
-    pooled = _summary(learnt, "ppo_serverless, all seeds") | with_interval(
-        "mean_reward", each.mean(0)
-    )
-    for row, values in [(pooled, each.mean(0))] + [
-        (_summary([r for r in learnt if r["policy"] == name], name), one)
+    pooled = _summary(learnt, "ppo_serverless, all seeds")
+    pooled |= dict(zip(REWARD, over_trainings(list(each), statistic=mean), strict=True))
+    for row, values in [(pooled, each)] + [
+        (_summary([r for r in learnt if r["policy"] == name], name), one[None])
         for name, one in zip(variety, each, strict=True)
     ]:
         for rival in RIVALS:
             share = closed(values, rewards[rival], rewards["lookahead"])
             ends = ("", "_low", "_high")
             row |= {f"closed_{rival}{e}": v for e, v in zip(ends, share, strict=True)}
-            more = paired_difference(values, rewards[rival], mean)
+            more = over_trainings(list(values), rewards[rival], mean)
             row |= {f"minus_{rival}{e}": v for e, v in zip(ends, more, strict=True)}
         rows.append(row | variety.get(row["policy"], {}))
     keys = list(dict.fromkeys(key for row in rows for key in row))
     rows = [{key: row.get(key, "") for key in keys} for row in rows]
     _print(rows)
     points = curves(options.checkpoints)
-    write_csv(options.out / "learning_curves.csv", points)
+    write_csv(options.out / f"learning_curves{options.suffix}.csv", points)
     settings = {
-        "environment": f"{ENV_ID}, preset dynamic, split eval",
+        "environment": f"{ENV_ID}, {options.model}, preset dynamic, split eval",
+        "intervals": "of all seeds over trainings and episodes, else over episodes",
         "training": ", ".join(path.name for path in runs),
     }
-    save(options, "learning", rows, *_findings(rows), settings=settings)
+    save(options, f"learning{options.suffix}", rows, *_findings(rows), settings=settings)
 
 
 def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -260,7 +269,7 @@ def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     notes = []
     for rival in RIVALS:
         other = by_name[rival]
-        apart = ours["mean_reward_low"] > other["mean_reward_high"]
+        apart = ours[f"minus_{rival}_low"] > 0
         share, low, high = (ours[f"closed_{rival}{end}"] for end in ("", "_low", "_high"))
         text = (
             f"ppo_serverless {'beats' if apart else 'does not clearly beat'} {rival}: mean reward "
@@ -387,7 +396,10 @@ def seed_preset(options: Options) -> None:
 ONE_JOB = True
 """The figures read each other's tables, so that a cluster runs them in one job."""
 FIGURES = {"baselines": baselines, "learning": learning, "seed_preset": seed_preset}
-PICTURES: Pictures = {"learning": Picture(_plot, ("learning", "learning_curves"))}
+PICTURES: Pictures = {
+    name: Picture(_plot, (name, name.replace("learning", "learning_curves")))
+    for name in ("learning", "learning_gpt_oss_20b")
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -398,6 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = figure_parser(tuple(FIGURES), __doc__, MODULE, 20)
     parser.add_argument("--checkpoints", type=Path, help="folder of the training runs")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="the model")
     return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
 
 

@@ -36,6 +36,10 @@ def test_share_of_a_gap_that_is_closed():
     ahead = rival + 0.1
     share, low, high = learning.closed(rival + 0.06, rival, ahead)
     assert (share, low, high) == pytest.approx((0.6, 0.6, 0.6))  # the same in every episode
+    seeds = np.stack([rival + gain for gain in (0.05, 0.06, 0.07)])
+    share, low, high = learning.closed(seeds, rival, ahead)  # Student's t over the trainings
+    half = 4.303 * 0.1 / np.sqrt(3)
+    assert (share, low, high) == pytest.approx((0.6, 0.6 - half, 0.6 + half), abs=1e-3)
     share, low, high = learning.closed(rival + rng.normal(0.06, 0.02, 20), rival, ahead)
     assert low < share < high and high - low < 0.4
 
@@ -99,7 +103,7 @@ def test_table_and_figure(tmp_path, monkeypatch):
     assert rows["ppo_serverless, all seeds"]["mean_reward"] == pytest.approx(ours.mean())
     assert (tmp_path / "learning.png").stat().st_size > 10_000
     first = read_record(tmp_path / "learning.csv")["notes"][0]
-    apart = row["mean_reward_low"] > rows["mix"]["mean_reward_high"]
+    apart = row["minus_mix_low"] > 0
     assert (first["rival"], first["apart"]) == ("mix", apart)
 
 
