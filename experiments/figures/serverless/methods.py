@@ -47,7 +47,6 @@ from servegym.experiments.tables import Table, note
 from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 __all__ = [
-    "AT_B",
     "COLOURS",
     "RIVALS",
     "Options",
@@ -74,12 +73,9 @@ COLOURS = {
     "per_expert": "tab:cyan",
     "remoe": "tab:red",
     "remoe_cost": "tab:orange",
-    "optimum, own order": "tab:olive",
     "optimum": "tab:green",
 }
-"""The methods in plots. ``optimum, own order`` knows the request but ranks experts as predicted."""
-AT_B = {name: f"optimum at {name}'s b" for name in READINGS}
-"""Reading -> the best plan with its b, in its order: what is lost beyond the choice of b."""
+"""The methods, with their colours in plots."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +128,12 @@ def predictions(activations: Activations) -> NDArray[np.float64]:
     return predictor.predict(vectors, task=activations.task)
 
 
-def measure(
-    setting: Setting, prompts: int, *, exact: bool = False
-) -> dict[str, dict[str, NDArray[np.float64]]]:
+def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.float64]]]:
     """Serve held-out prompts by every method.
 
     Args:
         setting: The point.
         prompts: Prompts, spread evenly over the held-out ones.
-        exact: Whether the optimum tries every ``m / K``, and ``optimum, own order`` and the
-            plans of `AT_B` are made too; else it tries 17 ratios.
 
     Returns:
         Method -> name of a number -> array ``(prompts,)``: ``cost`` (USD), ``ttft_s``, ``tpot_ms``,
@@ -165,12 +157,11 @@ def measure(
     }
     how = {"decode_invocation": setting.invocation, **limits}
     experts = system.num_experts
-    steps = experts if exact else min(experts, 16)
+    steps = min(experts, 16)
     ratios = np.unique(np.ceil(np.arange(steps + 1) * experts / steps - 1e-9)) / experts
     held = activations.rows("eval")
     held = held[np.unique(np.linspace(0, len(held) - 1, min(prompts, len(held))).astype(int))]
-    optima = {"optimum, own order": True, "optimum": False} if exact else {"optimum": False}
-    names = [*DEPLOYMENTS, *READINGS, *optima, *(AT_B.values() if exact else ())]
+    names = [*DEPLOYMENTS, *READINGS, "optimum"]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     trem = setting.trem_ms * 1e-3
     for prompt in held.tolist():
@@ -184,13 +175,8 @@ def measure(
             decision = remoe(system, expected, reading=name, **how)
             outcome = eq.evaluate_plan(system, request, decision.plan, **how)
             found[name].append(_numbers(outcome, decision.ratio, decision.plan))
-            if exact:
-                best = grid_optimum(system, known, score=share, ratios=[decision.ratio], **how)
-                found[AT_B[name]].append(_numbers(best.outcome, best.ratio, best.plan))
-        for name, predicted in optima.items():
-            score = share if predicted else None
-            best = grid_optimum(system, known, score=score, ratios=ratios.tolist(), **how)
-            found[name].append(_numbers(best.outcome, best.ratio, best.plan))
+        best = grid_optimum(system, known, ratios=ratios.tolist(), **how)
+        found["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
         for served in found.values():
             served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])
     return {
@@ -284,9 +270,7 @@ def main_of(
     return run_chosen(figures, pictures, options)
 
 
-def sweep(
-    options: Options, stem: str, settings: Iterable[Setting], **given: Any
-) -> list[dict[str, Any]]:
+def sweep(options: Options, stem: str, settings: Iterable[Setting]) -> list[dict[str, Any]]:
     """Rows of all points, measured by `measure`.
 
     ``stem.csv`` has every point as soon as it is measured, so that ``--resume`` can go on from
@@ -299,7 +283,7 @@ def sweep(
     table = Table(path, key, load=options.resume)
     table.discard(lambda row: table.key_of(row) not in order)
     for point in table.missing(points):
-        fresh = rows_of(points[point], measure(points[point], options.episodes, **given))
+        fresh = rows_of(points[point], measure(points[point], options.episodes))
         table.update(fresh, order=lambda row: order[table.key_of(row)])
         print(".", end="", flush=True)
     print()

@@ -8,7 +8,7 @@ makes one figure, without ``--figure`` all, in the setting of
 `servegym.experiments.figures.serverless.costs` but for the swept number.
 
 * ``trem``: the overhead t_rem up to 10 ms, with both readings of a remote call in decoding, without
-  fees and with those of AWS Lambda; from which overhead on nothing is remote.
+  fees and with those of AWS Lambda; from which overhead on nothing is remote. With two GPUs.
 * ``prices``: GPU memory at 1.83 (a list price), 3 (the paper) and 5 times the price of CPU memory.
 * ``slo``: the TPOT limit, at a TTFT limit of 8 s.
 * ``bandwidth``: network rate between the main and the remote functions.
@@ -78,7 +78,6 @@ def nothing_remote(overheads: Sequence[float], ratios: Sequence[float]) -> float
 def trem(options: Options) -> None:
     """Cost over MIX against t_rem; the break-even of each method, and where nothing is remote."""
     overheads = first_and_last(options, OVERHEADS_MS)
-    gpus = first_and_last(options, GPUS)
     rows = sweep(
         options,
         "cost_trem",
@@ -87,7 +86,7 @@ def trem(options: Options) -> None:
             for model in MODELS
             for how in DECODE_INVOCATIONS
             for bill in SWEPT_BILLS
-            for gpu in gpus
+            for gpu in (GPUS[0], GPUS[-1])
             for ms in overheads
         ],
     )

@@ -1,6 +1,7 @@
 """Cost figures and the table of policies of the serverless family: known answers, smoke runs."""
 
 import csv
+import dataclasses
 
 import numpy as np
 import pytest
@@ -16,7 +17,11 @@ from servegym.experiments.figures.beyond.serverless import cost_sweeps as server
 from servegym.experiments.figures.beyond.serverless import policies as serverless_policies
 from servegym.experiments.figures.serverless import costs as serverless_costs
 from servegym.experiments.figures.serverless import methods as serverless_methods
-from servegym.experiments.figures.serverless.common import TREM_S, recorded_request  # noqa: E402
+from servegym.experiments.figures.serverless.common import (  # noqa: E402
+    BILLS,
+    TREM_S,
+    recorded_request,
+)
 from servegym.experiments.figures.serverless.methods import Setting, measure, rows_of  # noqa: E402
 from servegym.experiments.tables import read_record  # noqa: E402
 
@@ -50,16 +55,49 @@ def test_measures_the_held_out_prompts_of_the_recording(toy):
         assert found[name]["cost"] == pytest.approx(costs)
 
 
-def test_no_plan_is_cheaper_than_the_optimum_of_its_kind(toy):
-    found = measure(TOY, 6, exact=True)
-    for reading, at in serverless_methods.AT_B.items():
-        best, own = found[at]["cost"], found["optimum, own order"]["cost"]
-        assert (own <= best * (1 + 1e-6)).all()
-        feasible = found[reading]["infeasible"] + found[reading]["late"] == 0
-        assert feasible.any()
-        assert (best <= found[reading]["cost"] * (1 + 1e-6))[feasible].all()
-        assert found[at]["remote"] == pytest.approx(found[reading]["remote"])
-    assert (found["optimum"]["cost"] <= found["mix"]["cost"] * (1 + 1e-6)).all()
+def test_no_feasible_plan_is_cheaper_than_the_optimum(toy):
+    for bill in ("none", "aws_lambda"):
+        found = measure(Setting("toy", bill=bill, n_in=20, n_out=12), 6)
+        for reading in serverless_methods.READINGS:
+            feasible = found[reading]["infeasible"] + found[reading]["late"] == 0
+            assert feasible.any()
+            best = found["optimum"]["cost"] * (1 - 1e-6)
+            assert (best <= found[reading]["cost"])[feasible].all()
+        assert (found["optimum"]["cost"] <= found["mix"]["cost"] * (1 + 1e-6)).all()
+
+
+def test_a_bill_has_its_fees_rounding_and_prices(toy):
+    found = {bill: measure(Setting("toy", bill=bill, n_in=20, n_out=12), 2) for bill in BILLS}
+    prompt = toy.rows("eval")[0]
+    request = recorded_request(toy, prompt, 20, 12, TREM_S)
+    for bill, (usd, cpu, ratio) in {
+        "none": (0.0, 1.6276e-8, 3.0),
+        "aws_lambda": (2e-7, 1.6276e-8, 3.0),
+        "alibaba_fc": (1.5e-7, 2.24609e-8, 1.83),
+    }.items():
+        system = build_system(toy.model, price_cpu_usd_mb_s=cpu, price_ratio=ratio)
+        bare = deployment_cost("mix", system, request)
+        mix = {key: value[0] for key, value in found[bill]["mix"].items()}
+        seconds = bare.prefill_s + bare.decode_s
+        longer = seconds if bill == "none" else np.ceil(1e3 * seconds) / 1e3
+        assert mix["cost"] == pytest.approx(bare.cost_usd * longer / seconds + usd)
+        assert mix["invocations"] == 1 and mix["fees"] == pytest.approx(usd / mix["cost"])
+        rounding = bare.cost_usd * (longer / seconds - 1)
+        assert mix["rounding"] == pytest.approx(rounding / mix["cost"], abs=1e-9)
+    assert found["aws_lambda"]["per_expert"]["invocations"].min() > 12
+
+
+def test_fetch_breaks_even_at_the_time_that_is_told(toy):
+    found = measure(TOY, 1)
+    system = build_system(toy.model)
+    for name in ("mix", "remoe_cost"):
+        seconds = 1e-3 * found[name]["fetch_even_ms"][0]
+        card = dataclasses.replace(system, gpu_experts_base_s=seconds)
+        request = recorded_request(toy, toy.rows("eval")[0], 20, 12, TREM_S)
+        cost = deployment_cost("fetch", card, request).cost_usd
+        assert cost == pytest.approx(found[name]["cost"][0])
+    own = 1e3 * system.gpu_experts_base_s
+    assert found["fetch"]["fetch_even_ms"][0] == pytest.approx(own)
 
 
 def test_one_invocation_a_layer_costs_no_more_than_one_a_call(toy):
@@ -102,6 +140,14 @@ def test_break_even(costs, expected):
 
 
 @pytest.mark.parametrize(
+    "ratios, expected",
+    [((0.9, 0.2, 0.0), 2.5), ((0.0, 0.0, 0.0), 1.0), ((0.0, 0.1, 0.02), None)],
+)
+def test_where_nothing_is_remote(ratios, expected):
+    assert serverless_sweeps.nothing_remote((1.0, 1.5, 2.5), ratios) == expected
+
+
+@pytest.mark.parametrize(
     "module, stem",
     [
         (serverless_costs, "fig09_cost"),
@@ -119,12 +165,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
         f"{stem}.{e}" for e in ("csv", "png", "json")
     }
     rows = rows_in(tmp_path / f"{stem}.csv")
-    methods = set(serverless_methods.COLOURS)
-    if name == "fig9":
-        methods |= set(serverless_methods.AT_B.values())
-    else:
-        methods.remove("optimum, own order")
-    assert {row["method"] for row in rows} == methods
+    assert {row["method"] for row in rows} == set(serverless_methods.COLOURS)
     for row in rows:
         if row["method"] == "mix":
             assert float(row["over_mix"]) == 1.0
@@ -138,7 +179,8 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
         # A run that was cut off goes on: what is in the table is not measured again.
         table, points = tmp_path / f"{stem}.csv", []
         lines = before.splitlines(keepends=True)
-        table.write_text("".join(line for line in lines if ",fused," not in line))
+        left_out = f",{serverless_costs.GPUS[-1]},"
+        table.write_text("".join(line for line in lines if left_out not in line))
         again = serverless_methods.measure
         monkeypatch.setattr(
             serverless_methods,
@@ -146,7 +188,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
             lambda setting, *a, **k: points.append(setting.gpu) or again(setting, *a, **k),
         )
         assert module.main(["--quick", "--figure", name, "--out", str(tmp_path), "--resume"]) == 0
-        assert points and set(points) == {"fused"} and table.read_text() == before
+        assert points and set(points) == {serverless_costs.GPUS[-1]} and table.read_text() == before
     record = read_record(tmp_path / f"{stem}.csv")
     assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
 
