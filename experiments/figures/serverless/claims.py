@@ -145,10 +145,10 @@ def cold_start(rows: Rows) -> Iterable[Finding]:
             for link in ("own", "shared"):
                 own = pick(rows, model=model, bill=bill, link=link, setting="default")
                 by = {row["method"]: percent(row["over_mix"], 1.0) for row in own}
-                name = "a link each" if link == "own" else "one link for all"
+                links = "a link each" if link == "own" else "one link for all"
                 here = ", ".join(f"{name} {by[name]:+.0f} %" for name in READINGS)
                 verdict = judge(by["remoe_cost"], -47.0)
-                yield Finding(_where(model, bill, name), here, verdict)
+                yield Finding(_where(model, bill, links), here, verdict)
 
 
 def guarantee(statement: str, known: Mapping[str, str]) -> Reader:

@@ -21,7 +21,7 @@ from servegym.experiments.figures.run import (
 from servegym.experiments.figures.verdicts import AGREES, DISAGREES
 from servegym.experiments.stats import mean, stratified_bootstrap
 from servegym.experiments.tables import note
-from servegym.hardware_profiles.serverless import GPU_PROFILES, SERVING, load_constants
+from servegym.hardware_profiles.serverless import GPU_PROFILES, GPUS, SERVING, load_constants
 
 __all__ = [
     "BILLS",
@@ -36,6 +36,7 @@ __all__ = [
     "Bill",
     "Options",
     "billed_system",
+    "gpu_kind",
     "held_out",
     "recorded_request",
     "run_figures",
@@ -52,8 +53,10 @@ N_IN, N_OUT = PRESETS["seed"]["prompt_tokens"], PRESETS["seed"]["output_tokens"]
 (TREM_S,) = PRESETS["seed"]["trem_s"]
 ((TTFT_S, TPOT_S),) = PRESETS["seed"]["slo"]
 
-GPUS = tuple(GPU_PROFILES)
-"""GPU profiles; `GPU_PROFILES` says which are chosen and which derived from a measured law."""
+
+def gpu_kind(gpu: str) -> str:
+    """Whether the times of a GPU profile are ``chosen`` or ``derived`` from a card's laws."""
+    return GPU_PROFILES[gpu].kind if gpu in GPU_PROFILES else "derived"
 
 
 class Bill(NamedTuple):

@@ -51,7 +51,6 @@ from servegym.experiments.figures.serverless.methods import (
 )
 from servegym.experiments.figures.verdicts import pick, values
 from servegym.experiments.tables import Note
-from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 __all__ = ["main"]
 
@@ -72,14 +71,14 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> list[Note]:
             f"{name} {100 * (by[name]['usd_per_1000'] / first['usd_per_1000'] - 1):+.0f} %"
             for name in (*READINGS, "per_expert", "optimum")
         )
-        card = 1e3 * GPU_PROFILES[panel["gpu"]].experts_base_s
         even = ours["fetch_even_ms"]
         found = (
             f"{title_of(panel)}: against {first['method']}, the cheapest of the paper's four: "
             f"{shown}; fees are {100 * ours['fees']:.0f} % and rounding "
             f"{100 * ours['rounding']:.0f} % of the cost of {ours['method']}, with "
             f"{ours['invocations']:.0f} invocations a request; Fetch costs less than it where a "
-            f"layer of experts takes a GPU below {even:.3f} ms a token (this one: {card:.3f})"
+            f"layer of experts takes a GPU below {even:.3f} ms a token (this one: "
+            f"{ours['experts_ms']:.3f})"
         )
         claim = f"Remoe costs less than CPU, GPU, Fetch and MIX; {title_of(panel)}"
         holds = ours["usd_per_1000_high"] < first["usd_per_1000_low"]

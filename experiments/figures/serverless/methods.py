@@ -38,13 +38,13 @@ from servegym.experiments.figures.serverless.common import (
     TREM_S,
     TTFT_S,
     billed_system,
+    gpu_kind,
     recorded_request,
     with_interval,
 )
 from servegym.experiments.figures.verdicts import pick
 from servegym.experiments.output import print_table
 from servegym.experiments.tables import Table, note
-from servegym.hardware_profiles.serverless import GPU_PROFILES
 
 __all__ = [
     "COLOURS",
@@ -138,9 +138,9 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
     Returns:
         Method -> name of a number -> array ``(prompts,)``: ``cost`` (USD), ``ttft_s``, ``tpot_ms``,
         ``remote`` (b), ``main_mb`` (W; both NaN for deployments), ``invocations``, ``fees`` and
-        ``rounding`` (shares of the cost), ``fetch_even_ms`` (see `_fetch_even_ms`), and as 0 or 1
-        under the true routing ``late_ttft``, ``late_tpot``, ``late`` (either) and ``infeasible``
-        (10d-10g).
+        ``rounding`` (shares of the cost), ``experts_ms`` (a layer's routed experts on the GPU, one
+        token), ``fetch_even_ms`` (see `_fetch_even_ms`), and as 0 or 1 under the true routing
+        ``late_ttft``, ``late_tpot``, ``late`` (either) and ``infeasible`` (10d-10g).
     """
     activations = load_activations(setting.model)
     system = billed_system(
@@ -179,6 +179,7 @@ def measure(setting: Setting, prompts: int) -> dict[str, dict[str, NDArray[np.fl
         found["optimum"].append(_numbers(best.outcome, best.ratio, best.plan))
         for served in found.values():
             served[-1]["fetch_even_ms"] = _fetch_even_ms(system, request, served[-1]["cost"])
+            served[-1]["experts_ms"] = 1e3 * system.gpu_experts_s(1)
     return {
         name: {key: np.array([row[key] for row in served]) for key in served[0]}
         for name, served in found.items()
@@ -192,7 +193,8 @@ def _fetch_even_ms(system: eq.SystemModel, request: eq.Request, usd: float) -> f
     """
     ends = []
     for ms in (0.0, 1.0):
-        card = replace(system, gpu_experts_base_s=1e-3 * ms, granularity_s=0.0)
+        card = replace(system, gpu_experts_base_s=1e-3 * ms, gpu_experts_table=None)
+        card = replace(card, granularity_s=0.0)
         ends.append(deployment_cost("fetch", card, request).cost_usd)
     return (usd - ends[0]) / (ends[1] - ends[0])
 
@@ -235,7 +237,7 @@ def rows_of(
     rows = []
     for name, numbers in found.items():
         cost = numbers["cost"]
-        row = asdict(setting) | {"gpu_kind": GPU_PROFILES[setting.gpu].kind, "method": name}
+        row = asdict(setting) | {"gpu_kind": gpu_kind(setting.gpu), "method": name}
         row["prompts"] = len(cost)
         ours = with_interval("usd_per_1000", 1e3 * cost)
         ours |= with_interval("over_mix", cost / found["mix"]["cost"])
@@ -373,7 +375,7 @@ def title_of(panel: Mapping[str, Any]) -> str:
         panel: Column -> value, ``model``, ``gpu`` and ``bill`` among them.
     """
     gpu, rest = panel["gpu"], {**panel}
-    words = [rest.pop("model"), f"{gpu} GPU ({GPU_PROFILES[gpu].kind})"]
+    words = [rest.pop("model"), f"{gpu} GPU ({gpu_kind(gpu)})"]
     words.append(BILLS[rest.pop("bill")].words)
     del rest["gpu"]
     return ", ".join([*words, *map(str, rest.values())])

@@ -163,32 +163,73 @@ def test_end_to_end_is_held_against_the_papers_baselines(tmp_path) -> None:
     assert found == ("a", "-25.0 % against shortest_queue", "agrees")
 
 
-def test_a_saving_counts_where_the_intervals_are_apart(tmp_path) -> None:
+def test_the_better_reading_is_held_against_the_cheapest_rival_with_all_derived_gpus(
+    tmp_path,
+) -> None:
     (tmp_path / "serverless").mkdir()
-    bills = {
-        "cpu": (9, 10),
-        "gpu": (8, 9),
-        "fetch": (7, 8),
-        "mix": (4.9, 6),
-        "remoe": (4, 5),
-        "remoe_cost": (2, 3),
+    bills = {"cpu": 10, "gpu": 9, "fetch": 8, "mix": 6, "per_expert": 4, "remoe": 7}
+    cases = {  # remoe_cost, half of its interval
+        ("none", "eager"): (5, 0.1),  # 50 % below the dearest
+        ("none", "h100"): (5, 0.1),
+        ("none", "l40s"): (6.5, 0.1),  # above mix
+        ("aws_lambda", "eager"): (5.5, 0.6),  # not distinguished
+        ("alibaba_fc", "eager"): (1, 0.1),  # 90 % below: more than twice as far as the paper
     }
     table = [
         {
             "model": "m",
-            "gpu": "eager",
+            "gpu": gpu,
+            "gpu_kind": "chosen" if gpu == "eager" else "derived",
+            "bill": bill,
             "n_out": 200,
             "method": name,
-            "usd_per_1000_low": low,
-            "usd_per_1000_high": high,
-            "usd_per_1000": (low + high) / 2,
+            "usd_per_1000_low": usd - half,
+            "usd_per_1000_high": usd + half,
+            "usd_per_1000": usd,
         }
-        for name, (low, high) in bills.items()
+        for (bill, gpu), ours in cases.items()
+        for name, (usd, half) in {
+            **{rival: (usd, 0.1) for rival, usd in bills.items()},
+            "remoe_cost": ours,
+        }.items()
     ]
     write_csv(tmp_path / "serverless" / "fig09_cost.csv", table)
-    remoe, cost = findings(claim("Fig. 9", "fig09_cost"), tmp_path)
-    assert (remoe.verdict, cost.verdict) == ("in part", "agrees")
-    assert cost.here == "54 to 74 % less"
+    cheapest, expert = (c for c in CLAIMS if c.source == "fig09_cost")
+    found = findings(cheapest, tmp_path)
+    verdicts = ["agrees", "disagrees", "open", "same direction"]
+    assert [one.verdict for one in found] == verdicts
+    assert found[1].setting == "m, no fees, h100, l40s (derived)"
+    assert found[1].here == "remoe +17 %, remoe_cost -17 to +8 % against the cheapest"
+    verdicts = ["disagrees", "disagrees", "agrees"]
+    assert [one.verdict for one in findings(expert, tmp_path)] == verdicts
+
+
+def test_a_bound_is_judged_by_its_worst_case(tmp_path) -> None:
+    (tmp_path / "serverless").mkdir()
+    common = {"source": "recorded", "model": "m", "n": "all"}
+    table = [
+        common | {"statement": statement, "form": form, "ranking": ranking, "holds": holds}
+        for statement, form, ranking, holds in (
+            ("theorem 1", "printed", "", 0.6),
+            ("theorem 1", "corrected", "", 0.99),
+            ("theorem 4", "printed", "own counts", 0.97),
+            ("theorem 4", "printed", "own counts", 0.96),
+            ("theorem 4", "corrected", "own counts", 1.0),
+            ("theorem 4", "printed", "task mean", 0.97),
+            ("theorem 4", "printed", "task mean", 0.4),
+            ("theorem 4", "corrected", "task mean", 0.95),
+        )
+    ]
+    write_csv(tmp_path / "serverless" / "theorems.csv", table)
+    found = {one.setting: one.verdict for one in findings(claim("Theorem 4", "theorems"), tmp_path)}
+    assert found == {
+        "m, LPT by true counts, printed": "agrees",
+        "m, LPT by true counts, corrected": "agrees",
+        "m, LPT by predicted counts, printed": "disagrees",
+        "m, LPT by predicted counts, corrected": "agrees",
+    }
+    found = [one.verdict for one in findings(claim("Theorem 1", "theorems"), tmp_path)]
+    assert found == ["disagrees", "agrees"]
 
 
 def test_without_results_every_claim_is_open(tmp_path) -> None:

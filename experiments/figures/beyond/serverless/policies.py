@@ -5,7 +5,12 @@ registered environment, both models and both presets, on the same episodes of th
 presets ``dynamic`` (functions stay warm, cold starts are billed, t_rem changes, tight SLOs) and
 ``seed`` (the paper's: every request cold, nothing billed for it). Policies that enumerate all
 actions of every request run fewer episodes, ``--slow-episodes``. ``policies_episodes.csv`` keeps
-the episodes; ``--resume`` goes on from there after a run that was cut off.
+the episodes; ``--resume`` goes on from there after a run that was cut off, but measures anew the
+policies that ``--again`` names, for the models that ``--models`` names.
+
+`lookahead` plans with the whole episode known, and its plans can be carried out: it is a reference.
+What no policy exceeds is the column ``bound``: every function warm. `warm_planner` knows the
+constants of the environment that generates the requests.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import numpy as np
 
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
+from servegym.envs._checks import choose
 from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
@@ -73,9 +79,13 @@ class Options(FigureOptions):
         slow_episodes: Episodes of the policies in `SLOW`.
         resume: Whether to take finished policies from ``policies_episodes.csv``.
         requests: Requests of an episode.
+        models: Models to measure.
+        again: Policies whose rows of these models are measured anew.
     """
 
     slow_episodes: int
+    models: Sequence[str]
+    again: Sequence[str]
     resume: bool
     requests: int
 
@@ -154,7 +164,8 @@ def policies(options: Options) -> None:
     key = ("model", "preset", "policy", "requests", "seed")
     table = Table(options.out / "policies_episodes.csv", key, load=options.resume)
     order = {name: k for k, name in enumerate(names)}
-    for model in MODELS:
+    table.discard(lambda e: e["model"] in options.models and e["policy"] in options.again)
+    for model in options.models:
         for preset in PRESETS:
             for name in names:
                 number = options.slow_episodes if name in SLOW else options.episodes
@@ -171,7 +182,7 @@ def policies(options: Options) -> None:
     episodes = table.rows
     rows = summarise(episodes)
     notes: list[Note] = []
-    for model in MODELS:
+    for model in dict.fromkeys(row["model"] for row in rows):
         for preset in PRESETS:
             own = [row for row in rows if (row["model"], row["preset"]) == (model, preset)]
             _print(f"{model}, preset {preset}", own)
@@ -179,7 +190,9 @@ def policies(options: Options) -> None:
     notes.append(
         "remoe and remoe_cost rank experts anew for every prompt, so that functions seldom match "
         "what is warm; remoe_sticky plans for the shared order; grid_optimum takes the best action "
-        "of the request at hand, and lookahead plans the whole episode."
+        "of the request at hand, and lookahead plans the whole episode. warm_planner knows the "
+        "constants of the generator of the requests (lengths, gaps, overheads, keep-alive), which "
+        "no controller of a real platform does."
     )
     settings = {
         "environment": f"{ENV_ID}, split eval, {options.requests} requests an episode",
@@ -356,6 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slow-episodes", type=int, help=f"episodes of {', '.join(SLOW)} (8)")
     parser.add_argument("--requests", type=int, help="requests of an episode (200)")
     parser.add_argument("--resume", action="store_true", help="measure only what is missing")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which (all)")
+    parser.add_argument("--again", nargs="+", default=(), help="policies to measure anew")
     options = command_line(parser, argv, Options())
     if options.slow_episodes is None:
         options.slow_episodes = min(8, options.episodes)
@@ -365,6 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, argument) < 1:
             given = getattr(options, argument)
             raise ValueError(f"{argument} is {given}; allowed is 1 or more")
+    known = [info.name for info in list_policies("serverless_moe")]
+    options.again = [choose("again", name, known) for name in options.again]
     return run_chosen(FIGURES, PICTURES, options)
 
 

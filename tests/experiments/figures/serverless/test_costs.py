@@ -219,9 +219,20 @@ def test_policy_table(monkeypatch, tmp_path, capsys):
         assert "cpu" in one["deployments"]
     assert sum("ranking" in one for one in notes) == len(serverless_policies.PRESETS)
     before = (tmp_path / "policies_episodes.csv").read_text()
+    again = serverless_policies.measure
     monkeypatch.setattr(serverless_policies, "measure", None)  # nothing is left to measure
     assert serverless_policies.main([*command, "--slow-episodes", "1", "--resume"]) == 0
     assert (tmp_path / "policies_episodes.csv").read_text() == before
+    anew = []
+    monkeypatch.setattr(
+        serverless_policies, "measure", lambda *at: anew.append(at[:4]) or again(*at)
+    )
+    command += ["--slow-episodes", "1", "--resume", "--models", "toy"]
+    assert serverless_policies.main([*command, "--again", "mix"]) == 0
+    assert anew == [("mix", "toy", preset, 0) for preset in serverless_policies.PRESETS]
+    assert (tmp_path / "policies_episodes.csv").read_text() == before
+    with pytest.raises(ValueError, match="again"):
+        serverless_policies.main([*command, "--again", "mixx"])
     with pytest.raises(ValueError, match="requests is 0"):
         serverless_policies.main(["--requests", "0", "--out", str(tmp_path)])
 
