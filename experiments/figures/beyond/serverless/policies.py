@@ -8,6 +8,8 @@ actions of every request run fewer episodes, ``--slow-episodes``. ``policies_epi
 the episodes; ``--resume`` goes on from there after a run that was cut off, but measures anew the
 policies that ``--again`` names, for the models that ``--models`` names.
 
+``--figure gpus`` plays the default model with every GPU profile, chosen and derived.
+
 `lookahead` plans with the whole episode known, and its plans can be carried out: it is a reference.
 What no policy exceeds is the column ``bound``: every function warm. `warm_planner` knows the
 constants of the environment that generates the requests.
@@ -32,10 +34,16 @@ from servegym.experiments.figures.run import (
     Pictures,
     command_line,
     figure_parser,
+    first_and_last,
     run_chosen,
     save,
 )
-from servegym.experiments.figures.serverless.common import MODELS, with_interval
+from servegym.experiments.figures.serverless.common import (
+    GPUS,
+    MODELS,
+    gpu_kind,
+    with_interval,
+)
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import mean, paired_difference
 from servegym.experiments.tables import Note, Table, note
@@ -50,6 +58,7 @@ BLOCK = 5
 """Episodes that run side by side; the table grows by as many."""
 ALIKE = 5
 """Most episodes in the preset ``seed``, whose requests differ by little."""
+CARD_POLICIES = ("mix", "gpu", "fetch", "greedy_warm", "warm_planner")
 READINGS = ("remoe", "remoe_cost", "remoe_sticky")
 KEYS = (
     "mean_reward",
@@ -125,6 +134,36 @@ def measure(
         head = {"model": model, "preset": preset, "policy": name, "seed": row["seed"]}
         found.append(head | {"requests": requests} | {key: float(row[key]) for key in KEYS})
     return found
+
+
+def cards(options: Options) -> None:
+    """The default model with every GPU profile: does the planner beat what a GPU alone does?"""
+    rows: list[dict[str, Any]] = []
+    for gpu in first_and_last(options, GPUS):
+        found = {}
+        for name in CARD_POLICIES:
+            kwargs = {"gpu": gpu, "episode_requests": options.requests}
+            system = ServerlessSystem.from_kwargs(split="eval", **kwargs)
+            policy = make_policy(name, system, family="serverless_moe")
+            played = evaluate(
+                ENV_ID, [policy], options.episodes, env_kwargs=kwargs, num_envs=options.episodes
+            )
+            found[name] = np.array([row["mean_reward"] for row in played])
+            print(f"{gpu}: {name}", flush=True)
+        for name, values in found.items():
+            row = {"gpu": gpu, "gpu_kind": gpu_kind(gpu), "policy": name, "episodes": len(values)}
+            row |= with_interval("mean_reward", values)
+            more = paired_difference(values, found["fetch"], mean)
+            ends = ("minus_fetch", "minus_fetch_low", "minus_fetch_high")
+            rows.append(row | dict(zip(ends, more, strict=True)))
+    notes = []
+    for gpu in dict.fromkeys(row["gpu"] for row in rows):
+        own = sorted(
+            (row for row in rows if row["gpu"] == gpu), key=lambda row: -row["mean_reward"]
+        )
+        notes.append(f"{gpu} GPU ({gpu_kind(gpu)}), by mean reward: {_order(own)}.")
+    settings = {"environment": f"{ENV_ID}, preset dynamic, split eval"}
+    save(options, "policies_gpus", rows, *notes, settings=settings)
 
 
 def summarise(episodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -359,7 +398,7 @@ def _colour(name: str) -> str:
     )
 
 
-FIGURES = {"policies": policies}
+FIGURES = {"policies": policies, "gpus": cards}
 PICTURES: Pictures = {"policies": _plot}
 
 

@@ -196,6 +196,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
 def test_policy_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(serverless_policies, "MODELS", ("toy",))
     command = ["--episodes", "2", "--requests", "6", "--out", str(tmp_path)]
+    command += ["--figure", "policies"]
     assert serverless_policies.main([*command, "--slow-episodes", "1"]) == 0
     rows = rows_in(tmp_path / "policies.csv")
     by = {(row["preset"], row["policy"]): row for row in rows}
@@ -242,3 +243,15 @@ def test_the_optimum_keeps_a_limit_that_the_solver_passes_by_its_tolerance():
     setting = Setting("gpt-oss-20b", ttft_limit_s=8.0, tpot_limit_s=0.06)
     found = measure(setting, 6)["optimum"]
     assert (found["tpot_ms"] <= 60.0).all() and not found["late"].any()
+
+
+@pytest.mark.slow
+def test_policies_with_every_gpu(tmp_path):
+    command = ["--figure", "gpus", "--episodes", "2", "--requests", "8", "--out", str(tmp_path)]
+    assert serverless_policies.main(command) == 0
+    rows = {(r["gpu"], r["policy"]): r for r in rows_in(tmp_path / "policies_gpus.csv")}
+    assert len(rows) == 5 * len(serverless_policies.CARD_POLICIES)
+    reward = {key: float(row["mean_reward"]) for key, row in rows.items()}
+    assert reward["h100", "fetch"] > reward["l40s", "fetch"] > reward["eager", "fetch"]
+    assert float(rows["h100", "fetch"]["minus_fetch"]) == 0.0
+    assert {row["gpu_kind"] for row in rows.values()} == {"chosen", "derived"}
