@@ -5,10 +5,11 @@
     python -m servegym.experiments.figures.beyond.serverless.cost_sweeps --figure trem
 
 makes one figure, without ``--figure`` all, in the setting of
-`servegym.experiments.figures.serverless.costs` but for the swept number.
+`servegym.experiments.figures.serverless.costs` but for the swept number, with a GPU whose times are
+chosen (``eager``) and one whose times are derived (``l40s``).
 
 * ``trem``: the overhead t_rem up to 10 ms, with both readings of a remote call in decoding, without
-  fees and with those of AWS Lambda; from which overhead on nothing is remote. With two GPUs.
+  fees and with those of AWS Lambda; from which overhead on nothing is remote.
 * ``prices``: GPU memory at 1.83 (a list price), 3 (the paper) and 5 times the price of CPU memory.
 * ``slo``: the TPOT limit, at a TTFT limit of 8 s.
 * ``bandwidth``: network rate between the main and the remote functions.
@@ -121,7 +122,7 @@ def prices(options: Options) -> None:
         [
             Setting(model, gpu, price_ratio=ratio)
             for model in MODELS
-            for gpu in first_and_last(options, GPUS)
+            for gpu in (GPUS[0], GPUS[-1])
             for ratio in first_and_last(options, PRICE_RATIOS)
         ],
     )
@@ -138,7 +139,7 @@ def slo(options: Options) -> None:
         [
             Setting(model, gpu, ttft_limit_s=8.0, tpot_limit_s=1e-3 * limit)
             for model in MODELS
-            for gpu in first_and_last(options, GPUS)
+            for gpu in (GPUS[0], GPUS[-1])
             for limit in limits
         ],
     )
@@ -166,7 +167,7 @@ def bandwidth(options: Options) -> None:
         [
             Setting(model, gpu, bandwidth_mb_s=rate)
             for model in MODELS
-            for gpu in first_and_last(options, GPUS)
+            for gpu in (GPUS[0], GPUS[-1])
             for rate in first_and_last(options, BANDWIDTHS_MB_S)
         ],
     )
@@ -188,27 +189,21 @@ def _points(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
     return lines
 
 
-def _ends(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The rows of the first and of the last GPU, which are drawn; the table has all."""
-    gpus = values(rows, "gpu")
-    return [row for row in rows if row["gpu"] in (gpus[0], gpus[-1])]
-
-
 def _plot_trem(rows: Sequence[Mapping[str, Any]]) -> Any:
-    shown = panels(_ends(rows), "model", "gpu", "bill", "invocation")
+    shown = panels(rows, "model", "gpu", "bill", "invocation")
     return plot_lines(rows, "trem_ms", "t_rem, ms", shown, 4)
 
 
 def _plot_prices(rows: Sequence[Mapping[str, Any]]) -> Any:
-    return plot_lines(rows, "price_ratio", "c_g / c_c", panels(_ends(rows)), 4, top=None)
+    return plot_lines(rows, "price_ratio", "c_g / c_c", panels(rows), 4, top=None)
 
 
 def _plot_slo(rows: Sequence[Mapping[str, Any]]) -> Any:
-    return plot_lines(rows, "tpot_limit_ms", "TPOT limit, ms", panels(_ends(rows)), 4)
+    return plot_lines(rows, "tpot_limit_ms", "TPOT limit, ms", panels(rows), 4)
 
 
 def _plot_bandwidth(rows: Sequence[Mapping[str, Any]]) -> Any:
-    return plot_lines(rows, "bandwidth_mb_s", "MB/s", panels(_ends(rows)), 4)
+    return plot_lines(rows, "bandwidth_mb_s", "MB/s", panels(rows), 4)
 
 
 FIGURES = {"trem": trem, "prices": prices, "slo": slo, "bandwidth": bandwidth}
