@@ -12,7 +12,7 @@ AWS Lambda and Alibaba Function Compute; and with GPUs whose times are chosen (`
 The optimum is over 17 remote ratios, as in the environments.
 
 * ``fig9``: all deployments.
-* ``fig10``: prompt and output tokens in other proportions.
+* ``fig10``: prompt and output tokens in other proportions; a chosen and a derived GPU.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def fig10(options: Options) -> None:
             Setting(model, gpu, bill, n_in=n_in, n_out=n_out)
             for model in models
             for bill in first_and_last(options, tuple(BILLS))
-            for gpu in first_and_last(options, GPUS)
+            for gpu in (GPUS[0], GPUS[-1])
             for n_in, n_out in first_and_last(options, sizes)
         ],
     )
@@ -177,11 +177,11 @@ def fig10(options: Options) -> None:
 
 
 def _plot_proportions(rows: Sequence[Mapping[str, Any]]) -> Any:
-    models, ends = values(rows, "model"), values(rows, "gpu")
+    models = values(rows, "model")
     shown = [
         {"model": model, "gpu": gpu, "bill": bill}
-        for bill in values(rows, "bill")[:2]
-        for gpu in dict.fromkeys((ends[0], ends[-1]))
+        for bill in values(rows, "bill")
+        for gpu in values(rows, "gpu")
         for model in models
     ]
     figure = plot_lines(
