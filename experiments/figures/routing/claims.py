@@ -28,6 +28,7 @@ __all__ = [
     "METHOD",
     "OVER_L",
     "PAPER_HEURISTICS",
+    "PPO_RETRAINED",
     "PRINTED",
     "RETRAINED",
     "RIVALS",
@@ -87,7 +88,9 @@ PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
 """The paper's baselines other than Baseline RL."""
 
 RETRAINED = "sac_han (trained so)"
-"""SAC-HAN trained anew for each of the predictors that it is measured with (Fig. 18)."""
+PPO_RETRAINED = "ppo (trained so)"
+"""SAC-HAN, and PPO over sets in its place, trained anew for the predictors that they are measured
+with (Fig. 18)."""
 
 COLLAPSED = 0.9
 """Share of the sent requests above which a router counts as collapsed onto one expert."""
@@ -253,7 +256,7 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS with predicted scores and lengths over that with none."""
     for point in values(rows, "point"):
         own = pick(rows, point=point)
-        for policy in ("priced_greedy", "rpi (shipped)", RETRAINED):
+        for policy in ("priced_greedy", RETRAINED, PPO_RETRAINED):
             qos = {row["predictors"]: row["qos"] for row in pick(own, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
@@ -267,14 +270,19 @@ def without_predictors(rows: Rows) -> Iterable[Finding]:
     for point in values(rows, "point"):
         own = pick(rows, point=point)
         named = {row["policy"]: row for row in pick(own, predictors="PS+PL")}
-        none = pick(own, predictors="ZS+ZL", policy=RETRAINED)
+        none = [
+            row
+            for name in (RETRAINED, PPO_RETRAINED)
+            for row in pick(own, predictors="ZS+ZL", policy=name)
+        ]
         if not none:
             yield Finding(point, "not trained here", OPEN)
             continue
-        rival = strongest(named, RETRAINED) or ""
+        rival = strongest(named, none[0]["policy"]) or ""
         change = percent(none[0]["qos"], named[rival]["qos"])
         paper = PRINTED["Fig. 18, none"]
-        yield Finding(point, f"{change:+.1f} % over {rival}", judge(change, paper.qos, paper.least))
+        here = f"{none[0]['policy']} {change:+.1f} % over {rival}"
+        yield Finding(point, here, judge(change, paper.qos, paper.least))
 
 
 def decision_time(rows: Rows) -> Iterable[Finding]:

@@ -21,6 +21,7 @@ from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.routing.claims import (
     METHOD,
     PAPER_HEURISTICS,
+    PPO_RETRAINED,
     PRINTED,
     RETRAINED,
     RIVALS,
@@ -265,10 +266,13 @@ def fig18(options: Options) -> None:
         for name, given in PREDICTORS.items():
             point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
             variant = name.lower().replace("+", "_")
+            retrained = {variant: RETRAINED, f"ppo_{variant}": PPO_RETRAINED}
+            if name == "PS+PL":
+                retrained["on_new_violations"] = PPO_RETRAINED  # of the factorial
             trained = [
-                one._replace(label=RETRAINED) if one.group == "predictors" else one
-                for one in chosen(options, fleet, ("paper", "predictors"))
-                if one.group == "shipped" or one.variant in (variant, *RIVALS)
+                one._replace(label=retrained.get(one.variant, one.label))
+                for one in chosen(options, fleet, ("paper", "predictors", "factorial"))
+                if one.group == "shipped" or one.variant in (*retrained, *RIVALS)
             ]
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)

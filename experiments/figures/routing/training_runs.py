@@ -133,7 +133,6 @@ PREDICTORS = {
 """Predicted or no scores and lengths (the paper's Fig. 18), and each expert's train means."""
 
 LIMITS = "latency_requirement_s=[0.014,0.048]"
-LIMITS_STEPS = 600_000
 """Range of the latency requirement L for the routers of Fig. 13, drawn anew for each episode."""
 
 EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 6, 9, 12)}
@@ -329,12 +328,21 @@ def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
         yield TrainingRun("mixed", "rpi", "all", seed, RPI_LABELS, settings, "rpi")
 
 
-def _limits(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+def _worlds(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    """The factorial's cell of the paper's reward without predictions, and over all L.
+
+    The direct search over Baseline RL's state is trained over all L beside it.
+    """
+    cell = {**LEARNER, **REWARDS["new_violations"], **FACTORIAL_TUNED["on_new_violations"]}
     for seed in seeds:
         for point in ("het8", "linear5"):
-            nothing = {"prior": 0.0, "privileged_critic": False, "set": (LIMITS,)}
-            settings = {**POINTS[point], **nothing, **PPO["qos_aware"]}
-            yield TrainingRun("limits", "ppo", point, seed, LIMITS_STEPS, settings, "ppo_han")
+            for group, variant, given in (
+                ("predictors", "ppo_zs_zl", PREDICTORS["zs_zl"]),
+                ("limits", "ppo", (LIMITS,)),
+            ):
+                settings = {**POINTS[point], **cell, "impact": True, "set": given}
+                yield TrainingRun(group, variant, point, seed, FACTORIAL_STEPS, settings, "ppo_han")
+            yield _run("limits", "direct_search", "direct_search", point, seed, set=(LIMITS,))
 
 
 def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
@@ -356,7 +364,7 @@ RUNS: tuple[TrainingRun, ...] = (
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
     *_mixed((1, 2)),
-    *_limits((1, 2, 3)),
+    *_worlds((1, 2, 3)),
     *_short((1, 2, 3)),
 )
 """All runs, the most useful first."""
