@@ -221,7 +221,10 @@ def changed(
 
 
 def effects(factor: str, paper: Change) -> Reader:
-    """The effect of a factor of the `factorial` on QoS, by fleet, arrivals, rate and level."""
+    """The effect of a factor of the `factorial` on QoS, by fleet, arrivals, rate and level.
+
+    A gain over a rival that is below shortest_queue is open, as in `ahead`.
+    """
 
     def read(rows: Rows) -> Iterable[Finding]:
         for row in pick(rows, factor=factor, claimed=True):
@@ -232,7 +235,10 @@ def effects(factor: str, paper: Change) -> Reader:
             setting = f"{row['point']}, {row['level']}"
             if row["reference"]:
                 here += f" over {row['reference']}"
-            yield Finding(setting, here, judge(row["change_pct"], paper.qos, paper.least, known))
+            verdict = judge(row["change_pct"], paper.qos, paper.least, known)
+            if row["undertrained"] and row["change_pct"] > 0:
+                here, verdict = f"{here}, which is below shortest_queue", OPEN
+            yield Finding(setting, here, verdict)
 
     return read
 

@@ -69,12 +69,13 @@ def _contrast(
     return paired_change(new, old), len(seeds)
 
 
-def effects_of(played: Mapping[str, Episodes]) -> list[dict[str, Any]]:
+def effects_of(played: Mapping[str, Episodes], shortest_queue: float = 0.0) -> list[dict[str, Any]]:
     """The effects of state, estimator and reward at one point.
 
     Args:
         played: Rows of episodes by label, such as ``factorial: on_literal`` or one of `RIVALS`, and
             by seed.
+        shortest_queue: QoS of that heuristic; a rival below it is marked ``undertrained``.
 
     Returns:
         Rows of ``factor``, ``level`` (what is held), ``reference``, ``trainings``, ``episodes`` and
@@ -82,6 +83,7 @@ def effects_of(played: Mapping[str, Episodes]) -> list[dict[str, Any]]:
         against: the state, each reward on average over the states.
     """
     found: list[tuple[str, str, str, bool, Interval, int]] = []
+    undertrained = False
     rivals = {name: list(played[name].values()) for name in RIVALS if name in played}
     if rivals:
         mean = {
@@ -89,6 +91,7 @@ def effects_of(played: Mapping[str, Episodes]) -> list[dict[str, Any]]:
             for name, parts in rivals.items()
         }
         best = max(mean, key=mean.__getitem__)
+        undertrained = bool(mean[best] < shortest_queue)
         theirs = [[row["avg_qos"] for row in part] for part in rivals[best]]
         for state, words in STATES.items():
             own = played.get(f"factorial: {state}_completed")
@@ -116,6 +119,7 @@ def effects_of(played: Mapping[str, Episodes]) -> list[dict[str, Any]]:
             "factor": factor,
             "level": level,
             "reference": reference,
+            "undertrained": undertrained and factor == "state",
             "claimed": claimed,
             "trainings": count,
             "episodes": episodes,
@@ -172,7 +176,7 @@ def factorial(options: Options) -> None:
                 | summarise_parts(parts)
                 for label, parts in series.items()
             ]
-            for row in effects_of(played):
+            for row in effects_of(played, summarise_parts(series["shortest_queue"])["qos"]):
                 # The paper's claims are of the load trained for; the highest shows how they hold.
                 row["claimed"] &= arrivals == "burstgpt" or rate in (TRAINED[fleet], HIGHEST)
                 effects.append({**point, **row})

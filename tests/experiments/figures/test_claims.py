@@ -99,7 +99,7 @@ def test_another_method_stands_in_where_it_is_trained() -> None:
 
 def test_effects_of_the_factorial_are_judged_with_their_intervals(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    common = {"point": "a", "claimed": True, "reference": ""}
+    common = {"point": "a", "claimed": True, "reference": "", "undertrained": False}
     table = [
         {**common, "factor": factor, "level": level, "claimed": claimed, "change_pct": change}
         | {"change_pct_low": change - 1, "change_pct_high": change + 1}
@@ -143,7 +143,7 @@ def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path
     with_them, without = (one for one in CLAIMS if one.place == "Fig. 18")
     assert ("a, sac_han (trained so)", "+16.7 %", "agrees") in findings(with_them, tmp_path)
     found, nothing = findings(without, tmp_path)
-    assert found == ("a", "+20.0 % over bert_router", "same direction")
+    assert found == ("a", f"{RETRAINED} +20.0 % over bert_router", "same direction")
     assert nothing == ("b", "not trained here", OPEN)
 
 

@@ -426,6 +426,11 @@ def test_effects_are_within_seeds_and_the_state_is_held_against_its_strongest_ri
     value, low, high = change("state", "graph without the estimator")
     assert value == pytest.approx(100 / 0.96 - 100, abs=1e-3) and low < -10 < 20 < high
     assert sum(row["claimed"] for row in found.values()) == 4
+    assert not state["undertrained"]
+    (low, _), *rest = (
+        (row["undertrained"], row) for row in routing_factorial.effects_of(played, 0.9)
+    )
+    assert low and not rest[-1][0]  # the state's rival is below the queue; no matter for rewards
     # A cell that lacks a seed takes part with the seeds that all have; one that lacks does not.
     played["factorial: on_literal"] = trained(1.155, (2, 3))
     del played["factorial: off_new_violations"]
