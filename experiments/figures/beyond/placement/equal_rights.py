@@ -282,6 +282,8 @@ def rights(options: Options) -> None:
                     _extend(table, options, scenario, load, way)
             names = dict.fromkeys(row["scenario"] for row in table.rows)
             settings = {name: setting(_problem(name)) for name in names}
+            if options.resume:
+                settings["runs"] = "several, resumed, with --scenarios, --ways and --loads"
             save(options, "equal_rights", table.rows, *_findings(table.rows), settings=settings)
     _print(table.rows)
 
