@@ -1,22 +1,30 @@
-"""A score and length predictor for the routers: one encoder for all experts, two heads.
+"""Score and length predictors for the routers, trained on the prompts' texts.
 
-Like the predictors of the QoS-aware routing paper (arXiv:2508.00234, Section IV-B) it sorts each
-(prompt, LLM) pair into 10 score and 10 length buckets from the prompt's text with an expert token
-in front of it; any encoder of ``transformers`` serves. Prompts attend only to themselves, so that
-one pass reads a prompt once and the tokens of all LLMs with it, and the layers that stay frozen
-run once per prompt. The texts come from a CSV file::
+Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets:
 
-    python agents/train_predictor.py --prompts prompts.csv --out table.npz
+* ``fine-tuned``: like the predictors of the QoS-aware routing paper (arXiv:2508.00234, Section
+  IV-B) an encoder over the text with an expert token in front of it. Prompts attend only to
+  themselves, so that one pass reads a prompt once and the tokens of all LLMs with it, and the
+  layers that stay frozen run once per prompt.
+* ``probe``: ridge regression on what a small instruction-tuned language model holds in its middle
+  layers where its own answer would begin.
 
-writes a table that the environments take as ``score_predictor="learned:table.npz"``, and prints
-how often the bucket is right on each split, next to k-nearest-neighbour and ridge regression on the
-frozen encoder's embeddings and what always naming an LLM's most common bucket gives.
+The texts come from a CSV file::
+
+    python agents/train_predictor.py --prompts prompts.csv --language_model FOLDER --out table.npz
+
+writes a table that the environments take as ``score_predictor="learned:table.npz"``: the probe's,
+or without a language model the fine-tuned encoder's. Prompts that nearly repeat an eval prompt are
+left out of every fit. Comparisons: ridge regression on the frozen encoder's embeddings, an LLM's
+most common bucket, and ``other answers``: ridge regression that is told the true values of all
+other LLMs on the same prompt, which no predictor can know.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 import time
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -39,8 +47,11 @@ from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_
 
 # Published accuracies of the paper's DistilBERT predictors on MixInstruct, its own buckets.
 PAPER = {"score": (0.6339, 0.9778), "length": (0.7297, 0.8471)}
-NEIGHBOURS = (5, 10, 20, 40, 80)
-PENALTIES = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+CURVE = (60, 120, 240)
+DRAWS = 5
+GRAM, SHARE = 3, 0.5
+MAX_CHARACTERS = 2000  # of a prompt that the language model reads
 
 
 @dataclass
@@ -48,33 +59,29 @@ class Args:
     """Command line of the predictor."""
 
     prompts: Path
-    """CSV file with the text of every prompt of the catalog"""
+    """CSV file with the text of every prompt of the catalog: columns prompt_id, instruction"""
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     """name or folder of a transformers encoder"""
+    language_model: str | None = None
+    """name or folder of a transformers language model, or a .gguf file: the probe's, if given"""
+    state_layers: tuple[int, ...] = (16, 20, 24)
+    """layers of the language model whose outputs the probe reads"""
     catalog: str = "alpaca_eval_7b"
     """catalog whose scores and lengths are to be predicted"""
-    id_column: str = "prompt_id"
-    """column of the CSV file with the catalog's prompt ids"""
-    text_column: str = "instruction"
-    """column of the CSV file with the texts"""
     buckets: Literal["quantile", "width"] = "quantile"
     """how scores and lengths are bucketed"""
-    value: Literal["mean", "top"] = "mean"
-    """what the table holds: the mean over the predicted buckets, or the likeliest one's centre"""
     folds: int = 2
-    """train prompts are predicted by models that did not see them, in this many folds; 0: by one"""
+    """train prompts are predicted by models that did not see them, in this many folds"""
     trained_layers: int = 2
     """layers of the encoder to fine-tune, from the top; those below stay frozen"""
     max_tokens: int = 64
     """tokens of a prompt that are read"""
     epochs: int = 6
-    """passes over the train prompts; the best one on val counts"""
+    """passes over the train prompts; the best one on val counts; 0: no fine-tuning"""
     batch_size: int = 16
     """prompts, with all their LLMs, in a batch"""
     learning_rate: float = 1e-4
     """peak learning rate of the layers; the heads and expert tokens learn 10 times faster"""
-    weight_decay: float = 0.01
-    """weight decay of AdamW"""
     seed: int = 1
     """seed of the new weights, the folds and the order of the batches"""
     device: str = "cpu"
@@ -125,7 +132,7 @@ class Predictor(nn.Module):
         return [head(x[:, :count]) + bias for head, bias in zip(self.heads, self.bias, strict=True)]
 
 
-def read_texts(path: Path, catalog: Catalog, id_column: str, text_column: str) -> list[str]:
+def read_texts(path: Path, catalog: Catalog) -> list[str]:
     """The P texts in the order of the catalog's prompts.
 
     Raises:
@@ -135,15 +142,65 @@ def read_texts(path: Path, catalog: Catalog, id_column: str, text_column: str) -
         raise ValueError(f"prompts={str(path)!r} is not a file.")
     with path.open(newline="", encoding="utf-8") as stream:
         reader = csv.DictReader(stream)
-        for column in (id_column, text_column):
+        for column in ("prompt_id", "instruction"):
             if column not in (reader.fieldnames or ()):
                 raise ValueError(f"{path} has no column {column!r}; it has {reader.fieldnames}.")
-        found = {row[id_column]: row[text_column] for row in reader}
+        found = {row["prompt_id"]: row["instruction"] for row in reader}
     ids = [str(k) for k in np.asarray(catalog.prompt_ids)]
     missing = [k for k in ids if k not in found]
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} prompts of {catalog.name!r}: {missing[:5]}")
     return [found[k] for k in ids]
+
+
+def near_duplicates(
+    texts: list[str], rows: NDArray[np.int64], held_out: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Those of ``rows`` whose text nearly repeats one of ``held_out``.
+
+    A text does if half of the three-word sequences of the shorter of the two are in both, case
+    and punctuation apart; texts of fewer words are compared whole.
+    """
+
+    def grams(text: str) -> set[tuple[str, ...]]:
+        words = re.findall(r"\w+", text.lower())
+        return {tuple(words[k : k + GRAM]) for k in range(max(1, len(words) - GRAM + 1))}
+
+    others = [grams(texts[k]) for k in held_out]
+    found = []
+    for row in rows:
+        own = grams(texts[row])
+        if any(len(own & other) >= SHARE * min(len(own), len(other)) for other in others):
+            found.append(row)
+    return np.array(found, dtype=np.int64)
+
+
+@torch.no_grad()
+def read_states(
+    name: str, texts: list[str], layers: tuple[int, ...], device: str
+) -> NDArray[np.float64]:
+    """States of a language model at the last token before its answer, ``(P, layers x width)``.
+
+    Raises:
+        ValueError: the model has no such layer.
+    """
+    from transformers import AutoModel, AutoTokenizer  # pyright: ignore[reportMissingImports]
+
+    path = Path(name)
+    where, given = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (name, {})
+    tokenizer = AutoTokenizer.from_pretrained(where, **given)
+    model = AutoModel.from_pretrained(where, **given, dtype=torch.float32).eval().to(device)
+    total = int(model.config.num_hidden_layers)
+    if not layers or not all(1 <= layer <= total for layer in layers):
+        raise ValueError(f"state_layers={layers} must be layers from 1 to {total}.")
+    states = []
+    for text in texts:
+        asked = [{"role": "user", "content": text[:MAX_CHARACTERS]}]
+        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        part = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(device)
+        hidden = model(**part, output_hidden_states=True, use_cache=False).hidden_states
+        states.append(torch.cat([hidden[layer][0, -1] for layer in layers]))
+    return torch.stack(states).double().cpu().numpy()
 
 
 def top_layers(encoder: nn.Module, count: int) -> nn.ModuleList:
@@ -200,16 +257,6 @@ def _batches(
         yield part, states, mask
 
 
-def _by_length(
-    rows: NDArray[np.int64], hidden: list[Tensor], size: int, random: np.random.Generator
-) -> NDArray[np.int64]:
-    """Rows reordered so that batches hold prompts of like length, in random order: less padding."""
-    lengths = np.array([len(hidden[k]) for k in rows])
-    ordered = rows[np.argsort(lengths, kind="stable")]
-    parts = np.split(ordered, range(size, len(rows), size))
-    return np.concatenate([parts[k] for k in random.permutation(len(parts))])
-
-
 def fit(
     model: Predictor,
     hidden: list[Tensor],
@@ -228,7 +275,7 @@ def fit(
     optimizer = torch.optim.AdamW(
         [{"params": layers, "lr": args.learning_rate}, {"params": new}],
         lr=10 * args.learning_rate,
-        weight_decay=args.weight_decay,
+        weight_decay=0.01,
     )
     steps = args.epochs * -(-len(rows) // args.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -239,8 +286,7 @@ def fit(
     best_loss, best_weights, best_epoch = np.inf, deepcopy(model.state_dict()), 0
     for epoch in range(args.epochs):
         model.train()
-        order = _by_length(shuffle.permutation(rows), hidden, args.batch_size, shuffle)
-        for part, states, mask in _batches(order, hidden, args.batch_size):
+        for part, states, mask in _batches(shuffle.permutation(rows), hidden, args.batch_size):
             logits = model(states, mask)
             loss = sum(
                 F.cross_entropy(x.flatten(0, 1), y[part].flatten())
@@ -283,90 +329,90 @@ def fine_tune(
     hidden: list[Tensor],
     classes: list[NDArray[np.int64]],
     counts: list[int],
-    catalog: Catalog,
+    train: NDArray[np.int64],
+    val: NDArray[np.int64],
     args: Args,
-) -> tuple[list[NDArray[np.float64]], list[int]]:
-    """Probabilities for every prompt, ``(P, M, K)`` each, and the epochs that each model took."""
-    train, val = (catalog.rows(split).astype(np.int64) for split in ("train", "val"))
-    everyone = np.arange(catalog.num_prompts)
-    width = hidden[0].shape[1]
+) -> tuple[list[NDArray[np.float64]], int]:
+    """Probabilities for every prompt, ``(P, M, K)`` each, and the best epoch on ``val``."""
 
     def fitted(rows: NDArray[np.int64]) -> tuple[Predictor, int]:
         torch.manual_seed(args.seed)
         layers = top_layers(encoder, args.trained_layers)
         common = [
-            torch.as_tensor(one_hot(y[rows], k).mean(axis=0), dtype=torch.float32)
+            torch.as_tensor(np.eye(k)[y[rows]].mean(axis=0), dtype=torch.float32)
             for y, k in zip(classes, counts, strict=True)
         ]
-        model = Predictor(layers, width, common).to(args.device)
+        model = Predictor(layers, hidden[0].shape[1], common).to(args.device)
         return model, fit(model, hidden, classes, rows, val, args)
 
     model, epoch = fitted(train)
-    probabilities, epochs = predict(model, hidden, everyone), [epoch]
-    if args.folds > 1:
-        # A router trained on prompts that its predictor was fitted to would trust it too much.
-        fold_of = np.random.default_rng(args.seed).permutation(len(train)) % args.folds
-        for fold in range(args.folds):
-            model, epoch = fitted(train[fold_of != fold])
-            epochs.append(epoch)
-            rows = train[fold_of == fold]
-            for every, held_out in zip(probabilities, predict(model, hidden, rows), strict=True):
-                every[rows] = held_out
-    return probabilities, epochs
-
-
-def one_hot(classes: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """1 in the place of each class, float64 with one axis more."""
-    return np.eye(count)[classes]
-
-
-def nearest_neighbours(
-    embeddings: NDArray[np.float64], target: NDArray[np.float64], train: NDArray[np.int64], k: int
-) -> NDArray[np.float64]:
-    """Mean ``target`` (P, M, K) of the k train prompts with the highest cosine, not itself."""
-    likeness = embeddings @ embeddings[train].T
-    likeness[train, np.arange(len(train))] = -np.inf
-    found = train[np.argsort(-likeness, axis=1, kind="stable")[:, :k]]
-    return target[found].mean(axis=1)
+    probabilities = predict(model, hidden, np.arange(len(hidden)))
+    # A router trained on prompts that its predictor was fitted to would trust it too much.
+    fold_of = np.random.default_rng(args.seed).permutation(len(train)) % args.folds
+    for fold in range(args.folds):
+        model, _ = fitted(train[fold_of != fold])
+        rows = train[fold_of == fold]
+        for every, held_out in zip(probabilities, predict(model, hidden, rows), strict=True):
+            every[rows] = held_out
+    return probabilities, epoch
 
 
 def ridge(
-    embeddings: NDArray[np.float64],
+    features: NDArray[np.float64],
     target: NDArray[np.float64],
     train: NDArray[np.int64],
     penalty: float,
 ) -> NDArray[np.float64]:
     """Ridge regression of ``target`` (P, M, K); train prompts get their leave-one-out fit."""
-    centre, base = embeddings[train].mean(0), target[train].mean(0)
-    x = embeddings - centre
-    flat = target.reshape(len(target), -1)
-    gram = x[train].T @ x[train] + penalty * np.eye(x.shape[1])
-    fit = x @ np.linalg.solve(gram, x[train].T @ (flat[train] - base.ravel())) + base.ravel()
-    leverage = np.einsum("ij,ij->i", x[train], np.linalg.solve(gram, x[train].T).T)
-    leverage = leverage + 1.0 / len(train)
+    base, flat = target[train].mean(0).ravel(), target.reshape(len(target), -1)
+    x = features - features[train].mean(0)
+    kernel = x @ x[train].T
+    inverse = np.linalg.inv(kernel[train] + penalty * np.eye(len(train)))
+    fit = kernel @ (inverse @ (flat[train] - base)) + base
+    leverage = np.einsum("ij,ji->i", kernel[train], inverse) + 1.0 / len(train)
     fit[train] = flat[train] - (flat[train] - fit[train]) / (1.0 - leverage)[:, None]
     return fit.reshape(target.shape)
 
 
-def embedding_baselines(
-    embeddings: NDArray[np.float64], classes: NDArray[np.int64], count: int, catalog: Catalog
+def scaled(features: NDArray[np.float64], train: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Features of mean 0 on ``train`` and equal spread, rows of length 1 in the square mean."""
+    x = features - features[train].mean(0)
+    spread = x[train].std(0)
+    return x / np.where(spread > 1e-9, spread, np.inf) / np.sqrt(max(1, (spread > 1e-9).sum()))
+
+
+def best_ridge(
+    features: NDArray[np.float64],
+    target: NDArray[np.float64],
+    train: NDArray[np.int64],
+    val: NDArray[np.int64],
+) -> tuple[NDArray[np.float64], str]:
+    """The `ridge` with the least squared error on ``val``, and its penalty in words."""
+    tries = {p: ridge(features, target, train, p) for p in PENALTIES}
+    best = min(tries, key=lambda p: float(((tries[p][val] - target[val]) ** 2).mean()))
+    return tries[best], f"penalty={best:g}"
+
+
+def simple_predictors(
+    embeddings: NDArray[np.float64],
+    target: NDArray[np.float64],
+    truth: NDArray[np.float64],
+    train: NDArray[np.int64],
+    val: NDArray[np.int64],
 ) -> dict[str, tuple[NDArray[np.float64], str]]:
-    """Predictions without fine-tuning: name -> ((P, M, K), parameter); the best on val counts."""
-    train, val = (catalog.rows(split).astype(np.int64) for split in ("train", "val"))
-    target = one_hot(classes, count)
+    """Comparisons: name -> ((P, M, K), parameter); parameters by the error on ``val``."""
     common = np.broadcast_to(target[train].mean(axis=0), target.shape)
-    found = {"most common": (common, "")}
-    tries = {
-        "nearest": [
-            (f"k={k}", nearest_neighbours(embeddings, target, train, k)) for k in NEIGHBOURS
-        ],
-        "ridge": [(f"penalty={p:g}", ridge(embeddings, target, train, p)) for p in PENALTIES],
+    told = np.empty_like(target)
+    for m in range(target.shape[1]):
+        others = np.delete(np.arange(target.shape[1]), m)
+        known = np.concatenate([truth[:, others], target[:, others].reshape(len(truth), -1)], 1)
+        own = target[:, [m]]
+        told[:, [m]] = best_ridge(scaled(known, train), own, train, val)[0]
+    return {
+        "most common": (common, ""),
+        "ridge": best_ridge(embeddings, target, train, val),
+        "other answers": (told, "a penalty for each LLM"),
     }
-    for name, options in tries.items():
-        error = [float(((x[val] - target[val]) ** 2).mean()) for _, x in options]
-        label, best = options[int(np.argmin(error))]
-        found[name] = (best, label)
-    return found
 
 
 def measure(
@@ -375,80 +421,79 @@ def measure(
     truth: NDArray[np.float64],
     centres: NDArray[np.float64],
     rows: NDArray[np.int64],
+    means: NDArray[np.float64],
 ) -> dict[str, float]:
-    """How good predictions are on some prompts.
+    """How good predictions are on the prompts ``rows``; ``means`` (M,) are the LLMs' on train.
 
     Returns:
-        ``top1``, ``top3`` (the right one among the three likeliest), ``near`` (off by one bucket
-        at most), ``mae`` (of the mean over the buckets, in the quantity's unit) and ``chosen`` (the
-        mean truth of the LLM that is predicted highest: a router's share for scores).
+        ``top1`` with ``low`` and ``high`` (95 % interval by bootstrap over prompts), ``top3`` (the
+        right one among the three likeliest), ``near`` (off by one bucket at most), ``mae`` (of the
+        mean over the buckets, in the quantity's unit), ``r2`` (share of the squared error of
+        ``means`` that the predictions take away), ``r2_between`` (the same for the differences
+        between the LLMs on one prompt, all that the choice of an LLM depends on) and ``chosen``
+        (the mean truth of the LLM that is predicted highest: a router's share for scores).
     """
-    probability, right = probabilities[rows], classes[rows]
+    probability, right, true = probabilities[rows], classes[rows], truth[rows]
     order = np.argsort(-probability, axis=-1, kind="stable")
     value = probability @ centres
     best = value.argmax(axis=1)
+    hits = (order[..., 0] == right).mean(axis=1)
+    drawn = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
+    low, high = np.quantile(hits[drawn].mean(axis=1), [0.025, 0.975])
+
+    def explained(said: NDArray[np.float64], base: NDArray[np.float64]) -> float:
+        error, blind = ((said - true) ** 2).sum(), ((base - true) ** 2).sum()
+        return float(1.0 - error / blind)
+
+    level = true.mean(axis=1, keepdims=True)
     return {
-        "top1": float((order[..., 0] == right).mean()),
+        "top1": float(hits.mean()),
+        "low": float(low),
+        "high": float(high),
         "top3": float((order[..., :3] == right[..., None]).any(-1).mean()),
         "near": float((abs(order[..., 0] - right) <= 1).mean()),
-        "mae": float(abs(value - truth[rows]).mean()),
+        "mae": float(abs(value - true).mean()),
+        "r2": explained(value, np.broadcast_to(means, true.shape)),
+        "r2_between": explained(
+            value - value.mean(axis=1, keepdims=True) + level, means - means.mean() + level
+        ),
         "chosen": float(truth[rows, best].mean()),
     }
 
 
-def report(rows: list[dict[str, Any]], catalog: Catalog, note: str) -> None:
-    """Print the accuracies on val and eval next to the paper's."""
+def report(rows: list[dict[str, Any]], note: str) -> None:
+    """Print the accuracies on eval prompts next to the paper's."""
+    keys = {"top1": "top-1 %", "low": "from", "high": "to", "top3": "top-3 %", "near": "within 1 %"}
+    plain = {"mae": "MAE", "r2": "R2", "r2_between": "between LLMs", "chosen": "chosen"}
     for quantity in QUANTITIES:
-        lines = []
-        for name in dict.fromkeys(row["predictor"] for row in rows):
-            cells = [name]
-            for split in ("val", "eval"):
-                row = next(
-                    r
-                    for r in rows
-                    if (r["predictor"], r["quantity"], r["split"]) == (name, quantity, split)
-                )
-                cells += [f"{100 * row[k]:.2f}" for k in ("top1", "top3", "near")]
-                cells.append(f"{row['mae']:.4g}")
-                if quantity == "score":
-                    cells.append(f"{row['chosen']:.4f}")
-            lines.append(cells)
-        heads = ["top-1 %", "top-3 %", "within 1 %", "MAE"]
-        heads += ["chosen"] if quantity == "score" else []
-        first, third = PAPER[quantity]
-        blank = [""] * (len(heads) - 2)
-        paper = ["paper (its own data)", *[""] * len(heads)]
-        lines.append([*paper, f"{100 * first:.2f}", f"{100 * third:.2f}", *blank])
-        notes = [note]
-        if quantity == "score":
-            means = catalog.scores[catalog.rows("train")].mean(axis=0)
-            on_eval = catalog.scores[catalog.rows("eval")]
-            notes.append(
-                "chosen: mean score of the LLM predicted best; on eval always the best of train "
-                f"has {on_eval[:, means.argmax()].mean():.4f}, the best of each prompt "
-                f"{on_eval.max(axis=1).mean():.4f}"
-            )
-        columns = ["predictor", *[f"{s} {h}" for s in ("val", "eval") for h in heads]]
-        table = Table(title=f"{quantity} buckets ({rows[0]['buckets']})", caption="; ".join(notes))
-        for column in columns:
+        table = Table(title=f"{quantity} buckets ({rows[0]['buckets']}), eval", caption=note)
+        for column in ("predictor", "prompts", *keys.values(), *plain.values()):
             table.add_column(column, justify="left" if column == "predictor" else "right")
-        for line in lines:
-            table.add_row(*line)
-        Console(width=160).print(table)  # numbers are not to be broken
+        for row in rows:
+            if (row["quantity"], row["split"]) == (quantity, "eval"):
+                cells = [f"{100 * row[key]:.2f}" for key in keys]
+                cells += [f"{row[key]:.4g}" for key in plain]
+                table.add_row(row["predictor"], str(row["train_prompts"]), *cells)
+        first, third = (f"{100 * share:.2f}" for share in PAPER[quantity])
+        table.add_row("paper, its own data", "", first, "", "", third)
+        Console(width=160).print(table)
 
 
 def train(args: Args) -> list[dict[str, Any]]:
     """Train, print the accuracies, write what was asked for.
 
     Returns:
-        One row for each predictor, quantity and split: see `measure`.
+        One row for each predictor, quantity and split: see `measure`. ``train_prompts`` is the
+        number of prompts fitted to; ``learning curve`` is the mean over draws of that many.
 
     Raises:
         ValueError: an argument does not fit.
         ModuleNotFoundError: transformers is not installed.
     """
-    if args.folds < 0 or args.folds == 1:
-        raise ValueError(f"folds={args.folds} must be 0 or at least 2.")
+    if args.folds < 2:
+        raise ValueError(f"folds={args.folds} must be at least 2.")
+    if args.epochs < (args.language_model is None):
+        raise ValueError(f"epochs={args.epochs} must be at least 1, or 0 with language_model.")
     for path, ending in ((args.out, ".npz"), (args.results, ".csv")):
         if path is not None:
             if Path(path).suffix != ending or not Path(path).resolve().parent.is_dir():
@@ -461,14 +506,22 @@ def train(args: Args) -> list[dict[str, Any]]:
         ) from None
 
     catalog = load_catalog(args.catalog)
-    texts = read_texts(args.prompts, catalog, args.id_column, args.text_column)
+    texts = read_texts(args.prompts, catalog)
     begin = time.perf_counter()
+    splits = {name: catalog.rows(name).astype(np.int64) for name in ("train", "val", "eval")}
+    repeated = near_duplicates(
+        texts, np.concatenate([splits["train"], splits["val"]]), splits["eval"]
+    )
+    fitted, val = (np.setdiff1d(splits[name], repeated) for name in ("train", "val"))
     tokenizer = AutoTokenizer.from_pretrained(args.encoder)
     encoder = AutoModel.from_pretrained(args.encoder)
     top_layers(encoder, args.trained_layers)  # refused before any work
     hidden, embeddings = read_prompts(
         encoder, tokenizer, texts, args.trained_layers, args.max_tokens, args.device
     )
+    states = None
+    if args.language_model is not None:
+        states = read_states(args.language_model, texts, args.state_layers, args.device)
     truths = [catalog.scores.astype(float), catalog.output_tokens.astype(float)]
     classes, centres = [], []
     for quantity, truth in zip(QUANTITIES, truths, strict=True):
@@ -476,23 +529,43 @@ def train(args: Args) -> list[dict[str, Any]]:
         classes.append(np.searchsorted(edges, truth, side="right").astype(np.int64))
         centres.append(middle)
     counts = [len(middle) for middle in centres]
-    probabilities, epochs = fine_tune(encoder, hidden, classes, counts, catalog, args)
-    seconds = time.perf_counter() - begin
-
+    tuned, epoch = None, 0
+    if args.epochs:
+        tuned, epoch = fine_tune(encoder, hidden, classes, counts, fitted, val, args)
     rows: list[dict[str, Any]] = []
+    tables: list[NDArray[np.float64]] = []
     for q, quantity in enumerate(QUANTITIES):
-        found = embedding_baselines(embeddings, classes[q], counts[q], catalog)
-        found["fine-tuned"] = (probabilities[q], f"epochs={epochs[0]}")
+        target, means = np.eye(counts[q])[classes[q]], truths[q][fitted].mean(axis=0)
+
+        def measured(probability: NDArray[np.float64], split: str) -> dict[str, float]:
+            known = (classes[q], truths[q], centres[q], splits[split], means)  # noqa: B023
+            return measure(probability, *known)
+
+        found = simple_predictors(embeddings, target, truths[q], fitted, val)
+        if tuned is not None:
+            found["fine-tuned"] = (tuned[q], f"epochs={epoch}, folds={args.folds}")
+        if states is not None:
+            found["probe"] = best_ridge(scaled(states, fitted), target, fitted, val)
+        tables.append(found["fine-tuned" if states is None else "probe"][0])
+        head = {"quantity": quantity, "buckets": args.buckets, "train_prompts": len(fitted)}
         for name, (probability, label) in found.items():
-            for split in ("train", "val", "eval"):
-                if name == "fine-tuned" and split == "train" and args.folds == 0:
-                    label += ", not held out"
-                values = measure(
-                    probability, classes[q], truths[q], centres[q], catalog.rows(split)
-                )
-                row = {"predictor": name, "quantity": quantity, "split": split}
-                rows.append({**row, "buckets": args.buckets, **values, "parameters": label})
-    report(rows, catalog, f"{len(texts)} prompts, {catalog.num_models} LLMs, {seconds:.0f} s")
+            for split in splits:
+                row = {"predictor": name, "split": split, **head, **measured(probability, split)}
+                rows.append({**row, "parameters": label})
+        if states is not None:
+            random = np.random.default_rng(args.seed)
+            for count in (count for count in CURVE if count < len(fitted)):
+                tries = []
+                for _ in range(DRAWS):
+                    some = random.permutation(fitted)[:count]
+                    probability = best_ridge(scaled(states, some), target, some, val)[0]
+                    tries.append(measured(probability, "eval"))
+                row = {"predictor": "learning curve", "split": "eval", **head}
+                row |= {key: float(np.mean([one[key] for one in tries])) for key in tries[0]}
+                rows.append({**row, "train_prompts": count, "parameters": f"draws={DRAWS}"})
+    seconds = time.perf_counter() - begin
+    note = f"{len(repeated)} prompts of train and val nearly repeat eval prompts and are left out"
+    report(rows, f"{note}; {catalog.num_models} LLMs, {seconds:.0f} s")
     if args.results is not None:
         text = io.StringIO()
         table = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
@@ -500,30 +573,26 @@ def train(args: Args) -> list[dict[str, Any]]:
         table.writerows(rows)
         write_atomic(args.results, lambda stream: stream.write(text.getvalue().encode()))
     if args.out is not None:
-        write_table(
-            args.out, catalog, table_values(probabilities, centres, args.value), _origin(args)
-        )
+        write_table(args.out, catalog, table_values(tables, centres), _origin(args))
         print(f"{args.out}: use score_predictor='learned:{args.out}', or length_predictor=.")
     return rows
 
 
 def table_values(
-    probabilities: list[NDArray[np.float64]], centres: list[NDArray[np.float64]], value: str
+    probabilities: list[NDArray[np.float64]], centres: list[NDArray[np.float64]]
 ) -> dict[str, NDArray[np.float64]]:
-    """Quantity -> (P, M) values for `write_table`."""
-    return {
-        quantity: probability @ middle if value == "mean" else middle[probability.argmax(-1)]
-        for quantity, probability, middle in zip(QUANTITIES, probabilities, centres, strict=True)
-    }
+    """Quantity -> (P, M) means over the buckets, for `write_table`."""
+    parts = zip(QUANTITIES, probabilities, centres, strict=True)  # cut: a ridge may overshoot
+    return {name: np.clip(part @ middle, middle[0], middle[-1]) for name, part, middle in parts}
 
 
 def _origin(args: Args) -> Mapping[str, Any]:
     """Provenance of the table, without this machine's folders."""
     given = {k: v for k, v in asdict(args).items() if k not in ("out", "results", "device")}
     given["prompts"] = args.prompts.name
-    # A folder of weights is named by what it holds.
-    if Path(args.encoder).is_dir():
-        given["encoder"] = f"local folder {Path(args.encoder).resolve().name!r}"
+    for key in ("encoder", "language_model"):
+        if given[key] is not None and Path(given[key]).exists():
+            given[key] = f"local {Path(given[key]).absolute().name!r}"
     return {"made_by": "agents/train_predictor.py", **given}
 
 

@@ -35,15 +35,38 @@ def make_encoder(folder, width=16, layers=3):
     return folder
 
 
+def make_language_model(folder, width=16, layers=3):
+    """A folder with a decoder of random weights, a tokenizer and a chat template."""
+    from transformers import LlamaConfig, LlamaModel, PreTrainedTokenizerFast
+
+    make_encoder(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %} say"
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    LlamaModel(config).save_pretrained(folder)
+    return folder
+
+
 def make_catalog(prompts=80, models=3):
     """Scores and lengths depend on the last word and the LLM alone: both can be learned."""
     random = np.random.default_rng(0)
     colour, size = random.integers(0, 3, prompts), random.integers(0, 2, prompts)
     table = np.array([[0.9, 0.7, 0.5], [0.1, 0.2, 0.3]])
     texts = [
-        f"say it {'please ' * int(random.integers(0, 4))}{WORDS[5 + c]} {WORDS[8 + d]}"
-        for c, d in zip(colour, size, strict=True)
+        f"no{i} not{i} {'please ' * int(random.integers(0, 4))}nor{i} {WORDS[5 + c]} {WORDS[8 + d]}"
+        for i, (c, d) in enumerate(zip(colour, size, strict=True))
     ]
+    texts[1] = texts[-1]  # a train prompt that repeats an eval prompt
     lengths = np.where(size == 0, 200, 20)[:, None] + np.arange(models) * 10
     catalog = Catalog(
         name="toy",
@@ -143,58 +166,99 @@ class Attention(torch.nn.Module):
         return (x + weight @ x,)
 
 
-def test_predictions_by_embeddings_leave_the_prompt_itself_out():
+def test_the_ridge_leaves_the_prompt_itself_out():
     random = np.random.default_rng(1)
-    embeddings = random.normal(size=(30, 4))
-    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    features = random.normal(size=(30, 4))
     target = random.random((30, 2, 3))
     train = np.arange(20)
-    others = np.delete(train, 6)
-    for fit, option in ((tp.nearest_neighbours, 3), (tp.ridge, 0.5)):
-        whole = fit(embeddings, target, train, option)
-        without = fit(embeddings, target, others, option)
-        if fit is tp.ridge:
-            # The closed form keeps the centring of all; it differs from a refit by O(1/n).
-            assert whole[6] == pytest.approx(without[6], abs=0.05)
-        else:
-            assert whole[6] == pytest.approx(without[6])
-        assert whole[25] != pytest.approx(target[25], abs=1e-3)
-    best = (embeddings[25] @ embeddings[:20].T).argsort()[::-1][:3]
-    assert tp.nearest_neighbours(embeddings, target, train, 3)[25] == pytest.approx(
-        target[best].mean(0)
+    whole = tp.ridge(features, target, train, 0.5)
+    without = tp.ridge(features, target, np.delete(train, 6), 0.5)
+    # The closed form keeps the centring of all; it differs from a refit by O(1/n).
+    assert whole[6] == pytest.approx(without[6], abs=0.05)
+    assert whole[25] != pytest.approx(target[25], abs=1e-3)
+    x, y = features[train] - features[train].mean(0), target[train].reshape(20, -1)
+    weights = np.linalg.solve(x.T @ x + 0.5 * np.eye(4), x.T @ (y - y.mean(0)))
+    plain = (features[25] - features[train].mean(0)) @ weights + y.mean(0)
+    assert whole[25].ravel() == pytest.approx(plain)
+    assert tp.ridge(features, target, train, 1e9)[25] == pytest.approx(
+        target[train].mean(0), abs=1e-6
     )
-    plain = tp.ridge(embeddings, target, train, 1e9)
-    assert plain[25] == pytest.approx(target[train].mean(0), abs=1e-6)
+    scaled = tp.scaled(np.column_stack([features * [1, 9, 0.1, 3], np.ones(30)]), train)
+    assert np.square(scaled[train]).sum(1).mean() == pytest.approx(1)
+
+
+def test_prompts_that_nearly_repeat_others_are_found():
+    texts = [
+        "List three red fruits, please!",
+        "list THREE red fruits please",  # the same words
+        "List three red fruits that grow in the north",  # 2 of 3 three-word sequences
+        "Name three red fruits of the north",  # 1 of 3
+        "Hello",
+        "hello!",
+        "Hi",
+    ]
+    found = tp.near_duplicates(texts, np.array([1, 2, 3, 5, 6]), np.array([0, 4]))
+    assert found.tolist() == [1, 2, 5]
+
+
+def test_the_probe_learns_from_a_language_models_states(setting, tmp_path):
+    catalog, args = setting
+    folder = tmp_path / "model"
+    folder.mkdir()
+    args.language_model, args.state_layers = str(make_language_model(folder)), (1, 3)
+    args.epochs = 0
+    rows = tp.train(args)
+    found = {(r["predictor"], r["quantity"], r["split"], r["train_prompts"]): r for r in rows}
+    assert not any(r["predictor"] == "fine-tuned" for r in rows)
+    count = catalog.num_prompts // 2 - 1  # one repeats an eval prompt
+    for quantity in ("score", "length"):
+        probe = found["probe", quantity, "eval", count]
+        common = found["most common", quantity, "eval", count]
+        assert probe["top1"] > common["top1"] + 0.2
+        assert probe["low"] <= probe["top1"] <= probe["high"]
+        assert found["other answers", quantity, "eval", count]["top1"] > 0.9
+    said = predictions.predict(catalog, [0, 2], "length", f"learned:{args.out}")
+    truth = catalog.output_tokens[:, [0, 2]]
+    error = abs(said - truth)[catalog.rows("eval")].mean()
+    assert error < 0.5 * abs(truth - truth.mean()).mean()
 
 
 def test_measures_of_a_small_case():
     probabilities = np.array([[[0.1, 0.6, 0.3], [0.5, 0.3, 0.2]]])
     classes, truth = np.array([[2, 0]]), np.array([[0.8, 0.1]])
     centres = np.array([0.0, 0.5, 1.0])
-    found = tp.measure(probabilities, classes, truth, centres, np.array([0]))
+    means = np.array([0.6, 0.2])
+    found = tp.measure(probabilities, classes, truth, centres, np.array([0]), means)
     assert found["top1"] == 0.5 and found["top3"] == 1.0 and found["near"] == 1.0
     assert found["mae"] == pytest.approx((abs(0.6 - 0.8) + abs(0.35 - 0.1)) / 2)
     assert found["chosen"] == pytest.approx(0.8)
-    assert tp.table_values([probabilities, probabilities], [centres, centres], "top")[
-        "length"
-    ].tolist() == [[0.5, 0.0]]
+    # Errors -.2 and .25, of the means -.2 and .1; of the differences .25 against .7 and .4.
+    assert found["r2"] == pytest.approx(1 - (0.04 + 0.0625) / (0.04 + 0.01))
+    assert found["r2_between"] == pytest.approx(1 - (0.7 - 0.25) ** 2 / (0.7 - 0.4) ** 2)
+    values = tp.table_values([probabilities, -probabilities], [centres, centres])
+    assert values["score"].tolist() == [pytest.approx([0.6, 0.35])]
+    assert values["length"].tolist() == [[0.0, 0.0]]
 
 
 def test_bad_arguments_are_refused(setting, tmp_path):
     catalog, args = setting
     for change, word in (
         ({"prompts": tmp_path / "none.csv"}, "is not a file"),
-        ({"id_column": "id"}, "no column 'id'"),
         ({"folds": 1}, "folds=1"),
+        ({"epochs": 0}, "epochs=0"),
         ({"trained_layers": 4}, "trained_layers=4"),
         ({"out": tmp_path / "table.txt"}, "npz"),
     ):
         with pytest.raises(ValueError, match=word):
             tp.train(tp.Args(**{**vars(args), **change}))
+    other = tmp_path / "other.csv"
+    other.write_text("id,instruction\n7,red\n")
+    with pytest.raises(ValueError, match="no column 'prompt_id'"):
+        tp.read_texts(other, catalog)
     short = tmp_path / "short.csv"
     short.write_text("prompt_id,instruction\n7,red\n")
     with pytest.raises(ValueError, match="lacks 79 prompts"):
-        tp.read_texts(short, catalog, "prompt_id", "instruction")
+        tp.read_texts(short, catalog)
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
