@@ -63,7 +63,7 @@ class Args:
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     """name or folder of a transformers encoder"""
     language_model: str | None = None
-    """name or folder of a transformers language model, or a .gguf file: the probe's, if given"""
+    """language model of the probe: name, folder or .gguf file (needs gguf and accelerate)"""
     state_layers: tuple[int, ...] = (16, 20, 24)
     """layers of the language model whose outputs the probe reads"""
     catalog: str = "alpaca_eval_7b"

@@ -70,17 +70,18 @@ class Point(NamedTuple):
 
 _ROUTING, _SERVERLESS, _PLACEMENT = FAMILIES
 _SHORT = {"episode_requests": 200}
+_LINEAR = {"profiles": "paper-linear"}
+# What a predictor trained here can tell; without, predictions are right as often as the paper's.
+_LEARNED = {"score_predictor": "learned", "length_predictor": "learned"}
 POINTS = (
+    Point("routing-5-learned", _ROUTING, {"rate": 5.0, **_LEARNED}, 20, _SHORT),
     Point("routing-5", _ROUTING, {"rate": 5.0}, 20, _SHORT),
+    Point("routing-8-learned", _ROUTING, {"rate": 8.0, **_LEARNED}, 20, _SHORT),
     Point("routing-8", _ROUTING, {"rate": 8.0}, 20, _SHORT),
+    Point("routing-10-learned", _ROUTING, {"rate": 10.0, **_LEARNED}, 20, _SHORT),
     Point("routing-10", _ROUTING, {"rate": 10.0}, 20, _SHORT),
-    Point(
-        "routing-linear-5",
-        _ROUTING,
-        {"rate": 5.0, "profiles": "paper-linear"},
-        20,
-        _SHORT,
-    ),
+    Point("routing-linear-5-learned", _ROUTING, {"rate": 5.0, **_LINEAR, **_LEARNED}, 20, _SHORT),
+    Point("routing-linear-5", _ROUTING, {"rate": 5.0, **_LINEAR}, 20, _SHORT),
     Point("serverless-dynamic", _SERVERLESS, {}, 20, {"episode_requests": 60}),
     Point(
         "serverless-seed",

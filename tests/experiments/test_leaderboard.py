@@ -165,14 +165,15 @@ def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
     monkeypatch.setattr(leaderboard, "measure", measure)
     assert main(words) == 1
     assert len(seeds) == 1 and DEFAULT_SEED not in seeds  # the same episodes, which nobody knew
-    routing = ["routing-5", "routing-8", "routing-10", "routing-linear-5"]
+    own = [point for point in POINTS if point.family.name == "llm_routing"]
+    routing = [point.name for point in own]
     assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router")]
     rows = [
         measure(point, name, True, 1, True)
-        for point in POINTS[:4]
+        for point in own
         for name in ("greedy_qos", "my_router")
     ]
-    guests = leaderboard.compare_guests(rows, POINTS[:4], "greedy_qos")
+    guests = leaderboard.compare_guests(rows, own, "greedy_qos")
     assert [(guest["point"], guest["below"]) for guest in guests] == [(p, True) for p in routing]
     measured.clear()
     main(

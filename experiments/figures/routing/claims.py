@@ -300,12 +300,12 @@ def decision_time(rows: Rows) -> Iterable[Finding]:
 
 
 def predictor(quantity: str, top1: float, top3: float) -> Reader:
-    """Accuracy of the fine-tuned predictor, and of naming the commonest bucket."""
+    """Accuracy of the predictor that ships, and of naming the commonest bucket."""
 
     def read(rows: Rows) -> Iterable[Finding]:
         for buckets in values(rows, "buckets"):
             own = pick(rows, quantity=quantity, split="eval", buckets=buckets)
-            (tuned,), (common,) = (pick(own, predictor=p) for p in ("fine-tuned", "most common"))
+            (tuned,), (common,) = (pick(own, predictor=p) for p in ("probe", "most common"))
             ours, blind = (
                 "/".join(f"{100 * row[key]:.1f}" for key in ("top1", "top3"))
                 for row in (tuned, common)

@@ -64,7 +64,7 @@ PREDICTORS = {
     "exact": {"score_predictor": "exact", "length_predictor": "exact"},
 }
 """Fig. 18: predictions as often right as the paper's, or none (zero, P -> Z), of score and length;
-each expert's train means in their place; those of the predictor that was fine-tuned here
+each expert's train means in their place; those of the predictor that was trained here
 (`agents.train_predictor`); the truth, an upper bound."""
 
 
@@ -287,7 +287,7 @@ def fig18(options: Options) -> None:
             none = by_name.get((policy, "ZS+ZL"))
             for name, words in (
                 ("PS+PL", "predictors"),
-                ("learned", "the fine-tuned predictor"),
+                ("learned", "the predictor trained here"),
                 ("mean", "each expert's train means"),
             ):
                 with_it = by_name.get((policy, name))
@@ -306,7 +306,7 @@ def fig18(options: Options) -> None:
         "Predictions of the score (S) and the length (L) are as often right as the paper's (P), or "
         "there are none (Z): a policy without them takes the same score and length for every "
         "expert. 'mean' gives each expert's train means; 'learned' are those of the predictor that "
-        "is fine-tuned here; 'exact' ones are the truth, an upper bound."
+        "is trained here; 'exact' ones are the truth, an upper bound."
     )
     save(options, "fig18_predictors", rows, text, *lines)
 
