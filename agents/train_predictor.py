@@ -49,8 +49,7 @@ from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_
 PAPER = {"score": (0.6339, 0.9778), "length": (0.7297, 0.8471)}
 PENALTIES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 CURVE = (60, 120, 240)
-DRAWS = 5
-GRAM, SHARE = 3, 0.5
+DRAWS, GRAM, SHARE = 5, 3, 0.5
 MAX_CHARACTERS = 2000  # of a prompt that the language model reads
 
 
@@ -384,12 +383,14 @@ def scaled(features: NDArray[np.float64], train: NDArray[np.int64]) -> NDArray[n
 def best_ridge(
     features: NDArray[np.float64],
     target: NDArray[np.float64],
+    centres: NDArray[np.float64],
     train: NDArray[np.int64],
     val: NDArray[np.int64],
 ) -> tuple[NDArray[np.float64], str]:
-    """The `ridge` with the least squared error on ``val``, and its penalty in words."""
+    """The `ridge` whose means over the buckets err least on ``val``, and its penalty in words."""
     tries = {p: ridge(features, target, train, p) for p in PENALTIES}
-    best = min(tries, key=lambda p: float(((tries[p][val] - target[val]) ** 2).mean()))
+    errors = {p: ((found[val] - target[val]) @ centres) ** 2 for p, found in tries.items()}
+    best = min(tries, key=lambda p: float(errors[p].mean()))
     return tries[best], f"penalty={best:g}"
 
 
@@ -397,20 +398,21 @@ def simple_predictors(
     embeddings: NDArray[np.float64],
     target: NDArray[np.float64],
     truth: NDArray[np.float64],
+    centres: NDArray[np.float64],
     train: NDArray[np.int64],
     val: NDArray[np.int64],
 ) -> dict[str, tuple[NDArray[np.float64], str]]:
-    """Comparisons: name -> ((P, M, K), parameter); parameters by the error on ``val``."""
+    """Comparisons: name -> ((P, M, K), parameter)."""
     common = np.broadcast_to(target[train].mean(axis=0), target.shape)
     told = np.empty_like(target)
     for m in range(target.shape[1]):
         others = np.delete(np.arange(target.shape[1]), m)
         known = np.concatenate([truth[:, others], target[:, others].reshape(len(truth), -1)], 1)
         own = target[:, [m]]
-        told[:, [m]] = best_ridge(scaled(known, train), own, train, val)[0]
+        told[:, [m]] = best_ridge(scaled(known, train), own, centres, train, val)[0]
     return {
         "most common": (common, ""),
-        "ridge": best_ridge(embeddings, target, train, val),
+        "ridge": best_ridge(embeddings, target, centres, train, val),
         "other answers": (told, "a penalty for each LLM"),
     }
 
@@ -445,7 +447,7 @@ def measure(
         error, blind = ((said - true) ** 2).sum(), ((base - true) ** 2).sum()
         return float(1.0 - error / blind)
 
-    level = true.mean(axis=1, keepdims=True)
+    level, own = (x.mean(axis=1, keepdims=True) for x in (true, value))
     return {
         "top1": float(hits.mean()),
         "low": float(low),
@@ -454,9 +456,7 @@ def measure(
         "near": float((abs(order[..., 0] - right) <= 1).mean()),
         "mae": float(abs(value - true).mean()),
         "r2": explained(value, np.broadcast_to(means, true.shape)),
-        "r2_between": explained(
-            value - value.mean(axis=1, keepdims=True) + level, means - means.mean() + level
-        ),
+        "r2_between": explained(value - own + level, means - means.mean() + level),
         "chosen": float(truth[rows, best].mean()),
     }
 
@@ -532,8 +532,7 @@ def train(args: Args) -> list[dict[str, Any]]:
     tuned, epoch = None, 0
     if args.epochs:
         tuned, epoch = fine_tune(encoder, hidden, classes, counts, fitted, val, args)
-    rows: list[dict[str, Any]] = []
-    tables: list[NDArray[np.float64]] = []
+    rows, tables = [], []
     for q, quantity in enumerate(QUANTITIES):
         target, means = np.eye(counts[q])[classes[q]], truths[q][fitted].mean(axis=0)
 
@@ -541,11 +540,11 @@ def train(args: Args) -> list[dict[str, Any]]:
             known = (classes[q], truths[q], centres[q], splits[split], means)  # noqa: B023
             return measure(probability, *known)
 
-        found = simple_predictors(embeddings, target, truths[q], fitted, val)
+        found = simple_predictors(embeddings, target, truths[q], centres[q], fitted, val)
         if tuned is not None:
             found["fine-tuned"] = (tuned[q], f"epochs={epoch}, folds={args.folds}")
         if states is not None:
-            found["probe"] = best_ridge(scaled(states, fitted), target, fitted, val)
+            found["probe"] = best_ridge(scaled(states, fitted), target, centres[q], fitted, val)
         tables.append(found["fine-tuned" if states is None else "probe"][0])
         head = {"quantity": quantity, "buckets": args.buckets, "train_prompts": len(fitted)}
         for name, (probability, label) in found.items():
@@ -558,7 +557,7 @@ def train(args: Args) -> list[dict[str, Any]]:
                 tries = []
                 for _ in range(DRAWS):
                     some = random.permutation(fitted)[:count]
-                    probability = best_ridge(scaled(states, some), target, some, val)[0]
+                    probability = best_ridge(scaled(states, some), target, centres[q], some, val)[0]
                     tries.append(measured(probability, "eval"))
                 row = {"predictor": "learning curve", "split": "eval", **head}
                 row |= {key: float(np.mean([one[key] for one in tries])) for key in tries[0]}
