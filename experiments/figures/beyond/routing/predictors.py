@@ -164,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not table.is_file():
             print(f"{table} is missing: agents/train_predictor.py --results writes it.")
             return 2
-    rows = [row for table in tables for row in read_rows(table)]
+    keys = ("buckets", "quantity", "predictor", "split", "train_prompts")
+    merged = {tuple(row[k] for k in keys): row for table in tables for row in read_rows(table)}
+    rows = list(merged.values())  # comparisons that several runs have made are there once
     args.out.mkdir(parents=True, exist_ok=True)
     if args.csv:
         words = [Path(word).name if Path(word).is_file() else word for word in argv or sys.argv[1:]]
