@@ -169,9 +169,7 @@ def test_a_presubmit_compares_two_policies_at_the_points_of_their_family(
     routing = [point.name for point in own]
     assert measured == [(p, name) for p in routing for name in ("greedy_qos", "my_router")]
     rows = [
-        measure(point, name, True, 1, True)
-        for point in own
-        for name in ("greedy_qos", "my_router")
+        measure(point, name, True, 1, True) for point in own for name in ("greedy_qos", "my_router")
     ]
     guests = leaderboard.compare_guests(rows, own, "greedy_qos")
     assert [(guest["point"], guest["below"]) for guest in guests] == [(p, True) for p in routing]

@@ -45,7 +45,8 @@ EQUAL = {"quantile": "counts", "width": "widths"}
 CURVE = "learning curve"
 TRAIN = (
     "python agents/train_predictor.py --prompts prompts.csv --encoder all-MiniLM-L6-v2 "
-    "--language_model SmolLM2-135M-Instruct.Q4_1.gguf --buckets quantile|width --results FILE"
+    "--language_model SmolLM2-135M-Instruct.Q4_1.gguf --epochs 0 --buckets quantile|width "
+    "--results FILE"
 )
 
 
@@ -150,7 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 if there is nothing to draw.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        "python -m servegym.experiments.figures.beyond.routing.predictors",
+        description=(__doc__ or "").split("\n", 1)[0],
+    )
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the figure ({OUT})")
     parser.add_argument(
         "--csv", type=Path, nargs="+", help="accuracies to merge and save", metavar="FILE"
