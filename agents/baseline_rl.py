@@ -212,8 +212,8 @@ class ReplayBuffer:
         """
         d, stored = self.data, min(self.count, self.length)
         start = self.count - stored + rng.integers(0, stored - self.n_step + 1, size)
-        at = (start % self.length, rng.integers(0, self.envs, size))
-        last = (d["last"][at], at[1])
+        at: Any = (start % self.length, rng.integers(0, self.envs, size))
+        last: Any = (d["last"][at], at[1])
         batch = {k: d[k][at] for k in ("obs", "mask", "action", "discount")}
         batch |= {k: d[k][last] for k in ("next_obs", "next_mask", "terminated")}
         return batch | {"return": d["return"][at] - np.float32(center) * d["weight"][at]}

@@ -99,6 +99,7 @@ def scores(weights: NDArray[np.float32], features: NDArray[np.float32]) -> NDArr
 class Agent(nn.Module):
     """The weights (3 N + 2,) of one linear router."""
 
+    weights: Tensor
     fixed_experts = True
 
     def __init__(self, experts: int) -> None:
@@ -168,7 +169,7 @@ def train(args: Args) -> Path:
         raise ValueError(f"population is {args.population}; allowed is {int(2 / ELITE)} or more")
     torch.set_num_threads(args.torch_threads)
     rng = np.random.default_rng(np.random.SeedSequence(args.seed))
-    envs = environments.make_envs(ROWS_ID, args.population * args.episodes, **env_kwargs)
+    envs: Any = environments.make_envs(ROWS_ID, args.population * args.episodes, **env_kwargs)
     agent = Agent(envs.unwrapped.problem.num_experts)
     requests = int(env_kwargs["episode_requests"])
     generation = args.population * args.episodes * requests
