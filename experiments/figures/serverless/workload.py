@@ -24,7 +24,6 @@ from servegym.envs.workloads.activations import load_activations
 from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
 from servegym.experiments.figures.run import Pictures, save
 from servegym.experiments.figures.serverless.common import (
-    GPUS,
     MODELS,
     N_IN,
     N_OUT,
@@ -257,7 +256,7 @@ def fig5(options: Options) -> None:
         activations = load_activations(name)
         queries = held_out(activations, options.episodes)
         predicted = predict(activations).astype(np.float64)
-        for gpu in GPUS:
+        for gpu in ("eager", "fused"):
             system = build_system(name, gpu, max_output_tokens=max(TOKENS))
             for n_in, n_out in sizes:
                 requests = [
