@@ -5,8 +5,8 @@ requests (Eq. 7), neither the arrived request nor its predictions nor the queues
 QoS of a request when it is completed. One small network reads every expert's row and who it is, so
 that a policy is made for one number of experts.
 
-Neighbour: `sac_han` has the same losses and replay buffer over the whole graph, a prior and a
-privileged critic. ``python agents/baseline_rl.py --help`` lists the options.
+Neighbours: `direct_search` searches a linear policy over the same state, with no learning;
+`ppo_han --encoder expert` learns by PPO; `sac_han` has the same losses over the whole graph. ``python agents/baseline_rl.py --help`` lists the options.
 """
 
 from __future__ import annotations
