@@ -6,7 +6,8 @@ QoS of a request when it is completed. One small network reads every expert's ro
 that a policy is made for one number of experts.
 
 Neighbours: `direct_search` searches a linear policy over the same state, with no learning;
-`ppo_han --encoder expert` learns by PPO; `sac_han` has the same losses over the whole graph. ``python agents/baseline_rl.py --help`` lists the options.
+`ppo_han --encoder expert` learns by PPO; `sac_han` has the same losses over the whole graph.
+``python agents/baseline_rl.py --help`` lists the options.
 """
 
 from __future__ import annotations
