@@ -200,7 +200,7 @@ CLAIMS = (
     Claim(
         "serverless",
         "Fig. 9",
-        "Remoe costs less than CPU, GPU, Fetch and MIX",
+        "Remoe, in the better of two readings, costs less than CPU, GPU, Fetch and MIX",
         "up to 57.14 % less",
         "fig09_cost",
         cheapest(largest=True),
