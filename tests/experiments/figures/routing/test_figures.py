@@ -461,9 +461,10 @@ def test_factorial_of_small_runs(tmp_path, trained):
     table = rows_of(tmp_path / "factorial_effects.csv")
     assert {row["factor"] for row in table} == {"state", "estimator"}
     played = sorted(cache.iterdir())
-    assert len(played) == 3 * 3
+    assert len(played) == 3 * (3 + len(routing_factorial.HEURISTICS))
     first = (tmp_path / "factorial.csv").read_bytes()
-    played[0].write_text(played[0].read_text().replace('"avg_qos": 0.', '"avg_qos": 7.'))
+    kept = next(path for path in played if path.name.startswith("priced_greedy"))
+    kept.write_text(kept.read_text().replace('"avg_qos": 0.', '"avg_qos": 7.'))
     assert routing_factorial.main(argv) == 0  # from the kept episodes
     assert (tmp_path / "factorial.csv").read_bytes() != first
     assert (tmp_path / "factorial_effects.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
