@@ -102,7 +102,7 @@ POINTS = (
 )
 
 SLOW = {
-    "rollout": 2,
+    "rollout": 20,
     "lookahead": 4,
     "grid_optimum": 4,
     "annealing": 2,

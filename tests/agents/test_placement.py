@@ -371,7 +371,8 @@ def test_checkpoints_are_policies(module, tmp_path):
         "servegym/ExpertPlacement-v0", [load_policy(run)], 2, env_kwargs=kwargs, num_envs=1
     )
     assert [r["mean_latency_s"] for r in rows] == [r["mean_latency_s"] for r in again]
-    assert rows[0]["policy"] == module.__name__.rpartition(".")[2]
+    name = module.__name__.rpartition(".")[2]  # which the shipped checkpoint has alone
+    assert rows[0]["policy"] == f"{name} ({run})"
     assert np.isfinite(rows[0]["return"])
     assert load_policy(run).step in (0, 32)
 
