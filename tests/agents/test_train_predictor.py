@@ -63,7 +63,7 @@ def make_catalog(prompts=80, models=3):
     colour, size = random.integers(0, 3, prompts), random.integers(0, 2, prompts)
     table = np.array([[0.9, 0.7, 0.5], [0.1, 0.2, 0.3]])
     texts = [
-        f"no{i} not{i} {'please ' * int(random.integers(0, 4))}nor{i} {WORDS[5 + c]} {WORDS[8 + d]}"
+        f"no{i} {WORDS[5 + c]} {WORDS[8 + d]}"
         for i, (c, d) in enumerate(zip(colour, size, strict=True))
     ]
     texts[1] = texts[-1]  # a train prompt that repeats an eval prompt
