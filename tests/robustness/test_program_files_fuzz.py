@@ -90,7 +90,8 @@ def checkpoint_damages(path: Path):
     yield "cut weight", rebuilt(tensors | {name: weight[:-1]}, meta)
     yield "NaN", rebuilt(tensors | {name: weight * float("nan")}, meta)
     yield "infinite", rebuilt(tensors | {name: weight + float("inf")}, meta)
-    yield "flat", rebuilt(tensors | {name: weight.reshape(-1)}, meta)
+    other = weight.reshape(-1) if weight.ndim > 1 else weight[None]
+    yield "other shape", rebuilt(tensors | {name: other}, meta)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
