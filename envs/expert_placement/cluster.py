@@ -478,7 +478,7 @@ def build_cluster(
                 f"host_bytes={host_bytes!r} must hold an expert of {model!r}, {times.expert_bytes} "
                 "bytes."
             )
-        host_slots = np.minimum(host_slots, int(held))
+        host_slots = np.minimum(host_slots, held).astype(np.int64)
     overhead = fetch_overhead_s
     if overhead is not None:
         overhead = real("fetch_overhead_s", overhead, 0.0)
