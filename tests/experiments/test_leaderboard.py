@@ -119,10 +119,11 @@ def test_a_presubmit_tells_a_good_router_from_a_bad_one(
 ) -> None:
     monkeypatch.setattr(leaderboard, "policies_for", lambda *_: ["random", "least_outstanding"])
     monkeypatch.setattr(leaderboard, "QUICK_EPISODES", 2)
-    quick = ["--quick", "--at-least", "least_outstanding", "--policy"]
-    assert main([*quick, "mine.py"]) == 0
+    quick = ["--quick", "--seed", "7", "--at-least"]
+    assert main([*quick, "random", "--policy", "mine.py"]) == 0
     (small / "bad.py").write_text("def act(observation, action_mask):\n    return 1\n")
-    assert main(["--in-process", *quick, "bad.py"]) == 1
+    bad = ["least_outstanding", "--policy", "bad.py"]
+    assert main(["--in-process", *quick, *bad]) == 1
     assert not (small / "experiments").exists()
     rows = [
         {"point": "small", "policy": name, "kind": kind, "value": 0.5, "low": 0.4, "high": 0.6}
