@@ -434,7 +434,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
     plt = pyplot()
     figure, axes = plt.subplots(
-        1, len(scenarios), figsize=(3.0 * len(scenarios), 3.6), squeeze=False, layout="constrained"
+        1, len(scenarios), figsize=(2 + 4 * len(scenarios), 4), squeeze=False, layout="constrained"
     )
     for axis, scenario in zip(axes[0], scenarios, strict=True):
         for kind in KINDS:
@@ -455,7 +455,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_major_formatter("{x:g}")
         tidy(axis)
-    axes[0, 0].set_ylabel("mean latency, s; lines end where overloaded")
+    axes[0, 0].set_ylabel("mean latency, s (to overload)")
     legend(figure, axes[0, 0])
     return figure
 
