@@ -340,7 +340,7 @@ class Agent(nn.Module):
         super().__init__()
         capacities = (system.running_capacity, system.waiting_capacity)
         self.layout = Layout(system.num_experts, *capacities)
-        self.model = LatencyModel(system) if args.impact else None
+        self.model = LatencyModel(system) if args.impact and args.encoder != "expert" else None
         self.temperature, self.privileged = args.prior, args.privileged_critic
         self.fixed_experts = args.encoder == "expert"
         # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)

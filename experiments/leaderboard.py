@@ -110,7 +110,7 @@ SLOW = {
     "latency_local_search": 2,
     "best_start": 5,
 }
-"""Policies that take minutes an episode -> their most episodes; left out of ``--quick``."""
+"""Policies that are slow, by their most episodes; left out of ``--quick``."""
 
 QUICK_EPISODES = 4
 
