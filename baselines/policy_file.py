@@ -70,6 +70,11 @@ class FilePolicy(WrappedPolicy):
         with self._locating_errors():
             super().feedback(reward)
 
+    def outcomes(self, ended: Any) -> None:
+        """See `BasePolicy.outcomes`."""
+        with self._locating_errors():
+            super().outcomes(ended)
+
     def bind(self, env: Any) -> None:
         """See `BasePolicy.bind`."""
         with self._locating_errors():

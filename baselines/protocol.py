@@ -77,6 +77,9 @@ class BasePolicy:
         system: Description of the system that it serves, as `registry.make_policy` and
             `policy_file.policy_from_file` pass it. A subclass without ``__init__`` of its own
             finds it as ``self.system``.
+
+    Attributes:
+        needs_outcomes: True if `outcomes` is to be told which requests have ended (routing only).
     """
 
     name: str = "policy"
@@ -84,6 +87,7 @@ class BasePolicy:
     env_view: str = "graph"
     needs_env: bool = False
     env_kwargs: Mapping[str, Any] = MappingProxyType({})
+    needs_outcomes: bool = False
 
     num_envs: int = 0
     rng: np.random.Generator
@@ -113,6 +117,14 @@ class BasePolicy:
     def feedback(self, reward: NDArray[np.float64]) -> None:
         """See `Policy.feedback`; ignored."""
 
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """Learn what became of the requests that ended since the last decision; ignored.
+
+        Args:
+            ended: Records (K,), see `servegym.envs.llm_routing.outcomes.OUTCOME`; told before
+                `feedback`, only with ``needs_outcomes``.
+        """
+
     def bind(self, env: Any) -> None:
         """Take the vector environment; only policies with ``needs_env`` have a use for it."""
         if self.needs_env:
@@ -132,6 +144,7 @@ class WrappedPolicy(BasePolicy):
         self.name = name or policy.name
         self.clairvoyant, self.needs_env = policy.clairvoyant, policy.needs_env
         self.env_view, self.env_kwargs = policy.env_view, policy.env_kwargs
+        self.needs_outcomes = getattr(policy, "needs_outcomes", False)
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -149,6 +162,10 @@ class WrappedPolicy(BasePolicy):
     def feedback(self, reward: NDArray[np.float64]) -> None:
         """See `Policy.feedback`."""
         self.policy.feedback(reward)
+
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`."""
+        self.policy.outcomes(ended)  # pyright: ignore[reportAttributeAccessIssue]
 
     def bind(self, env: Any) -> None:
         """See `BasePolicy.bind`."""

@@ -70,6 +70,7 @@ class Resolved(NamedTuple):
         env_view: The observation it reads.
         env_kwargs: Arguments of the environment that it sets; all change the interface alone.
         needs_env: Whether it takes the environment.
+        needs_outcomes: Whether it is told which requests have ended.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Resolved(NamedTuple):
     env_view: str
     env_kwargs: dict[str, Any]
     needs_env: bool
+    needs_outcomes: bool = False
 
 
 def fresh_seed() -> int:
@@ -213,7 +215,13 @@ def _checked(
     family.view_id(policy.env_view)
     early = any(asked.get(key) == value for key, value in report.early.items())
     clairvoyant = bool(policy.clairvoyant) or needs_env or early
-    return Resolved(name, policy, source, clairvoyant, policy.env_view, asked, needs_env)
+    ended = bool(getattr(policy, "needs_outcomes", False))
+    if ended and family.name != "llm_routing":
+        raise ValueError(
+            f"policy {name!r} has needs_outcomes, but requests of {family.name} end within their "
+            "step: its reward tells all; allowed is False"
+        )
+    return Resolved(name, policy, source, clairvoyant, policy.env_view, asked, needs_env, ended)
 
 
 def _guest_name(name: Any, family: str) -> str:
@@ -422,6 +430,22 @@ def play_envs(
     return envs
 
 
+def learner(entered: Resolved, envs: Any) -> Callable[[NDArray[np.float64]], None]:
+    """What tells a policy the rewards of a step, and before them what has ended if it asks."""
+    policy: Any = entered.policy
+    if not entered.needs_outcomes:
+        return policy.feedback
+    from servegym.envs.llm_routing.outcomes import OutcomeReader
+
+    reader = OutcomeReader(envs)
+
+    def learn(reward: NDArray[np.float64]) -> None:
+        policy.outcomes(reader.read())
+        policy.feedback(reward)
+
+    return learn
+
+
 def policy_seed(entered: Resolved, seed: int, start: int) -> int:
     """The seed of a policy's own chance in a block of episodes.
 
@@ -491,6 +515,7 @@ def _run_episodes(
     # The policy starts afresh, so that what it learned on earlier episodes cannot leak into these
     # and their grouping into blocks does not matter.
     policy.reset(count, seed=policy_seed(entered, seed, start))
+    learn = learner(entered, envs)
     returns = np.zeros(count)
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
@@ -503,7 +528,7 @@ def _run_episodes(
         if terms:
             parts = info["reward_terms"]
             reward = sum((parts[term] for term in terms if term in parts), np.zeros(count))
-        policy.feedback(reward)
+        learn(reward)
         mask = info.get("action_mask")
     if not ended.all():
         raise RuntimeError("episodes of one environment differ in length")

@@ -44,7 +44,15 @@ _START = (
 )
 _LENGTH = 8
 _LARGEST_ANSWER = 1 << 30
-_FIELDS = {"name": str, "clairvoyant": bool, "env_view": str, "needs_env": bool, "env_kwargs": dict}
+_FIELDS = {
+    "name": str,
+    "clairvoyant": bool,
+    "env_view": str,
+    "needs_env": bool,
+    "needs_outcomes": bool,
+    "env_kwargs": dict,
+}
+_DEFAULTS = {"needs_outcomes": (False,)}
 
 
 class GuestPolicy(BasePolicy):
@@ -104,6 +112,7 @@ class GuestPolicy(BasePolicy):
         self._socket, self._process = ours, process
         self._used = False
         self._reward: NDArray[np.float64] | None = None
+        self._ended: NDArray[Any] | None = None
         self._finalizer = weakref.finalize(self, _end, process, ours)
         found = self._ask("make", self._source)[0].get("policy")
         for field, kind in _FIELDS.items():
@@ -118,7 +127,7 @@ class GuestPolicy(BasePolicy):
         if self._used or self._process is None:
             self.close()
             self._start()
-        self._used, self._reward = True, None
+        self._used, self._reward, self._ended = True, None, None
         self._ask("reset", (num_envs, seed))
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
@@ -126,15 +135,20 @@ class GuestPolicy(BasePolicy):
         self._ask("episode_start", mask)
 
     def act(self, observation: Observation, action_mask: Any) -> Any:
-        """See `Policy.act`; rewards reach the guest with the next decision."""
-        reward, self._reward = self._reward, None
-        header, body = self._ask("act", (reward, observation, action_mask))
+        """See `Policy.act`; rewards and outcomes reach the guest with the next decision."""
+        told = self._ended, self._reward
+        self._ended = self._reward = None
+        header, body = self._ask("act", (*told, observation, action_mask))
         arrays = self._arrays(header.get("arrays"), body)
         return arrays[""] if list(arrays) == [""] else arrays
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
         """See `Policy.feedback`."""
         self._reward = reward
+
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`."""
+        self._ended = ended
 
     def close(self) -> None:
         """End the process; the next `reset` starts another."""
@@ -299,14 +313,18 @@ def serve(descriptor: int) -> None:
         try:
             if request == "make":
                 policy = _made(pickle.loads(argument))
-                header["policy"] = {field: getattr(policy, field) for field in _FIELDS}
+                header["policy"] = {
+                    field: getattr(policy, field, *_DEFAULTS.get(field, ())) for field in _FIELDS
+                }
                 header["policy"]["env_kwargs"] = dict(policy.env_kwargs)
             elif request == "reset":
                 policy.reset(*argument)
             elif request == "episode_start":
                 policy.episode_start(argument)
             else:
-                reward, *seen = argument
+                ended, reward, *seen = argument
+                if ended is not None:
+                    policy.outcomes(ended)
                 if reward is not None:
                     policy.feedback(reward)
                 header["arrays"], body = _described(policy.act(*seen))

@@ -13,6 +13,7 @@ from servegym.baselines.registry import describe_system
 from servegym.envs.families import family_of
 from servegym.experiments.evaluate import (
     DEFAULT_SEED,
+    learner,
     make_envs,
     play_envs,
     policy_seed,
@@ -65,10 +66,11 @@ def render_episode(
         first = DEFAULT_SEED if seed is None else seed
         observation, info = envs.reset(seed=[first])
         chosen.reset(1, seed=policy_seed(entered, first, 0))
+        learn = learner(entered, envs)
         for step in range(steps):
             actions = chosen.act(observation, info.get("action_mask"))
             observation, reward, ended, _, info = envs.step(actions)
-            chosen.feedback(reward)
+            learn(reward)
             if out is None:
                 choice = report.describe_action(actions)
                 echo(f"decision {step + 1}: {choice}, reward {float(reward[0]):.3f}")

@@ -1,5 +1,6 @@
 """Policies for the LLM routing environments; importing this registers them."""
 
+from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
 from servegym.baselines.llm_routing.greedy_qos import GreedyQos, LeastLatency, PricedGreedy
 from servegym.baselines.llm_routing.heuristics import (
     AlwaysBest,
@@ -16,8 +17,8 @@ from servegym.baselines.llm_routing.heuristics import (
     VllmDp,
 )
 from servegym.baselines.llm_routing.latency import compile_kernels
-from servegym.baselines.llm_routing.linucb import LinUcb
 from servegym.baselines.llm_routing.rollout import Rollout
+from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import register_policy
 
@@ -52,12 +53,27 @@ register_policy(
     PricedGreedy,
     "greedy_qos less a price on busy capacity: the strongest heuristic",
 )
+register_policy(
+    "route_balance",
+    RouteBalance,
+    "RouteBalance's weighted score of predicted quality, cost and latency",
+)
 register_policy("always_best", AlwaysBest, "best train mean score, the next best while it is full")
 register_policy(
     "linucb",
     LinUcb,
     "linear bandit an expert, learns online from a train-split prior; sees scores at acceptance",
     clairvoyant=True,
+)
+register_policy(
+    "linucb_delayed",
+    DelayedLinUcb,
+    "linucb that learns a request's QoS when the request ends",
+)
+register_policy(
+    "thompson",
+    Thompson,
+    "Thompson sampling of the same linear bandit, QoS learned when a request ends",
 )
 register_policy("drop_all", DropAll, "control: drops every request")
 register_policy("always_busiest", AlwaysBusiest, "control: most requests; must lose")

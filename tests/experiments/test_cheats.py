@@ -238,6 +238,42 @@ def test_feedback_is_a_copy_and_tells_of_nothing_that_has_not_ended() -> None:
     assert row["return"] < 60 * row["avg_qos"] - 1.0
 
 
+def test_a_guest_is_told_what_has_ended_if_it_asks(tmp_path: Path) -> None:
+    told = """
+class Policy(First):
+    name = "told"
+    needs_outcomes = ASKED
+
+    def reset(self, num_envs, seed=None):
+        super().reset(num_envs, seed)
+        self.rows = np.ones(num_envs, int)
+
+    def outcomes(self, ended):
+        assert (ended["outcome"] > 0).all()
+        self.rows[ended["row"]] = 2
+
+    def act(self, observation, action_mask):
+        return self.rows
+"""
+    sent = {}
+    for asked in ("True", "False"):
+        file = tmp_path / f"{asked}.py"
+        file.write_text(HEAD + told.replace("ASKED", asked))
+        logs: dict[str, list[Any]] = {}
+        evaluate(ENV_ID, [file], 2, 7, SMALL, logs=logs)
+        sent[asked] = logs["told"]
+    for log in sent["True"]:
+        first = np.flatnonzero(log["expert"] == 1)[0]
+        assert (log["expert"][:first] == 0).all() and (log["expert"][first:] == 1).all()
+        # An answer, or a refusal at arrival, had come by that decision and not before.
+        ended = np.where(log["outcome"] == 1, log["finish_s"], log["arrival_s"])[:first].min()
+        assert log["arrival_s"][first - 1] <= ended <= log["arrival_s"][first]
+    assert all((log["expert"] == 0).all() for log in sent["False"])
+    file = tmp_path / "True.py"
+    with pytest.raises(ValueError, match="needs_outcomes"):
+        evaluate(family_named("serverless").env_id, [file], 1, 7)
+
+
 @pytest.mark.parametrize("name", ["greedy_qos", "sac_han", "a\nb", "x" * 61, "best (clairvoyant)"])
 def test_a_guest_does_not_take_another_policys_name(name: str) -> None:
     with pytest.raises(ValueError, match="policy's name is"):

@@ -17,6 +17,7 @@ from servegym.envs.families import family_of
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.experiments.evaluate import (
     DEFAULT_SEED,
+    learner,
     make_envs,
     play_envs,
     policy_seed,
@@ -128,13 +129,14 @@ def long_run(
     found, envs = entered.policy, play_envs(family_of(ENV_ID), entered, episodes, kwargs)
     observation, info = envs.reset(seed=[DEFAULT_SEED + i for i in range(episodes)])
     found.reset(episodes, seed=policy_seed(entered, DEFAULT_SEED, 0))
+    learn = learner(entered, envs)
     memory = []
     ended = np.zeros(episodes, dtype=bool)
     while not ended.any():
         memory.append(observation["experts"][:, :, 0].mean(1))
         action = found.act(observation, info["action_mask"])
         observation, reward, ended, _, info = envs.step(action)
-        found.feedback(reward)
+        learn(reward)
     limit = float(envs.unwrapped.problem.latency_requirement_s[0])
     sums: dict[str, Any] = {}
     logs = [envs.unwrapped.request_log(row) for row in range(episodes)]

@@ -5,9 +5,11 @@ import pytest
 
 from servegym.baselines.llm_routing import RoutingSystem
 from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.route_balance import weighted_score
 from servegym.baselines.llm_routing.system import TrainRequests, interpolate
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import list_policies, make_policy
+from servegym.envs.llm_routing.outcomes import OUTCOME
 
 R, W = 5, 5
 LAWS = [
@@ -90,12 +92,15 @@ def names(*, env=False):
     return [i.name for i in list_policies() if i.alias_of is None and (env or i.name != "rollout")]
 
 
+RANDOM = ("random", "power_of_two", "thompson")
+
+
 def test_registry_lists_the_promised_names_once():
     listed = [info.name for info in list_policies()]
     promised = (
         "random round_robin least_outstanding shortest_queue shortest_waiting least_memory "
         "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos priced_greedy "
-        "always_best linucb drop_all always_busiest rollout"
+        "always_best linucb linucb_delayed thompson route_balance drop_all always_busiest rollout"
     ).split()
     assert sorted(listed) == sorted(promised)
     assert [i.name for i in list_policies() if i.clairvoyant] == ["linucb", "rollout"]
@@ -167,7 +172,7 @@ def test_same_seed_same_actions_and_reset_forgets(name):
     assert np.array_equal(histories[0], histories[2])
 
 
-@pytest.mark.parametrize("name", ["random", "power_of_two"])
+@pytest.mark.parametrize("name", RANDOM)
 def test_random_policies_use_their_seed(name):
     observation, mask = make_observation(np.random.default_rng(2), 64)
     policy = make_policy(name, make_system())
@@ -178,7 +183,7 @@ def test_random_policies_use_their_seed(name):
     assert not np.array_equal(*actions)
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n not in ("random", "power_of_two")])
+@pytest.mark.parametrize("name", [n for n in names() if n not in RANDOM])
 def test_rows_do_not_influence_each_other(name):
     rng = np.random.default_rng(4)
     together = make_policy(name, make_system())
@@ -198,7 +203,8 @@ def test_rows_do_not_influence_each_other(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["least_memory", "token_jsq", "bert_router", "least_latency", "priced_greedy", "linucb"]
+    "name",
+    "least_memory token_jsq bert_router least_latency priced_greedy route_balance linucb".split(),
 )
 def test_permuting_experts_permutes_choices(name):
     # These costs are real numbers, so random observations have no ties.
@@ -360,6 +366,101 @@ def test_linucb_prior_prefers_the_better_expert_and_fears_queues():
     assert first == 4  # the best mean, and its 19 ms keep 30 ms
     observation["experts"][0, 3] = [0.1, 5, 4]
     assert policy.act(observation, mask)[0] != 4
+
+
+def outcome(row, request, qos):
+    record = np.zeros(1, OUTCOME)
+    record["row"], record["request"], record["qos"] = row, request, qos
+    return record
+
+
+@pytest.mark.parametrize("name", ["linucb_delayed", "thompson"])
+def test_delayed_bandits_learn_when_a_request_ends(name):
+    policy = make_policy(name, make_system(train=False), ridge=2.0)
+    policy.reset(2)
+    rng = np.random.default_rng(0)
+    decisions = []
+    for _ in range(12):
+        observation, mask = make_observation(rng, 2)
+        action = policy.act(observation, mask)
+        policy.outcomes(np.zeros(0, OUTCOME))
+        policy.feedback(np.ones(2))  # the step's reward tells it nothing
+        x = policy.features(observation)
+        decisions.append((action[0] - 1, x[0, action[0] - 1]))
+    gram, target = np.tile(2.0 * np.eye(8), (6, 1, 1)), np.zeros((6, 8))
+    assert np.allclose(policy._inverse[0], np.linalg.inv(gram)) and not policy._target.any()
+    policy.outcomes(np.concatenate([outcome(0, 7, 0.9), outcome(0, 2, 0.4), outcome(0, 7, 0.1)]))
+    for request, qos in ((7, 0.9), (2, 0.4)):  # the second word on request 7 is none
+        arm, x = decisions[request]
+        assert arm >= 0
+        gram[arm] += np.outer(x, x)
+        target[arm] += qos * x
+    assert np.allclose(policy._inverse[0], np.linalg.inv(gram), atol=1e-10)
+    assert np.allclose(policy._target[0], target)
+    assert not policy._target[1].any()
+    policy.episode_start(np.array([True, False]))
+    policy.act(*make_observation(rng, 2))
+    policy.outcomes(outcome(0, 3, 1.0))  # of the episode before
+    assert not policy._target[0].any()
+
+
+def test_thompson_draws_from_the_posterior():
+    policy = make_policy("thompson", make_system(train=False), scale=0.2)
+    policy.reset(1, 0)
+    draws = np.array(
+        [policy.index(np.full((1, 6), 0.3), np.full((1, 6), 1.5)) for _ in range(2000)]
+    )
+    assert abs(draws.mean() - 0.3) < 0.01 and abs(draws.std() - 0.3) < 0.01
+    greedy = make_policy("thompson", make_system(), scale=0.0)
+    bound = make_policy("linucb_delayed", make_system(), alpha=0.0)
+    for one in (greedy, bound):
+        one.reset(64, 1)
+    observation, mask = make_observation(np.random.default_rng(4), 64)
+    assert np.array_equal(greedy.act(observation, mask), bound.act(observation, mask))
+
+
+def test_route_balance_scores_as_the_original():
+    # Qualities .9, .6, .8; costs 6, 2, 3; latencies 4, 2, 8 s; use of the memory .5, .2, .1.
+    parts = [np.array([row]) for row in ([0.9, 0.6, 0.8], [6, 2, 3], [4, 2, 8], [0.5, 0.2, 0.1])]
+    weights = np.array([0.4, 0.3, 0.2, 0.1])
+    score = weighted_score(weights, *parts, np.ones((1, 3), bool))
+    assert score[0] == pytest.approx([0.36 + 0 + 0.1, 0.24 + 0.2 + 0.15 + 0.06, 0.32 + 0.15 + 0.08])
+    # The maxima are the candidates': without the first, cost 3, latency 8 and use .2 are the most.
+    score = weighted_score(weights, *parts, np.array([[False, True, True]]))
+    assert score[0, 1:] == pytest.approx([0.24 + 0.1 + 0.15, 0.32 + 0.05], abs=1e-6)
+
+
+def test_route_balance_filters_relaxes_and_breaks_ties():
+    # Idle experts of one law: latency per token of 50 prompt and 10 output tokens is
+    # (10 x 10 ms + 5 ms + 1.6 ms) / 10, the second's twice as slow.
+    system = RoutingSystem.from_linear([[0.01, 0, 0, 0], [0.02, 0, 0, 0], [0.01, 0, 0, 0]])
+    observation, mask = idle(1, 3)
+    observation["request"][0] = [[50, 0.5, 10], [50, 0.9, 10], [50, 0.5, 10]]
+
+    def chosen(limit, turns=1, **kwargs):
+        policy = make_policy("route_balance", system, **kwargs)
+        policy.reset(1)
+        observation["latency_requirement"][:] = limit
+        return [int(policy.act(observation, mask)[0]) for _ in range(turns)]
+
+    quality = {"w_quality": 1.0, "w_cost": 0.0, "w_latency": 0.0}
+    assert chosen(0.021, **quality) == [2]
+    # 20.66 ms a token are too slow: the others, the one chosen longest ago first.
+    assert chosen(0.020, turns=3, **quality) == [1, 3, 1]
+    assert chosen(0.020, latency_filter=False, **quality) == [2]
+    # Nobody keeps 10 ms: all are candidates again, or the request is dropped.
+    assert chosen(0.010, **quality) == [2] and chosen(0.010, fallback="drop", **quality) == [0]
+    # A prefill and a fifth of 10 iterations: 30 ms of the first expert, 60 of the second.
+    assert chosen(0.021, budget_s=0.05, **quality) == [1]
+    assert chosen(0.010, budget_s=0.05, **quality) == [1]  # relaxed to the cheapest
+    # Quality .9 - .5 against cost and latency, both half: .4 a third does not pay.
+    assert chosen(0.021) == [1]
+    # Among equal scores the fewest requests.
+    observation["experts"][0, 0, 1] = 1
+    assert chosen(0.020, w_quality=1.0, w_cost=0.0, w_latency=0.0) == [3]
+    for wrong in ({"w_quality": 0.5}, {"fallback": "hope"}, {"budget_s": 0.0}, {"w_cost": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            make_policy("route_balance", system, **wrong)
 
 
 def estimate_one(system, prompt, length, running=(), waiting=(), overrun=0.0):

@@ -12,7 +12,8 @@ from servegym.baselines.llm_routing import RoutingSystem
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.registry import list_policies, make_policy
-from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
+from servegym.envs.llm_routing.outcomes import OutcomeReader
 
 ID = "servegym/LLMRouting-v0"
 # What `linucb` sees too early comes as feedback.
@@ -36,6 +37,7 @@ def episodes(envs, policy, seed=50, watch=None):
     if policy.needs_env:
         policy.bind(envs)
     policy.reset(envs.num_envs, seed)
+    reader = OutcomeReader(envs)
     done = np.zeros(envs.num_envs, bool)
     while not done.any():
         mask = info["action_mask"]
@@ -43,6 +45,8 @@ def episodes(envs, policy, seed=50, watch=None):
         if watch is not None:
             watch(observation, mask, action)
         observation, reward, done, _, info = envs.step(action)
+        if policy.needs_outcomes:
+            policy.outcomes(reader.read())
         policy.feedback(reward)
     assert done.all()
     return info["episode_kpis"]
@@ -189,6 +193,7 @@ def test_controls_lose(qos):
 def test_heuristics_beat_random_by_a_margin(qos):
     for rate, names, margin in (
         (5.0, ("least_outstanding", "greedy_qos", "least_latency", "power_of_two"), 0.08),
+        (5.0, ("linucb_delayed", "thompson", "route_balance"), 0.08),
         (8.0, ("least_outstanding", "greedy_qos"), 0.08),
         (10.0, ("greedy_qos", "priced_greedy"), 0.12),
     ):
@@ -261,6 +266,7 @@ def honest_steps(name, seed=3):
     if policy.needs_env:
         policy.bind(envs)
     policy.reset(3, 5)
+    reader = OutcomeReader(envs)
     changed, compared = 0, 0
     for step in range(100):
         mask = info["action_mask"]
@@ -286,6 +292,8 @@ def honest_steps(name, seed=3):
             changed += int((other != action).sum())
             compared += 3
         observation, reward, _, _, info = envs.step(action)
+        if policy.needs_outcomes:
+            policy.outcomes(reader.read())
         policy.feedback(reward)
     return changed / compared
 
@@ -297,6 +305,42 @@ def test_policies_read_only_what_they_may(name):
 
 def test_the_honesty_check_catches_a_clairvoyant_policy():
     assert honest_steps("rollout") > 0.3
+
+
+def test_outcomes_are_told_when_requests_end_and_once():
+    envs = make_envs(3, rate=9.0, episode_requests=200, latency_requirement_s=(0.02, 0.03))
+    rng = np.random.default_rng(0)
+    reader = OutcomeReader(envs)
+    for seed in (1, 2):  # a new episode begins anew
+        envs.reset(seed=seed)
+        told = [{} for _ in range(3)]
+        done, before = np.zeros(3, bool), np.zeros(3)
+        for step in range(200):
+            _, _, done, _, info = envs.step(rng.integers(0, 7, 3))
+            now = envs.unwrapped.batch.env["now"].copy()
+            for one in reader.read():
+                row, request = int(one["row"]), int(one["request"])
+                assert request not in told[row] and request <= step
+                if np.isfinite(one["finish_s"]) and not done[row]:
+                    assert before[row] < one["finish_s"] <= now[row]
+                told[row][request] = one
+            for row in range(3):
+                if not done[row]:
+                    log = envs.unwrapped.request_log(row)
+                    assert set(np.flatnonzero(log["outcome"])) == set(told[row])
+            before = now
+        assert done.all()
+        for row in range(3):
+            log = envs.unwrapped.request_log(row)
+            mine = np.array([told[row][request] for request in range(200)])
+            completed = log["outcome"] == OUTCOMES.index("completed")
+            assert 20 < completed.sum() < 190
+            assert np.array_equal(mine["outcome"], log["outcome"])
+            for key in ("score", "output_tokens", "expert"):
+                assert np.array_equal(mine[key][completed], log[key][completed])
+            assert np.isnan(mine["score"][~completed]).all()
+            assert not mine["output_tokens"][~completed].any()
+            assert mine["qos"].sum() / 200 == pytest.approx(info["episode_kpis"]["avg_qos"][row])
 
 
 def test_runs_repeat():

@@ -1,0 +1,342 @@
+"""Linear contextual bandits: a ridge regression an expert, learning while it serves.
+
+LinUCB of Li et al. (2010) and Thompson sampling of Agrawal and Goyal (2013), disjoint forms. Each
+decision is treated alone. The posterior starts from a prior fitted on the train split and goes
+back to that prior at every episode's start, so that episodes stay exchangeable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.llm_routing.heuristics import Floats, Mask, RoutingPolicy, pick
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.protocol import Observation
+
+_FEATURES = 8
+
+
+class LinearBandit(RoutingPolicy):
+    """Best index of a linear reward an expert (never drops by choice).
+
+    Features: 1, predicted score, predicted length, prompt, running, waiting, "no slot free" and
+    memory use, each in [0, 1].
+    """
+
+    def __init__(
+        self,
+        system: RoutingSystem,
+        *,
+        ridge: float = 1.0,
+        prior_weight: float = 500.0,
+        prior_states: int = 1024,
+    ) -> None:
+        """Build it; the prior is fitted when the latency requirement is first seen.
+
+        Args:
+            system: The system; without ``system.train`` the prior is the ridge alone.
+            ridge: Strength of the pull to zero.
+            prior_weight: Observations of each expert that the prior counts for.
+            prior_states: Synthetic states that the prior is fitted on.
+
+        Raises:
+            ValueError: If a parameter is out of range.
+        """
+        super().__init__(system)
+        if ridge <= 0 or prior_weight < 0 or prior_states < 1:
+            raise ValueError(
+                f"{self.name} needs ridge > 0, prior_weight >= 0 and prior_states >= 1, "
+                f"got {ridge}, {prior_weight}, {prior_states}"
+            )
+        self.ridge = float(ridge)
+        self.prior_weight, self.prior_states = float(prior_weight), int(prior_states)
+        self._priors: dict[float, tuple[Floats, Floats]] = {}
+
+    def index(self, mean: Floats, spread: Floats) -> Floats:
+        """What the expert is chosen by (B, N), from the reward's posterior mean and spread."""
+        raise NotImplementedError
+
+    def decided(self, action: NDArray[np.int64], x: Floats) -> None:
+        """Note the actions (B,) taken on the features (B, N, 8)."""
+        raise NotImplementedError
+
+    def features(self, observation: Observation) -> Floats:
+        """(B, N, 8) features, each within [0, 1]."""
+        request = np.asarray(observation["request"], dtype=np.float64)
+        experts = np.asarray(observation["experts"], dtype=np.float64)
+        x = np.empty((*request.shape[:2], _FEATURES))
+        x[..., 0] = 1.0
+        x[..., 1] = request[..., 1]
+        x[..., 2] = request[..., 2] / self.system.max_output_tokens
+        x[..., 3] = np.log1p(request[..., 0]) / np.log1p(8192.0)
+        x[..., 4] = experts[..., 1] / self.system.running_capacity
+        x[..., 5] = experts[..., 2] / max(self.system.waiting_capacity, 1)
+        x[..., 6] = experts[..., 1] + experts[..., 2] >= self.system.running_capacity
+        x[..., 7] = experts[..., 0]
+        return x
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        experts = self.system.num_experts
+        self._inverse = np.zeros((num_envs, experts, _FEATURES, _FEATURES))
+        self._target = np.zeros((num_envs, experts, _FEATURES))
+        self._fresh = np.ones(num_envs, dtype=np.bool_)
+        super().reset(num_envs, seed)
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Back to the prior."""
+        self._fresh |= mask
+
+    def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        if self._fresh.any():
+            limits = np.asarray(observation["latency_requirement"], dtype=np.float64).reshape(-1)
+            for row in np.flatnonzero(self._fresh):
+                self._inverse[row], self._target[row] = self.prior(float(limits[row]))
+            self._fresh[:] = False
+        x = self.features(observation)
+        weights = np.einsum("bnij,bnj->bni", self._inverse, self._target)
+        spread = np.einsum("bni,bnij,bnj->bn", x, self._inverse, x)
+        index = self.index((weights * x).sum(axis=-1), np.sqrt(np.maximum(spread, 0.0)))
+        action = pick(-index, action_mask)
+        self.decided(action, x)
+        return action
+
+    def credit(
+        self,
+        rows: NDArray[np.int64],
+        arm: NDArray[np.int64],
+        context: Floats,
+        reward: Floats,
+    ) -> None:
+        """Add one observation a row to the posterior (Sherman-Morrison).
+
+        Args:
+            rows: (K,) distinct rows.
+            arm: (K,) experts from 0.
+            context: (K, 8) features of the arm when it was chosen.
+            reward: (K,).
+        """
+        inverse = self._inverse[rows, arm]
+        pull = np.einsum("kij,kj->ki", inverse, context)
+        scale = 1.0 + (pull * context).sum(axis=1)
+        self._inverse[rows, arm] = (
+            inverse - pull[:, :, None] * pull[:, None, :] / scale[:, None, None]
+        )
+        self._target[rows, arm] += reward[:, None] * context
+
+    def prior(self, latency_requirement_s: float) -> tuple[Floats, Floats]:
+        """The posterior before any feedback, (N, 8, 8) inverse and (N, 8) target.
+
+        Train requests are set before synthetic queues of train requests; the reward of each is
+        its true score if the latency estimate at its true length keeps the requirement, else 0.
+        """
+        # To the millisecond: a range of requirements must not mean a fit for every episode.
+        key = round(max(latency_requirement_s, 1e-3), 3)
+        if key not in self._priors:
+            experts = self.system.num_experts
+            gram = np.tile(self.ridge * np.eye(_FEATURES), (experts, 1, 1))
+            target = np.zeros((experts, _FEATURES))
+            if self.system.train is not None and self.prior_weight > 0:
+                x, reward = self._synthetic(key)
+                weight = self.prior_weight / x.shape[0]
+                gram += weight * np.einsum("bni,bnj->nij", x, x)
+                target += weight * np.einsum("bni,bn->ni", x, reward)
+            self._priors[key] = (np.linalg.inv(gram).astype(np.float64), target)
+        return self._priors[key]
+
+    def _synthetic(self, limit: float) -> tuple[Floats, Floats]:
+        """Features (K, N, 8) and rewards (K, N) of train requests before synthetic queues."""
+        system, train = self.system, self.system.train
+        assert train is not None
+        rng = np.random.default_rng(0)
+        count, experts = self.prior_states, system.num_experts
+        slots, places = system.running_capacity, system.waiting_capacity
+        columns = np.arange(experts)
+
+        def rows(size: int, started: bool) -> Floats:
+            row = rng.integers(train.prompt_tokens.size, size=(count, experts, size))
+            length = train.predicted_lengths[row, columns[:, None]]
+            out = np.zeros((count, experts, size, 6))
+            out[..., 0] = train.prompt_tokens[row]
+            out[..., 1] = train.predicted_scores[row, columns[:, None]]
+            out[..., 2] = length
+            if started:
+                out[..., 4] = np.ceil(rng.random(row.shape) * np.maximum(length, 1.0))
+                out[..., 5] = limit
+            else:
+                out[..., 5] = rng.random(row.shape)
+            return out
+
+        load = rng.integers(0, slots + places, size=(count, experts))
+        running, waiting = np.minimum(load, slots), np.maximum(load - slots, 0)
+        row = rng.integers(train.prompt_tokens.size, size=count)
+        request = np.stack(
+            [
+                np.repeat(train.prompt_tokens[row, None], experts, axis=1),
+                train.predicted_scores[row],
+                train.predicted_lengths[row],
+            ],
+            axis=-1,
+        )
+        observation = {
+            "request": request,
+            "experts": np.stack([0.0 * load, running, waiting], axis=-1),
+            "running": rows(slots, True),
+            "running_mask": (np.arange(slots) < running[..., None]).astype(np.int8),
+            "waiting": rows(places, False),
+            "waiting_mask": (np.arange(places) < waiting[..., None]).astype(np.int8),
+            "latency_requirement": np.full((count, 1), limit),
+        }
+        x = self.features(observation)
+        observation["request"] = request.copy()
+        observation["request"][..., 2] = train.output_tokens[row]
+        latency = LatencyModel(system).estimate(observation).with_new[..., -1]
+        return x, train.scores[row] * (latency <= limit)
+
+
+class LinUcb(LinearBandit):
+    """Upper confidence bound with the reward of ``reward="paid_forward"``, without delay.
+
+    That reward pays the true score of a request when it is accepted and takes it back if the
+    answer is late. So `feedback` tells it the score before the answer exists, where a running
+    system would learn it with the answer (`DelayedLinUcb`): it is marked as clairvoyant.
+    """
+
+    name = "linucb"
+    clairvoyant = True
+    env_kwargs: Mapping[str, Any] = MappingProxyType({"reward": "paid_forward"})
+
+    def __init__(self, system: RoutingSystem, *, alpha: float = 0.1, **prior: Any) -> None:
+        """Build it.
+
+        Args:
+            system: The system.
+            alpha: Width of the confidence bound.
+            **prior: Parameters of `LinearBandit`.
+
+        Raises:
+            ValueError: If a parameter is out of range.
+        """
+        super().__init__(system, **prior)
+        self.alpha = _at_least_0("alpha", alpha)
+        self._chosen: tuple[NDArray[np.int64], Floats] | None = None
+
+    def index(self, mean: Floats, spread: Floats) -> Floats:
+        """The upper confidence bound."""
+        return mean + self.alpha * spread
+
+    def decided(self, action: NDArray[np.int64], x: Floats) -> None:
+        """Until the feedback, which follows."""
+        self._chosen = (action, x)
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._chosen = None
+        super().reset(num_envs, seed)
+
+    def feedback(self, reward: NDArray[np.float64]) -> None:
+        """Credit the reward (B,) of the step to the expert chosen in it."""
+        if self._chosen is None:
+            raise ValueError("feedback must follow act")
+        action, x = self._chosen
+        self._chosen = None
+        rows = np.flatnonzero(action > 0)
+        arm = action[rows] - 1
+        self.credit(rows, arm, x[rows, arm], np.asarray(reward, dtype=np.float64)[rows])
+
+
+class DelayedBandit(LinearBandit):
+    """A bandit that learns a request's QoS when the request ends, as a running system does.
+
+    The reward of a decision is the score of the answer if it came within the latency requirement,
+    else 0, and comes some 25 decisions later. Until then the posterior knows nothing of it.
+    """
+
+    needs_outcomes = True
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._decisions = np.zeros(num_envs, dtype=np.int64)
+        self._open: list[dict[int, tuple[int, Floats]]] = [{} for _ in range(num_envs)]
+        super().reset(num_envs, seed)
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Back to the prior; what was open of the last episode is forgotten."""
+        super().episode_start(mask)
+        for row in np.flatnonzero(mask):
+            self._decisions[row] = 0
+            self._open[row] = {}
+
+    def decided(self, action: NDArray[np.int64], x: Floats) -> None:
+        """Keep what was chosen on until the request ends."""
+        for row in np.flatnonzero(action > 0):
+            arm = int(action[row]) - 1
+            self._open[row][int(self._decisions[row])] = arm, x[row, arm]
+        self._decisions += 1
+
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """Credit the QoS of every request that has ended to the expert that it was sent to."""
+        for one in ended:
+            row = int(one["row"])
+            chosen = self._open[row].pop(int(one["request"]), None)
+            if chosen is not None:
+                arm, context = chosen
+                reward = np.array([one["qos"]], dtype=np.float64)
+                self.credit(np.array([row]), np.array([arm]), context[None], reward)
+
+
+class DelayedLinUcb(DelayedBandit):
+    """Upper confidence bound, learning from requests that have ended."""
+
+    name = "linucb_delayed"
+
+    def __init__(self, system: RoutingSystem, *, alpha: float = 0.1, **prior: Any) -> None:
+        """Build it; parameters and errors as in `LinUcb`."""
+        super().__init__(system, **prior)
+        self.alpha = _at_least_0("alpha", alpha)
+
+    def index(self, mean: Floats, spread: Floats) -> Floats:
+        """The upper confidence bound."""
+        return mean + self.alpha * spread
+
+
+class Thompson(DelayedBandit):
+    """Thompson sampling: a draw of each expert's reward from its posterior, the largest is taken.
+
+    An expert's weights are normal around the ridge estimate with covariance ``scale**2`` times the
+    inverse Gram matrix. Experts are independent and one context is asked a decision, so that a
+    draw of the weights is a draw of the reward, normal with that mean and spread.
+    """
+
+    name = "thompson"
+
+    def __init__(self, system: RoutingSystem, *, scale: float = 0.1, **prior: Any) -> None:
+        """Build it.
+
+        Args:
+            system: The system.
+            scale: Standard deviation of the reward's noise that the posterior assumes.
+            **prior: Parameters of `LinearBandit`.
+
+        Raises:
+            ValueError: If a parameter is out of range.
+        """
+        super().__init__(system, **prior)
+        self.scale = _at_least_0("scale", scale)
+
+    def index(self, mean: Floats, spread: Floats) -> Floats:
+        """A draw from the posterior."""
+        return mean + self.scale * spread * self.rng.standard_normal(mean.shape)
+
+
+def _at_least_0(argument: str, given: float) -> float:
+    if not given >= 0:
+        raise ValueError(f"{argument} must be >= 0, got {given}")
+    return float(given)

@@ -1,0 +1,72 @@
+"""What became of requests, told to the router when they end and not before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.envs.llm_routing import kernel
+
+OUTCOME = np.dtype(
+    [
+        ("row", "i8"),
+        ("request", "i8"),
+        ("expert", "i8"),
+        ("outcome", "i8"),
+        ("finish_s", "f8"),
+        ("output_tokens", "i8"),
+        ("score", "f8"),
+        ("qos", "f8"),
+    ]
+)
+"""A request that has ended: its system in the batch, its index in the episode, its expert (-1 if
+it was dropped), the index of its outcome in `core.OUTCOMES`, when it was completed, the tokens and
+the score of its answer, and the score if the answer came within the latency requirement, else 0.
+Who completed no answer has NaN, 0, NaN and 0."""
+
+
+class OutcomeReader:
+    """Reads from a routing vector environment which requests have ended since it last read.
+
+    Args:
+        envs: A native vector environment of the family, wrapped or not.
+    """
+
+    def __init__(self, envs: Any) -> None:
+        self._batch = envs.unwrapped.batch
+        self._decided = self._batch.env["index"].copy()
+        self._told = np.zeros(self._batch.log.shape, dtype=np.bool_)
+
+    def read(self) -> NDArray[Any]:
+        """The requests that have ended and were not told yet, `OUTCOME` (K,), by row and index.
+
+        What was left of a row's last episode when the next one began is not told.
+        """
+        batch, told = self._batch, self._told
+        decided = batch.env["index"].copy()
+        told[(decided == 0) | (decided < self._decided)] = False
+        self._decided = decided
+        # All before `first` have been told in every row.
+        untold = np.where(told.all(axis=1), decided, told.argmin(axis=1))
+        first, last = int(untold.min()), int(decided.max())
+        log = batch.log[:, first:last]
+        new = (log["outcome"] != kernel.PENDING) & ~told[:, first:last]
+        new &= np.arange(first, last) < decided[:, None]
+        told[:, first:last] |= new
+        row, at = np.nonzero(new)
+        ended = log[row, at]
+        completed = ended["outcome"] == kernel.COMPLETED
+        out = np.zeros(row.size, dtype=OUTCOME)
+        out["row"], out["request"] = row, first + at
+        for name in ("expert", "outcome"):
+            out[name] = ended[name]
+        out["output_tokens"] = np.where(completed, ended["output_tokens"], 0)
+        for name in ("finish_s", "score"):
+            out[name] = np.where(completed, ended[name], np.nan)
+        e2e = out["finish_s"] - batch.arrivals[row, out["request"]]
+        limit = batch.env["latency_requirement"][row]
+        on_time = completed & (e2e / np.maximum(out["output_tokens"], 1) <= limit)
+        out["qos"] = np.where(on_time, out["score"], 0.0)
+        return out
