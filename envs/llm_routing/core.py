@@ -59,7 +59,7 @@ class RoutingState:
         env: record of clock and sums.
         expert: ``(N,)`` records.
         slot: ``(N, S)`` records of the requests in the system.
-        queue: ``(N, 3 S)`` lists of slots.
+        queue: ``(N, 3 S + K)`` lists, see `kernel.Queues`; K is the block size in tokens.
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
@@ -136,7 +136,8 @@ class RoutingBatch:
         self.env = np.zeros(num_rows, dtype=kernel.ENV)
         self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
         self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
-        self.queue = np.zeros((num_rows, n, 3 * slots), dtype=np.int32)
+        entries = 3 * slots + int(c["block_size"])
+        self.queue = np.zeros((num_rows, n, entries), dtype=np.int32)
         self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
         self.out = np.zeros((num_rows, 3))
         space = observation_space(problem)
@@ -322,11 +323,9 @@ class RoutingBatch:
         for name in self.log.dtype.names or ():
             log[name] = self.log[row, :count][name]
         for n in range(self.problem.num_experts):
-            e = self.expert[row, n]
-            size = self.slot.shape[2]
-            ring = (int(e["ring_head"]) + np.arange(e["waiting"])) % size
-            lists = (self.queue[row, n, : e["running"]], self.queue[row, n, size + ring])
-            for r in self.slot[row, n][np.concatenate(lists)]:
+            slots = self.slot[row, n]
+            running, waiting = held(self.expert[row, n], slots, self.queue[row, n])
+            for r in slots[running + waiting]:
                 entry = log[r["request"]]
                 entry["expert"], entry["prompt_tokens"] = n, r["prompt"]
                 entry["available_s"], entry["admitted_s"] = r["available"], r["admitted"]
@@ -370,6 +369,22 @@ _STATE_ARRAYS = (
     "_obs",
     "_masks",
 )
+
+
+def held(expert: np.void, slot: np.ndarray, queue: np.ndarray) -> tuple[list[int], list[int]]:
+    """Slots of the requests that run at an expert, in order of admission, and of those that wait.
+
+    Args:
+        expert: record of the expert.
+        slot: ``(S,)`` its slots.
+        queue: ``(3 S + K,)`` its lists.
+    """
+    running, i = [], int(expert["oldest"])
+    for _ in range(int(expert["running"])):
+        running.append(i)
+        i = int(slot[i]["newer"])
+    ring = (int(expert["ring_head"]) + np.arange(expert["waiting"])) % len(slot)
+    return running, queue[len(slot) + ring].tolist()
 
 
 def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.error import DependencyNotInstalled
 
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.core import RoutingBatch, held
 
 WIDTH, HEIGHT = 960, 540
 RECENT = 20  # completed requests behind the "latest" latency of an expert
@@ -145,8 +145,8 @@ def _expert(
     log: np.ndarray,
 ) -> _Expert:
     problem = batch.problem
-    e, lane, queue = batch.expert[row, n], batch.slot[row, n], batch.queue[row, n]
-    size = lane.shape[0]
+    e, lane = batch.expert[row, n], batch.slot[row, n]
+    running, waiting = held(e, lane, batch.queue[row, n])
     block = int(problem.cfg["block_size"][0])
     profile = problem.profiles[n]
     done = log[(log["expert"] == n) & (log["outcome"] == kernel.COMPLETED)]
@@ -170,15 +170,14 @@ def _expert(
         rejected=int(np.count_nonzero((log["expert"] == n) & (log["outcome"] == kernel.REJECTED))),
     )
     used = 0
-    for r in lane[queue[: int(e["running"])]]:
+    for r in lane[running]:
         tokens = int(e["emitted"] - r["origin"]) if r["decoding"] else int(r["generated"])
         used += -(-(int(r["prompt"]) + tokens) // block)
         so_far = (now - float(r["arrived"])) / max(tokens, 1)
         progress = min(tokens / max(float(r["predicted_output"]), 1.0), 1.0)
         shown.running.append(_Running(progress, tokens, so_far, so_far > limit))
     shown.memory = used / max(profile.kv_capacity_tokens // block, 1)
-    ring = (int(e["ring_head"]) + np.arange(int(e["waiting"]))) % size
-    for r in lane[queue[size + ring]]:
+    for r in lane[waiting]:
         if r["preempted"]:
             shown.waiting.append("preempted")
         else:

@@ -63,11 +63,10 @@ from servegym.envs.llm_routing.kernel.queues import (
     can_take,
     clear_expert,
     enqueue,
-    find_next_finish,
     generated_tokens,
     locate,
-    running_slot,
-    used_blocks,
+    order_heap,
+    settle,
 )
 
 __all__ = [
@@ -193,7 +192,7 @@ def observe(t, s, out, which):
         for n in range(c.num_experts):
             e = s.expert[b, n]
             locate(c, b, n, e)
-            find_next_finish(s.queues, e)
+            order_heap(s.queues, e)  # the lengths of a restored state's requests may be other ones
             write_in_full(c, s, out.masks, b, n)
         observe_row(t, s, out, b, s.rows[b, v.index] if v.index < c.num_requests else -1)
 
@@ -226,8 +225,10 @@ def _late_scores(c, law, n, v, q, e, prompt, output):
     k1 = law[n * EXPERT_WIDTH + K1]
     k2 = law[n * EXPERT_WIDTH + K2]
     total = 0.0
-    for i in range(e.running):
-        r = q.slots[running_slot(q, e, i)]
+    i = e.oldest
+    while i >= 0:
+        r = q.slots[e.first_slot + i]
+        i = r.newer
         generated = generated_tokens(e, r)
         length = max(r.predicted_output, 1.0) if c.predicted_estimator else float(r.output)
         score = float(r.predicted_score) if c.predicted_estimator else float(r.score)
@@ -405,5 +406,6 @@ def run_replay(t, s, tokens, times, timeline):
             timeline[k, 0] = e.running
             # All requests are queued from the outset; those yet to arrive do not wait.
             timeline[k, 1] = e.waiting - (count - here)
-            timeline[k, 2] = used_blocks(c, s.queues, e) / t.law[CAPACITY]
+            settle(c, s.queues, e)
+            timeline[k, 2] = e.used / t.law[CAPACITY]
         advance(c, t.law, n, v, s.queues, e, np.inf)

@@ -35,16 +35,19 @@ from servegym.envs.llm_routing.kernel.layout import (
     RESERVE,
 )
 from servegym.envs.llm_routing.kernel.queues import (
+    append_running,
     blocks_of,
     clear_expert,
     find_next_finish,
-    generated_tokens,
     head_entry,
     head_slot,
     make_room,
+    remove_running,
     reuse_cached_blocks,
-    ring_entry,
-    running_slot,
+    settle,
+    start_decoding,
+    stop_decoding,
+    waiting_slot,
     wrap,
 )
 
@@ -91,25 +94,12 @@ def _complete(c, n, v, q, e, i, now):
     else:
         v.step_late += r.score
     e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
-    if r.decoding:
-        e.decoding -= 1
-        e.decoding_tokens -= r.prompt + r.output
+    stop_decoding(c, q, e, r, r.prompt + r.output)
+    remove_running(q, e, i)
     if c.prefix_caching:
         e.free_tail += blocks_of(c, r.prompt + r.output - 1)
     q.lists[e.first_entry + 2 * c.slots + e.free] = i
     e.free += 1
-
-
-@inline
-def _start_decoding(e, r, now):
-    """Request ``r`` emits a token when its prefill ends; the expert's token counter takes over."""
-    r.generated += 1
-    r.decoding = 1
-    r.origin = e.emitted - r.generated
-    e.decoding += 1
-    e.decoding_tokens += r.prompt + r.generated
-    if r.generated == 1:
-        r.first = now
 
 
 @inline
@@ -124,24 +114,20 @@ def _end_iteration(c, n, v, q, e):
         if e.iteration == DECODE and e.emitted < e.next_finish:
             return
     if e.iteration != DECODE:
-        for i in range(e.running - e.admitted, e.running):
-            r = q.slots[running_slot(q, e, i)]
+        while e.prefill >= 0:
+            i = e.prefill
+            r = q.slots[e.first_slot + i]
             if e.iteration == MIXED:
                 r.computed += r.chunk
                 if r.computed < r.prompt + r.generated:
-                    continue
-            _start_decoding(e, r, now)
-    still_running = 0
-    for i in range(e.running):
-        k = q.lists[e.first_entry + i]
-        r = q.slots[e.first_slot + k]
-        if r.decoding and e.emitted - r.origin >= r.output:
-            _complete(c, n, v, q, e, k, now)
-        else:
-            q.lists[e.first_entry + still_running] = k
-            still_running += 1
-    e.running = still_running
+                    break  # the chunks after an unfinished prefill are empty
+            start_decoding(c, q, e, r, i)
+            if r.generated == 1:
+                r.first = now
     find_next_finish(q, e)
+    while e.next_finish <= e.emitted:
+        _complete(c, n, v, q, e, q.lists[e.first_entry], now)
+        find_next_finish(q, e)
 
 
 # ---------------------------------------------------------------------------------------- admission
@@ -149,15 +135,16 @@ def _end_iteration(c, n, v, q, e):
 
 @inline
 def _continue_chunks(c, q, e):
-    """Next chunks of prefills under way: the last of the running list; returns their tokens."""
+    """Next chunks of the prefills under way; returns their tokens."""
     tokens = 0
     budget = c.token_budget - e.decoding
-    e.admitted = e.running - e.decoding
-    for i in range(e.decoding, e.running):
-        r = q.slots[running_slot(q, e, i)]
+    i = e.prefill
+    while i >= 0:
+        r = q.slots[e.first_slot + i]
         r.chunk = min(r.prompt + r.generated - r.computed, budget)
         budget -= r.chunk
         tokens += r.chunk
+        i = r.newer
     return tokens
 
 
@@ -171,7 +158,6 @@ def _admit(c, law, n, q, e, now):
     chunked = c.scheduler == CHUNKED
     tokens = 0
     budget = c.token_budget
-    e.admitted = 0
     if chunked:
         tokens = _continue_chunks(c, q, e)
         budget -= e.decoding + tokens
@@ -196,9 +182,7 @@ def _admit(c, law, n, q, e, now):
         if c.prefix_caching:
             reuse_cached_blocks(c, q, e, r, blocks)
         r.preempted = 0
-        q.lists[e.first_entry + e.running] = i
-        e.running += 1
-        e.admitted += 1
+        append_running(q, e, i)
         e.used += blocks
         e.reserved += longest
         if math.isnan(r.admitted):
@@ -220,11 +204,13 @@ def _start_mixed(c, law, n, q, e, now, tokens):
     """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
     time = dense_s(c, law, n, float(tokens + e.decoding))
     chunks = 0
-    for i in range(e.running - e.admitted, e.running):
-        r = q.slots[running_slot(q, e, i)]
+    i = e.prefill
+    while i >= 0:
+        r = q.slots[e.first_slot + i]
         if r.chunk > 0:
             chunks += 1
             time += chunk_attention_s(c, law, n, float(r.chunk), float(r.computed))
+        i = r.newer
     if e.decoding > 0:
         time += decode_attention_s(c, law, n, e.decoding, e.decoding_tokens / e.decoding)
     e.end = now + time + head_s(c, law, n, e.decoding + chunks)
@@ -238,7 +224,6 @@ def _run_decodes(c, law, n, e, limit, now, until, before):
     e.decoding_tokens += e.running * done
     e.start = now + spent
     e.end = e.start + cost
-    return done
 
 
 @inline
@@ -256,12 +241,11 @@ def _start_decodes(c, law, n, q, e, now, until, preempted):
             before = head.available - now
         elif preempted > 0:
             limit = 0  # whether it fits is decided at the next boundary
-    done = _run_decodes(c, law, n, e, limit, now, until, before)
+    _run_decodes(c, law, n, e, limit, now, until, before)
     if c.prefix_caching:
-        for i in range(e.running):
-            r = q.slots[running_slot(q, e, i)]
-            tokens = r.prompt + generated_tokens(e, r)
-            e.free_head += blocks_of(c, tokens) - blocks_of(c, tokens - done)
+        used = e.used
+        settle(c, q, e)
+        e.free_head += e.used - used
 
 
 @inline
@@ -271,7 +255,6 @@ def _start_iteration(c, law, n, q, e, now, until):
     preempted = 0
     if c.memory_policy == PAGED:
         preempted = make_room(c, law, n, q, e)
-    e.admitted = 0
     if preempted == 0:
         tokens = _admit(c, law, n, q, e, now)
     elif c.scheduler == CHUNKED:
@@ -279,10 +262,11 @@ def _start_iteration(c, law, n, q, e, now, until):
     else:
         tokens = 0
 
-    if e.admitted > 0 and c.scheduler == ORCA:
+    prefills = e.running > e.decoding
+    if prefills and c.scheduler == ORCA:
         e.iteration = PREFILL
         e.end = now + prefill_s(c, law, n, float(tokens))
-    elif e.admitted > 0:
+    elif prefills:
         e.iteration = MIXED
         _start_mixed(c, law, n, q, e, now, tokens)
     elif e.running > 0:
@@ -324,17 +308,24 @@ def change_availability(c, n, v, e):
     e.next_change += sojourn_s(c, v.failure_seed, n, e.changes)
 
 
+@inline
+def _lose(v, n, q, r):
+    _log_request(v, n, q, r, FAILED, np.nan)
+    v.failed += 1
+    v.step_late += r.score
+
+
 @inner
 def _fail(c, law, n, v, q, e):
     """Expert n dies: all that it runs, queues or is being sent is lost."""
-    for i in range(e.running + e.waiting):
-        entry = e.first_entry + i if i < e.running else ring_entry(c, e, i - e.running)
-        r = q.slots[e.first_slot + q.lists[entry]]
-        _log_request(v, n, q, r, FAILED, np.nan)
-        v.failed += 1
-        v.step_late += r.score
+    i = e.oldest
+    while i >= 0:
+        r = q.slots[e.first_slot + i]
+        _lose(v, n, q, r)
+        i = r.newer
+    for k in range(e.waiting):
+        _lose(v, n, q, q.slots[waiting_slot(c, q, e, k)])
     clear_expert(c, law, n, q, e)
-    find_next_finish(q, e)
 
 
 @inline

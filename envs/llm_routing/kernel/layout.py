@@ -114,24 +114,32 @@ ENV = _record(
 
 EXPERT = _record(
     [
+        # The first 64 bytes are what every step reads.
         ("start", "f8"),  # s, begin of the iteration in flight
         ("end", "f8"),  # s, its end: the next boundary; inf: none
+        ("next_change", "f8"),  # s, when `down` changes next; inf: never
+        ("running", "i8"),  # requests
+        ("waiting", "i8"),  # requests
+        ("emitted", "i8"),  # decode iterations so far
+        ("settled", "i8"),  # value of `emitted` for which `used` holds, see `settle`
+        ("used", "i8"),  # blocks of the running requests
         ("first_slot", "i8"),  # where its requests begin in the slots
         ("first_entry", "i8"),  # where its lists begin
         ("iteration", "i8"),  # in flight: IDLE, PREFILL, DECODE or MIXED
-        ("emitted", "i8"),  # decode iterations so far
         ("next_finish", "i8"),  # value of `emitted` at which the next running request is done
-        ("running", "i8"),  # requests
-        ("waiting", "i8"),  # requests
-        ("ring_head", "i8"),  # where the waiting queue begins in its ring
-        ("free", "i8"),  # slots
         ("decoding", "i8"),  # running requests whose prefill is done
         ("decoding_tokens", "i8"),  # prompt and generated tokens of those
-        ("admitted", "i8"),  # running requests whose prefill is under way: the last of the list
-        ("reserved", "i8"),  # blocks for the longest answers of the running requests
+        ("phase", "i8"),  # `settled` modulo the block size
         ("segment", "i8"),  # of the decode table in which the last run ended
-        # Prefix caching: blocks in use at the last boundary, ends of the queue of free blocks.
-        ("used", "i8"),
+        # Running list: slots, -1 for none.
+        ("oldest", "i8"),  # admitted
+        ("newest", "i8"),  # admitted
+        ("prefill", "i8"),  # oldest whose prefill is under way; so are all after it
+        ("admissions", "i8"),  # so far
+        ("reserved", "i8"),  # blocks for the longest answers of the running requests
+        ("ring_head", "i8"),  # where the waiting queue begins in its ring
+        ("free", "i8"),  # slots
+        # Prefix caching: ends of the queue of free blocks.
         ("free_head", "i8"),
         ("free_tail", "i8"),
         # Rows of the observation that are not zero.
@@ -139,7 +147,6 @@ EXPERT = _record(
         ("written_waiting", "i8"),
         ("down", "i8"),  # 1: it has failed and is not back
         ("changes", "i8"),  # how often that has changed
-        ("next_change", "f8"),  # s, when it changes next; inf: never
     ]
 )
 """An expert: an iteration-level scheduler with its running list and its waiting queue."""
@@ -148,23 +155,28 @@ SLOT = _record(
     [
         # The first 64 bytes are what every step reads.
         ("arrived", "f8"),  # s, at the router
-        ("available", "f8"),  # s, at the expert
         ("origin", "i8"),  # value of the expert's `emitted` at which it had no token, if decoding
         ("request", "i4"),  # index in the episode
         ("prompt", "i4"),  # tokens
         ("output", "i4"),  # tokens
         ("generated", "i4"),  # tokens, up to date unless decoding: see `generated_tokens`
         ("decoding", "i4"),  # 1: its prefill is done
-        ("preempted", "i4"),  # 1: it waits to run again
-        ("chunk", "i4"),  # tokens of its prefill in this iteration
         ("score", "f4"),
         ("predicted_score", "f4"),
         ("predicted_output", "f4"),  # tokens
+        # Running: the slots next to it in the running list, -1 for none.
+        ("older", "i4"),
+        ("newer", "i4"),
+        ("place", "i4"),  # in the heap, if decoding
+        ("preempted", "i4"),  # 1: it waits to run again
+        ("available", "f8"),  # s, at the expert
         ("admitted", "f8"),  # s, NaN before
         ("first", "f8"),  # s, first token; NaN before
+        ("admission", "i8"),  # its number at the expert
+        ("chunk", "i4"),  # tokens of its prefill in this iteration
+        ("computed", "i4"),  # tokens whose prefill is done
         # Prefix caching: where its cached blocks lie in the queue of free blocks.
         ("segment", "i8"),
-        ("computed", "i4"),  # tokens whose prefill is done
         ("segment_blocks", "i4"),
         ("preemptions", "i4"),
     ]
@@ -207,14 +219,15 @@ class Tables(NamedTuple):
 class Queues(NamedTuple):
     """The requests at the experts and in the log, flat.
 
-    Expert n of row b owns S records of ``slots`` from its ``first_slot`` on, and 3 S entries of
-    ``lists`` from its ``first_entry`` on: the running list in order of admission, the ring of the
-    waiting queue and the stack of free slots, all numbers of its own slots. Views of parts would be
-    reference-counted on the hot path.
+    Expert n of row b owns S records of ``slots`` from its ``first_slot`` on, and 3 S + K entries of
+    ``lists`` from its ``first_entry`` on, K being the tokens of a block: the heap of the decoding
+    requests by their last token, the ring of the waiting queue and the stack of free slots, all
+    numbers of its own slots; then for each k below K how many decoding requests start on a new
+    block with emission k + 1 modulo K. Views of parts would be reference-counted on the hot path.
 
     Attributes:
         slots: ``(B N S,)`` `SLOT`.
-        lists: int32 ``(3 B N S,)``.
+        lists: int32 ``(B N (3 S + K),)``.
         log: ``(B J,)`` `LOG`.
     """
 

@@ -25,8 +25,7 @@ from servegym.envs.llm_routing.kernel.queues import (
     blocks_of,
     can_take,
     generated_tokens,
-    running_slot,
-    used_blocks,
+    settle,
     waiting_slot,
 )
 
@@ -79,7 +78,8 @@ def _observe_experts(c, t, s, out, b):
     total = 0.0
     for n in range(c.num_experts):
         e = s.expert[b, n]
-        memory = used_blocks(c, s.queues, e) * (1.0 / t.law[n * EXPERT_WIDTH + CAPACITY])
+        settle(c, s.queues, e)
+        memory = e.used * (1.0 / t.law[n * EXPERT_WIDTH + CAPACITY])
         total += memory
         o = (b * c.num_experts + n) * STATE_WIDTH
         out.observation[o] = memory
@@ -171,11 +171,15 @@ def _write_queues(c, law, n, q, e, now, waiting, obs, o_run, o_wait):
     """Rows of the requests that run and of the first ``waiting``; returns the memory in use."""
     per_capacity = 1.0 / law[n * EXPERT_WIDTH + CAPACITY]
     used = 0
-    for i in range(e.running):
-        r = q.slots[running_slot(q, e, i)]
+    o = o_run
+    i = e.oldest
+    while i >= 0:
+        r = q.slots[e.first_slot + i]
         blocks = blocks_of(c, r.prompt + generated_tokens(e, r))
         used += blocks
-        _write_request(e, r, now, blocks * per_capacity, obs, o_run + REQUEST_WIDTH * i)
+        _write_request(e, r, now, blocks * per_capacity, obs, o)
+        o += REQUEST_WIDTH
+        i = r.newer
     for k in range(waiting):
         r = q.slots[waiting_slot(c, q, e, k)]
         _write_request(e, r, now, 0.0, obs, o_wait + REQUEST_WIDTH * k)

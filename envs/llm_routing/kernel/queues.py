@@ -9,6 +9,8 @@ import numpy as np
 from servegym.envs._jit import inline, inner
 from servegym.envs.llm_routing.kernel.layout import CAPACITY, EXPERT_WIDTH, IDLE
 
+NEVER = 1 << 60  # emissions
+
 
 class Request(NamedTuple):
     """A request on its way to an expert.
@@ -70,16 +72,11 @@ def waiting_slot(c, q, e, k):
 
 
 @inline
-def running_slot(q, e, i):
-    """Slot of the i-th of the running list."""
-    return e.first_slot + q.lists[e.first_entry + i]
-
-
-@inline
 def locate(c, b, n, e):
     """Set where slots and lists of expert n in row b begin."""
-    e.first_slot = (b * c.num_experts + n) * c.slots
-    e.first_entry = 3 * e.first_slot
+    number = b * c.num_experts + n
+    e.first_slot = number * c.slots
+    e.first_entry = number * (3 * c.slots + c.block_size)
 
 
 @inner
@@ -94,15 +91,23 @@ def clear_expert(c, law, n, q, e):
     e.ring_head = 0
     e.decoding = 0
     e.decoding_tokens = 0
-    e.admitted = 0
+    e.next_finish = NEVER
+    e.oldest = -1
+    e.newest = -1
+    e.prefill = -1
+    e.admissions = 0
     e.reserved = 0
     e.segment = 0
     e.used = 0
+    e.settled = 0
+    e.phase = 0
     e.free_head = 0
     e.free_tail = int(law[n * EXPERT_WIDTH + CAPACITY])
     e.free = c.slots
     for i in range(c.slots):
         q.lists[e.first_entry + 2 * c.slots + i] = c.slots - 1 - i
+    for k in range(c.block_size):
+        q.lists[e.first_entry + 3 * c.slots + k] = 0
 
 
 @inline
@@ -144,14 +149,107 @@ def enqueue(c, q, e, request):
         e.end = max(e.start, q.slots[head_slot(c, q, e)].available)
 
 
+@inline
+def append_running(q, e, i):
+    """Put slot i at the end of the running list."""
+    r = q.slots[e.first_slot + i]
+    r.older = e.newest
+    r.newer = -1
+    r.admission = e.admissions
+    e.admissions += 1
+    if e.newest < 0:
+        e.oldest = i
+    else:
+        q.slots[e.first_slot + e.newest].newer = i
+    if e.prefill < 0:
+        e.prefill = i
+    e.newest = i
+    e.running += 1
+
+
+@inline
+def remove_running(q, e, i):
+    """Take slot i out of the running list."""
+    r = q.slots[e.first_slot + i]
+    if e.prefill == i:
+        e.prefill = r.newer
+    if r.older < 0:
+        e.oldest = r.newer
+    else:
+        q.slots[e.first_slot + r.older].newer = r.newer
+    if r.newer < 0:
+        e.newest = r.older
+    else:
+        q.slots[e.first_slot + r.newer].older = r.older
+    e.running -= 1
+
+
+# ------------------------------------------------------------------------------------------- heap
+
+
+@inline
+def _ends_before(q, e, i, k):
+    """Whether decoding slot i has its last token before slot k; of two at once, the older first."""
+    r = q.slots[e.first_slot + i]
+    other = q.slots[e.first_slot + k]
+    mine = r.origin + r.output
+    theirs = other.origin + other.output
+    return mine < theirs or (mine == theirs and r.admission < other.admission)
+
+
+@inline
+def _put(q, e, place, i):
+    q.lists[e.first_entry + place] = i
+    q.slots[e.first_slot + i].place = place
+
+
 @inner
+def _rise(q, e, place, i):
+    """Put slot i at ``place`` of the heap or as far above it as it belongs."""
+    while place > 0:
+        above = (place - 1) // 2
+        k = q.lists[e.first_entry + above]
+        if not _ends_before(q, e, i, k):
+            break
+        _put(q, e, place, k)
+        place = above
+    _put(q, e, place, i)
+
+
+@inner
+def _sink(q, e, place, i):
+    """Put slot i at ``place`` of the heap or as far below it as it belongs."""
+    while 2 * place + 1 < e.decoding:
+        below = 2 * place + 1
+        k = q.lists[e.first_entry + below]
+        if below + 1 < e.decoding:
+            other = q.lists[e.first_entry + below + 1]
+            if _ends_before(q, e, other, k):
+                below += 1
+                k = other
+        if not _ends_before(q, e, k, i):
+            break
+        _put(q, e, place, k)
+        place = below
+    _put(q, e, place, i)
+
+
+@inline
 def find_next_finish(q, e):
     """Set the count of emissions at which the next decoding request has its last token."""
-    e.next_finish = 1 << 60
-    for i in range(e.running):
-        r = q.slots[running_slot(q, e, i)]
-        if r.decoding:
-            e.next_finish = min(e.next_finish, r.origin + r.output)
+    e.next_finish = NEVER
+    if e.decoding > 0:
+        r = q.slots[e.first_slot + q.lists[e.first_entry]]
+        e.next_finish = r.origin + r.output
+
+
+@inner
+def order_heap(q, e):
+    """Order the heap anew, whatever has become of the requests in it."""
+    for k in range(e.decoding // 2):
+        place = e.decoding // 2 - 1 - k
+        _sink(q, e, place, q.lists[e.first_entry + place])
+    find_next_finish(q, e)
 
 
 # ----------------------------------------------------------------------------------------- memory
@@ -170,14 +268,69 @@ def generated_tokens(e, r):
     return e.emitted - r.origin if r.decoding else r.generated
 
 
+@inner
+def settle(c, q, e):
+    """Bring ``e.used``, the left side of Eq. 4, up to the emissions so far."""
+    steps = e.emitted - e.settled
+    if steps == 0:
+        return
+    e.settled = e.emitted
+    if steps >= c.block_size:
+        turns = int((steps + 0.5) * c.blocks_per_token)  # every request takes a block in each
+        e.used += turns * e.decoding
+        steps -= turns * c.block_size
+    first = e.first_entry + 3 * c.slots
+    end = e.phase + steps
+    for k in range(e.phase, min(end, c.block_size)):
+        e.used += q.lists[first + k]
+    if end >= c.block_size:
+        end -= c.block_size
+        for k in range(end):
+            e.used += q.lists[first + k]
+    e.phase = end
+
+
 @inline
-def used_blocks(c, q, e):
-    """KV blocks in use: the left side of Eq. 4."""
-    total = 0
-    for i in range(e.running):
-        r = q.slots[running_slot(q, e, i)]
-        total += blocks_of(c, r.prompt + generated_tokens(e, r))
-    return total
+def _residue(c, e, blocks, tokens):
+    """Which of the last counts in the lists has a decoding request of so many blocks and tokens."""
+    k = e.phase + blocks * c.block_size - tokens
+    return e.first_entry + 3 * c.slots + (k - c.block_size if k >= c.block_size else k)
+
+
+@inline
+def start_decoding(c, q, e, r, i):
+    """Request r in slot i, the oldest whose prefill was under way, has a token more and decodes."""
+    settle(c, q, e)
+    r.generated += 1
+    r.decoding = 1
+    r.origin = e.emitted - r.generated
+    tokens = r.prompt + r.generated
+    blocks = blocks_of(c, tokens)
+    e.used += blocks - blocks_of(c, tokens - 1)
+    q.lists[_residue(c, e, blocks, tokens)] += 1
+    e.decoding += 1
+    e.decoding_tokens += tokens
+    e.prefill = r.newer
+    _rise(q, e, e.decoding - 1, i)
+
+
+@inline
+def stop_decoding(c, q, e, r, tokens):
+    """Request r, with so many tokens by now, gives back its blocks; returns their count."""
+    settle(c, q, e)
+    blocks = blocks_of(c, tokens)
+    e.used -= blocks
+    q.lists[_residue(c, e, blocks, tokens)] -= 1
+    e.decoding -= 1
+    e.decoding_tokens -= tokens
+    last = q.lists[e.first_entry + e.decoding]
+    place = r.place
+    if place < e.decoding:
+        above = q.lists[e.first_entry + (place - 1) // 2] if place > 0 else last
+        if place > 0 and _ends_before(q, e, last, above):
+            _rise(q, e, place, last)
+        else:
+            _sink(q, e, place, last)
 
 
 @inline
@@ -189,25 +342,14 @@ def can_take(c, law, n, e, prompt):
     return blocks_of(c, prompt + c.max_output_tokens) <= capacity
 
 
-@inner
-def _forget_segment(c, q, e, r, blocks):
-    """Take ``blocks`` of r's cached blocks out of the free queue; those behind them move up."""
-    e.free_tail -= blocks
-    for k in range(e.waiting):
-        other = q.slots[waiting_slot(c, q, e, k)]
-        if not other.preempted:
-            break
-        if other.segment > r.segment:
-            other.segment -= blocks
-
-
 @inline
 def reuse_cached_blocks(c, q, e, r, blocks):
     """Prefix caching: r, which needs ``blocks``, is admitted and finds what is left of its own."""
     if r.preempted:
         gone = min(max(e.free_head - r.segment, 0), r.segment_blocks)
         cached = r.segment_blocks - gone
-        _forget_segment(c, q, e, r, cached)
+        # What was preempted before r waits behind r, so none of its blocks lie behind r's.
+        e.free_tail -= cached
         r.computed = cached * c.block_size
         e.free_head -= cached
     e.free_head += blocks
@@ -216,8 +358,7 @@ def reuse_cached_blocks(c, q, e, r, blocks):
 @inner
 def _preempt_newest(c, q, e):
     """Send the newest admitted request back to the head of the waiting queue."""
-    e.running -= 1
-    i = q.lists[e.first_entry + e.running]
+    i = e.newest
     r = q.slots[e.first_slot + i]
     generated = generated_tokens(e, r)
     if c.prefix_caching:
@@ -228,9 +369,11 @@ def _preempt_newest(c, q, e):
         r.segment = e.free_tail + blocks_of(c, held) - full
         r.segment_blocks = full
         e.free_tail += blocks_of(c, held)
+    remove_running(q, e, i)
     if r.decoding:
-        e.decoding -= 1
-        e.decoding_tokens -= r.prompt + generated
+        stop_decoding(c, q, e, r, r.prompt + generated)
+    else:
+        e.used -= blocks_of(c, r.prompt + generated)
     e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
     r.generated = generated
     r.decoding = 0
@@ -247,19 +390,13 @@ def make_room(c, law, n, q, e):
     """Step 2 of a boundary (paged memory): preempt until the running requests fit."""
     capacity = int(law[n * EXPERT_WIDTH + CAPACITY])
     before = e.running
-    used = used_blocks(c, q, e)
-    while used > capacity:
-        r = q.slots[running_slot(q, e, e.running - 1)]
-        used -= blocks_of(c, r.prompt + generated_tokens(e, r))
+    settle(c, q, e)
+    while e.used > capacity:
         _preempt_newest(c, q, e)
     if e.running < before:
         find_next_finish(q, e)
     if c.prefix_caching:
         # Growth of those who stay: taken from the head of the free queue.
-        for i in range(e.running):
-            r = q.slots[running_slot(q, e, i)]
-            if r.decoding:
-                tokens = r.prompt + generated_tokens(e, r)
-                e.free_head += blocks_of(c, tokens) - blocks_of(c, tokens - 1)
-    e.used = used
+        last = (e.phase if e.phase > 0 else c.block_size) - 1
+        e.free_head += q.lists[e.first_entry + 3 * c.slots + last]
     return before - e.running

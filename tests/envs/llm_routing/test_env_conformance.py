@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 import servegym
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.core import held
 
 from ...nested import assert_same, same
 
@@ -627,11 +628,10 @@ def test_dropping_everything_has_no_latency():
 
 def in_system(state):
     """(expert, slot) of every request that runs or waits."""
-    size = state.slot.shape[1]
-    for n, e in enumerate(state.expert):
-        ring = (int(e["ring_head"]) + np.arange(int(e["waiting"]))) % size
-        for i in (*state.queue[n, : int(e["running"])], *state.queue[n, size + ring]):
-            yield n, int(i)
+    for n, records in enumerate(zip(state.expert, state.slot, state.queue, strict=True)):
+        running, waiting = held(*records)
+        for i in running + waiting:
+            yield n, i
 
 
 def tokens(state, n, i):
