@@ -370,6 +370,8 @@ class Simulator:
         ]
         if not self._caches:
             calls.append((kernel.start_migration, (self.plant, self.state)))
+        if self._forwards:
+            calls.append((kernel.note_all_whole, (self.plant, self.state)))
         compile_kernels("expert placement engine", calls)
 
     def _set_forecast(self, forecast: Forecast | None) -> None:
@@ -443,6 +445,7 @@ class Simulator:
             server=np.zeros(n, kernel.SERVER),
             counts=np.zeros((n, total), np.int64),
             path=np.zeros((requests if self._forwards else 0, cluster.layers), np.int16),
+            whole=np.zeros((cluster.layers if self._forwards else 0, n), np.bool_),
             host=np.zeros(
                 (n if self.plant.cfg["host_limited"][0] else 0, total), kernel.HOST_EXPERT
             ),
@@ -473,6 +476,8 @@ class Simulator:
         expert, gpu = np.nonzero(state.target.T)
         first = np.cumsum(state.copies) - state.copies
         state.holders[expert, np.arange(len(expert)) - first[expert]] = gpu
+        if self._forwards:
+            kernel.note_all_whole(self.plant, state)
 
     def run(self, until: float = np.inf) -> None:
         """Advance to the time ``until``; by default until every request is served."""

@@ -33,6 +33,7 @@ queue of events), ``calls`` (calls of experts on other servers), ``caching`` (se
 (loads of a new placement), ``host_memory`` (what they read), ``simulation`` (the loop over events).
 """
 
+from servegym.envs.expert_placement.kernel.forwarding import note_all_whole
 from servegym.envs.expert_placement.kernel.migration import start_migration
 from servegym.envs.expert_placement.kernel.simulation import count_assignments, run
 from servegym.envs.expert_placement.kernel.tables import (
@@ -128,6 +129,7 @@ __all__ = [
     "Scratch",
     "State",
     "count_assignments",
+    "note_all_whole",
     "run",
     "start_migration",
 ]

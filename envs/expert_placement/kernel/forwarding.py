@@ -20,32 +20,33 @@ def choose_path(c, plant, load, st, r, now):
     """
     q = st.request[r]
     servers = c.num_servers
-    hop = _hop_seconds(c, plant, st, q, now)
     first = scramble(r, 0) % servers
+    rest = _layer_seconds(c, plant, st, q, now)
+    hop = np.full((servers, servers), np.nan)  # found when needed, once
     came = np.zeros((c.layers, servers), np.int16)
     value = np.full(servers, np.inf)
-    for layer in range(c.layers):
-        whole = _whole_layer(c, plant, st, layer)
+    before = _servers_of_layer(c, st, 0, first)
+    for n in before:
+        came[0, n] = n
+        value[n] = _way_s(c, plant, st, q.taken, n, TOKEN_BYTES * q.tokens, now) + rest[n]
+    for layer in range(1, c.layers):
+        these = _servers_of_layer(c, st, layer, first)
         new = np.full(servers, np.inf)
-        for n in range(servers):
-            if not whole[n]:
-                continue
+        for n in these:
             came[layer, n] = n
-            if layer == 0:
-                new[n] = _way_s(c, plant, st, q.taken, n, TOKEN_BYTES * q.tokens, now)
-            else:
-                new[n] = value[n]
-                for i in range(servers):
-                    m = (first + i) % servers
-                    if value[m] + hop[m, n] < new[n]:
-                        new[n] = value[m] + hop[m, n]
-                        came[layer, n] = m
-            new[n] += _layer_seconds(c, plant, st, q, n, now)
+            new[n] = value[n]
+            for m in before:
+                if np.isnan(hop[m, n]):
+                    hop[m, n] = _hop_seconds(c, plant, st, q, m, n, now)
+                if value[m] + hop[m, n] < new[n]:
+                    new[n] = value[m] + hop[m, n]
+                    came[layer, n] = m
+            new[n] += rest[n]
         value = new
+        before = these
     best = -1
     least = np.inf
-    for i in range(servers):
-        n = (first + i) % servers
+    for n in before:
         total = value[n] + _way_s(
             c, plant, st, n, load.request[r].home, TOKEN_BYTES * (1.0 + c.decode_steps), now
         )
@@ -58,24 +59,44 @@ def choose_path(c, plant, load, st, r, now):
 
 
 @jit
-def _whole_layer(c, plant, st, layer):
-    """Bool (N,): the servers that hold a layer whole, all of them if none does."""
-    whole = np.ones(c.num_servers, np.bool_)
-    found = False
-    for n in range(c.num_servers):
-        for expert in range(layer * c.experts, (layer + 1) * c.experts):
-            here = False
-            for g in range(plant.server[n].first_gpu, plant.server[n].end_gpu):
-                if st.resident[g, expert]:
-                    here = True
-                    break
-            if not here:
-                whole[n] = False
+def note_whole(c, plant, st, n, layer):
+    """Keep in ``st.whole`` whether a server's GPUs hold a layer whole: only its loads change it."""
+    whole = True
+    for expert in range(layer * c.experts, (layer + 1) * c.experts):
+        here = False
+        for g in range(plant.server[n].first_gpu, plant.server[n].end_gpu):
+            if st.resident[g, expert]:
+                here = True
                 break
-        found = found or whole[n]
-    if not found:
-        whole[:] = True
-    return whole
+        if not here:
+            whole = False
+            break
+    st.whole[layer, n] = whole
+
+
+@jit
+def note_all_whole(plant, st):
+    """`note_whole` of every server and layer, for a placement that is put in place at once."""
+    c = plant.cfg[0]
+    for layer in range(c.layers):
+        for n in range(c.num_servers):
+            note_whole(c, plant, st, n, layer)
+
+
+@jit
+def _servers_of_layer(c, st, layer, first):
+    """The servers that hold a layer whole, all of them if none does, in a ring from ``first``."""
+    found = np.empty(c.num_servers, np.int64)
+    for every in (False, True):
+        number = 0
+        for i in range(c.num_servers):
+            n = (first + i) % c.num_servers
+            if every or st.whole[layer, n]:
+                found[number] = n
+                number += 1
+        if number > 0:
+            break
+    return found[:number]
 
 
 @jit
@@ -89,25 +110,27 @@ def _way_s(c, plant, st, n, m, size, now):
 
 
 @jit
-def _hop_seconds(c, plant, st, q, now):
-    """(N, N) seconds of hidden states between two servers, over all steps of a request."""
-    hop = np.zeros((c.num_servers, c.num_servers))
-    for n in range(c.num_servers):
-        for m in range(c.num_servers):
-            if n != m:
-                for times, tokens in ((1.0, float(q.tokens)), (c.decode_steps, 1.0)):
-                    way = _way_s(c, plant, st, n, m, tokens * c.activation_bytes, now)
-                    hop[n, m] += times * (way + tokens * c.stage_token + c.stage_base)
-    return hop
+def _hop_seconds(c, plant, st, q, n, m, now):
+    """Seconds of hidden states between two servers, over all steps of a request."""
+    total = 0.0
+    if n != m:
+        for times, tokens in ((1.0, float(q.tokens)), (c.decode_steps, 1.0)):
+            way = _way_s(c, plant, st, n, m, tokens * c.activation_bytes, now)
+            total += times * (way + tokens * c.stage_token + c.stage_base)
+    return total
 
 
 @jit
-def _layer_seconds(c, plant, st, q, n, now):
-    """Seconds of one layer without its experts on a server, over all steps of a request."""
-    server = plant.server[n]
-    wait = max(0.0, st.gpu[server.first_gpu].free - now)
-    prefill = wait + server.dense_base + server.dense_token * q.tokens
-    return prefill + c.decode_steps * (wait + server.dense_base + server.dense_token)
+def _layer_seconds(c, plant, st, q, now):
+    """(N,) seconds of one layer without its experts, over all steps of a request."""
+    seconds = np.empty(c.num_servers)
+    for n in range(c.num_servers):
+        server = plant.server[n]
+        wait = max(0.0, st.gpu[server.first_gpu].free - now)
+        prefill = wait + server.dense_base + server.dense_token * q.tokens
+        more = c.decode_steps * (wait + server.dense_base + server.dense_token)
+        seconds[n] = prefill + more
+    return seconds
 
 
 @jit

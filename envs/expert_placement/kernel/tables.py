@@ -312,6 +312,8 @@ class State(NamedTuple):
         server: `SERVER` (N,).
         counts: int64 (N, C) assignments since the last adopted change.
         path: int16 (R, L) servers of a request's layers where requests are forwarded, else (0, L).
+        whole: bool (L, N) whether a server's GPUs hold a layer whole, where requests are forwarded,
+            else (0, N).
         host: `HOST_EXPERT` (N, C) where host memory is limited, else (0, C).
     """
 
@@ -331,6 +333,7 @@ class State(NamedTuple):
     server: np.ndarray
     counts: np.ndarray
     path: np.ndarray
+    whole: np.ndarray
     host: np.ndarray
 
 

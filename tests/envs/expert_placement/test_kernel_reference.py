@@ -135,6 +135,8 @@ def compare(sim, ref):
     for g in ref.gpus:
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
         assert state.gpu["used"][g.number] == g.used
+    for layer, held in enumerate(state.whole):
+        assert (np.flatnonzero(held).tolist() or list(range(len(held)))) == ref.whole(layer)
     compare_host_memory(state, ref)
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
