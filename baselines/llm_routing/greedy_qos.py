@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
 from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 
@@ -43,6 +44,10 @@ class GreedyQos(RoutingPolicy):
     with the predicted score s_n and the seconds of the expert's time that the request takes,
     work_n (`Estimate.work_s`; long answers and slow cards cost more), and the best value is taken
     if it is positive: see `PricedGreedy`.
+
+    With ``lengths="survival"`` lengths are distributions (`ExpectedQos`): no expert is ruled out,
+    and in the place of s_n stands the score times the probability that the answer is in time, less
+    the scores of the others times what their probabilities lose.
     """
 
     name = "greedy_qos"
@@ -57,6 +62,7 @@ class GreedyQos(RoutingPolicy):
         margin: float = 1.0,
         overrun: float = 0.3,
         fallback: str = "drop",
+        lengths: str = "predicted",
     ) -> None:
         """Build it.
 
@@ -66,8 +72,11 @@ class GreedyQos(RoutingPolicy):
             power: How late the price rises with the load.
             share: Weight of the fleet's mean load against the expert's own.
             margin: Share of the latency requirement that predictions may use.
-            overrun: See `LatencyModel`.
-            fallback: What to do where no expert qualifies, ``"drop"`` or ``"least_harm"``.
+            overrun: See `LatencyModel`; for predicted lengths alone.
+            fallback: What to do where no expert qualifies, or has a positive value,
+                ``"drop"`` or ``"least_harm"``.
+            lengths: ``"predicted"``, each taken to come true, or ``"survival"``, the distribution
+                given the prediction and the tokens so far.
 
         Raises:
             ValueError: If a parameter is out of range.
@@ -84,22 +93,34 @@ class GreedyQos(RoutingPolicy):
                 raise ValueError(f"{argument} must be {allowed}, got {given}")
         if fallback not in ("drop", "least_harm"):
             raise ValueError(f"fallback must be 'drop' or 'least_harm', got {fallback!r}")
+        if lengths not in ("predicted", "survival"):
+            raise ValueError(f"lengths must be 'predicted' or 'survival', got {lengths!r}")
         self.model = LatencyModel(system, overrun=overrun)
+        self.expected = ExpectedQos(system) if lengths == "survival" else None
         self.price, self.power, self.share = float(price), float(power), float(share)
         self.margin, self.fallback = float(margin), fallback
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
-        estimate = self.model.estimate(observation)
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
+        experts = np.asarray(observation["experts"], dtype=np.float64)
+        load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
+        load = (1 - self.share) * load + self.share * load.mean(axis=1, keepdims=True)
+        if self.expected is not None:
+            gain, harm, estimate = self.expected(observation, self.margin)
+            value = gain - harm - self.price * load**self.power * estimate.work_s
+            value -= 1e-3 * estimate.with_new[..., -1] / requirement
+            action = pick(-value, action_mask)
+            if self.fallback == "drop":
+                legal = np.asarray(action_mask)[:, 1:] > 0
+                action[np.where(legal, value, -np.inf).max(axis=1) <= 0] = 0
+            return action
+        estimate = self.model.estimate(observation)
         limit = self.margin * requirement[:, :, None]
         in_time = estimate.with_new <= limit
         made_late = (estimate.without <= limit) & ~in_time
         own = estimate.scores[..., -1]
-        experts = np.asarray(observation["experts"], dtype=np.float64)
-        load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
-        load = (1 - self.share) * load + self.share * load.mean(axis=1, keepdims=True)
         value = own - self.price * load**self.power * estimate.work_s
         # Scores are bucket centres: among equal ones the fastest is taken.
         value -= 1e-3 * estimate.with_new[..., -1] / requirement

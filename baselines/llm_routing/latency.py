@@ -125,6 +125,12 @@ def _decode_s(laws, n, sequences, context):
     return _interpolate(context, laws.context_tokens, laws.decode_s[n, sequences])
 
 
+@inner
+def decode_s(context_tokens, decode, n, sequences, context):
+    """Seconds of a decode iteration of expert n, from the tables of `Laws`."""
+    return _interpolate(context, context_tokens, decode[n, sequences])
+
+
 @inline
 def _rest_of_iteration(r, running, laws, n):
     """Seconds left of the iteration in flight, of which half is over on average."""
@@ -274,7 +280,11 @@ def compile_kernels() -> None:
 
 
 class LatencyModel:
-    """Predicts latency per token from observations of a `RoutingSystem`."""
+    """Predicts latency per token from observations of a `RoutingSystem`.
+
+    Attributes:
+        laws: The laws of the system, as the compiled estimate reads them.
+    """
 
     def __init__(self, system: RoutingSystem, *, overrun: float = 0.3) -> None:
         """Prepare the tables.
@@ -292,7 +302,7 @@ class LatencyModel:
         compile_kernels()
         self.system = system
         self.overrun = float(overrun)
-        self._laws = Laws(
+        self.laws = Laws(
             *(
                 np.ascontiguousarray(part, dtype=np.float64)
                 for part in (
@@ -326,7 +336,7 @@ class LatencyModel:
         shape = (batch, experts, slots + seen.waiting.shape[2] + 1)
         out = Predictions(np.empty(shape), np.empty(shape), np.empty(shape[:2]))
         chunked = self.system.scheduler == "chunked_prefill"
-        _estimate(seen, self._laws, self.overrun, chunked, out)
+        _estimate(seen, self.laws, self.overrun, chunked, out)
         scores = np.concatenate(
             [
                 seen.running[..., 1] * (seen.running_mask > 0),

@@ -1,0 +1,283 @@
+"""Output lengths as distributions: what a predicted length and the tokens so far tell of the rest.
+
+A predicted length is the centre of the bucket that the predictor names, and predictors err. The
+train split has the lengths that came true under every prediction, and with them the survival curve
+of an answer: how many tokens are left, given that so many have come and it has not ended.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.llm_routing.latency import Estimate, LatencyModel, decode_s
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.protocol import Observation
+from servegym.envs import _jit
+from servegym.envs._jit import borrowed, inner, jit
+
+Floats = NDArray[np.float64]
+
+BUCKETS = 10
+"""Of predictions that are not in buckets themselves."""
+FEW = 32
+"""Predictions of more different values than these are put in `BUCKETS` of equal counts."""
+
+
+class LengthModel:
+    """Distributions of the output length given the predicted one, from the train split alone.
+
+    For expert n and predicted bucket k the distribution is the train rows of both, with the
+    bucket's rows of all experts counting for ``pooling`` rows, and all rows of all experts for
+    one. Where nothing predicts lengths (``length_predictor="zero"``), or without
+    ``system.train``, any length up to the longest is as likely as another, as who has no
+    predictions must not know the experts' lengths either.
+
+    Attributes:
+        edges: (K - 1,) predicted lengths between the buckets.
+        mass: (N, K, T + 1) probability of a length of 0 to T tokens, T = ``max_output_tokens``.
+        survival: (N, K, T + 1) probability of more than t tokens.
+        left: (N, K, T + 1) mean tokens left of an answer of more than t tokens; 1 from T on.
+    """
+
+    def __init__(self, system: RoutingSystem, *, pooling: float = 300.0) -> None:
+        """Count the train rows.
+
+        Args:
+            system: The system.
+            pooling: Rows that the other experts' count for.
+
+        Raises:
+            ValueError: If ``pooling`` is not above 0.
+        """
+        if not pooling > 0:
+            raise ValueError(f"pooling must be > 0, got {pooling}")
+        experts, longest = system.num_experts, system.max_output_tokens
+        train = system.train
+        if train is None or not train.predicted_lengths.any():
+            self.edges: Floats = np.zeros(0)
+            self.mass: Floats = np.zeros((experts, 1, longest + 1))
+            self.mass[:, :, 1:] = 1.0 / longest
+        else:
+            predicted = train.predicted_lengths
+            values = np.unique(predicted)
+            if len(values) <= FEW:
+                self.edges = (values[1:] + values[:-1]) / 2
+            else:
+                steps = np.arange(1, BUCKETS) / BUCKETS
+                self.edges = np.unique(np.quantile(predicted, steps))
+            bucket = np.searchsorted(self.edges, predicted, side="right")
+            length = np.clip(train.output_tokens, 1, longest).astype(np.int64)
+            count = np.zeros((experts, len(self.edges) + 1, longest + 1))
+            np.add.at(count, (np.arange(experts), bucket, length), 1.0)
+            of_bucket = count.sum(axis=0)
+            of_bucket = _shares(of_bucket + _shares(of_bucket.sum(axis=0)))
+            self.mass = _shares(count + pooling * of_bucket)
+        # From the end, so that what is left of nearly nothing is not a difference of large sums.
+        after = np.zeros_like(self.mass)
+        after[..., :-1] = self.mass[..., :0:-1].cumsum(-1)[..., ::-1]
+        self.survival = after
+        area = after[..., ::-1].cumsum(-1)[..., ::-1]
+        self.left = np.where(after > 0, area / np.where(after > 0, after, 1.0), 1.0)
+
+    def bucket(self, predicted: NDArray[Any]) -> NDArray[np.intp]:
+        """Bucket of predicted lengths, in their shape."""
+        return np.searchsorted(self.edges, predicted, side="right")
+
+    def remaining(self, predicted: NDArray[Any], emitted: NDArray[Any]) -> Floats:
+        """Mean tokens left, given that so many have come and the answer has not ended.
+
+        Args:
+            predicted: (..., N, M) predicted lengths at each expert, tokens.
+            emitted: (..., N, M) tokens so far.
+
+        Returns:
+            (..., N, M), at least 1.
+        """
+        return self.left[self._at(predicted, emitted)]
+
+    def finishes_within(
+        self, predicted: NDArray[Any], emitted: NDArray[Any], tokens: NDArray[Any]
+    ) -> Floats:
+        """Probability that an answer which has not ended does so within so many more tokens.
+
+        Args:
+            predicted: (..., N, M) predicted lengths at each expert, tokens.
+            emitted: (..., N, M) tokens so far.
+            tokens: (..., N, M), 0 or more; parts of a token count for nothing.
+
+        Returns:
+            (..., N, M) in [0, 1]; 1 where train answers of no expert were as long.
+        """
+        expert, bucket, now = self._at(predicted, emitted)
+        last = self.survival.shape[-1] - 1
+        then = np.clip(now + np.floor(tokens), 0, last).astype(np.intp)
+        alive = self.survival[expert, bucket, now]
+        gone = self.survival[expert, bucket, then] / np.where(alive > 0, alive, 1.0)
+        return np.where(alive > 0, 1.0 - gone, 1.0)
+
+    def _at(self, predicted: NDArray[Any], emitted: NDArray[Any]) -> tuple[Any, Any, Any]:
+        """Indexes of the tables."""
+        last = self.survival.shape[-1] - 1
+        now = np.clip(emitted, 0, last).astype(np.intp)
+        return np.arange(len(self.survival))[:, None], self.bucket(predicted), now
+
+    def bucket_probabilities(self, predicted: NDArray[Any], emitted: NDArray[Any]) -> Floats:
+        """Probability that the whole answer's length lies in each bucket, if it has not ended.
+
+        Args:
+            predicted: (..., N, M) predicted lengths at each expert, tokens.
+            emitted: (..., N, M) tokens so far.
+
+        Returns:
+            (..., N, M, K), whose sum over K is 1, or 0 where no train answer was as long.
+        """
+        expert, bucket, now = self._at(predicted, emitted)
+        ends = np.ceil(np.append(self.edges, self.survival.shape[-1])).astype(np.intp) - 1
+        survival = self.survival[expert, bucket]
+        beyond = np.minimum(
+            np.take_along_axis(survival, np.broadcast_to(ends, (*bucket.shape, ends.size)), -1),
+            self.survival[expert, bucket, now][..., None],
+        )
+        alive = self.survival[expert, bucket, now][..., None]
+        ended = np.where(alive > 0, 1.0 - beyond / np.where(alive > 0, alive, 1.0), 0.0)
+        return np.diff(ended, axis=-1, prepend=0.0)
+
+    def updated(self, observation: Observation) -> dict[str, NDArray[Any]]:
+        """The observation with mean lengths in the place of the predicted ones.
+
+        The request's is the mean given its bucket; a queued request's the tokens so far and the
+        mean rest.
+        """
+        changed: dict[str, NDArray[Any]] = dict(observation)
+        request = np.array(observation["request"], dtype=np.float64)
+        request[..., 2] = self.remaining(request[..., 2:], np.zeros_like(request[..., 2:]))[..., 0]
+        changed["request"] = request
+        for key in ("running", "waiting"):
+            rows = np.array(observation[key], dtype=np.float64)
+            rows[..., 2] = rows[..., 4] + self.remaining(rows[..., 2], rows[..., 4])
+            changed[key] = rows
+        return changed
+
+
+class ExpectedQos:
+    """What a new request adds to the expected QoS of the requests at each expert.
+
+    The estimate gives when a request ends if it has its mean length. Of that time, each token left
+    takes a decode iteration d of the batch at hand, and the rest w passes whatever the length. With
+    e seconds since arrival and g tokens so far, an answer of r more tokens keeps the requirement L
+    if ``e + w + r d <= L (g + r)``, which is a bound on r; the survival curve has its probability.
+    Long answers spread their wait over more tokens, so that short ones are late first.
+    """
+
+    def __init__(self, system: RoutingSystem) -> None:
+        compile_kernels()
+        self.system = system
+        self.lengths = LengthModel(system)
+        self.model = LatencyModel(system, overrun=0.0)
+
+    def __call__(
+        self, observation: Observation, margin: float = 1.0
+    ) -> tuple[Floats, Floats, Estimate]:
+        """Expected QoS of the new request, what it costs the others, and the latency estimate.
+
+        Args:
+            observation: The batched Dict observation.
+            margin: Share of the latency requirement that answers may use.
+
+        Returns:
+            (B, N) expected score in time of the new request, (B, N) expected scores that it pushes
+            over the requirement, and the estimate at mean lengths.
+        """
+        seen = self.lengths.updated(observation)
+        estimate = self.model.estimate(seen)
+        queued = [np.asarray(observation[key], dtype=np.float64) for key in ("running", "waiting")]
+        request = np.asarray(observation["request"], dtype=np.float64)
+        none = np.zeros((*request.shape[:2], 1))
+        parts = {
+            "predicted": (*(rows[..., 2] for rows in queued), request[..., 2:]),
+            "mean": (seen["running"][..., 2], seen["waiting"][..., 2], seen["request"][..., 2:]),
+            "emitted": (*(rows[..., 4] for rows in queued), none),
+            "elapsed": (*(rows[..., 5] * np.maximum(rows[..., 4], 1.0) for rows in queued), none),
+        }
+        slots = {name: np.concatenate(part, axis=-1) for name, part in parts.items()}
+        limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
+        gain, harm = np.empty(request.shape[:2]), np.empty(request.shape[:2])
+        _expected(
+            (self.model.laws.context_tokens, self.model.laws.decode_s, self.lengths.survival),
+            (estimate.without, estimate.with_new, estimate.scores),
+            (slots["mean"], slots["emitted"], slots["elapsed"], request[..., 0].copy()),
+            self.lengths.bucket(slots["predicted"]),
+            limit[:, 0].copy(),
+            gain,
+            harm,
+        )
+        return gain, harm, estimate
+
+
+@inner
+def _chance(survival, latency, mean, emitted, elapsed, decode, limit):
+    """Probability that an answer keeps the limit, see `ExpectedQos`."""
+    wait = latency * mean - elapsed - (mean - emitted) * decode
+    debt = elapsed + wait - limit * emitted
+    slack = limit - decode
+    now = min(int(emitted), survival.size - 1)
+    alive = survival[now]
+    if alive <= 0.0 or slack == 0.0:
+        return 1.0 if debt <= slack else 0.0
+    bound = debt / slack
+    if slack > 0.0:  # at least so many more
+        tokens = math.ceil(min(bound, float(survival.size))) - 1
+        return 1.0 if tokens <= 0 else survival[min(now + tokens, survival.size - 1)] / alive
+    if bound < 1.0:  # at most so many more
+        return 0.0
+    tokens = math.floor(min(bound, float(survival.size)))
+    return 1.0 - survival[min(now + tokens, survival.size - 1)] / alive
+
+
+@jit
+def _expected(tables, estimate, slots, bucket, limit, gain, harm):
+    """Fill the expected scores of `ExpectedQos` for all rows and experts."""
+    context, decode, survival = borrowed(tables)
+    without, with_new, scores = borrowed(estimate)
+    mean, emitted, elapsed, prompt = borrowed(slots)
+    batch, experts, size = without.shape
+    capacity = decode.shape[1] - 1
+    for b in range(batch):
+        for n in range(experts):
+            held = 0
+            for i in range(size - 1):
+                if not np.isnan(without[b, n, i]):
+                    held += 1
+            at = prompt[b, n] + 0.5 * mean[b, n, size - 1]
+            before = decode_s(context, decode, n, min(held, capacity), at)
+            after = decode_s(context, decode, n, min(held + 1, capacity), at)
+            cost = 0.0
+            for i in range(size):
+                if np.isnan(with_new[b, n, i]):
+                    continue
+                curve = survival[n, bucket[b, n, i]]
+                m, g, e = mean[b, n, i], emitted[b, n, i], elapsed[b, n, i]
+                late = _chance(curve, with_new[b, n, i], m, g, e, after, limit[b])
+                if i == size - 1:
+                    gain[b, n] = scores[b, n, i] * late
+                else:
+                    early = _chance(curve, without[b, n, i], m, g, e, before, limit[b])
+                    cost += scores[b, n, i] * max(early - late, 0.0)
+            harm[b, n] = cost
+
+
+def compile_kernels() -> None:
+    """Compile the expected QoS, or load it from the cache on disk."""
+    one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
+    slots, bucket = (three, three, three, two), np.zeros((1, 1, 1), dtype=np.intp)
+    arguments = (one, three, three), (three, three, three), slots, bucket, one, two, two
+    _jit.compile_kernels("expected QoS of the routing policies", [(_expected, arguments)])
+
+
+def _shares(count: Floats) -> Floats:
+    """Counts along the last axis as shares of their sum."""
+    return count / count.sum(axis=-1, keepdims=True)

@@ -1,0 +1,133 @@
+"""Lengths as distributions: known answers, and the expected QoS against a sum over all lengths."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.llm_routing import RoutingSystem
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.lengths import ExpectedQos, LengthModel
+from servegym.baselines.llm_routing.system import TrainRequests, interpolate
+from servegym.baselines.registry import make_policy
+
+from .test_heuristics import make_observation, make_system
+
+
+def system_of(predicted, output, longest=10):
+    """Two experts of one law with these train lengths."""
+    predicted, output = np.array(predicted, float), np.array(output, float)
+    blank = np.full_like(predicted, 0.5)
+    train = TrainRequests(np.full(len(predicted), 20.0), blank, predicted, blank, output)
+    law = [[0.01, 0, 0, 0]] * predicted.shape[1]
+    return RoutingSystem.from_linear(law, train=train, max_output_tokens=longest)
+
+
+def test_survival_by_hand():
+    # Predicted 3: 2, 2, 4, 8 tokens; predicted 8: 10 tokens. Other rows count for next to nothing.
+    system = system_of([[3], [3], [3], [3], [8]], [[2], [2], [4], [8], [10]])
+    model = LengthModel(system, pooling=1e12)
+    # One row in five of all weighs as one row of the bucket: shares of 4 + 1 rows.
+    shares = {2: (2 + 0.4) / 5, 4: (1 + 0.2) / 5, 8: (1 + 0.2) / 5, 10: 0.2 / 5}
+    mean = sum(length * share for length, share in shares.items())
+    assert model.remaining(np.array([[3.0]]), np.array([[0.0]]))[0, 0] == pytest.approx(mean)
+    # Two tokens have come and it goes on: 4, 8 or 10 in all, if not cut at 2.
+    more = {length: share for length, share in shares.items() if length > 2}
+    rest = sum((k - 2) * share for k, share in more.items()) / sum(more.values())
+    seen = np.array([[3.2]]), np.array([[2.0]])
+    assert model.remaining(*seen)[0, 0] == pytest.approx(rest)
+    within = [model.finishes_within(*seen, np.array([[k]]))[0, 0] for k in (0, 1.9, 2, 6, 7, 8, 99)]
+    four, eight = more[4] / sum(more.values()), more[8] / sum(more.values())
+    assert within == pytest.approx([0, 0, four, four + eight, four + eight, 1, 1])
+    # Buckets of whole lengths: below 5.5 and above.
+    both = model.bucket_probabilities(*seen)[0, 0]
+    assert both == pytest.approx([four, 1 - four])
+    assert model.bucket_probabilities(seen[0], np.array([[0.0]]))[0, 0, 0] == pytest.approx(
+        shares[2] + shares[4]
+    )
+    # Beyond the longest answer nothing is known: a token more, and it ends.
+    assert model.remaining(np.array([[3.0]]), np.array([[10.0]])) == 1.0
+    assert model.finishes_within(np.array([[3.0]]), np.array([[12.0]]), np.array([[1.0]])) == 1.0
+
+
+def test_experts_share_what_they_lack_and_learn_of_their_own():
+    predicted = np.full((40, 2), 5.0)
+    output = np.stack([np.full(40, 3.0), np.full(40, 9.0)], axis=1)
+    zero = np.zeros((1, 2, 1))
+    for pooling, first in ((1e-6, 3.0), (1e9, 6.0), (40.0, 4.5)):
+        model = LengthModel(system_of(predicted, output), pooling=pooling)
+        mean = model.remaining(zero + 5.0, zero)[0, :, 0]
+        assert mean == pytest.approx([first, 12 - first], abs=1e-3)
+    blind = LengthModel(system_of(predicted * 0, output))  # nothing predicts lengths
+    assert blind.remaining(zero, zero)[0, :, 0] == pytest.approx([5.5, 5.5])
+    many = LengthModel(make_system())  # predictions of 200 values
+    assert many.mass.shape == (6, 10, 301) and np.allclose(many.mass.sum(-1), 1)
+    with pytest.raises(ValueError, match="pooling"):
+        LengthModel(make_system(), pooling=0.0)
+
+
+@pytest.mark.parametrize("limit", [0.018, 0.024, 0.032])
+def test_expected_qos_is_the_sum_over_all_lengths(limit):
+    system = make_system()
+    expected, estimates = ExpectedQos(system), LatencyModel(system, overrun=0.0)
+    lengths = expected.lengths
+    observation, _ = make_observation(np.random.default_rng(8), 4, limit=limit)
+    observation["running"][..., 4] = np.floor(observation["running"][..., 4])
+    gain, harm, estimate = expected(observation)
+    seen = lengths.updated(observation)
+    assert np.array_equal(estimate.with_new, estimates.estimate(seen).with_new, equal_nan=True)
+
+    def chance(n, latency, predicted, mean, g, elapsed, decode):
+        mass = lengths.mass[n, lengths.bucket(np.array(predicted))].copy()
+        length = np.arange(mass.size)
+        mass[length <= g] = 0.0
+        if mass.sum() == 0.0:  # longer than all in training: one more token
+            mass, length = np.ones(1), np.array([g + 1])
+        wait = latency * mean - elapsed - (mean - g) * decode
+        kept = elapsed + wait + (length - g) * decode <= limit * length
+        return (mass * kept).sum() / mass.sum()
+
+    undecided = 0
+    for b in range(4):
+        for n in range(6):
+            held = int((observation["running_mask"][b, n]).sum())
+            held += int((observation["waiting_mask"][b, n]).sum())
+            prompt, score, predicted = (float(x) for x in observation["request"][b, n])
+            mean = float(seen["request"][b, n, 2])
+            decode = [
+                interpolate(
+                    [prompt + mean / 2], system.context_tokens, system.decode_s[n, min(k, 5)]
+                )[0]
+                for k in (held, held + 1)
+            ]
+            late = estimate.with_new[b, n]
+            own = chance(n, late[-1], predicted, mean, 0.0, 0.0, decode[1])
+            assert gain[b, n] == pytest.approx(score * own, abs=1e-12)
+            cost = 0.0
+            for key, first in (("running", 0), ("waiting", 5)):
+                for i in np.flatnonzero(observation[f"{key}_mask"][b, n]):
+                    row = observation[key][b, n, i].astype(float)
+                    g = row[4]
+                    state = (row[2], float(seen[key][b, n, i, 2]), g, row[5] * max(g, 1.0))
+                    with_new = chance(n, late[first + i], *state, decode[1])
+                    without = chance(n, estimate.without[b, n, first + i], *state, decode[0])
+                    cost += row[1] * max(without - with_new, 0.0)
+            assert harm[b, n] == pytest.approx(cost, abs=1e-12)
+    assert undecided > 10
+
+
+def test_priced_greedy_by_survival_sends_where_more_is_expected():
+    system = make_system()
+    observation, mask = make_observation(np.random.default_rng(9), 64)
+    policy = make_policy("priced_greedy", system, lengths="survival", price=0.4)
+    policy.reset(64)
+    gain, harm, estimate = ExpectedQos(system)(observation)
+    load = observation["experts"][..., 1:].sum(-1) / 5
+    load = load / 2 + load.mean(1, keepdims=True) / 2
+    value = gain - harm - 0.4 * load**4 * estimate.work_s
+    value = np.where(mask[:, 1:] > 0, value - estimate.with_new[..., -1] / 30, -np.inf)
+    action = policy.act(observation, mask)
+    assert np.array_equal(action, np.where(value.max(1) > 0, value.argmax(1) + 1, 0))
+    assert 0 < (action == 0).sum() < 64
+    keeps = make_policy("greedy_qos", system, lengths="survival", fallback="least_harm")
+    assert ((keeps.act(observation, mask) > 0) == (mask[:, 1:] > 0).any(1)).all()
+    with pytest.raises(ValueError, match="lengths"):
+        make_policy("greedy_qos", system, lengths="exact")
