@@ -116,6 +116,7 @@ def test_expected_qos_is_the_sum_over_all_lengths(limit):
                     state = (row[2], float(seen[key][b, n, i, 2]), g, row[5] * max(g, 1.0))
                     with_new = chance(n, late[first + i], *state, decode[1])
                     without = chance(n, estimate.without[b, n, first + i], *state, decode[0])
+                    undecided += 0.01 < with_new < 0.99
                     cost += row[1] * max(without - with_new, 0.0)
             assert harm[b, n] == pytest.approx(cost, abs=1e-12)
     assert undecided > 10
