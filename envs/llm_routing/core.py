@@ -59,7 +59,7 @@ class RoutingState:
         env: record of clock and sums.
         expert: ``(N,)`` records.
         slot: ``(N, S)`` records of the requests in the system.
-        queue: ``(N, 3 S + K)`` lists, see `kernel.Queues`; K is the block size in tokens.
+        queue: ``(N, 4 S + K)`` lists, see `kernel.Queues`; K is the block size in tokens.
         log: ``(J,)`` records of the requests.
         random: state of the generator that draws the next episodes, None in a bare batch.
         finished: whether the episode has ended.
@@ -136,7 +136,7 @@ class RoutingBatch:
         self.env = np.zeros(num_rows, dtype=kernel.ENV)
         self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
         self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
-        entries = 3 * slots + int(c["block_size"])
+        entries = 4 * slots + int(c["block_size"])
         self.queue = np.zeros((num_rows, n, entries), dtype=np.int32)
         self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
         self.out = np.zeros((num_rows, 3))
@@ -377,12 +377,12 @@ def held(expert: np.void, slot: np.ndarray, queue: np.ndarray) -> tuple[list[int
     Args:
         expert: record of the expert.
         slot: ``(S,)`` its slots.
-        queue: ``(3 S + K,)`` its lists.
+        queue: ``(4 S + K,)`` its lists.
     """
     running, i = [], int(expert["oldest"])
     for _ in range(int(expert["running"])):
         running.append(i)
-        i = int(slot[i]["newer"])
+        i = int(queue[2 * len(slot) + i])
     ring = (int(expert["ring_head"]) + np.arange(expert["waiting"])) % len(slot)
     return running, queue[len(slot) + ring].tolist()
 

@@ -102,7 +102,7 @@ def _run(
     count = len(arrivals)
     log = np.zeros(count, dtype=kernel.LOG)
     timeline = np.zeros((len(times), 3))
-    entries = 3 * count + int(cfg["block_size"][0])
+    entries = 4 * count + int(cfg["block_size"][0])
     queues = kernel.Queues(
         np.zeros(count, dtype=kernel.SLOT), np.zeros(entries, dtype=np.int32), log
     )

@@ -65,6 +65,7 @@ from servegym.envs.llm_routing.kernel.queues import (
     enqueue,
     generated_tokens,
     locate,
+    newer,
     order_heap,
     settle,
 )
@@ -228,7 +229,7 @@ def _late_scores(c, law, n, v, q, e, prompt, output):
     i = e.oldest
     while i >= 0:
         r = q.slots[e.first_slot + i]
-        i = r.newer
+        i = q.lists[newer(c, e, i)]
         generated = generated_tokens(e, r)
         length = max(r.predicted_output, 1.0) if c.predicted_estimator else float(r.output)
         score = float(r.predicted_score) if c.predicted_estimator else float(r.score)

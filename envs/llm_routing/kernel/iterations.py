@@ -39,14 +39,17 @@ from servegym.envs.llm_routing.kernel.queues import (
     blocks_of,
     clear_expert,
     find_next_finish,
+    free_blocks,
+    free_slot,
     head_entry,
     head_slot,
     make_room,
+    newer,
+    pop_next,
     remove_running,
     reuse_cached_blocks,
     settle,
     start_decoding,
-    stop_decoding,
     waiting_slot,
     wrap,
 )
@@ -94,12 +97,12 @@ def _complete(c, n, v, q, e, i, now):
     else:
         v.step_late += r.score
     e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
-    stop_decoding(c, q, e, r, r.prompt + r.output)
-    remove_running(q, e, i)
+    free_blocks(c, q, e, r.prompt + r.output)
+    pop_next(q, e)
+    remove_running(c, q, e, i)
+    free_slot(c, q, e, i)
     if c.prefix_caching:
         e.free_tail += blocks_of(c, r.prompt + r.output - 1)
-    q.lists[e.first_entry + 2 * c.slots + e.free] = i
-    e.free += 1
 
 
 @inline
@@ -144,7 +147,7 @@ def _continue_chunks(c, q, e):
         r.chunk = min(r.prompt + r.generated - r.computed, budget)
         budget -= r.chunk
         tokens += r.chunk
-        i = r.newer
+        i = q.lists[newer(c, e, i)]
     return tokens
 
 
@@ -182,7 +185,7 @@ def _admit(c, law, n, q, e, now):
         if c.prefix_caching:
             reuse_cached_blocks(c, q, e, r, blocks)
         r.preempted = 0
-        append_running(q, e, i)
+        append_running(c, q, e, i)
         e.used += blocks
         e.reserved += longest
         if math.isnan(r.admitted):
@@ -210,7 +213,7 @@ def _start_mixed(c, law, n, q, e, now, tokens):
         if r.chunk > 0:
             chunks += 1
             time += chunk_attention_s(c, law, n, float(r.chunk), float(r.computed))
-        i = r.newer
+        i = q.lists[newer(c, e, i)]
     if e.decoding > 0:
         time += decode_attention_s(c, law, n, e.decoding, e.decoding_tokens / e.decoding)
     e.end = now + time + head_s(c, law, n, e.decoding + chunks)
@@ -322,7 +325,7 @@ def _fail(c, law, n, v, q, e):
     while i >= 0:
         r = q.slots[e.first_slot + i]
         _lose(v, n, q, r)
-        i = r.newer
+        i = q.lists[newer(c, e, i)]
     for k in range(e.waiting):
         _lose(v, n, q, q.slots[waiting_slot(c, q, e, k)])
     clear_expert(c, law, n, q, e)

@@ -138,7 +138,7 @@ EXPERT = _record(
         ("admissions", "i8"),  # so far
         ("reserved", "i8"),  # blocks for the longest answers of the running requests
         ("ring_head", "i8"),  # where the waiting queue begins in its ring
-        ("free", "i8"),  # slots
+        ("free", "i8"),  # slot, the first of the list of free ones
         # Prefix caching: ends of the queue of free blocks.
         ("free_head", "i8"),
         ("free_tail", "i8"),
@@ -153,10 +153,9 @@ EXPERT = _record(
 
 SLOT = _record(
     [
-        # The first 64 bytes are what every step reads.
+        # The first 48 bytes are what a sum over the running requests reads.
         ("arrived", "f8"),  # s, at the router
         ("origin", "i8"),  # value of the expert's `emitted` at which it had no token, if decoding
-        ("request", "i4"),  # index in the episode
         ("prompt", "i4"),  # tokens
         ("output", "i4"),  # tokens
         ("generated", "i4"),  # tokens, up to date unless decoding: see `generated_tokens`
@@ -164,15 +163,13 @@ SLOT = _record(
         ("score", "f4"),
         ("predicted_score", "f4"),
         ("predicted_output", "f4"),  # tokens
-        # Running: the slots next to it in the running list, -1 for none.
-        ("older", "i4"),
-        ("newer", "i4"),
+        ("request", "i4"),  # index in the episode
+        ("admission", "i8"),  # how many the expert had admitted before
         ("place", "i4"),  # in the heap, if decoding
         ("preempted", "i4"),  # 1: it waits to run again
         ("available", "f8"),  # s, at the expert
         ("admitted", "f8"),  # s, NaN before
         ("first", "f8"),  # s, first token; NaN before
-        ("admission", "i8"),  # its number at the expert
         ("chunk", "i4"),  # tokens of its prefill in this iteration
         ("computed", "i4"),  # tokens whose prefill is done
         # Prefix caching: where its cached blocks lie in the queue of free blocks.
@@ -219,15 +216,17 @@ class Tables(NamedTuple):
 class Queues(NamedTuple):
     """The requests at the experts and in the log, flat.
 
-    Expert n of row b owns S records of ``slots`` from its ``first_slot`` on, and 3 S + K entries of
-    ``lists`` from its ``first_entry`` on, K being the tokens of a block: the heap of the decoding
-    requests by their last token, the ring of the waiting queue and the stack of free slots, all
-    numbers of its own slots; then for each k below K how many decoding requests start on a new
-    block with emission k + 1 modulo K. Views of parts would be reference-counted on the hot path.
+    Expert n of row b owns S records of ``slots`` from its ``first_slot`` on, and 4 S + K entries of
+    ``lists`` from its ``first_entry`` on, K being the tokens of a block. Of its own slots these
+    name: the heap of the decoding requests by their last token; the ring of the waiting queue; for
+    each slot the next one in the running list, which is in order of admission, or in the list of
+    free slots; for each slot the one before it in the running list. The last K say for each k how
+    many decoding requests take a new block in one of the emissions 1 to k, modulo K. Views of parts
+    would be reference-counted on the hot path.
 
     Attributes:
         slots: ``(B N S,)`` `SLOT`.
-        lists: int32 ``(B N (3 S + K),)``.
+        lists: int32 ``(B N (4 S + K),)``.
         log: ``(B J,)`` `LOG`.
     """
 

@@ -25,6 +25,7 @@ from servegym.envs.llm_routing.kernel.queues import (
     blocks_of,
     can_take,
     generated_tokens,
+    newer,
     settle,
     waiting_slot,
 )
@@ -179,7 +180,7 @@ def _write_queues(c, law, n, q, e, now, waiting, obs, o_run, o_wait):
         used += blocks
         _write_request(e, r, now, blocks * per_capacity, obs, o)
         o += REQUEST_WIDTH
-        i = r.newer
+        i = q.lists[newer(c, e, i)]
     for k in range(waiting):
         r = q.slots[waiting_slot(c, q, e, k)]
         _write_request(e, r, now, 0.0, obs, o_wait + REQUEST_WIDTH * k)

@@ -72,11 +72,29 @@ def waiting_slot(c, q, e, k):
 
 
 @inline
+def newer(c, e, i):
+    """Where the lists hold the slot after i of the running list, -1 for none."""
+    return e.first_entry + 2 * c.slots + i
+
+
+@inline
+def _older(c, e, i):
+    """Where the lists hold the slot before i of the running list, -1 for none."""
+    return e.first_entry + 3 * c.slots + i
+
+
+@inline
+def _residues(c, e):
+    """Where the lists begin to count the requests by the emission that takes a block."""
+    return e.first_entry + 4 * c.slots
+
+
+@inline
 def locate(c, b, n, e):
     """Set where slots and lists of expert n in row b begin."""
     number = b * c.num_experts + n
     e.first_slot = number * c.slots
-    e.first_entry = number * (3 * c.slots + c.block_size)
+    e.first_entry = number * (4 * c.slots + c.block_size)
 
 
 @inner
@@ -103,18 +121,19 @@ def clear_expert(c, law, n, q, e):
     e.phase = 0
     e.free_head = 0
     e.free_tail = int(law[n * EXPERT_WIDTH + CAPACITY])
-    e.free = c.slots
+    e.free = 0
     for i in range(c.slots):
-        q.lists[e.first_entry + 2 * c.slots + i] = c.slots - 1 - i
-    for k in range(c.block_size):
-        q.lists[e.first_entry + 3 * c.slots + k] = 0
+        q.lists[newer(c, e, i)] = i + 1
+    first = _residues(c, e)
+    for k in range(first, first + c.block_size):
+        q.lists[k] = 0
 
 
 @inline
 def enqueue(c, q, e, request):
     """Put a request on its way to the expert; it waits in order of its arrival there."""
-    e.free -= 1
-    i = q.lists[e.first_entry + 2 * c.slots + e.free]
+    i = e.free
+    e.free = q.lists[newer(c, e, i)]
     r = q.slots[e.first_slot + i]
     r.request = request.index
     r.arrived = request.arrived
@@ -150,17 +169,16 @@ def enqueue(c, q, e, request):
 
 
 @inline
-def append_running(q, e, i):
+def append_running(c, q, e, i):
     """Put slot i at the end of the running list."""
-    r = q.slots[e.first_slot + i]
-    r.older = e.newest
-    r.newer = -1
-    r.admission = e.admissions
+    q.slots[e.first_slot + i].admission = e.admissions
     e.admissions += 1
+    q.lists[newer(c, e, i)] = -1
+    q.lists[_older(c, e, i)] = e.newest
     if e.newest < 0:
         e.oldest = i
     else:
-        q.slots[e.first_slot + e.newest].newer = i
+        q.lists[newer(c, e, e.newest)] = i
     if e.prefill < 0:
         e.prefill = i
     e.newest = i
@@ -168,20 +186,27 @@ def append_running(q, e, i):
 
 
 @inline
-def remove_running(q, e, i):
+def remove_running(c, q, e, i):
     """Take slot i out of the running list."""
-    r = q.slots[e.first_slot + i]
+    before, after = q.lists[_older(c, e, i)], q.lists[newer(c, e, i)]
     if e.prefill == i:
-        e.prefill = r.newer
-    if r.older < 0:
-        e.oldest = r.newer
+        e.prefill = after
+    if before < 0:
+        e.oldest = after
     else:
-        q.slots[e.first_slot + r.older].newer = r.newer
-    if r.newer < 0:
-        e.newest = r.older
+        q.lists[newer(c, e, before)] = after
+    if after < 0:
+        e.newest = before
     else:
-        q.slots[e.first_slot + r.newer].older = r.older
+        q.lists[_older(c, e, after)] = before
     e.running -= 1
+
+
+@inline
+def free_slot(c, q, e, i):
+    """Slot i takes the next request."""
+    q.lists[newer(c, e, i)] = e.free
+    e.free = i
 
 
 # ------------------------------------------------------------------------------------------- heap
@@ -203,7 +228,7 @@ def _put(q, e, place, i):
     q.slots[e.first_slot + i].place = place
 
 
-@inner
+@inline
 def _rise(q, e, place, i):
     """Put slot i at ``place`` of the heap or as far above it as it belongs."""
     while place > 0:
@@ -216,7 +241,7 @@ def _rise(q, e, place, i):
     _put(q, e, place, i)
 
 
-@inner
+@inline
 def _sink(q, e, place, i):
     """Put slot i at ``place`` of the heap or as far below it as it belongs."""
     while 2 * place + 1 < e.decoding:
@@ -241,6 +266,27 @@ def find_next_finish(q, e):
     if e.decoding > 0:
         r = q.slots[e.first_slot + q.lists[e.first_entry]]
         e.next_finish = r.origin + r.output
+
+
+@inline
+def pop_next(q, e):
+    """Take the first request out of the heap."""
+    e.decoding -= 1
+    if e.decoding > 0:
+        _sink(q, e, 0, q.lists[e.first_entry + e.decoding])
+
+
+@inner
+def _remove_decoding(q, e, place):
+    """Take the request at ``place`` out of the heap."""
+    e.decoding -= 1
+    last = q.lists[e.first_entry + e.decoding]
+    if place == e.decoding:
+        return
+    if place > 0 and _ends_before(q, e, last, q.lists[e.first_entry + (place - 1) // 2]):
+        _rise(q, e, place, last)
+    else:
+        _sink(q, e, place, last)
 
 
 @inner
@@ -268,33 +314,27 @@ def generated_tokens(e, r):
     return e.emitted - r.origin if r.decoding else r.generated
 
 
-@inner
+@inline
 def settle(c, q, e):
     """Bring ``e.used``, the left side of Eq. 4, up to the emissions so far."""
-    steps = e.emitted - e.settled
-    if steps == 0:
-        return
-    e.settled = e.emitted
-    if steps >= c.block_size:
-        turns = int((steps + 0.5) * c.blocks_per_token)  # every request takes a block in each
-        e.used += turns * e.decoding
-        steps -= turns * c.block_size
-    first = e.first_entry + 3 * c.slots
-    end = e.phase + steps
-    for k in range(e.phase, min(end, c.block_size)):
-        e.used += q.lists[first + k]
-    if end >= c.block_size:
-        end -= c.block_size
-        for k in range(end):
-            e.used += q.lists[first + k]
+    end = e.phase + (e.emitted - e.settled)
+    turns = int((end + 0.5) * c.blocks_per_token)  # in each, every decoding request takes a block
+    end -= turns * c.block_size
+    first = _residues(c, e)
+    e.used += turns * e.decoding + q.lists[first + end] - q.lists[first + e.phase]
     e.phase = end
+    e.settled = e.emitted
 
 
 @inline
-def _residue(c, e, blocks, tokens):
-    """Which of the last counts in the lists has a decoding request of so many blocks and tokens."""
-    k = e.phase + blocks * c.block_size - tokens
-    return e.first_entry + 3 * c.slots + (k - c.block_size if k >= c.block_size else k)
+def _count_residue(c, q, e, tokens, blocks, change):
+    """Count a decoding request of so many tokens and blocks in (1) or out (-1) of the lists."""
+    first = _residues(c, e)
+    full = e.phase + blocks * c.block_size - tokens
+    if full >= c.block_size:
+        full -= c.block_size
+    for k in range(first + full + 1, first + c.block_size):
+        q.lists[k] += change
 
 
 @inline
@@ -307,30 +347,21 @@ def start_decoding(c, q, e, r, i):
     tokens = r.prompt + r.generated
     blocks = blocks_of(c, tokens)
     e.used += blocks - blocks_of(c, tokens - 1)
-    q.lists[_residue(c, e, blocks, tokens)] += 1
+    _count_residue(c, q, e, tokens, blocks, 1)
     e.decoding += 1
     e.decoding_tokens += tokens
-    e.prefill = r.newer
+    e.prefill = q.lists[newer(c, e, i)]
     _rise(q, e, e.decoding - 1, i)
 
 
 @inline
-def stop_decoding(c, q, e, r, tokens):
-    """Request r, with so many tokens by now, gives back its blocks; returns their count."""
+def free_blocks(c, q, e, tokens):
+    """Give back the blocks of a decoding request with so many tokens by now."""
     settle(c, q, e)
     blocks = blocks_of(c, tokens)
     e.used -= blocks
-    q.lists[_residue(c, e, blocks, tokens)] -= 1
-    e.decoding -= 1
+    _count_residue(c, q, e, tokens, blocks, -1)
     e.decoding_tokens -= tokens
-    last = q.lists[e.first_entry + e.decoding]
-    place = r.place
-    if place < e.decoding:
-        above = q.lists[e.first_entry + (place - 1) // 2] if place > 0 else last
-        if place > 0 and _ends_before(q, e, last, above):
-            _rise(q, e, place, last)
-        else:
-            _sink(q, e, place, last)
 
 
 @inline
@@ -369,9 +400,10 @@ def _preempt_newest(c, q, e):
         r.segment = e.free_tail + blocks_of(c, held) - full
         r.segment_blocks = full
         e.free_tail += blocks_of(c, held)
-    remove_running(q, e, i)
+    remove_running(c, q, e, i)
     if r.decoding:
-        stop_decoding(c, q, e, r, r.prompt + generated)
+        free_blocks(c, q, e, r.prompt + generated)
+        _remove_decoding(q, e, r.place)
     else:
         e.used -= blocks_of(c, r.prompt + generated)
     e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
@@ -397,6 +429,9 @@ def make_room(c, law, n, q, e):
         find_next_finish(q, e)
     if c.prefix_caching:
         # Growth of those who stay: taken from the head of the free queue.
+        first = _residues(c, e)
         last = (e.phase if e.phase > 0 else c.block_size) - 1
-        e.free_head += q.lists[e.first_entry + 3 * c.slots + last]
+        e.free_head += q.lists[first + e.phase] - q.lists[first + last]
+        if e.phase == 0:
+            e.free_head += e.decoding
     return before - e.running
