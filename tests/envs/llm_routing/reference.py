@@ -340,6 +340,7 @@ class Iteration(NamedTuple):
     decodes: list
     chunks: list  # (request, tokens, context before the chunk)
     preempted: list  # at the boundary that starts the iteration, newest first
+    blocks: int  # that the running requests hold
 
 
 # --------------------------------------------------------------------------------------------
@@ -468,7 +469,8 @@ class ReferenceExpert:
         if decodes or chunks:
             if not duration > 0:
                 raise ValueError(f"the law gives an iteration of {duration} s")
-            self.iteration = Iteration(now, now + duration, decodes, chunks, preempted)
+            blocks = self.allocated_blocks()
+            self.iteration = Iteration(now, now + duration, decodes, chunks, preempted, blocks)
             if self.config.record_iterations:
                 self.history.append(
                     Iteration(
@@ -477,6 +479,7 @@ class ReferenceExpert:
                         [r.request for r in decodes],
                         [(r.request, tokens, context) for r, tokens, context in chunks],
                         [r.request for r in preempted],
+                        blocks,
                     )
                 )
         self.check_invariants()

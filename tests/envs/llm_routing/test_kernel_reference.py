@@ -76,19 +76,20 @@ def make_case(seed: int, requests: int = 40, **choices):
     delay = float(pick("router_delay_s", [0.0, 0.005, 0.2]))
     staleness = float(choices.get("staleness_s", 0.0))
     failures = choices.get("failures")
-    prompts = rng.integers(1, 150, requests)
+    longest_prompt = int(choices.get("longest_prompt", 149))
+    prompts = rng.integers(1, longest_prompt + 1, requests)
     scores = rng.uniform(0, 1, (requests, n)).astype(np.float32)
     lengths = rng.integers(1, longest + 1, (requests, n))
     said = rng.uniform(0, 1, (requests, n)).astype(np.float32)
     guessed = (rng.uniform(0, longest, (requests, n))).astype(np.float32)
     arrivals = np.cumsum(rng.exponential(1 / rate, requests)) + rng.uniform(0.01, 0.02)
-    need = 150 + longest
+    need = longest_prompt + 1 + longest
     profiles = []
     for _ in range(n):
         tables = linear_law(rng) if rng.random() < 0.3 else random_law(rng)
         mixed = tables.decode_attention_s * rng.choice([1.0, 1.7])
         # From "one request and a bit" to "never full", so that memory binds in some systems.
-        capacity = int(need * rng.choice([0.7, 1.1, 2.0, 6.0])) + block
+        capacity = int(need * rng.choice(choices.get("memory", [0.7, 1.1, 2.0, 6.0]))) + block
         slopes = SimpleNamespace(k1=rng.uniform(0, 1e-3), k2=rng.uniform(0, 1e-4))
         profiles.append(
             SimpleNamespace(
@@ -165,6 +166,7 @@ def make_case(seed: int, requests: int = 40, **choices):
             penalty=penalty,
             estimator=estimator,
             staleness_s=staleness,
+            record_iterations=True,
         ),
         arrivals,
         prompts,
@@ -237,12 +239,89 @@ def run_case(seed: int, **choices) -> dict[str, float]:
     outcomes = [OUTCOMES[k] for k in log["outcome"]]
     if batch.problem.cfg["uptime_s"][0] > 0:
         assert kpis["failure_rate"] == pytest.approx(outcomes.count("failed") / len(outcomes))
+    history = [each for expert in reference.experts for each in expert.history]
     return {
         "preemptions": float(log["preemptions"].sum()),
+        "several": sum(len(each.preempted) > 1 for each in history),
+        "reused": reused_prefixes(reference.experts),
+        "running": max((len(each.decodes) + len(each.chunks) for each in history), default=0),
+        "full": sum(
+            each.blocks == expert.capacity_blocks
+            for expert in reference.experts
+            for each in expert.history
+        ),
         "done": len(done),
         "failed": outcomes.count("failed"),
         "rejected": outcomes.count("rejected"),
     }
+
+
+def reused_prefixes(experts) -> int:
+    """How many preempted requests found cached blocks of theirs when they ran again."""
+    found = 0
+    for expert in experts:
+        gone = set()
+        for each in expert.history:
+            gone.update(each.preempted)
+            for request, _, context in each.chunks:
+                found += request in gone and context > 0
+                gone.discard(request)
+    return found
+
+
+@st.composite
+def under_pressure(draw):
+    """Choices for a system with short prompts, long answers and less memory than slots.
+
+    Many requests run and take blocks at once, so that the newest often frees too little.
+    """
+    running = draw(st.sampled_from([8, 16, 64, 256]))
+    scheduler, caching, memory_policy = draw(
+        st.sampled_from(
+            [("orca", False, "paged")] * 2
+            + [("chunked_prefill", False, "paged")] * 2
+            + [("chunked_prefill", True, "paged")] * 4
+            + [("chunked_prefill", False, "reserve")]
+        )
+    )
+    share = draw(st.sampled_from([0.08, 0.14, 0.2]))  # of the slots that memory lasts for
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "requests": 24 + running * 5 // 4,
+        "num_experts": 1,
+        "scheduler": scheduler,
+        "prefix_caching": caching,
+        "memory_policy": memory_policy,
+        "running": running,
+        "waiting": draw(st.sampled_from([running // 2, running])),
+        "budget": running + draw(st.sampled_from([8, 64, 500])),
+        "block_size": draw(st.sampled_from([1, 2, 4, 16])),
+        "longest_prompt": draw(st.sampled_from([6, 30])),
+        "max_output_tokens": draw(st.sampled_from([24, 60])),
+        "memory": [1.0 + share * running],
+        "rate": draw(st.sampled_from([100.0, 300.0, 1000.0])) * math.sqrt(running),
+    }
+
+
+def assert_equal_under_pressure(examples: int, **options) -> None:
+    """The kernel equals the reference in systems most of which preempt, fill up and reject."""
+    seen = []
+
+    @settings(
+        max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), **options
+    )
+    @given(under_pressure())
+    def compare(choices):
+        seen.append(run_case(**choices))
+
+    compare()
+    share = {name: np.mean([each[name] > 0 for each in seen]) for name in seen[0]}
+    assert share["preemptions"] >= 0.5, share
+    assert share["several"] >= 0.2, share
+    assert share["reused"] >= 0.05, share
+    assert share["full"] >= 0.5, share
+    assert share["rejected"] >= 0.5, share
+    assert max(each["running"] for each in seen) > 64
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -279,6 +358,15 @@ def test_equal_under_preemption():
                 block_size=3 if seed % 2 else 16,
             )["preemptions"]
         assert preempted > 50, scheduler
+
+
+def test_equal_when_memory_binds():
+    assert_equal_under_pressure(40, derandomize=True)
+
+
+@pytest.mark.slow
+def test_equal_when_memory_binds_in_more_systems():
+    assert_equal_under_pressure(1000)
 
 
 FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.3}
