@@ -1,0 +1,360 @@
+"""Fleets drawn for each episode: cards, models, sizes, scheduling, load and predictions.
+
+A *setting* is all that is drawn, as plain data: a dict of the keys of `SETTING`, JSON-able, which
+``info["fleet"]`` shows as JSON text and ``fleet=`` takes back. Rates and latency requirements are
+drawn from continuous ranges, so that no setting comes twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, mapping, real, whole
+from servegym.envs.workloads import Catalog, make_arrivals
+from servegym.hardware_profiles import list_profiles, load
+from servegym.hardware_profiles.fleet import served_models
+
+MAX_EXPERTS, MAX_RUNNING, MAX_WAITING = 16, 64, 64
+"""Sizes that observations of drawn fleets are padded to."""
+
+MAX_LATENCY_REQUIREMENT_S = 1.0
+
+PREDICTORS = ("confusion", "learned", "mean")
+
+RANGES: dict[str, tuple[float, float]] = {
+    "num_experts": (2, MAX_EXPERTS),
+    "num_cards": (1, 3),
+    "num_models": (1, 12),
+    "running_capacity": (5, MAX_RUNNING),
+    "waiting_capacity": (5, MAX_WAITING),
+    "memory": (0.5, 4.0),
+    "latency": (1.2, 4.0),
+    "load": (0.4, 1.3),
+}
+"""What is drawn from a range; a whole range or one number may be given instead.
+
+The first three are uniform whole numbers, the capacities log-uniform ones. ``memory`` is the KV
+tokens of an expert over R times what a request holds on average (log-uniform; never more than the
+card has, never too little for the longest request). ``latency`` is L over the latency per token of
+a lone request on the median expert (log-uniform), ``load`` the rate over what the fleet serves
+within L (uniform, see `FleetSource.served_rps`).
+"""
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "num_experts": (1, MAX_EXPERTS),
+    "num_cards": (1, MAX_EXPERTS),
+    "num_models": (1, MAX_EXPERTS),
+    "running_capacity": (1, MAX_RUNNING),
+    "waiting_capacity": (1, MAX_WAITING),
+    "memory": (0.01, 1e6),
+    "latency": (0.1, 100.0),
+    "load": (0.01, 100.0),
+}
+_WHOLE = ("num_experts", "num_cards", "num_models", "running_capacity", "waiting_capacity")
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "scheduler": ("orca", "chunked_prefill"),
+    "memory_policy": ("reserve", "paged"),
+    "prefill_token_budget": (512, 1024, 2048),
+    "arrivals": ("poisson", "gamma", "mmpp"),
+    "predictor": PREDICTORS,
+}
+"""What is drawn from a list, besides ``cards`` (profiles of real cards) and ``models``."""
+
+BURSTS: dict[str, dict[str, tuple[float, float]]] = {
+    "poisson": {},
+    "gamma": {"cv": (1.0, 4.0)},
+    "mmpp": {"rate_ratio": (2.0, 8.0), "busy_share": (0.1, 0.4), "cycle_requests": (20.0, 400.0)},
+}
+"""Ranges of the keywords of each arrival process, log-uniform."""
+
+SETTING = (
+    "profiles",
+    "models",
+    "kv_capacity_tokens",
+    "running_capacity",
+    "waiting_capacity",
+    "scheduler",
+    "memory_policy",
+    "prefill_token_budget",
+    "latency_requirement_s",
+    "rate",
+    "arrivals",
+    "arrivals_kwargs",
+    "predictor",
+)
+"""The keys of a setting. ``profiles``, ``models`` and ``kv_capacity_tokens`` list the experts."""
+
+DRAWN = (*SETTING, "num_experts", "score_predictor", "length_predictor")
+"""Arguments of the environment that a setting takes the place of."""
+
+
+class FleetSource:
+    """Draws settings, or gives one setting again and again.
+
+    Attributes:
+        profiles: library of the cards, in the order of the packed laws.
+        models: library of the catalog's models, in the order of the request table.
+        predictors: of the request table, whose columns are every model with the first predictor,
+            then every model with the second, and so on.
+        setting: the setting that every episode has, None if settings are drawn.
+    """
+
+    def __init__(
+        self,
+        fleet: str | Mapping[str, Any],
+        fleet_kwargs: Mapping[str, Any] | None,
+        catalog: Catalog,
+        block_size: int,
+        max_output_tokens: int,
+    ) -> None:
+        """Check the arguments and prepare the tables that a draw reads.
+
+        Args:
+            fleet: ``"random"`` or a setting.
+            fleet_kwargs: Keys of `RANGES` and `CHOICES`, ``cards`` and ``models``: what to draw
+                from instead.
+            catalog: The requests.
+            block_size: Tokens of a KV block.
+            max_output_tokens: Longest answer.
+
+        Raises:
+            ValueError: naming the argument, what was given and what is allowed.
+        """
+        known = served_models()
+        models = tuple(m for m in catalog.models if m in known) or tuple(catalog.models)
+        names = tuple(name for name in list_profiles() if not name.startswith("paper-linear"))
+        learned = catalog.name == "alpaca_eval_7b"
+        self.predictors = PREDICTORS if learned else ("confusion", "mean")
+        self.profiles, self.models = tuple(load(name) for name in names), models
+        self.setting: dict[str, Any] | None = None
+
+        allowed = {**CHOICES, "predictor": self.predictors, "cards": names, "models": models}
+        options = mapping("fleet_kwargs", fleet_kwargs, (*RANGES, *allowed))
+        self._ranges = {name: _range(name, options.get(name, RANGES[name])) for name in RANGES}
+        self._choices = {
+            name: _some_of(name, options.get(name, of), of) for name, of in allowed.items()
+        }
+        self._cards = np.array([names.index(name) for name in self._choices["cards"]])
+        self._kept = np.array([models.index(name) for name in self._choices["models"]])
+
+        self._tables(catalog, max_output_tokens)
+        longest = int(np.max(catalog.prompt_tokens)) + max_output_tokens
+        self._least = -(-longest // block_size) * block_size
+        self._room = np.array(
+            [
+                [
+                    profile.with_model(known[m], m).kv_capacity_tokens
+                    if m in known
+                    else profile.kv_capacity_tokens
+                    for m in models
+                ]
+                for profile in self.profiles
+            ]
+        )
+        if isinstance(fleet, str):
+            for card in self._cards:
+                for model in self._kept:
+                    self._check_room(f"fleet={fleet!r}", names[card], models[model])
+        elif options:
+            raise ValueError(f"fleet_kwargs={fleet_kwargs!r} needs fleet='random', not a setting.")
+        else:
+            self.setting = self._checked(mapping("fleet", fleet, SETTING))
+
+    def _tables(self, catalog: Catalog, max_output_tokens: int) -> None:
+        """Latency per token and throughput of each (card, model) at every batch."""
+        rows = catalog.rows("train")
+        output = catalog.output_tokens[rows][:, catalog.columns(list(self.models))]
+        length = np.maximum(np.minimum(output, max_output_tokens).mean(axis=0), 1.0)
+        prompt = float(np.mean(catalog.prompt_tokens[rows]))
+        context = prompt + float(length.mean()) / 2
+        batch = np.arange(1, MAX_RUNNING + 1)
+        decode = np.array([[p.decode_s(b, b * context) for b in batch] for p in self.profiles])
+        prefill = np.array([p.prefill_s(prompt) for p in self.profiles])
+        # Each of b requests waits for the prefills of all b while it is served.
+        waits = batch * prefill[:, None, None] / length[:, None]
+        self._latency = decode[:, None, :] + waits
+        self._throughput = batch / (length[:, None] * self._latency)
+        self._held = {"paged": context, "reserve": prompt + max_output_tokens}
+
+    # ------------------------------------------------------------------------------------ drawing
+
+    def draw(self, random: np.random.Generator) -> dict[str, Any]:
+        """A setting; all chance comes from ``random``, and a fixed setting takes none."""
+        if self.setting is not None:
+            return self.setting
+        count = self._number("num_experts", random)
+        card = self._kinds(self._cards, "num_cards", count, random)
+        model = self._kinds(self._kept, "num_models", count, random)
+        running, waiting = (
+            self._capacity(name, random) for name in ("running_capacity", "waiting_capacity")
+        )
+        policy = self._one("memory_policy", random)
+        wanted = int(_log_uniform(self._ranges["memory"], random) * running * self._held["paged"])
+        tokens = np.clip(wanted, self._least, self._room[card, model])
+        alone = float(np.median(self._latency[card, model, 0]))
+        limit = alone * _log_uniform(self._ranges["latency"], random)
+        limit = min(limit, MAX_LATENCY_REQUIREMENT_S)
+        served = self.served_rps(card, model, tokens, running, policy, limit)
+        arrivals = self._one("arrivals", random)
+        return {
+            "profiles": [self.profiles[k].name for k in card],
+            "models": [self.models[k] for k in model],
+            "kv_capacity_tokens": tokens.tolist(),
+            "running_capacity": running,
+            "waiting_capacity": waiting,
+            "scheduler": self._one("scheduler", random),
+            "memory_policy": policy,
+            "prefill_token_budget": self._one("prefill_token_budget", random),
+            "latency_requirement_s": limit,
+            "rate": served * float(random.uniform(*self._ranges["load"])),
+            "arrivals": arrivals,
+            "arrivals_kwargs": {
+                name: _log_uniform(limits, random) for name, limits in BURSTS[arrivals].items()
+            },
+            "predictor": self._one("predictor", random),
+        }
+
+    def served_rps(
+        self,
+        card: np.ndarray,
+        model: np.ndarray,
+        tokens: np.ndarray,
+        running: int,
+        memory_policy: str,
+        limit: float,
+    ) -> float:
+        """Requests/s that the experts serve within ``limit`` s/token, if kept evenly busy.
+
+        Expert n runs the batch b that serves most of those that R, its memory and L allow; a
+        request then takes ``decode_s(b) + b prefill_s / length`` seconds per token. An expert too
+        slow for a lone request counts for nothing, unless all are.
+
+        Args:
+            card: (N,) indexes of the profiles.
+            model: (N,) indexes of the models.
+            tokens: (N,) KV tokens.
+            running: R.
+            memory_policy: decides what a request takes: its longest answer, or its mean.
+            limit: L in seconds per token.
+        """
+        latency, rate = self._latency[card, model], self._throughput[card, model]
+        room = np.minimum(running, np.maximum(tokens / self._held[memory_policy], 1.0))
+        batch = np.arange(1, MAX_RUNNING + 1)
+        allowed = (batch <= room[:, None]) & (latency <= limit)
+        total = float(np.where(allowed, rate, 0.0).max(axis=1).sum())
+        return total if total > 0.0 else float(rate[:, 0].sum())
+
+    def _number(self, name: str, random: np.random.Generator) -> int:
+        low, high = self._ranges[name]
+        return int(random.integers(int(low), int(high) + 1))
+
+    def _capacity(self, name: str, random: np.random.Generator) -> int:
+        low, high = self._ranges[name]
+        return int(min(_log_uniform((low, high + 1), random), high))
+
+    def _one(self, name: str, random: np.random.Generator) -> Any:
+        choices = self._choices[name]
+        return choices[int(random.integers(len(choices)))]
+
+    def _kinds(
+        self, choices: np.ndarray, number: str, count: int, random: np.random.Generator
+    ) -> np.ndarray:
+        """(count,) of the choices, as many different ones as the ``number`` drawn at most."""
+        kept = random.permutation(choices)[: self._number(number, random)]
+        return kept[random.integers(len(kept), size=count)]
+
+    # ------------------------------------------------------------------------------------- reading
+
+    def laws(self, setting: Mapping[str, Any]) -> np.ndarray:
+        """(N,) indexes of the experts' cards among the packed laws."""
+        names = [profile.name for profile in self.profiles]
+        return np.array([names.index(name) for name in setting["profiles"]])
+
+    def columns(self, setting: Mapping[str, Any]) -> np.ndarray:
+        """(N,) columns of the request table that the experts of a setting serve from."""
+        first = self.predictors.index(setting["predictor"]) * len(self.models)
+        return first + np.array([self.models.index(name) for name in setting["models"]])
+
+    # ------------------------------------------------------------------------------------ checking
+
+    def _check_room(self, what: str, card: str, model: str, tokens: int | None = None) -> None:
+        names = [profile.name for profile in self.profiles]
+        room = int(self._room[names.index(card), self.models.index(model)])
+        if room < self._least or (tokens is not None and not self._least <= tokens <= room):
+            given = "" if tokens is None else f"{tokens} KV tokens at "
+            raise ValueError(
+                f"{what}: {given}{card!r} with the weights of {model!r}: it has room for {room} KV "
+                f"tokens, and the longest request of the catalog needs {self._least}."
+            )
+
+    def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A setting with every value checked."""
+        for name in SETTING:
+            if name not in given:
+                raise ValueError(f"fleet={given!r} lacks {name!r}; a setting has {SETTING}.")
+        names = tuple(profile.name for profile in self.profiles)
+        lists = ("profiles", "models", "kv_capacity_tokens")
+        sizes = set()
+        for name in lists:
+            if not isinstance(given[name], (list, tuple)):
+                raise ValueError(f"fleet[{name!r}]={given[name]!r} must be a list, one an expert.")
+            sizes.add(len(given[name]))
+        if len(sizes) > 1 or not 1 <= min(sizes) <= MAX_EXPERTS:
+            raise ValueError(
+                f"fleet: {lists} have {[len(given[name]) for name in lists]} experts; it must be "
+                f"one number, from 1 to {MAX_EXPERTS}."
+            )
+        for card, model, tokens in zip(*(given[name] for name in lists), strict=True):
+            choose("fleet['profiles']", card, names)
+            choose("fleet['models']", model, self.models)
+            whole("fleet['kv_capacity_tokens']", tokens, 1)
+            self._check_room("fleet['kv_capacity_tokens']", card, model, tokens)
+        running = whole("fleet['running_capacity']", given["running_capacity"], 1, MAX_RUNNING)
+        whole("fleet['waiting_capacity']", given["waiting_capacity"], 1, MAX_WAITING)
+        whole("fleet['prefill_token_budget']", given["prefill_token_budget"], running)
+        for name in ("scheduler", "memory_policy"):
+            choose(f"fleet[{name!r}]", given[name], CHOICES[name])
+        choose("fleet['predictor']", given["predictor"], self.predictors)
+        top = MAX_LATENCY_REQUIREMENT_S
+        real("fleet['latency_requirement_s']", given["latency_requirement_s"], 0.0, top, True)
+        rate = real("fleet['rate']", given["rate"], 0.0, open_low=True)
+        options = mapping("fleet['arrivals_kwargs']", given["arrivals_kwargs"])
+        make_arrivals(given["arrivals"], rate, **options)
+        return {**given, **{name: list(given[name]) for name in lists}, "arrivals_kwargs": options}
+
+
+def _log_uniform(limits: tuple[float, float], random: np.random.Generator) -> float:
+    return math.exp(random.uniform(math.log(limits[0]), math.log(limits[1])))
+
+
+def _range(name: str, given: Any) -> tuple[float, float]:
+    """A number, or a pair (low, high), within the bounds."""
+    pair = tuple(given) if isinstance(given, (list, tuple)) else (given, given)
+    if len(pair) != 2:
+        raise ValueError(f"fleet_kwargs[{name!r}]={given!r} must be a number or a pair (low, high).")
+    what, (low, high) = f"fleet_kwargs[{name!r}]", _BOUNDS[name]
+    if name in _WHOLE:
+        ends = tuple(whole(what, x, int(low), int(high)) for x in pair)
+    else:
+        ends = tuple(real(what, x, low, high) for x in pair)
+    if ends[0] > ends[1]:
+        raise ValueError(f"{what}={given!r}: the low end is above the high end.")
+    return ends[0], ends[1]
+
+
+def _some_of(name: str, given: Any, allowed: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One of ``allowed``, or a list of some of them."""
+    listed = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    if not listed:
+        raise ValueError(f"fleet_kwargs[{name!r}]={given!r} is empty; choose of {list(allowed)}.")
+    for one in listed:
+        if one not in allowed:
+            raise ValueError(
+                f"fleet_kwargs[{name!r}]={given!r}: {one!r} is unknown; choose of {list(allowed)}."
+            )
+    return listed
