@@ -108,6 +108,11 @@ class BatchEnv(gym.Env):
         """A system as text or pixels."""
         raise NotImplementedError
 
+    @staticmethod
+    def reset_info(batch: Any, row: int) -> dict[str, Any]:
+        """What a family tells at a reset of a system, besides the mask."""
+        return {}
+
     def _put_action(self, action: Any) -> None:
         """Write the action into ``_action``; ValueError for a wrong shape, type or range."""
         raise NotImplementedError
@@ -123,7 +128,8 @@ class BatchEnv(gym.Env):
         self.batch.draw(0, self.np_random)
         self.batch.begin(self._which)
         self._finished = False
-        return self._observation(), {"action_mask": self._mask.copy()}
+        info = {"action_mask": self._mask.copy(), **self.reset_info(self.batch, 0)}
+        return self._observation(), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Apply the action and go on to the next decision.

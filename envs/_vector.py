@@ -140,6 +140,7 @@ class BatchVectorEnv(VectorEnv):
         info = {
             "action_mask": self.batch.action_mask * which[:, None].astype(np.int8),
             "_action_mask": self._all if whole_batch else which.copy(),
+            **self._reset_info(which),
         }
         return self._observation(), info
 
@@ -193,6 +194,8 @@ class BatchVectorEnv(VectorEnv):
             ended = int(done.sum())
         if ended == 0:
             info = self._info(live, masks=self._all)
+            if live is not self._all:
+                info.update(self._reset_info(~live))
         elif self.autoreset_mode is AutoresetMode.SAME_STEP:
             info = {
                 "final_obs": self._final_observations(done),
@@ -202,9 +205,12 @@ class BatchVectorEnv(VectorEnv):
             }
             self._begin(done)
             info.update(self._info(live & ~done, masks=self._all))
+            info.update(self._reset_info(done))
         else:
             self._done, self._any_done = done.copy(), True
             info = self._info(live, ended=terminations, masks=self._all)
+            if live is not self._all:
+                info.update(self._reset_info(~live))
         return self._observation(), rewards, terminations, truncations, info
 
     def _info(
@@ -245,6 +251,17 @@ class BatchVectorEnv(VectorEnv):
                 kpis[f"_{name}"] = ended.copy()
             info["episode_kpis"] = kpis
             info["_episode_kpis"] = ended.copy()
+        return info
+
+    def _reset_info(self, which: np.ndarray) -> dict[str, Any]:
+        """What the systems in ``which`` that were just reset tell besides the mask."""
+        info: dict[str, Any] = {}
+        for row in np.flatnonzero(which).tolist():
+            for name, value in self.SINGLE.reset_info(self.batch, row).items():
+                if name not in info:
+                    info[name] = np.full(self.num_envs, None, dtype=object)
+                    info[f"_{name}"] = np.zeros(self.num_envs, dtype=bool)
+                info[name][row], info[f"_{name}"][row] = value, True
         return info
 
     def _final_observations(self, done: np.ndarray) -> np.ndarray:

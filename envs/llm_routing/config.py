@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from servegym.envs._checks import choose, flag, mapping, positive_range, real, whole
 from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.deployments import DEPLOYMENTS
+from servegym.envs.llm_routing.fleets import (
+    DRAWN,
+    MAX_EXPERTS,
+    MAX_LATENCY_REQUIREMENT_S,
+    MAX_RUNNING,
+    MAX_WAITING,
+    FleetSource,
+)
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
 from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
@@ -18,7 +28,7 @@ from servegym.hardware_profiles import LawTables, Profile, list_fleets, load, lo
 
 DEFAULT_FLEET = "edge-6-heterogeneous"
 DEFAULT_NUM_EXPERTS = 6
-MAX_LATENCY_REQUIREMENT_S = 1.0
+DEFAULT_CATALOG = "alpaca_eval_7b"
 
 _SCHEDULERS = {"orca": kernel.ORCA, "chunked_prefill": kernel.CHUNKED}
 _MEMORY_POLICIES = {"reserve": kernel.RESERVE, "paged": kernel.PAGED}
@@ -196,6 +206,9 @@ class Problem:
         rate: range of the mean arrival rate in requests/s, drawn per episode.
         latency_requirement_s: range of L in seconds per token, drawn per episode.
         arguments: the arguments as given.
+        fleets: where the fleet of an episode comes from, None if all have the same. Then N, R and W
+            are the largest that may come, ``profiles`` and ``models`` libraries, and the table has
+            a column for each model under each predictor, see `FleetSource`.
     """
 
     cfg: np.ndarray
@@ -210,6 +223,7 @@ class Problem:
     rate: tuple[float, float]
     latency_requirement_s: tuple[float, float]
     arguments: dict[str, Any]
+    fleets: FleetSource | None = None
 
     @property
     def num_experts(self) -> int:
@@ -235,6 +249,36 @@ class Problem:
     def max_output_tokens(self) -> int:
         """Longest answer in tokens."""
         return int(self.cfg["max_output_tokens"][0])
+
+
+def set_sizes(c: np.void) -> None:
+    """Set the sizes of the arrays of a config record to those of its system."""
+    for largest, size in (
+        ("max_experts", "num_experts"),
+        ("max_running", "running_capacity"),
+        ("max_waiting", "waiting_capacity"),
+        ("max_slots", "slots"),
+    ):
+        c[largest] = c[size]
+
+
+def put_fleet(problem: Problem, setting: Mapping[str, Any], c: np.void, expert: np.ndarray) -> None:
+    """Write a drawn fleet in the config record and the expert records ``(N,)`` of a system."""
+    source = problem.fleets
+    assert source is not None
+    count = len(setting["profiles"])
+    c["num_experts"] = count
+    c["running_capacity"] = setting["running_capacity"]
+    c["waiting_capacity"] = setting["waiting_capacity"]
+    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
+    c["scheduler"] = _SCHEDULERS[setting["scheduler"]]
+    c["memory_policy"] = _MEMORY_POLICIES[setting["memory_policy"]]
+    caching = problem.cfg["prefix_caching"][0] and c["scheduler"] == kernel.CHUNKED
+    c["prefix_caching"] = caching and c["memory_policy"] == kernel.PAGED
+    c["token_budget"] = setting["prefill_token_budget"]
+    expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])
+    expert["profile"][:count] = source.laws(setting)
+    expert["model"][:count] = source.columns(setting)
 
 
 def engine_config(
@@ -379,7 +423,7 @@ def _request_table(
     return table
 
 
-def build_problem(
+def _fixed_problem(
     *,
     view: int,
     num_experts: int | None = None,
@@ -387,7 +431,7 @@ def build_problem(
     rate: float | Sequence[float] = 5.0,
     arrivals_kwargs: Mapping[str, Any] | None = None,
     latency_requirement_s: float | Sequence[float] = 0.030,
-    catalog: str = "alpaca_eval_7b",
+    catalog: str = DEFAULT_CATALOG,
     catalog_kwargs: Mapping[str, Any] | None = None,
     profiles: str | Sequence[str] = DEFAULT_FLEET,
     models: Sequence[str] | None = None,
@@ -415,14 +459,7 @@ def build_problem(
     episode_requests: int = 1000,
     split: str = "train",
 ) -> Problem:
-    """Check every argument of a routing environment and build its problem.
-
-    The arguments are those of :class:`~servegym.envs.llm_routing.env.LLMRoutingEnv`; ``view`` is
-    the kind of observation (``kernel.GRAPH``, ``FLAT`` or ``EXPERTS``).
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
+    """The problem of a fleet that all episodes have, from checked arguments."""
     arguments = {k: v for k, v in locals().items() if k != "view"}
     cfg = engine_config(
         scheduler=scheduler,
@@ -461,6 +498,7 @@ def build_problem(
 
     experts, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(experts)
+    set_sizes(c)
     loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
     columns = _resolve_columns(loaded, names, len(experts), models is not None)
     rows = np.asarray(loaded.rows(split), dtype=np.int32)
@@ -483,3 +521,98 @@ def build_problem(
         latency_requirement_s=limits,
         arguments=arguments,
     )
+
+
+def _drawn_problem(
+    view: int,
+    fleet: str | Mapping[str, Any],
+    fleet_kwargs: Mapping[str, Any] | None,
+    given: Mapping[str, Any],
+) -> Problem:
+    """The problem of fleets that are drawn, or of one setting, padded to the largest sizes."""
+    for name in given:
+        if name in DRAWN:
+            raise ValueError(
+                f"{name}={given[name]!r} is part of the fleet that fleet={fleet!r} gives; hold it "
+                "fixed with fleet_kwargs, or leave fleet out."
+            )
+    options = mapping("catalog_kwargs", given.get("catalog_kwargs"))
+    catalog = load_catalog(given.get("catalog", DEFAULT_CATALOG), **options)
+    # Sizes and all that is no part of a setting, checked on a fleet as large as any.
+    largest = _fixed_problem(
+        view=view,
+        profiles=["h100-llama-3.1-8b"] * MAX_EXPERTS,
+        models=[catalog.models[0]] * MAX_EXPERTS,
+        num_experts=MAX_EXPERTS,
+        running_capacity=MAX_RUNNING,
+        waiting_capacity=MAX_WAITING,
+        scheduler="chunked_prefill",
+        memory_policy="paged",
+        **given,
+    )
+    cfg = largest.cfg.copy()
+    c, options = cfg[0], largest.arguments
+    longest, block = int(c["max_output_tokens"]), int(c["block_size"])
+    source = FleetSource(fleet, fleet_kwargs, catalog, block, longest)
+    columns = catalog.columns(list(source.models))
+    tables = []
+    for kind in source.predictors:
+        predictors = _predictor_options(
+            {"score": kind, "length": kind},
+            options["buckets"],
+            options["predictor_seed"],
+            options["predictor_kwargs"] if kind == "learned" else None,
+        )
+        tables.append(_request_table(catalog, columns, predictors, longest))
+    return replace(
+        largest,
+        cfg=cfg,
+        law=pack_laws(source.profiles, c, MAX_RUNNING, block),
+        table=np.ascontiguousarray(np.concatenate(tables, axis=1)),
+        profiles=source.profiles,
+        models=source.models,
+        columns=columns,
+        arguments={
+            **{name: value for name, value in options.items() if name not in (*DRAWN, "models")},
+            "fleet": fleet,
+            "fleet_kwargs": fleet_kwargs,
+        },
+        fleets=source,
+    )
+
+
+def build_problem(
+    *,
+    view: int,
+    fleet: str | Mapping[str, Any] | None = None,
+    fleet_kwargs: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Problem:
+    """Check every argument of a routing environment and build its problem.
+
+    The arguments are those of :class:`~servegym.envs.llm_routing.env.LLMRoutingEnv`; ``view`` is
+    the kind of observation (``kernel.GRAPH``, ``FLAT``, ``EXPERTS`` or ``SUMMARY``).
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    if fleet is not None and fleet != "random" and not isinstance(fleet, Mapping):
+        named = {**{name: {"profiles": name} for name in list_fleets()}, **DEPLOYMENTS}
+        arguments = {**named[choose("fleet", fleet, ("random", *named))], **arguments}
+        fleet = None
+    if fleet is not None:
+        return _drawn_problem(view, fleet, fleet_kwargs, arguments)
+    if fleet_kwargs is not None:
+        raise ValueError(f"fleet_kwargs={fleet_kwargs!r} needs fleet='random'.")
+    return _fixed_problem(view=view, **arguments)
+
+
+def _signature() -> inspect.Signature:
+    """Of `build_problem`, with all arguments by name: environments check theirs against it."""
+    own = inspect.signature(build_problem).parameters
+    fixed = inspect.signature(_fixed_problem).parameters
+    names = {**fixed, **{n: p for n, p in own.items() if p.kind is not p.VAR_KEYWORD}}
+    return inspect.Signature(list(names.values()))
+
+
+build_problem.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]

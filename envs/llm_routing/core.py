@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,10 @@ from gymnasium import spaces
 
 from servegym.envs._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import MAX_LATENCY_REQUIREMENT_S, Problem
+from servegym.envs.llm_routing.config import Problem, put_fleet
+from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
+from servegym.envs.workloads import make_arrivals
+from servegym.envs.workloads.arrivals import Arrivals
 
 REWARD_TERMS = {
     kernel.COMPLETED_QOS: ("qos",),
@@ -65,6 +69,7 @@ class RoutingState:
         finished: whether the episode has ended.
         delayed: with ``staleness_s`` the system as the router knows it: its actions so far and the
             env, expert, slot and queue records of that time.
+        fleet: the setting that was drawn, see `servegym.envs.llm_routing.fleets`.
     """
 
     arrivals: np.ndarray
@@ -78,6 +83,7 @@ class RoutingState:
     finished: bool = False
 
     delayed: tuple[np.ndarray, ...] = ()
+    fleet: dict[str, Any] | None = None
 
 
 def observation_space(problem: Problem) -> spaces.Space:
@@ -110,6 +116,8 @@ def observation_space(problem: Problem) -> spaces.Space:
         spaces.Box(0, 1, (n, cap_w), np.int8),
     )
     named: dict[str, spaces.Space] = dict(zip(OBSERVATION_KEYS, boxes, strict=True))
+    if problem.fleets is not None:
+        named["fleet"] = box(problem.fleets.largest_features(), n, len(FLEET_FEATURES))
     return spaces.Dict(named)
 
 
@@ -135,6 +143,14 @@ class RoutingBatch:
         self.table = problem.table
         self.env = np.zeros(num_rows, dtype=kernel.ENV)
         self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
+        self.config = problem.cfg
+        self.fleets: list[dict[str, Any] | None] = [None] * num_rows
+        if problem.fleets is None:
+            self.expert["profile"] = self.expert["model"] = np.arange(n)
+            laws = problem.law[: n * kernel.EXPERT_WIDTH].reshape(n, kernel.EXPERT_WIDTH)
+            self.expert["capacity"] = laws[:, kernel.CAPACITY]
+        else:
+            self.config = np.repeat(problem.cfg, num_rows)
         self.slot = np.zeros((num_rows, n, slots), dtype=kernel.SLOT)
         entries = 4 * slots + int(c["block_size"])
         self.queue = np.zeros((num_rows, n, entries), dtype=np.int32)
@@ -152,8 +168,10 @@ class RoutingBatch:
         self._masks, flags = _sections(num_rows, masks, np.int8)
         self.action_mask = flags[-1]
         if isinstance(space, spaces.Dict):
-            parts = zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True)
-            self.observation = dict(sorted(parts))  # the order of the space
+            parts = dict(zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True))
+            if problem.fleets is not None:
+                parts["fleet"] = np.zeros((num_rows, n, len(FLEET_FEATURES)), dtype=np.float32)
+            self.observation = dict(sorted(parts.items()))  # the order of the space
         else:
             self.observation = values[0]
         self.terms = REWARD_TERMS[int(c["reward"])]
@@ -162,9 +180,9 @@ class RoutingBatch:
         if c["staleness_s"] > 0.0:
             self.delayed = (
                 np.zeros((num_rows, length), dtype=np.int16),
-                *(np.zeros_like(a) for a in (self.env, self.expert, self.slot, self.queue)),
+                *(a.copy() for a in (self.env, self.expert, self.slot, self.queue)),
             )
-        tables = kernel.Tables(problem.cfg, problem.law, self.table)
+        tables = kernel.Tables(self.config, problem.law, self.table)
         systems = self._systems(self.env, self.expert, self.slot, self.queue, self.log)
         buffers = kernel.Buffers(self._obs, self._masks, self.out)
         self._arguments = tables, systems, buffers
@@ -192,13 +210,48 @@ class RoutingBatch:
     def draw(self, row: int, random: np.random.Generator) -> None:
         """Draw the next episode of a row: its rate, L, arrival times and requests."""
         problem = self.problem
-        rate = draw_from(problem.rate, random)
-        self.env["latency_requirement"][row] = draw_from(problem.latency_requirement_s, random)
+        arrivals, (rate,) = self.draw_load(row, 1, random)
         length = problem.episode_requests
-        self.arrivals[row] = problem.arrivals.sample(length, random, rate)
+        self.arrivals[row] = arrivals.sample(length, random, rate)
         self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
         if problem.cfg["uptime_s"][0] > 0.0:
             self.env["failure_seed"][row] = random.integers(0, 1 << 32)
+
+    def draw_load(
+        self, row: int, streams: int, random: np.random.Generator
+    ) -> tuple[Arrivals, list[float]]:
+        """Draw the fleet of a row, if it is drawn, and L.
+
+        Returns:
+            The arrival process, and the mean rate (requests/s) of each of the streams.
+        """
+        problem = self.problem
+        if problem.fleets is None:
+            rates = [draw_from(problem.rate, random) for _ in range(streams)]
+            self.env["latency_requirement"][row] = draw_from(problem.latency_requirement_s, random)
+            return problem.arrivals, rates
+        setting = problem.fleets.draw(random)
+        self._put_fleet(row, setting)
+        self.env["latency_requirement"][row] = setting["latency_requirement_s"]
+        rate = setting["rate"] / streams
+        process = make_arrivals(setting["arrivals"], rate, **setting["arrivals_kwargs"])
+        return process, [rate] * streams
+
+    def _put_fleet(self, row: int, setting: dict[str, Any]) -> None:
+        """Make the system of a row that of a setting."""
+        self.fleets[row] = setting
+        put_fleet(self.problem, setting, self.config[row], self.expert[row])
+        if isinstance(self.observation, dict):
+            count = len(setting["profiles"])
+            seen = self.observation["fleet"][row]
+            seen[count:] = 0.0
+            assert self.problem.fleets is not None
+            seen[:count] = self.problem.fleets.features(setting)
+
+    def reset_info(self, row: int) -> dict[str, Any]:
+        """What `reset` tells of a row besides the mask: the fleet that was drawn, as JSON."""
+        setting = self.fleets[row]
+        return {} if setting is None else {"fleet": json.dumps(setting)}
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -245,6 +298,7 @@ class RoutingBatch:
             queue=self.queue[row].copy(),
             log=self.log[row].copy(),
             delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
+            fleet=self.fleets[row],
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
@@ -264,6 +318,8 @@ class RoutingBatch:
             raise ValueError(
                 "state.delayed: restore a state into an environment made with the same staleness_s."
             )
+        if state.fleet is not None:
+            self._put_fleet(row, state.fleet)
         for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
             getattr(self, name)[row] = getattr(state, name)
         for mine, theirs in zip(self.delayed, state.delayed, strict=True):
@@ -274,6 +330,10 @@ class RoutingBatch:
         self._observe(*self._arguments, which)
         if self.delayed:
             self._observe_stale(*self._stale_arguments, which)
+
+    def config_of(self, row: int) -> np.void:
+        """The config record of a row."""
+        return self.config[row if len(self.config) > 1 else 0]
 
     def kpis(self, row: int) -> dict[str, float]:
         """Key figures of the episode so far, over the requests that have been decided.
@@ -319,10 +379,11 @@ class RoutingBatch:
         ``score`` and ``best_score`` are NaN, ``output_tokens`` is 0 and ``catalog_row`` -1.
         """
         count = int(self.env[row]["index"])
+        models = self.expert["model"][row, : int(self.config_of(row)["num_experts"])]
         log = np.zeros(count, dtype=REQUEST_LOG)
         for name in self.log.dtype.names or ():
             log[name] = self.log[row, :count][name]
-        for n in range(self.problem.num_experts):
+        for n in range(len(models)):
             slots = self.slot[row, n]
             running, waiting = held(self.expert[row, n], slots, self.queue[row, n])
             for r in slots[running + waiting]:
@@ -332,7 +393,7 @@ class RoutingBatch:
                 entry["first_token_s"], entry["preemptions"] = r["first"], r["preemptions"]
         log["arrival_s"] = self.arrivals[row, :count]
         log["catalog_row"] = self.rows[row, :count]
-        log["best_score"] = self.table[log["catalog_row"], :, 1].max(axis=1)
+        log["best_score"] = self.table[log["catalog_row"][:, None], models, 1].max(axis=1)
         pending = log["outcome"] == kernel.PENDING
         for name, hidden in (("score", np.nan), ("best_score", np.nan), ("catalog_row", -1)):
             log[name][pending] = hidden
@@ -345,12 +406,15 @@ class RoutingBatch:
         return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("problem", "num_rows", "delayed", *_STATE_ARRAYS)
+        names = ("problem", "num_rows", "delayed", "fleets", *_STATE_ARRAYS)
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffer.
         RoutingBatch.__init__(self, state["problem"], state["num_rows"])
+        for row, setting in enumerate(state["fleets"]):
+            if setting is not None:
+                self._put_fleet(row, setting)
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
         for mine, theirs in zip(self.delayed, state["delayed"], strict=True):

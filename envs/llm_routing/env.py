@@ -191,6 +191,11 @@ class LLMRoutingEnv(BatchEnv):
             ) from None
 
     @staticmethod
+    def reset_info(batch: RoutingBatch, row: int) -> dict[str, Any]:
+        """The fleet that was drawn."""
+        return batch.reset_info(row)
+
+    @staticmethod
     def frame(batch: RoutingBatch, row: int, mode: str) -> Any:
         """Queues, memory and latency of each expert, as text or pixels."""
         from servegym.envs.llm_routing.render import render

@@ -89,6 +89,24 @@ SETTING = (
 )
 """The keys of a setting. ``profiles``, ``models`` and ``kv_capacity_tokens`` list the experts."""
 
+FLEET_FEATURES = (
+    "exists",
+    "card",
+    "column",
+    "kv_capacity_tokens",
+    "running_capacity",
+    "waiting_capacity",
+    "chunked_prefill",
+    "paged",
+    "lone_decode_s",
+    "full_decode_s",
+    "prefill_s_per_token",
+)
+"""The columns of ``observation["fleet"]``: 1 for an expert that exists; its card's index in the
+library; its column of the request table; KV tokens; R; W; 1 for the scheduler ``chunked_prefill``;
+1 for ``paged`` memory; seconds of a decode iteration of one sequence and of R, each of a mean
+request's context; k1 of Eq. 13."""
+
 DRAWN = (*SETTING, "num_experts", "score_predictor", "length_predictor")
 """Arguments of the environment that a setting takes the place of."""
 
@@ -177,8 +195,10 @@ class FleetSource:
         prefill = np.array([p.prefill_s(prompt) for p in self.profiles])
         # Each of b requests waits for the prefills of all b while it is served.
         waits = batch * prefill[:, None, None] / length[:, None]
+        self._decode = decode
         self._latency = decode[:, None, :] + waits
         self._throughput = batch / (length[:, None] * self._latency)
+        self._k1 = np.array([p.estimator.k1 for p in self.profiles])
         self._held = {"paged": context, "reserve": prompt + max_output_tokens}
 
     # ------------------------------------------------------------------------------------ drawing
@@ -274,6 +294,38 @@ class FleetSource:
         """(N,) indexes of the experts' cards among the packed laws."""
         names = [profile.name for profile in self.profiles]
         return np.array([names.index(name) for name in setting["profiles"]])
+
+    def features(self, setting: Mapping[str, Any]) -> np.ndarray:
+        """(N, F) of `FLEET_FEATURES`."""
+        card, running = self.laws(setting), setting["running_capacity"]
+        found = np.ones((len(card), len(FLEET_FEATURES)))
+        found[:, 1], found[:, 2] = card, self.columns(setting)
+        found[:, 3] = setting["kv_capacity_tokens"]
+        found[:, 4], found[:, 5] = running, setting["waiting_capacity"]
+        found[:, 6] = setting["scheduler"] == "chunked_prefill"
+        found[:, 7] = setting["memory_policy"] == "paged"
+        found[:, 8], found[:, 9] = self._decode[card, 0], self._decode[card, running - 1]
+        found[:, 10] = self._k1[card]
+        return found
+
+    def largest_features(self) -> np.ndarray:
+        """(F,) upper bounds of `features`."""
+        return np.array(
+            [
+                1.0,
+                len(self.profiles) - 1,
+                len(self.predictors) * len(self.models) - 1,
+                self._room.max(),
+                MAX_RUNNING,
+                MAX_WAITING,
+                1.0,
+                1.0,
+                self._decode.max(),
+                self._decode.max(),
+                self._k1.max(),
+            ],
+            dtype=np.float32,
+        )
 
     def columns(self, setting: Mapping[str, Any]) -> np.ndarray:
         """(N,) columns of the request table that the experts of a setting serve from."""

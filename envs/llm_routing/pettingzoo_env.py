@@ -13,7 +13,7 @@ from pettingzoo import ParallelEnv
 from servegym.envs._checks import check_render_mode, choose, flag, keywords, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch, draw_from, observation_space
+from servegym.envs.llm_routing.core import RoutingBatch, observation_space
 from servegym.envs.llm_routing.env import LLMRoutingEnv
 
 VIEWS = {"graph": kernel.GRAPH, "flat": kernel.FLAT, "experts": kernel.EXPERTS}
@@ -146,18 +146,17 @@ class LLMRoutingParallelEnv(ParallelEnv):
         self.agents = list(self.possible_agents)
         # Without keys, as in the placement environment: TorchRL takes those of the first reset for
         # all there will ever be, and numbers only.
-        return self._observations(), {agent: {} for agent in self.agents}
+        return self._observations(), {agent: self.batch.reset_info(0) for agent in self.agents}
 
     def _draw(self, random: np.random.Generator) -> None:
         """One episode: rates, L, and each access point's arrivals and requests, merged by time."""
         problem, batch = self.problem, self.batch
         count = len(self.possible_agents)
         each = problem.episode_requests // count
-        rates = [draw_from(problem.rate, random) for _ in range(count)]
-        batch.env["latency_requirement"][0] = draw_from(problem.latency_requirement_s, random)
+        process, rates = batch.draw_load(0, count, random)
         arrivals, rows = [], []
         for rate in rates:
-            arrivals.append(problem.arrivals.sample(each, random, rate))
+            arrivals.append(process.sample(each, random, rate))
             rows.append(problem.rows[random.integers(0, len(problem.rows), each)])
         if problem.cfg["uptime_s"][0] > 0.0:
             batch.env["failure_seed"][0] = random.integers(0, 1 << 32)

@@ -108,7 +108,9 @@ def _look(batch: RoutingBatch, row: int) -> _Scene:
     total = problem.episode_requests
     log = batch.request_log(row)
     current = int(batch.rows[row, decided]) if decided < total else None
-    experts = [_expert(batch, row, n, now, limit, current, log) for n in range(problem.num_experts)]
+    c = batch.config_of(row)
+    count = int(c["num_experts"])
+    experts = [_expert(batch, row, n, now, limit, current, log) for n in range(count)]
     last, chosen = "", -1
     if decided:
         entry = log[decided - 1]
@@ -129,8 +131,8 @@ def _look(batch: RoutingBatch, row: int) -> _Scene:
         kpis=batch.kpis(row),
         last=last,
         chosen=chosen,
-        running_capacity=problem.running_capacity,
-        waiting_capacity=problem.waiting_capacity,
+        running_capacity=int(c["running_capacity"]),
+        waiting_capacity=int(c["waiting_capacity"]),
         experts=experts,
     )
 
@@ -148,16 +150,16 @@ def _expert(
     e, lane = batch.expert[row, n], batch.slot[row, n]
     running, waiting = held(e, lane, batch.queue[row, n])
     block = int(problem.cfg["block_size"][0])
-    profile = problem.profiles[n]
+    profile, model = problem.profiles[int(e["profile"])], int(e["model"])
     done = log[(log["expert"] == n) & (log["outcome"] == kernel.COMPLETED)]
     latency = (done["finish_s"] - done["arrival_s"]) / np.maximum(done["output_tokens"], 1)
     on_time = int(np.count_nonzero(latency <= limit))
     latest = latency[np.argsort(done["finish_s"], kind="stable")][-RECENT:]
     shown = _Expert(
-        model=problem.models[n],
+        model=problem.models[model % len(problem.models)],
         device=str(profile.device.get("name", profile.name)),
-        score=0.0 if current is None else float(problem.table[current, n, 3]),
-        length=0.0 if current is None else float(problem.table[current, n, 4]),
+        score=0.0 if current is None else float(problem.table[current, model, 3]),
+        length=0.0 if current is None else float(problem.table[current, model, 4]),
         legal=bool(batch.action_mask[row, n + 1]),
         memory=0.0,
         latest_s=float(latest.mean()) if len(latest) else math.nan,
@@ -176,7 +178,7 @@ def _expert(
         so_far = (now - float(r["arrived"])) / max(tokens, 1)
         progress = min(tokens / max(float(r["predicted_output"]), 1.0), 1.0)
         shown.running.append(_Running(progress, tokens, so_far, so_far > limit))
-    shown.memory = used / max(profile.kv_capacity_tokens // block, 1)
+    shown.memory = used / max(int(e["capacity"]), 1)
     for r in lane[waiting]:
         if r["preempted"]:
             shown.waiting.append("preempted")

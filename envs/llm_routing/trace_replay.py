@@ -9,7 +9,7 @@ import numpy as np
 from servegym.envs._checks import whole
 from servegym.envs._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import engine_config, pack_laws
+from servegym.envs.llm_routing.config import engine_config, pack_laws, set_sizes
 from servegym.hardware_profiles import Profile, load
 
 REPLAY = np.dtype(
@@ -113,6 +113,7 @@ def _run(
         np.zeros((1, 1), dtype=kernel.EXPERT),
         queues,
     )
+    systems.expert["capacity"] = law[kernel.CAPACITY]
     tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     arguments = (tables, systems, tokens, times, timeline)
     (run_replay,) = compile_kernels("replay engine", [(kernel.run_replay, arguments)])
@@ -153,6 +154,7 @@ def _serve(
     )
     c = cfg[0]
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
+    set_sizes(c)
     c["num_requests"], c["max_output_tokens"] = count, int(outputs.max())
     law = pack_laws([expert], c, running_capacity, int(c["block_size"]))
     if kv_tokens is not None:

@@ -56,8 +56,9 @@ from servegym.envs.llm_routing.kernel.layout import (
     Queues,
     Systems,
     Tables,
+    config_of,
 )
-from servegym.envs.llm_routing.kernel.observation import observe_row, write_in_full
+from servegym.envs.llm_routing.kernel.observation import blank_padding, observe_row, write_in_full
 from servegym.envs.llm_routing.kernel.queues import (
     Request,
     can_take,
@@ -71,6 +72,7 @@ from servegym.envs.llm_routing.kernel.queues import (
 )
 
 __all__ = [
+    "CAPACITY",
     "CHUNKED",
     "COMPLETED",
     "COMPLETED_QOS",
@@ -79,6 +81,7 @@ __all__ = [
     "ENV",
     "EXPERT",
     "EXPERTS",
+    "EXPERT_WIDTH",
     "FAILED",
     "FLAT",
     "GRAPH",
@@ -118,16 +121,16 @@ def begin(t, s, which):
     ``arrivals[b]`` (s), ``rows[b]`` (catalog rows) and ``env[b].latency_requirement`` must be set.
     """
     t, s = borrowed(t), borrowed(s)
-    c = t.config[0]
     for b in range(s.env.shape[0]):
         if which[b] == 0:
             continue
+        c = config_of(t, b)
         v = s.env[b]
         v.first_log = b * c.num_requests
         v.now = s.arrivals[b, 0]
         for j in range(c.num_requests):
             _clear_log(s.queues.log[v.first_log + j])
-        _clear_system(c, t.law, b, s, v)
+        _clear_system(c, b, s, v)
         for n in range(c.num_experts):
             e = s.expert[b, n]
             while e.next_change <= v.now:
@@ -135,7 +138,7 @@ def begin(t, s, which):
 
 
 @inner
-def _clear_system(c, law, b, s, v):
+def _clear_system(c, b, s, v):
     """Row b at time 0: all experts up and idle, nothing decided."""
     v.index = 0
     v.completed = 0
@@ -157,7 +160,7 @@ def _clear_system(c, law, b, s, v):
     for n in range(c.num_experts):
         e = s.expert[b, n]
         locate(c, b, n, e)
-        clear_expert(c, law, n, s.queues, e)
+        clear_expert(c, s.queues, e)
         e.down = 0
         e.changes = 0
         e.next_change = np.inf
@@ -184,12 +187,13 @@ def _clear_log(entry):
 def observe(t, s, out, which):
     """Write the whole observation of the rows b with which[b] != 0, whatever was written before."""
     t, s, out = borrowed(t), borrowed(s), borrowed(out)
-    c = t.config[0]
     for b in range(s.env.shape[0]):
         if which[b] == 0:
             continue
+        c = config_of(t, b)
         v = s.env[b]
         v.first_log = b * c.num_requests
+        blank_padding(c, s, out, b)
         for n in range(c.num_experts):
             e = s.expert[b, n]
             locate(c, b, n, e)
@@ -202,29 +206,29 @@ def observe(t, s, out, which):
 
 
 @inline
-def _request(c, requests, row, n, index, arrived):
-    """The request of a catalog row, sent to expert n."""
-    prompt = int(requests[row, n, PROMPT])
+def _request(c, requests, row, model, index, arrived):
+    """The request of a catalog row, sent to an expert with this model."""
+    prompt = int(requests[row, model, PROMPT])
     return Request(
         index,
         arrived,
         arrived + (c.router_delay_s + prompt * c.delay_s_per_token),
         prompt,
-        int(requests[row, n, OUTPUT]),
-        requests[row, n, SCORE],
-        requests[row, n, PREDICTED_SCORE],
-        requests[row, n, PREDICTED_OUTPUT],
+        int(requests[row, model, OUTPUT]),
+        requests[row, model, SCORE],
+        requests[row, model, PREDICTED_SCORE],
+        requests[row, model, PREDICTED_OUTPUT],
     )
 
 
 @inline
-def _late_scores(c, law, n, v, q, e, prompt, output):
+def _late_scores(c, law, v, q, e, prompt, output):
     """Second term of Eq. 16: scores of running requests that Eq. 15 says the new one makes late.
 
     ``prompt`` and ``output`` are the new request's tokens.
     """
-    k1 = law[n * EXPERT_WIDTH + K1]
-    k2 = law[n * EXPERT_WIDTH + K2]
+    k1 = law[e.profile * EXPERT_WIDTH + K1]
+    k2 = law[e.profile * EXPERT_WIDTH + K2]
     total = 0.0
     i = e.oldest
     while i >= 0:
@@ -257,9 +261,15 @@ def _route(c, t, s, b, n):
         entry.prompt_tokens = int(t.requests[row, 0, PROMPT])
         v.dropped += 1
         return 0.0, 0.0
+    if n >= c.num_experts:  # there is none: only the arrays are that large
+        entry.outcome = REJECTED
+        entry.expert = n
+        entry.prompt_tokens = int(t.requests[row, 0, PROMPT])
+        v.rejected += 1
+        return 0.0, 0.0
     e = s.expert[b, n]
-    request = _request(c, t.requests, row, n, index, v.now)
-    if not can_take(c, t.law, n, e, request.prompt):
+    request = _request(c, t.requests, row, e.model, index, v.now)
+    if not can_take(c, e, request.prompt):
         entry.outcome = REJECTED
         entry.expert = n
         entry.prompt_tokens = request.prompt
@@ -270,9 +280,9 @@ def _route(c, t, s, b, n):
     gain = 0.0
     loss = 0.0
     if c.reward == QOS_AWARE:
-        output = t.requests[row, n, PREDICTED_OUTPUT if c.predicted_estimator else OUTPUT]
+        output = t.requests[row, e.model, PREDICTED_OUTPUT if c.predicted_estimator else OUTPUT]
         prompt, length = float(request.prompt), float(output)
-        loss -= _late_scores(c, t.law, n, v, s.queues, e, prompt, length)
+        loss -= _late_scores(c, t.law, v, s.queues, e, prompt, length)
     elif c.reward == PAID_FORWARD:
         gain += request.score
     enqueue(c, s.queues, e, request)
@@ -287,14 +297,15 @@ def step(t, s, out, actions, which):
     has changed then).
     """
     t, s, out = borrowed(t), borrowed(s), borrowed(out)
-    c = t.config[0]
+    most = t.config[0].max_experts
     for b in range(s.env.shape[0]):
-        if which[b] != 0 and (actions[b] < 0 or actions[b] > c.num_experts):
+        if which[b] != 0 and (actions[b] < 0 or actions[b] > most):
             return -1 - b
     ended = 0
     for b in range(s.env.shape[0]):
         if which[b] == 0:
             continue
+        c = config_of(t, b)
         v = s.env[b]
         gain, loss = _route(c, t, s, b, actions[b] - 1)
         v.index += 1
@@ -330,17 +341,19 @@ def observe_stale(t, s, lagging, out, sent, which):
     of an episode there is no request to route and the queues are empty.
     """
     t, s, lagging, out = borrowed(t), borrowed(s), borrowed(lagging), borrowed(out)
-    c = t.config[0]
     for b in range(s.env.shape[0]):
         if which[b] == 0:
             continue
+        c = config_of(t, b)
         now = s.env[b]
         v = lagging.env[b]
         if now.index == 0 or now.index == c.num_requests:
             v.first_log = 0
             v.latency_requirement = now.latency_requirement
             v.failure_seed = now.failure_seed
-            _clear_system(c, t.law, b, lagging, v)
+            for n in range(c.num_experts):
+                _stand_behind(s.expert[b, n], lagging.expert[b, n])
+            _clear_system(c, b, lagging, v)
         for n in range(c.num_experts):
             locate(c, b, n, lagging.expert[b, n])  # a restored one comes from another row
         row = -1
@@ -358,6 +371,13 @@ def observe_stale(t, s, lagging, out, sent, which):
 
 
 @inline
+def _stand_behind(real, e):
+    e.capacity = real.capacity
+    e.profile = real.profile
+    e.model = real.model
+
+
+@inline
 def _route_lagging(c, t, s, lagging, b, n):
     """Bring the lagging system to its next request and send that to expert n, or drop it."""
     v = lagging.env[b]
@@ -366,8 +386,8 @@ def _route_lagging(c, t, s, lagging, b, n):
         advance(c, t.law, k, v, lagging.queues, lagging.expert[b, k], arrived)
     if n >= 0:
         e = lagging.expert[b, n]
-        request = _request(c, t.requests, s.rows[b, v.index], n, v.index, arrived)
-        if can_take(c, t.law, n, e, request.prompt):
+        request = _request(c, t.requests, s.rows[b, v.index], e.model, v.index, arrived)
+        if can_take(c, e, request.prompt):
             enqueue(c, lagging.queues, e, request)
     v.index += 1
 
@@ -390,7 +410,7 @@ def run_replay(t, s, tokens, times, timeline):
         v = s.env[0]
         e = s.expert[0, n]
         locate(c, 0, n, e)
-        clear_expert(c, t.law, n, s.queues, e)
+        clear_expert(c, s.queues, e)
         for j in range(count):
             _clear_log(s.queues.log[j])
         zero = np.float32(0.0)
@@ -408,5 +428,5 @@ def run_replay(t, s, tokens, times, timeline):
             # All requests are queued from the outset; those yet to arrive do not wait.
             timeline[k, 1] = e.waiting - (count - here)
             settle(c, s.queues, e)
-            timeline[k, 2] = e.used / t.law[CAPACITY]
+            timeline[k, 2] = e.used / e.capacity
         advance(c, t.law, n, v, s.queues, e, np.inf)

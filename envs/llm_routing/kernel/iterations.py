@@ -21,11 +21,9 @@ from servegym.envs.llm_routing.kernel.latency import (
     prefill_s,
 )
 from servegym.envs.llm_routing.kernel.layout import (
-    CAPACITY,
     CHUNKED,
     COMPLETED,
     DECODE,
-    EXPERT_WIDTH,
     FAILED,
     IDLE,
     MIXED,
@@ -152,12 +150,11 @@ def _continue_chunks(c, q, e):
 
 
 @inline
-def _admit(c, law, n, q, e, now):
+def _admit(c, q, e, now):
     """Step 3 of a boundary: admit from the head of the waiting queue, first come first served.
 
     Returns the prefill tokens of the iteration.
     """
-    capacity = int(law[n * EXPERT_WIDTH + CAPACITY])
     chunked = c.scheduler == CHUNKED
     tokens = 0
     budget = c.token_budget
@@ -175,9 +172,9 @@ def _admit(c, law, n, q, e, now):
         blocks = blocks_of(c, need)
         longest = blocks_of(c, r.prompt + c.max_output_tokens)
         if c.memory_policy == RESERVE:
-            if e.reserved + longest > capacity:
+            if e.reserved + longest > e.capacity:
                 break
-        elif e.used + blocks > capacity:
+        elif e.used + blocks > e.capacity:
             break
         e.ring_head = wrap(c, e.ring_head + 1)
         e.waiting -= 1
@@ -203,26 +200,26 @@ def _admit(c, law, n, q, e, now):
 
 
 @inline
-def _start_mixed(c, law, n, q, e, now, tokens):
+def _start_mixed(c, law, q, e, now, tokens):
     """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
-    time = dense_s(c, law, n, float(tokens + e.decoding))
+    time = dense_s(c, law, e.profile, float(tokens + e.decoding))
     chunks = 0
     i = e.prefill
     while i >= 0:
         r = q.slots[e.first_slot + i]
         if r.chunk > 0:
             chunks += 1
-            time += chunk_attention_s(c, law, n, float(r.chunk), float(r.computed))
+            time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
         i = q.lists[newer(c, e, i)]
     if e.decoding > 0:
-        time += decode_attention_s(c, law, n, e.decoding, e.decoding_tokens / e.decoding)
-    e.end = now + time + head_s(c, law, n, e.decoding + chunks)
+        time += decode_attention_s(c, law, e.profile, e.decoding, e.decoding_tokens / e.decoding)
+    e.end = now + time + head_s(c, law, e.profile, e.decoding + chunks)
 
 
 @inline
-def _run_decodes(c, law, n, e, limit, now, until, before):
+def _run_decodes(c, law, e, limit, now, until, before):
     """From a boundary at ``now``, pass the decode iterations that fit and start the one after."""
-    done, spent, cost = decode_iterations(c, law, n, e, limit, until - now, before)
+    done, spent, cost = decode_iterations(c, law, e, limit, until - now, before)
     e.emitted += done
     e.decoding_tokens += e.running * done
     e.start = now + spent
@@ -230,12 +227,12 @@ def _run_decodes(c, law, n, e, limit, now, until, before):
 
 
 @inline
-def _start_decodes(c, law, n, q, e, now, until, preempted):
+def _start_decodes(c, law, q, e, now, until, preempted):
     """Decode iterations up to the first in which something else may happen."""
     limit = e.next_finish - e.emitted - 1
     if c.memory_policy == PAGED:
         # b sequences take at most b blocks in block_size iterations.
-        free = int(law[n * EXPERT_WIDTH + CAPACITY]) - e.used
+        free = e.capacity - e.used
         limit = min(limit, c.block_size * (free // e.running))
     before = np.inf
     if e.waiting > 0 and e.running < c.running_capacity:
@@ -244,7 +241,7 @@ def _start_decodes(c, law, n, q, e, now, until, preempted):
             before = head.available - now
         elif preempted > 0:
             limit = 0  # whether it fits is decided at the next boundary
-    _run_decodes(c, law, n, e, limit, now, until, before)
+    _run_decodes(c, law, e, limit, now, until, before)
     if c.prefix_caching:
         used = e.used
         settle(c, q, e)
@@ -252,14 +249,14 @@ def _start_decodes(c, law, n, q, e, now, until, preempted):
 
 
 @inline
-def _start_iteration(c, law, n, q, e, now, until):
+def _start_iteration(c, law, q, e, now, until):
     """Steps 2-4 of a boundary at ``now``; decodes run on up to ``until``."""
     e.start = now
     preempted = 0
     if c.memory_policy == PAGED:
-        preempted = make_room(c, law, n, q, e)
+        preempted = make_room(c, q, e)
     if preempted == 0:
-        tokens = _admit(c, law, n, q, e, now)
+        tokens = _admit(c, q, e, now)
     elif c.scheduler == CHUNKED:
         tokens = _continue_chunks(c, q, e)
     else:
@@ -268,13 +265,13 @@ def _start_iteration(c, law, n, q, e, now, until):
     prefills = e.running > e.decoding
     if prefills and c.scheduler == ORCA:
         e.iteration = PREFILL
-        e.end = now + prefill_s(c, law, n, float(tokens))
+        e.end = now + prefill_s(c, law, e.profile, float(tokens))
     elif prefills:
         e.iteration = MIXED
-        _start_mixed(c, law, n, q, e, now, tokens)
+        _start_mixed(c, law, q, e, now, tokens)
     elif e.running > 0:
         e.iteration = DECODE
-        _start_decodes(c, law, n, q, e, now, until, preempted)
+        _start_decodes(c, law, q, e, now, until, preempted)
     else:
         e.iteration = IDLE
         e.end = np.inf
@@ -319,7 +316,7 @@ def _lose(v, n, q, r):
 
 
 @inner
-def _fail(c, law, n, v, q, e):
+def _fail(c, n, v, q, e):
     """Expert n dies: all that it runs, queues or is being sent is lost."""
     i = e.oldest
     while i >= 0:
@@ -328,7 +325,7 @@ def _fail(c, law, n, v, q, e):
         i = q.lists[newer(c, e, i)]
     for k in range(e.waiting):
         _lose(v, n, q, q.slots[waiting_slot(c, q, e, k)])
-    clear_expert(c, law, n, q, e)
+    clear_expert(c, q, e)
 
 
 @inline
@@ -353,12 +350,12 @@ def advance(c, law, n, v, q, e, until):
                 # Nothing can happen at this boundary: the usual case, without the calls.
                 e.emitted += 1
                 e.decoding_tokens += e.decoding
-                _run_decodes(c, law, n, e, e.next_finish - e.emitted - 1, now, end, np.inf)
+                _run_decodes(c, law, e, e.next_finish - e.emitted - 1, now, end, np.inf)
                 continue
             _end_iteration(c, n, v, q, e)
-            _start_iteration(c, law, n, q, e, now, end)
+            _start_iteration(c, law, q, e, now, end)
         if not changes:
             return
         if e.down == 0:
-            _fail(c, law, n, v, q, e)
+            _fail(c, n, v, q, e)
         change_availability(c, n, v, e)

@@ -72,7 +72,7 @@ def prefill_s(c, law, n, tokens):
 
 
 @inline
-def decode_iterations(c, law, n, e, limit, until, before):
+def decode_iterations(c, law, e, limit, until, before):
     """How many decode iterations fit: at most ``limit``, ending at <= until and < before.
 
     The mean context of b decoding sequences grows by exactly one token an iteration, so between
@@ -82,7 +82,7 @@ def decode_iterations(c, law, n, e, limit, until, before):
     done = 0
     spent = 0.0
     x = e.decoding_tokens / e.running
-    row = (n * c.n_sequences + e.running) * c.n_decode
+    row = (e.profile * c.n_sequences + e.running) * c.n_decode
     last = c.n_decode - 2
     i = e.segment  # where the last run ended: contexts grow slowly
     if x < law[c.x_decode + i] or x >= law[c.x_decode + i + 1]:

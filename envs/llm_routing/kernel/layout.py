@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from servegym.envs._jit import inline
+
 ORCA, CHUNKED = 0, 1  # config.scheduler
 RESERVE, PAGED = 0, 1  # config.memory_policy
 COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2  # config.reward
@@ -22,7 +24,7 @@ IDLE, PREFILL, DECODE, MIXED = 0, 1, 2, 3  # expert.iteration
 # Columns of the request table.
 PROMPT, SCORE, OUTPUT, PREDICTED_SCORE, PREDICTED_OUTPUT = 0, 1, 2, 3, 4
 
-# The law begins with as many numbers for each expert: its KV blocks, and k1 and k2 of Eq. 15.
+# The law begins with as many numbers for each card: its KV blocks, and k1 and k2 of Eq. 15.
 EXPERT_WIDTH = 3
 CAPACITY, K1, K2 = 0, 1, 2
 
@@ -42,6 +44,11 @@ CONFIG = _record(
         ("running_capacity", "i8"),  # R, requests
         ("waiting_capacity", "i8"),  # W, requests
         ("slots", "i8"),  # requests that an expert can hold
+        # Sizes of the arrays: those above, or the largest of any fleet that may be drawn.
+        ("max_experts", "i8"),
+        ("max_running", "i8"),
+        ("max_waiting", "i8"),
+        ("max_slots", "i8"),
         ("scheduler", "i8"),  # ORCA or CHUNKED
         ("memory_policy", "i8"),  # RESERVE or PAGED
         ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
@@ -79,7 +86,7 @@ CONFIG = _record(
         ("staleness_s", "f8"),  # age of what the router sees of the experts
     ]
 )
-"""What all systems of a problem share."""
+"""The arguments of a system: of every system of a problem, unless its fleet is drawn."""
 
 ENV = _record(
     [
@@ -131,6 +138,10 @@ EXPERT = _record(
         ("decoding_tokens", "i8"),  # prompt and generated tokens of those
         ("phase", "i8"),  # `settled` modulo the block size
         ("segment", "i8"),  # of the decode table in which the last run ended
+        # What stands behind it.
+        ("capacity", "i8"),  # KV blocks
+        ("profile", "i8"),  # index of its card among the latency laws
+        ("model", "i8"),  # index of its column in the request table
         # Running list: slots, -1 for none.
         ("oldest", "i8"),  # admitted
         ("newest", "i8"),  # admitted
@@ -198,19 +209,25 @@ LOG = _record(
 
 
 class Tables(NamedTuple):
-    """What all systems of a problem share.
+    """What the systems of a problem share.
 
     Attributes:
-        config: ``(1,)`` `CONFIG`.
-        law: float64, latency tables of all experts: see `config.pack_laws`. One array, as every
+        config: ``(1,)`` `CONFIG` of all systems, or ``(B,)``, one each.
+        law: float64, latency tables of all cards: see `config.pack_laws`. One array, as every
             further array of an argument costs some 30 ns a call.
-        requests: float32 ``(P, N, 5)``, the columns `PROMPT` to `PREDICTED_OUTPUT` of every catalog
-            row at every expert.
+        requests: float32 ``(P, M, 5)``, the columns `PROMPT` to `PREDICTED_OUTPUT` of every catalog
+            row at every model.
     """
 
     config: np.ndarray
     law: np.ndarray
     requests: np.ndarray
+
+
+@inline
+def config_of(t, b):
+    """The arguments of row b."""
+    return t.config[b if t.config.shape[0] > 1 else 0]
 
 
 class Queues(NamedTuple):

@@ -10,8 +10,6 @@ import math
 
 from servegym.envs._jit import inline, inner
 from servegym.envs.llm_routing.kernel.layout import (
-    CAPACITY,
-    EXPERT_WIDTH,
     EXPERTS,
     FLAT,
     GRAPH,
@@ -20,6 +18,7 @@ from servegym.envs.llm_routing.kernel.layout import (
     PREDICTED_OUTPUT,
     PREDICTED_SCORE,
     PROMPT,
+    config_of,
 )
 from servegym.envs.llm_routing.kernel.queues import (
     blocks_of,
@@ -47,7 +46,7 @@ def observe_row(t, s, out, b, row):
 
     ``row`` is the catalog row of the request to route, -1 after the last.
     """
-    c = t.config[0]
+    c = config_of(t, b)
     if c.layout == EXPERTS:
         first = 0
         memory = _observe_experts(c, t, s, out, b)
@@ -55,10 +54,9 @@ def observe_row(t, s, out, b, row):
         first = 0
         memory = _observe_flat(c, t, s, out, b, row)
     else:
-        queued = c.running_capacity + c.waiting_capacity
-        first = s.env.shape[0] * c.num_experts * queued
+        first = s.env.shape[0] * c.max_experts * c.max_slots
         memory = _observe_graph(c, t, s, out, b, row)
-    _write_action_mask(c, t, s, out.masks, b, row, first + b * (c.num_experts + 1))
+    _write_action_mask(c, t, s, out.masks, b, row, first + b * (c.max_experts + 1))
     return memory
 
 
@@ -69,8 +67,8 @@ def _write_action_mask(c, t, s, masks, b, row, m):
         if row < 0:
             masks[m + 1 + n] = 1
         else:
-            prompt = int(t.requests[row, n, PROMPT])
-            masks[m + 1 + n] = can_take(c, t.law, n, s.expert[b, n], prompt)
+            e = s.expert[b, n]
+            masks[m + 1 + n] = can_take(c, e, int(t.requests[row, e.model, PROMPT]))
 
 
 @inline
@@ -80,9 +78,9 @@ def _observe_experts(c, t, s, out, b):
     for n in range(c.num_experts):
         e = s.expert[b, n]
         settle(c, s.queues, e)
-        memory = e.used * (1.0 / t.law[n * EXPERT_WIDTH + CAPACITY])
+        memory = e.used * (1.0 / e.capacity)
         total += memory
-        o = (b * c.num_experts + n) * STATE_WIDTH
+        o = (b * c.max_experts + n) * STATE_WIDTH
         out.observation[o] = memory
         out.observation[o + 1] = e.running / c.running_capacity
         out.observation[o + 2] = e.waiting / (c.running_capacity + c.waiting_capacity)
@@ -93,8 +91,8 @@ def _observe_experts(c, t, s, out, b):
 def _observe_graph(c, t, s, out, b, row):
     """Layout GRAPH: raw units, a section a key and the masks of the queues."""
     obs = out.observation
-    experts = s.env.shape[0] * c.num_experts
-    cap_r, cap_w = c.running_capacity, c.waiting_capacity
+    experts = s.env.shape[0] * c.max_experts
+    cap_r, cap_w = c.max_running, c.max_waiting
     o_state = experts * ARRIVED_WIDTH
     o_running = o_state + experts * STATE_WIDTH
     o_waiting = o_running + experts * cap_r * REQUEST_WIDTH
@@ -102,12 +100,12 @@ def _observe_graph(c, t, s, out, b, row):
     total = 0.0
     for n in range(c.num_experts):
         e = s.expert[b, n]
-        at = b * c.num_experts + n
-        _write_arrived(t.requests, n, row, obs, at * ARRIVED_WIDTH)
-        waiting = min(e.waiting, cap_w)
+        at = b * c.max_experts + n
+        _write_arrived(t.requests, e.model, row, obs, at * ARRIVED_WIDTH)
+        waiting = min(e.waiting, c.waiting_capacity)
         o_run = o_running + at * cap_r * REQUEST_WIDTH
         o_wait = o_waiting + at * cap_w * REQUEST_WIDTH
-        memory = _write_queues(c, t.law, n, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
+        memory = _write_queues(c, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
         total += memory
         o = o_state + at * STATE_WIDTH
         obs[o] = memory
@@ -126,21 +124,21 @@ def _observe_flat(c, t, s, out, b, row):
     """Layout FLAT: L, then all that is known of each expert, in [0, 1]."""
     obs = out.observation
     cap_r, cap_w = c.running_capacity, c.waiting_capacity
-    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * (cap_r + cap_w)
-    first = b * (1 + c.num_experts * width)
+    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.max_slots
+    first = b * (1 + c.max_experts * width)
     obs[first] = s.env[b].latency_requirement
     total = 0.0
     for n in range(c.num_experts):
         e = s.expert[b, n]
         o = first + 1 + n * width
-        _write_arrived(t.requests, n, row, obs, o)
+        _write_arrived(t.requests, e.model, row, obs, o)
         obs[o] = math.log1p(obs[o] / PROMPT_SCALE) * PROMPT_LOG
         obs[o + 2] /= c.max_output_tokens
         o += ARRIVED_WIDTH
         waiting = min(e.waiting, cap_w)
         o_run = o + STATE_WIDTH
-        o_wait = o_run + REQUEST_WIDTH * cap_r
-        memory = _write_queues(c, t.law, n, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
+        o_wait = o_run + REQUEST_WIDTH * c.max_running
+        memory = _write_queues(c, s.queues, e, s.env[b].now, waiting, obs, o_run, o_wait)
         total += memory
         obs[o] = memory
         obs[o + 1] = e.running / cap_r
@@ -155,12 +153,12 @@ def _observe_flat(c, t, s, out, b, row):
 
 
 @inline
-def _write_arrived(requests, n, row, obs, o):
-    """The request to route, as expert n would serve it; zeros after the last."""
+def _write_arrived(requests, model, row, obs, o):
+    """The request to route, as this model would serve it; zeros after the last."""
     if row >= 0:
-        obs[o] = min(requests[row, n, PROMPT], MAX_PROMPT_TOKENS)
-        obs[o + 1] = requests[row, n, PREDICTED_SCORE]
-        obs[o + 2] = requests[row, n, PREDICTED_OUTPUT]
+        obs[o] = min(requests[row, model, PROMPT], MAX_PROMPT_TOKENS)
+        obs[o + 1] = requests[row, model, PREDICTED_SCORE]
+        obs[o + 2] = requests[row, model, PREDICTED_OUTPUT]
     else:
         obs[o] = 0.0
         obs[o + 1] = 0.0
@@ -168,9 +166,9 @@ def _write_arrived(requests, n, row, obs, o):
 
 
 @inline
-def _write_queues(c, law, n, q, e, now, waiting, obs, o_run, o_wait):
+def _write_queues(c, q, e, now, waiting, obs, o_run, o_wait):
     """Rows of the requests that run and of the first ``waiting``; returns the memory in use."""
-    per_capacity = 1.0 / law[n * EXPERT_WIDTH + CAPACITY]
+    per_capacity = 1.0 / e.capacity
     used = 0
     o = o_run
     i = e.oldest
@@ -223,13 +221,46 @@ def _write_mask(masks, m, before, count):
 def write_in_full(c, s, masks, b, n):
     """Have the next observation of expert n written in full, whatever was written before."""
     e = s.expert[b, n]
-    e.written_running = c.running_capacity
-    e.written_waiting = c.waiting_capacity
+    e.written_running = c.max_running
+    e.written_waiting = c.max_waiting
     if c.layout == GRAPH:
-        at = b * c.num_experts + n
-        m = at * c.running_capacity
-        for i in range(c.running_capacity):
+        at = b * c.max_experts + n
+        m = at * c.max_running
+        for i in range(c.max_running):
             masks[m + i] = 1
-        m = s.env.shape[0] * c.num_experts * c.running_capacity + at * c.waiting_capacity
-        for i in range(c.waiting_capacity):
+        m = s.env.shape[0] * c.max_experts * c.max_running + at * c.max_waiting
+        for i in range(c.max_waiting):
             masks[m + i] = 1
+
+
+@inner
+def blank_padding(c, s, out, b):
+    """Zeros for the experts that row b does not have, in the observation and in the masks."""
+    count = c.max_experts - c.num_experts
+    if count == 0:
+        return
+    batch = s.env.shape[0]
+    first = b * c.max_experts + c.num_experts  # of the experts of all rows
+    masks = 0
+    if c.layout == GRAPH:
+        sizes = (ARRIVED_WIDTH, STATE_WIDTH, REQUEST_WIDTH * c.max_running)
+        start = 0
+        for size in (*sizes, REQUEST_WIDTH * c.max_waiting):
+            _blank(out.observation, start + first * size, count * size)
+            start += batch * c.max_experts * size
+        for size in (c.max_running, c.max_waiting):
+            _blank(out.masks, masks + first * size, count * size)
+            masks += batch * c.max_experts * size
+    elif c.layout == EXPERTS:
+        _blank(out.observation, first * STATE_WIDTH, count * STATE_WIDTH)
+    elif c.layout == FLAT:
+        size = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.max_slots
+        _blank(out.observation, 1 + b + first * size, count * size)
+    masks += b * (c.max_experts + 1) + 1 + c.num_experts
+    _blank(out.masks, masks, count)
+
+
+@inline
+def _blank(array, first, count):
+    for i in range(first, first + count):
+        array[i] = 0

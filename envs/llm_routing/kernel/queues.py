@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym.envs._jit import inline, inner
-from servegym.envs.llm_routing.kernel.layout import CAPACITY, EXPERT_WIDTH, IDLE
+from servegym.envs.llm_routing.kernel.layout import IDLE
 
 NEVER = 1 << 60  # emissions
 
@@ -92,13 +92,13 @@ def _residues(c, e):
 @inline
 def locate(c, b, n, e):
     """Set where slots and lists of expert n in row b begin."""
-    number = b * c.num_experts + n
-    e.first_slot = number * c.slots
-    e.first_entry = number * (4 * c.slots + c.block_size)
+    number = b * c.max_experts + n
+    e.first_slot = number * c.max_slots
+    e.first_entry = number * (4 * c.max_slots + c.block_size)
 
 
 @inner
-def clear_expert(c, law, n, q, e):
+def clear_expert(c, q, e):
     """An idle expert with empty queues."""
     e.start = 0.0
     e.end = np.inf
@@ -120,7 +120,7 @@ def clear_expert(c, law, n, q, e):
     e.settled = 0
     e.phase = 0
     e.free_head = 0
-    e.free_tail = int(law[n * EXPERT_WIDTH + CAPACITY])
+    e.free_tail = e.capacity
     e.free = 0
     for i in range(c.slots):
         q.lists[newer(c, e, i)] = i + 1
@@ -365,12 +365,11 @@ def free_blocks(c, q, e, tokens):
 
 
 @inline
-def can_take(c, law, n, e, prompt):
-    """Whether expert n would queue a request of so many prompt tokens now."""
+def can_take(c, e, prompt):
+    """Whether an expert would queue a request of so many prompt tokens now."""
     if e.waiting >= c.waiting_capacity or e.down != 0:
         return False
-    capacity = int(law[n * EXPERT_WIDTH + CAPACITY])
-    return blocks_of(c, prompt + c.max_output_tokens) <= capacity
+    return blocks_of(c, prompt + c.max_output_tokens) <= e.capacity
 
 
 @inline
@@ -418,12 +417,11 @@ def _preempt_newest(c, q, e):
 
 
 @inner
-def make_room(c, law, n, q, e):
+def make_room(c, q, e):
     """Step 2 of a boundary (paged memory): preempt until the running requests fit."""
-    capacity = int(law[n * EXPERT_WIDTH + CAPACITY])
     before = e.running
     settle(c, q, e)
-    while e.used > capacity:
+    while e.used > e.capacity:
         _preempt_newest(c, q, e)
     if e.running < before:
         find_next_finish(q, e)
