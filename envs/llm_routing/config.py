@@ -225,6 +225,9 @@ class Problem:
     arguments: dict[str, Any]
     fleets: FleetSource | None = None
 
+    def __post_init__(self) -> None:
+        set_sizes(self.cfg[0])
+
     @property
     def num_experts(self) -> int:
         """N."""
@@ -498,7 +501,6 @@ def _fixed_problem(
 
     experts, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(experts)
-    set_sizes(c)
     loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
     columns = _resolve_columns(loaded, names, len(experts), models is not None)
     rows = np.asarray(loaded.rows(split), dtype=np.int32)

@@ -168,7 +168,8 @@ class RoutingBatch:
         self._masks, flags = _sections(num_rows, masks, np.int8)
         self.action_mask = flags[-1]
         if isinstance(space, spaces.Dict):
-            parts = dict(zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True))
+            buffers = zip(OBSERVATION_KEYS, (*values, *flags[:2]), strict=True)
+            parts: dict[str, np.ndarray] = dict(buffers)
             if problem.fleets is not None:
                 parts["fleet"] = np.zeros((num_rows, n, len(FLEET_FEATURES)), dtype=np.float32)
             self.observation = dict(sorted(parts.items()))  # the order of the space

@@ -191,7 +191,9 @@ class FleetSource:
         prompt = float(np.mean(catalog.prompt_tokens[rows]))
         context = prompt + float(length.mean()) / 2
         batch = np.arange(1, MAX_RUNNING + 1)
-        decode = np.array([[p.decode_s(b, b * context) for b in batch] for p in self.profiles])
+        decode = np.array(
+            [[p.decode_s(b, b * context) for b in batch.tolist()] for p in self.profiles]
+        )
         prefill = np.array([p.prefill_s(prompt) for p in self.profiles])
         # Each of b requests waits for the prefills of all b while it is served.
         waits = batch * prefill[:, None, None] / length[:, None]
@@ -341,7 +343,8 @@ class FleetSource:
             given = "" if tokens is None else f"{tokens} KV tokens at "
             raise ValueError(
                 f"{what}: {given}{card!r} with the weights of {model!r}: it has room for {room} KV "
-                f"tokens, and the longest request of the catalog needs {self._least}."
+                f"tokens, and the longest request of the catalog needs {self._least}; take other "
+                "cards or models, or fewer max_output_tokens."
             )
 
     def _checked(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -386,9 +389,12 @@ def _log_uniform(limits: tuple[float, float], random: np.random.Generator) -> fl
 
 def _range(name: str, given: Any) -> tuple[float, float]:
     """A number, or a pair (low, high), within the bounds."""
+    what = f"fleet_kwargs[{name!r}]"
     pair = tuple(given) if isinstance(given, (list, tuple)) else (given, given)
     if len(pair) != 2:
-        raise ValueError(f"fleet_kwargs[{name!r}]={given!r} must be a number or a pair (low, high).")
+        raise ValueError(
+            f"fleet_kwargs[{name!r}]={given!r} must be a number or a pair (low, high)."
+        )
     what, (low, high) = f"fleet_kwargs[{name!r}]", _BOUNDS[name]
     if name in _WHOLE:
         ends = tuple(whole(what, x, int(low), int(high)) for x in pair)

@@ -1,0 +1,221 @@
+"""Fleets that are drawn for each episode, held fixed, or named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+
+import servegym  # noqa: F401 - registers the ids
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import build_problem, pack_laws
+from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.fleets import CHOICES, RANGES, SETTING
+
+ID = "servegym/LLMRouting-v0"
+SHORT = {"fleet": "random", "episode_requests": 60}
+
+
+def drawn(seed, **kwargs):
+    env = gymnasium.make(ID, **{**SHORT, **kwargs}).unwrapped
+    _, info = env.reset(seed=seed)
+    return env, json.loads(info["fleet"])
+
+
+def play(env, info, rng, fraction=0.9):
+    """Random legal actions to the episode's end; returns the rewards and the last info."""
+    rewards, done = [], False
+    while not done:
+        legal = np.flatnonzero(info["action_mask"])
+        action = rng.choice(legal) if rng.random() < fraction else rng.integers(17)
+        observation, reward, terminated, truncated, info = env.step(int(action))
+        assert env.observation_space.contains(observation)
+        rewards.append(reward)
+        done = terminated or truncated
+    return rewards, info
+
+
+def test_what_is_drawn_lies_in_its_ranges_and_differs():
+    env, _ = drawn(0)
+    seen = {name: set() for name in (*CHOICES, "sizes", "rates")}
+    for seed in range(60):
+        _, info = env.reset(seed=seed)
+        setting = json.loads(info["fleet"])
+        assert tuple(setting) == SETTING
+        count = len(setting["profiles"])
+        assert RANGES["num_experts"][0] <= count <= RANGES["num_experts"][1]
+        assert len(setting["models"]) == len(setting["kv_capacity_tokens"]) == count
+        for name in ("running_capacity", "waiting_capacity"):
+            assert RANGES[name][0] <= setting[name] <= RANGES[name][1]
+        for name in CHOICES:
+            assert setting[name] in CHOICES[name]
+            seen[name].add(setting[name])
+        seen["sizes"].add((count, setting["running_capacity"]))
+        seen["rates"].add(setting["rate"])
+        assert env.batch.env["latency_requirement"][0] == setting["latency_requirement_s"]
+    assert all(seen[name] == set(CHOICES[name]) for name in CHOICES)
+    assert len(seen["sizes"]) > 40 and len(seen["rates"]) == 60
+
+
+def test_the_same_seed_draws_the_same_fleet():
+    (one, first), (other, second) = drawn(5), drawn(5)
+    assert first == second != drawn(6)[1]
+    assert np.array_equal(one.batch.arrivals, other.batch.arrivals)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4, 8])
+def test_a_drawn_fleet_serves_as_the_same_fleet_given_by_arguments(seed):
+    """The other problem has arrays and laws of its own size, packed of its own cards."""
+    env, setting = drawn(seed)
+    count, predictor = len(setting["profiles"]), setting["predictor"]
+    fixed = build_problem(
+        view=kernel.GRAPH,
+        profiles=setting["profiles"],
+        models=setting["models"],
+        score_predictor=predictor,
+        length_predictor=predictor,
+        episode_requests=60,
+        **{
+            name: setting[name]
+            for name in SETTING
+            if name not in ("profiles", "models", "kv_capacity_tokens", "predictor")
+        },
+    )
+    tokens = setting["kv_capacity_tokens"]
+    profiles = [
+        replace(p, kv_capacity_tokens=t) for p, t in zip(fixed.profiles, tokens, strict=True)
+    ]
+    law = pack_laws(profiles, fixed.cfg[0], setting["running_capacity"], 16)
+    batch = RoutingBatch(replace(fixed, law=law), 1)
+    batch.arrivals[:], batch.rows[:] = env.batch.arrivals, env.batch.rows
+    batch.env["latency_requirement"] = setting["latency_requirement_s"]
+    batch.begin(np.ones(1, np.int8))
+    rng = np.random.default_rng(seed)
+    for _ in range(60):
+        action = int(rng.integers(count + 1))
+        batch.step(np.array([action]), np.ones(1, np.int8))
+        observation, reward, *_ = env.step(action)
+        assert reward == pytest.approx(batch.out[0, :2].sum(), abs=1e-9)
+        for name, theirs in batch.observation.items():
+            mine = observation[name]
+            if theirs.ndim > 2:
+                width = theirs.shape[2]
+                assert not mine[count:].any() and not mine[:, width:].any()
+                mine = mine[:count, :width] if theirs.ndim > 3 or "mask" in name else mine[:count]
+            np.testing.assert_allclose(mine, theirs[0], rtol=1e-5, atol=1e-6, err_msg=name)
+    for mine, theirs in zip(env.request_log(), batch.request_log(0), strict=True):
+        for name in mine.dtype.names:
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-9, err_msg=name)
+
+
+def test_a_setting_held_fixed_is_every_episodes():
+    _, setting = drawn(3)
+    env = gymnasium.make(ID, fleet=setting, episode_requests=20).unwrapped
+    first, info = env.reset(seed=0)
+    assert json.loads(info["fleet"]) == setting
+    arrivals = env.batch.arrivals.copy()
+    _, info = env.reset()
+    assert json.loads(info["fleet"]) == setting
+    assert not np.array_equal(arrivals, env.batch.arrivals)
+    assert first["fleet"].shape[0] == 16
+    assert json.loads(gymnasium.make(ID, fleet=setting).spec.to_json())["kwargs"]["fleet"]
+
+
+def test_options_narrow_what_is_drawn():
+    kwargs = {
+        "num_experts": 3,
+        "running_capacity": (7, 9),
+        "scheduler": "orca",
+        "predictor": ["mean", "confusion"],
+        "cards": ["h100-llama-3.1-8b"],
+    }
+    env, _ = drawn(0, fleet_kwargs=kwargs)
+    for seed in range(12):
+        setting = json.loads(env.reset(seed=seed)[1]["fleet"])
+        assert setting["profiles"] == kwargs["cards"] * 3
+        assert 7 <= setting["running_capacity"] <= 9 and setting["scheduler"] == "orca"
+        assert setting["predictor"] in kwargs["predictor"]
+
+
+def test_an_expert_that_does_not_exist_rejects():
+    env, setting = drawn(1, fleet_kwargs={"num_experts": 2})
+    _, _, _, _, info = env.step(16)
+    assert info["action_mask"][3:].sum() == 0 and len(setting["profiles"]) == 2
+    assert env.request_log()["outcome"][0] == kernel.REJECTED
+    with pytest.raises(ValueError, match="out of range"):
+        env.step(17)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_vector_environment_equals_single_ones(mode):
+    kwargs = {"fleet": "random", "episode_requests": 15, "staleness_s": 0.2}
+    native = gymnasium.make_vec(ID, num_envs=3, autoreset_mode=mode, **kwargs)
+    single = gymnasium.vector.SyncVectorEnv(
+        [lambda: gymnasium.make(ID, **kwargs) for _ in range(3)], autoreset_mode=mode
+    )
+    rng = np.random.default_rng(0)
+    mine, theirs = native.reset(seed=4), single.reset(seed=4)
+    for _ in range(40):
+        for name in mine[0]:
+            np.testing.assert_array_equal(mine[0][name], theirs[0][name], err_msg=name)
+        assert mine[-1].keys() == theirs[-1].keys()
+        for name in ("fleet", "_fleet"):
+            if name in mine[-1]:
+                assert list(mine[-1][name]) == list(theirs[-1][name])
+        action = rng.integers(17, size=3)
+        mine, theirs = native.step(action), single.step(action)
+        np.testing.assert_array_equal(mine[1], theirs[1])
+
+
+def test_states_go_into_rows_of_other_fleets():
+    envs = gymnasium.make_vec(ID, num_envs=3, fleet="random", episode_requests=40).unwrapped
+    envs.reset(seed=2)
+    rng = np.random.default_rng(1)
+    for _ in range(15):
+        envs.step(rng.integers(10, size=3))
+    state = envs.clone_state(0)
+    envs.restore_state(2, state)
+    observation, mask = envs.observe()
+    for name, part in observation.items():
+        np.testing.assert_array_equal(part[0], part[2], err_msg=name)
+    again = pickle.loads(pickle.dumps(envs))
+    for _ in range(10):
+        action = rng.integers(10, size=3)
+        action[2] = action[0]
+        observation, reward, *_ = envs.step(action)
+        copied, *_ = again.step(action)
+        assert reward[0] == reward[2]
+        for name, part in observation.items():
+            np.testing.assert_array_equal(part[0], part[2], err_msg=name)
+            np.testing.assert_array_equal(part, copied[name], err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:profile 'h100")
+def test_bad_fleets_are_refused_by_name():
+    _, setting = drawn(0)
+    bad = [
+        ({"fleet": "randon"}, "fleet='randon'"),
+        ({"fleet": "random", "rate": 5.0}, "rate=5.0"),
+        ({"fleet": "random", "running_capacity": 5}, "running_capacity=5"),
+        ({"fleet_kwargs": {"num_experts": 3}}, "fleet_kwargs"),
+        ({"fleet": "random", "fleet_kwargs": {"num_expert": 3}}, "num_experts"),
+        ({"fleet": "random", "fleet_kwargs": {"num_experts": 17}}, "num_experts"),
+        ({"fleet": "random", "fleet_kwargs": {"running_capacity": (5, 65)}}, "running_capacity"),
+        ({"fleet": "random", "fleet_kwargs": {"load": (2.0, 1.0)}}, "load"),
+        ({"fleet": "random", "fleet_kwargs": {"cards": []}}, "cards"),
+        ({"fleet": "random", "fleet_kwargs": {"prefill_token_budget": "512"}}, "prefill_token"),
+        ({"fleet": "random", "max_output_tokens": 40_000}, "max_output_tokens"),
+        ({"fleet": {**setting, "kv_capacity_tokens": [10]}}, "kv_capacity_tokens"),
+        ({"fleet": {**setting, "running_capacity": 65}}, "running_capacity"),
+        ({"fleet": {**setting, "rates": 1.0}}, "rate"),
+        ({"fleet": {k: v for k, v in setting.items() if k != "rate"}}, "rate"),
+    ]
+    count = len(setting["profiles"])
+    bad.append(({"fleet": {**setting, "kv_capacity_tokens": [500] * count}}, "kv_capacity_tokens"))
+    for kwargs, named in bad:
+        with pytest.raises(ValueError, match=named):
+            gymnasium.make(ID, **kwargs)
