@@ -255,12 +255,11 @@ class Problem:
 
 
 def set_sizes(c: np.void) -> None:
-    """Set the sizes of the arrays of a config record to those of its system."""
+    """Set the sizes of the arrays of a config record to N, R and W of its system."""
     for largest, size in (
         ("max_experts", "num_experts"),
         ("max_running", "running_capacity"),
         ("max_waiting", "waiting_capacity"),
-        ("max_slots", "slots"),
     ):
         c[largest] = c[size]
 
@@ -273,7 +272,6 @@ def put_fleet(problem: Problem, setting: Mapping[str, Any], c: np.void, expert: 
     c["num_experts"] = count
     c["running_capacity"] = setting["running_capacity"]
     c["waiting_capacity"] = setting["waiting_capacity"]
-    c["slots"] = c["running_capacity"] + c["waiting_capacity"]
     c["scheduler"] = _SCHEDULERS[setting["scheduler"]]
     c["memory_policy"] = _MEMORY_POLICIES[setting["memory_policy"]]
     caching = problem.cfg["prefix_caching"][0] and c["scheduler"] == kernel.CHUNKED

@@ -44,11 +44,10 @@ CONFIG = _record(
         ("running_capacity", "i8"),  # R, requests
         ("waiting_capacity", "i8"),  # W, requests
         ("slots", "i8"),  # requests that an expert can hold
-        # Sizes of the arrays: those above, or the largest of any fleet that may be drawn.
+        # Sizes of the arrays: N, R and W, or the largest of any fleet that may be drawn.
         ("max_experts", "i8"),
         ("max_running", "i8"),
         ("max_waiting", "i8"),
-        ("max_slots", "i8"),
         ("scheduler", "i8"),  # ORCA or CHUNKED
         ("memory_policy", "i8"),  # RESERVE or PAGED
         ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks

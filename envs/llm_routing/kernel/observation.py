@@ -54,7 +54,7 @@ def observe_row(t, s, out, b, row):
         first = 0
         memory = _observe_flat(c, t, s, out, b, row)
     else:
-        first = s.env.shape[0] * c.max_experts * c.max_slots
+        first = s.env.shape[0] * c.max_experts * c.slots
         memory = _observe_graph(c, t, s, out, b, row)
     _write_action_mask(c, t, s, out.masks, b, row, first + b * (c.max_experts + 1))
     return memory
@@ -124,7 +124,7 @@ def _observe_flat(c, t, s, out, b, row):
     """Layout FLAT: L, then all that is known of each expert, in [0, 1]."""
     obs = out.observation
     cap_r, cap_w = c.running_capacity, c.waiting_capacity
-    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.max_slots
+    width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.slots
     first = b * (1 + c.max_experts * width)
     obs[first] = s.env[b].latency_requirement
     total = 0.0
@@ -254,7 +254,7 @@ def blank_padding(c, s, out, b):
     elif c.layout == EXPERTS:
         _blank(out.observation, first * STATE_WIDTH, count * STATE_WIDTH)
     elif c.layout == FLAT:
-        size = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.max_slots
+        size = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.slots
         _blank(out.observation, 1 + b + first * size, count * size)
     masks += b * (c.max_experts + 1) + 1 + c.num_experts
     _blank(out.masks, masks, count)

@@ -93,8 +93,8 @@ def _residues(c, e):
 def locate(c, b, n, e):
     """Set where slots and lists of expert n in row b begin."""
     number = b * c.max_experts + n
-    e.first_slot = number * c.max_slots
-    e.first_entry = number * (4 * c.max_slots + c.block_size)
+    e.first_slot = number * c.slots
+    e.first_entry = number * (4 * c.slots + c.block_size)
 
 
 @inner
