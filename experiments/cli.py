@@ -452,6 +452,11 @@ for _command in (
         "experiments.leaderboard",
         "Print the standard evaluation of all policies, complete it, or add your policy.",
     ),
+    (
+        "tune",
+        "experiments.tuning",
+        "Tune the routing heuristics' parameters to a setting, on validation prompts.",
+    ),
     ("claims", "experiments.figures.claims", "Print the papers' claims with our results."),
     (
         "bench",
