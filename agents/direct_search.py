@@ -1,11 +1,15 @@
-"""Cross-entropy search for a linear router over the experts' rows: the simplest strong opponent.
+"""Cross-entropy search for a linear router: the simplest strong opponent, and the first to train.
 
-The router sees what the paper's Baseline RL sees (Eq. 7: memory, running and waiting requests of
-every expert) and takes the action with the largest linear score. Its 3 N + 2 weights are searched
-for directly: candidates are drawn from a normal distribution, all of a generation play the same
-episodes, and the distribution moves to the best of them (cross-entropy method, Rubinstein 1999).
-There is no gradient, value or credit assignment, so that what a learner with the same state falls
-short of is a matter of its learning. A search takes half a minute of a core.
+The router takes the action with the largest linear score. Its weights are searched for directly:
+candidates are drawn from a normal distribution, all of a generation play the same episodes, and the
+distribution moves to the best of them (cross-entropy method, Rubinstein 1999). There is no
+gradient, value or credit assignment, so that what a learner with the same state falls short of is a
+matter of its learning.
+
+By default the router sees what the paper's Baseline RL sees (Eq. 7: memory, running and waiting
+requests of every expert) and has 3 N + 2 weights; a search takes half a minute of a core. With
+``--state estimate`` it also reads the predicted scores and the action impact estimator (Eq. 13-15):
+what `priced_greedy` reads, with no rule given. See `index_features`.
 
 Neighbour: `baseline_rl` learns a network over the same state with soft actor-critic.
 ``python agents/direct_search.py --help`` lists the options.
@@ -15,10 +19,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +37,9 @@ from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.baselines.llm_routing.features import impact_features
+from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
@@ -48,6 +56,7 @@ ENV = {
 
 ELITE = 0.2  # share of a generation that the distribution moves to
 STEP = 0.7  # how far it moves there
+INDEX = 22  # features of an expert in the index, see `index_features`
 SPREAD = 1.0  # standard deviation of every weight at first
 WIDENED = 0.06  # standard deviation added each generation at first, falling to 0 ...
 WIDENED_UNTIL = 0.6  # ... at this share of the search
@@ -60,6 +69,10 @@ class Args(RunArgs):
 
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
+    state: Literal["rows", "estimate"] = "rows"
+    """what the router reads: Baseline RL's state, or the predictions and the estimator too"""
+    threads: int = 1
+    """threads that play candidates; the search is the same for every number"""
     total_timesteps: int = 12_000_000
     """environment steps (decisions) over all candidates"""
     population: int = 64
@@ -96,16 +109,72 @@ def scores(weights: NDArray[np.float32], features: NDArray[np.float32]) -> NDArr
     return np.concatenate([weights[:, -1:], linear], -1)
 
 
+def steeper(distance: NDArray[Any]) -> NDArray[Any]:
+    """tanh(9 x) of tanh(3 x)."""
+    return (3 * distance + distance**3) / (1 + 3 * distance**2)
+
+
+def index_features(obs: Observation, model: LatencyModel) -> NDArray[np.float32]:
+    """Features (B, N, 22) of an expert that an index weighs alike for every expert.
+
+    Of the new request at the expert: its predicted score; whether it is late, and by how much
+    (`impact_features`); the scores that it makes late, counted and as a sum of distances; the
+    seconds of the expert's time that it takes, alone, times the fourth power of the mean of the
+    expert's and the fleet's load, and times the square of the expert's load; that load, in
+    requests per running slot. Then the same eleven times the fleet's load, centred, so that each
+    weight may change with the load. The scales make each weight of order one.
+    """
+    of_expert, of_queued = impact_features(obs, model)
+    distance, own, lost, work = np.moveaxis(of_expert, -1, 0)
+    queued = [obs[key][..., 1] * obs[f"{key}_mask"] for key in ("running", "waiting")]
+    queued = np.concatenate(queued, -1)
+    nearer, likelier = (
+        (queued * (x[..., 1] - x[..., 0])).sum(-1) for x in (of_queued, steeper(of_queued))
+    )
+    load = obs["experts"][..., 1:].sum(-1) / model.system.running_capacity
+    fleet = np.broadcast_to(load.mean(1, keepdims=True), load.shape)
+    parts = [10 * obs["request"][..., 1] - 6.5, 8.0 * (own == 0), 4 * distance]
+    parts += [4 * steeper(distance), 8 * lost, 4 * nearer, 4 * likelier, 3 * work]
+    parts += [10 * work * ((load + fleet) / 2) ** 4, 5 * work * load**2, 3 * load]
+    return np.stack([*parts, *(x * (1.5 * fleet - 1.2) for x in parts)], -1, dtype=np.float32)
+
+
+def index_scores(
+    weights: NDArray[np.float32], obs: Observation, model: LatencyModel
+) -> NDArray[np.float32]:
+    """Linear score (B, N + 1) of every action from predictions and estimates, of a drop first.
+
+    Args:
+        weights: (B, 22 + 2 N + 2): of the features of `index_features`; a constant and a weight of
+            the load for each expert; a constant and a weight of the fleet's load for the drop.
+        obs: A batch of Dict observations.
+        model: The estimator of the system.
+    """
+    x = index_features(obs, model)
+    load = x[..., INDEX // 2 - 1] / 3
+    constant, slope = np.split(weights[:, INDEX:-2], 2, -1)
+    linear = np.einsum("bnk,bk->bn", x, weights[:, :INDEX]) + constant + slope * load
+    drop = 5 * weights[:, -2] + weights[:, -1] * load.mean(1)
+    return np.concatenate([drop[:, None], linear], -1)
+
+
 class Agent(nn.Module):
-    """The weights (3 N + 2,) of one linear router."""
+    """The weights of one linear router: (3 N + 2,), or (2 N + 24,) with an estimator."""
 
     weights: Tensor
     fixed_experts = True
 
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, model: LatencyModel | None = None) -> None:
         super().__init__()
-        self.experts = experts
-        self.register_buffer("weights", torch.zeros(3 * experts + 2))
+        self.experts, self.model = experts, model
+        size = 3 * experts + 2 if model is None else INDEX + 2 * experts + 2
+        self.register_buffer("weights", torch.zeros(size))
+
+    def scores(self, weights: NDArray[np.float32], obs: Observation) -> NDArray[np.float32]:
+        """Scores (B, N + 1) of the actions with weights (B, K), a row for each observation."""
+        if self.model is None:
+            return scores(weights, scaled(obs["experts"]))
+        return index_scores(weights, obs, self.model)
 
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The legal action of the largest score for every observation.
@@ -117,30 +186,50 @@ class Agent(nn.Module):
         if experts != self.experts:
             raise ValueError(f"made for {self.experts} experts, got {experts}")
         weights = np.asarray(self.weights)[None].repeat(batch, 0)
-        return np.where(mask, scores(weights, scaled(obs["experts"])), -np.inf).argmax(-1)
+        return np.where(mask, self.scores(weights, obs), -np.inf).argmax(-1)
 
 
-def play(
-    envs: Any, population: NDArray[np.float32], seeds: list[int], requests: int
-) -> NDArray[np.float64]:
-    """Average QoS (P,) of every candidate over one episode for each seed, the same for all.
+class Play:
+    """Environments in which candidates play the same episodes."""
 
-    Args:
-        envs: P x len(seeds) environments with the experts' rows, scaled to 1, as observation.
-        population: Weights (P, 3 N + 2).
-        seeds: Seeds of the episodes.
-        requests: Requests of an episode.
+    def __init__(self, agent: Agent, candidates: int, args: Args, env_kwargs: Any) -> None:
+        """Make ``candidates`` x ``args.episodes`` environments with what the agent reads."""
+        env_id = ROWS_ID if agent.model is None else ENV_ID
+        count = candidates * args.episodes
+        self.envs: Any = environments.make_envs(env_id, count, **env_kwargs, copy=False)
+        self.agent = agent
+
+    def __call__(
+        self, population: NDArray[np.float32], seeds: list[int], requests: int
+    ) -> NDArray[np.float64]:
+        """Average QoS (P, E) of every candidate in one episode for each seed, the same for all.
+
+        Args:
+            population: Weights (P, K).
+            seeds: Seeds of the episodes.
+            requests: Requests of an episode.
+        """
+        problem = self.envs.unwrapped.problem
+        running, waiting = problem.running_capacity, problem.waiting_capacity
+        obs, info = self.envs.reset(seed=seeds * len(population))
+        weights, total = population.repeat(len(seeds), 0), 0.0
+        for _ in range(requests):
+            if self.agent.model is None:
+                rows = obs.reshape(len(obs), -1, 3) * (1, running, running + waiting)
+                obs = {"experts": rows}
+            score = np.where(info["action_mask"], self.agent.scores(weights, obs), -np.inf)
+            obs, reward, _, _, info = self.envs.step(score.argmax(-1))
+            total = total + reward
+        return np.reshape(total, (len(population), -1)) / requests
+
+
+def fitness(qos: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fitness (P,) of candidates with QoS (P, E) in the episodes that all of them play.
+
+    Candidates differ ten times as much in an episode under heavy load as in one under light load.
+    The root of that spread divides the differences, so that both have a say.
     """
-    problem = envs.unwrapped.problem
-    running, waiting = problem.running_capacity, problem.waiting_capacity
-    rows, info = envs.reset(seed=seeds * len(population))
-    weights, total = population.repeat(len(seeds), 0), np.zeros(len(rows))
-    for _ in range(requests):
-        experts = rows.reshape(len(rows), -1, 3) * (1, running, running + waiting)
-        score = np.where(info["action_mask"], scores(weights, scaled(experts)), -np.inf)
-        rows, reward, _, _, info = envs.step(score.argmax(-1))
-        total += reward
-    return total.reshape(len(population), -1).mean(1) / requests
+    return ((qos - qos.mean(0)) / (qos.std(0) + 1e-3) ** 0.5).mean(1)
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
@@ -152,11 +241,16 @@ def save_policy(agent: Agent, args: Args, path: Path) -> None:
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    agent = Agent((len(weights["weights"]) - 2) // 3)
-    if system is not None and system.num_experts != agent.experts:
-        raise ValueError(f"made for {agent.experts} experts, got {system.num_experts}")
-    checkpoint.load_weights(agent, weights)
     env_kwargs = ENV | parse_settings(args.set)
+    if args.state == "estimate":
+        system = system or RoutingSystem.from_kwargs(**env_kwargs)
+        experts, model = (len(weights["weights"]) - INDEX) // 2 - 1, LatencyModel(system)
+    else:
+        experts, model = (len(weights["weights"]) - 2) // 3, None
+    if system is not None and system.num_experts != experts:
+        raise ValueError(f"made for {experts} experts, got {system.num_experts}")
+    agent = Agent(experts, model)
+    checkpoint.load_weights(agent, weights)
     return CheckpointPolicy("direct_search", "graph", args, agent, agent.act, env_kwargs)
 
 
@@ -169,8 +263,13 @@ def train(args: Args) -> Path:
         raise ValueError(f"population is {args.population}; allowed is {int(2 / ELITE)} or more")
     torch.set_num_threads(args.torch_threads)
     rng = np.random.default_rng(np.random.SeedSequence(args.seed))
-    envs: Any = environments.make_envs(ROWS_ID, args.population * args.episodes, **env_kwargs)
-    agent = Agent(envs.unwrapped.problem.num_experts)
+    if args.threads < 1:
+        raise ValueError(f"threads is {args.threads}; allowed is 1 or more")
+    system = RoutingSystem.from_kwargs(**env_kwargs)
+    agent = Agent(system.num_experts, LatencyModel(system) if args.state == "estimate" else None)
+    parts = np.array_split(np.arange(args.population), min(args.threads, args.population))
+    players = [Play(agent, len(part), args, env_kwargs) for part in parts]
+    pool = ThreadPoolExecutor(len(parts))
     requests = int(env_kwargs["episode_requests"])
     generation = args.population * args.episodes * requests
     run = Path(args.out_dir) / (args.run_name or f"direct_search_{args.seed}")
@@ -188,8 +287,15 @@ def train(args: Args) -> Path:
         share_done = step / args.total_timesteps
         drawn = mean + spread * rng.standard_normal((args.population, len(mean)))
         seeds = rng.integers(0, 2**31, args.episodes).tolist()
-        qos = play(envs, drawn.astype(np.float32), seeds, requests)
-        elite = drawn[np.argsort(-qos)[: int(args.population * ELITE)]]
+        candidates = drawn.astype(np.float32)
+        played = [
+            pool.submit(player, candidates[part], seeds, requests)
+            for player, part in zip(players, parts, strict=True)
+        ]
+        each = np.concatenate([one.result() for one in played])
+        qos = each.mean(1)
+        order = np.argsort(-fitness(each) if args.state == "estimate" else -qos)
+        elite = drawn[order[: int(args.population * ELITE)]]
         mean = mean + STEP * (elite.mean(0) - mean)
         spread = spread + STEP * (elite.std(0) - spread)
         spread = spread + WIDENED * max(0.0, 1 - share_done / WIDENED_UNTIL)
@@ -212,7 +318,7 @@ def train(args: Args) -> Path:
             state = (mean, spread, step, best, log.size)
             save_snapshot(run / "snapshot.pt", state=state, rng=rng.bit_generator.state)
     log.close()
-    envs.close()
+    pool.shutdown()
     return run
 
 

@@ -1,12 +1,17 @@
-"""Train the router and compare it with the heuristics on episodes that it has not seen.
+"""Train a router from nothing, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this: a few minutes of training on two cores, then every policy on the same
-episodes of the evaluation split at three arrival rates. It leaves in one folder
+``make train`` runs this: some minutes of `servegym.agents.direct_search` over the predictions and
+the estimator's features, on two cores. The terminal shows the QoS on validation episodes
+and every heuristic on the same episodes as a line; then all of them play the same episodes of the
+evaluation split at three arrival rates. It leaves in one folder
 
 - ``router.safetensors``: the checkpoint, which ``servegym evaluate --policy`` takes;
+- ``curve.csv`` and ``curve.json``: the QoS on validation episodes by steps, and that of the
+  heuristics; ``curve.png`` shows it;
 - ``comparison.csv`` and ``comparison.json``: one row a policy, rate and episode, and how they were
-  made;
-- ``comparison.png``: QoS, latency and refused requests against the rate.
+  made; ``comparison.png`` shows QoS, latency and refused requests against the rate;
+- ``table.csv`` and ``table.json``: one row a policy and rate, with what the trained router gains;
+- ``training``: the run, with its metrics and snapshots, from which ``--resume`` goes on.
 
 ``TRAIN_STEPS`` in the environment shortens the training; ``--quick`` shortens everything, a smoke
 run whose numbers mean nothing.
@@ -19,6 +24,7 @@ import io
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,50 +33,179 @@ from typing import Any
 
 import numpy as np
 
-from servegym.experiments.evaluate import evaluate, print_summary
+from servegym.baselines.registry import list_policies
+from servegym.experiments.evaluate import evaluate
 from servegym.experiments.output import print_table, write_text
-from servegym.experiments.stats import Interval, iqm, paired_difference, stratified_bootstrap
-from servegym.experiments.tables import provenance, write_result
+from servegym.experiments.stats import iqm, paired_difference, stratified_bootstrap
+from servegym.experiments.tables import note, provenance, write_result
 
 __all__ = ["main"]
 
 MODULE = "servegym.experiments.train_and_compare"
 ENV_ID = "servegym/LLMRouting-v0"
 RATES = (5.0, 8.0, 10.0)
-BASELINES = (
-    "random",
-    "round_robin",
-    "least_outstanding",
-    "power_of_two",
-    "vllm_dp",
-    "always_best",
-    "least_latency",
-    "greedy_qos",
-    "priced_greedy",
+CONTROLS = ("drop_all", "always_busiest")
+BASELINES = tuple(
+    info.name
+    for info in list_policies("llm_routing")
+    if not info.clairvoyant and info.alias_of is None and info.name not in CONTROLS
 )
-TRAINED = "sac_han"
-STEPS = 240_000
-"""Decisions to train for: with the comparison under ten minutes on two cores."""
+"""Every heuristic and bandit that is no control and knows no more than a router can."""
+TRAINED = "direct_search"
+STEPS = 10_000_000
+"""Decisions to train for: with the comparison less than five minutes on two cores."""
+VALIDATION = {"split": "val", "episode_requests": 500}
+VALIDATION_EPISODES = 8
+"""Episodes a rate that the agent evaluates itself on, by its constants; the lines are on them."""
+TRAINING_RATES = (3.0, 12.0)
 
 
-def train(steps: int, seed: int, folder: Path, quick: bool) -> Path:
-    """Train the agent with its own defaults but for the steps and return the checkpoint.
+def validation_qos(policy: str, rates: Sequence[float]) -> float:
+    """Mean QoS of a policy over the validation episodes that the training evaluates itself on."""
+    means = []
+    for k, rate in enumerate(rates):
+        rows = evaluate(
+            ENV_ID,
+            [policy],
+            episodes=VALIDATION_EPISODES,
+            seed=10_000 + k,
+            num_envs=VALIDATION_EPISODES,
+            env_kwargs={"rate": rate, **VALIDATION},
+        )
+        means.append(np.mean([row["avg_qos"] for row in rows]))
+    return float(np.mean(means))
+
+
+def training_command(steps: int, seed: int, folder: Path, resume: bool) -> list[str]:
+    """The command line of the training, which a user may run as well."""
+    words = [sys.executable, "-m", f"servegym.agents.{TRAINED}", "--state", "estimate"]
+    low, high = TRAINING_RATES
+    given: dict[str, Any] = {
+        "set": f"rate=[{low:g},{high:g}]",
+        "total_timesteps": steps,
+        "threads": min(os.cpu_count() or 1, 2),
+        "eval_every": 1,  # after each generation
+        "checkpoint_every": 500_000,
+        "seed": seed,
+        "out_dir": folder,
+        "run_name": "training",
+        "resume": resume,
+    }
+    words += [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    return [*words, "--eval_rates", *(f"{rate:g}" for rate in RATES)]
+
+
+def read_points(metrics: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log that hold an evaluation; none while there is no log."""
+    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+    rows = [json.loads(line) for line in whole.splitlines()]
+    return [row for row in rows if "eval/avg_qos" in row]
+
+
+def train(
+    steps: int, seed: int, folder: Path, quick: bool, resume: bool = False
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Train in a process of its own while this one measures the heuristics and draws.
 
     Args:
         steps: Decisions to train for.
         seed: Seed of the training run.
         folder: Where its run goes.
-        quick: Shrink the validation, too.
-    """
-    from servegym.agents import sac_han
+        quick: Draw one heuristic alone.
+        resume: Go on from the run's last snapshot.
 
-    settings: dict[str, Any] = {"seed": seed, "out_dir": str(folder), "run_name": "training"}
-    settings["total_timesteps"] = steps
-    if quick:
-        settings |= {"num_envs": 32, "eval_every": 2_000, "eval_rates": RATES[:1]}
-    run = sac_han.train(sac_han.Args(**settings))
-    best = run / "best.safetensors"
-    return best if best.exists() else run / "last.safetensors"
+    Returns:
+        The checkpoint with the best QoS on the validation episodes, and rows of the curve: the
+        trained policy at each evaluation and each heuristic, with ``steps`` and ``avg_qos``.
+
+    Raises:
+        RuntimeError: If the training fails; its output is in ``training.log``.
+    """
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from servegym.experiments.live_curve import Curve
+
+    metrics = folder / "training" / "metrics.jsonl"
+    if not resume:
+        metrics.unlink(missing_ok=True)
+    curve = Curve("QoS on validation episodes, mean of 5, 8 and 10 requests/s", steps)
+    waiting = list(BASELINES[:1] if quick else BASELINES)
+    begin, first = time.perf_counter(), 0
+
+    def view() -> Group:
+        done = int(curve.points[-1][0]) if curve.points else 0
+        text = f"{done:,} of {steps:,} decisions"
+        seconds = time.perf_counter() - begin
+        if done > first:
+            left = seconds * max(steps - done, 0) / (done - first)
+            text += f", {(done - first) / seconds:,.0f} a second, {left:.0f} s left"
+        if curve.points and curve.lines:
+            name = max(curve.lines, key=lambda key: curve.lines[key])
+            now = curve.points[-1][1]
+            text += f"; QoS {now:.4f}, {now - curve.lines[name]:+.4f} over {name}"
+        return Group(curve, Text(text))
+
+    log = folder / "training.log"
+    with log.open("wb") as output:
+        command = training_command(steps, seed, folder, resume)
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            with Live(view(), refresh_per_second=2) as live:
+                while True:
+                    ended = child.poll() is not None
+                    found = read_points(metrics)
+                    curve.points = [(row["global_step"], row["eval/avg_qos"]) for row in found]
+                    if resume and not first and curve.points:
+                        first = int(curve.points[-1][0])
+                    live.update(view())
+                    if ended and not waiting:
+                        break
+                    if waiting:
+                        name = waiting.pop(0)
+                        curve.lines[name] = validation_qos(name, RATES)
+                    else:
+                        time.sleep(0.5)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+            child.wait()
+    if child.returncode:
+        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"the training ended with {child.returncode}; {log} ends in\n{tail}")
+    rows = [{"policy": TRAINED, "steps": step, "avg_qos": qos} for step, qos in curve.points]
+    rows += [{"policy": n, "steps": None, "avg_qos": qos} for n, qos in curve.lines.items()]
+    return metrics.parent / "best.safetensors", rows
+
+
+def plot_curve(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the curve of the training with the heuristics as lines, whole and near its end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    points = [(row["steps"] / 1e6, row["avg_qos"]) for row in rows if row["policy"] == TRAINED]
+    lines = {row["policy"]: row["avg_qos"] for row in rows if row["policy"] != TRAINED}
+    lines = dict(sorted(lines.items(), key=lambda item: -item[1]))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    for axis in axes:
+        for k, (name, qos) in enumerate(lines.items()):
+            axis.axhline(qos, color=colours[k % len(colours)], linewidth=1.2, label=name)
+        axis.plot(*zip(*points, strict=True), "k.-", linewidth=2, label=TRAINED)
+        axis.set_xlabel("million decisions")
+        axis.spines[["top", "right"]].set_visible(False)
+    best, top = max(lines.values()), max(qos for _, qos in points)
+    axes[0].set(ylabel="QoS on validation episodes", ylim=(0, None))
+    axes[1].set(ylim=(best - 0.03, max(best, top) + 0.004))
+    axes[0].legend(fontsize=7, ncols=2, loc="lower right", frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    write_text(path, picture.getvalue())
+    plt.close(figure)
 
 
 def compare(
@@ -83,16 +218,13 @@ def compare(
     policy.name = TRAINED
     rows = []
     for rate in rates:
-        logs: dict[str, list[Any]] = {}
         found = evaluate(
             ENV_ID,
             [*BASELINES, policy],
             episodes=episodes,
             num_envs=min(episodes, 32),
             env_kwargs={"rate": rate, **env_kwargs},
-            logs=logs,
         )
-        print_summary(found, logs=logs)
         rows += [{"rate": rate, **row} for row in found]
     return rows
 
@@ -106,25 +238,64 @@ def _policies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["policy"] for row in rows))
 
 
-def print_comparison(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
-    """Print QoS by rate, and the paired difference of the trained policy to each heuristic."""
+def summarise_comparison(
+    rows: Sequence[Mapping[str, Any]], rates: Sequence[float]
+) -> list[dict[str, Any]]:
+    """QoS of each policy at each rate, and what the trained one gains over it, paired by episode.
 
-    def text(interval: Interval, sign: str = "") -> str:
-        return f"{interval.value:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
-
-    body = []
-    for policy in _policies(rows):
-        cells = [policy]
-        for rate in rates:
+    Both with 95 % bootstrap intervals over the episodes.
+    """
+    table = []
+    for rate in rates:
+        own = _column(rows, TRAINED, rate, "avg_qos")
+        for policy in _policies(rows):
             qos = _column(rows, policy, rate, "avg_qos")
-            cells.append(text(stratified_bootstrap(qos, iqm)))
-        for rate in rates:
-            gain = paired_difference(
-                _column(rows, TRAINED, rate, "avg_qos"), _column(rows, policy, rate, "avg_qos")
-            )
-            cells.append("" if policy == TRAINED else text(gain, "+"))
-        body.append(cells)
-    ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in rates]
+            found = stratified_bootstrap(qos, iqm)
+            row = {"policy": policy, "rate": rate, "episodes": len(qos), "qos": found.value}
+            row |= {"qos_low": found.low, "qos_high": found.high}
+            if policy != TRAINED:
+                gain = paired_difference(own, qos)
+                row |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
+            table.append(row)
+    return table
+
+
+def findings(table: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> list[dict[str, Any]]:
+    """A note a rate: what the trained router gains over the best of the heuristics there."""
+    notes = []
+    for rate in rates:
+        others = [row for row in table if row["rate"] == rate and row["policy"] != TRAINED]
+        best = max(others, key=lambda row: row["qos"])
+        gain, low, high = (best[key] for key in ("gain", "gain_low", "gain_high"))
+        verdict = "above" if low > 0 else "below" if high < 0 else "not distinguished from"
+        text = (
+            f"at {rate:g} requests/s {TRAINED} is {verdict} the best heuristic, {best['policy']}: "
+            f"QoS {gain:+.4f} [{low:+.4f}, {high:+.4f}]"
+        )
+        notes.append(
+            note(text, rate=rate, verdict=verdict, best=best["policy"], gain=gain, gain_low=low)
+        )
+    return notes
+
+
+def print_comparison(
+    table: Sequence[Mapping[str, Any]], rates: Sequence[float], ceilings: Sequence[float]
+) -> None:
+    """Print QoS by rate, and the paired gain of the trained policy over each heuristic."""
+
+    def text(row: Mapping[str, Any], key: str, sign: str = "") -> str:
+        parts = [row[key], row[f"{key}_low"], row[f"{key}_high"]]
+        return "{} [{}, {}]".format(*(f"{part:{sign}.3f}" for part in parts))
+
+    by = {(row["policy"], row["rate"]): row for row in table}
+    policies = list(dict.fromkeys(row["policy"] for row in table))
+    policies.sort(key=lambda policy: -sum(by[policy, rate]["qos"] for rate in rates))
+    body = [
+        [policy]
+        + [text(by[policy, rate], "qos") for rate in rates]
+        + ["" if policy == TRAINED else text(by[policy, rate], "gain", "+") for rate in rates]
+        for policy in policies
+    ]
     body.append(["ceiling (mean best score)", *(f"{c:.3f}" for c in ceilings), *[""] * len(rates)])
     print_table(
         "Average QoS, interquartile mean over episodes [bootstrap 95 % interval]",
@@ -134,7 +305,10 @@ def print_comparison(rows: Sequence[Mapping[str, Any]], rates: Sequence[float]) 
             *(f"{TRAINED} gains at {rate:g}/s" for rate in rates),
         ],
         body,
-        ["One training run with one seed: the intervals are over episodes, not over trainings."],
+        [
+            *(str(one["text"]) for one in findings(table, rates)),
+            "One training run with one seed: the intervals are over episodes, not over trainings.",
+        ],
     )
 
 
@@ -223,9 +397,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, help=f"decisions to train for ({STEPS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
-    parser.add_argument("--episodes", type=int, default=20, help="episodes a policy and rate (20)")
+    parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
     parser.add_argument("--checkpoint", type=Path, help="compare this one and train nothing")
+    parser.add_argument("--resume", action="store_true", help="go on from the last snapshot")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
@@ -248,29 +423,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error}")
 
-    import torch
-
-    torch.set_num_threads(1)  # two threads on two busy cores are many times slower
     begin = time.perf_counter()
-    checkpoint = args.checkpoint or train(steps, args.seed, args.out, args.quick)
+    command = shlex.join(["python", "-m", MODULE, *words])
+    settings = {"seed": args.seed, "steps": None if args.checkpoint else steps}
+    made = provenance(command, args.quick, packages=("torch",), settings=settings)
+    checkpoint = args.checkpoint
+    if checkpoint is None:
+        checkpoint, points = train(steps, args.seed, args.out, args.quick, args.resume)
+        write_result(args.out / "curve", points, made)
+        plot_curve(points, args.out / "curve.png")
     trained = time.perf_counter()
     target = args.out / "router.safetensors"
     if checkpoint.resolve() != target.resolve():
         write_text(target, checkpoint.read_bytes())
-    env_kwargs = {"episode_requests": 100} if args.quick else {}
-    rows = compare(target, RATES, args.episodes, env_kwargs)
-    print_comparison(rows, RATES)
-    made = provenance(
-        shlex.join(["python", "-m", MODULE, *words]),
-        args.quick,
-        packages=("torch",),
-        settings={"seed": args.seed, "steps": None if args.checkpoint else steps},
-    )
+    rows = compare(target, RATES, args.episodes, {"episode_requests": 100} if args.quick else {})
+    table = summarise_comparison(rows, RATES)
+    ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
+    print_comparison(table, RATES, ceilings)
     write_result(args.out / "comparison", rows, made)
+    write_result(args.out / "table", table, made, findings(table, RATES))
     plot(rows, RATES, args.out / "comparison.png")
     print(
         f"training {trained - begin:.0f} s, comparison {time.perf_counter() - trained:.0f} s; "
-        f"checkpoint, table and plot in {args.out}"
+        f"checkpoint, tables and plots in {args.out}"
     )
 
 
