@@ -176,6 +176,19 @@ class Agent(nn.Module):
             return scores(weights, scaled(obs["experts"]))
         return index_scores(weights, obs, self.model)
 
+    def values(self, obs: Observation) -> NDArray[np.float32]:
+        """Scores of the actions less the best, with 1 for a predicted score of 1, at -5 or above.
+
+        Raises:
+            ValueError: If the number of experts is not the agent's.
+        """
+        batch, experts, _ = obs["experts"].shape
+        if experts != self.experts:
+            raise ValueError(f"made for {self.experts} experts, got {experts}")
+        weights = np.asarray(self.weights)
+        score = self.scores(weights[None].repeat(batch, 0), obs)
+        return np.maximum((score - score.max(1, keepdims=True)) / (10 * abs(weights[0])), -5)
+
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The legal action of the largest score for every observation.
 

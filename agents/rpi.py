@@ -9,6 +9,7 @@ by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis, Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
 set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
+With ``--start`` a rule that `direct_search` found from nothing takes the heuristic's place.
 
 Neighbours: `pqn` and `ppo_han` have the same features and network and learn from the rewards of the
 actions taken. ``python agents/rpi.py --help`` lists the options.
@@ -18,13 +19,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -32,23 +32,21 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym.agents import direct_search
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
+from servegym.agents.lib.rollouts import Rollouts, Values
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
-from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch
 
+ENV_ID = "servegym/LLMRouting-v0"
 Observation = Mapping[str, NDArray[Any]]
-Values = Callable[[Observation], NDArray[np.floating[Any]]]
-"""Values (B, N + 1) of the actions for a batch of observations, in scores."""
 
 ENV = {
     "profiles": "edge-6-heterogeneous",
@@ -72,8 +70,8 @@ EVAL_REQUESTS = 500  # per episode of an evaluation
 class Args(ResumableRunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRouting-v0"
-    """a routing environment with the Dict observation"""
+    start: str = ""
+    """checkpoint of direct_search with --state estimate to start at in priced_greedy's place"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     mixture: tuple[str, ...] = ()
@@ -205,12 +203,13 @@ class Head(nn.Module):
 
 
 class Agent(nn.Module):
-    """Values of the actions: the heuristic's, and what the network adds, little at first."""
+    """Values of the actions: those of the start, and what the network adds, little at first."""
 
     law: Tensor
 
-    def __init__(self, system: RoutingSystem) -> None:
+    def __init__(self, system: RoutingSystem, start: direct_search.Agent | None = None) -> None:
         super().__init__()
+        self.start, self.fixed_experts = start, start is not None
         self.register_buffer("law", torch.zeros(system.num_experts, 4), persistent=False)
         self.encoder, self.actor = Sets(), Head()
         self.set_system(LatencyModel(system))
@@ -237,13 +236,20 @@ class Agent(nn.Module):
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
         self.layout = Layout(experts, running, obs["waiting"].shape[2])
-        return self.layout.rows(obs, self.model)
+        rows = self.layout.rows(obs, self.model)
+        if self.start is None:
+            return rows
+        return np.concatenate(
+            [rows, self.start.values(obs)], -1, dtype=np.float16, casting="unsafe"
+        )
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (B, N + 1) in scores, and what the network added to the heuristic's."""
+        """Values (B, N + 1) in scores, and what the network added to those of the start."""
+        rows, start = rows.tensor_split([sum(self.layout.sizes)], -1)
         added = self.actor(*self.encoder(rows, self.layout, self.law))
-        start = heuristic_values(self.layout.expert(rows), self.layout.running)
-        return added + F.pad(start, (1, 0)), added  # a drop is worth 0
+        if self.start is None:  # a drop is worth 0
+            start = F.pad(heuristic_values(self.layout.expert(rows), self.layout.running), (1, 0))
+        return added + start, added
 
     @torch.no_grad()
     def values(self, obs: Observation) -> NDArray[np.float32]:
@@ -255,88 +261,6 @@ class Agent(nn.Module):
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The best legal action of every observation."""
         return np.where(np.asarray(mask) > 0, self.values(obs), -np.inf).argmax(-1)
-
-
-def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np.int64]:
-    """Actions of the copies of each state: the same one, where that costs none more than ``near``.
-
-    Copies that differ little would part for good at the first near tie, and the noise of two
-    futures would drown the first action's effect. So a copy takes the action that is best on
-    average over the copies if that is within ``near`` of its own best, else its own best.
-
-    Args:
-        values: Values (B, copies, actions); NaN everywhere where a copy is at its end.
-        near: What a decision may cost, in scores.
-
-    Returns:
-        (B, copies).
-    """
-    known = np.where(np.isnan(values[..., :1]), 0.0, values)
-    common = known.sum(1).argmax(-1)[:, None]
-    own = known.argmax(-1)
-    price = known.max(-1) - np.take_along_axis(known, common[..., None], -1)[..., 0]
-    return np.where(price <= near, common, own)
-
-
-class Rollouts:
-    """Copies of the environments' states on which actions are tried."""
-
-    def __init__(self, envs: gym.vector.VectorEnv, tries: int) -> None:
-        """Make room for ``tries`` copies of every environment of a native vector environment."""
-        self.envs: Any = envs.unwrapped
-        self.tries = tries
-        problem = build_problem(view=kernel.GRAPH, **self.envs.problem.arguments)
-        self.batch = RoutingBatch(problem, tries * self.envs.num_envs)
-
-    def returns(
-        self,
-        actions: NDArray[np.int64],
-        legal: NDArray[np.bool_],
-        horizon_s: float,
-        values: Values,
-        near: float = 0.0,
-    ) -> NDArray[np.float32]:
-        """Sum of the rewards of each action and of the requests after it, on the same future.
-
-        There is no discount: a score is paid when the request is let in and taken back when it ends
-        late, and a discounted bill would make late answers look good.
-
-        Args:
-            actions: First actions (B, tries), of every environment in its present state.
-            legal: Which of them to try (B, tries).
-            horizon_s: No request that arrives so many seconds later is decided; a rollout also
-                stops where its episode ends.
-            values: By what the later requests are decided.
-            near: See `common_actions`.
-
-        Returns:
-            (B, tries), NaN where not tried.
-        """
-        batch, legal = self.batch, legal.copy()
-        for row in range(len(actions)):
-            state = self.envs.clone_state(row)
-            legal[row] &= not state.finished
-            for k in np.flatnonzero(legal[row]):
-                batch.restore(row * self.tries + int(k), state)
-        live, every = legal.reshape(-1).astype(np.int8), np.arange(legal.size)
-        total, choice = np.zeros(live.size), actions.reshape(-1).astype(np.int64)
-        last = batch.arrivals.shape[1] - 1
-
-        def now() -> NDArray[np.float64]:
-            return batch.arrivals[every, np.minimum(batch.env["index"].astype(int), last)]
-
-        end = now() + horizon_s
-        while live.any():
-            batch.step(choice, live)
-            total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
-            live &= (batch.out[:, 2] == 0.0) & (now() < end)
-            left = np.flatnonzero(live)
-            seen = {key: value[left] for key, value in batch.observation.items()}
-            found = np.full(batch.action_mask.shape, np.nan)
-            if left.size:
-                found[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
-            choice = common_actions(found.reshape(*legal.shape, -1), near).reshape(-1)
-        return np.where(legal, total.reshape(actions.shape), np.nan).astype(np.float32)
 
 
 def choose_candidates(
@@ -378,19 +302,22 @@ def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArr
 class Configuration:
     """One configuration of the environment: its systems as they stand, and the labels from them."""
 
-    def __init__(self, args: Args, num_envs: int, seed: int) -> None:
+    def __init__(
+        self, args: Args, num_envs: int, seed: int, start: direct_search.Agent | None = None
+    ) -> None:
+        self.start = start
         self.args, self.env_kwargs = args, ENV | parse_settings(args.set)
-        self.envs = environments.make_envs(args.env_id, num_envs, **self.env_kwargs)
-        if not isinstance(self.envs.single_observation_space, gym.spaces.Dict):
-            raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+        self.envs = environments.make_envs(ENV_ID, num_envs, **self.env_kwargs)
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
         self.rollouts = Rollouts(self.envs, args.candidates)
         self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
 
-    def heuristic(self, obs: Observation) -> NDArray[np.float64]:
-        """Values (B, N + 1) of the heuristic, see `heuristic_values`."""
+    def heuristic(self, obs: Observation) -> NDArray[np.floating[Any]]:
+        """Values (B, N + 1) of the start, or of the heuristic, see `heuristic_values`."""
+        if self.start is not None:
+            return self.start.values(obs)
         expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
         expert[..., 1:3] = obs["experts"][..., 1:3] / 3
         expert[..., 6:] = impact_features(obs, self.model)[0]
@@ -500,13 +427,25 @@ def evaluate(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict
     for source in sources:
         agent.set_system(source.model)
         numbers = (args.eval_rates, args.eval_episodes, EVAL_REQUESTS)
-        results.append(evaluate_router(agent.act, args.env_id, source.env_kwargs, *numbers))
+        results.append(evaluate_router(agent.act, ENV_ID, source.env_kwargs, *numbers))
     if len(sources) == 1:
         return results[0]
     keys = [key for key in results[0] if "qos" in key]
     means = {key: float(np.mean([result[key] for result in results])) for key in keys}
     each = {f"eval/avg_qos_point_{k}": r["eval/avg_qos"] for k, r in enumerate(results)}
     return each | means
+
+
+def load_start(args: Args) -> direct_search.Agent | None:
+    """The rule of ``--start``; None without."""
+    if not args.start:
+        return None
+    found = checkpoint.load_policy(args.start).net
+    if not isinstance(found, direct_search.Agent) or found.model is None or args.mixture:
+        raise ValueError(
+            f"start: {args.start!r} must be from direct_search --state estimate, without --mixture"
+        )
+    return found
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
@@ -520,7 +459,11 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
-    agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
+    system = system or RoutingSystem.from_kwargs(**env_kwargs)
+    start = None
+    if "start.weights" in weights:
+        start = direct_search.Agent(system.num_experts, LatencyModel(system))
+    agent = Agent(system, start)
     checkpoint.load_weights(agent, weights)
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
 
@@ -541,18 +484,20 @@ def train(args: Args) -> Path:
     sets = [tuple(f"{key}={json.dumps(v)}" for key, v in settings.items()) for settings in each]
     mixture = [replace(args, set=settings) for settings in sets]
     n = max(args.num_envs // len(mixture), 1)
-    sources = [Configuration(own, n, args.seed + 1000 * k) for k, own in enumerate(mixture)]
+    start = load_start(args)
+    sources = [Configuration(own, n, args.seed + 1000 * k, start) for k, own in enumerate(mixture)]
 
     first_system = sources[0].model.system
-    agent = Agent(first_system).to(device)
+    agent = Agent(first_system, start).to(device)
     step, labels, best, log_size, fitted = 0, 0, -np.inf, 0, False
     saved = load_snapshot(args.resume, run / "snapshot.pt")
     if saved is not None:
         agent.load_state_dict(saved["agent"])
         step, labels, best, log_size, fitted = saved["state"]
         for source, state in zip(sources, pickle.loads(saved["sources"]), strict=True):
-            source.envs, source.obs, source.mask, source.labels = state
+            source.envs, source.obs, source.mask, source.labels, decisions = state
             source.rollouts = Rollouts(source.envs, args.candidates)
+            source.rollouts.decisions = decisions
         torch.set_rng_state(saved["torch_rng"])
         rng.bit_generator.state = saved["rng"]
     log = RunLog(run, args, "rpi", labels, log_size)
@@ -568,17 +513,20 @@ def train(args: Args) -> Path:
             source.step(agent.values if fitted else source.heuristic, rng)
         step += 1
         if interval_passed(args.fit_every, before, labels) or labels >= args.total_timesteps:
-            agent, fitted = Agent(first_system).to(device), True
+            agent, fitted = Agent(first_system, start).to(device), True
             metrics = fit(agent, sources, args)
             result = evaluate(agent, sources, args)
             log.print_qos(labels, result)
-            metrics |= {"charts/SPS": log.sps, "charts/decisions": n * len(sources) * step}
+            decisions = n * len(sources) * step + sum(one.rollouts.decisions for one in sources)
+            metrics |= {"charts/SPS": log.sps, "charts/decisions": decisions}
             log.write(labels, metrics | result)
             agent.set_system(sources[0].model)
             write = partial(save_policy, agent, args)
             best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
         if interval_passed(args.checkpoint_every, before, labels):
-            states = [(one.envs, one.obs, one.mask, one.labels) for one in sources]
+            states = [
+                (one.envs, one.obs, one.mask, one.labels, one.rollouts.decisions) for one in sources
+            ]
             save_snapshot(
                 run / "snapshot.pt",
                 agent=agent.state_dict(),

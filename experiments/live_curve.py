@@ -21,7 +21,7 @@ class Curve:
     all lines and the best point. Points below it stand on the lowest row.
 
     Attributes:
-        points: (steps, value) pairs in order of the steps.
+        points: (decisions, value) pairs in order.
         lines: Value of each policy to compare with.
     """
 
@@ -34,7 +34,7 @@ class Curve:
             height: Rows.
         """
         self.title, self.total, self.height = title, total, height
-        self.points: list[tuple[float, float]] = []
+        self.points: list[tuple[int, float]] = []
         self.lines: dict[str, float] = {}
 
     def rows(self, width: int) -> list[list[tuple[str, str]]]:

@@ -1,8 +1,9 @@
 """Train a router from nothing, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this: some minutes of `servegym.agents.direct_search` over the predictions and
-the estimator's features, on two cores. The terminal shows the QoS on validation episodes
-and every heuristic on the same episodes as a line; then all of them play the same episodes of the
+``make train`` runs this: less than five minutes on two cores. `servegym.agents.direct_search` finds
+the weights of a linear rule, starting with nothing; `servegym.agents.rpi` then learns from rollouts
+that follow the rule what to add to it. The terminal shows the QoS on validation episodes, and every
+heuristic on the same episodes as a line; after that all of them play the same episodes of the
 evaluation split at three arrival rates. It leaves in one folder
 
 - ``router.safetensors``: the checkpoint, which ``servegym evaluate --policy`` takes;
@@ -11,7 +12,8 @@ evaluation split at three arrival rates. It leaves in one folder
 - ``comparison.csv`` and ``comparison.json``: one row a policy, rate and episode, and how they were
   made; ``comparison.png`` shows QoS, latency and refused requests against the rate;
 - ``table.csv`` and ``table.json``: one row a policy and rate, with what the trained router gains;
-- ``training``: the run, with its metrics and snapshots, from which ``--resume`` goes on.
+- ``search`` and ``rollouts``: the two runs, with metrics and snapshots, from which ``--resume``
+  goes on.
 
 ``TRAIN_STEPS`` in the environment shortens the training; ``--quick`` shortens everything, a smoke
 run whose numbers mean nothing.
@@ -51,13 +53,14 @@ BASELINES = tuple(
     if not info.clairvoyant and info.alias_of is None and info.name not in CONTROLS
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-TRAINED = "direct_search"
-STEPS = 10_000_000
-"""Decisions to train for: with the comparison less than five minutes on two cores."""
+TRAINED = "trained"
+STEPS, LABELS = 3_000_000, 45_000
+"""Decisions of the search, and labelled states of the rollouts."""
+FITS = 5  # of the network to the labels
 VALIDATION = {"split": "val", "episode_requests": 500}
 VALIDATION_EPISODES = 8
 """Episodes a rate that the agent evaluates itself on, by its constants; the lines are on them."""
-TRAINING_RATES = (3.0, 12.0)
+TRAINING_RATES = (3.0, 11.5)
 
 
 def validation_qos(policy: str, rates: Sequence[float]) -> float:
@@ -76,48 +79,76 @@ def validation_qos(policy: str, rates: Sequence[float]) -> float:
     return float(np.mean(means))
 
 
-def training_command(steps: int, seed: int, folder: Path, resume: bool) -> list[str]:
-    """The command line of the training, which a user may run as well."""
-    words = [sys.executable, "-m", f"servegym.agents.{TRAINED}", "--state", "estimate"]
+def training_commands(
+    steps: int, labels: int, seed: int, folder: Path, resume: bool
+) -> list[list[str]]:
+    """The command lines of both parts of the training, which a user may run as well."""
     low, high = TRAINING_RATES
-    given: dict[str, Any] = {
-        "set": f"rate=[{low:g},{high:g}]",
+    common: dict[str, Any] = {"set": f"rate=[{low:g},{high:g}]", "seed": seed, "out_dir": folder}
+    common |= {"resume": resume}
+    search = {
+        "run_name": "search",
+        "state": "estimate",
         "total_timesteps": steps,
+        "population": 32,
         "threads": min(os.cpu_count() or 1, 2),
         "eval_every": 1,  # after each generation
         "checkpoint_every": 500_000,
-        "seed": seed,
-        "out_dir": folder,
-        "run_name": "training",
-        "resume": resume,
     }
-    words += [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    return [*words, "--eval_rates", *(f"{rate:g}" for rate in RATES)]
+    rollouts = {
+        "run_name": "rollouts",
+        "start": folder / "search" / "best.safetensors",
+        "total_timesteps": labels,
+        "fit_every": max(labels // FITS, 1),
+        "horizon_s": 5,
+        "near": 0.05,
+        "spread": 0.05,
+        "eval_episodes": VALIDATION_EPISODES,
+        "checkpoint_every": max(labels // FITS, 1),
+    }
+    commands = []
+    for agent, given in (("direct_search", search), ("rpi", rollouts)):
+        words = [sys.executable, "-m", f"servegym.agents.{agent}"]
+        words += [
+            str(word) for key, value in (common | given).items() for word in (f"--{key}", value)
+        ]
+        commands.append([*words, "--eval_rates", *(f"{rate:g}" for rate in RATES)])
+    return commands
 
 
-def read_points(metrics: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log that hold an evaluation; none while there is no log."""
-    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # the last line may be half written
-    rows = [json.loads(line) for line in whole.splitlines()]
-    return [row for row in rows if "eval/avg_qos" in row]
+def read_points(folder: Path, steps: int) -> list[tuple[int, float]]:
+    """Simulated decisions and QoS at each evaluation in the logs of both parts.
+
+    Args:
+        folder: Holds the runs ``search`` and ``rollouts``, or not yet.
+        steps: Decisions of the search, after which the rollouts begin.
+    """
+    points = []
+    for run, key, before in (("search", "global_step", 0), ("rollouts", "charts/decisions", steps)):
+        metrics = folder / run / "metrics.jsonl"
+        text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
+        rows = [json.loads(line) for line in whole.splitlines()]
+        points += [(before + r[key], r["eval/avg_qos"]) for r in rows if "eval/avg_qos" in r]
+    return points
 
 
 def train(
-    steps: int, seed: int, folder: Path, quick: bool, resume: bool = False
+    steps: int, labels: int, seed: int, folder: Path, quick: bool, resume: bool = False
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """Train in a process of its own while this one measures the heuristics and draws.
+    """Train in processes of their own while this one measures the heuristics and draws.
 
     Args:
-        steps: Decisions to train for.
-        seed: Seed of the training run.
-        folder: Where its run goes.
+        steps: Decisions of the search.
+        labels: Labelled states of the rollouts.
+        seed: Seed of the training.
+        folder: Where its runs go.
         quick: Draw one heuristic alone.
-        resume: Go on from the run's last snapshot.
+        resume: Go on from the last snapshots.
 
     Returns:
         The checkpoint with the best QoS on the validation episodes, and rows of the curve: the
-        trained policy at each evaluation and each heuristic, with ``steps`` and ``avg_qos``.
+        trained policy at each evaluation and each heuristic, with ``decisions`` and ``avg_qos``.
 
     Raises:
         RuntimeError: If the training fails; its output is in ``training.log``.
@@ -128,56 +159,56 @@ def train(
 
     from servegym.experiments.live_curve import Curve
 
-    metrics = folder / "training" / "metrics.jsonl"
-    if not resume:
-        metrics.unlink(missing_ok=True)
+    runs = [folder / "search", folder / "rollouts"]
+    for run in runs:
+        if not resume:
+            (run / "metrics.jsonl").unlink(missing_ok=True)
     curve = Curve("QoS on validation episodes, mean of 5, 8 and 10 requests/s", steps)
     waiting = list(BASELINES[:1] if quick else BASELINES)
-    begin, first = time.perf_counter(), 0
+    begin = time.perf_counter()
 
-    def view() -> Group:
-        done = int(curve.points[-1][0]) if curve.points else 0
-        text = f"{done:,} of {steps:,} decisions"
-        seconds = time.perf_counter() - begin
-        if done > first:
-            left = seconds * max(steps - done, 0) / (done - first)
-            text += f", {(done - first) / seconds:,.0f} a second, {left:.0f} s left"
+    def view(part: int, since: float) -> Group:
+        name = ("direct search for a rule", "rollouts that follow the rule")[part]
+        now = time.perf_counter()
+        text = f"part {part + 1} of 2, {name}; {now - begin:.0f} s"
+        fits = sum(step > steps for step, _ in curve.points)
+        searched = max((step for step, _ in curve.points if step <= steps), default=0)
+        if share := min(fits / FITS if part else searched / steps, 1.0):
+            text += f", about {(now - since) * (1 / share - 1):.0f} s left in this part"
         if curve.points and curve.lines:
-            name = max(curve.lines, key=lambda key: curve.lines[key])
-            now = curve.points[-1][1]
-            text += f"; QoS {now:.4f}, {now - curve.lines[name]:+.4f} over {name}"
+            best = max(curve.lines, key=lambda key: curve.lines[key])
+            qos = curve.points[-1][1]
+            text += f"; QoS {qos:.4f}, {qos - curve.lines[best]:+.4f} over {best}"
         return Group(curve, Text(text))
 
     log = folder / "training.log"
-    with log.open("wb") as output:
-        command = training_command(steps, seed, folder, resume)
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            with Live(view(), refresh_per_second=2) as live:
+    with log.open("wb") as output, Live(view(0, begin), refresh_per_second=2) as live:
+        for part, command in enumerate(training_commands(steps, labels, seed, folder, resume)):
+            since = time.perf_counter()
+            child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            try:
                 while True:
                     ended = child.poll() is not None
-                    found = read_points(metrics)
-                    curve.points = [(row["global_step"], row["eval/avg_qos"]) for row in found]
-                    if resume and not first and curve.points:
-                        first = int(curve.points[-1][0])
-                    live.update(view())
-                    if ended and not waiting:
+                    curve.points = read_points(folder, steps)
+                    curve.total = max([curve.total, *(int(step) for step, _ in curve.points)])
+                    live.update(view(part, since))
+                    if ended and (not waiting or part == 0):
                         break
                     if waiting:
                         name = waiting.pop(0)
                         curve.lines[name] = validation_qos(name, RATES)
                     else:
                         time.sleep(0.5)
-        finally:
-            if child.poll() is None:
-                child.terminate()
-            child.wait()
-    if child.returncode:
-        tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"the training ended with {child.returncode}; {log} ends in\n{tail}")
-    rows = [{"policy": TRAINED, "steps": step, "avg_qos": qos} for step, qos in curve.points]
-    rows += [{"policy": n, "steps": None, "avg_qos": qos} for n, qos in curve.lines.items()]
-    return metrics.parent / "best.safetensors", rows
+            finally:
+                if child.poll() is None:
+                    child.terminate()
+                child.wait()
+            if child.returncode:
+                tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}: {tail}")
+    rows = [{"policy": TRAINED, "decisions": step, "avg_qos": q} for step, q in curve.points]
+    rows += [{"policy": n, "decisions": None, "avg_qos": q} for n, q in curve.lines.items()]
+    return runs[1] / "best.safetensors", rows
 
 
 def plot_curve(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -187,7 +218,7 @@ def plot_curve(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    points = [(row["steps"] / 1e6, row["avg_qos"]) for row in rows if row["policy"] == TRAINED]
+    points = [(row["decisions"] / 1e6, row["avg_qos"]) for row in rows if row["policy"] == TRAINED]
     lines = {row["policy"]: row["avg_qos"] for row in rows if row["policy"] != TRAINED}
     lines = dict(sorted(lines.items(), key=lambda item: -item[1]))
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
@@ -196,7 +227,7 @@ def plot_curve(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         for k, (name, qos) in enumerate(lines.items()):
             axis.axhline(qos, color=colours[k % len(colours)], linewidth=1.2, label=name)
         axis.plot(*zip(*points, strict=True), "k.-", linewidth=2, label=TRAINED)
-        axis.set_xlabel("million decisions")
+        axis.set_xlabel("million simulated decisions, those of the rollouts among them")
         axis.spines[["top", "right"]].set_visible(False)
     best, top = max(lines.values()), max(qos for _, qos in points)
     axes[0].set(ylabel="QoS on validation episodes", ylim=(0, None))
@@ -395,7 +426,8 @@ def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, evaluate, print and save; see ``--help``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, help=f"decisions to train for ({STEPS})")
+    parser.add_argument("--steps", type=int, help=f"decisions of the search ({STEPS})")
+    parser.add_argument("--labels", type=int, help=f"states that rollouts label ({LABELS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
@@ -412,10 +444,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"TRAIN_STEPS is {os.environ['TRAIN_STEPS']!r}; give a whole number")
     if steps is None:
         steps = 2_560 if args.quick else STEPS
+    labels = args.labels
+    if labels is None:
+        labels = 128 if args.quick else LABELS
     if args.quick:
         args.episodes = min(args.episodes, 3)
-    if steps < 1 or args.episodes < 1:
-        parser.error("--steps and --episodes must be 1 or more")
+    if min(steps, labels, args.episodes) < 1:
+        parser.error("--steps, --labels and --episodes must be 1 or more")
     if args.checkpoint is not None and not args.checkpoint.exists():
         parser.error(f"--checkpoint {args.checkpoint} does not exist")
     try:
@@ -425,11 +460,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     begin = time.perf_counter()
     command = shlex.join(["python", "-m", MODULE, *words])
-    settings = {"seed": args.seed, "steps": None if args.checkpoint else steps}
+    settings: dict[str, Any] = {"seed": args.seed}
+    if args.checkpoint is None:
+        settings |= {"steps": steps, "labels": labels}
     made = provenance(command, args.quick, packages=("torch",), settings=settings)
     checkpoint = args.checkpoint
     if checkpoint is None:
-        checkpoint, points = train(steps, args.seed, args.out, args.quick, args.resume)
+        checkpoint, points = train(steps, labels, args.seed, args.out, args.quick, args.resume)
         write_result(args.out / "curve", points, made)
         plot_curve(points, args.out / "curve.png")
     trained = time.perf_counter()

@@ -10,8 +10,9 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import load_policy, rpi  # noqa: E402
+from servegym.agents import direct_search, load_policy, rpi  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
+from servegym.agents.lib.rollouts import common_actions  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
 from servegym.baselines.llm_routing.rollout import Rollout  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
@@ -104,9 +105,9 @@ def test_copies_agree_where_it_costs_little():
             [[0.0, 0.10, 0.20], [nan, nan, nan]],  # alone
         ]
     )
-    assert rpi.common_actions(values, 0.05)[:, 0].tolist() == [1, 1, 2]
-    assert rpi.common_actions(values, 0.05)[:2, 1].tolist() == [1, 2]
-    assert rpi.common_actions(values, 0.0)[:2, 1].tolist() == [2, 2]
+    assert common_actions(values, 0.05)[:, 0].tolist() == [1, 1, 2]
+    assert common_actions(values, 0.05)[:2, 1].tolist() == [1, 2]
+    assert common_actions(values, 0.0)[:2, 1].tolist() == [2, 2]
 
 
 def test_candidates_are_distinct_and_legal_and_begin_with_the_first():
@@ -223,6 +224,39 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
         obs, *_, info = envs.step(both)
 
 
+def test_a_start_found_from_nothing_is_corrected_and_read_back(tmp_path):
+    own = ("num_experts=3", "episode_requests=50")
+    search = direct_search.train(
+        direct_search.Args(
+            state="estimate",
+            total_timesteps=1000,
+            population=10,
+            episodes=2,
+            eval_rates=(8.0,),
+            out_dir=str(tmp_path),
+            set=own,
+        )
+    )
+    args = tiny(tmp_path, start=str(search))
+    start = rpi.load_start(args)
+    envs, system, obs, mask = played(8.0, 6, 20)
+    agent = rpi.Agent(system, start)
+    with torch.no_grad():  # nothing is added
+        for part in (agent.actor.request[2], agent.actor.out):
+            for weight in part.parameters():
+                weight.zero_()
+    wanted = start.scores(np.asarray(start.weights)[None].repeat(6, 0), obs)
+    wanted = (wanted - wanted.max(1, keepdims=True)) / (10 * abs(float(start.weights[0])))
+    np.testing.assert_allclose(agent.values(obs), np.maximum(wanted, -5), atol=3e-3)
+    assert agent.act(obs, mask).tolist() == start.act(obs, mask).tolist()
+    run = rpi.train(args)
+    assert lines(run)[0]["charts/decisions"] > 64 * 5
+    policy = load_policy(run / "last.safetensors")
+    assert policy.net.start.weights.tolist() == start.weights.tolist()
+    with pytest.raises(ValueError, match="without --mixture"):
+        rpi.train(tiny(tmp_path, start=str(search), mixture=("rate=5",)))
+
+
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
     mixture = ("rate=[2,6]", "num_experts=4")
     assert_goes_on(rpi, tiny, tmp_path, monkeypatch, 32, mixture=mixture, improve_from=32)
@@ -230,7 +264,7 @@ def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({"env_id": "servegym/LLMRoutingFlat-v0"}, "env_id"), ({"candidates": 1}, "candidates")],
+    [({"start": "direct_search"}, "no checkpoint"), ({"candidates": 1}, "candidates")],
 )
 def test_wrong_arguments_are_refused(tmp_path, changes, name):
     with pytest.raises(ValueError, match=name):

@@ -1,13 +1,18 @@
 """The run behind make train, at smoke size, and its checkpoint in the evaluator."""
 
 import csv
+import json
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
+from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
+from servegym.baselines.llm_routing.greedy_qos import GreedyQos  # noqa: E402
+from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments import train_and_compare as run  # noqa: E402
 from servegym.experiments.cli import app  # noqa: E402
 
@@ -18,7 +23,7 @@ def test_trains_compares_and_saves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "RATES", (5.0, 8.0))
     run.main(["--quick", "--episodes", "2", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "sac_han gains at 8/s" in printed and "drop %" in printed
+    assert "trained gains at 8/s" in printed and "part 2 of 2" in printed
     rows = list(csv.DictReader((tmp_path / "comparison.csv").open()))
     assert len(rows) == 2 * 2 * (len(run.BASELINES) + 1)
     by_episode = {}
@@ -26,7 +31,13 @@ def test_trains_compares_and_saves(tmp_path, monkeypatch, capsys):
         by_episode.setdefault((row["rate"], row["seed"]), set()).add(row["ceiling"])
     # The ceiling depends on the requests alone: one value an episode, whatever the policy.
     assert all(len(values) == 1 for values in by_episode.values())
-    assert (tmp_path / "comparison.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    curve = list(csv.DictReader((tmp_path / "curve.csv").open()))
+    drawn = [int(row["decisions"]) for row in curve if row["policy"] == "trained"]
+    assert len(drawn) >= 2 and drawn == sorted(drawn)
+    for name in ("comparison", "curve"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    notes = json.loads((tmp_path / "table.json").read_text())["notes"]
+    assert [one["rate"] for one in notes] == [5.0, 8.0]
 
     checkpoint = tmp_path / "router.safetensors"
     result = CliRunner().invoke(
@@ -42,12 +53,54 @@ def test_trains_compares_and_saves(tmp_path, monkeypatch, capsys):
         + ["--episodes", "2", "--set", "episode_requests=30"],
     )
     assert result.exit_code == 0, result.output
-    assert "sac_han" in result.output
+    assert "rpi" in result.output
+
+
+def test_lines_are_on_the_episodes_of_the_training_evaluation():
+    system = RoutingSystem.from_kwargs()
+    greedy = GreedyQos(system)
+    wanted = evaluate_router(greedy.act, run.ENV_ID, {}, (9.0, 5.0), run.VALIDATION_EPISODES, 500)[
+        "eval/avg_qos"
+    ]
+    assert run.validation_qos("greedy_qos", (9.0, 5.0)) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_points_of_both_runs_follow_one_another(tmp_path):
+    assert run.read_points(tmp_path, 100) == []
+    for name, rows in (
+        ("search", ['{"global_step": 50, "eval/avg_qos": 0.2}', '{"global_step": 100}']),
+        ("rollouts", ['{"charts/decisions": 30, "eval/avg_qos": 0.4}', '{"charts/deci']),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
+    # What follows the last end of a line is not read: it may be half written.
+    assert run.read_points(tmp_path, 100) == [(50, 0.2), (130, 0.4)]
+
+
+def test_gains_are_over_the_best_heuristic_by_its_interval():
+    qos = {"trained": [0.66, 0.67, 0.68], "good": [0.65, 0.66, 0.67], "bad": [0.1, 0.2, 0.3]}
+    rows = [
+        {"policy": name, "rate": 5.0, "seed": k, "avg_qos": value}
+        for name, values in qos.items()
+        for k, value in enumerate(values)
+    ]
+    table = run.summarise_comparison(rows, [5.0])
+    assert [row["policy"] for row in table] == list(qos)
+    np.testing.assert_allclose([row["qos"] for row in table], [0.67, 0.66, 0.2])
+    (found,) = run.findings(table, [5.0])
+    assert (found["best"], found["verdict"]) == ("good", "above")
+    assert found["gain"] == pytest.approx(0.01) and found["gain_low"] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--steps", "0"], ["--episodes", "0"], ["--checkpoint", "nowhere"], ["--out", "/proc/x/y"]],
+    [
+        ["--steps", "0"],
+        ["--labels", "0"],
+        ["--episodes", "0"],
+        ["--checkpoint", "nowhere"],
+        ["--out", "/proc/x/y"],
+    ],
 )
 def test_bad_arguments(argv, capsys):
     with pytest.raises(SystemExit) as stop:
