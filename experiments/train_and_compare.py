@@ -7,11 +7,11 @@ heuristic on the same episodes as a line; after that all of them play the same e
 evaluation split at three arrival rates. It leaves in one folder
 
 - ``router.safetensors``: the checkpoint, which ``servegym evaluate --policy`` takes;
-- ``curve.csv`` and ``curve.json``: the QoS on validation episodes by steps, and that of the
-  heuristics; ``curve.png`` shows it;
+- ``first_command_curve.csv`` and ``.json``: the QoS on validation episodes by simulated decisions,
+  and that of the heuristics; ``.png`` shows it;
 - ``comparison.csv`` and ``comparison.json``: one row a policy, rate and episode, and how they were
   made; ``comparison.png`` shows QoS, latency and refused requests against the rate;
-- ``table.csv`` and ``table.json``: one row a policy and rate, with what the trained router gains;
+- ``first_command.csv`` and ``.json``: one row a policy and rate, and what the trained router gains;
 - ``search`` and ``rollouts``: the two runs, with metrics and snapshots, from which ``--resume``
   goes on.
 
@@ -45,6 +45,7 @@ __all__ = ["main"]
 
 MODULE = "servegym.experiments.train_and_compare"
 ENV_ID = "servegym/LLMRouting-v0"
+TABLE, CURVE = "first_command", "first_command_curve"
 RATES = (5.0, 8.0, 10.0)
 CONTROLS = ("drop_all", "always_busiest")
 BASELINES = tuple(
@@ -116,21 +117,21 @@ def training_commands(
     return commands
 
 
-def read_points(folder: Path, steps: int) -> list[tuple[int, float]]:
-    """Simulated decisions and QoS at each evaluation in the logs of both parts.
+def read_points(folder: Path) -> list[list[tuple[int, float]]]:
+    """Simulated decisions and QoS at each evaluation in the logs of both parts, one list each.
 
     Args:
         folder: Holds the runs ``search`` and ``rollouts``, or not yet.
-        steps: Decisions of the search, after which the rollouts begin.
     """
-    points = []
-    for run, key, before in (("search", "global_step", 0), ("rollouts", "charts/decisions", steps)):
+    parts, before = [], 0
+    for run, key in (("search", "global_step"), ("rollouts", "charts/decisions")):
         metrics = folder / run / "metrics.jsonl"
         text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
         whole = text[: text.rfind("\n") + 1]  # the last line may be half written
         rows = [json.loads(line) for line in whole.splitlines()]
-        points += [(before + r[key], r["eval/avg_qos"]) for r in rows if "eval/avg_qos" in r]
-    return points
+        parts.append([(before + r[key], r["eval/avg_qos"]) for r in rows if "eval/avg_qos" in r])
+        before = parts[0][-1][0] if parts[0] else 0
+    return parts
 
 
 def train(
@@ -171,9 +172,11 @@ def train(
         name = ("direct search for a rule", "rollouts that follow the rule")[part]
         now = time.perf_counter()
         text = f"part {part + 1} of 2, {name}; {now - begin:.0f} s"
-        fits = sum(step > steps for step, _ in curve.points)
-        searched = max((step for step, _ in curve.points if step <= steps), default=0)
-        if share := min(fits / FITS if part else searched / steps, 1.0):
+        search, fits = read_points(folder)
+        curve.points = [*search, *fits]
+        curve.total = max([curve.total, *(step for step, _ in curve.points)])
+        searched = search[-1][0] if search else 0
+        if share := min(len(fits) / FITS if part else searched / steps, 1.0):
             text += f", about {(now - since) * (1 / share - 1):.0f} s left in this part"
         if curve.points and curve.lines:
             best = max(curve.lines, key=lambda key: curve.lines[key])
@@ -189,8 +192,6 @@ def train(
             try:
                 while True:
                     ended = child.poll() is not None
-                    curve.points = read_points(folder, steps)
-                    curve.total = max([curve.total, *(int(step) for step, _ in curve.points)])
                     live.update(view(part, since))
                     if ended and (not waiting or part == 0):
                         break
@@ -211,8 +212,8 @@ def train(
     return runs[1] / "best.safetensors", rows
 
 
-def plot_curve(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the curve of the training with the heuristics as lines, whole and near its end."""
+def plot_curve(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A PNG: the curve of the training with the heuristics as lines, whole and near its end."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -235,8 +236,8 @@ def plot_curve(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes[0].legend(fontsize=7, ncols=2, loc="lower right", frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format="png")
-    write_text(path, picture.getvalue())
     plt.close(figure)
+    return picture.getvalue()
 
 
 def compare(
@@ -467,8 +468,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     checkpoint = args.checkpoint
     if checkpoint is None:
         checkpoint, points = train(steps, labels, args.seed, args.out, args.quick, args.resume)
-        write_result(args.out / "curve", points, made)
-        plot_curve(points, args.out / "curve.png")
+        write_result(args.out / CURVE, points, made)
+        write_text(args.out / f"{CURVE}.png", plot_curve(points))
     trained = time.perf_counter()
     target = args.out / "router.safetensors"
     if checkpoint.resolve() != target.resolve():
@@ -478,7 +479,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
     print_comparison(table, RATES, ceilings)
     write_result(args.out / "comparison", rows, made)
-    write_result(args.out / "table", table, made, findings(table, RATES))
+    write_result(args.out / TABLE, table, made, findings(table, RATES))
     plot(rows, RATES, args.out / "comparison.png")
     print(
         f"training {trained - begin:.0f} s, comparison {time.perf_counter() - trained:.0f} s; "

@@ -31,12 +31,12 @@ def test_trains_compares_and_saves(tmp_path, monkeypatch, capsys):
         by_episode.setdefault((row["rate"], row["seed"]), set()).add(row["ceiling"])
     # The ceiling depends on the requests alone: one value an episode, whatever the policy.
     assert all(len(values) == 1 for values in by_episode.values())
-    curve = list(csv.DictReader((tmp_path / "curve.csv").open()))
+    curve = list(csv.DictReader((tmp_path / "first_command_curve.csv").open()))
     drawn = [int(row["decisions"]) for row in curve if row["policy"] == "trained"]
     assert len(drawn) >= 2 and drawn == sorted(drawn)
-    for name in ("comparison", "curve"):
+    for name in ("comparison", "first_command_curve"):
         assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    notes = json.loads((tmp_path / "table.json").read_text())["notes"]
+    notes = json.loads((tmp_path / "first_command.json").read_text())["notes"]
     assert [one["rate"] for one in notes] == [5.0, 8.0]
 
     checkpoint = tmp_path / "router.safetensors"
@@ -66,7 +66,7 @@ def test_lines_are_on_the_episodes_of_the_training_evaluation():
 
 
 def test_points_of_both_runs_follow_one_another(tmp_path):
-    assert run.read_points(tmp_path, 100) == []
+    assert run.read_points(tmp_path) == [[], []]
     for name, rows in (
         ("search", ['{"global_step": 50, "eval/avg_qos": 0.2}', '{"global_step": 100}']),
         ("rollouts", ['{"charts/decisions": 30, "eval/avg_qos": 0.4}', '{"charts/deci']),
@@ -74,7 +74,7 @@ def test_points_of_both_runs_follow_one_another(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
     # What follows the last end of a line is not read: it may be half written.
-    assert run.read_points(tmp_path, 100) == [(50, 0.2), (130, 0.4)]
+    assert run.read_points(tmp_path) == [[(50, 0.2)], [(80, 0.4)]]
 
 
 def test_gains_are_over_the_best_heuristic_by_its_interval():
