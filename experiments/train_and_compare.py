@@ -57,7 +57,7 @@ BASELINES = tuple(
 TRAINED = "trained"
 STEPS, LABELS = 3_000_000, 45_000
 """Decisions of the search, and labelled states of the rollouts."""
-FITS = 5  # of the network to the labels
+FITS = 3  # of the network to the labels
 VALIDATION = {"split": "val", "episode_requests": 500}
 VALIDATION_EPISODES = 8
 """Episodes a rate that the agent evaluates itself on, by its constants; the lines are on them."""
