@@ -8,7 +8,7 @@ searches every heuristic's parameters on validation prompts (`servegym.experimen
 arrival rate and for both kinds of predictions, and measures it as registered and as tuned: on fresh
 validation episodes and on those of an evaluation. `greedy_qos` and `priced_greedy` are searched
 twice with the same budget, once with predicted lengths and once with the survival curves, so that
-the two differ by the information alone.
+the two differ by the information alone. The shipped router plays the same episodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from servegym.experiments.figures.routing.common import Options, run_figures, sa
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, mean, paired_difference, stratified_bootstrap
 from servegym.experiments.tables import Note, note
-from servegym.experiments.tuning import ENV_ID, SPACES, Budget, Tuned, heuristics, tune
+from servegym.experiments.tuning import DEFAULTS, ENV_ID, SPACES, Budget, Tuned, heuristics, tune
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ SEEDS = {"val": 500_000, "eval": DEFAULT_SEED}
 """Seed of the first episode by split; the search and its choice have other episodes."""
 LENGTHS = {"predicted": "tuned, predicted lengths", "survival": "tuned, survival curves"}
 REGISTERED, TUNED = "as registered", "tuned"
-REFERENCE = "priced_greedy"
+REFERENCE, ROUTER = "priced_greedy", "rpi"
 QUICK = Budget(4, 1, 1, 1, 1, 30)
 
 Variant = tuple[str, str]
@@ -52,7 +52,10 @@ def _variants(kwargs: Mapping[str, Any], budget: Budget) -> dict[Variant, dict[s
         searched: list[Tuned] = []
         if any(getattr(axis, "name", "") == "lengths" for axis in axes):
             for lengths, variant in LENGTHS.items():
-                searched.append(tune(name, kwargs, budget, fixed={"lengths": lengths}))
+                fixed = {"lengths": lengths}
+                if lengths == "survival":
+                    fixed |= {"overrun": DEFAULTS[name]["overrun"]}  # has no effect there
+                searched.append(tune(name, kwargs, budget, fixed=fixed))
                 found[name, variant] = searched[-1].parameters
         else:
             searched.append(tune(name, kwargs, budget))
@@ -90,19 +93,19 @@ def _measured(
     variants: Mapping[Variant, dict[str, Any]],
     kwargs: Mapping[str, Any],
     options: Options,
-) -> tuple[list[dict[str, Any]], list[Note]]:
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows and findings of a setting on the episodes of a split."""
     requests = QUICK.requests if options.quick else options.requests
     system = RoutingSystem.from_kwargs(**kwargs)
     played = evaluate(
         ENV_ID,
-        [make_policy(name, system, **given) for (name, _), given in variants.items()],
+        [make_policy(name, system, **given) for (name, _), given in variants.items()] + [ROUTER],
         options.episodes,
         SEEDS[point["split"]],
         {**kwargs, "split": point["split"], "episode_requests": requests},
     )
-    qos = np.array([row["avg_qos"] for row in played]).reshape(len(variants), -1)
-    by_variant = dict(zip(variants, qos, strict=True))
+    qos = np.array([row["avg_qos"] for row in played]).reshape(len(variants) + 1, -1)
+    by_variant = dict(zip([*variants, (ROUTER, REGISTERED)], qos, strict=True))
     rows = []
     for (name, variant), own in by_variant.items():
         gain = paired_difference(own, by_variant[name, REGISTERED], mean)
@@ -113,11 +116,11 @@ def _measured(
                 "variant": variant,
                 **_columns("qos", stratified_bootstrap(own, mean)),
                 **_columns("gain", gain),
-                "parameters": json.dumps(variants[name, variant]),
+                "parameters": json.dumps(variants.get((name, variant), {})),
             }
         )
     where = f"{point['rate']:g} requests/s, {point['predictions']} predictions, {point['split']}"
-    notes: list[Note] = []
+    notes: list[dict[str, Any]] = []
     for name in dict.fromkeys(name for name, variant in variants if variant in LENGTHS.values()):
         first, second = (by_variant[name, variant] for variant in LENGTHS.values())
         more = paired_difference(second, first, mean)
@@ -126,9 +129,12 @@ def _measured(
     best = max(
         (key for key in variants if key[1] == TUNED), key=lambda key: float(by_variant[key].mean())
     )
-    more = paired_difference(by_variant[best], by_variant[REFERENCE, REGISTERED], mean)
-    text = f"{where}: {best[0]}, the best as tuned, over {REFERENCE} as registered"
-    notes.append(_finding(text, more, **point, policy=best[0], comparison="best"))
+    for rival in (REFERENCE, ROUTER):
+        more = paired_difference(by_variant[best], by_variant[rival, REGISTERED], mean)
+        text = f"{where}: {best[0]}, the best as tuned, over {rival} as registered"
+        notes.append(_finding(text, more, **point, policy=best[0], comparison=rival))
+    for one in notes:
+        print(one["text"], flush=True)
     return rows, notes
 
 
