@@ -83,6 +83,7 @@ class Requests(NamedTuple):
         total: Predicted tokens.
         elapsed: Seconds since arrival.
         slot: Their slots in the estimate.
+        live: The first of them are the requests in the batch as the queues are played forward.
     """
 
     prompt: Floats
@@ -91,6 +92,7 @@ class Requests(NamedTuple):
     total: Floats
     elapsed: Floats
     slot: NDArray[np.int64]
+    live: NDArray[np.int64]
 
 
 class Predictions(NamedTuple):
@@ -162,52 +164,52 @@ def _play_forward(r, count, running, offset, laws, n, chunked, latency):
         time = _rest_of_iteration(r, running, laws, n)
     capacity = laws.decode_s.shape[1] - 1
     admitted = running
-    finished = np.zeros(count, dtype=np.bool_)
     left = count
     active = running
+    for k in range(active):
+        r.live[k] = k
     while left > 0:
         prefill = 0.0
         first = admitted
         while admitted < count and active < capacity:
             prefill += r.prompt[admitted] + r.done[admitted]
+            r.live[active] = admitted
             admitted += 1
             active += 1
         if admitted > first:
             time += _prefill_s(laws, n, prefill)
             for i in range(first, admitted):
                 r.done[i] += 1.0
-            if chunked and active > admitted - first:
+            if chunked:
                 # Decodes ride along with the chunk, for next to nothing.
-                for i in range(first):
-                    if not finished[i]:
-                        r.done[i] += 1.0
+                for k in range(active - (admitted - first)):
+                    r.done[r.live[k]] += 1.0
         # Requests that are through with their tokens leave before the next decode.
         steps = np.inf
         context = 0.0
-        leaving = 0
-        for i in range(admitted):
-            if finished[i]:
-                continue
+        staying = 0
+        for k in range(active):
+            i = r.live[k]
             rest = r.total[i] - r.done[i]
             if rest <= 0.0:
-                finished[i] = True
                 delay = offset if i == count - 1 else 0.0
                 latency[i] = (r.elapsed[i] + time + delay) / r.total[i]
-                leaving += 1
             else:
                 context += r.prompt[i] + r.done[i]
+                r.live[staying] = i
+                staying += 1
                 if rest < steps:
                     steps = rest
+        leaving = active - staying
         left -= leaving
-        active -= leaving
+        active = staying
         if leaving > 0 and admitted < count:
             continue
         if active > 0:
             mean = context / active + 0.5 * (steps - 1.0)
             time += steps * _decode_s(laws, n, active, mean)
-            for i in range(admitted):
-                if not finished[i]:
-                    r.done[i] += steps
+            for k in range(active):
+                r.done[r.live[k]] += steps
 
 
 @inner
@@ -239,6 +241,7 @@ def _estimate(seen, laws, overrun, chunked, out):
         np.empty(size),
         np.empty(size),
         np.empty(size),
+        np.empty(size, dtype=np.int64),
         np.empty(size, dtype=np.int64),
     )
     latency = np.empty(size)

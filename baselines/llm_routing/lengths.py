@@ -153,11 +153,11 @@ class LengthModel:
         mean rest.
         """
         changed: dict[str, NDArray[Any]] = dict(observation)
-        request = np.array(observation["request"], dtype=np.float64)
+        request = np.array(observation["request"], dtype=np.float64, order="C")
         request[..., 2] = self.remaining(request[..., 2:], np.zeros_like(request[..., 2:]))[..., 0]
         changed["request"] = request
         for key in ("running", "waiting"):
-            rows = np.array(observation[key], dtype=np.float64)
+            rows = np.array(observation[key], dtype=np.float64, order="C")
             rows[..., 2] = rows[..., 4] + self.remaining(rows[..., 2], rows[..., 4])
             changed[key] = rows
         return changed
@@ -194,23 +194,16 @@ class ExpectedQos:
         """
         seen = self.lengths.updated(observation)
         estimate = self.model.estimate(seen)
-        queued = [np.asarray(observation[key], dtype=np.float64) for key in ("running", "waiting")]
-        request = np.asarray(observation["request"], dtype=np.float64)
-        none = np.zeros((*request.shape[:2], 1))
-        parts = {
-            "predicted": (*(rows[..., 2] for rows in queued), request[..., 2:]),
-            "mean": (seen["running"][..., 2], seen["waiting"][..., 2], seen["request"][..., 2:]),
-            "emitted": (*(rows[..., 4] for rows in queued), none),
-            "elapsed": (*(rows[..., 5] * np.maximum(rows[..., 4], 1.0) for rows in queued), none),
-        }
-        slots = {name: np.concatenate(part, axis=-1) for name, part in parts.items()}
+        predicted = [np.asarray(observation[key])[..., 2] for key in ("running", "waiting")]
+        predicted.append(np.asarray(observation["request"])[..., 2:])
         limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
-        gain, harm = np.empty(request.shape[:2]), np.empty(request.shape[:2])
+        shape = seen["request"].shape[:2]
+        gain, harm = np.empty(shape), np.empty(shape)
         _expected(
             (self.model.laws.context_tokens, self.model.laws.decode_s, self.lengths.survival),
             (estimate.without, estimate.with_new, estimate.scores),
-            (slots["mean"], slots["emitted"], slots["elapsed"], request[..., 0].copy()),
-            self.lengths.bucket(slots["predicted"]),
+            (seen["request"], seen["running"], seen["waiting"]),
+            self.lengths.bucket(np.concatenate(predicted, axis=-1)),
             limit[:, 0].copy(),
             gain,
             harm,
@@ -239,42 +232,51 @@ def _chance(survival, latency, mean, emitted, elapsed, decode, limit):
 
 
 @jit
-def _expected(tables, estimate, slots, bucket, limit, gain, harm):
-    """Fill the expected scores of `ExpectedQos` for all rows and experts."""
+def _expected(tables, estimate, seen, bucket, limit, gain, harm):
+    """Fill the expected scores of `ExpectedQos` for all rows and experts.
+
+    ``seen`` has the rows of the observation with mean lengths in the third column.
+    """
     context, decode, survival = borrowed(tables)
     without, with_new, scores = borrowed(estimate)
-    mean, emitted, elapsed, prompt = borrowed(slots)
+    request, running, waiting = borrowed(seen)
     batch, experts, size = without.shape
-    capacity = decode.shape[1] - 1
+    capacity, slots = decode.shape[1] - 1, running.shape[2]
     for b in range(batch):
         for n in range(experts):
             held = 0
             for i in range(size - 1):
                 if not np.isnan(without[b, n, i]):
                     held += 1
-            at = prompt[b, n] + 0.5 * mean[b, n, size - 1]
+            mean = request[b, n, 2]
+            at = request[b, n, 0] + 0.5 * mean
             before = decode_s(context, decode, n, min(held, capacity), at)
             after = decode_s(context, decode, n, min(held + 1, capacity), at)
+            curve = survival[n, bucket[b, n, size - 1]]
+            late = with_new[b, n, size - 1]
+            in_time = _chance(curve, late, mean, 0.0, 0.0, after, limit[b])
+            gain[b, n] = scores[b, n, size - 1] * in_time
             cost = 0.0
-            for i in range(size):
-                if np.isnan(with_new[b, n, i]):
+            for i in range(size - 1):
+                if np.isnan(without[b, n, i]):
                     continue
+                row = running[b, n, i] if i < slots else waiting[b, n, i - slots]
                 curve = survival[n, bucket[b, n, i]]
-                m, g, e = mean[b, n, i], emitted[b, n, i], elapsed[b, n, i]
-                late = _chance(curve, with_new[b, n, i], m, g, e, after, limit[b])
-                if i == size - 1:
-                    gain[b, n] = scores[b, n, i] * late
-                else:
-                    early = _chance(curve, without[b, n, i], m, g, e, before, limit[b])
-                    cost += scores[b, n, i] * max(early - late, 0.0)
+                elapsed = row[5] * max(row[4], 1.0)
+                late = with_new[b, n, i]
+                in_time = _chance(curve, late, row[2], row[4], elapsed, after, limit[b])
+                early = without[b, n, i]
+                was = _chance(curve, early, row[2], row[4], elapsed, before, limit[b])
+                cost += scores[b, n, i] * max(was - in_time, 0.0)
             harm[b, n] = cost
 
 
 def compile_kernels() -> None:
     """Compile the expected QoS, or load it from the cache on disk."""
     one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
-    slots, bucket = (three, three, three, two), np.zeros((1, 1, 1), dtype=np.intp)
-    arguments = (one, three, three), (three, three, three), slots, bucket, one, two, two
+    queue, bucket = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.intp)
+    seen = three, queue, queue
+    arguments = (one, three, three), (three, three, three), seen, bucket, one, two, two
     _jit.compile_kernels("expected QoS of the routing policies", [(_expected, arguments)])
 
 
