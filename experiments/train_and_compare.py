@@ -55,9 +55,9 @@ BASELINES = tuple(
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
 TRAINED = "trained"
-STEPS, LABELS = 3_000_000, 45_000
+STEPS, LABELS = 3_000_000, 60_000
 """Decisions of the search, and labelled states of the rollouts."""
-FITS = 3  # of the network to the labels
+FITS = 4  # of the network to the labels
 VALIDATION = {"split": "val", "episode_requests": 500}
 VALIDATION_EPISODES = 8
 """Episodes a rate that the agent evaluates itself on, by its constants; the lines are on them."""
