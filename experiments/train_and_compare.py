@@ -38,7 +38,7 @@ import numpy as np
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.output import print_table, write_text
-from servegym.experiments.stats import iqm, paired_difference, stratified_bootstrap
+from servegym.experiments.stats import over_trainings, stratified_bootstrap
 from servegym.experiments.tables import note, provenance, write_result
 
 __all__ = ["main"]
@@ -241,28 +241,39 @@ def plot_curve(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def compare(
-    checkpoint: Path, rates: Sequence[float], episodes: int, env_kwargs: Mapping[str, Any]
+    checkpoints: Sequence[Path],
+    rates: Sequence[float],
+    episodes: int,
+    env_kwargs: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Rows of `evaluate` for the checkpoint and the baselines at every rate, with ``rate``."""
+    """Rows of `evaluate` for the checkpoints and the baselines at every rate.
+
+    With ``rate`` and, for the checkpoints, the number of the ``training``.
+    """
     from servegym.agents import load_policy
 
-    policy = load_policy(checkpoint)
-    policy.name = TRAINED
+    policies: list[Any] = [[*BASELINES], *([load_policy(path)] for path in checkpoints)]
+    for (policy,) in policies[1:]:
+        policy.name = TRAINED
     rows = []
     for rate in rates:
-        found = evaluate(
-            ENV_ID,
-            [*BASELINES, policy],
-            episodes=episodes,
-            num_envs=min(episodes, 32),
-            env_kwargs={"rate": rate, **env_kwargs},
-        )
-        rows += [{"rate": rate, **row} for row in found]
+        for training, each in enumerate(policies):
+            found = evaluate(
+                ENV_ID,
+                each,
+                episodes=episodes,
+                num_envs=min(episodes, 32),
+                env_kwargs={"rate": rate, **env_kwargs},
+            )
+            rows += [{"rate": rate, "training": training or None, **row} for row in found]
     return rows
 
 
-def _column(rows: Sequence[Mapping[str, Any]], policy: str, rate: float, key: str) -> Any:
-    picked = [row[key] for row in rows if row["policy"] == policy and row["rate"] == rate]
+def _column(
+    rows: Sequence[Mapping[str, Any]], policy: str, rate: float, key: str, **also: Any
+) -> Any:
+    wanted = {"policy": policy, "rate": rate, **also}
+    picked = [row[key] for row in rows if all(row[k] == v for k, v in wanted.items())]
     return np.array(picked, dtype=np.float64)
 
 
@@ -275,18 +286,21 @@ def summarise_comparison(
 ) -> list[dict[str, Any]]:
     """QoS of each policy at each rate, and what the trained one gains over it, paired by episode.
 
-    Both with 95 % bootstrap intervals over the episodes.
+    Both with 95 % intervals over the episodes, of several trainings over these as well.
     """
+    trainings = sorted({row["training"] for row in rows if row["policy"] == TRAINED})
     table = []
     for rate in rates:
-        own = _column(rows, TRAINED, rate, "avg_qos")
+        own = [_column(rows, TRAINED, rate, "avg_qos", training=k) for k in trainings]
         for policy in _policies(rows):
-            qos = _column(rows, policy, rate, "avg_qos")
-            found = stratified_bootstrap(qos, iqm)
-            row = {"policy": policy, "rate": rate, "episodes": len(qos), "qos": found.value}
+            trained = policy == TRAINED
+            qos = own if trained else [_column(rows, policy, rate, "avg_qos")]
+            found = over_trainings(qos)
+            row = {"policy": policy, "rate": rate, "trainings": len(trainings) * trained}
+            row |= {"episodes": len(qos[0]), "qos": found.value}
             row |= {"qos_low": found.low, "qos_high": found.high}
-            if policy != TRAINED:
-                gain = paired_difference(own, qos)
+            if not trained:
+                gain = over_trainings(own, qos[0])
                 row |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
             table.append(row)
     return table
@@ -339,7 +353,8 @@ def print_comparison(
         body,
         [
             *(str(one["text"]) for one in findings(table, rates)),
-            "One training run with one seed: the intervals are over episodes, not over trainings.",
+            f"Trainings: {max(row['trainings'] for row in table)}. With one the intervals are over "
+            "episodes alone.",
         ],
     )
 
@@ -432,7 +447,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
-    parser.add_argument("--checkpoint", type=Path, help="compare this one and train nothing")
+    parser.add_argument(
+        "--checkpoint", type=Path, nargs="+", help="compare these trainings and train nothing"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last snapshot")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
@@ -452,8 +469,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.episodes = min(args.episodes, 3)
     if min(steps, labels, args.episodes) < 1:
         parser.error("--steps, --labels and --episodes must be 1 or more")
-    if args.checkpoint is not None and not args.checkpoint.exists():
-        parser.error(f"--checkpoint {args.checkpoint} does not exist")
+    for checkpoint in args.checkpoint or ():
+        if not checkpoint.exists():
+            parser.error(f"--checkpoint {checkpoint} does not exist")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -465,16 +483,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.checkpoint is None:
         settings |= {"steps": steps, "labels": labels}
     made = provenance(command, args.quick, packages=("torch",), settings=settings)
-    checkpoint = args.checkpoint
-    if checkpoint is None:
+    checkpoints = args.checkpoint
+    if checkpoints is None:
         checkpoint, points = train(steps, labels, args.seed, args.out, args.quick, args.resume)
         write_result(args.out / CURVE, points, made)
         write_text(args.out / f"{CURVE}.png", plot_curve(points))
+        checkpoints = [args.out / "router.safetensors"]
+        write_text(checkpoints[0], checkpoint.read_bytes())
     trained = time.perf_counter()
-    target = args.out / "router.safetensors"
-    if checkpoint.resolve() != target.resolve():
-        write_text(target, checkpoint.read_bytes())
-    rows = compare(target, RATES, args.episodes, {"episode_requests": 100} if args.quick else {})
+    env_kwargs = {"episode_requests": 100} if args.quick else {}
+    rows = compare(checkpoints, RATES, args.episodes, env_kwargs)
     table = summarise_comparison(rows, RATES)
     ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
     print_comparison(table, RATES, ceilings)
@@ -483,7 +501,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plot(rows, RATES, args.out / "comparison.png")
     print(
         f"training {trained - begin:.0f} s, comparison {time.perf_counter() - trained:.0f} s; "
-        f"checkpoint, tables and plots in {args.out}"
+        f"tables, plots and what was trained in {args.out}"
     )
 
 

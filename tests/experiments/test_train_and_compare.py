@@ -80,7 +80,13 @@ def test_points_of_both_runs_follow_one_another(tmp_path):
 def test_gains_are_over_the_best_heuristic_by_its_interval():
     qos = {"trained": [0.66, 0.67, 0.68], "good": [0.65, 0.66, 0.67], "bad": [0.1, 0.2, 0.3]}
     rows = [
-        {"policy": name, "rate": 5.0, "seed": k, "avg_qos": value}
+        {
+            "policy": name,
+            "rate": 5.0,
+            "seed": k,
+            "avg_qos": value,
+            "training": 1 if name == "trained" else None,
+        }
         for name, values in qos.items()
         for k, value in enumerate(values)
     ]
@@ -90,6 +96,11 @@ def test_gains_are_over_the_best_heuristic_by_its_interval():
     (found,) = run.findings(table, [5.0])
     assert (found["best"], found["verdict"]) == ("good", "above")
     assert found["gain"] == pytest.approx(0.01) and found["gain_low"] == pytest.approx(0.01)
+    # A second training that is worse by .03 takes the gain to the middle and widens the interval.
+    rows += [row | {"training": 2, "avg_qos": row["avg_qos"] - 0.03} for row in rows[:3]]
+    (found,) = run.findings(run.summarise_comparison(rows, [5.0]), [5.0])
+    assert found["gain"] == pytest.approx(-0.005) and found["gain_low"] < -0.01
+    assert found["verdict"] == "not distinguished from"
 
 
 @pytest.mark.parametrize(
