@@ -370,8 +370,6 @@ class Simulator:
         ]
         if not self._caches:
             calls.append((kernel.start_migration, (self.plant, self.state)))
-        if self._forwards:
-            calls.append((kernel.note_all_whole, (self.plant, self.state)))
         compile_kernels("expert placement engine", calls)
 
     def _set_forecast(self, forecast: Forecast | None) -> None:
@@ -439,13 +437,13 @@ class Simulator:
             call=np.zeros((places, calls, 2), np.int32),
             free=np.arange(places - 1, -1, -1, dtype=np.int32),
             resident=np.zeros((gpus, total), np.uint8),
+            held=np.zeros((cluster.layers, gpus), np.uint64),
             target=np.zeros((gpus, total), np.uint8),
             holders=np.zeros((total, gpus), np.int16),
             copies=np.zeros(total, np.int64),
             server=np.zeros(n, kernel.SERVER),
             counts=np.zeros((n, total), np.int64),
             path=np.zeros((requests if self._forwards else 0, cluster.layers), np.int16),
-            whole=np.zeros((cluster.layers if self._forwards else 0, n), np.bool_),
             host=np.zeros(
                 (n if self.plant.cfg["host_limited"][0] else 0, total), kernel.HOST_EXPERT
             ),
@@ -470,14 +468,14 @@ class Simulator:
         """Put a feasible placement in place without time or resources."""
         state = self.state
         state.target[:] = state.resident[:] = z.reshape(self.cluster.num_gpus, -1)
+        bits = np.uint64(1) << np.arange(self.cluster.experts, dtype=np.uint64)
+        state.held[:] = (z * bits).sum(axis=2, dtype=np.uint64).T
         state.gpu["used"] = state.target.sum(axis=1, dtype=np.int64)
         state.gpu["peak"] = np.maximum(state.gpu["peak"], state.gpu["used"])
         state.copies[:] = state.target.sum(axis=0, dtype=np.int64)
         expert, gpu = np.nonzero(state.target.T)
         first = np.cumsum(state.copies) - state.copies
         state.holders[expert, np.arange(len(expert)) - first[expert]] = gpu
-        if self._forwards:
-            kernel.note_all_whole(self.plant, state)
 
     def run(self, until: float = np.inf) -> None:
         """Advance to the time ``until``; by default until every request is served."""

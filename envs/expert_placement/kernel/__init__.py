@@ -33,7 +33,6 @@ queue of events), ``calls`` (calls of experts on other servers), ``caching`` (se
 (loads of a new placement), ``host_memory`` (what they read), ``simulation`` (the loop over events).
 """
 
-from servegym.envs.expert_placement.kernel.forwarding import note_all_whole
 from servegym.envs.expert_placement.kernel.migration import start_migration
 from servegym.envs.expert_placement.kernel.simulation import count_assignments, run
 from servegym.envs.expert_placement.kernel.tables import (
@@ -129,7 +128,6 @@ __all__ = [
     "Scratch",
     "State",
     "count_assignments",
-    "note_all_whole",
     "run",
     "start_migration",
 ]

@@ -54,6 +54,21 @@ def expert_at(load, q, row, i):
     return e, x
 
 
+@inline
+def holds(st, g, layer, e):
+    """1 if a GPU holds an expert of a layer, else 0."""
+    return np.int64((st.held[layer, g] >> np.uint64(e)) & np.uint64(1))
+
+
+@inline
+def held_by(plant, st, n, layer):
+    """The experts of a layer that the GPUs of a server hold."""
+    held = np.uint64(0)
+    for g in range(plant.server[n].first_gpu, plant.server[n].end_gpu):
+        held |= st.held[layer, g]
+    return held
+
+
 # Functions on the hot path have one way out and use their tables on all ways through them: else
 # numba counts references to every array at each call, which takes as long as all the rest.
 
@@ -90,18 +105,14 @@ def _split_calls(c, plant, load, st, scratch, q):
     Apart, as local and remote calls do not wait for each other, and without a branch on what no
     processor could foresee.
     """
-    first_expert = q.layer * c.experts
-    first_gpu = plant.server[q.home].first_gpu
-    end_gpu = plant.server[q.home].end_gpu
+    held = held_by(plant, st, q.home, q.layer)
     row, places = places_of_step(c, q)
     local = 0
     remote = 0
     for i in range(places):
         e, x = expert_at(load, q, row, i)
         used = np.int64(x > 0)
-        here = np.int64(st.resident[first_gpu, first_expert + e])
-        for g in range(first_gpu + 1, end_gpu):
-            here |= np.int64(st.resident[g, first_expert + e])
+        here = np.int64((held >> np.uint64(e)) & np.uint64(1))
         scratch.expert[local].local = e
         local += used & here
         scratch.expert[remote].remote = e
@@ -113,7 +124,6 @@ def _split_calls(c, plant, load, st, scratch, q):
 def _call_here(plant, load, st, scratch, q, local, now):
     """Queue the local calls; returns when they end, their seconds and their tokens."""
     layer = q.layer
-    first_expert = layer * load.counts.shape[2]
     first_gpu = plant.server[q.home].first_gpu
     end_gpu = plant.server[q.home].end_gpu
     prefill = q.step == 0
@@ -123,10 +133,9 @@ def _call_here(plant, load, st, scratch, q, local, now):
     for i in range(local):
         e = scratch.expert[i].local
         x = np.int64(load.counts[q.prompt, layer, e]) if prefill else 1
-        expert = first_expert + e
         here = -1
         for g in range(first_gpu, end_gpu):
-            if st.resident[g, expert] and (here < 0 or st.gpu[g].free < st.gpu[here].free):
+            if holds(st, g, layer, e) and (here < 0 or st.gpu[g].free < st.gpu[here].free):
                 here = g
         work = plant.gpu[here].fixed + plant.gpu[here].token * x
         done = max(now, st.gpu[here].free) + work
@@ -153,18 +162,19 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
     open_total = 0.0
     pending = 0
     tokens = 0
-    for i in range(remote):  # these reads do not wait for each other either
-        expert = first_expert + scratch.expert[i].remote
-        first = np.int64(np.uint32(scramble(r, expert)) % np.uint32(st.copies[expert]))
-        scratch.expert[i].first = first
-        scratch.expert[i].holder = st.holders[expert, first]
+    consolidate = c.choice == CONSOLIDATE
+    if not consolidate:  # of whose calls most need none
+        for i in range(remote):  # these reads do not wait for each other either
+            _first_holder(st, scratch, r, first_expert, i)
     for i in range(remote):
         e = scratch.expert[i].remote
         x = np.int64(load.counts[q.prompt, layer, e]) if prefill else 1
         g = np.int64(-1)
-        if c.choice == CONSOLIDATE:
-            g = _opened_holder(plant, st, scratch, opened, first_expert + e)
+        if consolidate:
+            g = _opened_holder(plant, st, scratch, opened, layer, e)
         if g < 0:
+            if consolidate:
+                _first_holder(st, scratch, r, first_expert, i)
             g = _choose_holder(
                 c, plant, st, scratch, np.int64(q.home), first_expert + e, i, x, now, open_total
             )
@@ -186,6 +196,8 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
             if c.messages == PER_SERVER:
                 scratch.open[to].message = slot
                 scratch.open[opened].order = to
+                if consolidate:
+                    scratch.open[opened].held = held_by(plant, st, to, layer)
                 opened += 1
                 scratch.open[to].seconds = c.message_cost
                 scratch.open[to].mask = 0
@@ -207,17 +219,27 @@ def _call_others(c, plant, load, st, scratch, r, remote, now):
 
 
 @inline
-def _opened_holder(plant, st, scratch, opened, expert):
+def _first_holder(st, scratch, r, first_expert, i):
+    """Note the copy that the i-th remote call of a request looks at first, and its GPU."""
+    expert = first_expert + scratch.expert[i].remote
+    first = np.int64(np.uint32(scramble(r, expert)) % np.uint32(st.copies[expert]))
+    scratch.expert[i].first = first
+    scratch.expert[i].holder = st.holders[expert, first]
+
+
+@inline
+def _opened_holder(plant, st, scratch, opened, layer, e):
     """The GPU that falls free first of those to whose server a message is open, -1 if none."""
     best = np.int64(-1)
     least = np.inf
     for i in range(opened):
-        to = scratch.open[i].order
-        for g in range(plant.server[to].first_gpu, plant.server[to].end_gpu):
-            free = st.gpu[g].free + st.gpu[g].promised
-            if st.resident[g, expert] and free < least:
-                least = free
-                best = np.int64(g)
+        if (scratch.open[i].held >> np.uint64(e)) & np.uint64(1):
+            to = scratch.open[i].order
+            for g in range(plant.server[to].first_gpu, plant.server[to].end_gpu):
+                free = st.gpu[g].free + st.gpu[g].promised
+                if free < least and holds(st, g, layer, e):
+                    least = free
+                    best = np.int64(g)
     return best
 
 

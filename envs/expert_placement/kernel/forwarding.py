@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from servegym.envs._jit import jit
-from servegym.envs.expert_placement.kernel.calls import link_of, scramble
+from servegym.envs.expert_placement.kernel.calls import held_by, link_of, scramble
 from servegym.envs.expert_placement.kernel.routing import TOKEN_BYTES, travel
 
 
@@ -25,12 +25,12 @@ def choose_path(c, plant, load, st, r, now):
     hop = np.full((servers, servers), np.nan)  # found when needed, once
     came = np.zeros((c.layers, servers), np.int16)
     value = np.full(servers, np.inf)
-    before = _servers_of_layer(c, st, 0, first)
+    before = _servers_of_layer(c, plant, st, 0, first)
     for n in before:
         came[0, n] = n
         value[n] = _way_s(c, plant, st, q.taken, n, TOKEN_BYTES * q.tokens, now) + rest[n]
     for layer in range(1, c.layers):
-        these = _servers_of_layer(c, st, layer, first)
+        these = _servers_of_layer(c, plant, st, layer, first)
         new = np.full(servers, np.inf)
         for n in these:
             came[layer, n] = n
@@ -59,39 +59,15 @@ def choose_path(c, plant, load, st, r, now):
 
 
 @jit
-def note_whole(c, plant, st, n, layer):
-    """Keep in ``st.whole`` whether a server's GPUs hold a layer whole: only its loads change it."""
-    whole = True
-    for expert in range(layer * c.experts, (layer + 1) * c.experts):
-        here = False
-        for g in range(plant.server[n].first_gpu, plant.server[n].end_gpu):
-            if st.resident[g, expert]:
-                here = True
-                break
-        if not here:
-            whole = False
-            break
-    st.whole[layer, n] = whole
-
-
-@jit
-def note_all_whole(plant, st):
-    """`note_whole` of every server and layer, for a placement that is put in place at once."""
-    c = plant.cfg[0]
-    for layer in range(c.layers):
-        for n in range(c.num_servers):
-            note_whole(c, plant, st, n, layer)
-
-
-@jit
-def _servers_of_layer(c, st, layer, first):
+def _servers_of_layer(c, plant, st, layer, first):
     """The servers that hold a layer whole, all of them if none does, in a ring from ``first``."""
     found = np.empty(c.num_servers, np.int64)
-    for every in (False, True):
+    every = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - c.experts)
+    for missing in (False, True):
         number = 0
         for i in range(c.num_servers):
             n = (first + i) % c.num_servers
-            if every or st.whole[layer, n]:
+            if missing or held_by(plant, st, n, layer) == every:
                 found[number] = n
                 number += 1
         if number > 0:

@@ -7,9 +7,8 @@ import numpy as np
 from servegym.envs._jit import jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import link_of
-from servegym.envs.expert_placement.kernel.forwarding import note_whole
 from servegym.envs.expert_placement.kernel.host_memory import in_host_memory
-from servegym.envs.expert_placement.kernel.tables import FORWARD, NETWORK
+from servegym.envs.expert_placement.kernel.tables import NETWORK
 
 CHUNK_BYTES = float(1 << 20)
 
@@ -25,10 +24,19 @@ def start_migration(plant, st):
 
 
 @jit
-def _give_up(c, plant, st, g, expert):
+def _mark(plant, st, g, expert, serves):
+    """Note whether an expert serves on a GPU."""
+    st.resident[g, expert] = serves
+    layer, e = divmod(expert, plant.cfg[0].experts)
+    bit = np.uint64(1) << np.uint64(e)
+    st.held[layer, g] = st.held[layer, g] | bit if serves else st.held[layer, g] & ~bit
+
+
+@jit
+def _give_up(plant, st, g, expert):
     """Free the slot of an expert that another GPU holds, too."""
     m = st.meta[0]
-    st.resident[g, expert] = 0
+    _mark(plant, st, g, expert, 0)
     left = st.copies[expert] - 1
     st.copies[expert] = left
     for i in range(left):
@@ -36,8 +44,6 @@ def _give_up(c, plant, st, g, expert):
             st.holders[expert, i] = st.holders[expert, left]
             break
     st.gpu[g].used -= 1
-    if c.execution == FORWARD:
-        note_whole(c, plant, st, plant.gpu[g].server, expert // c.experts)
     m.drops += 1
     m.fewest_copies = min(m.fewest_copies, left)
 
@@ -59,7 +65,7 @@ def _advance_load(plant, st, g, now):
     if i == total or gpu.used >= slots:
         for d in range(total):
             if st.resident[g, d] and st.target[g, d] == 0 and st.copies[d] > 1:
-                _give_up(c, plant, st, g, d)
+                _give_up(plant, st, g, d)
                 if i < total and gpu.used < slots:
                     break
     if i == total or gpu.used > slots:
@@ -129,12 +135,9 @@ def end_load(plant, st, g, now):
     expert = st.gpu[g].loading
     st.gpu[g].loading = -1
     st.meta[0].migration_end = now
-    st.resident[g, expert] = 1
+    _mark(plant, st, g, expert, 1)
     st.holders[expert, st.copies[expert]] = g
     st.copies[expert] += 1
-    c = plant.cfg[0]
-    if c.execution == FORWARD:
-        note_whole(c, plant, st, plant.gpu[g].server, expert // c.experts)
     _advance_load(plant, st, g, now)
     for other in range(st.resident.shape[0]):
         if other != g and st.resident[other, expert] and st.target[other, expert] == 0:

@@ -219,6 +219,7 @@ OPEN_MESSAGE = _record(
         ("seconds", "f8"),  # s that it will hold the link
         ("mask", "u8"),  # experts that it calls
         ("order", "i8"),  # the i-th server for which one was opened
+        ("held", "u8"),  # experts of the layer that this i-th server holds
     ]
 )
 """The messages of one dispatch, by receiver."""
@@ -306,14 +307,13 @@ class State(NamedTuple):
         call: int32 (M, calls, 2) GPU and tokens.
         free: int32 (M,) free places, the first ``meta.free``.
         resident: uint8 (G, C) experts that serve.
+        held: uint64 (L, G) the same as sets, where servers help each other.
         target: uint8 (G, C) the placement adopted last.
         holders: int16 (C, G) GPUs that hold an expert, the first ``copies``.
         copies: int64 (C,).
         server: `SERVER` (N,).
         counts: int64 (N, C) assignments since the last adopted change.
         path: int16 (R, L) servers of a request's layers where requests are forwarded, else (0, L).
-        whole: bool (L, N) whether a server's GPUs hold a layer whole, where requests are forwarded,
-            else (0, N).
         host: `HOST_EXPERT` (N, C) where host memory is limited, else (0, C).
     """
 
@@ -327,13 +327,13 @@ class State(NamedTuple):
     call: np.ndarray
     free: np.ndarray
     resident: np.ndarray
+    held: np.ndarray
     target: np.ndarray
     holders: np.ndarray
     copies: np.ndarray
     server: np.ndarray
     counts: np.ndarray
     path: np.ndarray
-    whole: np.ndarray
     host: np.ndarray
 
 

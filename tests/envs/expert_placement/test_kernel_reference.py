@@ -132,11 +132,13 @@ def compare(sim, ref):
     np.testing.assert_allclose(
         state.gpu["promised"], [g.queue.promised for g in ref.gpus], atol=1e-12
     )
+    shape = sim.cluster.layers, sim.cluster.experts
     for g in ref.gpus:
         assert set(np.flatnonzero(state.resident[g.number])) == g.holds
+        layers = state.resident[g.number].reshape(shape).tolist()
+        sets = [sum(on << e for e, on in enumerate(layer)) for layer in layers]
+        assert state.held[:, g.number].tolist() == sets
         assert state.gpu["used"][g.number] == g.used
-    for layer, held in enumerate(state.whole):
-        assert (np.flatnonzero(held).tolist() or list(range(len(held)))) == ref.whole(layer)
     compare_host_memory(state, ref)
     for key, lane in ref.links.items():
         at = key if not isinstance(key, tuple) else key[0] * sim.cluster.num_servers + key[1]
