@@ -27,7 +27,7 @@ class Policy(Protocol):
             future arrivals). Such a policy is marked in every table, and so is every policy with
             ``needs_env``.
         env_view: The observation it reads: ``"graph"`` is the Dict id, ``"flat"`` and
-            ``"experts"`` are the Box ids (some trained checkpoints).
+            ``"experts"`` and ``"summary"`` are the Box ids (some trained checkpoints).
         needs_env: True if `bind` must be called with the vector environment before `reset`.
         env_kwargs: Environment arguments that the policy asks for, for instance
             ``{"action_mode": "placement"}``. They change the interface, never the world: an
@@ -187,8 +187,10 @@ class CallablePolicy(BasePolicy):
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn must be callable as fn(observation, action_mask), got {fn!r}")
-        if env_view not in ("graph", "flat", "experts"):
-            raise ValueError(f"env_view must be 'graph', 'flat' or 'experts', got {env_view!r}")
+        if env_view not in ("graph", "flat", "experts", "summary"):
+            raise ValueError(
+                f"env_view must be 'graph', 'flat', 'experts' or 'summary', got {env_view!r}"
+            )
         self._fn = fn
         self.name = name
         self.batched = batched

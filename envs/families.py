@@ -67,7 +67,12 @@ FAMILIES: tuple[Family, ...] = (
         title="LLM routing",
         paper="",
         group="routing",
-        views={"graph": "LLMRouting", "flat": "LLMRoutingFlat", "experts": "LLMRoutingExperts"},
+        views={
+            "graph": "LLMRouting",
+            "flat": "LLMRoutingFlat",
+            "experts": "LLMRoutingExperts",
+            "summary": "LLMRoutingSummary",
+        },
         parallel=True,
     ),
     Family(

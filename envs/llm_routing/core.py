@@ -94,6 +94,9 @@ def observation_space(problem: Problem) -> spaces.Space:
         return spaces.Box(0.0, 1.0, (1 + n * (6 + 6 * (cap_r + cap_w)),), np.float32)
     if view == kernel.EXPERTS:
         return spaces.Box(0.0, 1.0, (3 * n,), np.float32)
+    if view == kernel.SUMMARY:
+        bounds = summary_bounds(problem)
+        return spaces.Box(np.zeros((n, len(bounds)), np.float32), np.tile(bounds, (n, 1)))
     longest = float(problem.max_output_tokens)
     request = np.array([kernel.MAX_PROMPT_TOKENS, 1.0, longest], np.float32)
     expert = np.array([1.0, cap_r, cap_r + cap_w], np.float32)
@@ -119,6 +122,30 @@ def observation_space(problem: Problem) -> spaces.Space:
     if problem.fleets is not None:
         named["fleet"] = box(problem.fleets.largest_features(), n, len(FLEET_FEATURES))
     return spaces.Dict(named)
+
+
+def summary_bounds(problem: Problem) -> np.ndarray:
+    """(F,) float32 upper bounds of the columns `kernel.SUMMARY_FEATURES`; the lower ones are 0."""
+    cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
+    longest, prompt = float(problem.max_output_tokens), float(problem.table[..., 0].max())
+    held = prompt + longest
+    second = kernel.MAX_LATENCY_S_PER_TOKEN
+    capacity = max(p.kv_capacity_tokens for p in problem.profiles)
+    if problem.fleets is not None:
+        capacity = problem.fleets.largest_features()[3]
+    request = [1.0, kernel.MAX_PROMPT_TOKENS, 1.0, longest, MAX_LATENCY_REQUIREMENT_S]
+    expert = [1.0, cap_r, cap_r + cap_w, cap_r, cap_w, capacity, *[second] * 5]
+    running = [longest, held, held, longest, 1.0, 1.0, 1.0, longest / cap_r, *[1.0] * 5]
+    waiting = [held, longest, 1.0, 1.0]
+    bounds = [
+        *request,
+        *expert,
+        *(cap_r * x for x in running),
+        second,
+        *((cap_r + cap_w) * x for x in waiting),
+        kernel.MAX_WAIT_S,
+    ]
+    return np.array(bounds, dtype=np.float32)
 
 
 class RoutingBatch:

@@ -235,6 +235,41 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     VIEW = kernel.EXPERTS
 
 
+class LLMRoutingSummaryEnv(LLMRoutingEnv):
+    """`LLMRoutingEnv` with as many numbers an expert, whatever its queues hold.
+
+    The observation is a float32 `Box` of shape (N, 35) in raw units, zeros where a drawn fleet has no
+    such expert. Its columns, `kernel.SUMMARY_FEATURES` (tokens are counts, times seconds):
+
+    | Columns | Content |
+    |---|---|
+    | 0 | 1: the expert exists |
+    | 1 to 4 | the request, as the expert would serve it: prompt tokens, predicted score and length; L in s per token |
+    | 5 to 7 | share of the KV memory in use, requests running and waiting |
+    | 8 to 10 | R, W, KV tokens |
+    | 11, 12 | k1 and k2 of Eq. 13 and 14, s per token |
+    | 13 to 15 | a decode iteration of one sequence, of one more than run, of R, each of 256 tokens, in s |
+    | 16 to 19 | of the running requests, sums: tokens emitted, tokens held, tokens of prefills still to compute, tokens left as predicted |
+    | 20 to 22 | running requests with at most 16, 17 to 64, 65 to 128 tokens left |
+    | 23 | fewest tokens left: the next finish as predicted |
+    | 24 | predicted scores of the running requests, sum |
+    | 25 | running requests whose latency per token so far is above L |
+    | 26 | running requests that have spent what L allows for their predicted length |
+    | 27, 28 | others that can afford less than column 14 for a token left, and their predicted scores |
+    | 29 | least seconds that one that is not late can afford for a token left; 10 if there is none |
+    | 30 to 33 | of the waiting requests: tokens to prefill, tokens left and predicted scores (sums), requests as in column 26 |
+    | 34 | longest time since an arrival of a waiting request, s |
+
+    Predicted tokens left are at least one. Everything else is as in `LLMRoutingEnv`.
+
+    >>> import gymnasium, servegym
+    >>> gymnasium.make("servegym/LLMRoutingSummary-v0", fleet="random").observation_space.shape
+    (16, 35)
+    """
+
+    VIEW = kernel.SUMMARY
+
+
 def _integer_action(action: Any) -> int:
     array = np.asarray(action)
     if array.shape != () or array.dtype.kind not in "iu":

@@ -16,7 +16,12 @@ from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, observation_space
 from servegym.envs.llm_routing.env import LLMRoutingEnv
 
-VIEWS = {"graph": kernel.GRAPH, "flat": kernel.FLAT, "experts": kernel.EXPERTS}
+VIEWS = {
+    "graph": kernel.GRAPH,
+    "flat": kernel.FLAT,
+    "experts": kernel.EXPERTS,
+    "summary": kernel.SUMMARY,
+}
 
 
 class LLMRoutingParallelEnv(ParallelEnv):
@@ -41,8 +46,9 @@ class LLMRoutingParallelEnv(ParallelEnv):
 
     ## Observation Space
 
-    A `Dict` of `observation` (as in `LLMRoutingEnv`, `LLMRoutingFlatEnv` or `LLMRoutingExpertsEnv`,
-    by `view`; features of the request are 0 without the turn), `action_mask` (int8 (N + 1,)) and
+    A `Dict` of `observation` (as in `LLMRoutingEnv`, `LLMRoutingFlatEnv`, `LLMRoutingExpertsEnv` or
+    `LLMRoutingSummaryEnv`, by `view`; features of the request are 0 without the turn),
+    `action_mask` (int8 (N + 1,)) and
     `turn` (int8 (1,)). `state()` is the flattened observation of whoever has the turn.
 
     ## Rewards
@@ -69,7 +75,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
     | Name | Default | Meaning |
     |---|---|---|
     | `num_access_points` | 3 | K |
-    | `view` | `"graph"` | `graph`, `flat` or `experts` |
+    | `view` | `"graph"` | `graph`, `flat`, `experts` or `summary` |
     | `shared_reward` | False | everyone gets the reward of the whole |
 
     >>> from servegym.envs.llm_routing import parallel_env
@@ -265,6 +271,8 @@ class LLMRoutingParallelEnv(ParallelEnv):
         seen = seen.copy()
         if int(self.problem.cfg["layout"][0]) == kernel.FLAT:
             seen[1:].reshape(self.problem.num_experts, -1)[:, :3] = 0.0
+        elif int(self.problem.cfg["layout"][0]) == kernel.SUMMARY:
+            seen[:, 1:4] = 0.0
         return seen
 
     def _views(self) -> Any:

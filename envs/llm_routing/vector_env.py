@@ -5,7 +5,12 @@ from __future__ import annotations
 from servegym.envs._vector import BatchVectorEnv
 from servegym.envs.llm_routing.config import Problem
 from servegym.envs.llm_routing.core import RoutingBatch
-from servegym.envs.llm_routing.env import LLMRoutingEnv, LLMRoutingExpertsEnv, LLMRoutingFlatEnv
+from servegym.envs.llm_routing.env import (
+    LLMRoutingEnv,
+    LLMRoutingExpertsEnv,
+    LLMRoutingFlatEnv,
+    LLMRoutingSummaryEnv,
+)
 
 
 class LLMRoutingVectorEnv(BatchVectorEnv):
@@ -44,3 +49,9 @@ class LLMRoutingExpertsVectorEnv(LLMRoutingVectorEnv):
     """B systems of `LLMRoutingExpertsEnv`."""
 
     SINGLE = LLMRoutingExpertsEnv
+
+
+class LLMRoutingSummaryVectorEnv(LLMRoutingVectorEnv):
+    """B systems of `LLMRoutingSummaryEnv`."""
+
+    SINGLE = LLMRoutingSummaryEnv

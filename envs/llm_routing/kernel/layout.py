@@ -17,7 +17,7 @@ ORCA, CHUNKED = 0, 1  # config.scheduler
 RESERVE, PAGED = 0, 1  # config.memory_policy
 COMPLETED_QOS, QOS_AWARE, PAID_FORWARD = 0, 1, 2  # config.reward
 NEW_VIOLATIONS, LITERAL = 0, 1  # config.penalty
-GRAPH, FLAT, EXPERTS = 0, 1, 2  # config.layout
+GRAPH, FLAT, EXPERTS, SUMMARY = 0, 1, 2, 3  # config.layout
 PENDING, COMPLETED, DROPPED, REJECTED, FAILED = 0, 1, 2, 3, 4  # log.outcome
 IDLE, PREFILL, DECODE, MIXED = 0, 1, 2, 3  # expert.iteration
 
@@ -31,6 +31,51 @@ CAPACITY, K1, K2 = 0, 1, 2
 # Documented bounds of the observation; larger values are clipped.
 MAX_PROMPT_TOKENS = 8192.0
 MAX_LATENCY_S_PER_TOKEN = 10.0
+MAX_WAIT_S = 3600.0
+
+# Columns of the layout SUMMARY, for each expert. The arrived request, as the expert would serve it:
+SUMMARY_FEATURES = (
+    "exists",  # 1; 0 in all columns where the fleet has no such expert
+    "prompt_tokens",
+    "predicted_score",
+    "predicted_tokens",
+    "latency_requirement_s",  # L, s/token
+    # The expert.
+    "memory",  # share of the KV memory in use
+    "running",  # requests
+    "waiting",  # requests
+    "running_capacity",  # R
+    "waiting_capacity",  # W
+    "kv_capacity_tokens",
+    "prefill_s_per_token",  # k1 of Eq. 13
+    "decode_s_per_context_token",  # k2 of Eq. 14
+    "lone_decode_s",  # a decode iteration of one sequence, of 256 tokens
+    "next_decode_s",  # of one more than run now, R at most
+    "full_decode_s",  # of R
+    # Its running requests.
+    "emitted_tokens",  # sum
+    "context_tokens",  # prompts and tokens emitted, sum
+    "prefill_tokens",  # not computed yet of the prefills under way, sum
+    "tokens_left",  # predicted, at least one each, sum
+    "left_16",  # requests with at most 16 tokens left
+    "left_64",  # with 17 to 64
+    "left_128",  # with 65 to 128
+    "next_finish_tokens",  # fewest tokens left, 0 if none runs
+    "scores",  # predicted, sum
+    "behind",  # requests whose latency per token so far is above L
+    "late",  # requests that have spent what L allows for their predicted length
+    "tight",  # others that can afford less than next_decode_s for each token left
+    "tight_scores",  # predicted, of those
+    "least_slack_s",  # that one that is not late can afford for a token left, s
+    # Its waiting requests.
+    "waiting_prefill_tokens",  # prompts, and tokens emitted before a preemption, sum
+    "waiting_tokens_left",
+    "waiting_scores",
+    "waiting_late",
+    "longest_wait_s",  # since the arrival at the router
+)
+SUMMARY_WIDTH = len(SUMMARY_FEATURES)
+SUMMARY_CONTEXT = 256.0  # tokens
 
 
 def _record(fields: list[tuple[str, str]]) -> np.dtype:
@@ -58,7 +103,7 @@ CONFIG = _record(
         ("reward", "i8"),  # COMPLETED_QOS, QOS_AWARE or PAID_FORWARD
         ("penalty", "i8"),  # NEW_VIOLATIONS or LITERAL
         ("predicted_estimator", "i8"),  # 1: Eq. 15 takes predicted scores and lengths
-        ("layout", "i8"),  # of the observation: GRAPH, FLAT or EXPERTS
+        ("layout", "i8"),  # of the observation: GRAPH, FLAT, EXPERTS or SUMMARY
         # Lengths of the axes of the latency tables, and where axes (x) and tables (y) begin in
         # the law, see `config.pack_laws`.
         ("n_dense", "i8"),
@@ -275,7 +320,7 @@ class Buffers(NamedTuple):
     Attributes:
         observation: float32, sections with a leading axis of B. `GRAPH`: request (N, 3), experts
             (N, 3), running (N, R, 6), waiting (N, W, 6) and latency requirement (1,); `FLAT`:
-            (1 + N (6 + 6 R + 6 W),); `EXPERTS`: (3 N,).
+            (1 + N (6 + 6 R + 6 W),); `EXPERTS`: (3 N,); `SUMMARY`: (N, 35).
         masks: int8, sections with a leading axis of B: with `GRAPH` running (N, R) and waiting
             (N, W), then the action mask (N + 1,).
         reward: float64 ``(B, 3)``: the two terms of the reward and whether the episode has ended.

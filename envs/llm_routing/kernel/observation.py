@@ -9,15 +9,23 @@ from __future__ import annotations
 import math
 
 from servegym.envs._jit import inline, inner
+from servegym.envs.llm_routing.kernel.latency import interpolate
 from servegym.envs.llm_routing.kernel.layout import (
+    EXPERT_WIDTH,
     EXPERTS,
     FLAT,
     GRAPH,
+    K1,
+    K2,
     MAX_LATENCY_S_PER_TOKEN,
     MAX_PROMPT_TOKENS,
+    MAX_WAIT_S,
     PREDICTED_OUTPUT,
     PREDICTED_SCORE,
     PROMPT,
+    SUMMARY,
+    SUMMARY_CONTEXT,
+    SUMMARY_WIDTH,
     config_of,
 )
 from servegym.envs.llm_routing.kernel.queues import (
@@ -50,6 +58,9 @@ def observe_row(t, s, out, b, row):
     if c.layout == EXPERTS:
         first = 0
         memory = _observe_experts(c, t, s, out, b)
+    elif c.layout == SUMMARY:
+        first = 0
+        memory = _observe_summary(c, t, s, out, b, row)
     elif c.layout == FLAT:
         first = 0
         memory = _observe_flat(c, t, s, out, b, row)
@@ -85,6 +96,117 @@ def _observe_experts(c, t, s, out, b):
         out.observation[o + 1] = e.running / c.running_capacity
         out.observation[o + 2] = e.waiting / (c.running_capacity + c.waiting_capacity)
     return total / c.num_experts
+
+
+@inline
+def _mean_decode_s(c, law, e, sequences):
+    """A decode iteration of so many sequences of `SUMMARY_CONTEXT` tokens."""
+    oy = c.y_decode + (e.profile * c.n_sequences + sequences) * c.n_decode
+    return interpolate(law, c.x_decode, oy, c.n_decode, SUMMARY_CONTEXT)
+
+
+@inline
+def _slack_s(v, r, generated, length):
+    """Seconds that L leaves r for each token it has left, of ``length`` in all."""
+    spent = v.now - r.arrived
+    return (v.latency_requirement * length - spent) / (length - generated)
+
+
+@inner
+def _observe_summary(c, t, s, out, b, row):
+    """Layout SUMMARY: the columns `SUMMARY_FEATURES` of each expert, in raw units."""
+    v = s.env[b]
+    total = 0.0
+    for n in range(c.num_experts):
+        e = s.expert[b, n]
+        settle(c, s.queues, e)
+        memory = e.used * (1.0 / e.capacity)
+        total += memory
+        obs = out.observation
+        o = (b * c.max_experts + n) * SUMMARY_WIDTH
+        obs[o] = 1.0
+        _write_arrived(t.requests, e.model, row, obs, o + 1)
+        obs[o + 4] = v.latency_requirement
+        obs[o + 5] = memory
+        obs[o + 6] = e.running
+        obs[o + 7] = e.waiting
+        obs[o + 8] = c.running_capacity
+        obs[o + 9] = c.waiting_capacity
+        obs[o + 10] = e.capacity * c.block_size
+        obs[o + 11] = t.law[e.profile * EXPERT_WIDTH + K1]
+        obs[o + 12] = t.law[e.profile * EXPERT_WIDTH + K2]
+        pace = _mean_decode_s(c, t.law, e, min(e.running + 1, c.running_capacity))
+        obs[o + 13] = _mean_decode_s(c, t.law, e, 1)
+        obs[o + 14] = pace
+        obs[o + 15] = _mean_decode_s(c, t.law, e, c.running_capacity)
+        _summarize_running(c, s.queues, e, v, pace, obs, o + 16)
+        _summarize_waiting(c, s.queues, e, v, obs, o + 30)
+    return total / c.num_experts
+
+
+@inline
+def _summarize_running(c, q, e, v, pace, obs, o):
+    emitted, context, prefill, tokens, fewest = 0, 0, 0, 0.0, 0.0
+    few, some, many, behind, late, tight = 0, 0, 0, 0, 0, 0
+    scores, tight_scores, least = 0.0, 0.0, MAX_LATENCY_S_PER_TOKEN
+    i = e.oldest
+    while i >= 0:
+        r = q.slots[e.first_slot + i]
+        i = q.lists[newer(c, e, i)]
+        generated = generated_tokens(e, r)
+        length = max(float(r.predicted_output), generated + 1.0)
+        left = length - generated
+        emitted += generated
+        context += r.prompt + generated
+        if not r.decoding:
+            prefill += r.prompt + generated - r.computed
+        fewest = left if tokens == 0.0 else min(fewest, left)
+        tokens += left
+        few += left <= 16.0
+        some += 16.0 < left <= 64.0
+        many += 64.0 < left <= 128.0
+        scores += r.predicted_score
+        behind += (v.now - r.arrived) / max(generated, 1) > v.latency_requirement
+        slack = _slack_s(v, r, generated, length)
+        if slack <= 0.0:
+            late += 1
+        else:
+            least = min(least, slack)
+            if slack < pace:
+                tight += 1
+                tight_scores += r.predicted_score
+    obs[o] = emitted
+    obs[o + 1] = context
+    obs[o + 2] = prefill
+    obs[o + 3] = tokens
+    obs[o + 4] = few
+    obs[o + 5] = some
+    obs[o + 6] = many
+    obs[o + 7] = fewest
+    obs[o + 8] = scores
+    obs[o + 9] = behind
+    obs[o + 10] = late
+    obs[o + 11] = tight
+    obs[o + 12] = tight_scores
+    obs[o + 13] = least
+
+
+@inline
+def _summarize_waiting(c, q, e, v, obs, o):
+    prefill, tokens, scores, late, longest = 0, 0.0, 0.0, 0, 0.0
+    for k in range(e.waiting):
+        r = q.slots[waiting_slot(c, q, e, k)]
+        length = max(float(r.predicted_output), r.generated + 1.0)
+        prefill += r.prompt + r.generated
+        tokens += length - r.generated
+        scores += r.predicted_score
+        late += _slack_s(v, r, r.generated, length) <= 0.0
+        longest = max(longest, v.now - r.arrived)
+    obs[o] = prefill
+    obs[o + 1] = tokens
+    obs[o + 2] = scores
+    obs[o + 3] = late
+    obs[o + 4] = min(longest, MAX_WAIT_S)
 
 
 @inline
@@ -251,6 +373,8 @@ def blank_padding(c, s, out, b):
         for size in (c.max_running, c.max_waiting):
             _blank(out.masks, masks + first * size, count * size)
             masks += batch * c.max_experts * size
+    elif c.layout == SUMMARY:
+        _blank(out.observation, first * SUMMARY_WIDTH, count * SUMMARY_WIDTH)
     elif c.layout == EXPERTS:
         _blank(out.observation, first * STATE_WIDTH, count * STATE_WIDTH)
     elif c.layout == FLAT:
