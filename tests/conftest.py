@@ -5,9 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 # One thread a process: the suite runs several processes on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Of `tests/mutants.py`: that an example fails is enough, whether or not it is the smallest.
+settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None)
 
 ROOT = Path(__file__).resolve().parent.parent
 

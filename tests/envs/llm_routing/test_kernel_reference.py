@@ -366,7 +366,7 @@ def test_equal_when_memory_binds():
 
 @pytest.mark.slow
 def test_equal_when_memory_binds_in_more_systems():
-    assert_equal_under_pressure(1000)
+    assert_equal_under_pressure(300)
 
 
 FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.3}

@@ -104,6 +104,8 @@ def play_and_compare(seed, steps=30, loops=False, stay=0.6, **kwargs):
         assert info["mix_cost_usd"] == pytest.approx(mix.cost_usd, rel=1e-9)
         for name in ("main_memory", "remote_memory", "payload"):
             assert info["violations"][name] == got.violations[name]
+        replica = np.where(plan.remote, env.batch.arrays.scratch.replica, -1)
+        np.testing.assert_array_equal(replica, plan.assignment)
         assert log["main_mb"] == plan.main_mb
         assert log["remote_mb"] == plan.remote_mb.sum() and log["replicas"] == plan.replicas.sum()
         penalty = env.problem.arguments["penalty"]

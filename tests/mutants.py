@@ -1,0 +1,235 @@
+"""Mutants of the engines: changes of one line each that the quick tests must notice.
+
+``make test-mutants`` applies each to a copy of the tree and runs there, uncompiled, the test that
+is named with it. It fails if a mutant survives, if a test fails on the unchanged copy, or if a text
+to be replaced is not in its file exactly once.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("envs", "hardware_profiles", "baselines", "agents", "experiments", "tests")
+
+
+class Mutant(NamedTuple):
+    """A change of an engine.
+
+    Attributes:
+        family: folder in ``envs``.
+        file: in its ``kernel``.
+        old: text that is there once.
+        new: what takes its place.
+        test: the test that fails then, in the family's folder of tests; without a file it is in
+            ``test_kernel_reference.py``.
+    """
+
+    family: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def path(self) -> Path:
+        """The file, from the root of the tree."""
+        return Path("envs", self.family, "kernel", self.file)
+
+    @property
+    def node(self) -> str:
+        """The test, as pytest names it from the root of the tree."""
+        test = self.test if "::" in self.test else f"test_kernel_reference.py::{self.test}"
+        return f"tests/envs/{self.family}/{test}"
+
+
+ROUTING, SERVERLESS, PLACEMENT = "llm_routing", "serverless_moe", "expert_placement"
+BINDS = "test_equal_when_memory_binds"
+PLAY = "test_random_play_costs_what_the_equations_say"
+LOOK = "test_equal_to_the_reference_at_every_look"
+LEAVE = "test_requests_that_leave_their_server"
+CACHED = "test_offload.py::test_equal_to_the_reference_at_every_look"
+
+MUTANTS = (
+    # Preemption frees the oldest request's blocks.
+    Mutant(ROUTING, "queues.py", "    i = e.newest\n", "    i = e.oldest\n", BINDS),
+    # A block too many where the tokens fill their blocks.
+    Mutant(ROUTING, "queues.py", "c.block_size - 0.5", "c.block_size + 0.5", BINDS),
+    Mutant(ROUTING, "iterations.py", "e.used + blocks > cap", "e.used + blocks >= cap", BINDS),
+    Mutant(
+        ROUTING,
+        "iterations.py",
+        "e.reserved + longest > capacity",
+        "e.reserved + blocks > capacity",
+        BINDS,
+    ),
+    Mutant(
+        ROUTING, "iterations.py", "budget = c.token_budget - e.decoding", "budget = c.token_budget",
+        BINDS,
+    ),
+    # Decode iterations run past the one in which the next request has its last token.
+    Mutant(
+        ROUTING, "iterations.py", "limit = e.next_finish - e.emitted - 1\n",
+        "limit = e.next_finish - e.emitted\n", BINDS,
+    ),
+    # A request taken from the middle of the heap leaves one that ends sooner below a later one.
+    Mutant(ROUTING, "queues.py", "    if place > 0 and _ends", "    if place < 0 and _ends", BINDS),
+    # A cached block that was given to another request is found again.
+    Mutant(
+        ROUTING, "queues.py", "max(e.free_head - r.segment, 0)",
+        "max(e.free_head - r.segment - 1, 0)", BINDS,
+    ),
+    Mutant(
+        ROUTING, "queues.py", ">= c.waiting_capacity or e.down != 0", ">= c.waiting_capacity",
+        "test_equal_with_failing_experts",
+    ),
+    Mutant(
+        ROUTING, "__init__.py", "loss -= _late_scores(", "loss += _late_scores(",
+        "test_equal_in_every_mode",
+    ),
+    # Ties of longest processing time go to the last replica.
+    Mutant(
+        SERVERLESS, "planning.py", "if busy_s[j] < busy_s[best]", "if busy_s[j] <= busy_s[best]",
+        PLAY,
+    ),
+    # The experts are not assigned anew to one more replica.
+    Mutant(
+        SERVERLESS, "planning.py", "if plan.replicas != z:", "if plan.replicas > z + 1:", PLAY
+    ),
+    Mutant(SERVERLESS, "planning.py", "law[middle].mb >= need", "law[middle].mb > need", PLAY),
+    # Two plans under one key.
+    Mutant(
+        SERVERLESS, "planning.py", "(q * 2 + choice.order)", "(q + choice.order)",
+        "test_known_plans_are_those_made_anew",
+    ),
+    # Functions of another memory count as warm.
+    Mutant(
+        SERVERLESS, "planning.py", "warm and e.main_mb == main.mb", "warm and e.main_mb >= main.mb",
+        "test_env_conformance.py::test_warm_functions_save_the_start",
+    ),
+    # Some warm replicas spare all others the start.
+    Mutant(
+        SERVERLESS, "service.py", "fresh = max(fresh - function.replicas, 0)", "fresh = 0", PLAY
+    ),
+    # A whole number of steps is billed as one more.
+    Mutant(SERVERLESS, "service.py", "np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
+    Mutant(
+        SERVERLESS, "service.py", "invocations += times * i\n", "invocations += times\n", PLAY
+    ),
+    Mutant(
+        SERVERLESS, "service.py", "slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY
+    ),
+    # Decoding begins with the prompt's tokens.
+    Mutant(
+        SERVERLESS, "routing.py", "(np.int64(request.offset) + request.n_in) % size",
+        "np.int64(request.offset) % size", PLAY,
+    ),
+    # Of servers of equal value the farthest takes the request.
+    Mutant(
+        PLACEMENT, "routing.py", "latency < plant.pair[n, best].latency",
+        "latency > plant.pair[n, best].latency", LEAVE,
+    ),
+    Mutant(PLACEMENT, "forwarding.py", "c.message_cost + pair.latency", "c.message_cost", LEAVE),
+    # Fetches of a GPU pass one another.
+    Mutant(PLACEMENT, "caching.py", "max(ready, gpu.channel_free) + c.fetch", "ready + c.fetch",
+           CACHED),
+    # The cache gives up the expert that it needs most.
+    Mutant(PLACEMENT, "caching.py", "worth < least", "worth > least", CACHED),
+    # Of equals the last goes first.
+    Mutant(PLACEMENT, "caching.py", "if found < 0 or worth < least", "if found < 0 or worth <= least", CACHED),
+    # The host's memory gives up what was asked for last.
+    Mutant(PLACEMENT, "host_memory.py", ".stamp < st.host[n, oldest]", ".stamp > st.host[n, oldest]",
+           LOOK),
+    # The last copy of an expert is given up.
+    Mutant(PLACEMENT, "migration.py", "st.copies[d] > 1", "st.copies[d] > 0", LOOK),
+    # No staging slot.
+    Mutant(PLACEMENT, "migration.py", "i == total or gpu.used > slots", "i == total or gpu.used >= slots", LOOK),
+    # Events of one time go by the last made.
+    Mutant(PLACEMENT, "events.py", "event_key[up] < key", "event_key[up] > key", "test_events_come_by_time_and_then_in_order_of_arrival"),
+    Mutant(PLACEMENT, "calls.py", "best = scratch.expert[i].holder\n    if", "best = st.holders[expert, 0]\n    if", LOOK),
+    Mutant(PLACEMENT, "calls.py", "start = max(sent + hop.there + stage,", "start = max(sent + hop.there,", LOOK),
+)
+
+
+def copy_tree(to: Path) -> None:
+    """Copy the tree, and put its packages where ``import servegym`` finds them."""
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml"):
+        shutil.copy(ROOT / name, to / name)
+    packages = tomllib.loads((to / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = dict(packages["package-dir"])
+    site = to / "site" / "servegym"
+    site.mkdir(parents=True)
+    for file in (to / folders.pop("servegym")).iterdir():
+        (site / file.name).symlink_to(file)
+    for name, folder in folders.items():
+        (site / name.removeprefix("servegym.")).symlink_to(to / folder)
+
+
+def run_tests(tree: Path, nodes: list[str]) -> tuple[int, str]:
+    """Run tests of a tree with its engines uncompiled; pytest's exit status and its output."""
+    settings = {
+        "PYTHONPATH": str(tree / "site"),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file of the same size and second would look the same
+        "NUMBA_DISABLE_JIT": "1",
+    }
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=120", "--tb=line"]
+    options += ["-m", "not slow", "--hypothesis-profile=mutants"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", "setup.cfg", "--rootdir=.", *options, *nodes],
+        cwd=tree,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def main() -> int:
+    """Try every mutant whose description has one of the words given, all if there is none."""
+    chosen = [
+        mutant
+        for mutant in MUTANTS
+        if len(sys.argv) < 2 or any(word in " ".join(mutant) for word in sys.argv[1:])
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        status, output = run_tests(tree, sorted({mutant.node for mutant in chosen}))
+        if status != 0:
+            print(output)
+            print("the tests fail without any mutant")
+            return 1
+        survivors = 0
+        for mutant in chosen:
+            file = tree / mutant.path
+            before = file.read_text()
+            if before.count(mutant.old) != 1:
+                print(f"{mutant.path}: {mutant.old!r} is there {before.count(mutant.old)} times")
+                return 1
+            file.write_text(before.replace(mutant.old, mutant.new))
+            begun = time.perf_counter()
+            status, output = run_tests(tree, [mutant.node])
+            file.write_text(before)
+            if status not in (0, 1):
+                print(output)
+                print(f"{mutant.path}: the tests do not run with {mutant.new!r}")
+                return 1
+            survivors += status == 0
+            said = "caught" if status else "SURVIVED"
+            seconds = time.perf_counter() - begun
+            change = f"{mutant.old.strip()!r} -> {mutant.new.strip()!r}"
+            print(f"{said:8} {seconds:5.1f} s  {mutant.path}: {change}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
