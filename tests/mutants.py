@@ -61,56 +61,79 @@ MUTANTS = (
     Mutant(ROUTING, "queues.py", "    i = e.newest\n", "    i = e.oldest\n", BINDS),
     # A block too many where the tokens fill their blocks.
     Mutant(ROUTING, "queues.py", "c.block_size - 0.5", "c.block_size + 0.5", BINDS),
-    Mutant(ROUTING, "iterations.py", "e.used + blocks > cap", "e.used + blocks >= cap", BINDS),
+    # Nobody gets the last block.
+    Mutant(ROUTING, "iterations.py", "e.used + blocks > e", "e.used + blocks >= e", BINDS),
     Mutant(
         ROUTING,
         "iterations.py",
-        "e.reserved + longest > capacity",
-        "e.reserved + blocks > capacity",
+        "e.reserved + longest > e.capacity",
+        "e.reserved + blocks > e.capacity",
         BINDS,
     ),
     Mutant(
-        ROUTING, "iterations.py", "budget = c.token_budget - e.decoding", "budget = c.token_budget",
+        ROUTING,
+        "iterations.py",
+        "budget = c.token_budget - e.decoding",
+        "budget = c.token_budget",
         BINDS,
     ),
     # Decode iterations run past the one in which the next request has its last token.
     Mutant(
-        ROUTING, "iterations.py", "limit = e.next_finish - e.emitted - 1\n",
-        "limit = e.next_finish - e.emitted\n", BINDS,
+        ROUTING,
+        "iterations.py",
+        "limit = e.next_finish - e.emitted - 1\n",
+        "limit = e.next_finish - e.emitted\n",
+        BINDS,
     ),
     # A request taken from the middle of the heap leaves one that ends sooner below a later one.
     Mutant(ROUTING, "queues.py", "    if place > 0 and _ends", "    if place < 0 and _ends", BINDS),
     # A cached block that was given to another request is found again.
     Mutant(
-        ROUTING, "queues.py", "max(e.free_head - r.segment, 0)",
-        "max(e.free_head - r.segment - 1, 0)", BINDS,
+        ROUTING,
+        "queues.py",
+        "max(e.free_head - r.segment, 0)",
+        "max(e.free_head - r.segment - 1, 0)",
+        BINDS,
     ),
     Mutant(
-        ROUTING, "queues.py", ">= c.waiting_capacity or e.down != 0", ">= c.waiting_capacity",
+        ROUTING,
+        "queues.py",
+        ">= c.waiting_capacity or e.down != 0",
+        ">= c.waiting_capacity",
         "test_equal_with_failing_experts",
     ),
     Mutant(
-        ROUTING, "__init__.py", "loss -= _late_scores(", "loss += _late_scores(",
+        ROUTING,
+        "__init__.py",
+        "loss -= _late_scores(",
+        "loss += _late_scores(",
         "test_equal_in_every_mode",
     ),
     # Ties of longest processing time go to the last replica.
     Mutant(
-        SERVERLESS, "planning.py", "if busy_s[j] < busy_s[best]", "if busy_s[j] <= busy_s[best]",
+        SERVERLESS,
+        "planning.py",
+        "if busy_s[j] < busy_s[best]",
+        "if busy_s[j] <= busy_s[best]",
         PLAY,
     ),
     # The experts are not assigned anew to one more replica.
-    Mutant(
-        SERVERLESS, "planning.py", "if plan.replicas != z:", "if plan.replicas > z + 1:", PLAY
-    ),
+    Mutant(SERVERLESS, "planning.py", "if plan.replicas != z:", "if plan.replicas > z + 1:", PLAY),
     Mutant(SERVERLESS, "planning.py", "law[middle].mb >= need", "law[middle].mb > need", PLAY),
     # Two plans under one key.
     Mutant(
-        SERVERLESS, "planning.py", "(q * 2 + choice.order)", "(q + choice.order)",
+        SERVERLESS,
+        "planning.py",
+        "(q * 2 + choice.order)",
+        "(q + choice.order)",
         "test_known_plans_are_those_made_anew",
     ),
     # Functions of another memory count as warm.
     Mutant(
-        SERVERLESS, "planning.py", "warm and e.main_mb == main.mb", "warm and e.main_mb >= main.mb",
+        SERVERLESS,
+        "planning.py",
+        "warm and e.main_mb == main.mb",
+        "warm and e.main_mb >= main.mb",
         "test_env_conformance.py::test_warm_functions_save_the_start",
     ),
     # Some warm replicas spare all others the start.
@@ -119,41 +142,80 @@ MUTANTS = (
     ),
     # A whole number of steps is billed as one more.
     Mutant(SERVERLESS, "service.py", "np.ceil(steps - 1e-9)", "np.ceil(steps + 1e-9)", PLAY),
-    Mutant(
-        SERVERLESS, "service.py", "invocations += times * i\n", "invocations += times\n", PLAY
-    ),
-    Mutant(
-        SERVERLESS, "service.py", "slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY
-    ),
+    Mutant(SERVERLESS, "service.py", "invocations += times * i\n", "invocations += times\n", PLAY),
+    Mutant(SERVERLESS, "service.py", "slowest_s = max(slowest_s, span)", "slowest_s += span", PLAY),
     # Decoding begins with the prompt's tokens.
     Mutant(
-        SERVERLESS, "routing.py", "(np.int64(request.offset) + request.n_in) % size",
-        "np.int64(request.offset) % size", PLAY,
+        SERVERLESS,
+        "routing.py",
+        "(np.int64(request.offset) + request.n_in) % size",
+        "np.int64(request.offset) % size",
+        PLAY,
     ),
     # Of servers of equal value the farthest takes the request.
     Mutant(
-        PLACEMENT, "routing.py", "latency < plant.pair[n, best].latency",
-        "latency > plant.pair[n, best].latency", LEAVE,
+        PLACEMENT,
+        "routing.py",
+        "latency < plant.pair[n, best].latency",
+        "latency > plant.pair[n, best].latency",
+        LEAVE,
     ),
+    # Paths leave out the links' latency.
     Mutant(PLACEMENT, "forwarding.py", "c.message_cost + pair.latency", "c.message_cost", LEAVE),
     # Fetches of a GPU pass one another.
-    Mutant(PLACEMENT, "caching.py", "max(ready, gpu.channel_free) + c.fetch", "ready + c.fetch",
-           CACHED),
-    # The cache gives up the expert that it needs most.
-    Mutant(PLACEMENT, "caching.py", "worth < least", "worth > least", CACHED),
-    # Of equals the last goes first.
-    Mutant(PLACEMENT, "caching.py", "if found < 0 or worth < least", "if found < 0 or worth <= least", CACHED),
+    Mutant(
+        PLACEMENT, "caching.py", "max(ready, gpu.channel_free) + c.fetch", "ready + c.fetch", CACHED
+    ),
+    # Of cached experts that are worth the same the last goes first.
+    Mutant(
+        PLACEMENT,
+        "caching.py",
+        "if found < 0 or worth < least",
+        "if found < 0 or worth <= least",
+        CACHED,
+    ),
     # The host's memory gives up what was asked for last.
-    Mutant(PLACEMENT, "host_memory.py", ".stamp < st.host[n, oldest]", ".stamp > st.host[n, oldest]",
-           LOOK),
+    Mutant(
+        PLACEMENT,
+        "host_memory.py",
+        ".stamp < st.host[n, oldest]",
+        ".stamp > st.host[n, oldest]",
+        LOOK,
+    ),
     # The last copy of an expert is given up.
     Mutant(PLACEMENT, "migration.py", "st.copies[d] > 1", "st.copies[d] > 0", LOOK),
-    # No staging slot.
-    Mutant(PLACEMENT, "migration.py", "i == total or gpu.used > slots", "i == total or gpu.used >= slots", LOOK),
+    # A GPU loads into free slots alone.
+    Mutant(
+        PLACEMENT,
+        "migration.py",
+        "i == total or gpu.used > slots",
+        "i == total or gpu.used >= slots",
+        LOOK,
+    ),
     # Events of one time go by the last made.
-    Mutant(PLACEMENT, "events.py", "event_key[up] < key", "event_key[up] > key", "test_events_come_by_time_and_then_in_order_of_arrival"),
-    Mutant(PLACEMENT, "calls.py", "best = scratch.expert[i].holder\n    if", "best = st.holders[expert, 0]\n    if", LOOK),
-    Mutant(PLACEMENT, "calls.py", "start = max(sent + hop.there + stage,", "start = max(sent + hop.there,", LOOK),
+    Mutant(
+        PLACEMENT,
+        "events.py",
+        "event_key[up] < key",
+        "event_key[up] > key",
+        "test_events_come_by_time_and_then_in_order_of_arrival",
+    ),
+    # Ties, and the choice at random, go to the first holder.
+    Mutant(
+        PLACEMENT,
+        "calls.py",
+        "best = scratch.expert[i].holder\n    if",
+        "best = st.holders[expert, 0]\n    if",
+        LOOK,
+    ),
+    # The estimate of a call leaves out the staging of its activations.
+    Mutant(
+        PLACEMENT,
+        "calls.py",
+        "start = max(sent + hop.there + stage,",
+        "start = max(sent + hop.there,",
+        LOOK,
+    ),
 )
 
 

@@ -104,6 +104,7 @@ def random_cluster(rng, **options):
         nic_bps=rng.uniform(2e6, 2e8, servers) if rng.random() < 0.7 else 5e7,
         latency_s=rng.uniform(0, 0.02, (servers, servers)) if rng.random() < 0.7 else 0.001,
         message_cost_s=float(rng.choice([0.0, 1e-3])),
+        pcie_latency_s=float(rng.choice([1e-5, 1e-2])),
         gpu_speed=rng.uniform(0.5, 2.0, sum(gpus)) if rng.random() < 0.7 else 1.0,
         **random_loads(rng, model) if rng.random() < 0.5 else {},
         **options,
