@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -126,6 +127,12 @@ def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs
     if factory is None:
         allowed = [known for registered, known in _FACTORY if registered == family]
         raise ValueError(_unknown("policy", name, allowed))
+    if family == "llm_routing":
+        from servegym.baselines.llm_routing.fleets import per_fleet
+
+        # A policy that takes the environment meets all of its fleets there.
+        if not getattr(factory, "needs_env", False):
+            factory = functools.partial(per_fleet, factory)
     try:
         return factory(system, **kwargs)
     except TypeError as error:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.baselines.llm_routing.fleets import per_fleet
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -51,7 +52,8 @@ class Rollout(RoutingPolicy):
         if horizon < 0 or drain < 0:
             raise ValueError(f"horizon and drain must be >= 0, got {horizon} and {drain}")
         self.horizon, self.drain = int(horizon), int(drain)
-        self.greedy = PricedGreedy(system, **greedy)
+        self.greedy = per_fleet(PricedGreedy, system, **greedy)
+        self._ahead = per_fleet(PricedGreedy, system, **greedy)
         self._env: Any = None
         self._scratch: Any = None
 
@@ -103,7 +105,7 @@ class Rollout(RoutingPolicy):
             if step > self.horizon:
                 choice = np.zeros_like(choice)
             elif step > 0:
-                choice = self.greedy.act(scratch.observation, scratch.action_mask)
+                choice = self._ahead.act(scratch.observation, scratch.action_mask)
             scratch.step(choice, live)
             total += np.where(live > 0, scratch.out[:, 0] + scratch.out[:, 1], 0.0)
             live &= scratch.out[:, 2] == 0.0

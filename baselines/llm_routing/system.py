@@ -242,8 +242,13 @@ class RoutingSystem:
         either (``"mean"`` predicts these).
 
         Args:
-            problem: As `servegym.envs.llm_routing.config.build_problem` returns it.
+            problem: As `servegym.envs.llm_routing.config.build_problem` returns it; where fleets
+                are drawn, the result is a `servegym.baselines.llm_routing.fleets.FleetSystem`.
         """
+        if problem.fleets is not None:
+            from servegym.baselines.llm_routing.fleets import FleetSystem
+
+            return FleetSystem(problem)
         arguments = problem.arguments
         slots = problem.running_capacity
         cfg = problem.cfg[0]

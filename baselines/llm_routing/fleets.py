@@ -1,0 +1,212 @@
+"""Policies where fleets are drawn: one policy for the system of each row, made when it is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.llm_routing.system import RoutingSystem, TrainRequests, coefficients, laws
+from servegym.baselines.protocol import BasePolicy, Observation, Policy
+
+if TYPE_CHECKING:
+    from servegym.envs.llm_routing.config import Problem
+
+KEPT = 64
+"""Systems that a `FleetSystem` keeps."""
+
+
+class FleetSystem(RoutingSystem):
+    """What is known of systems with ``fleet="random"`` or a setting, before a fleet is seen.
+
+    It has the sizes that observations are padded to, and describes the system of each fleet by
+    what ``observation["fleet"]`` shows of it (`of`). Other fields of `RoutingSystem` are refused.
+
+    Attributes:
+        fixed: Whether all episodes have the same fleet.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Prepare the library of cards and models.
+
+        Args:
+            problem: A routing problem with `Problem.fleets`.
+        """
+        assert problem.fleets is not None
+        cfg = problem.cfg[0]
+        tokens, prefill, contexts, decode = laws(
+            [p.tables() for p in problem.profiles], problem.running_capacity
+        )
+        known = {
+            "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
+            "running_capacity": problem.running_capacity,
+            "waiting_capacity": problem.waiting_capacity,
+            "max_output_tokens": problem.max_output_tokens,
+            "router_delay_s": float(cfg["router_delay_s"]),
+            "transfer_s_per_token": float(cfg["delay_s_per_token"]),
+            "fixed": problem.fleets.setting is not None,
+            "_estimator": coefficients([p.estimator for p in problem.profiles]),
+            "_laws": (tokens, prefill, contexts, decode),
+            "_train": problem.table[problem.catalog.rows("train")].astype(np.float64),
+            "_cards": tuple(p.name for p in problem.profiles),
+            "_models": problem.models,
+            "_systems": {},
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {field.name for field in fields(RoutingSystem)}:
+            raise ValueError(
+                f"system.{name} is known once a fleet is: fleets are drawn for each episode, and "
+                "this policy is made for one system. Take one setting by arguments, or a policy "
+                "that reads observation['fleet'] or the view 'summary'."
+            )
+        raise AttributeError(name)
+
+    def of(self, fleet: NDArray[Any]) -> RoutingSystem:
+        """The system that a fleet's row of the observation shows.
+
+        Args:
+            fleet: (N, F) ``observation["fleet"]`` of one row, see
+                `servegym.envs.llm_routing.fleets.FLEET_FEATURES`.
+        """
+        key = fleet.tobytes()
+        if key not in self._systems:
+            if len(self._systems) >= KEPT:
+                self._systems.pop(next(iter(self._systems)))
+            self._systems[key] = self._describe(fleet[fleet[:, 0] > 0])
+        return self._systems[key]
+
+    def _describe(self, fleet: NDArray[Any]) -> RoutingSystem:
+        card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
+        running = int(fleet[0, 4])
+        tokens, prefill, contexts, decode = self._laws
+        rows = self._train[:, column]
+        return RoutingSystem(
+            experts=tuple(
+                f"{self._cards[c]}:{self._models[m % len(self._models)]}"
+                for c, m in zip(card, column, strict=True)
+            ),
+            running_capacity=running,
+            waiting_capacity=int(fleet[0, 5]),
+            estimator=self._estimator[card],
+            prefill_tokens=tokens,
+            prefill_s=prefill[card],
+            context_tokens=contexts,
+            decode_s=decode[card, : running + 1],
+            mean_score=rows[..., 1].mean(axis=0),
+            mean_output_tokens=rows[..., 2].mean(axis=0),
+            max_output_tokens=self.max_output_tokens,
+            router_delay_s=self.router_delay_s,
+            transfer_s_per_token=self.transfer_s_per_token,
+            scheduler="chunked_prefill" if fleet[0, 6] else "orca",
+            kv_capacity_tokens=fleet[:, 3].astype(np.float64),
+            train=TrainRequests(
+                rows[:, 0, 0], rows[..., 3], rows[..., 4], rows[..., 1], rows[..., 2]
+            ),
+        )
+
+
+def per_fleet(factory: Callable[..., Policy], system: RoutingSystem, **kwargs: Any) -> Policy:
+    """The policy of a system, or where its fleets are drawn a `PerFleet` of such policies."""
+    if isinstance(system, FleetSystem):
+        return PerFleet(factory, system, kwargs)
+    return factory(system, **kwargs)
+
+
+class PerFleet(BasePolicy):
+    """Gives each row a policy of the row's own system, without the padding.
+
+    A row's policy is made anew when its fleet changes. Where all episodes have the same fleet, one
+    policy decides for all rows.
+    """
+
+    def __init__(
+        self, factory: Callable[..., Policy], system: FleetSystem, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Take over what the policy says of itself.
+
+        Args:
+            factory: Makes a policy of a `RoutingSystem`.
+            system: The systems.
+            kwargs: Parameters of the policy.
+
+        Raises:
+            ValueError: As ``factory`` does for a bad parameter.
+        """
+        super().__init__(system)
+        self._factory, self._kwargs = factory, dict(kwargs)
+        # Of any fleet, so that parameters are checked before one is seen.
+        features = np.zeros((2, 11), dtype=np.float32)
+        features[:, 0], features[:, 3:6] = 1.0, (10_000.0, 5.0, 5.0)
+        sample = factory(system.of(features), **self._kwargs)
+        self.name, self.clairvoyant = sample.name, sample.clairvoyant
+        self.env_view, self.env_kwargs = sample.env_view, sample.env_kwargs
+        self.needs_outcomes = getattr(sample, "needs_outcomes", False)
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._size(num_envs, seed)
+        every = np.arange(self.num_envs)
+        self._groups = [every] if self.system.fixed else list(every[:, None])
+        self._seen: list[bytes | None] = [None] * len(self._groups)
+        self._inner: list[Policy | None] = [None] * len(self._groups)
+        self._seeds = self.rng.integers(1 << 31, size=len(self._groups)).tolist()
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`."""
+        for rows, inner in zip(self._groups, self._inner, strict=True):
+            if inner is not None and mask[rows].any():
+                inner.episode_start(mask[rows])
+
+    def act(self, observation: Observation, action_mask: Any) -> NDArray[np.int64]:
+        """See `Policy.act`."""
+        if len(action_mask) != self.num_envs:
+            self.reset(len(action_mask))
+        actions = np.zeros(self.num_envs, dtype=np.int64)
+        for k, rows in enumerate(self._groups):
+            fleet = np.asarray(observation["fleet"][rows[0]])
+            if not fleet[0, 0]:  # a row in which no episode was begun
+                continue
+            system, key = self.system.of(fleet), fleet.tobytes()
+            inner = self._inner[k]
+            if inner is None or key != self._seen[k]:
+                inner = self._factory(system, **self._kwargs)
+                inner.reset(len(rows), self._seeds[k])
+                self._inner[k], self._seen[k] = inner, key
+            mask = np.asarray(action_mask)[rows, : system.num_experts + 1]
+            actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
+        return actions
+
+    def feedback(self, reward: NDArray[np.float64]) -> None:
+        """See `Policy.feedback`."""
+        for rows, inner in zip(self._groups, self._inner, strict=True):
+            if inner is not None:
+                inner.feedback(reward[rows])
+
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`."""
+        for rows, inner in zip(self._groups, self._inner, strict=True):
+            mine = ended[np.isin(ended["row"], rows)]
+            if inner is not None and len(mine):
+                mine = mine.copy()
+                mine["row"] -= rows[0]
+                inner.outcomes(mine)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _without_padding(
+    observation: Observation, rows: NDArray[np.intp], system: RoutingSystem
+) -> dict[str, NDArray[Any]]:
+    """Some rows of a Dict observation, with as many experts and places as the system has."""
+    count = system.num_experts
+    sizes = {"running": system.running_capacity, "waiting": system.waiting_capacity}
+    sizes |= {f"{name}_mask": size for name, size in sizes.items()}
+    seen = {"latency_requirement": np.asarray(observation["latency_requirement"])[rows]}
+    for name in ("request", "experts", *sizes):
+        part = np.asarray(observation[name])[rows, :count]
+        seen[name] = part[:, :, : sizes[name]] if name in sizes else part
+    return seen

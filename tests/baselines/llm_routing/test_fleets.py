@@ -1,0 +1,102 @@
+"""Heuristics where fleets are drawn for each episode."""
+
+from __future__ import annotations
+
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.registry import describe_system, list_policies, make_policy
+
+ID = "servegym/LLMRouting-v0"
+SHORT = {"rollout": {"horizon": 2}, "linucb": {"prior_states": 32}}
+SHORT |= {name: SHORT["linucb"] for name in ("linucb_delayed", "thompson")}
+NAMES = [info.name for info in list_policies() if info.alias_of is None]
+
+
+def episodes(policy, envs, seed, requests):
+    """An episode a row; returns the mean QoS (B,) and the actions."""
+    policy.reset(envs.num_envs, 0)
+    observation, info = envs.reset(seed=seed)
+    taken = []
+    for _ in range(requests):
+        mask = info["action_mask"]
+        action = policy.act(observation, mask)
+        assert mask[np.arange(len(action)), action].all()
+        observation, reward, _, _, info = envs.step(action)
+        policy.feedback(reward)
+        taken.append(action)
+    return info["episode_kpis"]["avg_qos"], np.array(taken)
+
+
+def make(num_envs, requests=40, **kwargs):
+    return gymnasium.make_vec(
+        ID, num_envs=num_envs, episode_requests=requests, **{"fleet": "random", **kwargs}
+    ).unwrapped
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_heuristic_plays_drawn_fleets(name):
+    envs = make(5, requests=12 if name == "rollout" else 40)
+    policy = make_policy(name, describe_system(envs.problem), **SHORT.get(name, {}))
+    if policy.needs_env:
+        policy.bind(envs)
+    qos, taken = episodes(policy, envs, 3, envs.problem.episode_requests)
+    if name == "drop_all":
+        assert not taken.any() and not qos.any()
+    else:
+        assert taken.any() and (qos > 0).any()
+
+
+def test_a_row_is_played_as_its_system_alone():
+    """Next to other fleets a policy chooses as one made for the row's own system does."""
+    envs = make(3)
+    _, taken = episodes(make_policy("priced_greedy", describe_system(envs.problem)), envs, 7, 40)
+    for row in range(3):
+        env = gymnasium.make(ID, fleet="random", episode_requests=40).unwrapped
+        observation, info = env.reset(seed=7 + row)
+        setting = json.loads(info["fleet"])
+        count = len(setting["profiles"])
+        predictor = setting["predictor"]
+        system = RoutingSystem.from_kwargs(
+            profiles=setting["profiles"],
+            models=setting["models"],
+            score_predictor=predictor,
+            length_predictor=predictor,
+            **{n: setting[n] for n in ("running_capacity", "waiting_capacity", "scheduler")},
+        )
+        policy = make_policy("priced_greedy", system)
+        for action in taken[:, row]:
+            seen = {
+                name: part[None, :count, : setting[f"{name.removesuffix('_mask')}_capacity"]]
+                for name, part in observation.items()
+                if name.startswith(("running", "waiting"))
+            }
+            seen |= {name: observation[name][None, :count] for name in ("request", "experts")}
+            seen["latency_requirement"] = observation["latency_requirement"][None]
+            assert policy.act(seen, info["action_mask"][None, : count + 1]) == action
+            observation, *_, info = env.step(int(action))
+
+
+def test_one_setting_is_played_by_one_policy():
+    drawn = make(1)
+    _, info = drawn.reset(seed=5)
+    setting = json.loads(info["fleet"][0])
+    both = make(2, fleet=setting)
+    _, together = episodes(make_policy("token_jsq", describe_system(both.problem)), both, 0, 40)
+    for row in range(2):
+        one = make(1, fleet=setting)
+        _, alone = episodes(make_policy("token_jsq", describe_system(one.problem)), one, row, 40)
+        assert np.array_equal(together[:, row], alone[:, 0])
+
+
+def test_what_only_a_system_has_is_refused_before_a_fleet_is_seen():
+    system = describe_system(make(1).problem)
+    assert (system.num_experts, system.running_capacity) == (16, 64)
+    with pytest.raises(ValueError, match="estimator"):
+        _ = system.estimator
+    with pytest.raises(ValueError, match="overrun"):
+        make_policy("least_latency", system, overrun=-1.0)
