@@ -248,7 +248,8 @@ class RoutingSystem:
         if problem.fleets is not None:
             from servegym.baselines.llm_routing.fleets import FleetSystem
 
-            return FleetSystem(problem)
+            padded: Any = FleetSystem(problem)
+            return padded
         arguments = problem.arguments
         slots = problem.running_capacity
         cfg = problem.cfg[0]

@@ -83,6 +83,49 @@ class LLMRoutingEnv(BatchEnv):
     a QoS of 0 (`paid_forward` takes their scores back). While it is down its mask is 0, its rows are
     empty, and what is sent there is rejected; it comes back idle.
 
+    ## Fleets
+
+    `fleet=` takes the place of the arguments that describe the experts and their load:
+
+    - the name of a fleet (`edge-6-heterogeneous`, `edge-6-homogeneous`, `paper-linear`) or of a
+      deployment, whose other arguments may still be given: `a10-4-chat` (4 A10, 64 sequences), `h100-8`
+      (8 H100, 128 sequences), `h100-2-a10-4` (a mix). `servegym.envs.llm_routing.deployments` has
+      the source of each of their numbers;
+    - `"random"`: every episode has a fleet of its own, drawn from the seed at reset;
+    - a setting, a dict as `json.loads(info["fleet"])` has it: that fleet in every episode.
+
+    What `"random"` draws, and what `fleet_kwargs` may hold instead: one number or a pair (low, high) for
+    a range, one value or a list of some for the rest.
+
+    | Key | Drawn from | What it is |
+    |---|---|---|
+    | `num_experts` | 2 to 16 | N |
+    | `num_cards`, `num_models` | 1 to 3, 1 to 12 | kinds of cards and of models in the fleet, at most |
+    | `cards` | all profiles of real cards | of which the kinds are taken |
+    | `models` | the catalog's models whose memory is known | of which the kinds are taken |
+    | `running_capacity`, `waiting_capacity` | 5 to 64, log-uniform | R, W |
+    | `memory` | 0.5 to 4, log-uniform | KV tokens of an expert over R times what a request holds on average; at least the longest request, at most what the card has |
+    | `scheduler`, `memory_policy` | `orca`, `chunked_prefill`; `reserve`, `paged` | |
+    | `prefill_token_budget` | 512, 1024, 2048 | tokens an iteration |
+    | `latency` | 1.2 to 4, log-uniform | L over the latency per token of a lone request on the median expert |
+    | `load` | 0.4 to 1.3 | rate over what the fleet serves within L (`FleetSource.served_rps`) |
+    | `arrivals` | `poisson`, `gamma`, `mmpp` | `gamma` with a `cv` of 1 to 4, `mmpp` with a `rate_ratio` of 2 to 8, a `busy_share` of 0.1 to 0.4 and `cycle_requests` of 20 to 400, all log-uniform |
+    | `predictor` | `confusion`, `learned`, `mean` | of scores and lengths |
+
+    With `"random"` or a setting all arrays are padded to N = 16, R = W = 64: masks and rows are 0 where
+    there is nothing, action n of an expert that does not exist is masked and rejects the request, and the
+    Dict has one more key, `fleet` (16, 11): 1 for an expert that exists, indexes of its card and of its
+    column of the request table, KV tokens, R, W, 1 for `chunked_prefill`, 1 for `paged`, seconds of a
+    decode iteration of one sequence and of R, k1 of Eq. 13. `LLMRoutingSummaryEnv` has a fixed number of
+    features an expert for any R and W. `reset` shows the setting as JSON in `info["fleet"]`.
+
+    >>> import gymnasium, json, servegym
+    >>> env = gymnasium.make("servegym/LLMRouting-v0", fleet="random", fleet_kwargs={"num_experts": 4})
+    >>> setting = json.loads(env.reset(seed=0)[1]["fleet"])
+    >>> len(setting["profiles"]), sorted(setting)[:3]
+    (4, ['arrivals', 'arrivals_kwargs', 'kv_capacity_tokens'])
+    >>> again = gymnasium.make("servegym/LLMRouting-v0", fleet=setting)
+
     ## Episode End
 
     After `episode_requests` decisions the engine drains, what still completes counts in the last
@@ -91,7 +134,7 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Information
 
-    `reset` and `step`: `action_mask`. `step`: `reward_terms`, whose values add up to the reward. The
+    `reset` and `step`: `action_mask`. `reset` where fleets are drawn: `fleet`. `step`: `reward_terms`, whose values add up to the reward. The
     last step: `episode_kpis` (`avg_qos` over all requests, `mean_latency_s_per_token`, `mean_ttft_s`,
     `mean_tpot_s`, `mean_e2e_s` and its parts, `violation_rate`, `drop_rate`, `reject_rate`,
     `memory_use`, `goodput_rps`, with failures `failure_rate`). `env.unwrapped.request_log()` has one row per request.
@@ -100,6 +143,7 @@ class LLMRoutingEnv(BatchEnv):
 
     | Name | Default | Meaning |
     |---|---|---|
+    | `fleet`, `fleet_kwargs` | none | see Fleets |
     | `num_experts` | 6, or as many as `profiles` lists | N |
     | `profiles` | `"edge-6-heterogeneous"` | a fleet, a profile for all experts, or a list of profiles |
     | `models` | the fleet's | catalog model of each expert |

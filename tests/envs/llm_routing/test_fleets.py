@@ -14,6 +14,7 @@ import servegym  # noqa: F401 - registers the ids
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, pack_laws
 from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import CHOICES, RANGES, SETTING
 
 ID = "servegym/LLMRouting-v0"
@@ -192,6 +193,27 @@ def test_states_go_into_rows_of_other_fleets():
         for name, part in observation.items():
             np.testing.assert_array_equal(part[0], part[2], err_msg=name)
             np.testing.assert_array_equal(part, copied[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_named_deployments_serve_their_load(name):
+    """At .8 of what they serve within L few answers are late."""
+    env = gymnasium.make(ID, fleet=name, episode_requests=400).unwrapped
+    _, info = env.reset(seed=0)
+    done, turn = False, 0
+    count = env.problem.num_experts
+    while not done:
+        turn = turn % count + 1
+        _, _, done, _, info = env.step(turn)
+    assert info["episode_kpis"]["violation_rate"] < 0.2
+    assert env.problem.running_capacity == DEPLOYMENTS[name]["running_capacity"]
+    assert gymnasium.make(ID, fleet=name, rate=3.0).unwrapped.problem.rate == (3.0, 3.0)
+
+
+def test_fleets_have_names():
+    by_fleet = gymnasium.make(ID, fleet="paper-linear").unwrapped.problem
+    by_profiles = gymnasium.make(ID, profiles="paper-linear").unwrapped.problem
+    assert np.array_equal(by_fleet.law, by_profiles.law)
 
 
 @pytest.mark.filterwarnings("ignore:profile 'h100")
