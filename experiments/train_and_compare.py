@@ -445,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help=f"decisions of the search ({STEPS})")
     parser.add_argument("--labels", type=int, help=f"states that rollouts label ({LABELS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
-    parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
+    parser.add_argument("--episodes", type=int, default=20, help="episodes a policy and rate (20)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
     parser.add_argument(
         "--checkpoint", type=Path, nargs="+", help="compare these trainings and train nothing"
