@@ -193,7 +193,7 @@ PICTURES = {"credit": _plot}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=96)
+    return run_figures(FIGURES, PICTURES, argv, __doc__, MODULE, episodes=48)
 
 
 if __name__ == "__main__":
