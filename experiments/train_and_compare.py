@@ -120,6 +120,8 @@ def training_commands(
 def read_points(folder: Path) -> list[list[tuple[int, float]]]:
     """Simulated decisions and QoS at each evaluation in the logs of both parts, one list each.
 
+    The first begins with what the search begins with: weights of zero, which drop every request.
+
     Args:
         folder: Holds the runs ``search`` and ``rollouts``, or not yet.
     """
@@ -131,7 +133,7 @@ def read_points(folder: Path) -> list[list[tuple[int, float]]]:
         rows = [json.loads(line) for line in whole.splitlines()]
         parts.append([(before + r[key], r["eval/avg_qos"]) for r in rows if "eval/avg_qos" in r])
         before = parts[0][-1][0] if parts[0] else 0
-    return parts
+    return [[(0, 0.0), *parts[0]], parts[1]]
 
 
 def train(
@@ -175,8 +177,7 @@ def train(
         search, fits = read_points(folder)
         curve.points = [*search, *fits]
         curve.total = max([curve.total, *(step for step, _ in curve.points)])
-        searched = search[-1][0] if search else 0
-        if share := min(len(fits) / FITS if part else searched / steps, 1.0):
+        if share := min(len(fits) / FITS if part else search[-1][0] / steps, 1.0):
             text += f", about {(now - since) * (1 / share - 1):.0f} s left in this part"
         if curve.points and curve.lines:
             best = max(curve.lines, key=lambda key: curve.lines[key])
@@ -445,7 +446,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help=f"decisions of the search ({STEPS})")
     parser.add_argument("--labels", type=int, help=f"states that rollouts label ({LABELS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
-    parser.add_argument("--episodes", type=int, default=20, help="episodes a policy and rate (20)")
+    parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
     parser.add_argument(
         "--checkpoint", type=Path, nargs="+", help="compare these trainings and train nothing"

@@ -95,6 +95,7 @@ def test_the_index_by_hand_on_busy_experts():
         late += (direct_search.index_features(obs, model)[..., 4] > 0).sum()
         obs, *_, info = envs.step(rng.integers(0, 3, 3) * (info["action_mask"].min(1) > 0))
     assert late > 0  # some request would have been made late
+    assert not agent.act(obs, np.ones_like(info["action_mask"])).any()  # zeros drop everything
     agent.weights.copy_(direct_search.torch.tensor(weights[0]))
     wanted = np.where(info["action_mask"][0], index_by_hand(weights[0], obs, model, 0), -np.inf)
     assert agent.act(obs, info["action_mask"])[0] == wanted.argmax()

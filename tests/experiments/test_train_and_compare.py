@@ -66,7 +66,7 @@ def test_lines_are_on_the_episodes_of_the_training_evaluation():
 
 
 def test_points_of_both_runs_follow_one_another(tmp_path):
-    assert run.read_points(tmp_path) == [[], []]
+    assert run.read_points(tmp_path) == [[(0, 0.0)], []]
     for name, rows in (
         ("search", ['{"global_step": 50, "eval/avg_qos": 0.2}', '{"global_step": 100}']),
         ("rollouts", ['{"charts/decisions": 30, "eval/avg_qos": 0.4}', '{"charts/deci']),
@@ -74,7 +74,7 @@ def test_points_of_both_runs_follow_one_another(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
     # What follows the last end of a line is not read: it may be half written.
-    assert run.read_points(tmp_path) == [[(50, 0.2)], [(80, 0.4)]]
+    assert run.read_points(tmp_path) == [[(0, 0.0), (50, 0.2)], [(80, 0.4)]]
 
 
 def test_gains_are_over_the_best_heuristic_by_its_interval():
