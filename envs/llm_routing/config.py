@@ -596,7 +596,8 @@ def build_problem(
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
-    if fleet is not None and fleet != "random" and not isinstance(fleet, Mapping):
+    drawn = isinstance(fleet, Mapping) or (isinstance(fleet, str) and fleet == "random")
+    if fleet is not None and not drawn:
         named = {**{name: {"profiles": name} for name in list_fleets()}, **DEPLOYMENTS}
         arguments = {**named[choose("fleet", fleet, ("random", *named))], **arguments}
         fleet = None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
 from servegym.hardware_profiles.serverless import FEES
@@ -235,6 +236,10 @@ FAILURES = st.fixed_dictionaries(
 )
 
 ROUTING = {
+    # What "random" and settings take and refuse is in tests/envs/llm_routing/test_fleets.py: they
+    # do without most of the other arguments.
+    "fleet": name(*list_fleets(), *ROUTING_DEPLOYMENTS, optional=True),
+    "fleet_kwargs": Argument(st.none(), junk("none")),
     "num_experts": whole(1, 1024, most=6, optional=True),
     "arrivals": name("poisson", "gamma", "mmpp", "burstgpt", "azure"),
     "rate": span(TINY, LARGEST),
