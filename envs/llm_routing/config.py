@@ -39,6 +39,8 @@ _REWARDS = {
 }
 _PENALTIES = {"new_violations": kernel.NEW_VIOLATIONS, "literal": kernel.LITERAL}
 _ESTIMATORS = {"true": 0, "predicted": 1}
+MAX_CAPACITY = 256
+"""Requests that an expert may run, and that may wait at it, at most."""
 MAX_FAILURES = 10_000_000
 FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
 _SPLITS = ("train", "val", "eval", "all")
@@ -295,13 +297,17 @@ def engine_config(
     router_delay_s: float,
     staleness_s: float = 0.0,
     failures: Mapping[str, Any] | None = None,
+    most_running: int = MAX_CAPACITY,
 ) -> np.ndarray:
-    """Check the arguments of the engine alone and write them in a fresh config record."""
+    """Check the arguments of the engine alone and write them in a fresh config record.
+
+    ``most_running`` is the largest ``running_capacity`` that is allowed.
+    """
     cfg = np.zeros(1, dtype=kernel.CONFIG)
     c = cfg[0]
     c["scheduler"] = _SCHEDULERS[choose("scheduler", scheduler, _SCHEDULERS)]
     c["memory_policy"] = _MEMORY_POLICIES[choose("memory_policy", memory_policy, _MEMORY_POLICIES)]
-    c["running_capacity"] = whole("running_capacity", running_capacity, 1, 4096)
+    c["running_capacity"] = whole("running_capacity", running_capacity, 1, most_running)
     c["token_budget"] = whole("prefill_token_budget", prefill_token_budget, 1)
     c["block_size"] = whole("block_size", block_size, 1, 4096)
     c["blocks_per_token"] = 1.0 / block_size
@@ -364,7 +370,7 @@ def _set_episode(
     view: int,
 ) -> None:
     """Check the arguments of the episode, its reward and its observation, and set them in ``c``."""
-    c["waiting_capacity"] = whole("waiting_capacity", waiting_capacity, 1, 4096)
+    c["waiting_capacity"] = whole("waiting_capacity", waiting_capacity, 1, MAX_CAPACITY)
     c["slots"] = c["running_capacity"] + c["waiting_capacity"]
     c["num_requests"] = whole("episode_requests", episode_requests, 1, 10_000_000)
     c["reward"] = _REWARDS[choose("reward", reward, _REWARDS)]

@@ -12,6 +12,7 @@ from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import engine_config, pack_laws, set_sizes
 from servegym.hardware_profiles import Profile, load
 
+MAX_SEQS = 4096
 REPLAY = np.dtype(
     [
         ("ttft_s", "f8"),
@@ -139,7 +140,7 @@ def _serve(
     """Check the arguments, run the engine: arrivals, output lengths, log, timeline at ``times``."""
     arrivals, prompts, outputs = _requests(arrival_s, prompt_tokens, output_tokens)
     count = len(arrivals)
-    running_capacity = whole("max_num_seqs", max_num_seqs, 1, 4096)
+    running_capacity = whole("max_num_seqs", max_num_seqs, 1, MAX_SEQS)
     expert = profile if isinstance(profile, Profile) else load(profile)
     cfg = engine_config(
         scheduler=scheduler,
@@ -151,6 +152,7 @@ def _serve(
         bandwidth_bps=1e9,
         bytes_per_token=0.0,
         router_delay_s=0.0,
+        most_running=MAX_SEQS,
     )
     c = cfg[0]
     c["num_experts"], c["slots"], c["waiting_capacity"] = 1, count, count
@@ -188,7 +190,7 @@ def replay(
         profile: a profile, its name or its file.
         scheduler: ``"chunked_prefill"`` (every iteration serves decodes, then prefill chunks) or
             ``"orca"`` (prefills block decodes).
-        max_num_seqs: most requests in one iteration.
+        max_num_seqs: most requests in one iteration, 1 to 4,096.
         max_num_batched_tokens: most tokens in one iteration (with Orca: in one prefill).
         kv_tokens: room in the KV cache in tokens; None takes the profile's.
         block_size: tokens in a KV block.

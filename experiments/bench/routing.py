@@ -5,9 +5,9 @@
     OMP_NUM_THREADS=1 servegym bench routing
 
 It writes the table ``bench``: the vector and the single environment against those of
-Gymnasium's CartPole, the replay engine, where a step goes, import time and memory. All timings are
-of one thread, default arguments, full observations that are copied out, and actions drawn
-beforehand.
+Gymnasium's CartPole, the replay engine, where a step goes, what a request costs by the slots of the
+experts, import time and memory. All timings are of one thread, default arguments, full observations
+that are copied out, and actions drawn beforehand.
 """
 
 from __future__ import annotations
@@ -186,6 +186,62 @@ def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
     ]
 
 
+def bench_slots(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]:
+    """A request of experts with R running and R waiting slots, at equal arrivals a slot.
+
+    The compiled kernel with the view of the experts alone, which is as large for every R; R
+    requests/s arrive at six experts of the default fleet. The yardstick is R = 5.
+    """
+    import gymnasium
+    import numpy as np
+
+    import servegym  # noqa: F401
+
+    which = np.ones(num_envs, np.int8)
+    timers: dict[str, Callable[[], float]] = {}
+    held: dict[str, float] = {}
+
+    def add(r: int) -> None:
+        envs: Any = gymnasium.make_vec(
+            "servegym/LLMRoutingExperts-v0",
+            num_envs=num_envs,
+            vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
+            rate=float(r),
+            running_capacity=r,
+            waiting_capacity=r,
+            episode_requests=steps * r + 1,
+        ).unwrapped
+        actions = _legal_actions(envs, steps * r, seed=0)
+        held[str(r)] = float(envs.batch.expert["running"].mean()) / r
+
+        def play() -> None:
+            for action in actions:
+                envs.batch.step(action, which)
+
+        def timer() -> float:
+            envs.reset(seed=0)
+            return 1e9 * seconds(play) / (len(actions) * num_envs)
+
+        timers[str(r)] = timer
+
+    for r in (5, 64, 256):
+        add(r)
+    times = interleave(timers, repeats)
+    five = "R = 5", times["5"]
+    return [
+        row(
+            f"a request, kernel, R = W = {r}",
+            times[r],
+            "ns",
+            five,
+            systems=num_envs,
+            rate_per_s=r,
+            slots_in_use=round(held[r], 2),
+        )
+        for r in times
+    ]
+
+
 def bench_single(steps: int, repeats: int) -> list[dict[str, Any]]:
     """``gymnasium.make`` of ours against CartPole-v1, both with Gymnasium's default wrappers."""
     import gymnasium
@@ -290,6 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows += bench_import(repeats)
     rows += bench_memory(1_024 // shrink)
     rows += bench_parts(64, 1_000 // shrink, repeats)
+    rows += bench_slots(16, 100 // shrink, repeats)
     report(options, rows)
     return 0
 

@@ -292,15 +292,13 @@ def _write_queues(c, q, e, now, waiting, obs, o_run, o_wait):
     """Rows of the requests that run and of the first ``waiting``; returns the memory in use."""
     per_capacity = 1.0 / e.capacity
     used = 0
-    o = o_run
     i = e.oldest
-    while i >= 0:
+    for k in range(e.running):
         r = q.slots[e.first_slot + i]
+        i = q.lists[newer(c, e, i)]
         blocks = blocks_of(c, r.prompt + generated_tokens(e, r))
         used += blocks
-        _write_request(e, r, now, blocks * per_capacity, obs, o)
-        o += REQUEST_WIDTH
-        i = q.lists[newer(c, e, i)]
+        _write_request(e, r, now, blocks * per_capacity, obs, o_run + REQUEST_WIDTH * k)
     for k in range(waiting):
         r = q.slots[waiting_slot(c, q, e, k)]
         _write_request(e, r, now, 0.0, obs, o_wait + REQUEST_WIDTH * k)

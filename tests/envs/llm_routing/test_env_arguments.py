@@ -69,7 +69,8 @@ BAD = [
         ).split()
         for value in (0, -1, 2.5, 4.0, True, "3", NAN)
     ],
-    ({"running_capacity": 10**9}, ["running_capacity=1000000000", "4096"]),
+    ({"running_capacity": 257}, ["running_capacity=257", "256"]),
+    ({"waiting_capacity": 257}, ["waiting_capacity=257", "256"]),
     ({"episode_requests": 10**12}, ["episode_requests=", "10000000"]),
     ({"predictor_seed": -1}, ["predictor_seed=-1"]),
     ({"predictor_seed": 1.0}, ["predictor_seed=1.0"]),
