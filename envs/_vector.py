@@ -52,7 +52,7 @@ class BatchVectorEnv(VectorEnv):
         self.copy = flag("copy", copy)
         self.validate = flag("validate", validate)
         self.problem = single.make_problem(kwargs)
-        self.batch = single.BATCH(self.problem, self.num_envs)
+        self.batch = self._make_batch()
         self.single_observation_space = single.OBSERVATION(self.problem)
         self.single_action_space = single.ACTION(self.problem)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -67,6 +67,13 @@ class BatchVectorEnv(VectorEnv):
         self._all = np.ones(self.num_envs, dtype=bool)
         self._all.flags.writeable = False
         self._which = np.ones(self.num_envs, dtype=np.int8)
+
+    def _make_batch(self) -> Any:
+        return self.SINGLE.BATCH(self.problem, self.num_envs)
+
+    def _step_all(self, actions: np.ndarray) -> tuple[int, Any, np.ndarray | None]:
+        """Step all systems: how many ended; copies of observation and mask, None: not yet made."""
+        return self.batch.step(actions, self._which), None, None
 
     def _check_actions(self, actions: Any) -> np.ndarray:
         """The actions as `Batch.step` takes them; ValueError for a wrong shape or type."""
@@ -166,6 +173,7 @@ class BatchVectorEnv(VectorEnv):
             raise ResetNeeded("Cannot step: call reset() to begin the episodes first.")
         actions = self._check_actions(actions)
         batch = self.batch
+        observation = mask = None
         if self._any_done:
             stale = self._done
             if self.autoreset_mode is AutoresetMode.DISABLED:
@@ -179,7 +187,7 @@ class BatchVectorEnv(VectorEnv):
             self._begin(stale.copy())
         else:
             live = self._all
-            ended = batch.step(actions, self._which)
+            ended, observation, mask = self._step_all(actions)
         rewards = batch.out[:, 0].copy()
         for column in range(1, batch.out.shape[1] - 1):
             rewards += batch.out[:, column]
@@ -193,10 +201,11 @@ class BatchVectorEnv(VectorEnv):
             done = terminations | truncations
             ended = int(done.sum())
         if ended == 0:
-            info = self._info(live, masks=self._all)
+            info = self._info(live, masks=self._all, mask=mask)
             if live is not self._all:
                 info.update(self._reset_info(~live))
-        elif self.autoreset_mode is AutoresetMode.SAME_STEP:
+            return self._observation(observation), rewards, terminations, truncations, info
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
             info = {
                 "final_obs": self._final_observations(done),
                 "final_info": self._info(done, ended=terminations),
@@ -218,20 +227,19 @@ class BatchVectorEnv(VectorEnv):
         stepped: np.ndarray,
         ended: np.ndarray | None = None,
         masks: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
     ) -> dict[str, Any]:
         """Information in the layout of Gymnasium's vector environments.
 
         ``stepped`` have reward terms, ``ended`` key figures, ``masks`` (default: stepped) an
-        action mask.
+        action mask, of which ``mask`` is a copy.
         """
         with_mask = stepped if masks is None else masks
-        mask = self.batch.action_mask
-        info: dict[str, Any] = {
-            "action_mask": mask.copy()
-            if with_mask is self._all
-            else mask * with_mask[:, None].astype(np.int8),
-            "_action_mask": with_mask,
-        }
+        if mask is None:
+            mask = self.batch.action_mask.copy()
+        if with_mask is not self._all:
+            mask *= with_mask[:, None]
+        info: dict[str, Any] = {"action_mask": mask, "_action_mask": with_mask}
         if stepped is self._all or stepped.any():
             terms: dict[str, Any] = {}
             for column, name in enumerate(self.batch.terms):
@@ -274,8 +282,10 @@ class BatchVectorEnv(VectorEnv):
                 final[row] = observation[row].copy()
         return final
 
-    def _observation(self) -> Any:
-        observation = self.batch.fresh_observation() if self.copy else self.batch.observation
+    def _observation(self, observation: Any = None) -> Any:
+        """What is handed out: the copy given, or else one of the batch's."""
+        if observation is None:
+            observation = self.batch.fresh_observation() if self.copy else self.batch.observation
         if self.validate and not self.observation_space.contains(observation):
             raise AssertionError("an observation is outside its space")
         return observation

@@ -10,6 +10,8 @@ import numpy as np
 from gymnasium import spaces
 
 from servegym.envs._jit import compile_kernels
+from servegym.envs._spares import Spares
+from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, put_fleet
 from servegym.envs.llm_routing.fleets import FLEET_FEATURES, MAX_LATENCY_REQUIREMENT_S
@@ -159,9 +161,10 @@ class RoutingBatch:
         out: float64 ``(B, 3)``: the two terms of the last reward and whether the episode ended.
     """
 
-    def __init__(self, problem: Problem, num_rows: int) -> None:
+    def __init__(self, problem: Problem, num_rows: int, num_threads: int = 1) -> None:
         self.problem = problem
         self.num_rows = num_rows
+        self.threads = RowThreads(num_rows, num_threads)
         c = problem.cfg[0]
         n, slots, length = problem.num_experts, int(c["slots"]), problem.episode_requests
         cap_r, cap_w = problem.running_capacity, problem.waiting_capacity
@@ -202,6 +205,9 @@ class RoutingBatch:
             self.observation = dict(sorted(parts.items()))  # the order of the space
         else:
             self.observation = values[0]
+        self._sections = *values, *flags
+        self._spares = Spares(self._sections, lambda arrays: _copy_into(arrays, len(values)))
+        self._no_copy = _copy_into([], 0)
         self.terms = REWARD_TERMS[int(c["reward"])]
         # What the router knows, where that is old: its actions and a system that lags behind.
         self.delayed: tuple[np.ndarray, ...] = ()
@@ -218,13 +224,13 @@ class RoutingBatch:
         calls: list[tuple[Any, tuple[Any, ...]]] = [
             (kernel.begin, (tables, systems, which)),
             (kernel.observe, (tables, systems, buffers, which)),
-            (kernel.step, (tables, systems, buffers, actions, which)),
+            (kernel.step, (tables, systems, buffers, self._no_copy, actions, which, 0, num_rows)),
         ]
         if self.delayed:
             sent, *records = self.delayed
             lagging = self._systems(*records, np.zeros(length, dtype=kernel.LOG))
             self._stale_arguments = tables, systems, lagging, buffers, sent
-            calls.append((kernel.observe_stale, (*self._stale_arguments, which)))
+            calls.append((kernel.observe_stale, (*self._stale_arguments, which, 0, num_rows)))
         compiled = compile_kernels("LLM routing engine", calls)
         self._begin, self._observe, self._step = compiled[:3]
         self._observe_stale = compiled[-1]
@@ -288,7 +294,7 @@ class RoutingBatch:
         self._begin(tables, systems, which)
         self._observe(*self._arguments, which)
         if self.delayed:
-            self._observe_stale(*self._stale_arguments, which)
+            self._observe_stale(*self._stale_arguments, which, 0, self.num_rows)
 
     def step(self, actions: np.ndarray, which: np.ndarray) -> int:
         """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
@@ -299,21 +305,50 @@ class RoutingBatch:
         Raises:
             ValueError: an action is out of range; nothing has changed then.
         """
+        return self._advance(actions, which, self._no_copy)
+
+    def step_and_copy(self, actions: np.ndarray, which: np.ndarray) -> tuple[int, Any, np.ndarray]:
+        """As `step`, with copies of the observation and of the action mask."""
+        if self.delayed:  # what is seen is not what the step writes
+            ended = self.step(actions, which)
+            return ended, self.fresh_observation(), self.action_mask.copy()
+        target, parts = self._spares.take()
+        ended = self._advance(actions, which, target)
+        mask = parts.pop()
+        if not isinstance(self.observation, dict):
+            return ended, parts[0], mask
+        named = dict(zip(OBSERVATION_KEYS, parts, strict=True))
+        return ended, {
+            key: named[key] if key in named else part.copy()
+            for key, part in self.observation.items()
+        }, mask
+
+    def _advance(self, actions: np.ndarray, which: np.ndarray, copy: kernel.Copy) -> int:
         if self.delayed:
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
             self.delayed[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
         actions = np.ascontiguousarray(actions, np.int64)
-        ended = self._step(*self._arguments, actions, np.ascontiguousarray(which, np.int8))
-        if ended < 0:
-            bad = -1 - ended
+        which = np.ascontiguousarray(which, np.int8)
+
+        def move(start: int, stop: int) -> int:
+            ended = self._step(*self._arguments, copy, actions, which, start, stop)
+            if self.delayed and ended >= 0:
+                self._observe_stale(*self._stale_arguments, which, start, stop)
+            return ended
+
+        counts = self.threads.run(move)
+        if counts[0] < 0:
+            bad = -1 - counts[0]
             raise ValueError(
                 f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
                 f"1 to {self.problem.num_experts} name an expert."
             )
-        if self.delayed:
-            self._observe_stale(*self._stale_arguments, which)
-        return ended
+        return sum(counts)
+
+    def close(self) -> None:
+        """End the threads; a later step starts them anew."""
+        self.threads.close()
 
     def clone(self, row: int) -> RoutingState:
         """Copy one system."""
@@ -357,7 +392,7 @@ class RoutingBatch:
         which[row] = 1
         self._observe(*self._arguments, which)
         if self.delayed:
-            self._observe_stale(*self._stale_arguments, which)
+            self._observe_stale(*self._stale_arguments, which, 0, self.num_rows)
 
     def config_of(self, row: int) -> np.void:
         """The config record of a row."""
@@ -435,11 +470,12 @@ class RoutingBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("problem", "num_rows", "delayed", "fleets", *_STATE_ARRAYS)
-        return {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in names}
+        return state | {"num_threads": self.threads.num_threads}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Rebuilt so that the observation stays a view of the buffer.
-        RoutingBatch.__init__(self, state["problem"], state["num_rows"])
+        RoutingBatch.__init__(self, state["problem"], state["num_rows"], state["num_threads"])
         for row, setting in enumerate(state["fleets"]):
             if setting is not None:
                 self._put_fleet(row, setting)
@@ -483,6 +519,15 @@ def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float
     """A number of a range; a range of one number takes no draw."""
     low, high = limits
     return low if low == high else float(random.uniform(low, high))
+
+
+def _copy_into(arrays: list[np.ndarray], values: int) -> kernel.Copy:
+    """The first so many arrays receive the values that are seen, the others the flags."""
+    flat = [each.reshape(-1) for each in arrays]
+    numbers, masks = flat[:values], flat[values:]
+    numbers += [np.zeros(0, np.float32)] * (5 - len(numbers))
+    masks += [np.zeros(0, np.int8)] * (3 - len(masks))
+    return kernel.Copy(tuple(numbers), tuple(masks))
 
 
 def _sections(

@@ -56,12 +56,18 @@ from servegym.envs.llm_routing.kernel.layout import (
     SUMMARY,
     SUMMARY_FEATURES,
     Buffers,
+    Copy,
     Queues,
     Systems,
     Tables,
     config_of,
 )
-from servegym.envs.llm_routing.kernel.observation import blank_padding, observe_row, write_in_full
+from servegym.envs.llm_routing.kernel.observation import (
+    blank_padding,
+    copy_rows,
+    observe_row,
+    write_in_full,
+)
 from servegym.envs.llm_routing.kernel.queues import (
     Request,
     can_take,
@@ -105,6 +111,7 @@ __all__ = [
     "SUMMARY",
     "SUMMARY_FEATURES",
     "Buffers",
+    "Copy",
     "Queues",
     "Systems",
     "Tables",
@@ -296,19 +303,20 @@ def _route(c, t, s, b, n):
 
 
 @jit
-def step(t, s, out, actions, which):
+def step(t, s, out, copy, actions, which, start, stop):
     """Route the current request of every row b with which[b] != 0 and go on to the next.
 
-    Returns how many episodes have ended, or -1 - b if the action of row b is out of range (nothing
-    has changed then).
+    Only rows from ``start`` to before ``stop`` move and are copied; calls for other rows may run
+    at the same time. Returns how many of them have ended, or -1 - b if the action of any row b is
+    out of range: all calls see that before they change anything.
     """
-    t, s, out = borrowed(t), borrowed(s), borrowed(out)
+    t, s, out, copy = borrowed(t), borrowed(s), borrowed(out), borrowed(copy)
     most = t.config[0].max_experts
     for b in range(s.env.shape[0]):
         if which[b] != 0 and (actions[b] < 0 or actions[b] > most):
             return -1 - b
     ended = 0
-    for b in range(s.env.shape[0]):
+    for b in range(start, stop):
         if which[b] == 0:
             continue
         c = config_of(t, b)
@@ -335,19 +343,21 @@ def step(t, s, out, actions, which):
         out.reward[b, 1] = loss
         out.reward[b, 2] = 1.0 if last else 0.0
         ended += last
+    copy_rows(out, copy, start, stop)
     return ended
 
 
 @jit
-def observe_stale(t, s, lagging, out, sent, which):
+def observe_stale(t, s, lagging, out, sent, which, start, stop):
     """Overwrite the observation of the rows b with which[b] != 0 by that of staleness_s ago.
 
+    Only of those from ``start`` to before ``stop``; calls for other rows may run at the same time.
     The ``lagging`` systems, with a log of one row that nobody reads, are the systems ``s`` as the
     router knows them: they get the actions ``sent`` (B, J) when these are old enough. At the end
     of an episode there is no request to route and the queues are empty.
     """
     t, s, lagging, out = borrowed(t), borrowed(s), borrowed(lagging), borrowed(out)
-    for b in range(s.env.shape[0]):
+    for b in range(start, stop):
         if which[b] == 0:
             continue
         c = config_of(t, b)

@@ -329,3 +329,15 @@ class Buffers(NamedTuple):
     observation: np.ndarray
     masks: np.ndarray
     reward: np.ndarray
+
+
+class Copy(NamedTuple):
+    """Where a step leaves a copy of what is seen; empty arrays where none is wanted.
+
+    Attributes:
+        values: five float32 arrays for the sections of ``Buffers.observation``, each flat.
+        flags: three int8 arrays for the sections of ``Buffers.masks``.
+    """
+
+    values: tuple[np.ndarray, ...]
+    flags: tuple[np.ndarray, ...]

@@ -338,6 +338,24 @@ def _write_mask(masks, m, before, count):
 
 
 @inner
+def copy_rows(out, copy, start, stop):
+    """Copy the rows from ``start`` to before ``stop`` of every section that is wanted."""
+    _copy_sections(out.observation, copy.values, len(out.reward), start, stop)
+    _copy_sections(out.masks, copy.flags, len(out.reward), start, stop)
+
+
+@inline
+def _copy_sections(source, targets, rows, start, stop):
+    first = 0
+    for k in range(len(targets)):
+        target = targets[k]
+        width = len(target) // rows
+        for i in range(start * width, stop * width):
+            target[i] = source[first + i]
+        first += len(target)
+
+
+@inner
 def write_in_full(c, s, masks, b, n):
     """Have the next observation of expert n written in full, whatever was written before."""
     e = s.expert[b, n]
