@@ -35,11 +35,10 @@ class Spares:
         """What the writer takes, and the arrays to hand out, whose contents are arbitrary."""
         for arrays, target, references in self._sets:
             if list(map(getrefcount, arrays)) == references:
-                break
-        else:
-            arrays = [np.empty_like(each) for each in self._like]
-            target = self._target(arrays)
-            self._sets.append((arrays, target, list(map(getrefcount, arrays))))
-            del self._sets[:-KEPT]
-        # Views: whoever changes the shape of one changes it for himself alone.
+                # Views: whoever changes the shape of one changes it for himself alone.
+                return target, [each.view() for each in arrays]
+        arrays = [np.empty_like(each) for each in self._like]
+        target = self._target(arrays)
+        self._sets.append((arrays, target, list(map(getrefcount, arrays))))
+        del self._sets[:-KEPT]
         return target, [each.view() for each in arrays]

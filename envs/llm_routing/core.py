@@ -318,10 +318,14 @@ class RoutingBatch:
         if not isinstance(self.observation, dict):
             return ended, parts[0], mask
         named = dict(zip(OBSERVATION_KEYS, parts, strict=True))
-        return ended, {
-            key: named[key] if key in named else part.copy()
-            for key, part in self.observation.items()
-        }, mask
+        return (
+            ended,
+            {
+                key: named[key] if key in named else part.copy()
+                for key, part in self.observation.items()
+            },
+            mask,
+        )
 
     def _advance(self, actions: np.ndarray, which: np.ndarray, copy: kernel.Copy) -> int:
         if self.delayed:

@@ -350,8 +350,10 @@ def _copy_sections(source, targets, rows, start, stop):
     for k in range(len(targets)):
         target = targets[k]
         width = len(target) // rows
-        for i in range(start * width, stop * width):
-            target[i] = source[first + i]
+        written = target[start * width : stop * width]
+        read = source[first + start * width : first + stop * width]
+        for i in range(len(written)):
+            written[i] = read[i]
         first += len(target)
 
 

@@ -1,0 +1,148 @@
+"""Systems split over threads: the same numbers for every count of threads."""
+
+import multiprocessing
+import pickle
+import threading
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import servegym
+from servegym.envs._spares import Spares
+from servegym.envs.llm_routing.vector_env import LLMRoutingVectorEnv
+
+from ...nested import assert_same, same
+
+ROUTING_IDS = servegym.ENV_IDS[:3]
+MODES = ("NextStep", "SameStep", "Disabled")
+SHORT = {"num_experts": 3, "episode_requests": 25, "rate": 15.0}
+
+
+def make_vec(env_id=ROUTING_IDS[0], num_envs=7, **kwargs):
+    return gym.make_vec(env_id, num_envs=num_envs, **(SHORT | kwargs))
+
+
+def threads():
+    return {each for each in threading.enumerate() if each.name.startswith("servegym")}
+
+
+def play(envs, steps=60, seed=0):
+    """Everything that the environments return, with states taken and put back on the way."""
+    envs = envs.unwrapped
+    disabled = envs.autoreset_mode.value == "Disabled"
+    seen = [envs.reset(seed=seed)]
+    random = np.random.default_rng(seed)
+    for step in range(steps):
+        seen.append(envs.step(random.integers(0, 4, envs.num_envs)))
+        if step == 9:
+            kept = envs.clone_state(2)
+        if step == 19:
+            envs.restore_state(envs.num_envs - 1, kept)
+            seen.append(envs.observe())
+        done = seen[-1][2] | seen[-1][3] if len(seen[-1]) == 5 else np.zeros(1, bool)
+        if disabled and done.any():
+            seen.append(envs.reset(options={"reset_mask": done}))
+    return seen + [envs.request_log(row) for row in range(envs.num_envs)]
+
+
+@pytest.mark.parametrize("env_id", ROUTING_IDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_the_count_of_threads_changes_nothing(env_id, mode):
+    kwargs = {"autoreset_mode": mode}
+    if mode == "SameStep":
+        kwargs["staleness_s"] = 0.2
+    expected = play(make_vec(env_id, **kwargs))
+    for count in (2, 3, 9):
+        envs = make_vec(env_id, num_threads=count, **kwargs)
+        found = play(envs)
+        assert threads(), "all systems were stepped in one thread"
+        envs.close()
+        assert_same(found, expected)
+    assert not same(expected, play(make_vec(env_id, **kwargs), seed=1))
+
+
+def test_systems_of_one_thread_are_those_of_another():
+    odd, one = make_vec(num_envs=1, num_threads=4), make_vec(num_envs=1)
+    actions = np.random.default_rng(0).integers(0, 4, (40, 1))
+    assert_same(odd.reset(seed=5), one.reset(seed=5))
+    assert_same([odd.step(a) for a in actions], [one.step(a) for a in actions])
+
+
+@pytest.mark.parametrize("row", [0, 6])
+def test_an_action_out_of_range_moves_no_system(row):
+    envs = make_vec(num_threads=3).unwrapped
+    envs.reset(seed=0)
+    envs.step(np.ones(7, int))
+    before = [envs.batch.env.copy(), envs.batch.slot.copy(), envs.observe()]
+    actions = np.full(7, 2)
+    actions[row] = 4
+    with pytest.raises(ValueError, match=f"of system {row} is out of range"):
+        envs.step(actions)
+    assert_same([envs.batch.env, envs.batch.slot, envs.observe()], before)
+    envs.close()
+
+
+@pytest.mark.parametrize("count", [0, -1, 257, 1.0, True, "2", None])
+def test_bad_counts_of_threads(count):
+    with pytest.raises(ValueError, match=r"num_threads=.*between 1 and 256"):
+        LLMRoutingVectorEnv(num_envs=2, num_threads=count)
+
+
+def test_threads_end_with_the_environment():
+    others = threads()
+    envs = make_vec(num_threads=3)
+    envs.reset(seed=0)
+    assert threads() == others, "threads before the first step"
+    envs.step(np.ones(7, int))
+    mine = threads() - others
+    assert 1 <= len(mine) <= 2  # an idle one takes the next share
+    envs.close()
+    assert not any(each.is_alive() for each in mine)
+    dropped = make_vec(num_threads=2)
+    dropped.reset(seed=0)
+    dropped.step(np.ones(7, int))
+    (last,) = threads() - others - mine
+    del dropped
+    last.join(10.0)
+    assert not last.is_alive()
+
+
+def _steps(envs, queue=None):
+    seen = [envs.step(np.full(7, 1 + k % 3)) for k in range(30)]
+    if queue is not None:
+        queue.put(seen)
+    return seen
+
+
+def test_pickled_and_forked_environments_go_on_alike():
+    envs = make_vec(num_threads=2)
+    envs.reset(seed=3)
+    envs.step(np.ones(7, int))
+    twin = pickle.loads(pickle.dumps(envs))
+    fork = multiprocessing.get_context("fork")
+    queue = fork.Queue()
+    child = fork.Process(target=_steps, args=(envs, queue))
+    child.start()
+    found = queue.get(timeout=60)
+    child.join()
+    assert_same(found, _steps(envs))
+    assert_same(found, _steps(twin))
+    envs.close()
+    twin.close()
+
+
+def test_memory_handed_out_is_used_again_only_when_nobody_holds_it():
+    spares = Spares([np.zeros((2, 3)), np.zeros(4, np.int8)], list)
+
+    def address(arrays):
+        return [each.__array_interface__["data"][0] for each in arrays]
+
+    _, first = spares.take()
+    taken = address(first)
+    part = first[0][1:, ::2]  # a view of one of them holds it
+    del first
+    assert not set(taken) & set(address(spares.take()[1]))
+    del part
+    assert address(spares.take()[1]) == taken
+    held = [spares.take()[1] for _ in range(10)]
+    assert len({a for arrays in held for a in address(arrays)}) == 20
