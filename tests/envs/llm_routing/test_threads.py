@@ -7,6 +7,7 @@ import threading
 import gymnasium as gym
 import numpy as np
 import pytest
+
 import servegym
 from servegym.envs._spares import Spares
 from servegym.envs.llm_routing.vector_env import LLMRoutingVectorEnv
@@ -70,7 +71,7 @@ def test_systems_of_one_thread_are_those_of_another():
 
 @pytest.mark.parametrize("row", [0, 6])
 def test_an_action_out_of_range_moves_no_system(row):
-    envs = make_vec(num_threads=3).unwrapped
+    envs = LLMRoutingVectorEnv(7, num_threads=3, **SHORT)
     envs.reset(seed=0)
     envs.step(np.ones(7, int))
     before = [envs.batch.env.copy(), envs.batch.slot.copy(), envs.observe()]
