@@ -32,7 +32,8 @@ A policy that is not the package's is a guest, and its rows say so (`source`):
 - Taking the environment (`needs_env`, `bind`) needs `--in-process`, which runs the file in the
   evaluator's process. Such rows read "guest in process", and "clairvoyant" whatever the policy
   says of itself. So is one that asks for `reward="paid_forward"`, which pays before an answer
-  exists.
+  exists. With `needs_outcomes = True` its `outcomes(ended)` is told what became of a request when
+  the request ends.
 - Its name is not that of a policy or checkpoint of the package.
 
 Two things no evaluator on your machine can refuse. The process has your rights: run programs that
