@@ -110,22 +110,20 @@ class Weights(NamedTuple):
 
 Axis = Real | Choice | Weights
 
-_LENGTHS = Choice("lengths", ("predicted", "survival"))
+_PRICE = (
+    Real("price", 0.05, 5.0, log=True),
+    Real("power", 0.5, 12.0, log=True),
+    Real("share", 0.0, 1.0),
+)
 _OVERRUN = Real("overrun", 0.0, 1.0)
 _MARGIN = Real("margin", 0.85, 1.15)
 _FALLBACK = Choice("fallback", ("drop", "least_harm"))
 _PRIOR = Real("prior_weight", 1.0, 5000.0, log=True)
 SPACES: dict[str, tuple[Axis, ...]] = {
     "least_latency": (_OVERRUN,),
-    "greedy_qos": (_MARGIN, _OVERRUN, _FALLBACK, _LENGTHS),
-    "priced_greedy": (
-        Real("price", 0.05, 5.0, log=True),
-        Real("power", 0.5, 12.0, log=True),
-        Real("share", 0.0, 1.0),
-        _MARGIN,
-        _OVERRUN,
-        _LENGTHS,
-    ),
+    "greedy_qos": (_MARGIN, _OVERRUN, _FALLBACK),
+    "priced_greedy": (*_PRICE, _MARGIN, _OVERRUN),
+    "expected_qos": (*_PRICE, _MARGIN),
     "route_balance": (
         Weights(("w_quality", "w_cost", "w_latency", "w_balance")),
         Choice("latency_filter", (False, True)),
@@ -139,15 +137,15 @@ SPACES: dict[str, tuple[Axis, ...]] = {
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "least_latency": {"overrun": 0.3},
-    "greedy_qos": {"margin": 1.0, "overrun": 0.3, "fallback": "drop", "lengths": "predicted"},
+    "greedy_qos": {"margin": 1.0, "overrun": 0.3, "fallback": "drop"},
     "priced_greedy": {
         "price": 1.0,
         "power": 4.0,
         "share": 0.5,
         "margin": 1.0,
         "overrun": 0.3,
-        "lengths": "predicted",
     },
+    "expected_qos": {"price": 0.65, "power": 2.5, "share": 0.6, "margin": 1.0},
     "route_balance": {
         "w_quality": 1 / 3,
         "w_cost": 1 / 3,

@@ -2,7 +2,12 @@
 
 from servegym.baselines.llm_routing import latency, lengths
 from servegym.baselines.llm_routing.bandits import DelayedLinUcb, LinUcb, Thompson
-from servegym.baselines.llm_routing.greedy_qos import GreedyQos, LeastLatency, PricedGreedy
+from servegym.baselines.llm_routing.greedy_qos import (
+    ExpectedQosGreedy,
+    GreedyQos,
+    LeastLatency,
+    PricedGreedy,
+)
 from servegym.baselines.llm_routing.heuristics import (
     AlwaysBest,
     AlwaysBusiest,
@@ -58,7 +63,12 @@ register_policy(
 register_policy(
     "priced_greedy",
     PricedGreedy,
-    "greedy_qos less a price on busy capacity: the strongest heuristic",
+    "greedy_qos less a price on busy capacity",
+)
+register_policy(
+    "expected_qos",
+    ExpectedQosGreedy,
+    "priced_greedy on expected QoS: lengths as distributions; the strongest heuristic",
 )
 register_policy(
     "route_balance",

@@ -263,33 +263,40 @@ class DelayedBandit(LinearBandit):
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
+        self._rows = np.arange(num_envs)
         self._decisions = np.zeros(num_envs, dtype=np.int64)
-        self._open: list[dict[int, tuple[int, Floats]]] = [{} for _ in range(num_envs)]
+        # By row and decision: expert from 0, -1 for none to be credited, and its features.
+        self._arm = np.full((num_envs, 64), -1, dtype=np.int64)
+        self._context = np.zeros((num_envs, 64, _FEATURES))
         super().reset(num_envs, seed)
 
     def episode_start(self, mask: NDArray[np.bool_]) -> None:
         """Back to the prior; what was open of the last episode is forgotten."""
         super().episode_start(mask)
-        for row in np.flatnonzero(mask):
-            self._decisions[row] = 0
-            self._open[row] = {}
+        self._decisions[mask], self._arm[mask] = 0, -1
 
     def decided(self, action: NDArray[np.int64], x: Floats) -> None:
         """Keep what was chosen on until the request ends."""
-        for row in np.flatnonzero(action > 0):
-            arm = int(action[row]) - 1
-            self._open[row][int(self._decisions[row])] = arm, x[row, arm]
+        if self._decisions.max() == self._arm.shape[1]:
+            self._arm = np.concatenate([self._arm, np.full_like(self._arm, -1)], axis=1)
+            self._context = np.concatenate([self._context, np.zeros_like(self._context)], axis=1)
+        at = self._rows, self._decisions
+        self._arm[at] = action - 1
+        self._context[at] = x[self._rows, np.maximum(action - 1, 0)]
         self._decisions += 1
 
     def outcomes(self, ended: NDArray[Any]) -> None:
         """Credit the QoS of every request that has ended to the expert that it was sent to."""
-        for one in ended:
-            row = int(one["row"])
-            chosen = self._open[row].pop(int(one["request"]), None)
-            if chosen is not None:
-                arm, context = chosen
-                reward = np.array([one["qos"]], dtype=np.float64)
-                self.credit(np.array([row]), np.array([arm]), context[None], reward)
+        while ended.size:
+            # One of each row at a time, in their order: the posterior goes by one after another.
+            rows, first = np.unique(ended["row"], return_index=True)
+            now, ended = ended[first], np.delete(ended, first)
+            known = now["request"] < self._decisions[rows]
+            at = rows[known], now["request"][known]
+            sent = self._arm[at] >= 0
+            at = at[0][sent], at[1][sent]
+            self.credit(at[0], self._arm[at], self._context[at], now["qos"][known][sent])
+            self._arm[at] = -1
 
 
 class DelayedLinUcb(DelayedBandit):

@@ -151,6 +151,29 @@ class PricedGreedy(GreedyQos):
         super().__init__(system, price=price, **kwargs)
 
 
+class ExpectedQosGreedy(GreedyQos):
+    """`PricedGreedy` on distributions of the output lengths, ``lengths="survival"``.
+
+    Its numbers were chosen on the val split, over the same rates for two fleets and both kinds of
+    predictions (`servegym.experiments.tuning`).
+    """
+
+    name = "expected_qos"
+
+    def __init__(
+        self,
+        system: RoutingSystem,
+        *,
+        price: float = 0.65,
+        power: float = 2.5,
+        share: float = 0.6,
+        lengths: str = "survival",
+        **kwargs: Any,
+    ) -> None:
+        """Build it; the parameters are those of `GreedyQos`."""
+        super().__init__(system, price=price, power=power, share=share, lengths=lengths, **kwargs)
+
+
 def with_mean_scores(observation: Observation, system: RoutingSystem) -> dict[str, NDArray[Any]]:
     """The observation with `RoutingSystem.mean_score` where no expert has a predicted score.
 

@@ -98,7 +98,8 @@ RANDOM = ("random", "power_of_two", "thompson")
 def test_registry_lists_the_promised_names_once():
     listed = [info.name for info in list_policies()]
     promised = (
-        "random round_robin least_outstanding shortest_queue shortest_waiting least_memory "
+        "expected_qos random round_robin least_outstanding shortest_queue shortest_waiting "
+        "least_memory "
         "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos priced_greedy "
         "always_best linucb linucb_delayed thompson route_balance drop_all always_busiest rollout"
     ).split()
@@ -147,7 +148,7 @@ def test_masks_are_respected_and_full_rows_drop(name):
         assert mask[np.arange(64), action].all()
         legal = mask[:, 1:].any(axis=1)
         assert (action[~legal] == 0).all()
-        if name not in ("drop_all", "greedy_qos", "priced_greedy"):
+        if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos"):
             assert (action[legal] > 0).all()
         for key, value in before.items():
             assert np.array_equal(value, observation[key]), f"{name} wrote to {key}"

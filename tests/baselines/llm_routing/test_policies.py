@@ -18,7 +18,11 @@ from servegym.envs.llm_routing.outcomes import OutcomeReader
 ID = "servegym/LLMRouting-v0"
 # What `linucb` sees too early comes as feedback.
 HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
-CHOOSING = [name for name in HONEST if name not in ("drop_all", "greedy_qos", "priced_greedy")]
+CHOOSING = [
+    name
+    for name in HONEST
+    if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos")
+]
 
 
 def make_envs(num_envs=8, **kwargs):
@@ -203,8 +207,10 @@ def test_heuristics_beat_random_by_a_margin(qos):
 
 def test_priced_greedy_is_the_yardstick(qos):
     for rate, margin in ((5.0, 0.0), (8.0, 0.04), (10.0, 0.06)):
-        best = max(qos(name, rate) for name in HONEST if name != "priced_greedy")
+        rivals = [name for name in HONEST if name not in ("priced_greedy", "expected_qos")]
+        best = max(qos(name, rate) for name in rivals)
         assert qos("priced_greedy", rate) > best + margin, rate
+        assert qos("expected_qos", rate) > qos("priced_greedy", rate), rate
 
 
 def test_without_predictions_nothing_is_known_of_scores_and_lengths():

@@ -6,9 +6,9 @@
 
 searches every heuristic's parameters on validation prompts (`servegym.experiments.tuning`), at each
 arrival rate and for both kinds of predictions, and measures it as registered and as tuned: on fresh
-validation episodes and on those of an evaluation. `greedy_qos` and `priced_greedy` are searched
-twice with the same budget, once with predicted lengths and once with the survival curves, so that
-the two differ by the information alone. The shipped router plays the same episodes.
+validation episodes and on those of an evaluation. `priced_greedy` and `expected_qos` are one rule
+with predicted lengths and with survival curves, searched with the same budget. The shipped router
+plays the same episodes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from servegym.experiments.figures.routing.common import Options, run_figures, sa
 from servegym.experiments.output import print_table
 from servegym.experiments.stats import Interval, mean, paired_difference, stratified_bootstrap
 from servegym.experiments.tables import Note, note
-from servegym.experiments.tuning import DEFAULTS, ENV_ID, SPACES, Budget, Tuned, heuristics, tune
+from servegym.experiments.tuning import ENV_ID, SPACES, Budget, heuristics, tune
 
 __all__ = ["main"]
 
 MODULE = "servegym.experiments.figures.beyond.routing.tuned_heuristics"
 FLEET = "edge-6-heterogeneous"
 RATES = (5.0, 8.0, 10.0)
-PREDICTIONS = ("learned", "confusion")
+PREDICTIONS = ("confusion", "learned")
 SEEDS = {"val": 500_000, "eval": DEFAULT_SEED}
 """Seed of the first episode by split; the search and its choice have other episodes."""
-LENGTHS = {"predicted": "tuned, predicted lengths", "survival": "tuned, survival curves"}
 REGISTERED, TUNED = "as registered", "tuned"
-REFERENCE, ROUTER = "priced_greedy", "rpi"
+REFERENCE, INFORMED, ROUTER = "priced_greedy", "expected_qos", "rpi"
 QUICK = Budget(4, 1, 1, 1, 1, 30)
 
 Variant = tuple[str, str]
@@ -48,19 +47,7 @@ Variant = tuple[str, str]
 def _variants(kwargs: Mapping[str, Any], budget: Budget) -> dict[Variant, dict[str, Any]]:
     """Parameters by policy and variant, searched for a setting."""
     found: dict[Variant, dict[str, Any]] = {(name, REGISTERED): {} for name in heuristics()}
-    for name, axes in SPACES.items():
-        searched: list[Tuned] = []
-        if any(getattr(axis, "name", "") == "lengths" for axis in axes):
-            for lengths, variant in LENGTHS.items():
-                fixed = {"lengths": lengths}
-                if lengths == "survival":
-                    fixed |= {"overrun": DEFAULTS[name]["overrun"]}  # has no effect there
-                searched.append(tune(name, kwargs, budget, fixed=fixed))
-                found[name, variant] = searched[-1].parameters
-        else:
-            searched.append(tune(name, kwargs, budget))
-        found[name, TUNED] = max(searched, key=lambda one: one.qos).parameters
-    return found
+    return found | {(name, TUNED): tune(name, kwargs, budget).parameters for name in SPACES}
 
 
 def tuned_heuristics(options: Options) -> None:
@@ -78,6 +65,7 @@ def tuned_heuristics(options: Options) -> None:
                 part = _measured(point, variants, kwargs, options)
                 rows += part[0]
                 notes += part[1]
+            save(options, "tuned_heuristics", rows, *notes)
     body = [
         [*(row[key] for key in ("predictions", "rate", "split", "policy", "variant"))]
         + [f"{row['qos']:.4f}", f"{row['gain']:+.4f}"]
@@ -85,7 +73,6 @@ def tuned_heuristics(options: Options) -> None:
     ]
     headings = ["predictions", "rate", "split", "policy", "variant", "QoS", "gain"]
     print_table("tuned heuristics", headings, body)
-    save(options, "tuned_heuristics", rows, *notes)
 
 
 def _measured(
@@ -121,11 +108,9 @@ def _measured(
         )
     where = f"{point['rate']:g} requests/s, {point['predictions']} predictions, {point['split']}"
     notes: list[dict[str, Any]] = []
-    for name in dict.fromkeys(name for name, variant in variants if variant in LENGTHS.values()):
-        first, second = (by_variant[name, variant] for variant in LENGTHS.values())
-        more = paired_difference(second, first, mean)
-        text = f"{where}: {name} with survival curves over predicted lengths, both tuned"
-        notes.append(_finding(text, more, **point, policy=name, comparison="lengths"))
+    more = paired_difference(by_variant[INFORMED, TUNED], by_variant[REFERENCE, TUNED], mean)
+    text = f"{where}: {INFORMED} over {REFERENCE}, both tuned"
+    notes.append(_finding(text, more, **point, policy=INFORMED, comparison="lengths"))
     best = max(
         (key for key in variants if key[1] == TUNED), key=lambda key: float(by_variant[key].mean())
     )
