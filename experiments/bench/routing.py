@@ -7,17 +7,19 @@
 It writes the table ``bench``: the vector and the single environment against those of
 Gymnasium's CartPole, the replay engine, where a step goes, what a request costs by the slots of the
 experts, import time and memory. All timings are of one thread, default arguments, full observations
-that are copied out, and actions drawn beforehand.
+that are copied out, and actions drawn beforehand. ``--threads`` writes the table ``threads`` in its
+place: two threads against one, in elapsed time, which wants two cores that do nothing else.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from servegym.experiments.bench.timing import bench_options, interleave, report, row, seconds
+from servegym.experiments.bench.timing import bench_options, interleave, report, row, save, seconds
 
 __all__ = ["main"]
 
@@ -124,6 +126,41 @@ def bench_vector(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]
         row(what, native, "1/s", cart, **about),
         row(what, native, "1/s", same, **about),
     ]
+
+
+def bench_threads(num_envs: int, steps: int, repeats: int) -> dict[str, Any]:
+    """The vector environment in two threads against one: elapsed time, all systems counted."""
+    import time
+
+    import gymnasium
+
+    import servegym  # noqa: F401
+
+    envs = {
+        count: gymnasium.make_vec(
+            ENV_ID,
+            num_envs=num_envs,
+            vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
+            episode_requests=steps + 1,
+            num_threads=count,
+        )
+        for count in (1, 2)
+    }
+    actions = _legal_actions(envs[1], steps, seed=0)
+
+    def timer(count: int) -> float:
+        envs[count].reset(seed=0)
+        start = time.perf_counter()
+        for action in actions:
+            envs[count].step(action)
+        return num_envs * steps / (time.perf_counter() - start)
+
+    rates = interleave({str(count): lambda c=count: timer(c) for count in envs}, repeats)
+    for each in envs.values():
+        each.close()
+    one = "one thread, steps", rates["1"]
+    what = f"{num_envs} environments, two threads, steps"
+    return row(what, rates["2"], "1/s", one, systems=num_envs, steps=steps, repeats=repeats)
 
 
 def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -328,6 +365,10 @@ def bench_memory(num_envs: int) -> list[dict[str, Any]]:
     return [row("memory of the environments", [after - before], "MB", systems=num_envs)]
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", action="store_true", help="two threads against one")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark, print it and write the table ``bench``.
 
@@ -337,9 +378,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    options = bench_options("routing", __doc__, argv)
+    options = bench_options("routing", __doc__, argv, _add_options)
     shrink = 20 if options.quick else 1
     repeats = min(options.repeats, 2) if options.quick else options.repeats
+    if options.threads:
+        sizes = (64, 256, 1_024, 4_096)
+        steps = 51_200 // shrink
+        rows = [bench_threads(size, max(4, steps // size), repeats) for size in sizes]
+        save(options, "threads", rows)
+        return 0
     rows = bench_vector(64, 2_000 // shrink, repeats)
     rows += bench_single(20_000 // shrink, repeats)
     rows += bench_replay(10_000 // shrink, 4.0, repeats)
