@@ -382,8 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shrink = 20 if options.quick else 1
     repeats = min(options.repeats, 2) if options.quick else options.repeats
     if options.threads:
-        sizes = (64, 256, 1_024, 4_096)
-        steps = 51_200 // shrink
+        sizes = (64, 256, 1_024, 2_048, 4_096)
+        steps = 102_400 // shrink
         rows = [bench_threads(size, max(4, steps // size), repeats) for size in sizes]
         save(options, "threads", rows)
         return 0
