@@ -13,7 +13,9 @@ their own and draw the prompts of the training split, since that for validation 
 placements are planned there from the prompts for validation.
 
 * ``rights``: every way in the six scenarios, those of constant tasks with 1, 5 and 10 times the
-  arrivals, too. A way that is overloaded at a load is not played at a higher one. In ``drift``
+  arrivals, too. A way that is overloaded at a load is not played at a higher one. Placements are
+  planned for requests that are served at home but for ``latency_local_search``, which simulates
+  the router that it is played with. In ``drift``
   placements load weights over the network while caches find all of them in host memory;
   ``drift, host`` gives placements the host memory, too, and ``host memory for half`` lets caches
   find half of the experts there and read the others from a drive.
@@ -119,6 +121,7 @@ WAYS = (
     Way("proxy_optimum", "placement", "proxy_optimum", {}, LOADS),
     Way("whole_layer", "placement", "whole_layer", {}, LOADS),
     Way("latency_dp", "placement", "latency_dp", {}),
+    Way("latency_local_search", "placement", "latency_local_search", {}),
     Way("ppo_placement", "learnt", "ppo_placement", {}),
     _caches("lru", "lru"),
     _caches("lfu", "lfu", LOADS),
@@ -423,6 +426,9 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         text = f"{scenario}, {way}: holds {last:g} x the arrivals"
         text += "." if math.isinf(first) else f", is overloaded at {first:g} x."
         notes.append(note(text, scenario=scenario, way=way, holds=last, overloaded_at=first))
+    missing = [name for name in SCENARIOS if name not in {row["scenario"] for row in rows}]
+    if missing:
+        notes.append(note(f"Not played: {', '.join(missing)}.", missing=missing))
     return notes
 
 

@@ -90,7 +90,9 @@ def test_routers_and_ways_are_chosen_by_validation_and_overload_ends_a_way(tmp_p
     assert equal_rights.main([*words, "saturation"]) == 0
     assert not [call for call in calls[number:] if call[0] == "val"]
     notes = read_record(tmp_path / "saturation.csv")["notes"]
-    limits = {note["way"]: (note["holds"], note["overloaded_at"]) for note in notes}
+    *played_ways, unplayed = notes
+    limits = {note["way"]: (note["holds"], note["overloaded_at"]) for note in played_ways}
+    assert set(unplayed["missing"]) == set(equal_rights.SCENARIOS) - {"edge_hetero"}
     assert limits["caches, lfu"] == (3.0, 5.0)
     assert limits["forward, whole_layer"] == (30.0, None)
     assert (tmp_path / "saturation.png").stat().st_size > 5_000
