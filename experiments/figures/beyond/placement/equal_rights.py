@@ -402,17 +402,24 @@ def saturation(options: Options) -> None:
         table_path(options, "equal_rights"), KEY, text=TEXT, empty=math.nan, load=True
     ).rows
     table = _table(options, "saturation")
+    best_ways = set()
     for scenario in options.scenarios:
         for kind in ("placement", "caches", "forwarding"):
             row = best(_at(known, scenario, 1.0), kind)
             if row is None:
                 continue
+            best_ways.add((scenario, row["way"]))
             table.update(r for r in known if (r["scenario"], r["way"]) == (scenario, row["way"]))
             way = next(way for way in WAYS if way.name == row["way"])
             for load in sorted({*MORE_LOADS, *LOADS}):
                 if _extend(table, options, scenario, load, way, row["router"])["overloaded"]:
                     break
-        save(options, "saturation", table.rows, *_limits(table.rows))
+        rows = [
+            row
+            for row in table.rows
+            if row["scenario"] != scenario or (scenario, row["way"]) in best_ways
+        ]
+        save(options, "saturation", rows, *_limits(rows))
 
 
 def _limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
