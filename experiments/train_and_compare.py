@@ -1,10 +1,10 @@
 """Train a router from nothing, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, 300 s of processor time on one or two cores. `servegym.agents.direct_search` finds
-the weights of a linear rule, starting with nothing; `servegym.agents.rpi` then learns from rollouts
-that follow the rule what to add to it. The terminal shows the QoS on validation episodes, and every
-heuristic on the same episodes as a line; after that all of them play the same episodes of the
-evaluation split at three arrival rates. It leaves in one folder
+``make train`` runs this, 300 s of processor time on two cores. `servegym.agents.direct_search`
+finds the weights of a linear rule, starting with nothing; `servegym.agents.rpi` then learns from
+rollouts that follow the rule what to add to it. The terminal shows the QoS on validation episodes,
+and every heuristic on the same episodes as a line; after that all of them play the same episodes of
+the evaluation split at three arrival rates. It leaves in one folder
 
 - ``router.safetensors``: the checkpoint, which ``servegym evaluate --policy`` takes;
 - ``first_command_curve.csv`` and ``.json``: the QoS on validation episodes by simulated decisions,
