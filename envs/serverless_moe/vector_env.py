@@ -42,8 +42,9 @@ class ServerlessMoEVectorEnv(BatchVectorEnv):
         stepped: np.ndarray,
         ended: np.ndarray | None = None,
         masks: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
     ) -> dict[str, Any]:
-        info = super()._info(stepped, ended, masks)
+        info = super()._info(stepped, ended, masks, mask)
         if stepped is self._all or stepped.any():
             values, flags = self.batch.values()
             for name, value in values.items():
