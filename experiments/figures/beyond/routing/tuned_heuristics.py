@@ -67,7 +67,7 @@ def tuned_heuristics(options: Options) -> None:
                 notes += part[1]
             save(options, "tuned_heuristics", rows, *notes)
     body = [
-        [*(row[key] for key in ("predictions", "rate", "split", "policy", "variant"))]
+        [*(str(row[key]) for key in ("predictions", "rate", "split", "policy", "variant"))]
         + [f"{row['qos']:.4f}", f"{row['gain']:+.4f}"]
         for row in rows
     ]
