@@ -72,7 +72,7 @@ class BatchEnv(gym.Env):
 
     VIEW: ClassVar[int]
     BUILD: ClassVar[Callable[..., Any]]
-    BATCH: ClassVar[Callable[[Any, int], Any]]
+    BATCH: ClassVar[Callable[..., Any]]
     OBSERVATION: ClassVar[Callable[[Any], spaces.Space]]
     ACTION: ClassVar[Callable[[Any], spaces.Space]]
     problem: Any

@@ -638,6 +638,11 @@ VECTOR = {
     "copy": flag(),
     "max_episode_steps": whole(1, 1 << 31, optional=True),
 }
+VECTORS = {
+    "routing": {**VECTOR, "num_threads": whole(1, 256, most=3)},
+    "serverless": VECTOR,
+    "placement": VECTOR,
+}
 PARALLEL = {
     "routing": {
         "num_access_points": whole(1, 4096, most=6),

@@ -40,7 +40,7 @@ from .argument_strategies import (
     PARALLEL,
     PROCESSES,
     TINY,
-    VECTOR,
+    VECTORS,
     Argument,
 )
 
@@ -91,13 +91,14 @@ def test_every_argument_has_a_strategy():
     for family, build in builds.items():
         assert set(FAMILIES[family]) == parameters(build, "view"), family
     assert set(CLUSTER) == parameters(placement_cluster.build_cluster, "model")
-    for env_id in servegym.ENV_IDS:
-        spec = gym.spec(env_id)
-        assert parameters(gym.envs.registration.load_env_creator(spec.entry_point), "problem") == (
-            set(COMMON)
-        )
-        vector = gym.envs.registration.load_env_creator(spec.vector_entry_point)
-        assert parameters(vector) == set(VECTOR), env_id
+    for family, env_ids in IDS.items():
+        for env_id in env_ids:
+            spec = gym.spec(env_id)
+            single = gym.envs.registration.load_env_creator(spec.entry_point)
+            assert parameters(single, "problem") == set(COMMON), env_id
+            vector = gym.envs.registration.load_env_creator(spec.vector_entry_point)
+            kinds = [kind for kind in vector.__mro__ if "servegym" in kind.__module__]
+            assert set().union(*map(parameters, kinds)) == set(VECTORS[family]), env_id
     for family, env in PARALLEL_ENVS.items():
         assert parameters(env) == set(PARALLEL[family]), family
 
@@ -397,10 +398,11 @@ def test_parameters_of_arrival_processes(process, name, effort):
 # ------------------------------------------------------------- arguments of a form, not a family
 
 
-@pytest.mark.parametrize("name", VECTOR)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family in FAMILIES for name in VECTORS[family]]
+)
 def test_arguments_of_vector_environments(family, name, effort):
-    argument = VECTOR[name]
+    argument = VECTORS[family][name]
 
     @tries(effort)
     @given(argument.valid, st.sampled_from(IDS[family]), st.integers(0, 1000))
