@@ -393,7 +393,9 @@ def make_plan(
     problem = envs.unwrapped.problem
     envs.close()
     # Every row names its system and load, given or default.
-    reported = {key: problem.arguments[key] for key in report_of(family).reported_arguments}
+    # What is drawn with each episode is no argument.
+    known = problem.arguments
+    reported = {key: known[key] for key in report_of(family).reported_arguments if key in known}
     system = describe_system(problem, family=family.name)
     resolved = _distinct(
         [

@@ -113,7 +113,8 @@ def _completed(log: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def _routing_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, float]:
-    log, names = result["log"], expert_names(problem.models)
+    # Drawn fleets have other experts in each episode: these have no names.
+    log, names = result["log"], [] if problem.fleets is not None else expert_names(problem.models)
     done = _completed(log)
     latency = (log["finish_s"] - log["arrival_s"])[done] / log["output_tokens"][done]
     percentiles = np.percentile(latency, [50, 90, 99]) if latency.size else [math.nan] * 3
@@ -122,7 +123,7 @@ def _routing_statistics(result: Mapping[str, Any], problem: Any) -> dict[str, fl
         for percent, number in zip((50, 90, 99), percentiles, strict=True)
     }
     sent = np.bincount(log["expert"][log["expert"] >= 0], minlength=len(names))
-    row |= {f"share_{name}": float(k) / len(log) for name, k in zip(names, sent, strict=True)}
+    row |= {f"share_{name}": float(sent[n]) / len(log) for n, name in enumerate(names)}
     row["ceiling"] = float(np.mean(log["best_score"], dtype=np.float64))
     return row
 
@@ -135,7 +136,7 @@ def _routing_interval(
     The evaluation split has a few hundred prompts that every episode draws from, so an interval
     over episodes alone leaves out the choice of prompts.
     """
-    limit = arguments["latency_requirement_s"]
+    limit = arguments.get("latency_requirement_s")
     if not isinstance(limit, float | int):
         return None  # L drawn per episode is not in the log
     prompts = 1 + max(int(log["catalog_row"].max()) for log in logs)
