@@ -37,8 +37,9 @@ from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.baselines.llm_routing.features import impact_features
-from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.features import impact_of
+from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
+from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
@@ -56,7 +57,7 @@ ENV = {
 
 ELITE = 0.2  # share of a generation that the distribution moves to
 STEP = 0.7  # how far it moves there
-INDEX = 22  # features of an expert in the index, see `index_features`
+INDEX = 26  # features of an expert in the index, see `index_features`
 SPREAD = 1.0  # standard deviation of every weight at first
 WIDENED = 0.06  # standard deviation added each generation at first, falling to 0 ...
 WIDENED_UNTIL = 0.6  # ... at this share of the search
@@ -114,17 +115,20 @@ def steeper(distance: NDArray[Any]) -> NDArray[Any]:
     return (3 * distance + distance**3) / (1 + 3 * distance**2)
 
 
-def index_features(obs: Observation, model: LatencyModel) -> NDArray[np.float32]:
-    """Features (B, N, 22) of an expert that an index weighs alike for every expert.
+def index_features(obs: Observation, model: ExpectedQos) -> NDArray[np.float32]:
+    """Features (B, N, 26) of an expert that an index weighs alike for every expert.
 
     Of the new request at the expert: its predicted score; whether it is late, and by how much
-    (`impact_features`); the scores that it makes late, counted and as a sum of distances; the
-    seconds of the expert's time that it takes, alone, times the fourth power of the mean of the
-    expert's and the fleet's load, and times the square of the expert's load; that load, in
-    requests per running slot. Then the same eleven times the fleet's load, centred, so that each
-    weight may change with the load. The scales make each weight of order one.
+    (`impact_features`); its score times the chance that it is in time, whatever the lengths of the
+    answers turn out to be, and the scores that it is expected to make late (`ExpectedQos`); the
+    scores that it makes late at mean lengths, counted and as two sums of distances; the seconds of
+    the expert's time that it takes, alone, times the fourth power of the mean of the expert's and
+    the fleet's load, and times the square of the expert's load; that load, in requests per running
+    slot. Then the same thirteen times the fleet's load, centred, so that each weight may change
+    with the load. The scales make each weight of order one.
     """
-    of_expert, of_queued = impact_features(obs, model)
+    gain, harm, estimate = model(with_mean_scores(obs, model.system))
+    of_expert, of_queued = impact_of(estimate, obs)
     distance, own, lost, work = np.moveaxis(of_expert, -1, 0)
     queued = [obs[key][..., 1] * obs[f"{key}_mask"] for key in ("running", "waiting")]
     queued = np.concatenate(queued, -1)
@@ -134,18 +138,26 @@ def index_features(obs: Observation, model: LatencyModel) -> NDArray[np.float32]
     load = obs["experts"][..., 1:].sum(-1) / model.system.running_capacity
     fleet = np.broadcast_to(load.mean(1, keepdims=True), load.shape)
     parts = [10 * obs["request"][..., 1] - 6.5, 8.0 * (own == 0), 4 * distance]
-    parts += [4 * steeper(distance), 8 * lost, 4 * nearer, 4 * likelier, 3 * work]
+    parts += [
+        10 * gain - 6.5,
+        10 * harm,
+        4 * steeper(distance),
+        8 * lost,
+        4 * nearer,
+        4 * likelier,
+        3 * work,
+    ]
     parts += [10 * work * ((load + fleet) / 2) ** 4, 5 * work * load**2, 3 * load]
     return np.stack([*parts, *(x * (1.5 * fleet - 1.2) for x in parts)], -1, dtype=np.float32)
 
 
 def index_scores(
-    weights: NDArray[np.float32], obs: Observation, model: LatencyModel
+    weights: NDArray[np.float32], obs: Observation, model: ExpectedQos
 ) -> NDArray[np.float32]:
     """Linear score (B, N + 1) of every action from predictions and estimates, of a drop first.
 
     Args:
-        weights: (B, 22 + 2 N + 2): of the features of `index_features`; a constant and a weight of
+        weights: (B, 26 + 2 N + 2): of the features of `index_features`; a constant and a weight of
             the load for each expert; a constant and a weight of the fleet's load for the drop.
         obs: A batch of Dict observations.
         model: The estimator of the system.
@@ -159,12 +171,12 @@ def index_scores(
 
 
 class Agent(nn.Module):
-    """The weights of one linear router: (3 N + 2,), or (2 N + 24,) with an estimator."""
+    """The weights of one linear router: (3 N + 2,), or (2 N + 28,) with an estimator."""
 
     weights: Tensor
     fixed_experts = True
 
-    def __init__(self, experts: int, model: LatencyModel | None = None) -> None:
+    def __init__(self, experts: int, model: ExpectedQos | None = None) -> None:
         super().__init__()
         self.experts, self.model = experts, model
         size = 3 * experts + 2 if model is None else INDEX + 2 * experts + 2
@@ -257,7 +269,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     env_kwargs = ENV | parse_settings(args.set)
     if args.state == "estimate":
         system = system or RoutingSystem.from_kwargs(**env_kwargs)
-        experts, model = (len(weights["weights"]) - INDEX) // 2 - 1, LatencyModel(system)
+        experts, model = (len(weights["weights"]) - INDEX) // 2 - 1, ExpectedQos(system)
     else:
         experts, model = (len(weights["weights"]) - 2) // 3, None
     if system is not None and system.num_experts != experts:
@@ -279,7 +291,7 @@ def train(args: Args) -> Path:
     if args.threads < 1:
         raise ValueError(f"threads is {args.threads}; allowed is 1 or more")
     system = RoutingSystem.from_kwargs(**env_kwargs)
-    agent = Agent(system.num_experts, LatencyModel(system) if args.state == "estimate" else None)
+    agent = Agent(system.num_experts, ExpectedQos(system) if args.state == "estimate" else None)
     parts = np.array_split(np.arange(args.population), min(args.threads, args.population))
     players = [Play(agent, len(part), args, env_kwargs) for part in parts]
     pool = ThreadPoolExecutor(len(parts))

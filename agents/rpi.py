@@ -42,6 +42,7 @@ from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
@@ -462,7 +463,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     system = system or RoutingSystem.from_kwargs(**env_kwargs)
     start = None
     if "start.weights" in weights:
-        start = direct_search.Agent(system.num_experts, LatencyModel(system))
+        start = direct_search.Agent(system.num_experts, ExpectedQos(system))
     agent = Agent(system, start)
     checkpoint.load_weights(agent, weights)
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)

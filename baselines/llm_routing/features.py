@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
-from servegym.baselines.llm_routing.latency import LatencyModel
+from servegym.baselines.llm_routing.latency import Estimate, LatencyModel
 from servegym.baselines.protocol import Observation
 
 
@@ -37,8 +37,14 @@ def impact_features(
         batch, experts, running = obs["running"].shape[:3]
         slots = running + obs["waiting"].shape[2]
         return np.zeros((batch, experts, 4)), np.zeros((batch, experts, slots, 2))
+    return impact_of(model.estimate(with_mean_scores(obs, model.system)), obs)
+
+
+def impact_of(
+    estimate: Estimate, obs: Observation
+) -> tuple[NDArray[np.floating[Any]], NDArray[np.floating[Any]]]:
+    """The features of `impact_features`, from an estimate of the observation."""
     limit = obs["latency_requirement"][:, :, None]
-    estimate = model.estimate(with_mean_scores(obs, model.system))
     slots = np.stack([estimate.without, estimate.with_new], -1)
     distance = np.tanh(3 * (np.nan_to_num(slots, nan=1.0) / limit[..., None] - 1))
     in_time = estimate.with_new <= limit

@@ -47,7 +47,7 @@ def test_scores_and_the_legal_action_by_hand():
 
 def index_by_hand(weights, obs, model, b):
     """Scores of the actions of one observation by the documented sums, an expert at a time."""
-    estimate, n = model.estimate(obs), obs["experts"].shape[1]
+    (gain, harm, estimate), n = model(obs), obs["experts"].shape[1]
     limit = obs["latency_requirement"][b, 0]
     load = [obs["experts"][b, k, 1:].sum() / model.system.running_capacity for k in range(n)]
     fleet = sum(load) / n
@@ -64,6 +64,8 @@ def index_by_hand(weights, obs, model, b):
             10 * (obs["request"][b, k, 1] - 0.65),
             8 * (after[-1] > 0),
             4 * np.tanh(3 * after[-1]),
+            10 * gain[b, k] - 6.5,
+            10 * harm[b, k],
             4 * np.tanh(9 * after[-1]),
             8 * sum(s for s, p in zip(score, pushed, strict=True) if p),
             4 * sum(s * m for s, m in zip(score, moved, strict=True)),
@@ -74,7 +76,7 @@ def index_by_hand(weights, obs, model, b):
             3 * load[k],
         ]
         x += [1.5 * (fleet - 0.8) * value for value in x]
-        own = weights[22 + k] + weights[22 + n + k] * load[k]
+        own = weights[26 + k] + weights[26 + n + k] * load[k]
         found.append(own + sum(w * value for w, value in zip(weights, x, strict=False)))
     return found
 
@@ -84,15 +86,15 @@ def test_the_index_by_hand_on_busy_experts():
     envs = make_envs("servegym/LLMRouting-v0", 3, **kwargs)
     obs, info = envs.reset(seed=1)
     rng, late = np.random.default_rng(0), 0
-    model = direct_search.LatencyModel(RoutingSystem.from_env(envs))
+    model = direct_search.ExpectedQos(RoutingSystem.from_env(envs))
     agent = direct_search.Agent(2, model)
     weights = rng.standard_normal((3, len(agent.weights))).astype(np.float32)
-    assert weights.shape[1] == 28
+    assert weights.shape[1] == 32
     for _ in range(40):
         got = agent.scores(weights, obs)
         wanted = [index_by_hand(weights[b], obs, model, b) for b in range(3)]
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-3)
-        late += (direct_search.index_features(obs, model)[..., 4] > 0).sum()
+        late += (direct_search.index_features(obs, model)[..., 6] > 0).sum()
         obs, *_, info = envs.step(rng.integers(0, 3, 3) * (info["action_mask"].min(1) > 0))
     assert late > 0  # some request would have been made late
     assert not agent.act(obs, np.ones_like(info["action_mask"])).any()  # zeros drop everything
@@ -114,14 +116,14 @@ def test_a_light_episode_counts_beside_a_heavy_one():
 def test_candidates_play_the_same_episodes_and_are_paid_their_average_qos(tmp_path, state):
     kwargs = {"num_experts": 2, "episode_requests": 60, "reward": "completed_qos", "rate": 3.0}
     graph = make_envs("servegym/LLMRouting-v0", 2, **kwargs)
-    model = direct_search.LatencyModel(RoutingSystem.from_env(graph))
+    model = direct_search.ExpectedQos(RoutingSystem.from_env(graph))
     agent = direct_search.Agent(2, model if state == "estimate" else None)
     play = direct_search.Play(agent, 3, tiny(tmp_path), kwargs)
     other = np.zeros(len(agent.weights))
     other[-2 if model is agent.model else -1] = 9.0  # drops everything
     one = np.array([1.0, -1, -2, 1, -1, -3, 0, 0])
     if state == "estimate":
-        one = np.r_[1.0, -1, np.zeros(24), -1.3, 0]  # the best score in time
+        one = np.r_[1.0, -1, np.zeros(28), -1.3, 0]  # the best score in time
     qos = play(np.array([one, other, one], np.float32), [3, 4], 60)
     assert (qos[0] == qos[2]).all() and qos[0].mean() > 0.1 and (qos[1] == 0.0).all()
     agent.weights.copy_(direct_search.torch.tensor(one))
@@ -159,7 +161,7 @@ def test_threads_change_nothing_and_the_index_is_read_back(tmp_path):
     ]
     assert lines(runs[0]) == lines(runs[1])
     policy = load_policy(runs[0] / "last.safetensors")
-    assert policy.net.weights.shape == (28,) and policy.net.weights.abs().max() > 0
+    assert policy.net.weights.shape == (32,) and policy.net.weights.abs().max() > 0
     with pytest.raises(ValueError, match="made for 2 experts, got 3"):
         load_policy(runs[0], RoutingSystem.from_kwargs(num_experts=3))
 
