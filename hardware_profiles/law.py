@@ -192,6 +192,8 @@ class Profile:
         fit_error: relative errors of the law on rows it was not built from.
         provenance: source, licence, commit or date, command, notes.
         law: the law as it stands in the file.
+        step_error: for ``"prefill"`` and ``"decode"`` steps the ``bias`` and the standard deviation
+            ``sd`` of log(true seconds / the law's seconds); empty where the file has none.
         description: one line for people.
     """
 
@@ -208,6 +210,7 @@ class Profile:
     provenance: dict[str, Any]
     law: dict[str, Any] = field(repr=False)
     description: str = ""
+    step_error: dict[str, Any] = field(default_factory=dict)
     _tables: LawTables | None = field(default=None, repr=False)
 
     @classmethod
@@ -245,6 +248,7 @@ class Profile:
             "estimator": {key: getattr(self.estimator, key) for key in ESTIMATOR_FIELDS},
             "domain": copy_json(self.domain),
             "fit_error": copy_json(self.fit_error),
+            **({"step_error": copy_json(self.step_error)} if self.step_error else {}),
             "provenance": copy_json(self.provenance),
         }
 

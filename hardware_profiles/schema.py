@@ -52,6 +52,7 @@ ESTIMATOR_FIELDS = (
     "decode_s_per_context_token",
     "decode_s_per_sequence",
 )
+STEP_KINDS = ("prefill", "decode")
 DOMAIN_LIMITS = ("max_decode_sequences", "max_iteration_tokens", "max_context_tokens")
 
 
@@ -277,6 +278,19 @@ def check_fit_error(fields: Fields) -> None:
         raise fields.error("median", "median, p90 and max must not decrease")
 
 
+def check_step_error(fields: Fields) -> dict[str, Any]:
+    """A copy of the error of whole steps: a bias and a standard deviation of the log, by kind."""
+    fields.only((*STEP_KINDS, "measure"))
+    if "measure" in fields.data:
+        fields.text("measure")
+    for kind in STEP_KINDS:
+        error = fields.child(kind)
+        error.only(("bias", "sd"))
+        error.number("bias", -1.0, 1.0)
+        error.number("sd", 0.0, 1.0)
+    return copy_json(fields.data)
+
+
 def check_provenance(fields: Fields) -> dict[str, Any]:
     """A provenance: source, licence, command, and a commit or a date."""
     for key in ("source", "licence", "command"):
@@ -309,7 +323,7 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     """
     top = Fields(data, where)
     names = ("name", "description", "kind", "device", "model", "engine", "law", "estimator")
-    top.only(("format", *names, "domain", "fit_error", "provenance"))
+    top.only(("format", *names, "domain", "fit_error", "step_error", "provenance"))
     top.text("format", (FORMAT,))
 
     device = top.child("device")
@@ -338,6 +352,7 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in ESTIMATOR_FIELDS},
         "domain": check_domain(top.child("domain"), DOMAIN_LIMITS),
         "fit_error": copy_json(top.child("fit_error").data),
+        "step_error": check_step_error(top.child("step_error")) if "step_error" in data else {},
         "provenance": check_provenance(top.child("provenance")),
     }
 

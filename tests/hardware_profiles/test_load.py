@@ -87,6 +87,8 @@ def test_schema_and_loader_refuse_the_same_damage(raw):
         (("domain", "max_context_tokens"), 0),
         (("model", "layers"), 1.5),
         (("fit_error", "dense_random_third"), {"points": 3}),
+        (("step_error",), {"prefill": {"bias": 0.0, "sd": 0.1}}),
+        (("step_error",), {k: {"bias": 0.0, "sd": -0.1} for k in ("prefill", "decode")}),
         (("surprise",), 1),
     ):
         bad = copy.deepcopy(raw)
@@ -394,6 +396,13 @@ def test_bad_field_is_refused_with_file_field_and_reason(raw, tmp_path, path, va
     with pytest.raises(ValueError, match=message) as caught:
         Profile.from_dict(raw, "bad.json")
     assert "bad.json" in str(caught.value)
+
+
+def test_step_error_is_kept(raw):
+    raw["step_error"] = {"prefill": {"bias": -0.02, "sd": 0.05}, "decode": {"bias": 0.0, "sd": 0.0}}
+    profile = Profile.from_dict(raw)
+    assert profile.step_error == raw["step_error"]
+    assert profile.to_dict() == raw
 
 
 def test_provenance_needs_commit_or_date(raw):
