@@ -280,12 +280,14 @@ def check_fit_error(fields: Fields) -> None:
 
 def check_step_error(fields: Fields) -> dict[str, Any]:
     """A copy of the error of whole steps: a bias and a standard deviation of the log, by kind."""
-    fields.only((*STEP_KINDS, "measure"))
-    if "measure" in fields.data:
-        fields.text("measure")
+    fields.only((*STEP_KINDS, "source"))
+    if "source" in fields.data:
+        fields.text("source")
     for kind in STEP_KINDS:
         error = fields.child(kind)
-        error.only(("bias", "sd"))
+        error.only(("bias", "sd", "points"))
+        if "points" in error.data:
+            error.integer("points")
         error.number("bias", -1.0, 1.0)
         error.number("sd", 0.0, 1.0)
     return copy_json(fields.data)
