@@ -272,6 +272,9 @@ def replay(
     prefix_caching: Annotated[
         bool, typer.Option(help="Keep freed blocks reusable (chunked_prefill only).")
     ] = False,
+    async_scheduling: Annotated[
+        bool, typer.Option(help="Plan an iteration while one runs (chunked_prefill only).")
+    ] = False,
 ) -> None:
     """Replay a trace of requests on one expert and write each request's times."""
     from servegym.experiments.output import check_writable
@@ -291,6 +294,7 @@ def replay(
         kv_tokens=kv_tokens,
         block_size=block_size,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
         memory_policy=memory_policy,
     )
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym.hardware_profiles.host import fold_host, resample_rows
 from servegym.hardware_profiles.schema import (
     ESTIMATOR_FIELDS,
     FORMAT,
@@ -26,6 +27,7 @@ from servegym.hardware_profiles.schema import (
     MIXED_TABLE,
     TABLE_AXES,
     Fields,
+    check_host,
     check_model,
     check_profile,
     copy_json,
@@ -194,6 +196,8 @@ class Profile:
         law: the law as it stands in the file.
         step_error: for ``"prefill"`` and ``"decode"`` steps the ``bias`` and the standard deviation
             ``sd`` of log(true seconds / the law's seconds); empty where the file has none.
+        host: the host's share of an iteration, see `servegym.hardware_profiles.host`; empty where
+            the file has none.
         description: one line for people.
     """
 
@@ -211,6 +215,7 @@ class Profile:
     law: dict[str, Any] = field(repr=False)
     description: str = ""
     step_error: dict[str, Any] = field(default_factory=dict)
+    host: dict[str, Any] = field(default_factory=dict)
     _tables: LawTables | None = field(default=None, repr=False)
 
     @classmethod
@@ -249,6 +254,7 @@ class Profile:
             "domain": copy_json(self.domain),
             "fit_error": copy_json(self.fit_error),
             **({"step_error": copy_json(self.step_error)} if self.step_error else {}),
+            **({"host": copy_json(self.host)} if self.host else {}),
             "provenance": copy_json(self.provenance),
         }
 
@@ -261,11 +267,36 @@ class Profile:
         write_json(self.to_dict(), path)
 
     def tables(self) -> LawTables:
-        """Return the law's tables (float64, read-only, seconds and tokens)."""
+        """Return the law's tables (float64, read-only, seconds and tokens).
+
+        They hold the host's share of an iteration where the profile gives one.
+        """
         if self._tables is None:
-            object.__setattr__(self, "_tables", law_tables(self.law))
+            tables = law_tables(self.law)
+            if self.host:
+                tables = fold_host(tables, self.host)
+            object.__setattr__(self, "_tables", tables)
         assert self._tables is not None
         return self._tables
+
+    def with_host(self, host: Mapping[str, Any], where: str = "<host>") -> Profile:
+        """Return this profile with a host's share of an iteration in place of its own.
+
+        Args:
+            host: as the ``host`` field of a profile file: seconds ``step_s`` an iteration,
+                ``sequence_s`` a sequence and ``token_s`` a token of it, whether they ``overlap``
+                with the device's work, and perhaps ``graph_sizes``; an empty mapping leaves the
+                kernels alone.
+            where: the file's name, for error messages.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: naming ``where``, the field, what was given and what is allowed.
+        """
+        checked = check_host(Fields(host, where, "host"), self.law["kind"]) if host else {}
+        return replace(self, host=checked, _tables=None)
 
     def with_model(self, model: Mapping[str, Any], where: str = "<model>") -> Profile:
         """Return this profile holding another model's weights and KV cache.
@@ -374,11 +405,15 @@ class Profile:
 
         Returns:
             ``(G5, G4)`` seconds on the axes ``decode_sequences`` and ``decode_context_tokens`` of
-            :meth:`tables`, read-only; the decode table itself where nothing else was measured.
+            :meth:`tables`, read-only; the decode table itself where nothing else was measured. The
+            host's share is not in it.
         """
-        if MIXED_TABLE not in self.law:
-            return self.tables().decode_attention_s
-        table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
+        table = law_tables(self.law).decode_attention_s
+        if MIXED_TABLE in self.law:
+            table = np.array(self.law[MIXED_TABLE], dtype=np.float64)
+        if self.host.get("overlap"):
+            rows = law_tables(self.law).decode_sequences
+            table = resample_rows(rows, table, self.tables().decode_sequences)
         table.setflags(write=False)
         return table
 

@@ -51,6 +51,7 @@ class Mutant(NamedTuple):
 
 ROUTING, SERVERLESS, PLACEMENT = "llm_routing", "serverless_moe", "expert_placement"
 BINDS = "test_equal_when_memory_binds"
+AHEAD = "test_equal_when_iterations_are_planned_ahead"
 PLAY = "test_random_play_costs_what_the_equations_say"
 LOOK = "test_equal_to_the_reference_at_every_look"
 LEAVE = "test_requests_that_leave_their_server"
@@ -77,6 +78,9 @@ MUTANTS = (
         "budget = c.token_budget",
         BINDS,
     ),
+    # Planned ahead, an iteration takes who arrived since, and the slots that have become free.
+    Mutant(ROUTING, "iterations.py", "r.available > planned", "r.available > now", AHEAD),
+    Mutant(ROUTING, "iterations.py", "e.running + left < c", "e.running < c", AHEAD),
     # Decode iterations run past the one in which the next request has its last token.
     Mutant(
         ROUTING,

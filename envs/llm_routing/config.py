@@ -278,6 +278,8 @@ def put_fleet(problem: Problem, setting: Mapping[str, Any], c: np.void, expert: 
     c["memory_policy"] = _MEMORY_POLICIES[setting["memory_policy"]]
     caching = problem.cfg["prefix_caching"][0] and c["scheduler"] == kernel.CHUNKED
     c["prefix_caching"] = caching and c["memory_policy"] == kernel.PAGED
+    ahead = problem.cfg["async_scheduling"][0]
+    c["async_scheduling"] = ahead and c["scheduler"] == kernel.CHUNKED
     c["token_budget"] = setting["prefill_token_budget"]
     expert["capacity"][:count] = np.array(setting["kv_capacity_tokens"]) // int(c["block_size"])
     expert["profile"][:count] = source.laws(setting)
@@ -289,6 +291,7 @@ def engine_config(
     scheduler: str,
     memory_policy: str,
     prefix_caching: bool,
+    async_scheduling: bool = False,
     running_capacity: int,
     prefill_token_budget: int,
     block_size: int,
@@ -316,6 +319,12 @@ def engine_config(
         raise ValueError(
             f"prefix_caching=True needs scheduler='chunked_prefill', not {scheduler!r}: "
             "an Orca prefill always covers the whole prompt."
+        )
+    c["async_scheduling"] = flag("async_scheduling", async_scheduling)
+    if async_scheduling and scheduler != "chunked_prefill":
+        raise ValueError(
+            f"async_scheduling=True needs scheduler='chunked_prefill', not {scheduler!r}: an Orca "
+            "iteration is planned when the one before it has ended."
         )
     # Without preemption no request ever comes back to its blocks.
     c["prefix_caching"] = prefix_caching and memory_policy == "paged"
@@ -453,6 +462,7 @@ def _fixed_problem(
     scheduler: str = "orca",
     memory_policy: str = "reserve",
     prefix_caching: bool = False,
+    async_scheduling: bool = False,
     running_capacity: int = 5,
     waiting_capacity: int = 5,
     prefill_token_budget: int = 2048,
@@ -472,6 +482,7 @@ def _fixed_problem(
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
         running_capacity=running_capacity,
         prefill_token_budget=prefill_token_budget,
         block_size=block_size,

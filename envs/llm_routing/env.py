@@ -159,6 +159,7 @@ class LLMRoutingEnv(BatchEnv):
     | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
     | `scheduler` | `"orca"` | `orca` (prefills block decodes) or `chunked_prefill` |
     | `memory_policy`, `prefix_caching` | `"reserve"`, False | `reserve` room for the longest answer, or `paged` with preemption |
+    | `async_scheduling` | False | iterations are planned one ahead (`chunked_prefill` only): arrivals join one later |
     | `running_capacity`, `waiting_capacity` | 5, 5 | R, W, each 1 to 256 |
     | `prefill_token_budget`, `block_size` | 2048, 16 | tokens an iteration, tokens a KV block |
     | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |

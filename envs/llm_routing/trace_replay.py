@@ -135,6 +135,7 @@ def _serve(
     kv_tokens: int | None = None,
     block_size: int = 16,
     prefix_caching: bool = False,
+    async_scheduling: bool = False,
     memory_policy: str = "paged",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Check the arguments, run the engine: arrivals, output lengths, log, timeline at ``times``."""
@@ -146,6 +147,7 @@ def _serve(
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
         running_capacity=running_capacity,
         prefill_token_budget=whole("max_num_batched_tokens", max_num_batched_tokens, 1),
         block_size=block_size,
@@ -179,6 +181,7 @@ def replay(
     kv_tokens: int | None = None,
     block_size: int = 16,
     prefix_caching: bool = False,
+    async_scheduling: bool = False,
     memory_policy: str = "paged",
 ) -> np.ndarray:
     """Serve a list of requests on one replica, first come first served from an unbounded queue.
@@ -195,6 +198,9 @@ def replay(
         kv_tokens: room in the KV cache in tokens; None takes the profile's.
         block_size: tokens in a KV block.
         prefix_caching: whether a preempted request finds again what is left of its blocks.
+        async_scheduling: whether an iteration is planned while the one before it runs, as vLLM does
+            by default since 0.14: who arrives meanwhile, or needs the slot or memory of a request
+            that ends meanwhile, joins one iteration later. Needs ``"chunked_prefill"``.
         memory_policy: ``"paged"`` (admit when the prompt fits, preempt the newest) or ``"reserve"``
             (admit when prompt and the longest answer of the list fit).
 
@@ -218,6 +224,7 @@ def replay(
         kv_tokens=kv_tokens,
         block_size=block_size,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
         memory_policy=memory_policy,
     )
     result = np.empty(len(log), dtype=REPLAY)

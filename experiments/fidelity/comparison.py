@@ -116,10 +116,12 @@ def sensitivity(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
         One row a variant: ``variant``, the signed relative error of each mean, ``preemptions``.
     """
     linear = linear_profile(profile)
+    orca = {"scheduler": "orca", "prefix_caching": False, "async_scheduling": False}
     variants: dict[str, tuple[Profile, dict[str, Any]]] = {
         "as the engine is set": (profile, {}),
         "without prefix cache": (profile, {"prefix_caching": False}),
-        "Orca scheduler": (profile, {"scheduler": "orca", "prefix_caching": False}),
+        "every iteration planned when it starts": (profile, {"async_scheduling": False}),
+        "Orca scheduler": (profile, orca),
         "reserve instead of paged": (profile, {"memory_policy": "reserve"}),
         "KV memory of the profile": (profile, {"kv_tokens": None}),
         "linear law instead of tables": (linear, {}),

@@ -1,9 +1,10 @@
 """A measured run of a serving engine, read from its folder.
 
 A run is a folder with ``requests.jsonl`` (one object a request: ``input_toks``, ``output_toks``,
-``arrival_time``, ``queued_ts``, ``first_token_ts``, ``last_token_ts``, in tokens and seconds),
-``meta.json`` (the engine's settings) and, if there is one, ``timeseries.csv`` (``t``, ``running``,
-``waiting``, ``kv_cache_pct``): the layout of LLMServingSim's benchmark of vLLM.
+``arrival_time``, ``queued_ts``, ``first_token_ts``, ``last_token_ts``, in tokens and seconds, and
+``scheduled_ts`` if it was written), ``meta.json`` (the engine's settings) and, if there is one,
+``timeseries.csv`` (``t``, ``running``, ``waiting``, ``kv_cache_pct``): the layout of
+LLMServingSim's benchmark of vLLM.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import datetime
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ _FIELDS = (
     "first_token_ts",
     "last_token_ts",
 )
+ASYNC_SINCE = (0, 14)
+"""The first version of vLLM that plans an iteration while the one before it runs by default."""
+
 # Nobody waits an hour for a request; a file with such times counts milliseconds.
 _LONGEST_S = 3600.0
 _SERIES = np.dtype([("t_s", "f8"), ("running", "f8"), ("waiting", "f8"), ("kv_use", "f8")])
@@ -52,9 +57,14 @@ class MeasuredRun:
         ttft_s: ``(J,)`` time to first token, seconds.
         tpot_s: ``(J,)`` time per output token after the first, seconds; NaN for one token.
         e2e_s: ``(J,)`` end-to-end latency, seconds.
-        engine: Settings of the engine, as arguments of ``servegym.envs.llm_routing.replay``.
+        engine: Settings of the engine, as arguments of ``servegym.envs.llm_routing.replay``;
+            ``kv_tokens`` is None where ``meta.json`` does not tell it.
         device: Name of the device, empty if not stated.
         model: Name of the model, empty if not stated.
+        tensor_parallel: Devices that share every layer.
+        assumed: Why a setting has its value, by its name, for those not in ``meta.json``.
+        scheduled_s: ``(J,)`` when a request was first scheduled, on the clock of the arrivals; NaN
+            where it was not written.
         series: ``(T,)`` with ``t_s``, ``running``, ``waiting``, ``kv_use`` (0 to 1), or None.
     """
 
@@ -68,6 +78,9 @@ class MeasuredRun:
     engine: dict[str, Any]
     device: str = ""
     model: str = ""
+    tensor_parallel: int = 1
+    assumed: dict[str, str] = field(default_factory=dict)
+    scheduled_s: Array | None = None
     series: np.ndarray | None = None
 
 
@@ -118,6 +131,14 @@ def _read_requests(path: Path) -> dict[str, Array]:
     return {field: np.array(values) for field, values in columns.items()}
 
 
+def _scheduled(path: Path) -> Array:
+    """When each request was first scheduled, engine's clock; NaN where that was not written."""
+    with path.open(encoding="utf-8") as stream:
+        rows = [json.loads(text) for text in stream if text.strip()]
+    values = [row.get("scheduled_ts") for row in rows]
+    return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
+
+
 def _read_series(path: Path, shift_s: float) -> np.ndarray:
     names = ("t", "running", "waiting", "kv_cache_pct")
     with path.open(newline="", encoding="utf-8") as stream:
@@ -148,20 +169,57 @@ def _read_series(path: Path, shift_s: float) -> np.ndarray:
     return np.array(rows, dtype=_SERIES)
 
 
-def _settings(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-    engine, cache = meta.get("engine_kwargs", {}), meta.get("kv_cache", {})
-    found = {
-        "max_num_seqs": engine.get("max_num_seqs"),
-        "max_num_batched_tokens": engine.get("max_num_batched_tokens"),
-        "kv_tokens": cache.get("num_kv_tokens"),
-        "block_size": cache.get("block_size"),
+def _part(path: Path, meta: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = meta.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise MalformedFileError(path, None, name, f"got {found!r:.60}", "write an object")
+    return found
+
+
+def _count(path: Path, name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise MalformedFileError(
+            path, None, name, f"got {value!r:.60}", "write a whole number, 1 or more"
+        )
+    return value
+
+
+def _switch(path: Path, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise MalformedFileError(path, None, name, f"got {value!r:.60}", "write true or false")
+    return value
+
+
+def _settings(path: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], int, dict[str, str]]:
+    """Arguments of the replay, the devices of a tensor-parallel engine, and what was assumed."""
+    engine, cache = _part(path, meta, "engine_kwargs"), _part(path, meta, "kv_cache")
+    resolved = _part(path, _part(path, meta, "resolved_config"), "scheduler_config")
+    assumed: dict[str, str] = {}
+    found: dict[str, Any] = {
+        name: _count(path, name, engine.get(name))
+        for name in ("max_num_seqs", "max_num_batched_tokens")
     }
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise MalformedFileError(
-                path, None, name, f"got {value!r}", "write a whole number, 1 or more"
-            )
-    return {**found, "prefix_caching": bool(cache.get("enable_prefix_caching", False))}
+    tokens, size = cache.get("num_kv_tokens"), cache.get("block_size")
+    if tokens is None:
+        assumed["kv_tokens"] = "the profile's capacity"
+    found["kv_tokens"] = None if tokens is None else _count(path, "num_kv_tokens", tokens)
+    if size is None:
+        assumed["block_size"] = "vLLM's default"
+    found["block_size"] = 16 if size is None else _count(path, "block_size", size)
+    prefix = cache.get("enable_prefix_caching", engine.get("enable_prefix_caching"))
+    if prefix is None:
+        assumed["prefix_caching"] = "vLLM's default"
+    found["prefix_caching"] = prefix is None or _switch(path, "enable_prefix_caching", prefix)
+    ahead = resolved.get("async_scheduling", engine.get("async_scheduling"))
+    if ahead is None:
+        version = re.match(r"(\d+)\.(\d+)", str(meta.get("vllm_version", "")))
+        ahead = version is not None and (int(version[1]), int(version[2])) >= ASYNC_SINCE
+        assumed["async_scheduling"] = (
+            f"the default of vLLM {version[0]}" if version else "no vllm_version given"
+        )
+    found["async_scheduling"] = _switch(path, "async_scheduling", ahead)
+    parallel = _count(path, "tensor_parallel_size", engine.get("tensor_parallel_size", 1))
+    return found, parallel, assumed
 
 
 def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
@@ -185,12 +243,16 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         if not (root / name).is_file():
             raise ValueError(f"run is {str(root)!r}, but there is no {name} in it")
     rows = _read_requests(root / "requests.jsonl")
+    engine_clock = _scheduled(root / "requests.jsonl")
     try:
         meta = json.loads((root / "meta.json").read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise MalformedFileError(
             root / "meta.json", error.lineno, None, f"not JSON ({error.msg})", "write an object"
         ) from error
+    if not isinstance(meta, dict):
+        raise MalformedFileError(root / "meta.json", None, None, "no object", "write an object")
+    engine, parallel, assumed = _settings(root / "meta.json", meta)
     order = np.argsort(rows["arrival_time"], kind="stable")
     rows = {field: values[order] for field, values in rows.items()}
     client = rows["arrival_time"]
@@ -210,8 +272,11 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
         ttft_s=rows["first_token_ts"] - arrival,
         tpot_s=(rows["last_token_ts"] - rows["first_token_ts"]) / decoded,
         e2e_s=rows["last_token_ts"] - arrival,
-        engine=_settings(root / "meta.json", meta),
-        device=str(meta.get("hardware", {}).get("device_name", "")),
+        engine=engine,
+        device=str(_part(root / "meta.json", meta, "hardware").get("device_name", "")),
         model=str(meta.get("model", "")).rpartition("/")[2],
+        tensor_parallel=parallel,
+        assumed=assumed,
+        scheduled_s=engine_clock[order] - offset - start,
         series=_read_series(series, 0.0) if series.is_file() else None,
     )

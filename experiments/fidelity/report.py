@@ -37,12 +37,12 @@ from servegym.experiments.fidelity.comparison import (
     trajectory,
 )
 from servegym.experiments.fidelity.markdown import Table, percent, update_document
-from servegym.experiments.fidelity.measured_run import load_run
-from servegym.experiments.fidelity.profiles import matching_profile
+from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
+from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.experiments.fidelity.queueing import queueing
 from servegym.experiments.output import print_table, read_rows, write_text
 from servegym.experiments.tables import provenance, write_result
-from servegym.hardware_profiles import load
+from servegym.hardware_profiles import Profile, load
 
 __all__ = ["draw", "main"]
 
@@ -181,6 +181,17 @@ def _queueing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
+def describe_settings(run: MeasuredRun, profile: Profile) -> str:
+    """The replay's settings, and where one comes from that the run's ``meta.json`` lacks."""
+    values = {**run.engine, "tensor_parallel": run.tensor_parallel}
+    if values["kv_tokens"] is None:
+        values["kv_tokens"] = profile.kv_capacity_tokens
+    return ", ".join(
+        f"{name} {value}" + (f" ({run.assumed[name]})" if name in run.assumed else "")
+        for name, value in values.items()
+    )
+
+
 def _data_folder(given: Path | None) -> Path:
     if given is not None:
         return given
@@ -227,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     run = load_run(folder)
     profile = load(options.profile) if options.profile else matching_profile(run)
+    check_devices(run, profile)
     simulated = simulate(run, profile)
     late = run.arrival_s - run.arrival_s[0] >= START_UP_S
     by_start = {"all": errors(run, simulated), "later": errors(run, simulated, late)}
@@ -255,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables.append(_queueing_table(found["queueing"]))
     first = [float(times[0]) for times in (run.ttft_s, simulated["ttft_s"])]
     print(f"run {run.name}, profile {profile.name} ({profile.kind})")
+    print(f"settings: {describe_settings(run, profile)}")
     print(f"first request: TTFT measured {first[0]:.3f} s, simulated {first[1]:.3f} s (start-up)\n")
     for table in tables:
         print_table(table.title, table.columns, table.rows)
@@ -264,6 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run": run.name,
         "profile": profile.name,
         "kind": profile.kind,
+        "replay": describe_settings(run, profile),
         "first_ttft_measured_s": first[0],
         "first_ttft_simulated_s": first[1],
     }

@@ -3,6 +3,10 @@
 A boundary is the end of an iteration: tokens are emitted and requests complete (1), memory is made
 room for (2), requests are admitted (3) and the next iteration starts (4). A run of decode
 iterations in which nothing else can happen is one closed-form update.
+
+With asynchronous scheduling an iteration is planned when the one before it starts, so that the
+host's work hides behind the device's: who arrives later, or needs the slot or memory of a request
+that the iteration before it completes, joins one iteration later.
 """
 
 from __future__ import annotations
@@ -72,7 +76,10 @@ def _log_request(v, n, q, r, outcome, finish_s):
 
 @inline
 def _complete(c, n, v, q, e, i, now):
-    """The request in slot i has its last token at ``now``: record it and free the slot."""
+    """The request in slot i has its last token at ``now``: record it and free the slot.
+
+    Returns the KV blocks that its admission took, or that it held, by the memory policy.
+    """
     r = q.slots[e.first_slot + i]
     _log_request(v, n, q, r, COMPLETED, now)
     e2e = now - r.arrived
@@ -94,26 +101,33 @@ def _complete(c, n, v, q, e, i, now):
         v.step_qos += r.score
     else:
         v.step_late += r.score
-    e.reserved -= blocks_of(c, r.prompt + c.max_output_tokens)
+    reserved = blocks_of(c, r.prompt + c.max_output_tokens)
+    held = reserved if c.memory_policy == RESERVE else blocks_of(c, r.prompt + r.output)
+    e.reserved -= reserved
     free_blocks(c, q, e, r.prompt + r.output)
     pop_next(q, e)
     remove_running(c, q, e, i)
     free_slot(c, q, e, i)
     if c.prefix_caching:
         e.free_tail += blocks_of(c, r.prompt + r.output - 1)
+    return held
 
 
 @inline
 def _end_iteration(c, n, v, q, e):
-    """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
+    """Step 1 of a boundary: tokens of the iteration that ends now, completions.
+
+    Returns how many requests complete, and their KV blocks.
+    """
     now = e.end
+    left, freed = 0, 0
     if e.iteration == IDLE:
-        return
+        return left, freed
     if e.iteration != PREFILL:
         e.emitted += 1
         e.decoding_tokens += e.decoding
         if e.iteration == DECODE and e.emitted < e.next_finish:
-            return
+            return left, freed
     if e.iteration != DECODE:
         while e.prefill >= 0:
             i = e.prefill
@@ -127,8 +141,10 @@ def _end_iteration(c, n, v, q, e):
                 r.first = now
     find_next_finish(q, e)
     while e.next_finish <= e.emitted:
-        _complete(c, n, v, q, e, q.lists[e.first_entry], now)
+        freed += _complete(c, n, v, q, e, q.lists[e.first_entry], now)
+        left += 1
         find_next_finish(q, e)
+    return left, freed
 
 
 # ---------------------------------------------------------------------------------------- admission
@@ -150,10 +166,11 @@ def _continue_chunks(c, q, e):
 
 
 @inline
-def _admit(c, q, e, now):
+def _admit(c, q, e, now, planned, left, freed):
     """Step 3 of a boundary: admit from the head of the waiting queue, first come first served.
 
-    Returns the prefill tokens of the iteration.
+    The iteration was ``planned`` when ``left`` slots and ``freed`` blocks that are free by now were
+    still taken. Returns the prefill tokens of the iteration.
     """
     chunked = c.scheduler == CHUNKED
     tokens = 0
@@ -161,10 +178,10 @@ def _admit(c, q, e, now):
     if chunked:
         tokens = _continue_chunks(c, q, e)
         budget -= e.decoding + tokens
-    while e.waiting > 0 and e.running < c.running_capacity and (budget > 0 or not chunked):
+    while e.waiting > 0 and e.running + left < c.running_capacity and (budget > 0 or not chunked):
         i = q.lists[head_entry(c, e)]
         r = q.slots[e.first_slot + i]
-        if r.available > now:
+        if r.available > planned:
             break
         need = r.prompt + r.generated
         if not chunked and tokens > 0 and tokens + need > c.token_budget:
@@ -172,9 +189,9 @@ def _admit(c, q, e, now):
         blocks = blocks_of(c, need)
         longest = blocks_of(c, r.prompt + c.max_output_tokens)
         if c.memory_policy == RESERVE:
-            if e.reserved + longest > e.capacity:
+            if e.reserved + freed + longest > e.capacity:
                 break
-        elif e.used + blocks > e.capacity:
+        elif e.used + freed + blocks > e.capacity:
             break
         e.ring_head = wrap(c, e.ring_head + 1)
         e.waiting -= 1
@@ -227,7 +244,7 @@ def _run_decodes(c, law, e, limit, now, until, before):
 
 
 @inline
-def _start_decodes(c, law, q, e, now, until, preempted):
+def _start_decodes(c, law, q, e, now, until, preempted, planned, left):
     """Decode iterations up to the first in which something else may happen."""
     limit = e.next_finish - e.emitted - 1
     if c.memory_policy == PAGED:
@@ -239,8 +256,8 @@ def _start_decodes(c, law, q, e, now, until, preempted):
         head = q.slots[head_slot(c, q, e)]
         if head.available > now:
             before = head.available - now
-        elif preempted > 0:
-            limit = 0  # whether it fits is decided at the next boundary
+        elif preempted > 0 or left > 0 or head.available > planned:
+            limit = 0  # whether it joins is decided at the next boundary
     _run_decodes(c, law, e, limit, now, until, before)
     if c.prefix_caching:
         used = e.used
@@ -249,14 +266,22 @@ def _start_decodes(c, law, q, e, now, until, preempted):
 
 
 @inline
-def _start_iteration(c, law, q, e, now, until):
-    """Steps 2-4 of a boundary at ``now``; decodes run on up to ``until``."""
+def _start_iteration(c, law, q, e, now, until, left, freed):
+    """Steps 2-4 of a boundary at ``now``; decodes run on up to ``until``.
+
+    ``left`` requests have just completed and ``freed`` blocks have become free.
+    """
+    planned = now
+    if c.async_scheduling and e.iteration != IDLE and e.running > 0:
+        planned = e.start
+    else:
+        left, freed = 0, 0
     e.start = now
     preempted = 0
     if c.memory_policy == PAGED:
         preempted = make_room(c, q, e)
     if preempted == 0:
-        tokens = _admit(c, q, e, now)
+        tokens = _admit(c, q, e, now, planned, left, freed)
     elif c.scheduler == CHUNKED:
         tokens = _continue_chunks(c, q, e)
     else:
@@ -271,7 +296,7 @@ def _start_iteration(c, law, q, e, now, until):
         _start_mixed(c, law, q, e, now, tokens)
     elif e.running > 0:
         e.iteration = DECODE
-        _start_decodes(c, law, q, e, now, until, preempted)
+        _start_decodes(c, law, q, e, now, until, preempted, planned, left)
     else:
         e.iteration = IDLE
         e.end = np.inf
@@ -352,8 +377,8 @@ def advance(c, law, n, v, q, e, until):
                 e.decoding_tokens += e.decoding
                 _run_decodes(c, law, e, e.next_finish - e.emitted - 1, now, end, np.inf)
                 continue
-            _end_iteration(c, n, v, q, e)
-            _start_iteration(c, law, q, e, now, end)
+            left, freed = _end_iteration(c, n, v, q, e)
+            _start_iteration(c, law, q, e, now, end, left, freed)
         if not changes:
             return
         if e.down == 0:

@@ -96,6 +96,7 @@ CONFIG = _record(
         ("scheduler", "i8"),  # ORCA or CHUNKED
         ("memory_policy", "i8"),  # RESERVE or PAGED
         ("prefix_caching", "i8"),  # 1: a preempted request finds again what is left of its blocks
+        ("async_scheduling", "i8"),  # 1: an iteration is planned while the one before it runs
         ("token_budget", "i8"),  # tokens of an iteration, at most
         ("block_size", "i8"),  # tokens of a KV block
         ("max_output_tokens", "i8"),  # longest answer

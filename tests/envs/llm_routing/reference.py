@@ -204,6 +204,7 @@ class ReferenceConfig:
     scheduler: str = "orca"
     memory_policy: str = "reserve"
     prefix_caching: bool = False
+    async_scheduling: bool = False
     running_capacity: int = 5
     waiting_capacity: int | None = 5
     prefill_token_budget: int = 2048
@@ -362,6 +363,8 @@ class ReferenceExpert:
         self.waiting: list[Request] = []  # head first
         self.iteration: Iteration | None = None
         self.now = -math.inf  # time of the last boundary
+        self.planned = -math.inf  # when the iteration that starts then was planned
+        self.leaving: list[Request] = []  # completed since
         self.dispatched = 0
         self.finished = 0
         self.outages = list(expert.outages)
@@ -457,7 +460,13 @@ class ReferenceExpert:
         """One boundary: effects of the ending iteration, preemption, admission, next iteration."""
         now = self.next_boundary()
         self.now = now
+        began = self.iteration.start if self.iteration is not None else now
         finished = self._end_iteration(now)
+        # Planned one iteration ahead: with what had arrived, and was free, when the one that ends
+        # now began. An expert that has run empty plans afresh.
+        self.planned, self.leaving = now, []
+        if self.config.async_scheduling and self.running:
+            self.planned, self.leaving = began, finished
         preempted = self._preempt() if self.config.memory_policy == "paged" else []
         # Growth comes after preemption: a request that is preempted never took its next block.
         for request in self.running:
@@ -570,17 +579,18 @@ class ReferenceExpert:
 
     def _may_admit(self, request: Request, now: float) -> bool:
         """Availability, slot and memory; the token budgets differ and stand with the callers."""
-        if request.available > now:
+        if request.available > self.planned:
             return False
-        if len(self.running) >= self.config.running_capacity:
+        if len(self.running) + len(self.leaving) >= self.config.running_capacity:
             return False
         if self.config.memory_policy == "reserve":
             cap = self.config.max_output_tokens
             assert cap is not None
-            held = sum(self.blocks_for(r.prompt + cap) for r in self.running)
+            held = sum(self.blocks_for(r.prompt + cap) for r in self.running + self.leaving)
             own = self.blocks_for(request.prompt + cap)
         else:
             held = self.allocated_blocks()
+            held += sum(self.blocks_for(r.prompt + r.output) for r in self.leaving)
             own = self.blocks_for(request.prompt + request.generated)
         return held + own <= self.capacity_blocks
 
@@ -1012,6 +1022,7 @@ def replay_reference(
     scheduler: str = "chunked_prefill",
     memory_policy: str = "paged",
     prefix_caching: bool = False,
+    async_scheduling: bool = False,
     running_capacity: int = 256,
     prefill_token_budget: int = 2048,
     block_size: int = 16,
@@ -1032,6 +1043,7 @@ def replay_reference(
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
         running_capacity=running_capacity,
         waiting_capacity=None,
         prefill_token_budget=prefill_token_budget,

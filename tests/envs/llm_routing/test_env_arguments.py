@@ -79,6 +79,8 @@ BAD = [
     ({"num_experts": 40, "profiles": A100}, ["num_experts=40", "16 models"]),
     ({"prefill_token_budget": 4, **CHUNKED}, ["prefill_token_budget=4", "running_capacity=5"]),
     ({"prefix_caching": True}, ["prefix_caching=True", "chunked_prefill"]),
+    ({"async_scheduling": True}, ["async_scheduling=True", "chunked_prefill"]),
+    ({"async_scheduling": 1.5, **CHUNKED}, ["async_scheduling=1.5"]),
     ({"prefix_caching": "yes", **CHUNKED}, ["prefix_caching='yes'"]),
     ({"max_output_tokens": 100_000}, ["max_output_tokens=100000", "KV tokens"]),
     # rates, limits, network

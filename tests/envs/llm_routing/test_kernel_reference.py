@@ -64,6 +64,7 @@ def make_case(seed: int, requests: int = 40, **choices):
     scheduler = pick("scheduler", ["orca", "chunked_prefill"])
     memory_policy = pick("memory_policy", ["reserve", "paged"])
     caching = bool(pick("prefix_caching", [False, True])) and scheduler == "chunked_prefill"
+    ahead = bool(choices.get("async_scheduling", False))
     running, waiting = int(pick("running", [1, 2, 5])), int(pick("waiting", [1, 3, 5]))
     block = int(pick("block_size", [1, 3, 7, 16]))
     longest = int(pick("max_output_tokens", [1, 12, 60]))
@@ -104,6 +105,7 @@ def make_case(seed: int, requests: int = 40, **choices):
         scheduler=scheduler,
         memory_policy=memory_policy,
         prefix_caching=caching,
+        async_scheduling=ahead,
         running_capacity=running,
         prefill_token_budget=budget,
         block_size=block,
@@ -154,6 +156,7 @@ def make_case(seed: int, requests: int = 40, **choices):
             scheduler=scheduler,
             memory_policy=memory_policy,
             prefix_caching=caching,
+            async_scheduling=ahead,
             running_capacity=running,
             waiting_capacity=waiting,
             prefill_token_budget=budget,
@@ -358,6 +361,28 @@ def test_equal_under_preemption():
                 block_size=3 if seed % 2 else 16,
             )["preemptions"]
         assert preempted > 50, scheduler
+
+
+def test_equal_when_iterations_are_planned_ahead():
+    """Scarce slots, scarce memory and neither; some requests find the expert idle."""
+    preempted = 0.0
+    for seed in range(24):
+        choices = {}
+        if seed % 2:
+            choices = {
+                "memory_policy": "paged",
+                "max_output_tokens": 60,
+                "running": 5,
+                "waiting": 5,
+            }
+        preempted += run_case(
+            seed,
+            scheduler="chunked_prefill",
+            async_scheduling=True,
+            rate=(5.0, 20.0, 200.0)[seed % 3],
+            **choices,
+        )["preemptions"]
+    assert preempted > 20
 
 
 def test_equal_when_memory_binds():

@@ -23,11 +23,16 @@ def linear(base=0.0, k1=0.0, kb=0.0, k2=0.0) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "caching"),
-    [("orca", False), ("chunked_prefill", False), ("chunked_prefill", True)],
+    ("scheduler", "caching", "ahead"),
+    [
+        ("orca", False, False),
+        ("chunked_prefill", False, False),
+        ("chunked_prefill", True, False),
+        ("chunked_prefill", True, True),
+    ],
 )
 @pytest.mark.parametrize("memory_policy", ["reserve", "paged"])
-def test_equals_the_reference(scheduler, memory_policy, caching):
+def test_equals_the_reference(scheduler, memory_policy, caching, ahead):
     profile = load("rtx4090-llama-3.1-8b")
     preempted = 0
     for seed in range(6):
@@ -45,6 +50,7 @@ def test_equals_the_reference(scheduler, memory_policy, caching):
             max_num_seqs=16,
             max_num_batched_tokens=512,
             prefix_caching=caching,
+            async_scheduling=ahead,
             **options,
         )
         theirs = replay_reference(
@@ -54,6 +60,7 @@ def test_equals_the_reference(scheduler, memory_policy, caching):
             running_capacity=16,
             prefill_token_budget=512,
             prefix_caching=caching,
+            async_scheduling=ahead,
             max_output_tokens=int(outputs.max()) if memory_policy == "reserve" else None,
             **options,
         )
@@ -81,6 +88,23 @@ def test_three_requests_by_hand():
     np.testing.assert_allclose(result["finish_s"], [7.3, 6.2, 12.0])
     np.testing.assert_allclose(result["tpot_s"], [2.15, 1.2, np.nan])
     np.testing.assert_allclose(result["queue_s"], [0.0, 2.0, 0.0])
+
+
+def test_iterations_planned_ahead_by_hand():
+    """1 s a prefill token or decode: a request joins one iteration later, and so does a slot."""
+    settings = {"profile": linear(k1=1.0, kb=1.0), "max_num_seqs": 2}
+    requests = ([0.0, 2.5, 2.6], [2, 1, 1], [5, 2, 1])
+    at_once = replay(*requests, **settings)
+    ahead = replay(*requests, **settings, async_scheduling=True)
+    # 0-2 prefill of 0, 2-3 it decodes alone; 1 arrives at 2.5. At once: 3-5 it decodes beside the
+    # prefill of 1. Ahead: 3-4 was planned at 2, so that 1 joins in 4-6 and ends in 6-8, beside the
+    # last token of 0. Then both slots are free, and with nothing left to run 2 starts at 8.
+    np.testing.assert_allclose(at_once["ttft_s"], [2.0, 2.5, 6.4])
+    np.testing.assert_allclose(ahead["ttft_s"], [2.0, 3.5, 6.4])
+    np.testing.assert_allclose(ahead["finish_s"], [8.0, 8.0, 9.0])
+    # A longer answer keeps the expert busy: the slot that 1 leaves at 8 is filled at 9.
+    ahead = replay([0.0, 2.5, 2.6], [2, 1, 1], [7, 2, 1], **settings, async_scheduling=True)
+    np.testing.assert_allclose(ahead["finish_s"][1:], [8.0, 11.0])
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from servegym.experiments.cli import app
 from servegym.experiments.fidelity import comparison, report
 from servegym.experiments.fidelity.markdown import Table, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
-from servegym.experiments.fidelity.profiles import matching_profile
+from servegym.experiments.fidelity.profiles import check_devices, matching_profile
 from servegym.experiments.fidelity.queueing import erlang_c, queueing
 from servegym.experiments.output import read_rows
 from servegym.hardware_profiles import load
@@ -232,12 +232,63 @@ def test_other_bad_files_are_refused(tmp_path):
         load_run(tmp_path)
     series.unlink()
     assert load_run(tmp_path).series is None
-    meta.write_text(json.dumps({**settings, "kv_cache": {"block_size": 16}}))
-    with pytest.raises(ValueError, match="field 'kv_tokens'"):
+    for change, words in (
+        ({"kv_cache": {**settings["kv_cache"], "num_kv_tokens": "8000"}}, "field 'num_kv_tokens'"),
+        ({"kv_cache": [1]}, "field 'kv_cache'"),
+        ({"engine_kwargs": {"max_num_seqs": 16}}, "field 'max_num_batched_tokens'"),
+        (
+            {"engine_kwargs": {**settings["engine_kwargs"], "tensor_parallel_size": 0}},
+            "field 'tensor_parallel_size'",
+        ),
+        (
+            {"resolved_config": {"scheduler_config": {"async_scheduling": "on"}}},
+            "field 'async_scheduling'",
+        ),
+    ):
+        meta.write_text(json.dumps({**settings, **change}))
+        with pytest.raises(ValueError, match=words):
+            load_run(tmp_path)
+    meta.write_text("[]")
+    with pytest.raises(ValueError, match=r"meta\.json.*object"):
         load_run(tmp_path)
     meta.write_text("{")
     with pytest.raises(ValueError, match="meta.json:1"):
         load_run(tmp_path)
+
+
+def test_what_a_run_does_not_tell_is_assumed_and_said(tmp_path):
+    """No KV size, no prefix caching, no scheduler: the profile's and the version's defaults."""
+    made_up_run(tmp_path)
+    meta = tmp_path / "meta.json"
+    settings = json.loads(meta.read_text())
+    del settings["kv_cache"]
+    for version, ahead in (("0.13.2", False), ("0.14.0", True), ("1.0", True)):
+        meta.write_text(json.dumps({**settings, "vllm_version": version}))
+        run = load_run(tmp_path)
+        assert run.engine["kv_tokens"] is None and run.engine["prefix_caching"] is True
+        assert run.engine["async_scheduling"] is ahead
+        assert {"kv_tokens", "block_size", "prefix_caching", "async_scheduling"} == set(run.assumed)
+    said = report.describe_settings(run, load(PROFILE))
+    assert "kv_tokens 41408 (the profile's capacity)" in said and "vLLM 1.0" in said
+    told = {"scheduler_config": {"async_scheduling": False}}
+    meta.write_text(json.dumps({**settings, "vllm_version": "1.0", "resolved_config": told}))
+    run = load_run(tmp_path)
+    assert run.engine["async_scheduling"] is False and "async_scheduling" not in run.assumed
+
+
+def test_a_tensor_parallel_run_needs_a_profile_of_as_many_devices(tmp_path):
+    made_up_run(tmp_path)
+    meta = tmp_path / "meta.json"
+    settings = json.loads(meta.read_text())
+    settings["engine_kwargs"]["tensor_parallel_size"] = 2
+    meta.write_text(json.dumps(settings))
+    run = load_run(tmp_path)
+    with pytest.raises(ValueError, match=r"2 x NVIDIA.*servegym profile --tp 2"):
+        matching_profile(run)
+    profile = load(PROFILE)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 2.*--tp 2"):
+        check_devices(run, profile)
+    check_devices(run, replace(profile, engine={**profile.engine, "tensor_parallel": 2}))
 
 
 def test_missing_runs_and_profiles_are_named(folder, tmp_path, monkeypatch):

@@ -1,0 +1,113 @@
+"""The host's share of an iteration: what a serving engine's CPU adds to the kernels.
+
+Between two iterations the host takes up the sampled tokens, schedules, prepares inputs and launches
+kernels. That takes ``step_s + sequence_s * sequences + token_s * tokens`` seconds:
+
+- without overlap the device waits for the host, and both times add up;
+- with overlap (asynchronous scheduling) the host prepares an iteration while the device computes
+  the one before, and a decode iteration takes the longer of the two. An iteration with prefill
+  chunks is taken to be longer on the device.
+
+CUDA graphs are captured for some numbers of tokens; an iteration of at most the largest of them is
+padded to the next.
+
+Both are folded into the tables of the law when a profile gives them, so that the engines need to
+know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["fold_host", "host_s", "resample_rows", "vllm_graph_sizes"]
+
+Floats = NDArray[np.float64]
+
+
+def vllm_graph_sizes(largest: int = 512) -> list[int]:
+    """Token counts that vLLM captures: 1, 2, 4, then multiples of 8 to 256, then of 16.
+
+    Args:
+        largest: the largest; vLLM takes twice ``max_num_seqs``, at most 512.
+
+    Returns:
+        Those up to ``largest``, rising.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
+    return [size for size in sizes if size <= largest]
+
+
+def host_s(host: Mapping[str, Any], sequences: Any, tokens: Any) -> Any:
+    """Seconds of the host for an iteration of so many ``sequences`` and ``tokens`` in all."""
+    return host["step_s"] + host["sequence_s"] * sequences + host["token_s"] * tokens
+
+
+def resample_rows(rows: Floats, values: Floats, at: Floats) -> Floats:
+    """Values ``(R, C)`` on ``rows`` ``(R,)`` at other rows, linear, outermost slopes beyond."""
+    i = np.clip(np.searchsorted(rows, at, side="right") - 1, 0, len(rows) - 2)
+    weight = ((at - rows[i]) / (rows[i + 1] - rows[i]))[:, None]
+    return values[i] + weight * (values[i + 1] - values[i])
+
+
+def _along(grid: Floats, values: Floats, at: Floats) -> Floats:
+    return resample_rows(grid, values[:, None], at)[:, 0]
+
+
+def _padded(grid: Floats, values: Floats, sizes: Sequence[int]) -> tuple[Floats, Floats]:
+    """The dense table as a staircase: exact at every whole number of tokens."""
+    top = np.array(sizes, dtype=np.float64)
+    first = np.concatenate([[min(1.0, grid[0])], top[:-1] + 1.0])  # tokens padded to each size
+    beyond = np.concatenate([[top[-1] + 1.0], grid[grid > top[-1] + 1.0]])
+    times = _along(grid, values, top)
+    stairs = np.column_stack([first, top]).ravel()
+    stair_s = np.column_stack([times, times]).ravel()
+    keep = np.concatenate([[True], np.diff(stairs) > 0.0])  # sizes 1 and 2 have one point each
+    # One point more, so that the last segment keeps the law's slope.
+    end = np.concatenate([beyond, [beyond[-1] + 1.0]]) if len(beyond) < 2 else beyond
+    return (
+        np.concatenate([stairs[keep], end]),
+        np.concatenate([stair_s[keep], _along(grid, values, end)]),
+    )
+
+
+def fold_host(tables: Any, host: Mapping[str, Any]) -> Any:
+    """The tables of a law with the host's share.
+
+    Args:
+        tables: `servegym.hardware_profiles.LawTables` of the kernels alone.
+        host: the field ``host`` of a profile: ``step_s``, ``sequence_s``, ``token_s``, ``overlap``
+            and perhaps ``graph_sizes``.
+
+    Returns:
+        The tables. Without overlap they are exact. With overlap the decode table has a row for
+        every number of sequences; it is exact at its contexts, and between two where only one
+        share is the longer.
+    """
+    dense_x, dense_s = tables.dense_tokens, tables.dense_s
+    if host.get("graph_sizes"):
+        dense_x, dense_s = _padded(dense_x, dense_s, host["graph_sizes"])
+    rows, head_s = tables.decode_sequences, tables.head_s
+    attention = tables.decode_attention_s
+    if not host["overlap"]:
+        dense_s = dense_s + host_s(host, 0.0, dense_x)
+        head_s = head_s + host["sequence_s"] * tables.head_sequences
+    else:
+        every = np.arange(rows[0], rows[-1] + 1.0)
+        attention, rows = resample_rows(rows, attention, every), every
+        rest = _along(dense_x, dense_s, rows) + _along(tables.head_sequences, head_s, rows)
+        waits = host_s(host, rows, rows) - rest
+        attention = np.maximum(attention, waits[:, None])
+    folded = tables._replace(
+        dense_tokens=dense_x,
+        dense_s=dense_s,
+        decode_sequences=rows,
+        decode_attention_s=attention,
+        head_s=head_s,
+    )
+    for array in folded:
+        array.setflags(write=False)
+    return folded
