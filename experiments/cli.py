@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -128,15 +129,47 @@ def list_command() -> None:
 
 @app.command()
 @_clear_errors
-def profiles() -> None:
-    """List hardware profiles: name, kind and fit error, one a line."""
+def profiles(
+    name: Annotated[
+        str | None, typer.Argument(help="One profile, by name or file: what it states.")
+    ] = None,
+) -> None:
+    """List hardware profiles: name, kind and fit error, one a line; or show one of them."""
     from servegym.hardware_profiles import list_moe_layers, list_profiles, load, load_moe
+
+    if name is not None:
+        _show_profile(load(name))
+        return
 
     found: list[Any] = [load(name) for name in list_profiles()]
     found += [load_moe(name) for name in list_moe_layers()]
     width = max((len(profile.name) for profile in found), default=0)
     for profile in found:
         typer.echo(f"{profile.name:<{width}}  {profile.kind:<8}  {_fit_error(profile)}")
+
+
+def _show_profile(profile: Any) -> None:
+    """What a profile states of itself, a fact a line."""
+    typer.echo(f"{profile.name}: {profile.description}")
+    typer.echo(f"{profile.kind}; {_fit_error(profile)}")
+    for kind, error in profile.step_error.items():
+        if kind == "source":
+            continue
+        low, high = (
+            100 * math.expm1(error["bias"] + sign * 1.96 * error["sd"]) for sign in (-1, 1)
+        )
+        typer.echo(
+            f"{kind} steps: true time {low:+.1f} % to {high:+.1f} % of the law's, 95 % interval "
+            f"(bias {100 * error['bias']:.1f} %, deviation {100 * error['sd']:.1f} %)"
+        )
+    if not profile.step_error:
+        typer.echo("the error of whole steps is not stated")
+    shares = ", ".join(f"{key} {value}" for key, value in profile.host.items())
+    typer.echo(f"host: {shares or 'kernels alone'}")
+    typer.echo(f"KV memory: {profile.kv_capacity_tokens} tokens")
+    domain = ", ".join(f"{key} {value}" for key, value in profile.domain.items())
+    typer.echo(f"domain: {domain}")
+    typer.echo(f"source: {profile.provenance['source']}")
 
 
 def _fit_error(profile: Any) -> str:
@@ -191,6 +224,9 @@ def evaluate(
     num_envs: Annotated[
         int | None, typer.Option(min=1, help="Episodes run side by side (default: up to 16).")
     ] = None,
+    profile_draws: Annotated[
+        int, typer.Option(min=0, help="Repeat in so many draws of the profiles' errors.")
+    ] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write the rows to FILE.json or FILE.csv.", metavar="FILE")
     ] = None,
@@ -210,24 +246,31 @@ def evaluate(
         check_writable(out, (".json", ".csv"))
 
     from servegym.experiments import evaluate as evaluation
+    from servegym.experiments.profile_draws import evaluate_draws, print_draws
 
     logs: dict[str, list[Any]] = {}
-    rows = evaluation.evaluate(
-        env_id,
-        policy,
-        episodes=episodes,
-        seed=seed,
-        env_kwargs=settings,
-        num_envs=num_envs,
-        progress=_progress if sys.stderr.isatty() else None,
-        logs=logs,
-        executor=_executor(ray),
-        in_process=in_process,
-        time_limit_s=evaluation.TIME_LIMIT_S if time_limit is None else time_limit,
-    )
+    options: dict[str, Any] = {
+        "episodes": episodes,
+        "num_envs": num_envs,
+        "env_kwargs": settings,
+        "progress": _progress if sys.stderr.isatty() else None,
+        "executor": _executor(ray),
+        "in_process": in_process,
+        "time_limit_s": evaluation.TIME_LIMIT_S if time_limit is None else time_limit,
+    }
+    rows = evaluation.evaluate(env_id, policy, seed=seed, logs=logs, **options)
+    drawn: list[dict[str, Any]] = []
+    if profile_draws:
+        # The same episodes in every draw, also where their seed was made up.
+        options["seed"] = min(row["seed"] for row in rows)
+        drawn = evaluate_draws(env_id, policy, profile_draws, **options)
     if out is not None:
-        write_rows(out, rows)
+        write_rows(
+            out, [{"profile_draw": "none", **row} for row in rows] + drawn if drawn else rows
+        )
     evaluation.print_summary(rows, logs=logs)
+    if drawn:
+        print_draws(rows, drawn)
 
 
 def _executor(ray: str | None) -> Any:

@@ -136,7 +136,11 @@ def _slopes(axis: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def pack_laws(
-    profiles: Sequence[Profile], cfg: np.void, running_capacity: int, block_size: int
+    profiles: Sequence[Profile],
+    cfg: np.void,
+    running_capacity: int,
+    block_size: int,
+    factors: Mapping[str, tuple[float, float]] | None = None,
 ) -> np.ndarray:
     """Pack the latency tables of the experts in one float64 vector and set the offsets in ``cfg``.
 
@@ -145,6 +149,9 @@ def pack_laws(
     dense (N, n_dense), chunk attention (N, n_chunk, n_context), whole decode iterations, the slopes
     of their segments and the decodes' attention in iterations with prefill chunks
     (N, running_capacity + 1, n_decode), head (N, running_capacity + 1).
+
+    ``factors`` multiply the times of a profile by its name: of iterations with prefill, and of
+    iterations of decodes alone.
     """
     tables: list[LawTables] = [p.tables() for p in profiles]
     dense_x = _axis(t.dense_tokens for t in tables)
@@ -152,6 +159,9 @@ def pack_laws(
     context_x = _axis(t.context_tokens for t in tables)
     decode_x = _axis(t.decode_context_tokens for t in tables)
     sequences = np.arange(running_capacity + 1, dtype=np.float64)
+    prefill_factor, decode_factor = np.array(
+        [(factors or {}).get(getattr(p, "name", ""), (1.0, 1.0)) for p in profiles]
+    ).T
     heads, dense, chunk, decode, attention, head = [], [], [], [], [], []
     for profile, t in zip(profiles, tables, strict=True):
         capacity = profile.kv_capacity_tokens // block_size
@@ -167,6 +177,9 @@ def pack_laws(
         )
         decode.append(alone + batch[:, None])
         attention.append(mixed)
+    decode = np.array(decode) * decode_factor[:, None, None]
+    dense, head = (np.array(x) * prefill_factor[:, None] for x in (dense, head))
+    chunk, attention = (np.array(x) * prefill_factor[:, None, None] for x in (chunk, attention))
     cfg["n_dense"], cfg["n_chunk"], cfg["n_context"] = len(dense_x), len(chunk_x), len(context_x)
     cfg["n_decode"], cfg["n_sequences"], cfg["n_head"] = len(decode_x), len(sequences), len(head[0])
     parts = {
@@ -175,12 +188,12 @@ def pack_laws(
         "x_chunk": chunk_x,
         "x_context": context_x,
         "x_decode": decode_x,
-        "y_dense": np.array(dense),
-        "y_chunk": np.array(chunk),
-        "y_decode": np.array(decode),
-        "y_slope": _slopes(decode_x, np.array(decode)),
-        "y_attention": np.array(attention),
-        "y_head": np.array(head),
+        "y_dense": dense,
+        "y_chunk": chunk,
+        "y_decode": decode,
+        "y_slope": _slopes(decode_x, decode),
+        "y_attention": attention,
+        "y_head": head,
     }
     offset = 0
     for name, part in parts.items():
@@ -388,6 +401,24 @@ def _set_episode(
     c["layout"] = view
 
 
+def _step_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, tuple[float, float]]:
+    """``step_factors`` checked: factors of prefill and decode iterations by profile."""
+    found = mapping("step_factors", given, [profile.name for profile in profiles])
+    for name, pair in found.items():
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise ValueError(
+                f"step_factors[{name!r}]={pair!r} must be a pair: the factors of iterations with "
+                "prefill and of iterations of decodes alone."
+            )
+    return {
+        name: (
+            real(f"step_factors[{name!r}][0]", pair[0], 0.1, 10.0),
+            real(f"step_factors[{name!r}][1]", pair[1], 0.1, 10.0),
+        )
+        for name, pair in found.items()
+    }
+
+
 def _check_failures(failures: Mapping[str, Any], c: np.void, rate: float) -> None:
     """Refuse failures so frequent that an episode would never end."""
     episode_s = float(c["num_requests"] / rate + c["router_delay_s"])
@@ -472,6 +503,7 @@ def _fixed_problem(
     router_delay_s: float = 0.005,
     staleness_s: float = 0.0,
     failures: Mapping[str, Any] | None = None,
+    step_factors: Mapping[str, Sequence[float]] | None = None,
     max_output_tokens: int | None = None,
     episode_requests: int = 1000,
     split: str = "train",
@@ -526,7 +558,13 @@ def _fixed_problem(
 
     return Problem(
         cfg=cfg,
-        law=pack_laws(experts, c, int(c["running_capacity"]), int(c["block_size"])),
+        law=pack_laws(
+            experts,
+            c,
+            int(c["running_capacity"]),
+            int(c["block_size"]),
+            _step_factors(step_factors, experts),
+        ),
         table=_request_table(loaded, columns, predictors, int(c["max_output_tokens"])),
         rows=rows,
         profiles=tuple(experts),
@@ -553,6 +591,8 @@ def _drawn_problem(
                 f"{name}={given[name]!r} is part of the fleet that fleet={fleet!r} gives; hold it "
                 "fixed with fleet_kwargs, or leave fleet out."
             )
+    given = dict(given)
+    factors = given.pop("step_factors", None)
     options = mapping("catalog_kwargs", given.get("catalog_kwargs"))
     catalog = load_catalog(given.get("catalog", DEFAULT_CATALOG), **options)
     # Sizes and all that is no part of a setting, checked on a fleet as large as any.
@@ -584,13 +624,16 @@ def _drawn_problem(
     return replace(
         largest,
         cfg=cfg,
-        law=pack_laws(source.profiles, c, MAX_RUNNING, block),
+        law=pack_laws(
+            source.profiles, c, MAX_RUNNING, block, _step_factors(factors, source.profiles)
+        ),
         table=np.ascontiguousarray(np.concatenate(tables, axis=1)),
         profiles=source.profiles,
         models=source.models,
         columns=columns,
         arguments={
             **{name: value for name, value in options.items() if name not in (*DRAWN, "models")},
+            "step_factors": factors,
             "fleet": fleet,
             "fleet_kwargs": fleet_kwargs,
         },

@@ -165,6 +165,7 @@ class LLMRoutingEnv(BatchEnv):
     | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
     | `staleness_s` | 0.0 | age of what the router sees of the experts |
     | `failures` | none | mean times to failure and to repair, in s; see Failures |
+    | `step_factors` | none | true over the profile's time, by profile name: (iterations with prefill, decodes alone) |
     | `max_output_tokens` | the catalog's | longest answer |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |

@@ -24,8 +24,8 @@ def matching_profile(run: MeasuredRun) -> Profile:
     make = f" --tp {run.tensor_parallel}" if run.tensor_parallel > 1 else ""
     raise ValueError(
         f"no profile of {run.model or 'the model'} on {cards}{run.device or 'the device'}: "
-        f"name one with --profile (shipped: {', '.join(list_profiles())}), or compose it with `servegym "
-        f"profile{make}`"
+        f"name one with --profile (shipped: {', '.join(list_profiles())}), or compose it with "
+        f"`servegym profile{make}`"
     )
 
 

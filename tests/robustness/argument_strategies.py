@@ -330,6 +330,7 @@ ROUTING = {
     "scheduler": name("orca", "chunked_prefill"),
     "memory_policy": name("reserve", "paged"),
     "prefix_caching": flag(needs={**CHUNKED, "memory_policy": "paged"}),
+    "async_scheduling": flag(needs=CHUNKED),
     "running_capacity": whole(1, 4096, most=64),
     "waiting_capacity": whole(1, 4096, most=64),
     "prefill_token_budget": whole(5, 1 << 31, needs=CHUNKED),
@@ -352,6 +353,11 @@ ROUTING = {
                 {"mean_time_to_failure_s": 1.0, "mean_time_to_repair_s": 1.0, "x": 1},
             ]
         ),
+    ),
+    "step_factors": Argument(
+        st.none() | st.just({}),
+        junk("none")
+        | st.sampled_from([{"nobody": [1, 1]}, {"rtx4090-llama-3.1-8b": 1}, {3: [1, 1]}, [1, 1]]),
     ),
     "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
     "episode_requests": whole(1, 10_000_000, most=60),

@@ -216,8 +216,9 @@ def test_law_agrees_with_a_whole_server_run(measured):
 
 def test_derived_cards_are_recomputed(measured):
     for card, again in derive_cards(measured("vidur").parent, load(RTX)).items():
-        shipped = load(f"{card}-llama-3.1-8b")
-        assert again.to_dict() == shipped.to_dict()
+        shipped = load(f"{card}-llama-3.1-8b").to_dict()
+        assert shipped.pop("step_error")  # from tables of the comparisons
+        assert again.to_dict() == shipped
 
 
 def test_published_ratios_order_the_cards(measured):

@@ -198,7 +198,9 @@ def test_fitted_cards_are_recomputed(measured):
     assert method["decode_iteration"]["p90"] < 0.05
     for card in FITTED:
         again = fit_card(card, data, method=method)
-        assert again.to_dict() == load(f"{card}-llama-3.1-8b").to_dict()
+        shipped = load(f"{card}-llama-3.1-8b").to_dict()
+        assert shipped.pop("step_error")  # from tables of the comparisons
+        assert again.to_dict() == shipped
 
 
 def test_a100_agrees_with_an_independent_profile_of_its_layer():
