@@ -495,6 +495,11 @@ for _command in (
         "Replay a measured run and print how far the engine is from it.",
     ),
     (
+        "parity",
+        "experiments.fidelity.parity",
+        "Serve the same requests by this engine and by other simulators, side by side.",
+    ),
+    (
         "leaderboard",
         "experiments.leaderboard",
         "Print the standard evaluation of all policies, complete it, or add your policy.",

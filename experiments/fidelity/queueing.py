@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from servegym.experiments.fidelity.profiles import linear_profile
 from servegym.hardware_profiles import load
 
-__all__ = ["erlang_c", "queueing"]
+__all__ = ["batch_means", "erlang_c", "queueing"]
 
 
 def erlang_c(servers: int, load: float) -> float:
@@ -34,7 +34,7 @@ def erlang_c(servers: int, load: float) -> float:
     return last / (total + last)
 
 
-def _batch_means(values: NDArray[np.float64]) -> tuple[float, float]:
+def batch_means(values: NDArray[np.float64]) -> tuple[float, float]:
     """Mean of ``values`` and its standard error from 25 batches."""
     batches = values[: len(values) // 25 * 25].reshape(25, -1).mean(axis=1)
     return float(batches.mean()), float(batches.std(ddof=1) / 5.0)
@@ -137,7 +137,7 @@ def queueing(
                     kv_tokens=10**8,
                 )
                 times.append(result["e2e_s"] / mean)
-            time, error = _batch_means(np.concatenate(times))
+            time, error = batch_means(np.concatenate(times))
             exact = queue.closed_form(load_factor)
             rows.append(
                 {

@@ -44,7 +44,7 @@ from servegym.experiments.output import print_table, read_rows, write_text
 from servegym.experiments.tables import provenance, write_result
 from servegym.hardware_profiles import Profile, load
 
-__all__ = ["draw", "main"]
+__all__ = ["data_folder", "draw", "main"]
 
 RUN_FOLDER = ("llmservingsim", "bench", "examples", "RTX4090", "Llama-3.1-8B", "vllm")
 """Where the measured run lies below the data folder."""
@@ -192,7 +192,8 @@ def describe_settings(run: MeasuredRun, profile: Profile) -> str:
     )
 
 
-def _data_folder(given: Path | None) -> Path:
+def data_folder(given: Path | None) -> Path:
+    """The folder of the measured data: ``given``, ``$SERVEGYM_DATA`` or ``../shared/data``."""
     if given is not None:
         return given
     if os.environ.get("SERVEGYM_DATA"):
@@ -230,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, words = _parser(), sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
-    folder = options.run or _data_folder(options.data).joinpath(*RUN_FOLDER)
+    folder = options.run or data_folder(options.data).joinpath(*RUN_FOLDER)
     if not folder.is_dir():
         raise ValueError(
             f"no measured run in {str(folder)!r}: name its folder with --run, or the "

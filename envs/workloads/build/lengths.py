@@ -1,13 +1,15 @@
-"""Fit the laws of prompt and output lengths to Azure's conversations; writes ``data/lengths.json``.
+"""Fit the laws of prompt and output lengths to traces; writes ``data/lengths.json``.
 
     python -m servegym.envs.workloads.build.lengths --data FOLDER
 
-FOLDER (default: ``$SERVEGYM_DATA``) holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``.
+FOLDER (default: ``$SERVEGYM_DATA``) holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv`` and
+``mooncake/conversation_trace.jsonl``.
 
 A law is the quantiles of the lengths at 0, 5, ..., 100 %, rounded to whole tokens and linear in
 between. Prompt and output lengths are drawn independently; the file records the correlation of
 their logarithms that this leaves out. The error of a law is its Kolmogorov-Smirnov distance to the
-lengths and the relative error of its mean, as a whole and cut at the environments' longest lengths.
+lengths and the relative error of its mean, as a whole and cut at the longest lengths of those who
+draw from it: the environments' for Azure, those of ``servegym parity`` for Mooncake.
 """
 
 from __future__ import annotations
@@ -22,9 +24,29 @@ from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import sample_lengths
 from servegym.envs.workloads.traces import load_trace
 
-TRACE = "azure_llm_2023/AzureLLMInferenceTrace_conv.csv"
+TRACES: dict[str, tuple[str, dict[str, str]]] = {
+    "azure": (
+        "azure_llm_2023/AzureLLMInferenceTrace_conv.csv",
+        {
+            "source": "Azure/AzurePublicDataset, data/AzureLLMInferenceTrace_conv.csv (2023)",
+            "commit": "b469a113cedc",
+            "licence": "CC-BY-4.0",
+        },
+    ),
+    "mooncake": (
+        "mooncake/conversation_trace.jsonl",
+        {
+            "source": "kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl",
+            "commit": "3b5a59413395",
+            "licence": "Apache-2.0",
+        },
+    ),
+}
 STEPS = 20
-CAPS = {"prompt_tokens": 1024, "output_tokens": 400}
+CAPS = {
+    "azure": {"prompt_tokens": 1024, "output_tokens": 400},
+    "mooncake": {"prompt_tokens": 15_360, "output_tokens": 1024},
+}
 _GRID = (np.arange(100_000) + 0.5) / 100_000
 
 
@@ -65,24 +87,23 @@ def fit(lengths: np.ndarray, cap: int) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Command line entry; see the module's docstring."""
-    (path,), out = fit_arguments(__doc__, "lengths.json", [TRACE], argv)
-    trace = load_trace(path, "azure")
-    assert trace.prompt_tokens is not None and trace.output_tokens is not None
-    lengths = {"prompt_tokens": trace.prompt_tokens, "output_tokens": trace.output_tokens}
-    correlation = np.corrcoef(np.log(trace.prompt_tokens), np.log(trace.output_tokens))[0, 1]
+    paths, out = fit_arguments(__doc__, "lengths.json", [path for path, _ in TRACES.values()], argv)
+    traces = {}
+    for (name, (_, about)), path in zip(TRACES.items(), paths, strict=True):
+        trace = load_trace(path, name)
+        assert trace.prompt_tokens is not None and trace.output_tokens is not None
+        lengths = {"prompt_tokens": trace.prompt_tokens, "output_tokens": trace.output_tokens}
+        correlation = np.corrcoef(np.log(trace.prompt_tokens), np.log(trace.output_tokens))[0, 1]
+        traces[name] = {
+            **about,
+            "requests": len(trace.prompt_tokens),
+            "correlation_of_logarithms": float(f"{correlation:.3g}"),
+            **{kind: fit(values, CAPS[name][kind]) for kind, values in lengths.items()},
+        }
     content = {
         "kind": "fitted",
         "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded to tokens",
-        "traces": {
-            "azure": {
-                "source": "Azure/AzurePublicDataset, data/AzureLLMInferenceTrace_conv.csv (2023)",
-                "commit": "b469a113cedc",
-                "licence": "CC-BY-4.0",
-                "requests": len(trace.prompt_tokens),
-                "correlation_of_logarithms": float(f"{correlation:.3g}"),
-                **{name: fit(values, CAPS[name]) for name, values in lengths.items()},
-            }
-        },
+        "traces": traces,
         "command": "python -m servegym.envs.workloads.build.lengths --data FOLDER",
         "date": datetime.date.today().isoformat(),
     }

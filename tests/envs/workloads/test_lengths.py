@@ -13,9 +13,14 @@ from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sa
 def write(folder, rows):
     path = folder / "azure_llm_2023" / "AzureLLMInferenceTrace_conv.csv"
     path.parent.mkdir(parents=True)
-    lines = [f"2023-11-16 18:15:{i / 1000:09.6f},{a},{b}" for i, (a, b) in enumerate(rows)]
+    rows = list(enumerate(rows))
+    lines = [f"2023-11-16 18:15:{i / 1000:09.6f},{a},{b}" for i, (a, b) in rows]
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
-    return path
+    path = folder / "mooncake" / "conversation_trace.jsonl"
+    path.parent.mkdir(parents=True)
+    row = '{{"timestamp": {}, "input_length": {}, "output_length": {}}}'
+    lines = [row.format(i, a, b) for i, (a, b) in rows]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
@@ -24,7 +29,9 @@ def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
     write(tmp_path, zip(prompt, 2001 - prompt, strict=True))
     out = tmp_path / "lengths.json"
     fit_lengths.main(["--data", str(tmp_path), "--out", str(out)])
-    law = json.loads(out.read_text())["traces"]["azure"]
+    azure, law = (json.loads(out.read_text())["traces"][name] for name in ("azure", "mooncake"))
+    assert azure["prompt_tokens"]["quantiles"] == law["prompt_tokens"]["quantiles"]
+    law = azure
     assert law["requests"] == 5_000 and law["correlation_of_logarithms"] < -0.5
     assert law["prompt_tokens"]["quantiles"] == pytest.approx(np.linspace(1, 2000, 21), abs=40)
     assert law["prompt_tokens"]["share_above_cap"] == pytest.approx(976 / 2000, abs=0.02)
@@ -45,7 +52,7 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
     shipped = fitted_lengths()["traces"]["azure"]
     assert shipped["requests"] == 19_366
     assert [length_quantiles("azure", k)[10] for k in shipped if "tokens" in k] == [1020, 129]
-    for kind, cap in fit_lengths.CAPS.items():
+    for kind, cap in fit_lengths.CAPS["azure"].items():
         assert shipped[kind]["fit_error"][f"cut_at_{cap}"]["kolmogorov_smirnov"] < 0.04
     path = measured("azure_llm_2023", "AzureLLMInferenceTrace_conv.csv")
     trace = fit_lengths.load_trace(path, "azure")
