@@ -37,7 +37,7 @@ from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.baselines.llm_routing.features import impact_of
+from servegym.baselines.llm_routing.features import impact_of, steeper
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -108,11 +108,6 @@ def scores(weights: NDArray[np.float32], features: NDArray[np.float32]) -> NDArr
     linear = own[..., 0] + (own[..., 1:] * features[..., 1:]).sum(-1)
     linear = linear + weights[:, -2, None] * features[..., 0]
     return np.concatenate([weights[:, -1:], linear], -1)
-
-
-def steeper(distance: NDArray[Any]) -> NDArray[Any]:
-    """tanh(9 x) of tanh(3 x)."""
-    return (3 * distance + distance**3) / (1 + 3 * distance**2)
 
 
 def index_features(obs: Observation, model: ExpectedQos) -> NDArray[np.float32]:

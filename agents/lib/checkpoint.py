@@ -27,6 +27,7 @@ AGENTS = (
     "ppo_han",
     "pqn",
     "rpi",
+    "fleet_search",
     "ppo",
     "ppo_serverless",
     "ppo_placement",

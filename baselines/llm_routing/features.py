@@ -54,6 +54,11 @@ def impact_of(
     return of_expert, distance[:, :, :-1]
 
 
+def steeper(distance: NDArray[Any]) -> NDArray[Any]:
+    """tanh(9 x) of tanh(3 x)."""
+    return (3 * distance + distance**3) / (1 + 3 * distance**2)
+
+
 def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:
     """The coming arrivals, for critics in training; no policy may read them.
 

@@ -104,6 +104,7 @@ class FleetSystem(RoutingSystem):
             router_delay_s=self.router_delay_s,
             transfer_s_per_token=self.transfer_s_per_token,
             scheduler="chunked_prefill" if fleet[0, 6] else "orca",
+            memory_policy="paged" if fleet[0, 7] else "reserve",
             kv_capacity_tokens=fleet[:, 3].astype(np.float64),
             train=TrainRequests(
                 rows[:, 0, 0], rows[..., 3], rows[..., 4], rows[..., 1], rows[..., 2]

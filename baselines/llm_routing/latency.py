@@ -1,9 +1,9 @@
 """An estimate of every request's latency per token on every expert, from the observation alone.
 
 Each expert's queues are played forward with the mean laws and the predicted lengths: admit from
-the head of the queue while a slot is free (a prefill that blocks the others), decode until the
-next request is predicted to finish, repeat. At most one phase a request is needed, so the whole
-estimate costs microseconds.
+the head of the queue while a slot is free and the mean request finds memory (a prefill that blocks
+the others), decode until the next request is predicted to finish, repeat. At most one phase a
+request is needed, so the whole estimate costs microseconds.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Laws(NamedTuple):
         decode_s: (N, R + 1, X).
         mean_output_tokens: (N,).
         network: (2,) constant delay (s) and transfer time of a prompt token (s).
+        batch_limit: (N,) requests that run together at most, see `RoutingSystem.batch_limit`.
     """
 
     prefill_tokens: Floats
@@ -61,6 +62,7 @@ class Laws(NamedTuple):
     decode_s: Floats
     mean_output_tokens: Floats
     network: Floats
+    batch_limit: NDArray[np.int64]
 
 
 class Seen(NamedTuple):
@@ -162,7 +164,7 @@ def _play_forward(r, count, running, offset, laws, n, chunked, latency):
     time = 0.0
     if running > 0:
         time = _rest_of_iteration(r, running, laws, n)
-    capacity = laws.decode_s.shape[1] - 1
+    capacity = laws.batch_limit[n]
     admitted = running
     left = count
     active = running
@@ -266,8 +268,9 @@ def _estimate(seen, laws, overrun, chunked, out):
             r.slot[count] = size - 1
             delay = laws.network[0] + laws.network[1] * prompt
             _play_forward(r, count + 1, running, delay, laws, n, chunked, latency)
-            decode_s = _decode_s(laws, n, capacity, prompt + 0.5 * r.total[count])
-            out.work_s[b, n] = _prefill_s(laws, n, prompt) + r.total[count] * decode_s / capacity
+            full = laws.batch_limit[n]
+            decode_s = _decode_s(laws, n, full, prompt + 0.5 * r.total[count])
+            out.work_s[b, n] = _prefill_s(laws, n, prompt) + r.total[count] * decode_s / full
             for i in range(count + 1):
                 out.with_new[b, n, r.slot[i]] = latency[i]
 
@@ -277,7 +280,8 @@ def compile_kernels() -> None:
     queue, mask = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int8)
     seen = Seen(np.zeros((1, 1, 3)), queue, mask, queue, mask)
     one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
-    arguments = seen, Laws(one, two, one, three, one, one), 0.3, False
+    laws = Laws(one, two, one, three, one, one, np.ones(1, dtype=np.int64))
+    arguments = seen, laws, 0.3, False
     calls = [(_estimate, (*arguments, Predictions(three, three, two)))]
     _jit.compile_kernels("latency estimate of the routing policies", calls)
 
@@ -305,19 +309,15 @@ class LatencyModel:
         compile_kernels()
         self.system = system
         self.overrun = float(overrun)
-        self.laws = Laws(
-            *(
-                np.ascontiguousarray(part, dtype=np.float64)
-                for part in (
-                    system.prefill_tokens,
-                    system.prefill_s,
-                    system.context_tokens,
-                    system.decode_s,
-                    system.mean_output_tokens,
-                    np.array([system.router_delay_s, system.transfer_s_per_token]),
-                )
-            )
+        floats = (
+            system.prefill_tokens,
+            system.prefill_s,
+            system.context_tokens,
+            system.decode_s,
+            system.mean_output_tokens,
+            np.array([system.router_delay_s, system.transfer_s_per_token]),
         )
+        self.laws = Laws._make([*map(_array, floats), system.batch_limit()])
 
     def estimate(self, observation: Observation) -> Estimate:
         """Predict the latency per token of all requests with and without the new one.

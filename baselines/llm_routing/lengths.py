@@ -17,7 +17,7 @@ from servegym.baselines.llm_routing.latency import Estimate, LatencyModel, decod
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
 from servegym.envs import _jit
-from servegym.envs._jit import borrowed, inner, jit
+from servegym.envs._jit import borrowed, inline, inner, jit
 
 Floats = NDArray[np.float64]
 
@@ -192,18 +192,26 @@ class ExpectedQos:
             (B, N) expected score in time of the new request, (B, N) expected scores that it pushes
             over the requirement, and the estimate at mean lengths.
         """
-        seen = self.lengths.updated(observation)
+        seen: dict[str, NDArray[Any]] = dict(observation)
+        for key in ("request", "running", "waiting"):
+            seen[key] = np.array(observation[key], dtype=np.float64, order="C")
+        masks = [
+            np.ascontiguousarray(observation[key], dtype=np.int8)
+            for key in ("running_mask", "waiting_mask")
+        ]
+        slots = masks[0].shape[2] + masks[1].shape[2] + 1
+        bucket = np.empty((*seen["request"].shape[:2], slots), dtype=np.int64)
+        queues = seen["request"], seen["running"], seen["waiting"]
+        _expect_lengths((self.lengths.edges, self.lengths.left), queues, tuple(masks), bucket)
         estimate = self.model.estimate(seen)
-        predicted = [np.asarray(observation[key])[..., 2] for key in ("running", "waiting")]
-        predicted.append(np.asarray(observation["request"])[..., 2:])
         limit = margin * np.asarray(observation["latency_requirement"], dtype=np.float64)
         shape = seen["request"].shape[:2]
         gain, harm = np.empty(shape), np.empty(shape)
         _expected(
             (self.model.laws.context_tokens, self.model.laws.decode_s, self.lengths.survival),
             (estimate.without, estimate.with_new, estimate.scores),
-            (seen["request"], seen["running"], seen["waiting"]),
-            self.lengths.bucket(np.concatenate(predicted, axis=-1)),
+            queues,
+            bucket,
             limit[:, 0].copy(),
             gain,
             harm,
@@ -229,6 +237,37 @@ def _chance(survival, latency, mean, emitted, elapsed, decode, limit):
         return 0.0
     tokens = math.floor(min(bound, float(survival.size)))
     return 1.0 - survival[min(now + tokens, survival.size - 1)] / alive
+
+
+@inline
+def _mean_length(edges, left, n, predicted, emitted):
+    """Bucket of a predicted length, and the mean whole length, as `LengthModel` has them."""
+    k = 0
+    while k < edges.size and edges[k] <= predicted:
+        k += 1
+    now = min(max(int(emitted), 0), left.shape[2] - 1)
+    return k, emitted + left[n, k, now]
+
+
+@jit
+def _expect_lengths(tables, seen, masks, bucket):
+    """Put mean lengths in the place of the predicted ones, and fill the buckets of these."""
+    edges, left = borrowed(tables)
+    request, running, waiting = borrowed(seen)
+    masks = borrowed(masks)
+    batch, experts, _ = request.shape
+    slots = running.shape[2]
+    for b in range(batch):
+        for n in range(experts):
+            for i in range(bucket.shape[2] - 1):
+                queue = 0 if i < slots else 1
+                place = i if i < slots else i - slots
+                if masks[queue][b, n, place] == 0:
+                    continue
+                row = running[b, n, i] if i < slots else waiting[b, n, place]
+                bucket[b, n, i], row[2] = _mean_length(edges, left, n, row[2], row[4])
+            row = request[b, n]
+            bucket[b, n, bucket.shape[2] - 1], row[2] = _mean_length(edges, left, n, row[2], 0.0)
 
 
 @jit
@@ -274,10 +313,13 @@ def _expected(tables, estimate, seen, bucket, limit, gain, harm):
 def compile_kernels() -> None:
     """Compile the expected QoS, or load it from the cache on disk."""
     one, two, three = np.zeros(1), np.zeros((1, 1)), np.zeros((1, 1, 1))
-    queue, bucket = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.intp)
+    queue, bucket = np.zeros((1, 1, 1, 6)), np.zeros((1, 1, 1), dtype=np.int64)
     seen = three, queue, queue
     arguments = (one, three, three), (three, three, three), seen, bucket, one, two, two
-    _jit.compile_kernels("expected QoS of the routing policies", [(_expected, arguments)])
+    mask = np.zeros((1, 1, 1), dtype=np.int8)
+    lengths = (one, three), seen, (mask, mask), bucket
+    calls = [(_expected, arguments), (_expect_lengths, lengths)]
+    _jit.compile_kernels("expected QoS of the routing policies", calls)
 
 
 def _shares(count: Floats) -> Floats:

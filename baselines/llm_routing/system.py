@@ -80,6 +80,7 @@ class RoutingSystem:
         router_delay_s: Constant network and routing delay.
         transfer_s_per_token: Transfer time of a prompt token.
         scheduler: ``"orca"`` or ``"chunked_prefill"``.
+        memory_policy: ``"reserve"`` or ``"paged"``.
         kv_capacity_tokens: (N,) tokens of KV cache.
         train: The train split, or None if only its means are known.
     """
@@ -98,6 +99,7 @@ class RoutingSystem:
     router_delay_s: float = 0.005
     transfer_s_per_token: float = 3.2e-5
     scheduler: str = "orca"
+    memory_policy: str = "reserve"
     kv_capacity_tokens: Floats | None = None
     train: TrainRequests | None = None
 
@@ -123,11 +125,31 @@ class RoutingSystem:
             raise ValueError(
                 f"scheduler must be 'orca' or 'chunked_prefill', got {self.scheduler!r}"
             )
+        if self.memory_policy not in ("reserve", "paged"):
+            raise ValueError(
+                f"memory_policy must be 'reserve' or 'paged', got {self.memory_policy!r}"
+            )
 
     @property
     def num_experts(self) -> int:
         """N."""
         return len(self.experts)
+
+    def batch_limit(self) -> NDArray[np.int64]:
+        """Requests that an expert's running slots and KV memory let run together on average, (N,).
+
+        A request of the train split's mean prompt takes the longest answer besides where memory is
+        reserved, and half of the expert's mean answer where it is paged. R where the memory or the
+        train split is unknown.
+        """
+        most = np.full(self.num_experts, self.running_capacity, dtype=np.int64)
+        if self.kv_capacity_tokens is None or self.train is None:
+            return most
+        answer = 0.5 * self.mean_output_tokens
+        if self.memory_policy == "reserve":
+            answer = np.full(self.num_experts, float(self.max_output_tokens))
+        held = float(np.mean(self.train.prompt_tokens)) + answer
+        return np.clip((self.kv_capacity_tokens / held).astype(np.int64), 1, most)
 
     @classmethod
     def from_linear(
@@ -285,6 +307,7 @@ class RoutingSystem:
             router_delay_s=float(cfg["router_delay_s"]),
             transfer_s_per_token=float(cfg["delay_s_per_token"]),
             scheduler=arguments["scheduler"],
+            memory_policy=arguments["memory_policy"],
             kv_capacity_tokens=np.array([float(p.kv_capacity_tokens) for p in problem.profiles]),
             train=train,
         )

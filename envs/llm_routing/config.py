@@ -19,6 +19,7 @@ from servegym.envs.llm_routing.fleets import (
     MAX_LATENCY_REQUIREMENT_S,
     MAX_RUNNING,
     MAX_WAITING,
+    SETTING,
     FleetSource,
 )
 from servegym.envs.llm_routing.kernel import layout
@@ -666,6 +667,38 @@ def build_problem(
     if fleet_kwargs is not None:
         raise ValueError(f"fleet_kwargs={fleet_kwargs!r} needs fleet='random'.")
     return _fixed_problem(view=view, **arguments)
+
+
+def setting_problem(setting: Mapping[str, Any], *, view: int, **arguments: Any) -> Problem:
+    """The problem that ``fleet=setting`` builds, with arrays of the setting's own sizes.
+
+    A small fleet is played several times faster without the padding; the dynamics are the same.
+
+    Args:
+        setting: As ``info["fleet"]`` has it, see `servegym.envs.llm_routing.fleets.SETTING`.
+        view: As for `build_problem`.
+        **arguments: The others of `build_problem`.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    own = ("profiles", "models", "kv_capacity_tokens", "predictor")
+    fixed = build_problem(
+        view=view,
+        profiles=setting["profiles"],
+        models=setting["models"],
+        score_predictor=setting["predictor"],
+        length_predictor=setting["predictor"],
+        **{name: setting[name] for name in SETTING if name not in own},
+        **arguments,
+    )
+    tokens = setting["kv_capacity_tokens"]
+    profiles = tuple(
+        replace(p, kv_capacity_tokens=t) for p, t in zip(fixed.profiles, tokens, strict=True)
+    )
+    block = int(fixed.cfg["block_size"][0])
+    law = pack_laws(profiles, fixed.cfg[0], fixed.running_capacity, block)
+    return replace(fixed, law=law, profiles=profiles)
 
 
 def _signature() -> inspect.Signature:

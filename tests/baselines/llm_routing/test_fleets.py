@@ -10,6 +10,8 @@ import pytest
 
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import describe_system, list_policies, make_policy
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import setting_problem
 
 ID = "servegym/LLMRouting-v0"
 SHORT = {"rollout": {"horizon": 2}, "linucb": {"prior_states": 32}}
@@ -60,14 +62,7 @@ def test_a_row_is_played_as_its_system_alone():
         observation, info = env.reset(seed=7 + row)
         setting = json.loads(info["fleet"])
         count = len(setting["profiles"])
-        predictor = setting["predictor"]
-        system = RoutingSystem.from_kwargs(
-            profiles=setting["profiles"],
-            models=setting["models"],
-            score_predictor=predictor,
-            length_predictor=predictor,
-            **{n: setting[n] for n in ("running_capacity", "waiting_capacity", "scheduler")},
-        )
+        system = RoutingSystem.from_problem(setting_problem(setting, view=kernel.GRAPH))
         policy = make_policy("priced_greedy", system)
         for action in taken[:, row]:
             seen = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import replace
 
 import gymnasium
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 import servegym  # noqa: F401 - registers the ids
 from servegym.envs.llm_routing import kernel
-from servegym.envs.llm_routing.config import build_problem, pack_laws
+from servegym.envs.llm_routing.config import setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import CHOICES, RANGES, SETTING
@@ -72,26 +71,8 @@ def test_the_same_seed_draws_the_same_fleet():
 def test_a_drawn_fleet_serves_as_the_same_fleet_given_by_arguments(seed):
     """The other problem has arrays and laws of its own size, packed of its own cards."""
     env, setting = drawn(seed)
-    count, predictor = len(setting["profiles"]), setting["predictor"]
-    fixed = build_problem(
-        view=kernel.GRAPH,
-        profiles=setting["profiles"],
-        models=setting["models"],
-        score_predictor=predictor,
-        length_predictor=predictor,
-        episode_requests=60,
-        **{
-            name: setting[name]
-            for name in SETTING
-            if name not in ("profiles", "models", "kv_capacity_tokens", "predictor")
-        },
-    )
-    tokens = setting["kv_capacity_tokens"]
-    profiles = [
-        replace(p, kv_capacity_tokens=t) for p, t in zip(fixed.profiles, tokens, strict=True)
-    ]
-    law = pack_laws(profiles, fixed.cfg[0], setting["running_capacity"], 16)
-    batch = RoutingBatch(replace(fixed, law=law), 1)
+    count = len(setting["profiles"])
+    batch = RoutingBatch(setting_problem(setting, view=kernel.GRAPH, episode_requests=60), 1)
     batch.arrivals[:], batch.rows[:] = env.batch.arrivals, env.batch.rows
     batch.env["latency_requirement"] = setting["latency_requirement_s"]
     batch.begin(np.ones(1, np.int8))
