@@ -515,6 +515,35 @@ def test_estimate_waits_for_a_slot():
     )
 
 
+def test_memory_limits_the_batch_of_the_estimate():
+    """Prompts of 100 tokens; the longest answer is 300, the mean 200."""
+    train = TrainRequests(
+        np.array([50.0, 150.0]), *(np.full((2, 1), x) for x in (0.5, 200.0, 0.5, 200.0))
+    )
+    kwargs = {"mean_output_tokens": [200.0], "train": train}
+
+    def limit(tokens, policy):
+        memory = {"kv_capacity_tokens": np.array([tokens]), "memory_policy": policy}
+        return RoutingSystem.from_linear([[0.01, 0, 0, 0]], **kwargs, **memory)
+
+    assert limit(399.0, "reserve").batch_limit() == [1] == limit(100.0, "paged").batch_limit()
+    assert limit(800.0, "reserve").batch_limit() == [2] and limit(800.0, "paged").batch_limit() == 4
+    assert limit(1e6, "reserve").batch_limit() == [5]
+    assert RoutingSystem.from_linear([[0.01, 0, 0, 0]]).batch_limit() == [5]
+    # With room for one, the new request waits until the first has its 10 tokens left.
+    busy = [(50, 100, 90, 0.02)]
+    alone = estimate_one(limit(1e6, "reserve"), 50, 10, running=busy)
+    behind = estimate_one(limit(400.0, "reserve"), 50, 10, running=busy)
+    waits = 10 * 0.01 - 0.01  # its decodes, but for one that the prefill takes the place of
+    together = 10 * alone.with_new[0, 0, -1]
+    assert 10 * behind.with_new[0, 0, -1] == pytest.approx(together + waits + 0.01)
+    # A full iteration serves one: the request's work is all of its decodes.
+    assert behind.work_s[0, 0] == pytest.approx(0.01 + 10 * 0.01)
+    assert alone.work_s[0, 0] == pytest.approx(0.01 + 10 * 0.01 / 5)
+    with pytest.raises(ValueError, match="memory_policy must be"):
+        limit(1.0, "none")
+
+
 def test_estimate_survives_missing_and_overrun_lengths():
     system = RoutingSystem.from_linear([[0.01, 1e-4, 1e-6, 0.0]], mean_output_tokens=[120.0])
     zero = estimate_one(system, 100, 0, running=[(50, 0, 10, 0.02), (50, 20, 90, 0.02)])
