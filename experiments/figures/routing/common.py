@@ -181,13 +181,18 @@ def find_runs(folder: Path | None) -> list[TrainedRun]:
 
 
 def shipped_runs() -> list[TrainedRun]:
-    """The checkpoints that come with the package; they serve every fleet that they can."""
+    """The checkpoints that come with the package; they serve every fleet that they can.
+
+    Without those that were trained on drawn fleets, at no rate of their own.
+    """
     from servegym.agents import load_policy
     from servegym.agents.lib.checkpoint import shipped
 
+    policies = {name: load_policy(path) for name, path in shipped("llm_routing").items()}
     return [
-        _trained(f"{name} (shipped)", path, "shipped", name, load_policy(path))
-        for name, path in shipped("llm_routing").items()
+        _trained(f"{name} (shipped)", policy.path, "shipped", name, policy)
+        for name, policy in policies.items()
+        if policy.agent in GRAPH_AGENTS
     ]
 
 

@@ -7,9 +7,9 @@
 searches the heuristics' parameters for every setting of ``held_out_fleets.toml`` on validation
 prompts (`servegym.experiments.tuning`; what is in ``--tuned`` already is not searched again), drops
 the heuristics that are far from the best there, and plays the others, as tuned, and the shipped
-``fleet_search`` on the same episodes of the evaluation split. The best heuristic of a setting is the
-one that is best in these very episodes, which favours the heuristics. ``--validation`` measures the
-fleets of the router's own validation, on which it was chosen, in their place.
+``fleet_search`` on the same episodes of the evaluation split. The best heuristic of a setting is
+the one that is best in these very episodes, which favours the heuristics. ``--validation`` measures
+the fleets of the router's own validation, on which it was chosen, in their place.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def measured(
     budget = QUICK if quick else BUDGET
     parameters = tuned_parameters(setting, budget, file)
     system = RoutingSystem.from_kwargs(fleet=setting)
-    policies: list[Any] = [make_policy(name, system, **own) for name, own in parameters.items()]
+    variants = {(name, "tuned"): own for name, own in parameters.items()}
+    variants |= {(name, "as registered"): {} for name in SEARCHED}
+    policies: list[Any] = [make_policy(name, system, **own) for (name, _), own in variants.items()]
     played = evaluate(
         ENV_ID,
         [*policies, router],
@@ -90,7 +92,7 @@ def measured(
     qos = np.array([row["avg_qos"] for row in played]).reshape(len(policies) + 1, -1)
     ceiling = float(np.mean([row["ceiling"] for row in played]))
     rows = []
-    for name, own in zip([*parameters, ROUTER], qos, strict=True):
+    for key, own in zip([*variants, (ROUTER, "as trained")], qos, strict=True):
         gain = paired_difference(qos[-1], own, mean)
         rows.append(
             {
@@ -98,14 +100,15 @@ def measured(
                 "experts": len(setting["profiles"]),
                 **{key: setting[key] for key in ("running_capacity", "scheduler", "arrivals")},
                 **{key: setting[key] for key in ("memory_policy", "predictor")},
-                "policy": name,
+                "policy": key[0],
+                "variant": key[1],
                 "qos": round(float(own.mean()), 6),
                 "gain": round(gain.value, 6),
                 "gain_low": round(gain.low, 6),
                 "gain_high": round(gain.high, 6),
                 "ceiling": round(ceiling, 6),
                 "episodes": qos.shape[1],
-                "parameters": json.dumps(parameters.get(name, {})),
+                "parameters": json.dumps(variants.get(key, {})),
             }
         )
     return rows
@@ -116,37 +119,47 @@ def best_heuristics(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
     best: dict[int, Mapping[str, Any]] = {}
     for row in rows:
         one = best.get(row["setting"])
-        if row["policy"] != ROUTER and (one is None or row["qos"] > one["qos"]):
+        if row["variant"] == "tuned" and (one is None or row["qos"] > one["qos"]):
             best[row["setting"]] = row
     return list(best.values())
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How often the router is above and below, and by how much, over the settings of the rows."""
+    gain = np.array([row["gain"] for row in rows])
+    return {
+        "settings": len(rows),
+        "above": sum(row["gain_low"] > 0 for row in rows),
+        "below": sum(row["gain_high"] < 0 for row in rows),
+        "worse": int((gain < -WORSE).sum()),
+        "mean": float(gain.mean()),
+        "least": float(gain.min()),
+    }
 
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What the router gains over the best heuristic of every setting, and over each heuristic."""
     best = best_heuristics(rows)
-    gain = np.array([row["gain"] for row in best])
-    above = sum(row["gain_low"] > 0 for row in best)
-    below = sum(row["gain_high"] < 0 for row in best)
-    data = {
-        "settings": len(best),
-        "above": above,
-        "below": below,
-        "worse": int((gain < -WORSE).sum()),
-        "mean": float(gain.mean()),
-        "least": float(gain.min()),
-    }
+    data = _counts(best)
     text = (
         f"Over the best heuristic of each of {len(best)} settings {ROUTER} is above it with the "
-        f"interval in {above}, below it in {below}, and lacks more than {WORSE} in "
+        f"interval in {data['above']}, below it in {data['below']}, and lacks more than {WORSE} in "
         f"{data['worse']}; mean gain {data['mean']:+.4f}, least {data['least']:+.4f}."
     )
     notes = [note(text, kind="best", **data)]
-    for name in dict.fromkeys(row["policy"] for row in rows if row["policy"] != ROUTER):
-        own = np.array([row["gain"] for row in rows if row["policy"] == name])
-        times = sum(row["policy"] == name for row in best)
-        text = f"{name}, tuned for each setting: best of the heuristics in {times}; mean gain "
-        text += f"{own.mean():+.4f} over it, least {own.min():+.4f}."
-        notes.append(note(text, kind="policy", policy=name, mean=float(own.mean()), best=times))
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["policy"], row["variant"]), []).append(row)
+    for (name, variant), own in found.items():
+        if name == ROUTER:
+            continue
+        more = _counts(own)
+        text = (
+            f"Over {name} {variant}, in the {len(own)} settings in which it was measured: above "
+            f"with the interval in {more['above']}, below in {more['below']}, mean gain "
+            f"{more['mean']:+.4f}."
+        )
+        notes.append(note(text, kind="policy", policy=name, variant=variant, **more))
     return notes
 
 
@@ -174,8 +187,9 @@ def drawn_fleets(options: Options) -> None:
             text = f"setting {part[0]['setting']}: best {best['policy']} {best['qos']:.4f}, gain "
             print(text + "{gain:+.4f} [{gain_low:+.4f}, {gain_high:+.4f}]".format(**best))
     notes = findings(rows)
-    body = [[str(row["policy"]), f"{row['mean']:+.4f}", str(row["best"])] for row in notes[1:]]
-    print_table("mean gain over tuned heuristics", ["heuristic", "gain", "best in"], body)
+    columns = ("policy", "variant", "settings", "above", "below")
+    body = [[*(str(one[key]) for key in columns), f"{one['mean']:+.4f}"] for one in notes[1:]]
+    print_table(f"gains of {ROUTER} over heuristics", [*columns, "mean gain"], body)
     print(notes[0]["text"])
     save(options, "drawn_fleets" + "_validation" * own.validation, rows, *notes)
 

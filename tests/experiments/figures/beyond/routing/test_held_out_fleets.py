@@ -19,6 +19,7 @@ from servegym.experiments.figures.beyond.routing.held_out_fleets import (
 
 ROOT = Path(__file__).parents[5]
 READERS = {
+    "experiments/figures/beyond/routing/drawn_fleets.py",
     "experiments/figures/beyond/routing/held_out_fleets.py",
     "tests/experiments/figures/beyond/routing/test_held_out_fleets.py",
 }
