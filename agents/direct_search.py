@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.cross_entropy import ELITE, STEP, fitness
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
@@ -55,8 +56,6 @@ ENV = {
 }
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
-ELITE = 0.2  # share of a generation that the distribution moves to
-STEP = 0.7  # how far it moves there
 INDEX = 26  # features of an expert in the index, see `index_features`
 SPREAD = 1.0  # standard deviation of every weight at first
 WIDENED = 0.06  # standard deviation added each generation at first, falling to 0 ...
@@ -241,15 +240,6 @@ class Play:
             obs, reward, _, _, info = self.envs.step(score.argmax(-1))
             total = total + reward
         return np.reshape(total, (len(population), -1)) / requests
-
-
-def fitness(qos: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Fitness (P,) of candidates with QoS (P, E) in the episodes that all of them play.
-
-    Candidates differ ten times as much in an episode under heavy load as in one under light load.
-    The root of that spread divides the differences, so that both have a say.
-    """
-    return ((qos - qos.mean(0)) / (qos.std(0) + 1e-3) ** 0.5).mean(1)
 
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:

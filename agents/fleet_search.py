@@ -7,8 +7,8 @@ batches that the expert serves within L, a request's work in shares of what the 
 sixteen. The weights are found by the cross-entropy method; all candidates of a generation play the
 same episodes of the same drawn fleets.
 
-Fleets are jobs: ``--workers`` plays them in as many processes and ``--ray`` on a cluster, with the
-same result. ``python agents/fleet_search.py --help`` lists the options.
+``--workers`` plays the fleets in as many processes, with the same result.
+``python agents/fleet_search.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from servegym.agents.direct_search import ELITE, STEP, fitness
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.cross_entropy import ELITE, STEP, fitness
 from servegym.agents.lib.fleet_features import INDEX, Fleet
 from servegym.agents.lib.parallel import open_pool, run_jobs
 from servegym.agents.lib.run_log import RunLog, interval_passed
@@ -77,8 +77,6 @@ class Args(RunArgs):
     """what to draw the fleets from, JSON, as the environment's argument of that name"""
     workers: int = 1
     """processes that play fleets; the result is the same for every number"""
-    ray: str = ""
-    """use a Ray cluster in their place: auto, local or local:N"""
     resume: bool = False
     """continue from the last generation in the run's folder"""
 
@@ -249,7 +247,7 @@ def train(args: Args) -> Path:
     """Search and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     check(args)
     torch.set_num_threads(args.torch_threads)
-    pool = open_pool(args.workers, args.ray)
+    pool = open_pool(args.workers)
     run = Path(args.out_dir) / (args.run_name or f"fleet_search_{args.seed}")
     played = max(args.fleets // TURN, 1)
     generation = args.population * played * args.requests  # decisions
@@ -291,7 +289,7 @@ def train(args: Args) -> Path:
         state = (mean, spread, step, best, log.size)
         save_snapshot(run / "snapshot.pt", state=state, rng=rng.bit_generator.state)
     log.close()
-    if pool is not None and not args.ray:
+    if pool is not None:
         pool.shutdown()
     return run
 

@@ -1,4 +1,4 @@
-"""Where a training's independent jobs run: in this process, in several, or on a Ray cluster."""
+"""Where a training's independent jobs run: in this process or in several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 
 def run_jobs(
-    function: Callable[..., Any], jobs: Sequence[Sequence[Any]], pool: Any
+    function: Callable[..., Any],
+    jobs: Sequence[Sequence[Any]],
+    pool: ProcessPoolExecutor | None,
 ) -> Iterator[tuple[int, Any]]:
     """Run ``function(*job)`` for every job; yields index and result in the order of their ends.
 
@@ -21,25 +23,19 @@ def run_jobs(
     if pool is None:
         for index, job in enumerate(jobs):
             yield index, function(*job)
-    elif isinstance(pool, ProcessPoolExecutor):
+    else:
         running = {pool.submit(function, *job): index for index, job in enumerate(jobs)}
         for future in as_completed(running):
             yield running[future], future.result()
-    else:
-        yield from pool(function, jobs, [f"job {index}" for index in range(len(jobs))])
 
 
-def open_pool(workers: int, ray: str = "") -> Any:
-    """A pool for `run_jobs`: None for one worker, else processes, or a Ray cluster's executor.
+def open_pool(workers: int) -> ProcessPoolExecutor | None:
+    """A pool for `run_jobs`; None for one worker.
 
     Raises:
-        ValueError: If ``workers`` is below 1, or ``ray`` is no cluster.
+        ValueError: If ``workers`` is below 1.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}; allowed is 1 or more")
-    if ray:
-        from servegym.experiments.cluster.executor import ray_executor
-
-        return ray_executor(ray)
     # Spawned: a forked child would inherit the locks of the compiled kernels' threads.
     return None if workers == 1 else ProcessPoolExecutor(workers, get_context("spawn"))
