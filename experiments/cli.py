@@ -485,6 +485,11 @@ for _command in (
         "Fit a hardware profile to measurements; --check OTHER scores it on others.",
     ),
     (
+        "profile",
+        "hardware_profiles.compose",
+        "Compose a hardware profile of any model on any card: --card, --model, --tp, --dtype.",
+    ),
+    (
         "measure",
         "hardware_profiles.measure.command",
         "Measure a machine: gpu, cpu-expert or server.",

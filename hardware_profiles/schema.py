@@ -24,6 +24,8 @@ KINDS = ("measured", "fitted", "derived")
 BLOCK_SIZE = 16
 # One iteration on one token never takes this long; a file that says so has its units wrong.
 MAX_PLAUSIBLE_S = 30.0
+# Attention of 131,072 tokens after as many, all layers of a 70B model on one card, takes minutes.
+MAX_PLAUSIBLE_CHUNK_S = 900.0
 
 # The axes of each table of a tabulated law; a table without axes is a grid itself.
 TABLE_AXES: dict[str, tuple[str, ...]] = {
@@ -236,6 +238,7 @@ def check_law(fields: Fields) -> dict[str, Any]:
     arrays: dict[str, np.ndarray] = {}
     for key, axes in shapes.items():
         high, unit = (MAX_PLAUSIBLE_S, hint) if key.endswith("_s") else (math.inf, "")
+        high = MAX_PLAUSIBLE_CHUNK_S if key == "chunk_attention_s" else high
         shape = tuple(len(arrays[axis]) for axis in axes) if axes else None
         arrays[key] = fields.array(key, shape, high, unit)
         if not axes:

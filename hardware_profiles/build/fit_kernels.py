@@ -1,0 +1,618 @@
+"""Kernel tables of cards, from published timings: what ``servegym profile`` composes from.
+
+``SYSTEMS`` is ``aiconfigurator_core/systems/data`` of the unpacked wheel of aiconfigurator-core
+(``pip download --no-deps aiconfigurator-core==0.12.0``); its tables are read with pandas and
+pyarrow. ``DATA`` holds the kernel timings of LLMServingSim. No row is copied:
+
+ * Products: a grid of shapes, non-decreasing in the rows. Small weights came from the L2 cache in
+   the timing loop, which a model's other layers flush; no time is below launch + bytes / bandwidth,
+   both those of the card's own products.
+ * Prompt attention: prompts x heads of one call are as many heads of one prompt; medians by head
+   count and tokens, non-decreasing in the tokens.
+ * Decode attention: every (sequence, KV head) pair is a problem of its own; medians by query heads
+   a pair, pairs and context. No time is below floor + bytes / bandwidth of the longest contexts, as
+   the loop found small ones in the L2 cache. That also fills what was not timed.
+ * Experts: each timed layer as one card holds it (a layer split over cards is a narrower one).
+ * Elementwise ops: those of the RTX 4090, what grows by memory bandwidth.
+ * The RTX 4090 was timed with one model: its tables are the L40S's (the same processors) times the
+   ratio of the two cards, by rows, tokens or pairs and context.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.build.csv_tables import CsvTable
+from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
+from servegym.hardware_profiles.build.fit_cards import CARDS
+from servegym.hardware_profiles.build.fitting import error_quantiles, isotonic_fit, thin
+from servegym.hardware_profiles.build.kernel_tables import KernelTables
+from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
+from servegym.hardware_profiles.kernels import (
+    FORMAT,
+    LogTable,
+    MoeShape,
+    other_moe_shape,
+)
+from servegym.hardware_profiles.schema import write_json
+
+_QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
+_QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
+_COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
+_MIN_OUT, _MIN_INNER = 32, 256
+_GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
+_MOE_DTYPES = _GEMM_DTYPES | {"w4a16_mxfp4": "mxfp4"}
+# As real routers spread: the flattest of the timed distributions that every card has.
+ROUTING = "power_law_1.01"
+_HELD_OUT = 0.2
+_WINDOWS = (128,)
+_HEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+# Sizes of the elementwise ops as timed: values a row.
+_ELEMENTWISE = {"layernorm": 4096, "rotary_emb": 5120, "act_fn": 14336, "embedding": 4096}
+_SAMPLER_SIZE, _QK_NORM_SIZE = 128256, 4608
+
+Nodes = dict[tuple[float, ...], float]
+
+
+def _frame(path: Path) -> Any:
+    """A table of the wheel as a pandas data frame, without rows that failed."""
+    import pandas as pd
+
+    frame = pd.read_parquet(path)
+    if "window_size" not in frame and "head_dim" in frame:
+        frame["window_size"] = 0
+    return frame[frame["latency"] > 0.0]
+
+
+def _medians(frame: Any, columns: Sequence[str]) -> Nodes:
+    """``{sizes: microseconds}``, the median over rows of equal sizes."""
+    found = frame.groupby(list(columns))["latency"].median()
+    return {tuple(float(v) for v in key): 1e3 * float(t) for key, t in found.items()}
+
+
+def _microseconds(values: np.ndarray) -> Any:
+    """Four significant digits, as nested lists."""
+    return np.vectorize(lambda v: float(f"{v:.4g}"))(values).tolist()
+
+
+# -- matrix products ------------------------------------------------------------------------
+
+
+def fill_holes(values: np.ndarray, grids: Sequence[Sequence[float]]) -> np.ndarray:
+    """Fill the NaNs of a table of logarithms from the nearest known points along each axis.
+
+    Args:
+        values: logarithms of times, NaN where unknown.
+        grids: the sizes of the axes that may be used, the first axes of ``values``.
+
+    Returns:
+        The table; each hole is the mean of the axes' interpolations, or of the nearest known
+        points in proportion to the size where one side is missing.
+    """
+    out = values.copy()
+    for index in np.argwhere(np.isnan(values)):
+        inside, outside = [], []
+        for axis, grid in enumerate(grids):
+            where: list[Any] = list(index)
+            where[axis] = slice(None)
+            line, logs = values[tuple(where)], np.log(grid)
+            known = np.flatnonzero(~np.isnan(line))
+            below, above = known[known < index[axis]], known[known > index[axis]]
+            if below.size and above.size:
+                pair = [below[-1], above[0]]
+                inside.append(np.interp(logs[index[axis]], logs[pair], line[pair]))
+            elif known.size:
+                near = below[-1] if below.size else above[0]
+                outside.append(line[near] + logs[index[axis]] - logs[near])
+        if inside or outside:
+            out[tuple(index)] = np.mean(inside or outside)
+    return out
+
+
+def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The grid of products of one format, and errors on rows it was made without."""
+    nodes = _medians(frame, ("n", "k", "m"))
+    rows = sorted({m for n, k, m in nodes})
+    # Odd sizes (a tile and one row) judge the interpolation between the others.
+    grid = [m for m in rows if m == 1 or m % 2 == 0]
+    out = sorted({n for n, k, m in nodes if n >= _MIN_OUT})
+    inner = sorted({k for n, k, m in nodes if k >= _MIN_INNER})
+    size = 1 if frame["gemm_dtype"].iloc[0] == "fp8" else 2
+
+    raw = np.array([[[nodes.get((n, k, m), np.nan) for m in grid] for k in inner] for n in out])
+    flat = {(n, k): nodes[n, k, 1.0] for n, k, m in nodes if m == 1.0}
+    launch = float(np.median([t for (n, k), t in flat.items() if n * k <= 2**18]))
+    largest = [(n * k * size, t) for (n, k), t in flat.items() if n * k * size >= 2**28]
+    bandwidth = float(np.median([b / (t - launch) for b, t in largest]))
+    bytes_ = size * np.outer(out, inner)
+    floor = np.maximum(raw, 0.9 * (launch + bytes_ / bandwidth)[..., None])
+    for i, j in np.ndindex(floor.shape[:2]):
+        known = ~np.isnan(floor[i, j])
+        floor[i, j][known] = isotonic_fit(floor[i, j][known])
+    raised = int(np.sum(floor[..., 0] > 1.05 * raw[..., 0]))
+    logs = fill_holes(np.log(floor), (out, inner))
+
+    rng = np.random.default_rng(seed)
+    gone = rng.random(logs.shape[:2]) < _HELD_OUT
+    gone[[0, -1], :] = gone[:, [0, -1]] = False
+    kept = np.where(gone[..., None], np.nan, np.log(floor))
+    guess = fill_holes(kept, (out, inner))
+    shapes = (guess - np.log(floor))[gone]
+    wide = np.array([n >= 512 and k >= 512 for n in out for k in inner]).reshape(gone.shape)
+    table = LogTable("products", (("out", out), ("inner", inner), ("rows", grid)), np.exp(logs))
+    odd = [
+        (table.seconds(n, k, m) / t - 1.0)
+        for (n, k, m), t in nodes.items()
+        if m not in grid and m <= grid[-1] and n >= 512 and k >= 512
+    ]
+    shapes = shapes[wide[gone]]
+    errors = {"shapes": error_quantiles(np.expm1(shapes[~np.isnan(shapes)]))}
+    if odd:
+        errors["odd_rows"] = error_quantiles(np.array(odd))
+    return {
+        "rows": grid,
+        "out": out,
+        "inner": inner,
+        "launch_us": float(f"{launch:.4g}"),
+        "bandwidth_bytes_per_s": float(f"{1e6 * bandwidth:.4g}"),
+        "raised_shapes": raised,
+        "us": _microseconds(np.exp(logs).transpose(2, 0, 1)),
+    }, errors
+
+
+# -- attention ------------------------------------------------------------------------------
+
+
+def _rows(frame: Any, head_size: int, window: int = 0) -> Any:
+    """Rows of attention with a 16-bit KV cache, over everything or over a window."""
+    plain = (frame["kv_cache_dtype"] == "bfloat16") & (frame["window_size"] == window)
+    return frame[plain & (frame["head_dim"] == head_size)]
+
+
+def _prompt_attention(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attention of prompts by heads x prompts and tokens; errors of held-out head counts."""
+    frame = frame.assign(heads=frame["num_heads"] * frame["batch_size"])
+    nodes = _medians(frame, ("heads", "isl"))
+    heads = [h for h in _HEADS if (h, 1024.0) in nodes]
+    tokens = sorted({x for _, x in nodes})
+    raw = np.array([[nodes.get((h, x), np.nan) for x in tokens] for h in heads])
+    for line in raw:
+        known = ~np.isnan(line)
+        line[known] = isotonic_fit(line[known])
+    logs = fill_holes(np.log(raw), (heads, tokens))
+    rng = np.random.default_rng(seed)
+    gone = rng.random(raw.shape) < _HELD_OUT
+    gone[[0, -1], :] = gone[:, [0, -1]] = False
+    guess = fill_holes(np.where(gone, np.nan, np.log(raw)), (heads, tokens))
+    rows = [
+        np.interp(np.log(x), np.log(tokens), logs[heads.index(h)]) - np.log(1e3 * t)
+        for h, k, b, x, t in frame[
+            ["num_heads", "num_key_value_heads", "batch_size", "isl", "latency"]
+        ].itertuples(index=False)
+        if b == 1 and h in heads and h >= 4
+    ]
+    # The longest timed prompts from those of half their length, as longer ones are extended.
+    long = []
+    for line in np.exp(logs):
+        at = dict(zip(tokens, line, strict=True))
+        rate = (at[8192] - at[4096]) / (8192**2 - 4096**2)
+        long += [(at[8192] + rate * (x**2 - 8192**2)) / at[x] - 1.0 for x in (12288, 16384)]
+    errors = {
+        "held_out": error_quantiles(np.expm1((guess - np.log(raw))[gone & ~np.isnan(raw)])),
+        "single_rows": error_quantiles(np.expm1(np.array(rows))),
+        "12k_and_16k_from_8k": error_quantiles(np.array(long)),
+    }
+    return {"heads": heads, "tokens": tokens, "us": _microseconds(np.exp(logs))}, errors
+
+
+def _decode_attention(
+    frame: Any, head_size: int, seed: int, window: float = np.inf, bandwidth: float = 0.0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Attention of decodes by (query heads a KV head, pairs, context); held-out errors.
+
+    ``bandwidth`` (bytes/us) is that of the longest contexts unless given.
+    """
+    frame = frame.assign(
+        group=frame["num_heads"] / frame["num_key_value_heads"],
+        pairs=frame["num_key_value_heads"] * frame["batch_size"],
+        context=frame["isl"] + frame["step"],
+    )
+    nodes = _medians(frame, ("group", "pairs", "context"))
+    groups = sorted({g for g, _, _ in nodes if g == int(g)})
+    pairs = sorted({u for _, u, _ in nodes})
+    contexts = sorted({x for _, _, x in nodes})
+    pair_bytes = 4 * head_size
+
+    if not bandwidth:
+        rates = []
+        for g in groups:
+            for u in pairs:
+                timed = sorted(x for a, b, x in nodes if (a, b) == (g, u))
+                if len(timed) >= 2 and u * timed[-2] * pair_bytes >= 2**28:
+                    x0, x1 = timed[-2:]
+                    added = nodes[g, u, x1] - nodes[g, u, x0]
+                    if added > 0.0:
+                        rates.append(u * (x1 - x0) * pair_bytes / added)
+        bandwidth = float(np.median(rates))
+    raw = np.array([[[nodes.get((g, u, x), np.nan) for x in contexts] for u in pairs]
+                    for g in groups])  # fmt: skip
+    floor = np.exp(fill_holes(np.log(raw[:, :, :1]), (groups, pairs)))
+    read = np.minimum(contexts, window)
+    least = floor + np.multiply.outer(np.array(pairs), read) * pair_bytes / bandwidth
+    cached = raw < 0.9 * least
+    times = np.where(np.isnan(raw) | cached, least, raw)
+    times = np.maximum.accumulate(times, axis=2)
+
+    as_timed = ~np.isnan(raw) & ~cached
+    rng = np.random.default_rng(seed)
+    gone = (rng.random(raw.shape) < _HELD_OUT) & as_timed
+    gone[:, [0, -1]] = gone[:, :, [0, -1]] = False
+    guess = fill_holes(np.where(gone | ~as_timed, np.nan, np.log(times)), (groups, pairs, contexts))
+    errors = {"held_out": error_quantiles(np.expm1((guess - np.log(times))[gone]))}
+    at = {
+        (g, u, x): times[i, j, n]
+        for i, g in enumerate(groups)
+        for j, u in enumerate(pairs)
+        for n, x in enumerate(contexts)
+        if as_timed[i, j, n]
+    }
+    single = [
+        at[g, u, x] / (1e3 * t) - 1.0
+        for g, u, x, t in frame[["group", "pairs", "context", "latency"]].itertuples(index=False)
+        if (g, u, x) in at
+    ]
+    errors["single_rows"] = error_quantiles(np.array(single))
+    return {
+        "group": groups,
+        "pairs": pairs,
+        "context": [max(x, 1.0) for x in contexts],
+        "bandwidth_bytes_per_s": float(f"{1e6 * bandwidth:.4g}"),
+        "raised": int(cached.sum()),
+        "untimed": int(np.isnan(raw).sum()),
+        "us": _microseconds(times),
+    }, errors
+
+
+# -- experts, all-reduce, elementwise -------------------------------------------------------
+
+
+def _experts(frame: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Layers of one format; errors of layers made from the nearest other one, and by tokens."""
+    frame = frame[(frame["distribution"] == ROUTING) & (frame["moe_ep_size"] == 1)]
+    frame = frame.assign(width=frame["inter_size"] // frame["moe_tp_size"])
+    frame = frame[(frame["moe_tp_size"] <= 8) & (frame["num_tokens"] >= 1)]
+    columns = ("hidden_size", "width", "topk", "num_experts", "num_tokens")
+    nodes = _medians(frame, columns)
+    layers: dict[MoeShape, dict[float, float]] = {}
+    for (h, w, k, e, m), t in nodes.items():
+        layers.setdefault(MoeShape(int(h), int(w), int(k), int(e)), {})[m] = t
+    layers = {s: dict(sorted(t.items())) for s, t in layers.items() if 1.0 in t and len(t) >= 8}
+    smooth = {s: (np.array(list(t)), isotonic_fit(np.array(list(t.values()))))
+              for s, t in layers.items()}  # fmt: skip
+    between, across = [], []
+    for shape, (tokens, times) in smooth.items():
+        inner = np.arange(1, len(tokens) - 1, 2)
+        kept = np.setdiff1d(np.arange(len(tokens)), inner)
+        guess = np.interp(np.log(tokens[inner]), np.log(tokens[kept]), np.log(times[kept]))
+        between += list(np.exp(guess) / times[inner] - 1.0)
+        others = [s for s in smooth if s != shape]
+        if not others:
+            continue
+        near = min(others, key=shape.distance)
+        if shape.distance(near) <= 4.0:
+            grid, seconds = smooth[near]
+            made = other_moe_shape(near, shape, seconds, grid)
+            made = np.interp(np.log(tokens), np.log(grid), np.log(made))
+            across += list(np.exp(made) / times - 1.0)
+    made = [
+        {
+            "hidden": s.hidden,
+            "width": s.width,
+            "top_k": s.top_k,
+            "experts": s.experts,
+            "tokens": list(tokens),
+            "us": _microseconds(times),
+        }
+        for s, (tokens, times) in smooth.items()
+    ]
+    errors = {"half_of_the_token_counts": error_quantiles(np.array(between))}
+    if across:
+        errors["layers_from_the_nearest_other"] = error_quantiles(np.array(across))
+    return made, errors
+
+
+def _all_reduce(frame: Any) -> dict[str, Any]:
+    """All-reduces launched from a CUDA graph, by cards and bytes."""
+    frame = frame[frame["kernel_source"] == "vLLM_custom_graph"]
+    nodes = _medians(frame, ("num_gpus", "message_size"))
+    out = {}
+    for cards in sorted({int(c) for c, _ in nodes}):
+        sizes = sorted(s for c, s in nodes if c == cards)
+        out[str(cards)] = {
+            "bytes": sizes,
+            "us": _microseconds(isotonic_fit(np.array([nodes[cards, s] for s in sizes]))),
+        }
+    return out
+
+
+def _elementwise(data: Path, bandwidth: float) -> dict[str, Any]:
+    """Elementwise ops on a card of this memory bandwidth."""
+    dense, heads = data / REFERENCE_KERNELS / "dense.csv", data / REFERENCE_KERNELS
+    sources = [(dense, op, "tokens", size, REFERENCE_BANDWIDTH) for op, size in
+               _ELEMENTWISE.items()]  # fmt: skip
+    sources += [
+        (heads / "per_sequence.csv", "sampler", "sequences", _SAMPLER_SIZE, REFERENCE_BANDWIDTH),
+        (data / _QWEN_KERNELS / "dense.csv", "qk_norm", "tokens", _QK_NORM_SIZE, _QWEN_BANDWIDTH),
+    ]
+    out = {}
+    for path, op, axis, size, source_bandwidth in sources:
+        rows = CsvTable(path, ("layer", axis, "time_us"), 8)
+        timed = {
+            rows.count(line, row, axis): rows.positive(line, row, "time_us", "microseconds")
+            for line, row in rows.rows
+            if row["layer"] == op
+        }
+        grid = np.array(sorted(timed), float)
+        time = isotonic_fit(np.array([timed[int(g)] for g in grid]))
+        time = time[0] + (time - time[0]) * source_bandwidth / bandwidth
+        kept = thin(grid, time, 0.02)
+        out[op] = {
+            "size": size,
+            "tokens": [int(g) for g in grid[kept]],
+            "us": _microseconds(time[kept]),
+        }
+    return out
+
+
+# -- cards ----------------------------------------------------------------------------------
+
+
+def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str, Any]:
+    """The kernel tables of a card that aiconfigurator timed.
+
+    Args:
+        card: a key of :data:`servegym.hardware_profiles.build.fit_cards.CARDS`.
+        data: folder of the published tables.
+        systems: ``aiconfigurator_core/systems/data``.
+        seed: chooses the rows that are held out.
+
+    Returns:
+        The file's content, without ``step_error``.
+    """
+    facts = CARDS[card]
+    name, version = facts["file"], facts["version"]
+    errors: dict[str, Any] = {}
+
+    def table(kind: str, file: str, of: str = version) -> Any:
+        return _frame(systems / name / kind / "vllm" / of / f"{file}_perf.parquet")
+
+    products = table("gemm", "gemm")
+    gemm = {}
+    for theirs, ours in _GEMM_DTYPES.items():
+        rows = products[products["gemm_dtype"] == theirs]
+        if len(rows):
+            gemm[ours], found = _gemm(rows, seed)
+            errors |= {f"gemm_{ours}_{key}": value for key, value in found.items()}
+    prompts, decodes = (
+        table("attention", "context_attention"),
+        table("attention", "generation_attention"),
+    )
+    prompt, decode = {}, {}
+    for size in (64, 128, 256):
+        rows = _rows(prompts, size)
+        if len(rows):
+            prompt[str(size)], found = _prompt_attention(rows, seed)
+            decode[str(size)], more = _decode_attention(_rows(decodes, size), size, seed)
+            errors |= {f"prompt_attention_{size}_{key}": value for key, value in found.items()}
+            errors |= {f"decode_attention_{size}_{key}": value for key, value in more.items()}
+        for window in _WINDOWS:
+            rows = _rows(prompts, size, window)
+            if len(rows) and len(_rows(decodes, size, window)):
+                key, full = f"{size}w{window}", decode[str(size)]["bandwidth_bytes_per_s"]
+                prompt[key], _ = _prompt_attention(rows, seed)
+                decode[key], more = _decode_attention(
+                    _rows(decodes, size, window), size, seed, window, 1e-6 * full
+                )
+                errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
+    layers = table("moe", "moe")
+    moe = {}
+    for theirs, ours in _MOE_DTYPES.items():
+        rows = layers[layers["moe_dtype"] == theirs]
+        if len(rows):
+            moe[ours], found = _experts(rows)
+            errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
+    comm = _COMM.get(name, version)
+    return {
+        "format": FORMAT,
+        "card": card,
+        "kind": "fitted",
+        "device": {key: value for key, value in facts.items() if key not in ("file", "version")},
+        "engine": {"name": "vLLM", "version": version},
+        "gemm": gemm,
+        "prompt_attention": prompt,
+        "decode_attention": decode,
+        "moe": moe,
+        "all_reduce": _all_reduce(table("comm", "custom_allreduce", comm)),
+        "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
+        "held_out": errors,
+        "provenance": _provenance(name, version, comm),
+    }
+
+
+def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
+    return {
+        "source": f"aiconfigurator-core 0.12.0 (PyPI): {name} vLLM {version} gemm, "
+        f"context_attention, generation_attention, moe; vLLM {comm} custom_allreduce; "
+        "casys-kaist/LLMServingSim @5daddb21a545 for elementwise ops",
+        "licence": "aiconfigurator-core Apache-2.0; LLMServingSim MIT",
+        "commit": "aiconfigurator-core 0.12.0",
+        "date": "2026-11-23",
+        "command": "python -m servegym.hardware_profiles.build.fit_kernels DATA SYSTEMS",
+        "notes": [
+            "microseconds; products non-decreasing in the rows and not below 0.9 x (launch + bytes "
+            "/ bandwidth); decode attention not below floor + bytes / bandwidth",
+            f"experts: {ROUTING} routing, the flattest that was timed on every card; the gate's "
+            "top-k is not part of the kernel",
+            "held_out: absolute relative errors; gemm shapes and attention entries: every fifth by "
+            "seed, from the others; odd_rows: row counts that are off the grid; single_rows: the "
+            "timed rows against their medians in the table",
+        ],
+    }
+
+
+def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
+    """The RTX 4090's tables: the L40S's times the ratio of the cards on Llama-3.1-8B's kernels.
+
+    Args:
+        base: the L40S's content.
+        data: folder of the published tables.
+
+    Returns:
+        The file's content; products of 16-bit weights only, no experts.
+    """
+    folder = data / REFERENCE_KERNELS
+    rows = CsvTable(folder / "dense.csv", ("layer", "tokens", "time_us"), 36)
+    timed: dict[str, dict[int, float]] = {}
+    for line, row in rows.rows:
+        timed.setdefault(row["layer"], {})[rows.count(line, row, "tokens")] = rows.positive(
+            line, row, "time_us", "microseconds"
+        )
+    shapes = {
+        "qkv_proj": (6144, 4096),
+        "o_proj": (4096, 4096),
+        "gate_up_proj": (28672, 4096),
+        "down_proj": (4096, 14336),
+    }
+    raw = base["gemm"]["bf16"]
+    products = LogTable(
+        "products",
+        [(k, np.array(raw[k])) for k in ("rows", "out", "inner")],
+        np.array(raw["us"]),
+    )
+    grid = [m for m in raw["rows"] if m in timed["qkv_proj"]]
+    ratio = np.array(
+        [[timed[op][int(m)] / products.seconds(m, *nk) for m in grid] for op, nk in shapes.items()]
+    )
+    middle = np.exp(np.log(ratio).mean(axis=0))
+    left_out = [
+        np.exp(np.delete(np.log(ratio), i, axis=0).mean(axis=0)) / ratio[i] - 1.0
+        for i in range(len(ratio))
+    ]
+    by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
+
+    kernels = KernelTables(folder, 1)
+    prompt_base = base["prompt_attention"]["128"]
+    fresh = {int(c): 1e6 * kernels.chunk_attention[i, 0] for i, c in enumerate(kernels.chunks)}
+    tokens = prompt_base["tokens"]
+    line = np.array(prompt_base["us"][prompt_base["heads"].index(32)])
+    own = np.interp(
+        np.log(tokens), np.log(sorted(fresh)), [fresh[c] / line[tokens.index(c)] for c in
+                                                sorted(fresh)],
+    )  # fmt: skip
+    decode_base = base["decode_attention"]["128"]
+    table = LogTable(
+        "decodes",
+        [(k, np.array(decode_base[k])) for k in ("group", "pairs", "context")],
+        np.array(decode_base["us"]),
+    )
+    pairs = 8.0 * kernels.decodes
+    seen = np.array(
+        [
+            [
+                1e6 * kernels.decode_attention[i, j] / table.seconds(4, u, x)
+                for j, x in enumerate(kernels.contexts)
+            ]
+            for i, u in enumerate(pairs)
+        ]
+    )
+
+    def decode_ratio(u: float, x: float) -> float:
+        columns = [np.interp(np.log(x), np.log(kernels.contexts), row) for row in seen]
+        return float(np.interp(np.log(u), np.log(pairs), columns))
+
+    facts = DERIVED_CARDS["rtx4090"]
+    scale = np.array([[decode_ratio(u, x) for x in decode_base["context"]] for u in
+                      decode_base["pairs"]])  # fmt: skip
+    provenance = dict(base["provenance"])
+    provenance["source"] = (
+        "casys-kaist/LLMServingSim @5daddb21a545: RTX 4090, Llama-3.1-8B; times of the L40S ("
+        + provenance["source"]
+        + ")"
+    )
+    provenance["notes"] = [
+        "the L40S's tables (the same processors) x the ratio of the two cards' times of "
+        "Llama-3.1-8B: products by rows (mean over four shapes), prompt attention by tokens (32 "
+        "heads), decode attention by pairs and context (4 query heads a KV head)",
+        "no mixture-of-experts layer, no 8-bit product was timed on this card; all-reduces are the "
+        "L40S's over PCIe 4.0, a lower bound: this card has no peer access",
+    ]
+    return {
+        "format": FORMAT,
+        "card": "rtx4090",
+        "kind": "derived",
+        "device": facts | {"memory_bytes": 25_250_627_584, "multiprocessors": 128},
+        "engine": {"name": "vLLM", "version": "0.19.0"},
+        "gemm": {"bf16": dict(raw) | {"us": _microseconds(np.array(raw["us"]) *
+                                                          by_rows[:, None, None])}},
+        "prompt_attention": {
+            size: dict(t) | {"us": _microseconds(np.array(t["us"]) * own)}
+            for size, t in base["prompt_attention"].items()
+        },
+        "decode_attention": {
+            size: dict(t) | {"us": _microseconds(_on(t, decode_base, scale))}
+            for size, t in base["decode_attention"].items()
+        },
+        "moe": {},
+        "all_reduce": base["all_reduce"],
+        "elementwise": _elementwise(data, facts["memory_bandwidth_bytes_per_s"]),
+        "held_out": {"gemm_bf16_shape_left_out": error_quantiles(np.array(left_out))},
+        "provenance": provenance,
+    }  # fmt: skip
+
+
+def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) -> np.ndarray:
+    """A decode table times a ratio that is known on another table's pairs and contexts."""
+    rows = [[np.interp(np.log(x), np.log(base["context"]), line) for x in table["context"]] for
+            line in scale]  # fmt: skip
+    columns = np.array(rows).T
+    by_pair = [np.interp(np.log(table["pairs"]), np.log(base["pairs"]), c) for c in columns]
+    return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line: write the kernel tables.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.hardware_profiles.build.fit_kernels",
+        description="Kernel tables by shape, a file a card.",
+    )
+    parser.add_argument("data", help="folder of the published tables")
+    parser.add_argument("systems", help="aiconfigurator_core/systems/data of the unpacked wheel")
+    parser.add_argument("--out", default=".", help="folder to write to")
+    options = parser.parse_args(arguments)
+    data, systems = Path(options.data), Path(options.systems)
+    made = {card: fit_card(card, data, systems) for card in CARDS}
+    made["rtx4090"] = derive_rtx4090(made["l40s"], data)
+    for card, content in made.items():
+        path = Path(options.out) / f"{card}.json"
+        write_json(content, path)
+        print(f"{card}: {path.stat().st_size / 1e3:.0f} kB")
+        for what, error in content["held_out"].items():
+            print(f"  {what}: median {error['median']:.3f}, p90 {error['p90']:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

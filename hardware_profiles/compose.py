@@ -1,0 +1,500 @@
+"""A serving profile of any decoder model on any card with kernel tables: ``servegym profile``.
+
+One iteration of the whole model is composed, layer by layer, as
+
+    embedding + layers x (norms + qkv + rotary (+ query-key norm) + attention + o
+    + feed-forward or router and experts + 2 all-reduces)
+    + final norm + lm_head + sampler
+
+from the card's kernel tables (:mod:`servegym.hardware_profiles.kernels`) and the model's shape
+(:mod:`servegym.hardware_profiles.model_config`). With ``tp`` cards every product is split by heads,
+features or rows of the head; the KV heads are replicated where there are fewer than cards. The
+profile stands for the whole group: its memory is that of all cards.
+
+It is kernel time: what the host adds is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose
+from servegym.envs._command_line import run_main
+from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
+from servegym.hardware_profiles.law import Profile
+from servegym.hardware_profiles.load import load
+from servegym.hardware_profiles.model_config import ModelShape, list_models, model_shape
+from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
+
+DTYPES = ("bf16", "fp8")
+USABLE_MEMORY = 0.9
+
+# The card and model whose chunks after earlier context were timed, and its multiprocessors.
+_REFERENCE, _REFERENCE_PROCESSORS = "rtx4090-llama-3.1-8b", 128
+_REFERENCE_LONGEST_CHUNK = 2048
+# Queries that one block of the prefill kernel works on; blocks run one a multiprocessor.
+_QUERY_TILE = 128
+
+# What vLLM sets aside was recorded once, for Llama-3.1-8B on one RTX 4090: 1.237e9 bytes. The
+# parts that depend on the model are activations of 2,048 tokens and 256 rows of logits.
+_RECORDED_RESERVE, _RESERVE_TOKENS, _RESERVE_LOGITS = 1_237_000_000, 2048, 256
+
+_CONTEXTS = (0, *(2**n for n in range(4, 18)))
+_DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
+_DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_LONG_PROMPTS = (32768, 65536, 131072)
+_TOLERANCE = 0.003
+
+
+@dataclass
+class Composer:
+    """Times of one model's iterations on ``tp`` cards of one kind.
+
+    Attributes:
+        kernels: the card's tables.
+        shape: the model.
+        tp: cards that share every layer.
+        dtype: number format of the products' weights, ``"bf16"`` or ``"fp8"``.
+    """
+
+    kernels: CardKernels
+    shape: ModelShape
+    tp: int = 1
+    dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        s, tp = self.shape, self.tp
+        self.kernels.check_dtype(self.dtype)
+        if tp not in self.kernels.tensor_parallel:
+            raise ValueError(
+                f"tp: got {tp}; all-reduces on {self.kernels.card} are known for "
+                f"{', '.join(map(str, self.kernels.tensor_parallel))} cards"
+            )
+        for what, size in (("attention heads", s.heads), ("feed-forward features", s.intermediate)):
+            if size % tp:
+                raise ValueError(f"tp: got {tp}; must divide the {size} {what} of {s.name}")
+        if s.kv_heads % tp and tp % s.kv_heads:
+            raise ValueError(
+                f"tp: got {tp}; must divide the {s.kv_heads} KV heads of {s.name}, or be a "
+                "multiple of them"
+            )
+        self.heads = s.heads // tp
+        self.kv_heads = max(s.kv_heads // tp, 1)
+        self.window = s.window if s.window in self.kernels.windows(s.head_size) else None
+        self.moe, self.moe_source = None, None
+        if s.experts:
+            wanted = MoeShape(s.hidden, s.intermediate // tp, s.top_k, s.experts)
+            experts = s.expert_dtype or self.dtype
+            self.moe, self.moe_source = self.kernels.moe_table(wanted, experts)
+            self.moe_wanted = wanted
+        # Seconds a (query, key) pair takes in prompts between half of the longest timed and it.
+        self._longest = self.kernels.longest_prompt
+        half, full = self._prompt(self._longest / 2), self._prompt(self._longest)
+        self.rate = (full - half) / (0.375 * self._longest**2)
+
+    # -- products and elementwise ops -----------------------------------------------------------
+
+    def layer_s(self, tokens: float) -> float:
+        """Seconds of one layer but attention, for ``tokens`` scheduled tokens."""
+        s, k = self.shape, self.kernels
+        heads = self.heads * s.head_size
+        kv = self.kv_heads * s.head_size
+        total = s.norms * k.elementwise_s("layernorm", tokens, s.hidden)
+        total += k.gemm_s(tokens, heads + 2 * kv, s.hidden, self.dtype)
+        if s.qk_norm:
+            total += k.elementwise_s("qk_norm", tokens, heads + kv)
+        total += k.elementwise_s("rotary_emb", tokens, heads + kv)
+        total += k.gemm_s(tokens, s.hidden, heads, self.dtype)
+        total += self.feed_forward_s(tokens)
+        message = 2.0 * tokens * s.hidden
+        return total + 2.0 * k.all_reduce_s(message, self.tp)
+
+    def feed_forward_s(self, tokens: float) -> float:
+        """Seconds of one layer's feed-forward part on one card."""
+        s, k = self.shape, self.kernels
+        if self.moe is not None:
+            # The router: a product and the choice of the top-k, taken as one elementwise launch.
+            router = k.gemm_s(tokens, s.experts, s.hidden)
+            router += k.elementwise_s("layernorm", tokens, s.experts)
+            return router + self.moe.seconds(tokens)
+        width = s.intermediate // self.tp
+        total = k.gemm_s(tokens, (2 if s.gated else 1) * width, s.hidden, self.dtype)
+        total += k.elementwise_s("act_fn", tokens, width)
+        return total + k.gemm_s(tokens, s.hidden, width, self.dtype)
+
+    def dense_s(self, tokens: float) -> float:
+        """Seconds of an iteration's part that depends on its scheduled tokens alone."""
+        s, k = self.shape, self.kernels
+        total = k.elementwise_s("embedding", tokens, s.hidden)
+        total += k.all_reduce_s(2.0 * tokens * s.hidden, self.tp)
+        total += k.elementwise_s("layernorm", tokens, s.hidden)
+        return s.layers * self.layer_s(tokens) + total
+
+    def head_s(self, sequences: float) -> float:
+        """Seconds of head and sampler; the logits are gathered at half an all-reduce's time."""
+        s, k = self.shape, self.kernels
+        total = k.gemm_s(sequences, math.ceil(s.vocabulary / self.tp), s.hidden)
+        total += 0.5 * k.all_reduce_s(2.0 * sequences * s.vocabulary, self.tp)
+        return total + k.elementwise_s("sampler", sequences, s.vocabulary)
+
+    # -- attention ------------------------------------------------------------------------------
+
+    def _prompt(self, tokens: float, window: int | None = None) -> float:
+        return self.kernels.prompt_attention_s(tokens, self.heads, self.shape.head_size, window)
+
+    def prompt_attention_s(self, tokens: float) -> float:
+        """Seconds of one full layer's attention over a fresh prompt; by pairs beyond the tables."""
+        if tokens <= self._longest:
+            return self._prompt(tokens)
+        return self._prompt(self._longest) + 0.5 * self.rate * (tokens**2 - self._longest**2)
+
+    def _waste(self, heads: int, processors: int, chunk: float) -> float:
+        """How much of the multiprocessors' time the last wave of query blocks leaves unused."""
+        blocks = heads * math.ceil(chunk / _QUERY_TILE)
+        return math.ceil(blocks / processors) * processors / blocks
+
+    def context_s(self, chunk: float, context: float) -> float:
+        """Seconds that earlier context adds to a chunk's attention in one full layer.
+
+        Not timed on most cards: the RTX 4090's increment for Llama-3.1-8B times the ratio of the
+        long prompts' rates and of the waves' waste; chunks beyond 2,048 by (query, key) pairs.
+        """
+        if chunk > _REFERENCE_LONGEST_CHUNK:
+            return self.rate * chunk * context
+        reference = load(_REFERENCE)
+        layers, heads = reference.model["layers"], reference.model["attention_heads"]
+        far = float(reference.tables().context_tokens[-1])
+        longest = _REFERENCE_LONGEST_CHUNK
+        own = reference.chunk_attention_s(longest, far) - reference.chunk_attention_s(longest, 0)
+        own_rate = own / layers / (longest * far)
+        added = reference.chunk_attention_s(chunk, context) - reference.chunk_attention_s(chunk, 0)
+        processors = self.kernels.data["device"]["multiprocessors"]
+        waste = self._waste(self.heads, processors, chunk)
+        waste /= self._waste(heads, _REFERENCE_PROCESSORS, chunk)
+        return max(added, 0.0) / layers * (self.rate / own_rate) * waste
+
+    def chunk_attention_s(self, chunk: float, context: float) -> float:
+        """Seconds of all layers' attention of a prompt's chunk after ``context`` tokens."""
+        s = self.shape
+        full = self.prompt_attention_s(chunk) + self.context_s(chunk, context)
+        if self.window is None:
+            return s.layers * full
+        # Every query sees at most the window: as a prompt that begins a window earlier.
+        seen = chunk + min(context, self.window)
+        scale = max(seen / self._longest, 1.0)
+        windowed = scale * self._prompt(seen / scale, self.window)
+        return s.windowed_layers * windowed + (s.layers - s.windowed_layers) * full
+
+    def decode_attention_s(self, sequences: float, context: float) -> float:
+        """Seconds of all layers' attention of ``sequences`` decodes of ``context`` tokens each."""
+        s = self.shape
+        at = (sequences, max(context, 2.0), self.heads, self.kv_heads, s.head_size)
+        full = self.kernels.decode_attention_s(*at)
+        if self.window is None:
+            return s.layers * full
+        # Past twice the window nothing grows, and the tables need not reach further.
+        at = (sequences, min(at[1], 2.0 * self.window), *at[2:])
+        windowed = self.kernels.decode_attention_s(*at, self.window)
+        return s.windowed_layers * windowed + (s.layers - s.windowed_layers) * full
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def memory(self) -> tuple[dict[str, Any], dict[str, Any], int]:
+        """Device facts, model facts and activation reserve (bytes) of the whole group."""
+        s, tp = self.shape, self.tp
+        facts = self.kernels.data["device"]
+        device = dict(facts) | {"usable_memory_fraction": USABLE_MEMORY}
+        if tp > 1:
+            device["name"] = f"{tp} x {facts['name']}"
+            for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "tensor_flop_per_s"):
+                device[key] = tp * facts[key]
+            device["multiprocessors"] = tp * facts["multiprocessors"]
+        kv_heads = max(s.kv_heads, tp)
+        replicas = kv_heads // s.kv_heads - 1
+        copied = 2 * replicas * s.kv_heads * s.head_size * s.hidden * s.layers
+        width = 1 if self.dtype == "fp8" else 2
+        model = {
+            "name": s.name,
+            "layers": s.layers,
+            "hidden_size": s.hidden,
+            "attention_heads": s.heads,
+            "kv_heads": kv_heads,
+            "head_size": s.head_size,
+            "bytes_per_value": 2,
+            "parameters": s.parameters,
+            "weight_bytes": s.weight_bytes(self.dtype) + width * copied,
+            "kv_bytes_per_token": 4 * s.layers * kv_heads * s.head_size,
+            "source": f"{s.architecture}; KV cache in 16 bits"
+            + (f", {kv_heads // s.kv_heads} copies of each KV head" if replicas else ""),
+        }
+        return device, model, activation_reserve_bytes(s, tp)
+
+
+def activation_reserve_bytes(shape: ModelShape, tp: int) -> int:
+    """Bytes that the engine sets aside on all cards for activations and its own use.
+
+    What vLLM recorded for Llama-3.1-8B, with activations (2 bytes x 2,048 tokens x (3 hidden + 3
+    feed-forward features / tp)) and logits (10 bytes x 256 rows x vocabulary) of this model in
+    place of that one's.
+    """
+
+    def parts(hidden: int, features: float, vocabulary: int) -> float:
+        return 2 * _RESERVE_TOKENS * 3 * (hidden + features) + 10 * _RESERVE_LOGITS * vocabulary
+
+    features = shape.intermediate * max(shape.top_k, 1) / tp
+    own = _RECORDED_RESERVE - parts(4096, 14336, 128256)
+    return round(tp * (own + parts(shape.hidden, features, shape.vocabulary)))
+
+
+def _fits(composer: Composer) -> bool:
+    device, model, reserve = composer.memory()
+    try:
+        kv_capacity_tokens(device, model, {"activation_reserve_bytes": reserve}, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _check_memory(composer: Composer) -> None:
+    """Refuse weights that leave no KV block, naming the smallest number of cards that does."""
+    if _fits(composer):
+        return
+    k, s = composer.kernels, composer.shape
+    wider = []
+    for tp in k.tensor_parallel:
+        if tp > composer.tp:
+            try:
+                other = Composer(k, s, tp, composer.dtype)
+            except ValueError:
+                continue
+            if _fits(other):
+                wider.append(tp)
+    hint = f"the smallest that fits is --tp {wider[0]}" if wider else "no timed tp fits"
+    raise ValueError(
+        f"tp: got {composer.tp}; the weights of {s.name} "
+        f"({s.weight_bytes(composer.dtype) / 1e9:.1f} GB in {composer.dtype}) leave no room for KV "
+        f"memory on {k.card}; {hint}"
+    )
+
+
+def _tables(c: Composer) -> dict[str, Any]:
+    """The ``law`` field."""
+    from servegym.hardware_profiles.build.fitting import as_integers, isotonic_fit, rounded, thin
+
+    rows = np.array(c.kernels.data["gemm"][c.dtype]["rows"])
+    dense = np.array([c.dense_s(m) for m in rows])
+    tokens = np.append(rows, [2 * rows[-1], 4 * rows[-1]])
+    # Long iterations are bound by arithmetic: in proportion beyond the last timed row count.
+    dense = isotonic_fit(np.append(dense, [2 * dense[-1], 4 * dense[-1]]))
+    sequences = rows[rows <= _DECODES[-1]]
+    head = isotonic_fit(np.array([c.head_s(m) for m in sequences]))
+    fresh = c.kernels.data["prompt_attention"]["128"]["tokens"]
+    chunks = np.array([*fresh, *(p for p in _LONG_PROMPTS if p > fresh[-1])])
+    attention = np.array([[c.chunk_attention_s(n, x) for x in _CONTEXTS] for n in chunks])
+    decode = np.array([[c.decode_attention_s(b, x) for x in _DECODE_CONTEXTS] for b in _DECODES])
+    kept, kept_head = thin(tokens, dense, _TOLERANCE), thin(sequences, head, _TOLERANCE)
+    return {
+        "kind": "tabulated",
+        "dense_tokens": as_integers(tokens[kept]),
+        "dense_s": rounded(dense[kept]),
+        "chunk_tokens": as_integers(chunks),
+        "context_tokens": list(_CONTEXTS),
+        "chunk_attention_s": rounded(np.maximum.accumulate(attention, axis=0)),
+        "decode_sequences": list(_DECODES),
+        "decode_context_tokens": list(_DECODE_CONTEXTS),
+        "decode_attention_s": rounded(np.maximum.accumulate(decode, axis=0)),
+        "head_sequences": as_integers(sequences[kept_head]),
+        "head_s": rounded(head[kept_head]),
+    }
+
+
+def _notes(c: Composer) -> list[str]:
+    s, k = c.shape, c.kernels
+    notes = [
+        "kernel time only: no scheduling, input preparation or gaps between kernels",
+        f"activation_reserve_bytes: vLLM's for Llama-3.1-8B on one RTX 4090 "
+        f"({_RECORDED_RESERVE} B) with this model's activations and logits in place of that one's; "
+        f"KV memory: {USABLE_MEMORY:g} of the memory less weights and reserve",
+        "chunks after earlier context: increment of the RTX 4090, scaled by the rate of long "
+        f"prompts and the waves of query blocks; prompts beyond {k.longest_prompt} tokens by "
+        "(query, key) pairs at the rate of the longest timed ones (error: "
+        "prompt_attention_*_12k_and_16k_from_8k)",
+    ]
+    if c.tp > 1:
+        notes.append(
+            "all-reduce: two a layer and one after the embedding, as timed; the gather of the "
+            "logits is derived, half an all-reduce of their bytes"
+        )
+    if c.dtype == "fp8":
+        notes.append(
+            "fp8: products and experts as timed in 8 bits; head, router, attention and KV cache in "
+            "16; quantising the activations is not counted"
+        )
+    if s.window is not None:
+        rule = "as timed" if c.window else "composed as full attention, an upper bound"
+        notes.append(
+            f"sliding window of {s.window} tokens in {s.windowed_layers} of {s.layers} layers: "
+            f"{rule}; KV memory is counted without it"
+        )
+    if c.moe_source is not None and c.moe_source != c.moe_wanted:
+        notes.append(f"experts {c.moe_wanted} were not timed: scaled from {c.moe_source}")
+    notes += [
+        f"{what}: {factor:.3g} times beyond the last timed size"
+        for what, factor in sorted(k.extrapolated.items())
+        if not what.endswith("shape")
+    ]
+    return notes
+
+
+def compose(
+    card: str,
+    model: str | os.PathLike[str] | ModelShape,
+    *,
+    tp: int = 1,
+    dtype: str = "bf16",
+    kernels: CardKernels | None = None,
+) -> Profile:
+    """Compose the profile of a model on a card, or on ``tp`` cards with tensor parallelism.
+
+    Args:
+        card: a name of :func:`servegym.hardware_profiles.kernels.list_cards`.
+        model: a shipped config's name, the path of a Hugging Face ``config.json``, or a shape.
+        tp: cards that share every layer; one of those whose all-reduce is known.
+        dtype: format of the products' weights, ``"bf16"`` or, where timed, ``"fp8"``.
+        kernels: tables to use in place of the shipped ones.
+
+    Returns:
+        The profile: ``"fitted"``, or ``"derived"`` where the card's tables are, an expert layer was
+        not timed or a size lies more than twice beyond the tables.
+
+    Raises:
+        ValueError: naming the unknown card, model, architecture or dtype; the shape beyond the
+            tables; the ``tp`` that does not divide the model or does not hold its weights.
+    """
+    from servegym.hardware_profiles.build.fitting import NO_ESTIMATE, fit_estimator
+
+    choose("dtype", dtype, DTYPES)
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp: got {tp!r}; must be a whole number >= 1")
+    tables = load_kernels(card) if kernels is None else kernels
+    shape = model if isinstance(model, ModelShape) else model_shape(model)
+    c = Composer(tables, shape, tp, dtype)
+    _check_memory(c)
+    law = _tables(c)
+    device, facts, reserve = c.memory()
+    far = any(factor > 2.0 for factor in tables.extrapolated.values())
+    derived = tables.data["kind"] == "derived" or far or c.moe_source not in (None, _wanted(c))
+    name = f"{card}-{shape.name.lower()}"
+    name += ("" if tp == 1 else f"-tp{tp}") + ("" if dtype == "bf16" else f"-{dtype}")
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "name": name,
+        "description": f"{device['name']}, {shape.name}, {dtype}, composed from kernel timings",
+        "kind": "derived" if derived else "fitted",
+        "device": device,
+        "model": facts,
+        "engine": {
+            "name": tables.data["engine"]["name"],
+            "version": f"{tables.data['engine']['version']} (kernels)",
+            "dtype": dtype,
+            "activation_reserve_bytes": reserve,
+            "tensor_parallel": tp,
+        },
+        "law": law,
+        "estimator": NO_ESTIMATE,
+        "domain": {
+            "max_decode_sequences": _DECODES[-1],
+            "max_iteration_tokens": int(tables.data["gemm"][dtype]["rows"][-1]),
+            "max_context_tokens": tables.longest_context(shape.head_size),
+        },
+        "fit_error": {},
+        "provenance": dict(tables.data["provenance"])
+        | {
+            "command": f"servegym profile --card {card} --model {shape.name}"
+            + (f" --tp {tp}" if tp > 1 else "")
+            + (f" --dtype {dtype}" if dtype != "bf16" else ""),
+            "notes": [*tables.data["provenance"]["notes"], *_notes(c)],
+        },
+    }
+    if "step_error" in tables.data:
+        data["step_error"] = tables.data["step_error"]
+    draft = Profile.from_dict(data, name)
+    data["estimator"], estimator = fit_estimator(draft)
+    data["fit_error"] = {
+        "measure": "absolute relative error; kernels: rows that the tables were made without",
+        **tables.data["held_out"],
+        "linear_estimator_against_law": estimator,
+    }
+    return Profile.from_dict(data, name)
+
+
+def _wanted(c: Composer) -> MoeShape | None:
+    return c.moe_wanted if c.moe is not None else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym profile``.
+
+    Args:
+        arguments: the command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: naming what cannot be used.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym profile",
+        description="A serving profile of any decoder model on any card with kernel tables.",
+    )
+    parser.add_argument("--list", action="store_true", help="name the cards and models, stop")
+    parser.add_argument("--card", help="a card of --list")
+    parser.add_argument("--model", help="a model of --list, or the path of a config.json")
+    parser.add_argument("--tp", type=int, default=1, help="cards with tensor parallelism")
+    parser.add_argument("--dtype", default="bf16", help="format of the weights: bf16 or fp8")
+    parser.add_argument("--out", help="the profile's file (NAME.json)")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for card in list_cards():
+            k = load_kernels(card)
+            tps = ", ".join(map(str, k.tensor_parallel))
+            print(f"card {card}: {', '.join(k.dtypes)}; tp {tps}; experts in "
+                  f"{', '.join(k.data['moe']) or 'no format'}")  # fmt: skip
+        for name in list_models():
+            s = model_shape(name)
+            print(f"model {name}: {s.parameters / 1e9:.2f} B parameters, {s.architecture}")
+        return 0
+    for what in ("card", "model"):
+        if getattr(options, what) is None:
+            raise ValueError(f"--{what}: missing (see servegym profile --list)")
+    profile = compose(options.card, options.model, tp=options.tp, dtype=options.dtype)
+    path = Path(options.out or f"{profile.name}.json")
+    profile.save(path)
+    print(f"{path}: {profile.name}, {profile.kind}, KV {profile.kv_capacity_tokens} tokens of "
+          f"{profile.kv_bytes_per_token} B")  # fmt: skip
+    for b, x in ((1, 1024), (32, 1024), (8, 16384)):
+        print(f"decode of {b} x {x} tokens: {1e3 * profile.decode_s(b, b * x):.2f} ms")
+    for p in (512, 2048, 16384):
+        print(f"prefill of {p} tokens: {1e3 * profile.prefill_s(p):.1f} ms")
+    for kind in ("prefill", "decode"):
+        if profile.step_error:
+            error = profile.step_error[kind]
+            low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.645, 1.645))
+            print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's (90 %)")
+    for note in profile.provenance["notes"]:
+        if "beyond" in note or "not timed" in note:
+            print(f"note: {note}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

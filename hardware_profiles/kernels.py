@@ -1,0 +1,369 @@
+"""Kernel times of one card, by shape: what a profile of any model is composed from.
+
+A file ``data/kernels/<card>.json`` holds tables that the project computed from published timings:
+matrix products by (rows, output features, inner features), attention of one prompt by (heads,
+tokens), attention of decodes by (query heads a KV head, KV heads x sequences, context), fused
+mixture-of-experts layers by shape and tokens, all-reduces by bytes, and elementwise ops.
+Times between the points are interpolated linearly in the logarithms; beyond them the last slope
+holds, up to :data:`LARGEST_EXTRAPOLATION` times the last point.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from servegym.hardware_profiles.law import interpolate
+from servegym.hardware_profiles.load import data_path, unknown_name
+from servegym.hardware_profiles.schema import Fields, read_json
+
+FORMAT = "servegym-kernel-tables/1"
+# How far beyond the last timed size a shape may lie.
+LARGEST_EXTRAPOLATION = 4.0
+_MICROSECOND = 1e-6
+
+
+class LogTable:
+    """Times on a grid of sizes, interpolated linearly in the logarithms of sizes and times.
+
+    Beyond the grid the slope of the outermost cell holds, between 0 (no faster for more work) and
+    ``steepest`` (1: in proportion to the size).
+
+    Args:
+        what: the kernel, for messages.
+        axes: ``(name, (G,) strictly increasing sizes > 0)`` of every axis.
+        seconds: times > 0, one axis of the array for each of ``axes``.
+        steepest: largest slope beyond the grid.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        axes: Sequence[tuple[str, np.ndarray]],
+        seconds: np.ndarray,
+        steepest: float = 1.0,
+    ) -> None:
+        self.what = what
+        self.names = [name for name, _ in axes]
+        self.grids = [[float(v) for v in grid] for _, grid in axes]
+        self._logs = [np.log(grid) for grid in self.grids]
+        self._values = np.log(np.asarray(seconds, float))
+        self._steepest = steepest
+
+    def beyond(self, *sizes: float) -> tuple[float, str]:
+        """How many times a shape lies beyond the grid (1 inside), and on which axis."""
+        found = (1.0, "")
+        for name, grid, size in zip(self.names, self.grids, sizes, strict=True):
+            found = max(found, (max(size / grid[-1], grid[0] / size), name))
+        return found
+
+    def seconds(self, *sizes: float) -> float:
+        """The time of a shape.
+
+        Args:
+            sizes: one size > 0 for every axis.
+
+        Returns:
+            Seconds.
+
+        Raises:
+            ValueError: naming the shape, if it lies too far beyond the grid.
+        """
+        factor, axis = self.beyond(*sizes)
+        if factor > LARGEST_EXTRAPOLATION * (1.0 + 1e-9):
+            grid = self.grids[self.names.index(axis)]
+            shape = ", ".join(f"{n} {s:g}" for n, s in zip(self.names, sizes, strict=True))
+            raise ValueError(
+                f"{self.what}: got {shape}; {axis} was timed from {grid[0]:g} to {grid[-1]:g} and "
+                f"may lie at most {LARGEST_EXTRAPOLATION:g} times beyond"
+            )
+        values = self._values
+        for grid, logs, size in zip(self.grids, self._logs, sizes, strict=True):
+            i = min(max(bisect_right(grid, size) - 1, 0), len(grid) - 2)
+            slope = (values[i + 1] - values[i]) / (logs[i + 1] - logs[i])
+            if size > grid[-1]:
+                slope, i = np.clip(slope, 0.0, self._steepest), len(grid) - 1
+            elif size < grid[0]:
+                slope = np.clip(slope, 0.0, self._steepest)
+            values = values[i] + slope * (math.log(size) - logs[i])
+        return float(math.exp(values))
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """One routed feed-forward layer on one card (gated: three matrices an expert).
+
+    Attributes:
+        hidden: hidden size.
+        width: width of one expert, or of its share on this card.
+        top_k: experts a token goes to.
+        experts: experts of the layer.
+    """
+
+    hidden: int
+    width: int
+    top_k: int
+    experts: int
+
+    @property
+    def expert_values(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.hidden * self.width
+
+    def active(self, tokens: float) -> float:
+        """Experts that receive a token, at most."""
+        return min(float(self.experts), tokens * self.top_k)
+
+    def distance(self, other: MoeShape) -> float:
+        """How unlike two layers are: the largest ratio of expert size, experts and top-k."""
+        pairs = (
+            (self.expert_values, other.expert_values),
+            (self.experts, other.experts),
+            (self.top_k, other.top_k),
+        )
+        return max(max(a / b, b / a) for a, b in pairs)
+
+
+def other_moe_shape(
+    timed: MoeShape, wanted: MoeShape, seconds: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Times of a layer that was not timed, from one that was.
+
+    Reading the weights of the active experts scales with their bytes (taken from the call of one
+    token, all of which is reading); what more tokens add scales with the arithmetic.
+
+    Args:
+        timed: the timed layer.
+        wanted: the other.
+        seconds: ``(G,)`` times of the timed layer, the first of one token.
+        tokens: ``(G,)``.
+
+    Returns:
+        ``(G,)`` seconds of the other layer at the same tokens.
+    """
+    size = wanted.expert_values / timed.expert_values
+    work = size * wanted.top_k / timed.top_k
+    read = seconds[0] / timed.active(1)
+    reading = np.minimum([read * timed.active(t) for t in tokens], seconds)
+    rest = np.maximum(seconds - reading, 0.0)
+    share = np.array([wanted.active(t) / timed.active(t) for t in tokens])
+    return reading * share * size + rest * work
+
+
+@dataclass
+class CardKernels:
+    """The kernel tables of one card; make one with :func:`load_kernels`.
+
+    Attributes:
+        card: short name.
+        data: the file's content.
+        extrapolated: largest extrapolation factor that was asked for, by kernel and axis.
+    """
+
+    card: str
+    data: dict[str, Any]
+    extrapolated: dict[str, float] = field(default_factory=dict)
+    _tables: dict[tuple[str, ...], LogTable] = field(default_factory=dict, repr=False)
+
+    def _at(self, table: LogTable, *sizes: float) -> float:
+        seconds = table.seconds(*sizes)
+        factor, axis = table.beyond(*sizes)
+        if factor > 1.0:
+            key = f"{table.what}: {axis}"
+            self.extrapolated[key] = max(self.extrapolated.get(key, 1.0), factor)
+        return seconds
+
+    def _table(self, kernel: str, key: str, axes: Sequence[str], what: str) -> LogTable:
+        if (kernel, key) not in self._tables:
+            raw = self.data[kernel][key]
+            self._tables[kernel, key] = LogTable(
+                f"{what} on {self.card}",
+                [(name, np.array(raw[name], float)) for name in axes],
+                _MICROSECOND * np.array(raw["us"], float),
+            )
+        return self._tables[kernel, key]
+
+    @property
+    def dtypes(self) -> list[str]:
+        """Number formats of weights whose products were timed."""
+        return list(self.data["gemm"])
+
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse weights of a format that was not timed on this card."""
+        if dtype not in self.dtypes:
+            allowed = ", ".join(self.dtypes)
+            raise ValueError(f"dtype: got {dtype!r}; {self.card} was timed with {allowed}")
+
+    def gemm_s(self, rows: float, out: int, inner: int, dtype: str = "bf16") -> float:
+        """Seconds of the product ``(rows x inner) @ (inner x out)``."""
+        table = self._table("gemm", dtype, ("rows", "out", "inner"), f"{dtype} matrix product")
+        return self._at(table, rows, out, inner)
+
+    def windows(self, head_size: int) -> list[int]:
+        """Sliding windows that were timed with this head size."""
+        keys = [key.split("w") for key in self.data["prompt_attention"]]
+        return sorted(int(key[1]) for key in keys if len(key) == 2 and int(key[0]) == head_size)
+
+    def _attention(
+        self, kernel: str, axes: Sequence[str], size: int, window: int | None, *at: float
+    ) -> float:
+        """Attention of a head size: as timed, between two timed ones, or by bytes beyond them."""
+        what = kernel.replace("_", " ")
+        if window is not None:
+            return self._at(self._table(kernel, f"{size}w{window}", axes, what), *at)
+        sizes = sorted(int(key) for key in self.data[kernel] if "w" not in key)
+        low = max((s for s in sizes if s <= size), default=sizes[0])
+        high = min((s for s in sizes if s >= size), default=sizes[-1])
+        factor = max(size / sizes[-1], sizes[0] / size)
+        if factor > LARGEST_EXTRAPOLATION:
+            raise ValueError(f"{what} on {self.card}: got head size {size}; timed: {sizes}")
+        if factor > 1.0:
+            self.extrapolated[f"{what} on {self.card}: head size"] = factor
+        first, second = (
+            self._at(self._table(kernel, str(s), axes, what), *at) for s in (low, high)
+        )
+        if low == high:
+            return first * max(size / low, 1.0)
+        w = math.log(size / low) / math.log(high / low)
+        return first ** (1.0 - w) * second**w
+
+    def prompt_attention_s(
+        self, tokens: float, heads: float, head_size: int, window: int | None = None
+    ) -> float:
+        """Seconds of one layer's attention over a prompt without earlier context.
+
+        Args:
+            tokens: of the prompt.
+            heads: query heads on this card.
+            head_size: values a head.
+            window: one of :meth:`windows`, or None for all earlier tokens.
+        """
+        axes = ("heads", "tokens")
+        return self._attention("prompt_attention", axes, head_size, window, heads, tokens)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt whose attention was timed."""
+        return int(min(t["tokens"][-1] for t in self.data["prompt_attention"].values()))
+
+    def decode_attention_s(
+        self,
+        sequences: float,
+        context: float,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        window: int | None = None,
+    ) -> float:
+        """Seconds of one layer's attention of ``sequences`` decodes over ``context`` tokens each.
+
+        Every (sequence, KV head) is a problem of its own, so only their number and the query heads
+        of each matter.
+        """
+        axes = ("group", "pairs", "context")
+        at = (heads / kv_heads, sequences * kv_heads, context)
+        return self._attention("decode_attention", axes, head_size, window, *at)
+
+    def longest_context(self, head_size: int) -> int:
+        """Tokens of the longest context whose decode attention was timed at a head size."""
+        tables = self.data["decode_attention"]
+        sizes = [int(key) for key in tables if "w" not in key]
+        near = min(sizes, key=lambda s: abs(math.log(s / head_size)))
+        return int(tables[str(near)]["context"][-1])
+
+    def moe_shapes(self, dtype: str) -> Iterator[tuple[MoeShape, np.ndarray, np.ndarray]]:
+        """Timed layers with weights of ``dtype``: shape, ``(G,)`` tokens, ``(G,)`` seconds."""
+        for raw in self.data["moe"].get(dtype, ()):
+            shape = MoeShape(*(raw[key] for key in ("hidden", "width", "top_k", "experts")))
+            yield shape, np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
+
+    def moe_table(self, wanted: MoeShape, dtype: str) -> tuple[LogTable, MoeShape]:
+        """Times of a routed layer by tokens, and the timed layer they come from.
+
+        Raises:
+            ValueError: if no layer with such weights was timed, or none near in shape.
+        """
+        timed = list(self.moe_shapes(dtype))
+        if not timed:
+            formats = ", ".join(self.data["moe"]) or "none"
+            raise ValueError(
+                f"experts: got {dtype} weights; no such mixture-of-experts kernel was timed on "
+                f"{self.card} (timed: {formats})"
+            )
+        near, tokens, seconds = min(timed, key=lambda entry: wanted.distance(entry[0]))
+        factor = wanted.distance(near)
+        if factor > LARGEST_EXTRAPOLATION:
+            raise ValueError(
+                f"experts: got {wanted} on {self.card}; the nearest timed layer is {near}, "
+                f"{factor:.3g} times off; at most {LARGEST_EXTRAPOLATION:g} times"
+            )
+        if near != wanted:
+            seconds = other_moe_shape(near, wanted, seconds, tokens)
+            self.extrapolated[f"experts on {self.card}: shape"] = factor
+        return LogTable(f"experts on {self.card}", [("tokens", tokens)], seconds), near
+
+    @property
+    def tensor_parallel(self) -> list[int]:
+        """Numbers of cards whose all-reduce was timed, and one card."""
+        return [1, *sorted(int(key) for key in self.data["all_reduce"])]
+
+    def all_reduce_s(self, message_bytes: float, cards: int) -> float:
+        """Seconds to sum ``message_bytes`` over ``cards`` cards (none for one card)."""
+        if cards == 1:
+            return 0.0
+        table = self._table("all_reduce", str(cards), ("bytes",), f"all-reduce of {cards}")
+        # Beyond the largest message the time is in proportion: bandwidth alone counts.
+        last = table.grids[0][-1]
+        scale = max(message_bytes / last, 1.0)
+        return scale * table.seconds(max(message_bytes / scale, table.grids[0][0]))
+
+    def elementwise_s(self, op: str, tokens: float, size: float) -> float:
+        """Seconds of an elementwise op over ``tokens`` rows of ``size`` values.
+
+        The launch floor stays; what grows goes by the values, which memory bandwidth bounds.
+        """
+        raw = self.data["elementwise"][op]
+        grid, time = np.array(raw["tokens"], float), _MICROSECOND * np.array(raw["us"])
+        return max(interpolate(grid, time, tokens * size / raw["size"]), float(time[0]))
+
+
+def list_cards() -> list[str]:
+    """Cards whose kernel tables ship with the package, sorted."""
+    return sorted(file.stem for file in data_path("kernels").glob("*.json"))
+
+
+@functools.cache
+def _read(card: str) -> dict[str, Any]:
+    file = data_path("kernels") / f"{card}.json"
+    top = Fields(read_json(file), file.name)
+    top.text("format", (FORMAT,))
+    return dict(top.data)
+
+
+def load_kernels(card: str) -> CardKernels:
+    """The kernel tables of a card.
+
+    Args:
+        card: a name of :func:`list_cards`.
+
+    Returns:
+        The tables.
+
+    Raises:
+        ValueError: for an unknown card, with the nearest valid name.
+    """
+    names = list_cards()
+    if card not in names:
+        raise ValueError(unknown_name("card", card, names))
+    return from_data(_read(card))
+
+
+def from_data(data: Mapping[str, Any]) -> CardKernels:
+    """The tables of a file's content."""
+    return CardKernels(data["card"], dict(data))
