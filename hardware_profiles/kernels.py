@@ -4,8 +4,8 @@ A file ``data/kernels/<card>.json`` holds tables that the project computed from 
 matrix products by (rows, output features, inner features), attention of one prompt by (heads,
 tokens), attention of decodes by (query heads a KV head, KV heads x sequences, context), fused
 mixture-of-experts layers by shape and tokens, all-reduces by bytes, and elementwise ops.
-Times between the points are interpolated linearly in the logarithms; beyond them the last slope
-holds, up to :data:`LARGEST_EXTRAPOLATION` times the last point.
+Times between the points are interpolated linearly in the logarithms; above them they grow in
+proportion to the size, below them they stay, up to :data:`LARGEST_EXTRAPOLATION` times beyond.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ _MICROSECOND = 1e-6
 class LogTable:
     """Times on a grid of sizes, interpolated linearly in the logarithms of sizes and times.
 
-    Beyond the grid the slope of the outermost cell holds, between 0 (no faster for more work) and
-    ``steepest`` (1: in proportion to the size).
+    Above the last size of an axis the time grows in proportion to the size; below the first it
+    stays.
 
     Args:
         what: the kernel, for messages.
         axes: ``(name, (G,) strictly increasing sizes > 0)`` of every axis.
         seconds: times > 0, one axis of the array for each of ``axes``.
-        steepest: largest slope beyond the grid.
     """
 
     def __init__(
@@ -47,14 +46,12 @@ class LogTable:
         what: str,
         axes: Sequence[tuple[str, np.ndarray]],
         seconds: np.ndarray,
-        steepest: float = 1.0,
     ) -> None:
         self.what = what
         self.names = [name for name, _ in axes]
         self.grids = [[float(v) for v in grid] for _, grid in axes]
         self._logs = [np.log(grid) for grid in self.grids]
         self._values = np.log(np.asarray(seconds, float))
-        self._steepest = steepest
 
     def beyond(self, *sizes: float) -> tuple[float, str]:
         """How many times a shape lies beyond the grid (1 inside), and on which axis."""
@@ -85,13 +82,14 @@ class LogTable:
             )
         values = self._values
         for grid, logs, size in zip(self.grids, self._logs, sizes, strict=True):
-            i = min(max(bisect_right(grid, size) - 1, 0), len(grid) - 2)
-            slope = (values[i + 1] - values[i]) / (logs[i + 1] - logs[i])
-            if size > grid[-1]:
-                slope, i = np.clip(slope, 0.0, self._steepest), len(grid) - 1
-            elif size < grid[0]:
-                slope = np.clip(slope, 0.0, self._steepest)
-            values = values[i] + slope * (math.log(size) - logs[i])
+            if size >= grid[-1]:
+                values = values[-1] + math.log(size / grid[-1])
+            elif size <= grid[0]:
+                values = values[0]
+            else:
+                i = bisect_right(grid, size) - 1
+                w = (math.log(size) - logs[i]) / (logs[i + 1] - logs[i])
+                values = values[i] + w * (values[i + 1] - values[i])
         return float(math.exp(values))
 
 
