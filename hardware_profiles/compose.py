@@ -52,6 +52,10 @@ _DECODE_CONTEXTS = (1, *(2**n for n in range(4, 18)))
 _DECODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (32768, 65536, 131072)
 _TOLERANCE = 0.003
+# Fewer output features take no less time.
+_NARROWEST_PRODUCT = 32
+# Longer iterations are left to the last slope of the table.
+_LONGEST_ITERATION_S = 25.0
 
 
 @dataclass
@@ -122,7 +126,7 @@ class Composer:
         s, k = self.shape, self.kernels
         if self.moe is not None:
             # The router: a product and the choice of the top-k, taken as one elementwise launch.
-            router = k.gemm_s(tokens, s.experts, s.hidden)
+            router = k.gemm_s(tokens, max(s.experts, _NARROWEST_PRODUCT), s.hidden)
             router += k.elementwise_s("layernorm", tokens, s.experts)
             return router + self.moe.seconds(tokens)
         width = s.intermediate // self.tp
@@ -290,10 +294,8 @@ def _tables(c: Composer) -> dict[str, Any]:
     from servegym.hardware_profiles.build.fitting import as_integers, isotonic_fit, rounded, thin
 
     rows = np.array(c.kernels.data["gemm"][c.dtype]["rows"])
-    dense = np.array([c.dense_s(m) for m in rows])
-    tokens = np.append(rows, [2 * rows[-1], 4 * rows[-1]])
-    # Long iterations are bound by arithmetic: in proportion beyond the last timed row count.
-    dense = isotonic_fit(np.append(dense, [2 * dense[-1], 4 * dense[-1]]))
+    dense = isotonic_fit(np.array([c.dense_s(m) for m in rows]))
+    tokens, dense = rows[dense <= _LONGEST_ITERATION_S], dense[dense <= _LONGEST_ITERATION_S]
     sequences = rows[rows <= _DECODES[-1]]
     head = isotonic_fit(np.array([c.head_s(m) for m in sequences]))
     fresh = c.kernels.data["prompt_attention"]["128"]["tokens"]
@@ -412,7 +414,7 @@ def compose(
         "estimator": NO_ESTIMATE,
         "domain": {
             "max_decode_sequences": _DECODES[-1],
-            "max_iteration_tokens": int(tables.data["gemm"][dtype]["rows"][-1]),
+            "max_iteration_tokens": law["dense_tokens"][-1],
             "max_context_tokens": tables.longest_context(shape.head_size),
         },
         "fit_error": {},
@@ -425,7 +427,7 @@ def compose(
         },
     }
     if "step_error" in tables.data:
-        data["step_error"] = tables.data["step_error"]
+        data["step_error"] = tables.data["step_error"]["experts" if shape.experts else "dense"]
     draft = Profile.from_dict(data, name)
     data["estimator"], estimator = fit_estimator(draft)
     data["fit_error"] = {

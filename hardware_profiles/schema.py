@@ -24,8 +24,8 @@ KINDS = ("measured", "fitted", "derived")
 BLOCK_SIZE = 16
 # One iteration on one token never takes this long; a file that says so has its units wrong.
 MAX_PLAUSIBLE_S = 30.0
-# Attention of 131,072 tokens after as many, all layers of a 70B model on one card, takes minutes.
-MAX_PLAUSIBLE_CHUNK_S = 900.0
+# Attention of 131,072 tokens after as many, all layers of a large model, takes minutes.
+MAX_PLAUSIBLE_ATTENTION_S = 900.0
 
 # The axes of each table of a tabulated law; a table without axes is a grid itself.
 TABLE_AXES: dict[str, tuple[str, ...]] = {
@@ -42,6 +42,7 @@ TABLE_AXES: dict[str, tuple[str, ...]] = {
 }
 # Optional: the decodes' attention in an iteration that also prefills, on the decode table's axes.
 MIXED_TABLE = "mixed_decode_attention_s"
+_ATTENTION_TABLES = ("chunk_attention_s", "decode_attention_s", MIXED_TABLE)
 LINEAR_FIELDS = (
     "base_s",
     "prefill_s_per_token",
@@ -238,7 +239,7 @@ def check_law(fields: Fields) -> dict[str, Any]:
     arrays: dict[str, np.ndarray] = {}
     for key, axes in shapes.items():
         high, unit = (MAX_PLAUSIBLE_S, hint) if key.endswith("_s") else (math.inf, "")
-        high = MAX_PLAUSIBLE_CHUNK_S if key == "chunk_attention_s" else high
+        high = MAX_PLAUSIBLE_ATTENTION_S if key in _ATTENTION_TABLES else high
         shape = tuple(len(arrays[axis]) for axis in axes) if axes else None
         arrays[key] = fields.array(key, shape, high, unit)
         if not axes:

@@ -34,12 +34,23 @@ from servegym.hardware_profiles.build.fit_cards import CARDS
 from servegym.hardware_profiles.build.fitting import error_quantiles, isotonic_fit, thin
 from servegym.hardware_profiles.build.kernel_tables import KernelTables
 from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
+from servegym.hardware_profiles.build.timed_steps import (
+    CARD,
+    FOLDERS,
+    compare,
+    read_steps,
+    spread,
+    step_error,
+)
+from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     FORMAT,
     LogTable,
     MoeShape,
+    from_data,
     other_moe_shape,
 )
+from servegym.hardware_profiles.model_config import model_shape
 from servegym.hardware_profiles.schema import write_json
 
 _QWEN_KERNELS = "llmservingsim/profiler/perf/RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507/bf16/tp1"
@@ -47,7 +58,10 @@ _QWEN_BANDWIDTH = CARDS["rtxpro6000"]["memory_bandwidth_bytes_per_s"]
 _COMM = {"a100_sxm": "0.14.0", "h100_sxm": "0.24.0", "l40s": "0.22.0"}
 _MIN_OUT, _MIN_INNER = 32, 256
 _GEMM_DTYPES = {"bfloat16": "bf16", "fp8": "fp8"}
-_MOE_DTYPES = _GEMM_DTYPES | {"w4a16_mxfp4": "mxfp4"}
+_VALUE_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp4": 4.25 / 8.0}
+# The 8-bit experts with one scale a block come first: those with one a tensor ran in a kernel that
+# is slower than 16 bits on most cards, and stand only where nothing else was timed.
+_MOE_DTYPES = {"bf16": ("bfloat16",), "fp8": ("fp8_block", "fp8"), "mxfp4": ("w4a16_mxfp4",)}
 # As real routers spread: the flattest of the timed distributions that every card has.
 ROUTING = "power_law_1.01"
 _HELD_OUT = 0.2
@@ -282,7 +296,9 @@ def _decode_attention(
 # -- experts, all-reduce, elementwise -------------------------------------------------------
 
 
-def _experts(frame: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _experts(
+    frame: Any, value_bytes: float, products: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Layers of one format; errors of layers made from the nearest other one, and by tokens."""
     frame = frame[(frame["distribution"] == ROUTING) & (frame["moe_ep_size"] == 1)]
     frame = frame.assign(width=frame["inter_size"] // frame["moe_tp_size"])
@@ -293,6 +309,11 @@ def _experts(frame: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     for (h, w, k, e, m), t in nodes.items():
         layers.setdefault(MoeShape(int(h), int(w), int(k), int(e)), {})[m] = t
     layers = {s: dict(sorted(t.items())) for s, t in layers.items() if 1.0 in t and len(t) >= 8}
+    bandwidth = 1e-6 * products["bandwidth_bytes_per_s"]
+    for s, times in layers.items():
+        # The experts of one token may come from the L2 cache, as small products do.
+        read = s.active(1) * s.expert_values * value_bytes / bandwidth
+        times[1.0] = max(times[1.0], 0.9 * (products["launch_us"] + read))
     smooth = {s: (np.array(list(t)), isotonic_fit(np.array(list(t.values()))))
               for s, t in layers.items()}  # fmt: skip
     between, across = [], []
@@ -422,10 +443,11 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
                 errors |= {f"decode_attention_{key}_{name}": v for name, v in more.items()}
     layers = table("moe", "moe")
     moe = {}
-    for theirs, ours in _MOE_DTYPES.items():
-        rows = layers[layers["moe_dtype"] == theirs]
-        if len(rows):
-            moe[ours], found = _experts(rows)
+    for ours, formats in _MOE_DTYPES.items():
+        timed = [name for name in formats if (layers["moe_dtype"] == name).any()]
+        if timed:
+            rows = layers[layers["moe_dtype"] == timed[0]]
+            moe[ours], found = _experts(rows, _VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
     comm = _COMM.get(name, version)
     return {
@@ -459,6 +481,8 @@ def _provenance(name: str, version: str, comm: str) -> dict[str, Any]:
             "/ bandwidth); decode attention not below floor + bytes / bandwidth",
             f"experts: {ROUTING} routing, the flattest that was timed on every card; the gate's "
             "top-k is not part of the kernel",
+            "experts in 8 bits: one scale a block, or one a tensor (rtxpro6000) where no other was "
+            "timed",
             "held_out: absolute relative errors; gemm shapes and attention entries: every fifth by "
             "seed, from the others; odd_rows: row counts that are off the grid; single_rows: the "
             "timed rows against their medians in the table",
@@ -585,6 +609,48 @@ def _on(table: Mapping[str, Any], base: Mapping[str, Any], scale: np.ndarray) ->
     return np.maximum.accumulate(np.array(table["us"]) * np.array(by_pair).T, axis=2)
 
 
+def method_error(content: Mapping[str, Any], data: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Error of whole composed iterations on the card whose models were timed one by one.
+
+    Args:
+        content: the kernel tables of :data:`CARD`.
+        data: folder of the published tables.
+
+    Returns:
+        ``step_error`` fields for models that are ``dense`` or have ``experts``, and spreads of the
+        relative error by model.
+    """
+    errors: dict[str, Any] = {}
+    spreads: dict[str, Any] = {}
+    for model, folder in FOLDERS.items():
+        shape = model_shape(model)
+        rows = compare(Composer(from_data(content), shape), read_steps(data / folder, shape))
+        errors["experts" if shape.experts else "dense"] = step_error(rows) | {
+            "source": f"composed iterations of {model} on {CARD} against LLMServingSim's kernels "
+            "of that model there (another profiler and machine); taken for every card, model of "
+            "its kind, tp and dtype; kernel time only"
+        }
+        for kind in ("prefill", "decode"):
+            spreads[f"method_on_{CARD}_{model}_{kind}_iteration"] = spread(rows, kind)
+    return errors, spreads
+
+
+def _wider(error: Mapping[str, Any], left_out: Mapping[str, Any]) -> dict[str, Any]:
+    """The error of a card whose products are another card's, scaled."""
+    # A step is a sum over four products, each off by its own left-out error.
+    more = left_out["p90"] / 1.645 / 2.0
+    out: dict[str, Any] = {
+        kind: {
+            "bias": error[kind]["bias"],
+            "sd": float(f"{np.hypot(error[kind]['sd'], more):.3g}"),
+            "points": error[kind]["points"],
+        }
+        for kind in ("prefill", "decode")
+    }
+    source = f"{error['source']}; wider by half the error of a product left out of the cards' ratio"
+    return out | {"source": source}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line: write the kernel tables.
 
@@ -605,6 +671,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data, systems = Path(options.data), Path(options.systems)
     made = {card: fit_card(card, data, systems) for card in CARDS}
     made["rtx4090"] = derive_rtx4090(made["l40s"], data)
+    method, spreads = method_error(made[CARD], data)
+    for content in made.values():
+        content["held_out"] |= spreads
+        content["step_error"] = dict(method)
+    left_out = made["rtx4090"]["held_out"]["gemm_bf16_shape_left_out"]
+    made["rtx4090"]["step_error"] = {
+        kind: _wider(error, left_out) for kind, error in method.items()
+    }
     for card, content in made.items():
         path = Path(options.out) / f"{card}.json"
         write_json(content, path)
