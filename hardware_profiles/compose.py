@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose
 from servegym.envs._command_line import run_main
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
-from servegym.hardware_profiles.load import load
+from servegym.hardware_profiles.load import load, unknown_name
 from servegym.hardware_profiles.model_config import ModelShape, list_models, model_shape
 from servegym.hardware_profiles.schema import FORMAT, kv_capacity_tokens
 
@@ -90,6 +89,7 @@ class Composer:
                 f"tp: got {tp}; must divide the {s.kv_heads} KV heads of {s.name}, or be a "
                 "multiple of them"
             )
+        self.reference = load(_REFERENCE)
         self.heads = s.heads // tp
         self.kv_heads = max(s.kv_heads // tp, 1)
         self.window = s.window if s.window in self.kernels.windows(s.head_size) else None
@@ -173,7 +173,7 @@ class Composer:
         """
         if chunk > _REFERENCE_LONGEST_CHUNK:
             return self.rate * chunk * context
-        reference = load(_REFERENCE)
+        reference = self.reference
         layers, heads = reference.model["layers"], reference.model["attention_heads"]
         far = float(reference.tables().context_tokens[-1])
         longest = _REFERENCE_LONGEST_CHUNK
@@ -383,7 +383,8 @@ def compose(
     """
     from servegym.hardware_profiles.build.fitting import NO_ESTIMATE, fit_estimator
 
-    choose("dtype", dtype, DTYPES)
+    if dtype not in DTYPES:
+        raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp: got {tp!r}; must be a whole number >= 1")
     tables = load_kernels(card) if kernels is None else kernels

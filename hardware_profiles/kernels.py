@@ -14,7 +14,7 @@ import functools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -337,11 +337,11 @@ def list_cards() -> list[str]:
 
 
 @functools.cache
-def _read(card: str) -> dict[str, Any]:
+def _read(card: str) -> CardKernels:
     file = data_path("kernels") / f"{card}.json"
     top = Fields(read_json(file), file.name)
     top.text("format", (FORMAT,))
-    return dict(top.data)
+    return from_data(top.data)
 
 
 def load_kernels(card: str) -> CardKernels:
@@ -359,7 +359,8 @@ def load_kernels(card: str) -> CardKernels:
     names = list_cards()
     if card not in names:
         raise ValueError(unknown_name("card", card, names))
-    return from_data(_read(card))
+    # The tables are shared; what is asked of them is recorded for each caller.
+    return replace(_read(card), extrapolated={})
 
 
 def from_data(data: Mapping[str, Any]) -> CardKernels:

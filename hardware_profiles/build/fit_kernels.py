@@ -150,7 +150,7 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         known = ~np.isnan(floor[i, j])
         floor[i, j][known] = isotonic_fit(floor[i, j][known])
     raised = int(np.sum(floor[..., 0] > 1.05 * raw[..., 0]))
-    logs = fill_holes(np.log(floor), (out, inner))
+    logs = np.maximum.accumulate(fill_holes(np.log(floor), (out, inner)), axis=2)
 
     rng = np.random.default_rng(seed)
     gone = rng.random(logs.shape[:2]) < _HELD_OUT
@@ -530,6 +530,8 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     ]
     by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
 
+    products_us = np.maximum.accumulate(np.array(raw["us"]) * by_rows[:, None, None], axis=0)
+
     kernels = KernelTables(folder, 1)
     prompt_base = base["prompt_attention"]["128"]
     fresh = {int(c): 1e6 * kernels.chunk_attention[i, 0] for i, c in enumerate(kernels.chunks)}
@@ -582,8 +584,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
         "kind": "derived",
         "device": facts | {"memory_bytes": 25_250_627_584, "multiprocessors": 128},
         "engine": {"name": "vLLM", "version": "0.19.0"},
-        "gemm": {"bf16": dict(raw) | {"us": _microseconds(np.array(raw["us"]) *
-                                                          by_rows[:, None, None])}},
+        "gemm": {"bf16": dict(raw) | {"us": _microseconds(products_us)}},
         "prompt_attention": {
             size: dict(t) | {"us": _microseconds(np.array(t["us"]) * own)}
             for size, t in base["prompt_attention"].items()

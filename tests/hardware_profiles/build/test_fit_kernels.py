@@ -1,0 +1,145 @@
+"""Kernel tables by shape from timings of known laws."""
+
+import numpy as np
+import pytest
+
+from servegym.hardware_profiles.build import fit_kernels, timed_steps
+from servegym.hardware_profiles.compose import Composer
+from servegym.hardware_profiles.kernels import load_kernels
+from servegym.hardware_profiles.model_config import model_shape
+
+pd = pytest.importorskip("pandas")
+SIZES = (64, 256, 1024, 4096, 16384)
+
+
+def test_holes_are_filled_along_the_axes():
+    grid = (1.0, 2.0, 4.0, 8.0)
+    plane = np.log(np.outer(grid, grid))
+    holes = plane.copy()
+    holes[1, 2] = holes[3, 3] = np.nan
+    np.testing.assert_allclose(fit_kernels.fill_holes(holes, (grid, grid)), plane)
+
+
+def _product_us(m, n, k):
+    return 4.0 + 2.0 * n * k / 1e6 + m * n * k / 1e8
+
+
+@pytest.fixture
+def products():
+    """2 bytes a weight at 1,000 GB/s, but weights below 8 MB at four times that (a cache)."""
+    rows = []
+    for n in SIZES:
+        for k in SIZES:
+            for m in (1, 2, 3, 16, 17, 64):
+                us = _product_us(m, n, k)
+                if 2 * n * k < 8e6:
+                    us -= 1.5 * n * k / 1e6
+                rows.append({"n": n, "k": k, "m": m, "latency": 1e-3 * us})
+    return pd.DataFrame(rows).assign(gemm_dtype="bfloat16")
+
+
+def test_products(products):
+    table, errors = fit_kernels._gemm(products, 0)
+    assert table["bandwidth_bytes_per_s"] == pytest.approx(1e12, rel=0.01)
+    assert table["launch_us"] == pytest.approx(4.0, rel=0.1)
+    assert 3 not in table["rows"] and 17 not in table["rows"]
+    i, j = table["out"].index(1024), table["inner"].index(1024)
+    # A small product is raised to nine tenths of launch + bytes / bandwidth.
+    assert table["us"][0][i][j] == pytest.approx(0.9 * (4.0 + 2.1), rel=0.02)
+    last = table["us"][-1][-1][-1]
+    assert last == pytest.approx(_product_us(64, 16384, 16384), rel=1e-3)
+    assert set(errors) == {"shapes", "odd_rows"}
+    assert errors["odd_rows"]["median"] < 0.1
+
+
+def test_decodes_read_their_keys_from_memory():
+    """1,000 GB/s and a floor of 5 us; what fits in 8 MB was read four times as fast."""
+    rows = []
+    for kv in (1, 2, 4, 8):
+        for b in (1, 8, 64):
+            for step in (1, 127, 1023, 16383, 65535, 131071):
+                read = 4 * 128 * b * kv * (step + 1)
+                us = 5.0 + 1e-6 * read / (4.0 if read < 8e6 else 1.0)
+                rows.append((4 * kv, kv, b, 1, step, 1e-3 * us))
+    names = ("num_heads", "num_key_value_heads", "batch_size", "isl", "step", "latency")
+    table, _ = fit_kernels._decode_attention(pd.DataFrame(rows, columns=list(names)), 128, 0)
+    assert table["group"] == [4.0]
+    assert table["bandwidth_bytes_per_s"] == pytest.approx(1e12, rel=1e-3)
+    for j, pairs in enumerate(table["pairs"]):
+        for n, x in enumerate(table["context"]):
+            expected = 5.0 + 4 * 128 * pairs * x / 1e6
+            assert table["us"][0][j][n] == pytest.approx(expected, rel=0.11)
+
+
+def test_prompts_times_heads_are_heads():
+    rows = []
+    for h in (4, 8, 16, 32):
+        for b in (1, 2, 4):
+            for isl in (64, 1024, 4096, 8192, 12288, 16384):
+                rows.append((h, h // 4, b, isl, 1e-3 * (5.0 + 1e-6 * h * b * isl**2)))
+    names = ("num_heads", "num_key_value_heads", "batch_size", "isl", "latency")
+    table, errors = fit_kernels._prompt_attention(pd.DataFrame(rows, columns=list(names)), 0)
+    i, j = table["heads"].index(64), table["tokens"].index(8192)
+    assert table["us"][i][j] == pytest.approx(5.0 + 64 * 8192**2 / 1e6, rel=1e-3)
+    assert errors["single_rows"]["max"] < 1e-6
+    assert errors["12k_and_16k_from_8k"]["max"] < 1e-3
+
+
+def test_experts_of_one_token_come_from_memory():
+    rows = []
+    for width in (512, 1024):
+        for m in (1, 2, 4, 8, 16, 64, 256, 1024):
+            us = (2.0 if m == 1 else 8.0) * min(8 * m, 64) * width / 512
+            rows.append((2048, width, 8, 64, 1, 1, m, "power_law_1.01", 1e-3 * us))
+    names = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+    frame = pd.DataFrame(rows, columns=[*names, "num_tokens", "distribution", "latency"])
+    made, errors = fit_kernels._experts(
+        frame, 2.0, {"launch_us": 5.0, "bandwidth_bytes_per_s": 1e12}
+    )
+    assert [layer["width"] for layer in made] == [512, 1024]
+    read = 8 * 3 * 2048 * 512 * 2 / 1e6
+    assert made[0]["us"][0] == pytest.approx(0.9 * (5.0 + read), rel=1e-3)
+    assert made[0]["us"][-1] == pytest.approx(512.0)
+    assert errors["layers_from_the_nearest_other"]["points"] == 16
+
+
+def test_step_error_is_that_of_the_logarithm():
+    rows = [
+        {"step": kind, "timed_s": np.exp(bias + z), "composed_s": 1.0}
+        for kind, bias in (("prefill", 0.1), ("decode", -0.05))
+        for z in (-0.02, 0.02)
+    ]
+    error = timed_steps.step_error(rows)
+    assert error["prefill"] == {"bias": 0.1, "sd": pytest.approx(0.0283), "points": 2}
+    assert error["decode"]["bias"] == -0.05
+    wider = fit_kernels._wider(error | {"source": "x"}, {"p90": 0.329})
+    assert wider["decode"]["sd"] == pytest.approx(np.hypot(0.0283, 0.1), rel=1e-2)
+
+
+def test_iterations_of_a_models_own_kernels(tmp_path):
+    """Ops of 1, 2, ... us: their sums by hand, and the comparison's rows."""
+    ops = ("embedding", "final_layernorm", "layernorm", "qkv_proj", "rotary_emb", "o_proj")
+    lines = [f"{op},{m},{i + 1}" for i, op in enumerate(ops) for m in (1, 4096)]
+    (tmp_path / "dense.csv").write_text("layer,tokens,time_us\n" + "\n".join(lines) + "\n")
+    head = [f"{op},{b},{us}" for op, us in (("lm_head", 100), ("sampler", 20)) for b in
+            (1, 2, 4, 256)]  # fmt: skip
+    (tmp_path / "per_sequence.csv").write_text("layer,sequences,time_us\n" + "\n".join(head) + "\n")
+    moe = [f"{m},{e},{e}" for m in (1, 4096) for e in (8, 16, 64, 128)]
+    (tmp_path / "moe.csv").write_text("tokens,activated_experts,time_us\n" + "\n".join(moe) + "\n")
+    attention = [f"{c},{k},0,0,50" for c in (16, 64) for k in (0, 512)]
+    attention += [f"0,0,{b},{x},30" for b in (1, 4) for x in (64, 256)]
+    names = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n"
+    (tmp_path / "attention.csv").write_text(names + "\n".join(attention) + "\n")
+    shape = model_shape("qwen3-30b-a3b")
+    steps = timed_steps.read_steps(tmp_path, shape)
+    # 2 layernorm + qkv + rotary + o = 2 x 3 + 4 + 5 + 6, and 8 experts of 1 us at one token.
+    assert steps.decode_s(1, 64) == pytest.approx(1e-6 * (48 * (21 + 8 + 30) + 1 + 2 + 120))
+    active = 128 * (1 - (1 - 8 / 128) ** 16)
+    expected = 1e-6 * (48 * (21 + active + 50) + 3 + 120)
+    assert steps.prefill_s(16, 512) == pytest.approx(expected)
+    assert steps.prefill_s(16, 300) is None
+    rows = timed_steps.compare(Composer(load_kernels("rtxpro6000"), shape), steps)
+    assert [(r["step"], r["sequences"], r["tokens"], r["before"]) for r in rows] == [
+        *(("prefill", 1, c, k) for c in (16, 64) for k in (0, 512)),
+        *(("decode", b, x, 0) for b in (1, 4) for x in (64, 256)),
+    ]

@@ -1,0 +1,211 @@
+"""Composed profiles against sums taken layer by layer, shipped profiles, and bad input."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.interpolate import RegularGridInterpolator
+from typer.testing import CliRunner
+
+from servegym.experiments.cli import app
+from servegym.hardware_profiles import load
+from servegym.hardware_profiles.compose import Composer, activation_reserve_bytes, compose
+from servegym.hardware_profiles.kernels import load_kernels
+from servegym.hardware_profiles.load import data_path
+from servegym.hardware_profiles.model_config import model_shape
+from servegym.hardware_profiles.schema import read_json
+
+REFERENCE = load("rtx4090-llama-3.1-8b")
+
+
+class Slow:
+    """One layer after another, every kernel looked up by scipy in the file."""
+
+    def __init__(self, card):
+        self.data = read_json(data_path("kernels") / f"{card}.json")
+
+    def look_up(self, raw, axes, at):
+        grids = [np.log(raw[axis]) for axis in axes]
+        at = np.log(np.array(at, float))
+        inside = [min(max(v, grid[0]), grid[-1]) for v, grid in zip(at, grids, strict=True)]
+        beyond = sum(max(v - grid[-1], 0.0) for v, grid in zip(at, grids, strict=True))
+        found = RegularGridInterpolator(grids, np.log(raw["us"]))(inside).item()
+        return 1e-6 * math.exp(found + beyond)
+
+    def gemm(self, rows, out, inner):
+        raw = self.data["gemm"]["bf16"]
+        return self.look_up(raw, ("rows", "out", "inner"), (rows, out, inner))
+
+    def op(self, name, tokens, size):
+        raw = self.data["elementwise"][name]
+        return 1e-6 * np.interp(tokens * size / raw["size"], raw["tokens"], raw["us"])
+
+    def reduce(self, size, cards):
+        return self.look_up(self.data["all_reduce"][str(cards)], ("bytes",), (size,))
+
+    def decode_attention(self, b, x, heads, kv_heads):
+        raw = self.data["decode_attention"]["128"]
+        at = (heads / kv_heads, b * kv_heads, x)
+        return self.look_up(raw, ("group", "pairs", "context"), at)
+
+
+def test_a_dense_model_on_two_cards():
+    slow, profile = Slow("h100"), compose("h100", "llama-3.1-8b", tp=2)
+    for m in (1, 64, 1024):
+        total = slow.op("embedding", m, 4096) + slow.op("layernorm", m, 4096)
+        total += slow.reduce(2 * m * 4096, 2)
+        layer = [
+            slow.op("layernorm", m, 4096),
+            slow.gemm(m, (16 + 2 * 4) * 128, 4096),
+            slow.op("rotary_emb", m, (16 + 4) * 128),
+            slow.gemm(m, 4096, 16 * 128),
+            slow.reduce(2 * m * 4096, 2),
+            slow.op("layernorm", m, 4096),
+            slow.gemm(m, 2 * 7168, 4096),
+            slow.op("act_fn", m, 7168),
+            slow.gemm(m, 4096, 7168),
+            slow.reduce(2 * m * 4096, 2),
+        ]
+        for _ in range(32):
+            for seconds in layer:
+                total += seconds
+        # The law's grid leaves out points that the others give within 0.3 %.
+        assert profile.dense_s(m) == pytest.approx(total, rel=0.004)
+        c = Composer(load_kernels("h100"), model_shape("llama-3.1-8b"), 2)
+        assert c.dense_s(m) == pytest.approx(total, rel=1e-9)
+    for b in (1, 8, 256):
+        head = slow.gemm(b, 64128, 4096) + slow.op("sampler", b, 128256)
+        head += 0.5 * slow.reduce(2 * b * 128256, 2)
+        assert profile.head_s(b) == pytest.approx(head, rel=0.01)
+        for x in (64, 1024, 131072):
+            attention = 32 * slow.decode_attention(b, x, 16, 4)
+            assert profile.decode_attention_s(b, x) == pytest.approx(attention, rel=1e-4)
+
+
+def test_a_mixture_of_experts():
+    shape = model_shape("qwen3-30b-a3b")
+    slow, c = Slow("rtxpro6000"), Composer(load_kernels("rtxpro6000"), shape)
+    experts = next(
+        raw
+        for raw in slow.data["moe"]["bf16"]
+        if (raw["hidden"], raw["width"], raw["top_k"], raw["experts"]) == (2048, 768, 8, 128)
+    )
+    for m in (1, 48, 700):
+        total = slow.op("embedding", m, 2048) + slow.op("layernorm", m, 2048)
+        parts = [
+            slow.op("layernorm", m, 2048),
+            slow.gemm(m, (32 + 2 * 4) * 128, 2048),
+            slow.op("qk_norm", m, 36 * 128),
+            slow.op("rotary_emb", m, 36 * 128),
+            slow.gemm(m, 2048, 32 * 128),
+            slow.op("layernorm", m, 2048),
+            slow.gemm(m, 128, 2048),
+            slow.op("layernorm", m, 128),
+            slow.look_up(experts, ("tokens",), (m,)),
+        ]
+        for _ in range(48):
+            for seconds in parts:
+                total += seconds
+        assert c.dense_s(m) == pytest.approx(total, rel=1e-9)
+    assert c.moe_source == c.moe_wanted
+
+
+@pytest.mark.parametrize("card", ["h100", "a100-80g", "l40s", "rtxpro6000", "rtx4090"])
+def test_close_to_the_shipped_profiles(card):
+    profile, shipped = compose(card, "llama-3.1-8b"), load(f"{card}-llama-3.1-8b")
+    assert profile.kv_capacity_tokens == shipped.kv_capacity_tokens
+    assert profile.kv_bytes_per_token == shipped.kv_bytes_per_token
+    for b, x in ((1, 256), (8, 1024), (32, 1024), (64, 4096)):
+        assert profile.decode_s(b, b * x) == pytest.approx(shipped.decode_s(b, b * x), rel=0.08)
+    for p in (64, 512, 2048):
+        assert profile.prefill_s(p) == pytest.approx(shipped.prefill_s(p), rel=0.08)
+    assert profile.kind == ("derived" if card == "rtx4090" else "fitted")
+    assert profile.step_error["decode"]["sd"] > 0.0
+
+
+def test_chunks_after_context():
+    """Long chunks go by (query, key) pairs; the reference's own model and card by its table."""
+    c = Composer(load_kernels("rtx4090"), model_shape("llama-3.1-8b"))
+    assert c.context_s(8192, 1000) == pytest.approx(c.rate * 8192 * 1000)
+    assert c.context_s(512, 0) == 0.0
+    own = (REFERENCE.chunk_attention_s(2048, 16384) - REFERENCE.chunk_attention_s(2048, 0)) / 32
+    added = (REFERENCE.chunk_attention_s(512, 4096) - REFERENCE.chunk_attention_s(512, 0)) / 32
+    expected = added * c.rate / (own / (2048 * 16384))
+    assert c.context_s(512, 4096) == pytest.approx(expected)
+    long = c.prompt_attention_s(131072) - c.prompt_attention_s(16384)
+    assert long == pytest.approx(c.rate * (131072**2 - 16384**2) / 2)
+
+
+def test_sliding_windows_end_the_growth():
+    profile = compose("h100", "gpt-oss-20b")
+    c = Composer(load_kernels("h100"), model_shape("gpt-oss-20b"))
+    whole = c.kernels.decode_attention_s(64, 8192, 64, 8, 64)
+    windowed = c.kernels.decode_attention_s(64, 256, 64, 8, 64, 128)
+    assert windowed < 0.2 * whole
+    assert profile.decode_attention_s(64, 8192) == pytest.approx(12 * (whole + windowed), rel=1e-4)
+    # A window that was not timed is composed as none.
+    old, new = (compose("h100", f"mistral-7b-v0.{n}") for n in (1, 2))
+    assert old.decode_s(8, 8 * 16384) == new.decode_s(8, 8 * 16384)
+
+
+def test_memory_of_a_group():
+    one, four = compose("h100", "qwen2.5-7b"), compose("h100", "qwen2.5-7b", tp=4)
+    assert four.device["memory_bytes"] == 4 * one.device["memory_bytes"]
+    assert four.model["weight_bytes"] == one.model["weight_bytes"]
+    usable = 4 * 0.9 * one.device["memory_bytes"] - four.model["weight_bytes"]
+    usable -= activation_reserve_bytes(model_shape("qwen2.5-7b"), 4)
+    assert four.kv_capacity_tokens == int(usable / (16 * four.kv_bytes_per_token)) * 16
+    # Four KV heads on eight cards: two copies of each.
+    eight = compose("h100", "qwen3-30b-a3b", tp=8)
+    assert eight.kv_bytes_per_token == 2 * compose("h100", "qwen3-30b-a3b").kv_bytes_per_token
+    # What vLLM recorded on the card that the rule is made from.
+    assert activation_reserve_bytes(model_shape("llama-3.1-8b"), 1) == 1_237_000_000
+
+
+def test_eight_bits():
+    wide, narrow = compose("h100", "llama-3.1-8b"), compose("h100", "llama-3.1-8b", dtype="fp8")
+    assert 0.6 < narrow.decode_s(1, 256) / wide.decode_s(1, 256) < 0.8
+    assert narrow.decode_attention_s(8, 4096) == wide.decode_attention_s(8, 4096)
+    assert narrow.kv_capacity_tokens > wide.kv_capacity_tokens
+
+
+@pytest.mark.parametrize(
+    ("card", "model", "kwargs", "message"),
+    [
+        ("h200x", "llama-3.1-8b", {}, "card: got 'h200x'; did you mean"),
+        ("h100", "llama-8b", {}, "model: got 'llama-8b'; did you mean"),
+        ("h100", "llama-3.1-8b", {"tp": 3}, "tp: got 3; all-reduces on h100 are known for 1, 2"),
+        ("h100", "llama-3.1-8b", {"tp": 0}, "tp: got 0; must be a whole number >= 1"),
+        ("h100", "qwen2.5-7b", {"tp": 8}, "tp: got 8; must divide the 28 attention heads"),
+        ("h100", "phi-4", {"tp": 4}, "tp: got 4; must divide the 10 KV heads of phi-4"),
+        ("h100", "llama-3.1-8b", {"dtype": "int4"}, "dtype: got 'int4'"),
+        ("a100-80g", "llama-3.1-8b", {"dtype": "fp8"}, "dtype: got 'fp8'; a100-80g was timed with"),
+        ("l40s", "llama-3.1-70b", {}, "the weights of llama-3.1-70b .* fits is --tp 4"),
+        ("rtx4090", "gpt-oss-20b", {}, "no such mixture-of-experts kernel was timed on rtx4090"),
+    ],
+)
+def test_bad_input(card, model, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        compose(card, model, **kwargs)
+
+
+def test_a_shape_beyond_the_tables(tmp_path):
+    config = read_json(data_path("models") / "llama-3.1-8b.json") | {"vocab_size": 300_000}
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"out 300000, inner 4096; out was timed .* 4 times"):
+        compose("h100", path)
+
+
+def test_command(tmp_path):
+    out = tmp_path / "mine.json"
+    run = CliRunner().invoke
+    words = ["profile", "--card", "h100", "--model", "qwen3-8b", "--tp", "2", "--out", str(out)]
+    result = run(app, words)
+    assert result.exit_code == 0, result.output
+    profile = load(out)
+    assert profile.to_dict() == compose("h100", "qwen3-8b", tp=2).to_dict()
+    listed = run(app, ["profile", "--list"]).output
+    assert "card h100" in listed and "model gpt-oss-20b" in listed
+    assert run(app, ["profile", "--card", "h100"]).exit_code == 2

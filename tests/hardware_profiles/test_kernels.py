@@ -1,0 +1,139 @@
+"""Kernel tables by shape: interpolation, limits, layers of other shapes, the shipped files."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.interpolate import RegularGridInterpolator
+
+from servegym.hardware_profiles.kernels import (
+    CardKernels,
+    LogTable,
+    MoeShape,
+    list_cards,
+    load_kernels,
+    other_moe_shape,
+)
+from servegym.hardware_profiles.load import data_path
+
+ROWS, OUT = np.array([1.0, 8.0, 64.0]), np.array([256.0, 1024.0])
+
+
+@pytest.fixture
+def table():
+    """Seconds 1e-6 m^0.5 n: a plane in the logarithms."""
+    seconds = 1e-6 * np.sqrt(ROWS)[:, None] * OUT
+    return LogTable("product", (("rows", ROWS), ("out", OUT)), seconds)
+
+
+def test_a_power_law_is_exact_between_the_points(table):
+    for m, n in itertools.product((1, 3, 8, 50, 64), (256, 700, 1024)):
+        assert table.seconds(m, n) == pytest.approx(1e-6 * m**0.5 * n, rel=1e-12)
+
+
+def test_beyond_the_grid(table):
+    last = table.seconds(64, 1024)
+    assert table.seconds(128, 1024) == pytest.approx(2 * last)
+    assert table.seconds(256, 4096) == pytest.approx(16 * last)
+    assert table.seconds(64, 64) == pytest.approx(table.seconds(64, 256))
+    assert table.beyond(128, 1024) == (2.0, "rows")
+    assert table.beyond(8, 300) == (1.0, "")
+    with pytest.raises(ValueError, match=r"product: got rows 8, out 4200; out was timed from 256"):
+        table.seconds(8, 4200)
+
+
+def test_a_layer_of_another_shape():
+    timed, tokens = MoeShape(2048, 768, 8, 128), np.array([1.0, 4.0, 64.0, 1024.0])
+    # 10 us an active expert, and 2 us a token.
+    seconds = 1e-6 * np.array([10 * timed.active(t) + 2 * (t - 1) for t in tokens])
+    np.testing.assert_allclose(other_moe_shape(timed, timed, seconds, tokens), seconds)
+    wider = MoeShape(2048, 1536, 8, 128)
+    np.testing.assert_allclose(other_moe_shape(timed, wider, seconds, tokens), 2 * seconds)
+    # Half the experts: only reading, of calls that meet them all, is halved.
+    fewer = MoeShape(2048, 768, 8, 64)
+    expected = 1e-6 * np.array([10 * fewer.active(t) + 2 * (t - 1) for t in tokens])
+    np.testing.assert_allclose(other_moe_shape(timed, fewer, seconds, tokens), expected)
+    assert timed.distance(wider) == 2.0
+    assert timed.distance(MoeShape(2048, 768, 8, 16)) == 8.0
+
+
+@pytest.mark.parametrize("card", list_cards())
+def test_shipped_tables(card):
+    file = data_path("kernels") / f"{card}.json"
+    assert file.stat().st_size <= 1_000_000
+    kernels = load_kernels(card)
+    assert kernels.dtypes[0] == "bf16"
+    assert kernels.tensor_parallel == [1, 2, 4, 8]
+    for raw in kernels.data["gemm"].values():
+        times = np.array(raw["us"])
+        assert times.shape == tuple(len(raw[axis]) for axis in ("rows", "out", "inner"))
+        # Reading the weights takes its time, whatever the timing loop kept in the cache.
+        assert np.diff(times, axis=0).min() >= -1e-3 * times.max()
+        peak = kernels.data["device"]["memory_bandwidth_bytes_per_s"]
+        assert 0.6 < raw["bandwidth_bytes_per_s"] / peak < 1.0
+    for raw in kernels.data["decode_attention"].values():
+        assert np.diff(np.array(raw["us"]), axis=2).min() >= 0.0
+        assert raw["context"][-1] >= 65536
+    for error in kernels.data["held_out"].values():
+        assert 0.0 < error["median"] <= error["p90"] <= error["max"]
+    assert set(kernels.data["step_error"]) == {"dense", "experts"}
+
+
+def test_products_follow_scipy_between_the_points():
+    kernels = load_kernels("l40s")
+    raw = kernels.data["gemm"]["bf16"]
+    axes = [np.log(raw[axis]) for axis in ("rows", "out", "inner")]
+    guess = RegularGridInterpolator(axes, np.log(raw["us"]))
+    for shape in ((1, 6144, 4096), (37, 28672, 4096), (3000, 4096, 14336), (17, 100, 300)):
+        expected = 1e-6 * np.exp(guess(np.log(shape))).item()
+        assert kernels.gemm_s(*shape) == pytest.approx(expected, rel=1e-9)
+
+
+def test_extrapolation_is_recorded():
+    kernels = load_kernels("h100")
+    kernels.gemm_s(8, 65536, 4096)
+    assert kernels.extrapolated == {}
+    kernels.gemm_s(8, 128256, 4096)
+    kernels.gemm_s(8, 100000, 4096)
+    ((what, factor),) = kernels.extrapolated.items()
+    assert (what, factor) == ("bf16 matrix product on h100: out", 128256 / 65536)
+
+
+def test_head_sizes_between_and_beyond_the_timed_ones():
+    kernels = load_kernels("h100")
+    at = (8, 2048, 32, 8)
+    low, middle, high = (kernels.decode_attention_s(*at, size) for size in (64, 96, 128))
+    w = np.log(96 / 64) / np.log(2.0)
+    assert middle == pytest.approx(low ** (1 - w) * high**w)
+    widest = kernels.decode_attention_s(*at, 256)
+    assert kernels.decode_attention_s(*at, 512) == pytest.approx(2 * widest)
+    with pytest.raises(ValueError, match="head size 2048; timed"):
+        kernels.decode_attention_s(*at, 2048)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="card: got 'h10'; did you mean 'h100'"):
+        load_kernels("h10")
+    kernels = load_kernels("a100-80g")
+    with pytest.raises(ValueError, match="dtype: got 'fp8'; a100-80g was timed with bf16"):
+        kernels.check_dtype("fp8")
+    with pytest.raises(ValueError, match="no such mixture-of-experts kernel was timed on a100"):
+        kernels.moe_table(MoeShape(2880, 2880, 4, 32), "mxfp4")
+    with pytest.raises(ValueError, match="at most 4 times"):
+        kernels.moe_table(MoeShape(512, 64, 1, 4), "bf16")
+
+
+def test_an_all_reduce_takes_no_time_on_one_card():
+    kernels = load_kernels("h100")
+    assert kernels.all_reduce_s(1e6, 1) == 0.0
+    last = kernels.data["all_reduce"]["2"]["bytes"][-1]
+    assert kernels.all_reduce_s(3 * last, 2) == pytest.approx(3 * kernels.all_reduce_s(last, 2))
+
+
+def test_elementwise_ops_grow_with_the_values():
+    data = {"card": "x", "elementwise": {"op": {"size": 100, "tokens": [1, 11], "us": [2, 12]}}}
+    kernels = CardKernels("x", data)
+    assert kernels.elementwise_s("op", 5, 100) == pytest.approx(6e-6)
+    assert kernels.elementwise_s("op", 5, 200) == pytest.approx(11e-6)
+    assert kernels.elementwise_s("op", 1, 10) == pytest.approx(2e-6)
+    assert kernels.elementwise_s("op", 101, 100) == pytest.approx(102e-6)
