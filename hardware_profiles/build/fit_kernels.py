@@ -530,7 +530,7 @@ def derive_rtx4090(base: Mapping[str, Any], data: Path) -> dict[str, Any]:
     ]
     by_rows = np.interp(np.log(raw["rows"]), np.log(grid), middle)
 
-    products_us = np.maximum.accumulate(np.array(raw["us"]) * by_rows[:, None, None], axis=0)
+    products_us = np.apply_along_axis(isotonic_fit, 0, np.array(raw["us"]) * by_rows[:, None, None])
 
     kernels = KernelTables(folder, 1)
     prompt_base = base["prompt_attention"]["128"]
