@@ -37,7 +37,8 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.rollouts import Rollouts, Values
+from servegym.agents.lib.graph_rows import Layout
+from servegym.agents.lib.rollouts import Rollouts, Values, choose_candidates, noise_weights
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import impact_features
@@ -102,45 +103,6 @@ class Args(ResumableRunArgs):
     """episodes per rate and evaluation on the validation split; the best policy is saved"""
     eval_rates: tuple[float, ...] = (3.0, 5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Columns of a flat row of scaled node features: N experts, R running and W waiting slots."""
-
-    experts: int
-    running: int
-    waiting: int
-    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
-        n, r, w = self.experts, self.running, self.waiting
-        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
-        return (2, self.EXPERT * n, *queues, n * r, n * w)
-
-    def expert(self, rows: Tensor) -> Tensor:
-        """The experts' features (B, N, 10) in a batch of rows."""
-        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
-
-    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
-        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
-        limit = obs["latency_requirement"]  # (B, 1)
-        req, exp, batch = obs["request"], obs["experts"], len(limit)
-        p = np.log1p(req[..., :1]) / 6
-        of_expert, of_queued = impact_features(obs, model)
-        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
-        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
-        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
-        for kind, here in slots.items():
-            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
-            ratio = np.log1p(late / limit[:, :, None]) / 2
-            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
-            x = np.concatenate([x, of_queued[:, :, here]], -1)
-            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
-        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
-        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
 
 
 def heuristic_values(expert: Any, running_slots: int) -> Any:
@@ -262,42 +224,6 @@ class Agent(nn.Module):
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The best legal action of every observation."""
         return np.where(np.asarray(mask) > 0, self.values(obs), -np.inf).argmax(-1)
-
-
-def choose_candidates(
-    value: NDArray[np.floating[Any]],
-    first: NDArray[np.int64],
-    mask: NDArray[Any],
-    count: int,
-    spread: float,
-    rng: np.random.Generator,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Actions to try and which of them are legal, (B, count) each.
-
-    The first is given, the others are drawn without replacement with probabilities that rise with
-    their value (Gumbel top-k, at the temperature ``spread``): what is surely worse is not tried.
-    """
-    legal = np.asarray(mask) > 0
-    key = np.where(legal, value / spread + rng.gumbel(size=value.shape), -np.inf)
-    np.put_along_axis(key, first[:, None], np.inf, 1)
-    chosen = np.argsort(-key, axis=1, kind="stable")[:, :count]
-    return chosen, np.take_along_axis(legal, chosen, 1)
-
-
-def noise_weights(load: NDArray[np.float64], gain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Weights of labels (B,), mean 1: the inverse of the variance of ``gain`` at such a load.
-
-    The fates of two actions part the further the busier the fleet is; unweighted, labels from
-    busy fleets would drown the small and certain differences on idle ones.
-    """
-    edges = np.quantile(load, np.linspace(0, 1, 11)[1:-1])
-    place = np.searchsorted(edges, load, side="right")
-    square = np.nan_to_num(gain).astype(np.float64) ** 2
-    total, count = (
-        np.bincount(place, x.sum(1), 10) for x in (square, np.isfinite(gain).astype(np.float64))
-    )
-    weight = 1 / ((total / np.maximum(count, 1))[place] + 0.02)
-    return (weight / weight.mean()).astype(np.float32)
 
 
 class Configuration:

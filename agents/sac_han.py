@@ -2,10 +2,13 @@
 
 The router of the QoS-aware routing paper (arXiv:2508.00234, section V): the state is a graph of the
 arrived request, the experts and the requests they hold (Eq. 6-12); two layers of PyG's ``HANConv``
-embed each graph on its own, and actor and twin critics read the embeddings. ``--prior 0
---privileged_critic False --set reward=qos_aware`` is the paper's learner; with
-``reward=completed_qos`` it is Baseline RL + DSA. By default actor and critics start at the
-heuristic `priced_greedy` and learn a correction (residual policy learning, Silver et al. 2018).
+embed each graph on its own, and actor and twin critics read the embeddings. By default all begin
+at nothing, with labels: in the states that the policy meets, a few actions are tried on copies of
+the simulator that share their future, the policy itself decides the requests after them, and the
+critics regress on the differences of the returns, as in `rpi`; SAC's own losses on the actions
+taken come after, if steps are left. ``--rollout_labels 0 --set reward=qos_aware
+episode_requests=1000`` is the paper's learner, with ``reward=completed_qos`` Baseline RL + DSA;
+``--rollout_labels 0 --prior 0.02`` corrects `priced_greedy` (residual policies, Silver 2018).
 
 Neighbours: `baseline_rl` reads the experts' rows alone; `ppo_han` has the same features and network
 with PPO, `pqn` with Q-learning. ``python agents/sac_han.py --help`` lists the options.
@@ -22,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -34,14 +36,18 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
+from servegym.agents.lib.graph_rows import Layout
+from servegym.agents.lib.replay import ReplayBuffer
+from servegym.agents.lib.rollouts import LabelBuffer, Rollouts, arbitrary_values
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.single_decision import SingleDecision
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.baselines.llm_routing.features import impact_features, privileged_inputs
+from servegym.baselines.llm_routing.features import privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
+ENV_ID = "servegym/LLMRouting-v0"
 Observation = Mapping[str, NDArray[Any]]
 
 ENV = {
@@ -49,15 +55,26 @@ ENV = {
     "latency_requirement_s": 0.030,
     "rate": (4.0, 11.0),  # requests/s; each training episode draws its own
     "reward": "paid_forward",
+    "episode_requests": 400,
 }
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
 HEADS, WIDTH = 4, 64  # of the HAN; WIDTH also of the actor and the critics
 WARMUP_STEPS = 8_000  # before the first update; at most a fifth of the training
 WARMUP_RANDOM = 0.2  # share of environments with uniform legal actions in the warm-up
-CRITIC_WARMUP = 0.25  # with a prior: share of the training in which the critics alone learn
+CRITIC_WARMUP = 0.25  # share of SAC's steps in which the critics alone learn, if they began ahead
+LABEL_EVERY = 5  # decisions of every environment between two labelled states
+BLIND = 0.15  # share of the labels whose rollouts follow `arbitrary_values`
+CANDIDATES = 3  # actions tried in a state after those: the policy's own and likely ones
+SPREAD = 0.1  # temperature, in scores, at which the likely ones are drawn
+HORIZON_S = 12.0  # length of a rollout, simulated seconds: late answers are known as such by then
+EXPLORE = 0.15  # share of random legal actions between the labelled states
+LABEL_UPDATES, LABEL_BATCH = 8, 256  # gradient updates after every round of labels, their labels
+LABEL_LR = 1e-3  # learning rate at the first labels; it falls linearly to a twentieth
+RECENT = 0.6  # share of the labels, the latest, that the updates draw from
 BATCH_SIZE = 128  # transitions per update
 TAU = 0.02  # polyak step of the target network, per update
+LABEL_AVERAGE = 0.02  # polyak step of the averaged network after an update on labels
 AVERAGE = 0.01  # polyak step of the averaged network, which is evaluated and saved, per round
 LOG_EVERY = 2_000  # steps between rows of the log
 EVAL_EPISODES, EVAL_REQUESTS = 8, 500  # of an evaluation: episodes per rate, requests per episode
@@ -68,17 +85,17 @@ HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the privileged crit
 class Args(ResumableRunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRouting-v0"
-    """a routing environment with the Dict observation"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
-    total_timesteps: int = 300_000
+    total_timesteps: int = 100_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
     """parallel environments"""
-    prior: float = 0.02
+    rollout_labels: int = 20_000
+    """states labelled by rollouts of the policy on copies, before SAC's first update; 0: none"""
+    prior: float = 0.0
     """temperature, in scores, of the heuristic that the networks correct; 0: start from nothing"""
-    privileged_critic: bool = True
+    privileged_critic: bool = False
     """let the critics, in training, read the coming arrivals: see `privileged_inputs`"""
     buffer_size: int = 200_000
     """transitions in the replay buffer"""
@@ -98,45 +115,6 @@ class Args(ResumableRunArgs):
     """steps between evaluations on the validation split; the best policy is saved"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Columns of a flat row of scaled node features: N experts, R running and W waiting slots."""
-
-    experts: int
-    running: int
-    waiting: int
-    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
-        n, r, w = self.experts, self.running, self.waiting
-        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
-        return (2, self.EXPERT * n, *queues, n * r, n * w)
-
-    def expert(self, rows: Tensor) -> Tensor:
-        """The experts' features (B, N, 10) in a batch of rows."""
-        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
-
-    def rows(self, obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
-        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
-        limit = obs["latency_requirement"]  # (B, 1)
-        req, exp, batch = obs["request"], obs["experts"], len(limit)
-        p = np.log1p(req[..., :1]) / 6
-        of_expert, of_queued = impact_features(obs, model)
-        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
-        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
-        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
-        for kind, here in slots.items():
-            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
-            ratio = np.log1p(late / limit[:, :, None]) / 2
-            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
-            x = np.concatenate([x, of_queued[:, :, here]], -1)
-            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
-        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
-        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
 
 
 def heuristic_values(expert: Any, running_slots: int) -> Any:
@@ -341,6 +319,12 @@ class Agent(nn.Module):
         return self.q1(*h[:2], inputs) + start, self.q2(*h[:2], inputs) + start
 
     @torch.no_grad()
+    def logits(self, obs: Observation) -> NDArray[np.float32]:
+        """Log-probabilities (B, N+1), were all actions legal."""
+        h = self.encode(torch.as_tensor(self.rows(obs), device=self.law.device).float())
+        return self.log_policy(h, torch.ones_like(h[2])).cpu().numpy()
+
+    @torch.no_grad()
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
         h = self.encode(torch.as_tensor(self.rows(obs), device=self.law.device).float())
@@ -353,50 +337,6 @@ def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
     """Move the target's weights towards the network's by a share of tau."""
     for slow, fast in zip(target.parameters(), net.parameters(), strict=True):
         slow.lerp_(fast, tau)
-
-
-class ReplayBuffer:
-    """Time-major ring of transitions; rows of scaled features in float16, both action masks."""
-
-    def __init__(self, size: int, num_envs: int, columns: int, actions: int, inputs: int) -> None:
-        self.length, self.envs, self.count = max(size // num_envs, 2), num_envs, 0
-        row, legal, extra = (columns, np.float16), (actions, np.int8), (inputs, np.float16)
-        kinds = {"obs": row, "next_obs": row, "mask": legal, "next_mask": legal}
-        kinds |= {"inputs": extra, "next_inputs": extra}
-        shape = (self.length, num_envs)
-        self.data = {k: np.zeros((*shape, width), kind) for k, (width, kind) in kinds.items()}
-        flat = {"action": np.int64, "reward": np.float32, "terminated": bool, "done": bool}
-        self.data |= {k: np.zeros(shape, kind) for k, kind in flat.items()}
-
-    def add(self, **step: NDArray[Any]) -> None:
-        """Append one step of all environments."""
-        for key, value in step.items():
-            self.data[key][self.count % self.length] = value
-        self.count += 1
-
-    def sample(
-        self, size: int, n_step: int, gamma: float, center: float, rng: np.random.Generator
-    ) -> dict[str, NDArray[Any]]:
-        """Uniform batch; `return` is the n-step sum of (reward - center), `discount` gamma^n.
-
-        A sum that meets the end of an episode stops there; next_obs, next_mask and terminated are
-        those of its last step, so a truncated one bootstraps and a terminated one does not.
-        """
-        d, stored = self.data, min(self.count, self.length)
-        start = self.count - stored + rng.integers(0, stored - n_step + 1, size)
-        env = rng.integers(0, self.envs, size)
-        total, discount = np.zeros(size, np.float32), np.ones(size, np.float32)
-        last, alive = start, np.ones(size, bool)
-        for k in range(n_step):
-            at = (start + k) % self.length
-            last = np.where(alive, start + k, last)
-            total += alive * discount * (d["reward"][at, env] - center)
-            discount = np.where(alive, discount * gamma, discount).astype(np.float32)
-            alive &= np.logical_not(d["done"][at, env])
-        first, last = start % self.length, last % self.length
-        batch = {k: d[k][first, env] for k in ("obs", "mask", "inputs", "action")}
-        after = ("next_obs", "next_mask", "next_inputs", "terminated")
-        return batch | {k: d[k][last, env] for k in after} | {"return": total, "discount": discount}
 
 
 def critic_target(batch: Mapping[str, Tensor], log_pi: Tensor, q1: Tensor, q2: Tensor) -> Tensor:
@@ -436,6 +376,29 @@ def update(
     return {key: value.detach() for key, value in losses.items()}
 
 
+def label_update(agent: Agent, optimizer: Any, batch: Any, alpha: float) -> dict[str, Tensor]:
+    """One gradient step on labels: critics and encoder by regression, the actor as in `update`.
+
+    Both critics' differences of values to the first action tried are fitted to those of the
+    returns; the actor reads the smaller ones.
+    """
+    h, tried = agent.encode(batch["obs"]), batch["tried"]
+    gains = [q - q.gather(1, tried[:, :1]) for q in agent.values(h, batch["inputs"])]
+    error = [(q.gather(1, tried[:, 1:]) - batch["gain"]).square() * batch["known"] for q in gains]
+    q1_loss, q2_loss = ((batch["weight"] * one.sum(1)).mean() for one in error)
+
+    log_pi = agent.log_policy((h[0].detach(), h[1].detach(), h[2]), batch["mask"])
+    actor_loss = (log_pi.exp() * (alpha * log_pi - torch.minimum(*gains).detach())).sum(-1).mean()
+
+    optimizer.zero_grad()
+    (q1_loss + q2_loss + actor_loss).backward()
+    nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
+    optimizer.step()
+    losses = {"losses/label_loss": q1_loss, "losses/label_actor_loss": actor_loss}
+    losses["charts/policy_entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
+    return {key: value.detach() for key, value in losses.items()}
+
+
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights and arguments in one safetensors file."""
     meta = {"agent": "sac_han", "args": json.dumps(asdict(args))}
@@ -449,7 +412,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
         from servegym.agents import baseline_rl
 
         return baseline_rl.load(meta, weights, system)
-    args = checkpoint.saved_args(Args, given)
+    args = checkpoint.saved_args(Args, {"rollout_labels": 0, **given})
     if "total_timesteps" in given and "prior" not in given:  # older than the prior
         args.prior, args.privileged_critic = 0.0, False
     env_kwargs = ENV | parse_settings(args.set)
@@ -466,6 +429,14 @@ def train(args: Args) -> Path:
     env_kwargs = ENV | parse_settings(args.set)
     if args.prior < 0:
         raise ValueError(f"prior: must be 0 or a temperature above 0, got {args.prior}")
+    if not 0 <= LABEL_EVERY * args.rollout_labels <= args.total_timesteps:
+        most = f"{args.total_timesteps // LABEL_EVERY}, one in {LABEL_EVERY} of total_timesteps"
+        raise ValueError(f"rollout_labels: must be from 0 to {most}; got {args.rollout_labels}")
+    if args.rollout_labels and env_kwargs["reward"] != "paid_forward":
+        raise ValueError(
+            "rollout_labels: must be 0 unless reward is 'paid_forward', which alone pays for an "
+            f"action before the answer ends; got {args.rollout_labels} and {env_kwargs['reward']!r}"
+        )
     if not 1 <= args.n_step <= args.buffer_size // args.num_envs:
         longest = f"{args.buffer_size // args.num_envs}, the steps of an environment in the buffer"
         raise ValueError(f"n_step: must be from 1 to {longest}; got {args.n_step}")
@@ -473,9 +444,7 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs, n = environments.make_envs(args.env_id, args.num_envs, **env_kwargs), args.num_envs
-    if not isinstance(envs.single_observation_space, gym.spaces.Dict):
-        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
+    envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
     run = Path(args.out_dir) / (args.run_name or f"sac_han_{env_kwargs['reward']}_{args.seed}")
 
     agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
@@ -490,6 +459,7 @@ def train(args: Args) -> Path:
 
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
+    labels = LabelBuffer(args.rollout_labels)
     returns, shares, episodic_returns, episodic_qos = np.zeros(n), np.zeros(actions), [], []
     learned = {"agent": agent, "target": target, "averaged": averaged, "optimizer": optimizer}
     saved = load_snapshot(args.resume, run / "snapshot.pt")
@@ -498,22 +468,36 @@ def train(args: Args) -> Path:
             part.load_state_dict(saved[key])
         rng.bit_generator.state, envs = saved["rng"], pickle.loads(saved["envs"])
         step, best, mean_reward, log_size, obs, mask, *rest = saved["state"]
+        labels.count, labels.data = saved["labels"]
         returns, episodic_returns, episodic_qos, shares, buffer.count, buffer.data = rest
     no_inputs = np.zeros((n, 0), np.float32)
     inputs = privileged_inputs(envs, HORIZONS) if args.privileged_critic else no_inputs
+    rollouts = Rollouts(envs, actions)
     log = RunLog(run, args, "sac_han", step, log_size)
     losses: dict[str, Tensor] = {}
     while step < args.total_timesteps:
-        # Act: in the warm-up half of the environments, later all, sample from the policy.
-        rows, warm_up = agent.rows(obs), step < learning_starts
+        # Act: first follow the averaged policy and label what it meets by rollouts that go on so;
+        # then sample from the policy, in SAC's warm-up in half of the environments.
+        rows, labelling = agent.rows(obs), labels.count < args.rollout_labels
+        turn = labelling and step // n % LABEL_EVERY == LABEL_EVERY - 1
+        warm_up = not labelling and step < learning_starts
         score = rng.random(mask.shape)
-        if warm_up:
+        if labelling:
+            blind = labels.count < BLIND * args.rollout_labels
+            values = arbitrary_values if blind else averaged.logits
+            score = np.where(rng.random((n, 1)) < EXPLORE, score, values(obs))
+            if turn:
+                tries = actions if blind else CANDIDATES
+                spread = np.inf if blind else SPREAD / args.alpha
+                seen = {"obs": rows, "mask": mask, "inputs": inputs}
+                labels.collect(rollouts, obs, seen, values, tries, spread, HORIZON_S, rng)
+        elif warm_up:
             # The least loaded expert below a cap that differs between environments.
             held = obs["experts"][..., 1:].sum(-1)
             cap = 1 + np.arange(n)[:, None] % (layout.running + layout.waiting)
             greedy = rng.random((n, 1)) >= WARMUP_RANDOM
             score -= greedy * np.concatenate([cap - 0.5, held], -1)
-        if not warm_up or agent.temperature:
+        if not labelling and (not warm_up or agent.temperature):
             with torch.no_grad():
                 h = agent.encode(torch.as_tensor(rows, device=device).float())
                 log_pi = agent.log_policy(h, torch.as_tensor(mask, device=device)).cpu().numpy()
@@ -552,9 +536,21 @@ def train(args: Args) -> Path:
             episodic_qos += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
 
         # Learn.
-        if step >= learning_starts and buffer.count >= args.n_step:
-            # A start at a heuristic stands until the critics know better; one at nothing need not.
-            train_actor = not agent.temperature or step >= CRITIC_WARMUP * args.total_timesteps
+        if turn:
+            rate = LABEL_LR * (1 - 0.95 * labels.count / args.rollout_labels)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for sample in labels.batches(LABEL_UPDATES, LABEL_BATCH, RECENT, rng):
+                batch = {k: torch.as_tensor(v, device=device) for k, v in sample.items()}
+                batch |= {k: batch[k].float() for k in ("obs", "inputs")}
+                losses = label_update(agent, optimizer, batch, args.alpha)
+                polyak_update(averaged, agent, LABEL_AVERAGE)
+            target.load_state_dict(agent.state_dict())
+        elif not labelling and step >= learning_starts and buffer.count >= args.n_step:
+            # What a heuristic or labels began stands until the critics know better.
+            labelled = LABEL_EVERY * args.rollout_labels
+            alone = labelled + CRITIC_WARMUP * (args.total_timesteps - labelled)
+            train_actor = not (agent.temperature or labelled) or step >= alone
             for group, lr in zip(optimizer.param_groups, (args.lr, args.actor_lr), strict=True):
                 group["lr"] = lr * (1 - 0.9 * step / args.total_timesteps)
             for _ in range(args.updates_per_step):
@@ -576,7 +572,7 @@ def train(args: Args) -> Path:
             log.write(step, metrics)
         if losses and (interval_passed(args.eval_every, before, step) or last):
             result = evaluate_router(
-                averaged.act, args.env_id, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
+                averaged.act, ENV_ID, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
             )
             log.write(step, result)
             log.print_qos(step, result)
@@ -588,6 +584,7 @@ def train(args: Args) -> Path:
                 run / "snapshot.pt",
                 **{key: part.state_dict() for key, part in learned.items()},
                 state=(step, best, mean_reward, log.size, obs, mask, *rest),
+                labels=(labels.count, labels.data),
                 rng=rng.bit_generator.state,
                 envs=pickle.dumps(envs),
             )

@@ -130,8 +130,9 @@ def permuted(obs, order):
 def test_permuting_experts_permutes_logits_and_values(random_obs):
     torch.manual_seed(0)
     order, system = np.array([2, 0, 3, 1]), a_system()
-    agent = sac_han.Agent(sac_han.Args(), system)
-    other = sac_han.Agent(sac_han.Args(), system.permuted(order))
+    args = sac_han.Args(prior=0.02, privileged_critic=True)
+    agent = sac_han.Agent(args, system)
+    other = sac_han.Agent(args, system.permuted(order))
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(3)

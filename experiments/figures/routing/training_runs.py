@@ -3,18 +3,18 @@
 The paper's three learners are trained from their own reward alone: SAC-HAN (``sac_han``) with the
 QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
 Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts at
-a heuristic or lets its critics read the coming arrivals (``--prior 0 --privileged_critic False``).
+a heuristic, learns from labels or lets its critics read the coming arrivals (`FROM_NOTHING`).
 Their other settings come from their sweeps on the validation split (`TUNED`, `TUNED_ROWS`,
 `TUNED_PPO`). With the graph they take a million steps, ten minutes of a core; Baseline RL takes
 400,000, by SAC and by PPO (``baseline_rl_ppo``). ``direct_search`` has the state of Baseline RL and
 no learning: what a policy over that state can be. The group ``general`` has one policy for all
-rates: ``residual`` is this package's default, ``baseline_rl`` the paper's baseline. The group
-``zoo`` trains all agents at one task, each for about two minutes of one core. The group ``mixed``
-has one policy for every fleet, load, requirement and number of experts, which ships as ``rpi``. The
-group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too. The group
-``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets from
-nothing, each cell with the best of the same six settings on the validation split: what is each
-worth to a learner that changes in nothing else?
+rates: ``residual`` is SAC-HAN that corrects a heuristic, ``baseline_rl`` the paper's baseline. The
+group ``zoo`` trains all agents at one task, each for about two minutes of one core. The group
+``mixed`` has one policy for every fleet, load, requirement and number of experts, which ships as
+``rpi``. The group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too. The
+group ``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets
+from nothing, each cell with the best of the same six settings on the validation split: what is
+each worth to a learner that changes in nothing else?
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ POINTS: dict[str, dict[str, Any]] = {
 """Fleet and arrival rates of training and of the evaluations on the validation split."""
 
 SHORT_MEMORY = {"buffer_size": 50_000, "max_episode_steps": 250}
-FROM_NOTHING = {"prior": 0.0, "privileged_critic": False, **SHORT_MEMORY}
-"""What the paper's learners do without. Their replay is short, so that it forgets how they began,
-and their training episodes are: in one of 1,000 requests the empty system of its start is out of
-the replay long before the end, and a policy that no longer knows it may drop everything there."""
+FROM_NOTHING = {"rollout_labels": 0, "prior": 0.0, "privileged_critic": False, **SHORT_MEMORY}
+"""What the paper's learners do without: labels, a heuristic, foresight. Their replay is short, so
+that it forgets how they began, and their training episodes are: in one of 1,000 requests the empty
+system of its start is out of the replay long before the end, and a policy that no longer knows it
+may drop everything there."""
 
 TUNED = {"alpha": 0.088, "n_step": 8, "gamma": 0.98, "lr": 3.9e-3, "actor_lr": 2.8e-3}
 """The best of the eight points of the sweeps ``sac_han_paper`` and ``baseline_rl_dsa`` for the
@@ -95,8 +96,11 @@ TUNED_PPO = {
 }
 """The best of the thirty trials each of the sweeps ``baseline_rl`` and ``baseline_rl_ppo``."""
 
+RESIDUAL = {"rollout_labels": 0, "prior": 0.02, "privileged_critic": True}
+"""SAC alone, as a correction of `priced_greedy`."""
+
 VARIANTS: dict[str, dict[str, Any]] = {
-    "general": {"reward": "paid_forward"},
+    "general": {"reward": "paid_forward", **RESIDUAL},
     "sac_han": {"reward": "qos_aware", **FROM_NOTHING, **TUNED},
     "baseline_rl": {
         "reward": "completed_qos",
@@ -144,7 +148,7 @@ ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ppo_han": ("ppo_han", 140_000, {"encoder": "han"}),
     "pqn_sets": ("pqn", 800_000, {"encoder": "sets"}),
     "pqn_han": ("pqn", 160_000, {"encoder": "han"}),
-    "sac_han": ("sac_han", 150_000, {}),
+    "sac_han": ("sac_han", 150_000, RESIDUAL),
     "ppo_sets_nothing": ("ppo_han", 800_000, {"encoder": "sets", "prior": 0.0}),
     "ppo_han_nothing": ("ppo_han", 140_000, {"encoder": "han", "prior": 0.0}),
     "sac_han_nothing": ("sac_han", 150_000, {**FROM_NOTHING, **TUNED}),
@@ -250,6 +254,8 @@ class TrainingRun:
         items = [f"rate=[{given.pop('rate_low'):g},{given.pop('rate_high'):g}]"]
         for key in ("profiles", "reward", "max_episode_steps"):
             items += [f"{key}={given.pop(key)}"] if key in given else []
+        if self.agent == "sac_han":
+            items.append("episode_requests=1000")  # shorter ones are for its labels
         return given | {"set": (*items, *given.get("set", ()))}
 
     @property
