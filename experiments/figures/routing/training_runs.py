@@ -12,7 +12,8 @@ rates: ``residual`` is SAC-HAN that corrects a heuristic, ``baseline_rl`` the pa
 group ``zoo`` trains all agents at one task, each for about two minutes of one core. The group
 ``mixed`` has one policy for every fleet, load, requirement and number of experts, which ships as
 ``rpi``. The group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too. The
-group ``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets
+group ``labels`` has SAC-HAN with and without labels by rollouts of its own policy. The group
+``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets
 from nothing, each cell with the best of the same six settings on the validation split: what is
 each worth to a learner that changes in nothing else?
 """
@@ -155,6 +156,22 @@ ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 """Agent, steps (labels of ``rpi``) and arguments by variant of the group ``zoo``."""
 
+LABELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "labels": (100_000, {"rollout_labels": 20_000, "buffer_size": 50_000}),
+    "labels_then_sac": (
+        160_000,
+        {
+            "rollout_labels": 20_000,
+            "buffer_size": 50_000,
+            "lr": 5e-4,
+            "actor_lr": 2e-4,
+            "eval_every": 15_000,
+        },
+    ),
+    "sac": (160_000, {**FROM_NOTHING, **TUNED}),
+}
+"""Steps and arguments of SAC-HAN by variant of the group ``labels``: with and without labels by
+rollouts, with and without SAC's own steps."""
 
 PPO: dict[str, dict[str, Any]] = {
     "qos_aware": {"encoder": "sets", "reward": "qos_aware"},
@@ -218,7 +235,7 @@ class TrainingRun:
 
     Attributes:
         group: What it belongs to: ``paper``, ``factorial``, ``ppo``, ``general``, ``zoo``,
-            ``mixed``, ``predictors``, ``limits`` or ``experts``.
+            ``labels``, ``mixed``, ``predictors``, ``limits`` or ``experts``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
@@ -254,7 +271,7 @@ class TrainingRun:
         items = [f"rate=[{given.pop('rate_low'):g},{given.pop('rate_high'):g}]"]
         for key in ("profiles", "reward", "max_episode_steps"):
             items += [f"{key}={given.pop(key)}"] if key in given else []
-        if self.agent == "sac_han":
+        if self.agent == "sac_han" and not self.settings["rollout_labels"]:
             items.append("episode_requests=1000")  # shorter ones are for its labels
         return given | {"set": (*items, *given.get("set", ()))}
 
@@ -328,6 +345,13 @@ def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
             yield TrainingRun("zoo", variant, "het4-11", seed, steps, settings, agent)
 
 
+def _labels(seeds: Sequence[int]) -> Iterator[TrainingRun]:
+    for seed in seeds:
+        for variant, (steps, given) in LABELS.items():
+            settings = {**POINTS["het4-11"], "reward": "paid_forward", **given}
+            yield TrainingRun("labels", variant, "het4-11", seed, steps, settings)
+
+
 def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         settings = {**POINTS["all"], "reward": "paid_forward", **RPI}
@@ -369,6 +393,7 @@ RUNS: tuple[TrainingRun, ...] = (
     *_ppo((1, 2, 3)),
     *_general((1, 2, 3)),
     *_zoo((1, 2, 3)),
+    *_labels((1, 2, 3, 4, 5)),
     *_mixed((1, 2)),
     *_worlds((1, 2, 3)),
     *_short((1, 2, 3)),
