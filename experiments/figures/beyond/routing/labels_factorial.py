@@ -7,8 +7,9 @@
 
 trains the group ``labels`` of `training_runs`, each cell with five seeds and from nothing, and
 plays every training, `priced_greedy` and `expected_qos` on the same evaluation episodes, whose
-seeds no other table has. A gain is the QoS of a cell less that of a heuristic as registered, with
-its interval over trainings and episodes together.
+seeds no other table has. A training's policy is its last one, which no evaluation chose. A gain is
+the QoS of a cell less that of a heuristic as registered, with its interval over trainings and
+episodes together.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def labels_factorial(options: Options) -> None:
 
         parts = {name: [played(name)] for name in HEURISTICS}
         for cell, trained in cells.items():
-            parts[cell] = [played(load_policy(one.path, system)) for one in trained]
+            parts[cell] = [
+                played(load_policy(one.path.with_name("last.safetensors"), system))
+                for one in trained
+            ]
         for name, each in parts.items():
             row = {"rate": rate, "policy": name, "trainings": len(each) * (name in cells)}
             row |= summarise_parts(each)
