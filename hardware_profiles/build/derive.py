@@ -267,6 +267,7 @@ def derive_card(
     if "mixed_decode_attention_s" in law:
         law["mixed_decode_attention_s"] = rounded(decode_ratio * base.mixed_decode_attention_s())
     data = base.to_dict()
+    data.pop("step_error", None)  # the base's, not the card's
     name = f"{card}-llama-3.1-8b"
     data.update(
         name=name,

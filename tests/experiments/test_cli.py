@@ -216,6 +216,7 @@ def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):
         "--block-size",
         32,
         "--prefix-caching",
+        "--async-scheduling",
         "--out",
         tmp_path / "out.csv",
     )
@@ -229,6 +230,7 @@ def test_replay_passes_its_options_on(run, tmp_path, monkeypatch):
         "block_size": 32,
         "prefix_caching": True,
         "memory_policy": "paged",
+        "async_scheduling": True,
     }
 
 
