@@ -1,0 +1,1 @@
+"""Prefix routing: a gateway sends each request to one of N replicas that cache prompt prefixes."""

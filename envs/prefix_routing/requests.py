@@ -1,0 +1,220 @@
+"""Requests whose prompts share prefixes, and what a cache that never evicts would save of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from servegym.envs._checks import whole
+
+__all__ = ["CacheHits", "PrefixRequests", "infinite_cache_hits"]
+
+MAX_TOKENS = 1 << 24
+_MOST_IDS = 1 << 31
+
+
+class PrefixRequests(NamedTuple):
+    """The J requests of an episode, in blocks of ``block_size`` tokens.
+
+    A block id names the content of a full block and of all blocks before it, as the chain hash of
+    an engine does: two blocks have the same id if and only if their prefixes up to there are equal.
+    A request's ids cover the full blocks of its prompt and output,
+    ``(prompt_tokens + output_tokens) // block_size`` of them. They are the concatenation of its
+    segments, the ids within a segment being consecutive. The blocks of an output have the ids with
+    which the session's next turn repeats them; else nobody else has them.
+
+    A request without a parent arrives at ``arrival_s``. A request with a parent arrives ``think_s``
+    after the parent's completion or rejection, and its ``arrival_s`` is ignored.
+
+    Attributes:
+        arrival_s: float64 (J,), seconds.
+        parent: int32 (J,), index of the earlier request that it waits for, -1 for none.
+        think_s: float64 (J,), seconds between the parent's end and this arrival.
+        prompt_tokens: int32 (J,), at least 1.
+        output_tokens: int32 (J,), at least 1.
+        session: int32 (J,), the conversation it belongs to.
+        tenant: int32 (J,), the customer it belongs to.
+        turn: int32 (J,), its place in its session, counted from 0.
+        first_segment: int64 (J + 1,), request j has the segments from ``first_segment[j]`` to
+            ``first_segment[j + 1]``, the latter excluded.
+        segments: int32 (S, 2), the first block id and the number of blocks.
+        block_size: Tokens of a block.
+    """
+
+    arrival_s: np.ndarray
+    parent: np.ndarray
+    think_s: np.ndarray
+    prompt_tokens: np.ndarray
+    output_tokens: np.ndarray
+    session: np.ndarray
+    tenant: np.ndarray
+    turn: np.ndarray
+    first_segment: np.ndarray
+    segments: np.ndarray
+    block_size: int
+
+    @property
+    def num_requests(self) -> int:
+        """The number of requests, J."""
+        return len(self.arrival_s)
+
+    def block_ids(self, j: int) -> np.ndarray:
+        """Ids of the full blocks of request ``j``, prompt and output: int32 (blocks,)."""
+        own = self.segments[self.first_segment[j] : self.first_segment[j + 1]]
+        return _expand(own).astype(np.int32)
+
+    def num_blocks(self) -> np.ndarray:
+        """Full blocks of prompt and output: int64 (J,)."""
+        tokens = self.prompt_tokens.astype(np.int64) + self.output_tokens
+        return tokens // self.block_size
+
+    def check(self) -> PrefixRequests:
+        """Return the requests if they are well formed; the workloads' own draws are.
+
+        Raises:
+            ValueError: Naming the field, the request and what is allowed: arrays of other shapes or
+                types, times that are negative or not finite, a parent that is not an earlier
+                request (a session that waits on itself), lengths below 1, segments that do not add
+                up to the request's full blocks, or block ids that are no prefix chain.
+        """
+        whole("block_size", self.block_size, 1, MAX_TOKENS)
+        count = len(self.arrival_s)
+        if count == 0:
+            raise ValueError("arrival_s is empty; at least one request is needed.")
+        for name, array in zip(self._fields[:-1], self[:-1], strict=True):
+            dtype = _TYPES.get(name, np.int32)
+            shape = {"first_segment": (count + 1,), "segments": (len(array), 2)}.get(name, (count,))
+            if array.dtype != dtype or array.shape != shape:
+                raise ValueError(
+                    f"{name} is {array.dtype} of shape {array.shape}; it must be "
+                    f"{np.dtype(dtype)} of shape {shape}."
+                )
+        for name in ("arrival_s", "think_s"):
+            array = getattr(self, name)
+            _refuse(name, array, ~np.isfinite(array) | (array < 0), "finite and at least 0")
+        for name in ("prompt_tokens", "output_tokens"):
+            array = getattr(self, name)
+            _refuse(name, array, (array < 1) | (array > MAX_TOKENS), f"in [1, {MAX_TOKENS}]")
+        index = np.arange(count)
+        late = (self.parent >= index) | (self.parent < -1)
+        _refuse("parent", self.parent, late, "-1 or the index of an earlier request")
+        first, sizes = self.first_segment, self.segments
+        if first[0] != 0 or first[-1] != len(sizes) or (np.diff(first) < 0).any():
+            raise ValueError(
+                f"first_segment must rise from 0 to {len(sizes)}, the number of segments; it goes "
+                f"from {first[0]} to {first[-1]}."
+            )
+        ids = sizes[:, 0].astype(np.int64)
+        wrong = (ids < 0) | (sizes[:, 1] < 1) | (ids + sizes[:, 1] > _MOST_IDS)
+        _refuse("segments", sizes, wrong, "(an id of at least 0, at least 1 block), within int32")
+        ends = np.concatenate([[0], np.cumsum(sizes[:, 1], dtype=np.int64)])[first]
+        blocks = self.num_blocks()
+        wrong = np.flatnonzero(np.diff(ends) != blocks)
+        if wrong.size:
+            j = int(wrong[0])
+            raise ValueError(
+                f"segments of request {j} have {np.diff(ends)[j]} blocks; they must have "
+                f"{blocks[j]}, the full blocks of its prompt and output."
+            )
+        self._check_chains()
+        return self
+
+    def _check_chains(self) -> None:
+        """Refuse an id that follows two different ids, or begins one request and not another."""
+        ids = _expand(self.segments)
+        if ids.size == 0:
+            return
+        begins = np.concatenate([[0], np.cumsum(self.num_blocks())[:-1]])
+        before = np.empty_like(ids)
+        before[1:] = ids[:-1]
+        before[begins[begins < ids.size]] = -1
+        _, at_first, dense = np.unique(ids, return_index=True, return_inverse=True)
+        known = before[at_first]
+        wrong = np.flatnonzero(known[dense] != before)
+        if wrong.size:
+            at = int(wrong[0])
+            j = int(np.searchsorted(np.cumsum(self.num_blocks()), at, side="right"))
+            raise ValueError(
+                f"segments of request {j}: block id {ids[at]} follows id {before[at]} there and "
+                f"id {known[dense[at]]} elsewhere (-1: it begins the prompt); block ids must be a "
+                "prefix chain."
+            )
+
+
+_TYPES = {"arrival_s": np.float64, "think_s": np.float64, "first_segment": np.int64}
+
+
+def _refuse(name: str, array: np.ndarray, wrong: np.ndarray, allowed: str) -> None:
+    at = np.flatnonzero(wrong)
+    if at.size:
+        raise ValueError(f"{name}[{at[0]}] is {array[at[0]]}; it must be {allowed}.")
+
+
+def _expand(segments: np.ndarray) -> np.ndarray:
+    """Ids of segments (S, 2), one after the other: int64."""
+    first, blocks = segments[:, 0].astype(np.int64), segments[:, 1].astype(np.int64)
+    ends = np.cumsum(blocks)
+    total = int(ends[-1]) if ends.size else 0
+    return np.repeat(first - ends + blocks, blocks) + np.arange(total)
+
+
+class CacheHits(NamedTuple):
+    """What of each prompt a cache holds when its request comes.
+
+    Attributes:
+        blocks: int64 (J,), cached blocks of the prompt.
+        prompt_blocks: int64 (J,), full blocks of the prompt.
+        tokens: int64 (J,), the tokens in ``blocks``.
+        block_rate: Share of all full prompt blocks that are cached.
+        token_rate: Share of all prompt tokens, those outside full blocks included, that are cached.
+    """
+
+    blocks: np.ndarray
+    prompt_blocks: np.ndarray
+    tokens: np.ndarray
+    block_rate: float
+    token_rate: float
+
+
+def infinite_cache_hits(
+    requests: PrefixRequests, replica: np.ndarray | None = None, recompute_last: bool = True
+) -> CacheHits:
+    """Hits of caches that never evict, each request being cached whole before the next one comes.
+
+    Requests come in the order of their indices. The hit is an upper bound for caches of any size
+    under the same assignment, and over all assignments when one cache is pooled. With
+    ``recompute_last`` at most ``(prompt_tokens - 1) // block_size`` blocks of a prompt can hit, as
+    in vLLM: the last token of a prompt is always computed, and its block with it.
+
+    Args:
+        requests: The requests.
+        replica: int (J,), the replica that serves each; None pools one cache.
+        recompute_last: Whether the block of a prompt's last token is always computed.
+
+    Raises:
+        ValueError: If ``replica`` has another shape or names a negative replica.
+    """
+    count, size = requests.num_requests, requests.block_size
+    of = np.zeros(count, dtype=np.int64) if replica is None else np.asarray(replica)
+    if of.shape != (count,) or not np.issubdtype(of.dtype, np.integer) or (of < 0).any():
+        raise ValueError(f"replica must be {count} whole numbers of at least 0; got {replica!r}.")
+    total = requests.num_blocks()
+    ends = np.cumsum(total)
+    owner = np.repeat(np.arange(count), total)
+    depth = np.arange(int(ends[-1])) - np.repeat(ends - total, total)
+    # One number names an id in the cache of a replica.
+    key = _expand(requests.segments) * (int(of.max()) + 1) + of[owner]
+    _, at_first, dense = np.unique(key, return_index=True, return_inverse=True)
+    prompt = requests.prompt_tokens.astype(np.int64)
+    lookup = (prompt - 1 if recompute_last else prompt) // size
+    hit = (owner[at_first][dense] < owner) & (depth < lookup[owner])
+    blocks = np.bincount(owner[hit], minlength=count)
+    full = prompt // size
+    return CacheHits(
+        blocks=blocks,
+        prompt_blocks=full,
+        tokens=blocks * size,
+        block_rate=float(blocks.sum() / max(full.sum(), 1)),
+        token_rate=float(blocks.sum() * size / prompt.sum()),
+    )
