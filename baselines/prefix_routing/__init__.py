@@ -1,0 +1,66 @@
+"""Rules of the published gateways for prefix-cache-aware routing, with their published constants.
+
+A `Rule` chooses a replica from a `View`; it needs no environment. `RULES` names them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from servegym.baselines.prefix_routing.aibrix import Aibrix
+from servegym.baselines.prefix_routing.dynamo import Dynamo
+from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers
+from servegym.baselines.prefix_routing.papers import Mooncake, Preble
+from servegym.baselines.prefix_routing.production_stack import (
+    ProductionStackKvAware,
+    ProductionStackPrefix,
+)
+from servegym.baselines.prefix_routing.ray_serve import RayPrefixAware
+from servegym.baselines.prefix_routing.sglang import LMetric, SglangCacheAware
+from servegym.baselines.prefix_routing.simple import (
+    LeastLoad,
+    Random,
+    RoundRobin,
+    SessionHash,
+    VllmDp,
+)
+from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
+
+__all__ = ["NOWHERE", "RULES", "Rule", "View"]
+
+RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType(
+    {
+        "random": (Random, "uniform over the replicas that are up"),
+        "round_robin": (RoundRobin, "the next replica in turn"),
+        "least_load": (LeastLoad, "fewest requests in flight"),
+        "vllm_dp": (VllmDp, "least 4 x waiting + running (vLLM's data-parallel score)"),
+        "session_hash": (SessionHash, "hash ring over sessions (production-stack's session)"),
+        "llm_d": (LlmdScorers, "llm-d's default scorers: queue 2, KV 2, prefix 3"),
+        "llm_d_affinity": (LlmdAffinity, "llm-d's affinity filter, then the least token load"),
+        "sglang_cache_aware": (SglangCacheAware, "SGLang's cache_aware, Rust defaults"),
+        "sglang_cache_aware_cli": (
+            SglangCacheAware.python_cli,
+            "SGLang's cache_aware, defaults of the Python launcher",
+        ),
+        "lmetric": (LMetric, "least new prefill x (load + 1)"),
+        "dynamo": (Dynamo, "NVIDIA Dynamo's cost: prefill blocks + decode blocks"),
+        "production_stack_prefix": (
+            ProductionStackPrefix,
+            "production-stack's prefixaware: the longest match, whatever the load",
+        ),
+        "production_stack_kv": (
+            ProductionStackKvAware,
+            "production-stack's kvaware: nearly the whole prompt matched, else by session",
+        ),
+        "aibrix": (Aibrix, "AIBrix's prefix-cache: the best match not far above the mean load"),
+        "aibrix_documented": (
+            Aibrix.documented,
+            "AIBrix's prefix-cache, the chart's constants",
+        ),
+        "preble": (Preble, "Preble's E2: exploit mostly cached prompts, else least load"),
+        "mooncake": (Mooncake, "least estimated time to first token (Mooncake)"),
+        "ray_prefix_aware": (RayPrefixAware, "Ray's prefix-aware router"),
+    }
+)
+"""Name -> (what makes the rule, one line about it)."""

@@ -1,0 +1,438 @@
+"""Every rule against examples worked by hand, on both sides of its thresholds."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from servegym.baselines.prefix_routing import NOWHERE, RULES, View
+from servegym.baselines.prefix_routing.aibrix import Aibrix
+from servegym.baselines.prefix_routing.dynamo import Dynamo
+from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers, sticky
+from servegym.baselines.prefix_routing.papers import Mooncake, Preble
+from servegym.baselines.prefix_routing.production_stack import (
+    ProductionStackKvAware,
+    ProductionStackPrefix,
+)
+from servegym.baselines.prefix_routing.ray_serve import RayPrefixAware
+from servegym.baselines.prefix_routing.sglang import LMetric, SglangCacheAware
+from servegym.baselines.prefix_routing.simple import (
+    HashRing,
+    LeastLoad,
+    RoundRobin,
+    SessionHash,
+    VllmDp,
+)
+
+
+def view(replicas: int = 3, seed: int = 0, **given: Any):
+    """A request of 160 tokens, ten blocks, before idle replicas; ``given`` says what differs."""
+    arrays = (
+        "match_tokens",
+        "in_flight",
+        "prefill_tokens",
+        "context_tokens",
+        "decode_blocks",
+        "waiting",
+        "running",
+        "kv",
+    )
+    fields = {name: np.zeros(replicas, np.int64) for name in arrays}
+    fields |= {
+        "prompt_tokens": 160,
+        "predicted_output": 50.0,
+        "block_size": 16,
+        "capacity_tokens": np.full(replicas, 100_000),
+        "speed": np.full(replicas, 1000.0),
+        "last_replica": -1,
+        "session": 0,
+        "tenant": 0,
+        "up": np.ones(replicas, np.bool_),
+        "now_s": 0.0,
+        "rng": np.random.default_rng(seed),
+    }
+    for name, value in given.items():
+        fields[name] = np.asarray(value) if isinstance(value, (list, tuple)) else value
+    return View(**fields)
+
+
+def chosen(rule, count=60, **given):
+    """What a rule without memory chooses, over many streams of chance."""
+    return {rule.choose(view(seed=seed, **given)) for seed in range(count)}
+
+
+# ------------------------------------------------------------------------------- all of the rules
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_keeps_to_the_replicas_that_are_up(name):
+    rule = RULES[name][0]()
+    # Replica 1 is the best in every respect, but it is down; so is all of the last view.
+    better = {"match_tokens": [0, 160, 0], "in_flight": [3, 0, 4], "waiting": [2, 0, 2]}
+    for seed in range(20):
+        answer = rule.choose(view(seed=seed, up=[True, False, True], session=seed, **better))
+        assert answer in (0, 2)
+    assert rule.choose(view(up=[True, False, False])) == 0
+    assert rule.choose(view(up=[False, False, False])) == NOWHERE
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_forgets_at_an_episodes_start(name):
+    rng = np.random.default_rng(3)
+    episode = []
+    for j in range(40):
+        loads = {
+            field: rng.integers(0, 6, 4) for field in ("in_flight", "waiting", "running", "kv")
+        }
+        match = 16 * rng.integers(0, 11, 4)
+        when = {"now_s": 0.1 * j, "session": int(rng.integers(-1, 5)), "scrape_age_s": 0.35}
+        episode.append({"match_tokens": match, "replicas": 4, **loads, **when})
+    rule = RULES[name][0]()
+    runs = []
+    for _ in range(2):
+        rule.reset()
+        runs.append([rule.choose(view(seed=j, **given)) for j, given in enumerate(episode)])
+    fresh = RULES[name][0]()
+    assert runs[0] == runs[1]
+    assert runs[0] == [fresh.choose(view(seed=j, **given)) for j, given in enumerate(episode)]
+
+
+# ------------------------------------------------------------------------- turn, chance, load, hash
+
+
+def test_round_robin_takes_turns_and_passes_over_what_is_down():
+    rule = RoundRobin()
+    assert [rule.choose(view()) for _ in range(4)] == [0, 1, 2, 0]
+    assert rule.choose(view(up=[True, False, True])) == 2
+    assert rule.choose(view(up=[False, True, True])) == 1
+
+
+def test_random_and_least_load_draw_among_equals():
+    assert chosen(RULES["random"][0]()) == {0, 1, 2}
+    assert chosen(LeastLoad(), in_flight=[2, 1, 1]) == {1, 2}
+
+
+def test_vllm_dp_weighs_waiting_four_to_one():
+    assert VllmDp().choose(view(waiting=[1, 0, 0], running=[0, 5, 4])) == 0  # 4, 5, 4
+    assert VllmDp().choose(view(waiting=[1, 0, 0], running=[0, 3, 4])) == 1
+
+
+def test_vllm_dp_counts_its_own_requests_until_the_next_scrape():
+    rule = VllmDp()
+    stale = {"running": [0, 1, 9], "scrape_age_s": 0.05}
+    # 0, 1 and 9; then 4, 1 and 9; then 4, 5 and 9; a scrape later the first two are forgotten.
+    assert rule.choose(view(now_s=1.00, **stale)) == 0
+    assert rule.choose(view(now_s=1.01, **stale)) == 1
+    assert rule.choose(view(now_s=1.02, **stale)) == 0
+    assert rule.choose(view(now_s=1.10, running=[3, 2, 9], scrape_age_s=0.05)) == 1
+
+
+def test_the_hash_ring_moves_only_the_keys_of_a_replica_that_is_down():
+    ring = HashRing(4)
+    all_up, one_down = np.ones(4, np.bool_), np.array([True, True, False, True])
+    before = np.array([ring.owner(key, all_up) for key in range(400)])
+    after = np.array([ring.owner(key, one_down) for key in range(400)])
+    assert (before == after)[before != 2].all() and not (after == 2).any()
+    assert np.bincount(before).min() > 60  # 160 points a replica spread 400 keys evenly
+    assert set(after[before == 2]) == {0, 1, 3}
+    assert ring.owner(0, np.zeros(4, np.bool_)) == NOWHERE
+
+
+def test_session_hash_holds_a_session_and_counts_rates_without_one():
+    rule = SessionHash(window_s=10.0)
+    assert len({rule.choose(view(session=7, in_flight=[9, 9, 9], now_s=t)) for t in range(5)}) == 1
+    rule.reset()
+    # No session: the lowest rate of the last 10 s, ties to the lowest index.
+    assert [rule.choose(view(session=-1, now_s=t)) for t in (0, 1, 2, 3)] == [0, 1, 2, 0]
+    assert rule.choose(view(session=-1, now_s=4.0)) == 1
+    # At 11.5 s replicas 0 and 1 have one request each, 2 has one; at 13.5 s only 1 has one.
+    assert rule.choose(view(session=-1, now_s=11.5)) == 0
+    assert rule.choose(view(session=-1, now_s=13.5)) == 2
+
+
+# ------------------------------------------------------------------------------------------ llm-d
+
+
+def test_llm_d_scores():
+    v = view(waiting=[0, 2, 4], kv=[0.9, 0.5, 0.0], match_tokens=[80, 160, 0])
+    # queue 1, .5, 0; kv .1, .5, 1; prefix .5, 1, 0, with the weights 2, 2 and 3.
+    scores = LlmdScorers().scores(v, np.arange(3))
+    np.testing.assert_allclose(scores, [2 + 0.2 + 1.5, 1 + 1 + 3, 0 + 2 + 0])
+    assert LlmdScorers().choose(v) == 1
+    # Without replica 2 the queues range from 0 to 2 only.
+    scores = LlmdScorers().scores(v, np.array([0, 1]))
+    np.testing.assert_allclose(scores[:2], [2 + 0.2 + 1.5, 0 + 1 + 3])
+
+
+def test_llm_d_equal_queues_score_one_and_ties_are_drawn():
+    assert LlmdScorers(2, 0, 0).scores(view(waiting=[3, 3, 3]), np.arange(3)).tolist() == [2, 2, 2]
+    assert chosen(LlmdScorers(), match_tokens=[160, 160, 0], waiting=[3, 3, 3]) == {0, 1}
+
+
+def test_llm_d_weights_turn_the_choice():
+    """A full match before a queue that is the longest, and the empty queue without a match."""
+    given = {"waiting": [4, 0], "match_tokens": [160, 0], "replicas": 2}
+    assert LlmdScorers(queue=2, kv=0, prefix=3).choose(view(**given)) == 0
+    assert LlmdScorers(queue=4, kv=0, prefix=3).choose(view(**given)) == 1
+
+
+def test_match_share_counts_entries_of_the_index():
+    # 100 tokens have one entry of 64, six blocks of 16.
+    assert view(prompt_tokens=100, match_tokens=[64, 0, 0]).match_share()[0] == pytest.approx(4 / 6)
+    assert view(prompt_tokens=100, match_tokens=[64, 0, 0], index_block=64).match_share()[0] == 1
+    assert view(prompt_tokens=15).match_share().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("match", "prefill", "kept"),
+    [
+        ([128, 112, 0], [0, 0, 0], [0]),  # 8 of 10 blocks are .80: at the threshold
+        ([112, 112, 0], [0, 0, 0], [0, 1, 2]),  # none has .80
+        ([160, 160, 160], [9e9, 9e9, 9e9], [0, 1, 2]),  # all have it: no others to compare
+        ([128, 128, 0], [30_000, 28_000, 10_000], [0, 1]),  # best 28 s against 10: a penalty of 18
+        ([128, 128, 0], [30_000, 28_001, 10_000], [0, 1, 2]),
+    ],
+)
+def test_llm_d_affinity_filter(match, prefill, kept):
+    v = view(match_tokens=match, prefill_tokens=prefill)
+    options = {"threshold": 0.8, "max_penalty_s": 18.0, "exploration": 0.0}
+    found = sticky(v, np.arange(3), v.prefill_tokens / 1000, **options)
+    assert found.tolist() == kept
+
+
+def test_llm_d_affinity_filter_is_skipped():
+    v = view(match_tokens=[160, 0, 0])
+    options = {"threshold": 0.8, "max_penalty_s": 18.0, "exploration": 0.0}
+    every = [0, 1, 2]
+    assert sticky(v, np.arange(3), v.kv, **(options | {"exploration": 1.0})).tolist() == every
+    assert sticky(v, np.arange(3), v.kv, **(options | {"threshold": 0.0})).tolist() == every
+    assert sticky(v, np.array([2]), v.kv, **options).tolist() == [2]
+    # A penalty of 0 sticks whatever the load.
+    slow = view(match_tokens=[160, 0, 0], prefill_tokens=[10**9, 0, 0])
+    options["max_penalty_s"] = 0.0
+    assert sticky(slow, np.arange(3), slow.prefill_tokens, **options).tolist() == [0]
+
+
+def test_llm_d_affinity_takes_the_least_token_load_of_what_is_kept():
+    # 18 s at 15,928 tokens/s are 286,704 tokens.
+    keep = {"match_tokens": [160, 144, 0], "prefill_tokens": [286_704, 286_705, 0]}
+    assert LlmdAffinity().choose(view(**keep)) == 0
+    # One token more and all are kept: 286,705 + 0 against 0 + 160 uncached.
+    keep["prefill_tokens"] = [286_705, 286_705, 0]
+    assert LlmdAffinity().choose(view(**keep)) == 2
+    # Both have it; 40 in flight + 16 uncached are less than 60 + 0.
+    assert LlmdAffinity().choose(view(match_tokens=[160, 144, 0], prefill_tokens=[60, 40, 0])) == 1
+    # Loads above the limit are alike.
+    full = {"match_tokens": [0, 0, 0], "prefill_tokens": [10**7, 9 * 10**6, 10**8]}
+    assert chosen(LlmdAffinity(), **full) == {0, 1, 2}
+
+
+# ---------------------------------------------------------------------------- SGLang and LMetric
+
+
+@pytest.mark.parametrize(
+    ("rule", "load", "match", "expected"),
+    [
+        (SglangCacheAware(), [40, 8, 9], [96, 0, 0], 0),  # 40 - 8 = 32 is in balance
+        (SglangCacheAware(), [41, 8, 9], [96, 0, 0], 1),
+        (SglangCacheAware(), [440, 400, 401], [96, 0, 0], 0),  # 440 is not above 1.1 x 400
+        (SglangCacheAware(), [441, 400, 401], [96, 0, 0], 1),
+        (SglangCacheAware(), [9, 8, 8], [80, 0, 0], 1),  # 80 of 160 is not above half
+        (SglangCacheAware(), [9, 8, 8], [81, 0, 0], 0),
+        (SglangCacheAware(), [9, 8, 8], [96, 96, 0], 0),  # equal matches: the lowest index
+        (SglangCacheAware.python_cli(), [72, 8, 9], [49, 0, 0], 0),
+        (SglangCacheAware.python_cli(), [73, 8, 9], [49, 0, 0], 1),
+        (SglangCacheAware.python_cli(), [9, 8, 8], [48, 0, 0], 1),
+        (SglangCacheAware.python_cli(), [600, 401, 400], [160, 0, 0], 0),
+    ],
+)
+def test_sglang_cache_aware(rule, load, match, expected):
+    assert rule.choose(view(in_flight=load, match_tokens=match)) == expected
+
+
+@pytest.mark.parametrize(
+    ("load", "match", "expected"),
+    [
+        ([3, 0, 0], [120, 0, 0], 1),  # 40 x 4 = 160 = 160 x 1: the lower load
+        ([2, 0, 0], [120, 0, 0], 0),  # 120 < 160
+        ([4, 1, 1], [160, 160, 0], 1),  # 0, 0 and 320
+        ([1, 1, 1], [0, 0, 0], 0),
+        ([20, 0, 0], [150, 0, 0], 1),  # 210 > 160
+    ],
+)
+def test_lmetric(load, match, expected):
+    assert LMetric().choose(view(in_flight=load, match_tokens=match)) == expected
+
+
+# ----------------------------------------------------------------------------------------- Dynamo
+
+
+def test_dynamo_costs():
+    v = view(match_tokens=[160, 80, 0], prefill_tokens=[320, 0, 0], decode_blocks=[3, 4, 5])
+    # (320 + 160 - 160) / 16 + 3, (160 - 80) / 16 + 4, 160 / 16 + 5
+    assert Dynamo().costs(v).tolist() == [23, 9, 15]
+    assert Dynamo().choose(v) == 1
+    # Half the credit, prefill twice as dear, a block a request in flight.
+    v = view(match_tokens=[160, 80, 0], decode_blocks=[3, 4, 5], in_flight=[2, 0, 1])
+    rule = Dynamo(prefill_scale=2, credit=0.5, request_weight=1)
+    assert rule.costs(v).tolist() == [10 + 3 + 2, 15 + 4 + 0, 20 + 5 + 1]
+    assert Dynamo(credit=2.0).costs(v)[0] == 3  # prefill is at least 0
+    assert chosen(Dynamo(), decode_blocks=[2, 2, 9]) == {0, 1}
+
+
+def test_dynamo_softmax_is_over_the_range_of_the_costs():
+    rule = Dynamo(temperature=0.5)
+    rng = np.random.default_rng(0)
+    v = view(decode_blocks=[100, 150, 200], rng=rng)
+    share = np.bincount([rule.choose(v) for _ in range(20_000)]) / 20_000
+    weight = np.exp([0, -1, -2])  # (cost - least) / (100 x .5)
+    np.testing.assert_allclose(share, weight / weight.sum(), atol=0.012)
+    assert chosen(rule) == {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------- production-stack
+
+
+def test_production_stack_prefix_is_blind_to_load():
+    given = {"in_flight": [500, 500, 0], "waiting": [90, 90, 0]}
+    assert chosen(ProductionStackPrefix(), match_tokens=[16, 0, 0], **given) == {0}
+    assert chosen(ProductionStackPrefix(), match_tokens=[16, 16, 0], **given) == {0, 1}
+    assert chosen(ProductionStackPrefix(), **given) == {0, 1, 2}
+
+
+def test_production_stack_kv_needs_nearly_the_whole_prompt():
+    home = SessionHash().choose(view(session=5))
+    other = (home + 1) % 3
+    for matched, expected in ((1999, home), (2000, other), (4000, other)):
+        match = np.zeros(3, np.int64)
+        match[other] = matched
+        v = view(prompt_tokens=4000, match_tokens=match, session=5)
+        assert ProductionStackKvAware().choose(v) == expected
+    # Below the threshold any match will do, and none will not.
+    match[other] = 1
+    rule = ProductionStackKvAware()
+    assert rule.choose(view(prompt_tokens=1999, match_tokens=match, session=5)) == other
+    assert rule.choose(view(prompt_tokens=1999, session=5)) == home
+
+
+# ----------------------------------------------------------------------------------------- AIBrix
+
+
+@pytest.mark.parametrize(
+    ("rule", "load", "match", "expected"),
+    [
+        # Mean 2, deviation 1: a load of 3 is within one deviation, so the best match stands.
+        (Aibrix(), [3, 2, 1], [160, 80, 0], {0}),
+        # Mean 2, deviation 1.73: 4 is beyond 3.73, so the next match is taken.
+        (Aibrix(), [4, 1, 1], [160, 80, 0], {1}),
+        (Aibrix(sigma=2), [4, 1, 1], [160, 80, 0], {0}),
+        # The only match is overloaded: the least load of all.
+        (Aibrix(), [4, 1, 1], [160, 0, 0], {1, 2}),
+        (Aibrix(), [4, 1, 2], [0, 0, 0], {1}),
+        # Equal percentages: the lower load, then chance. 112 of 160 are 70 %.
+        (Aibrix(), [2, 1, 2], [112, 112, 112], {1}),
+        (Aibrix(), [1, 1, 2], [112, 112, 112], {0, 1}),
+        # Out of balance: only the least loaded may match. 10 > 2 (3.67 + 1), 10 - 0 >= 8.
+        (Aibrix(sigma=9), [10, 1, 0], [160, 80, 16], {2}),
+        # 10 is not above 2 (4 + 1); 9 - 2 is below 8.
+        (Aibrix(sigma=9), [10, 1, 1], [160, 80, 16], {0}),
+        (Aibrix(sigma=9), [7, 0, 0], [160, 80, 16], {0}),
+        (Aibrix.absolute(), [8, 8, 0], [160, 80, 16], {0}),
+        (Aibrix.absolute(), [9, 9, 0], [160, 80, 16], {2}),
+        (Aibrix.documented(), [16, 16, 0], [160, 80, 16], {0}),
+        (Aibrix.documented(), [17, 17, 0], [160, 80, 16], {2}),
+        # Out of balance and no match among the least loaded.
+        (Aibrix(), [40, 0, 0], [160, 0, 0], {1, 2}),
+    ],
+)
+def test_aibrix(rule, load, match, expected):
+    assert chosen(rule, in_flight=load, match_tokens=match) == expected
+
+
+def test_aibrix_compares_whole_percents():
+    # 667 and 668 of 1,000 blocks are both 66 %, so the load decides.
+    given = {"prompt_tokens": 16_000, "match_tokens": [16 * 668, 16 * 667, 0]}
+    assert chosen(Aibrix(sigma=9), in_flight=[2, 1, 0], **given) == {1}
+    given["match_tokens"] = [16 * 670, 16 * 667, 0]
+    assert chosen(Aibrix(sigma=9), in_flight=[2, 1, 0], **given) == {0}
+
+
+# ------------------------------------------------------------------------------------------- Ray
+
+
+def test_ray_takes_the_best_match_or_the_smallest_tree():
+    rule = RayPrefixAware()
+    assert chosen(rule, match_tokens=[16, 0, 0], in_flight=[9, 0, 0]) == {0}  # 10 % is enough
+    tree = {"index_tokens": [70, 50, 50], "in_flight": [0, 3, 2]}
+    assert chosen(rule, match_tokens=[15, 0, 0], **tree) == {2}
+    assert chosen(rule, match_tokens=[15, 0, 0], in_flight=[1, 1, 2]) == {0, 1}
+    assert chosen(rule, match_tokens=[80, 80, 0], in_flight=[5, 4, 0]) == {1}
+
+
+def test_ray_falls_back_to_two_choices_when_out_of_balance():
+    rule = RayPrefixAware(imbalanced_threshold=10)
+    given = {"match_tokens": [160, 0, 0]}
+    assert chosen(rule, in_flight=[10, 0, 5], **given) == {0}
+    # Above 10: of two at random the less loaded, so never the most loaded.
+    assert chosen(rule, in_flight=[11, 0, 5], **given) == {1, 2}
+
+
+# --------------------------------------------------------------------------- Preble and Mooncake
+
+
+def test_preble_exploits_what_is_mostly_cached():
+    busy = {"tpot_s": [0.0, 0.0, 0.0]}
+    rule = Preble()
+    # 80 of 160 are no majority: .08 against .16 s; then .08 of load + .08; then .16 + .08.
+    assert [rule.choose(view(match_tokens=[80, 0, 0], **busy)) for _ in range(3)] == [0, 0, 1]
+    rule.reset()
+    rule.choose(view(match_tokens=[80, 0, 0], **busy))
+    # 96 > 64: exploited on replica 0 although its load is .08 s; both match: the less loaded one.
+    assert rule.choose(view(match_tokens=[96, 0, 0], **busy)) == 0
+    assert rule.choose(view(match_tokens=[96, 96, 0], **busy)) == 1
+
+
+def test_preble_load_is_the_work_of_the_window():
+    rule = Preble(window_s=10.0)
+    speed = [1000.0, 500.0]
+    loads = [0.16 + 50 * 0.15, 0.0]
+    assert rule.choose(view(2, speed=speed)) == 0  # .16 against .32
+    np.testing.assert_allclose(rule.loads(view(2, speed=speed, now_s=10.0)), loads)
+    np.testing.assert_allclose(
+        rule.loads(view(2, speed=speed, now_s=10.0, tpot_s=[0.02, 9.0])), [0.16 + 50 * 0.02, 0.0]
+    )
+    assert rule.choose(view(2, speed=speed, now_s=10.0)) == 1
+    np.testing.assert_allclose(
+        rule.loads(view(2, speed=speed, now_s=10.01)), [0.0, 0.32 + 50 * 0.15]
+    )
+
+
+def test_mooncake_takes_the_least_time_to_first_token():
+    given = {"prefill_tokens": [300, 100, 0], "match_tokens": [160, 0, 0]}
+    assert Mooncake().choose(view(**given)) == 2  # .300, .260 and .160 s
+    assert Mooncake().choose(view(speed=[2000.0, 1000.0, 500.0], **given)) == 0  # .15, .26, .32
+    assert Mooncake().choose(view()) == 0
+
+
+# ---------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("rule", "argument", "value"),
+    [
+        (LlmdScorers, "queue", -1.0),
+        (LlmdAffinity, "threshold", 1.1),
+        (LlmdAffinity, "prefill_rate", 0.0),
+        (SglangCacheAware, "cache_threshold", math.nan),
+        (Dynamo, "temperature", -0.1),
+        (Aibrix, "sigma", -1),
+        (Preble, "window_s", 0),
+        (RayPrefixAware, "match_rate_threshold", 2.0),
+        (SessionHash, "points", 0),
+        (ProductionStackKvAware, "threshold_tokens", -1),
+    ],
+)
+def test_arguments_out_of_range_are_refused(rule, argument, value):
+    with pytest.raises(ValueError, match=argument):
+        rule(**{argument: value})
