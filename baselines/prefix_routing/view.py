@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.floating[Any] | np.integer[Any]]
+Numbers = NDArray[Any]
 NOWHERE = -1
 """What a rule answers when no replica is up."""
 
@@ -52,16 +52,16 @@ class View:
     prompt_tokens: int
     predicted_output: float
     block_size: int
-    match_tokens: Floats
-    in_flight: Floats
-    prefill_tokens: Floats
-    context_tokens: Floats
-    decode_blocks: Floats
-    waiting: Floats
-    running: Floats
-    kv: Floats
-    capacity_tokens: Floats
-    speed: Floats
+    match_tokens: Numbers
+    in_flight: Numbers
+    prefill_tokens: Numbers
+    context_tokens: Numbers
+    decode_blocks: Numbers
+    waiting: Numbers
+    running: Numbers
+    kv: Numbers
+    capacity_tokens: Numbers
+    speed: Numbers
     last_replica: int
     session: int
     tenant: int
@@ -69,9 +69,9 @@ class View:
     now_s: float
     rng: np.random.Generator
     index_block: int = 0
-    index_tokens: Floats | None = None
+    index_tokens: Numbers | None = None
     scrape_age_s: float = 0.0
-    tpot_s: Floats | None = None
+    tpot_s: Numbers | None = None
     ttft_slo_s: float = np.inf
     tpot_slo_s: float = np.inf
 
@@ -110,7 +110,7 @@ class Rule:
         raise NotImplementedError
 
 
-def least(cost: Floats, replicas: NDArray[np.intp], rng: np.random.Generator | None = None) -> int:
+def least(cost: Numbers, replicas: NDArray[np.intp], rng: np.random.Generator | None = None) -> int:
     """The replica of least cost.
 
     Args:
