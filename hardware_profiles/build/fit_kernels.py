@@ -159,7 +159,8 @@ def _gemm(frame: Any, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     guess = fill_holes(kept, (out, inner))
     shapes = (guess - np.log(floor))[gone]
     wide = np.array([n >= 512 and k >= 512 for n in out for k in inner]).reshape(gone.shape)
-    table = LogTable("products", (("out", out), ("inner", inner), ("rows", grid)), np.exp(logs))
+    axes = [("out", np.array(out)), ("inner", np.array(inner)), ("rows", np.array(grid))]
+    table = LogTable("products", axes, np.exp(logs))
     odd = [
         (table.seconds(n, k, m) / t - 1.0)
         for (n, k, m), t in nodes.items()
@@ -407,7 +408,8 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
         The file's content, without ``step_error``.
     """
     facts = CARDS[card]
-    name, version = facts["file"], facts["version"]
+    name: str = facts["file"]
+    version: str = facts["version"]
     errors: dict[str, Any] = {}
 
     def table(kind: str, file: str, of: str = version) -> Any:
@@ -449,7 +451,7 @@ def fit_card(card: str, data: Path, systems: Path, *, seed: int = 0) -> dict[str
             rows = layers[layers["moe_dtype"] == timed[0]]
             moe[ours], found = _experts(rows, _VALUE_BYTES[ours], gemm["bf16"])
             errors |= {f"moe_{ours}_{key}": value for key, value in found.items()}
-    comm = _COMM.get(name, version)
+    comm: str = _COMM.get(name, version)
     return {
         "format": FORMAT,
         "card": card,
