@@ -130,7 +130,7 @@ def _load(path: Path, fmt: str | None) -> Trace:
             path, 1, None, problem, "fetch the file itself with `git lfs pull`"
         )
     is_json = fmt in ("mooncake", "jsonl") or (fmt is None and first.lstrip().startswith("{"))
-    rows = _json_rows(path) if is_json else _csv_rows(path)
+    rows = json_rows(path) if is_json else _csv_rows(path)
     line, row = next(rows, (None, None))
     if row is None:
         fix = "add at least one request below the header"
@@ -144,7 +144,7 @@ def _load(path: Path, fmt: str | None) -> Trace:
     tokens: tuple[list[int], list[int]] = ([], [])
     origin: float | None = None
     while row is not None:
-        at = _time(path, line, columns[0], _cell(path, line, row, columns[0])) * factor
+        at = event_time(path, line, columns[0], cell(path, line, row, columns[0])) * factor
         if origin is not None and at < times[-1]:
             problem = f"{row[columns[0]]!r} is earlier than the request before it"
             raise MalformedFileError(path, line, columns[0], problem, "sort the rows by time")
@@ -152,7 +152,7 @@ def _load(path: Path, fmt: str | None) -> Trace:
         times.append(at)
         for name, values in zip(columns[1:], tokens, strict=True):
             if name is not None:
-                values.append(_count(path, line, name, _cell(path, line, row, name)))
+                values.append(token_count(path, line, name, cell(path, line, row, name)))
         line, row = next(rows, (None, None))
     stamps = np.array(times)
     return Trace(
@@ -174,7 +174,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
             raise MalformedFileError(path, reader.line_num, None, str(error), fix) from error
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict]]:
+def json_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """Line numbers and objects of a JSONL file."""
     with path.open(encoding="utf-8-sig") as stream:
         for line, text in enumerate(stream, start=1):
             if not text.strip():
@@ -219,7 +220,8 @@ def _columns(
     return found[0], found[1], found[2]
 
 
-def _cell(path: Path, line: int | None, row: dict, name: str) -> object:
+def cell(path: Path, line: int | str | None, row: dict, name: str) -> object:
+    """What a row has under a name; a gap is refused."""
     value = row.get(name)
     if value is None or (isinstance(value, str) and not value.strip()):
         raise MalformedFileError(path, line, name, "is missing", "fill it in or drop the row")
@@ -235,7 +237,8 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _time(path: Path, line: int | None, name: str, value: object) -> float:
+def event_time(path: Path, line: int | str | None, name: str, value: object) -> float:
+    """A time in the column's unit, at least 0."""
     number = _number(value)
     if number is None and isinstance(value, str):
         number = _datetime(value.strip())
@@ -271,7 +274,8 @@ def _datetime(text: str) -> float | None:
     return moment.timestamp() + (float(f"0.{digits}") if digits else 0.0)
 
 
-def _count(path: Path, line: int | None, name: str, value: object) -> int:
+def token_count(path: Path, line: int | str | None, name: str, value: object) -> int:
+    """A whole number of tokens, at least 0."""
     number = _number(value)
     fix = "write a whole number of tokens >= 0"
     if number is None or not math.isfinite(number):

@@ -1,0 +1,560 @@
+"""Workloads of requests that share prefixes: recorded, fitted and made.
+
+============ =====================================================================================
+name         content
+============ =====================================================================================
+``mooncake`` Mooncake's traces, whole. More load is more copies of the trace, each shifted in time
+             and with content of its own; less load is fewer of its sessions. Time is never
+             compressed, so that the time between the uses of a prefix stays as recorded.
+``agents``   710 recorded sessions of a coding agent, which start by a Poisson process.
+``tenants``  Groups of users with a long common prefix each, the shape of llm-d's benchmark.
+============ =====================================================================================
+
+An episode is the first requests of the stationary process seen from a random moment on: sessions
+that began before it are under way, with a context that no replica has cached. An episode of n
+requests at rate r lasts n / r seconds; a prefix that is used again later than that is lost to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from servegym.envs._checks import choose, flag, keywords, real, whole
+from servegym.envs.prefix_routing.requests import MAX_TOKENS, PrefixRequests
+from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace
+
+__all__ = [
+    "DISPATCHES",
+    "LLM_D_STAGES",
+    "PrefixWorkload",
+    "RecordedSessions",
+    "SuperposedTrace",
+    "Tenants",
+    "list_prefix_workloads",
+    "make_prefix_workload",
+]
+
+DISPATCHES = ("think", "trace")
+"""When a session's next request comes: some time after the last one ended, or when recorded."""
+MAX_REQUESTS = 1 << 22
+LLM_D_STAGES = (
+    *((15.0, 50.0), (3.0, 20.0), (10.0, 20.0), (15.0, 20.0), (20.0, 38.0), (22.0, 34.0)),
+    *((25.0, 30.0), (30.0, 25.0), (35.0, 21.0), (40.0, 38.0), (43.0, 36.0), (46.0, 33.0)),
+    *((49.0, 30.0), (52.0, 29.0), (55.0, 27.0), (57.0, 26.0), (60.0, 25.0)),
+)
+"""Requests/s and seconds of the stages of llm-d's benchmark with eight pods, the warm-up first."""
+
+
+class PrefixWorkload(Protocol):
+    """Draws the requests of an episode."""
+
+    def draw(
+        self,
+        rng: np.random.Generator,
+        num_requests: int,
+        rate: float,
+        block_size: int,
+        dispatch: str = "think",
+    ) -> PrefixRequests:
+        """Draw an episode.
+
+        Args:
+            rng: The source of chance.
+            num_requests: Requests of the episode.
+            rate: Requests/s in the long run, if no request waits for a slow answer.
+            block_size: Tokens of a block.
+            dispatch: ``"think"``: a session's next request comes some time after the last one
+                ended; ``"trace"``: all come at their times, whatever became of others.
+
+        Raises:
+            ValueError: An argument out of range; names it.
+        """
+        ...
+
+
+class _Tree(NamedTuple):
+    """Contents as a tree of prefixes; row v holds the tokens from ``shared[v]`` to ``length[v]``.
+
+    Attributes:
+        length: int64 (R,), tokens of the prompt and output.
+        source: int64 (R,), the row whose first ``shared`` tokens it begins with, -1 for none.
+        shared: int64 (R,).
+        common: bool (R,), content that all copies have.
+        rank: int64 (R,), the order in which rows get their ids: a session's rows in one run.
+    """
+
+    length: np.ndarray
+    source: np.ndarray
+    shared: np.ndarray
+    common: np.ndarray
+    rank: np.ndarray
+
+    def segments(
+        self, row: np.ndarray, copy: np.ndarray, block_size: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """``first_segment`` and ``segments`` of requests: rows (J,) of copies (J,)."""
+        rows = len(self.length)
+        owners, keys, counts = [], [], []
+        owner, node, limit = np.arange(len(row)), row, self.length[row]
+        while owner.size:
+            start = self.shared[node]
+            used = limit > start
+            owners.append(owner[used])
+            keys.append((np.where(self.common[node], 0, copy * rows) + self.rank[node])[used])
+            counts.append((limit // block_size - start // block_size)[used])
+            limit = np.minimum(limit, start)
+            node = self.source[node]
+            further = (node >= 0) & (limit > 0)
+            owner, node, limit, copy = (x[further] for x in (owner, node, limit, copy))
+        # The deepest ancestors hold the beginning of a prompt.
+        owner, key, count = (np.concatenate(x[::-1]) for x in (owners, keys, counts))
+        order = np.argsort(owner, kind="stable")
+        order = order[count[order] > 0]
+        owner, key, count = owner[order], key[order], count[order]
+        _, place = np.unique(key, return_inverse=True)
+        extent = np.zeros(int(place.max(initial=-1)) + 1, dtype=np.int64)
+        np.maximum.at(extent, place, count)
+        first = (np.cumsum(extent) - extent)[place]
+        begins = np.ones(len(owner), dtype=np.bool_)
+        begins[1:] = (owner[1:] != owner[:-1]) | (first[1:] != first[:-1] + count[:-1])
+        at = np.flatnonzero(begins)
+        blocks = np.add.reduceat(count, at) if at.size else count
+        starts = np.zeros(len(row) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(owner[at], minlength=len(row)), out=starts[1:])
+        return starts, np.stack([first[at], blocks], axis=1).astype(np.int32)
+
+
+def _check_draw(num_requests: int, rate: Any, block_size: int, dispatch: str) -> None:
+    whole("num_requests", num_requests, 1, MAX_REQUESTS)
+    whole("block_size", block_size, 1, MAX_TOKENS)
+    choose("dispatch", dispatch, DISPATCHES)
+    real("rate", rate, 0.0, open_low=True)
+
+
+class _Recording:
+    """A trace cut at a longest context, as a tree of contents."""
+
+    def __init__(
+        self,
+        trace: PrefixTrace,
+        max_context: int | None,
+        output_reuse: bool,
+        warm_prefix: float = 0.0,
+    ) -> None:
+        self.trace = trace
+        length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
+        most = whole("max_context", MAX_TOKENS if max_context is None else max_context, 1)
+        kept = length <= most
+        if not kept.any():
+            raise ValueError(
+                f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
+                "tokens."
+            )
+        self.kept = kept
+        # A request waits for the last one before it that is kept.
+        after = trace.after.astype(np.int64)
+        while (lost := (after >= 0) & ~kept[after]).any():
+            after[lost] = after[after[lost]]
+        self.after = after
+        self.turn = np.zeros(trace.num_requests, dtype=np.int32)
+        for j in np.flatnonzero(kept & (after >= 0)):
+            self.turn[j] = self.turn[after[j]] + 1
+        source, shared = trace.source.astype(np.int64), trace.stream_shared(output_reuse)
+        # One more row has what all prompts begin with.
+        rootless = source < 0
+        system = np.floor(warm_prefix * trace.system_tokens).astype(np.int64)
+        begin = np.maximum(system, trace.common_tokens)
+        shared[rootless] = np.minimum(begin, trace.prompt_tokens)[rootless]
+        source[rootless] = trace.num_requests
+        root = int(begin.max(initial=0))
+        order = np.lexsort((np.arange(len(source)), trace.session))
+        rank = np.empty(len(source) + 1, dtype=np.int64)
+        rank[order] = np.arange(1, len(source) + 1)
+        rank[-1] = 0
+        self.tree = _Tree(
+            length=np.append(length, root),
+            source=np.append(source, -1),
+            shared=np.append(shared, 0),
+            common=np.arange(len(source) + 1) == len(source),
+            rank=rank,
+        )
+
+    def episode(
+        self,
+        row: np.ndarray,
+        copy: np.ndarray,
+        arrival_s: np.ndarray,
+        num_requests: int,
+        block_size: int,
+        dispatch: str,
+    ) -> PrefixRequests:
+        """The first of the given requests in time."""
+        order = np.lexsort((row, copy, arrival_s))[:num_requests]
+        row, copy, arrival_s = row[order], copy[order], arrival_s[order]
+        rows = self.trace.num_requests
+        parent = np.full(len(row), -1, dtype=np.int32)
+        if dispatch == "think":
+            name = copy * rows + row
+            by_name = np.argsort(name)
+            wanted = np.where(self.after[row] < 0, -1, copy * rows + self.after[row])
+            at = np.minimum(np.searchsorted(name[by_name], wanted), len(row) - 1)
+            found = name[by_name[at]] == wanted
+            parent[found] = by_name[at[found]]
+        session = np.unique(
+            copy * (int(self.trace.session.max()) + 1) + self.trace.session[row],
+            return_inverse=True,
+        )[1]
+        first_segment, segments = self.tree.segments(row, copy, block_size)
+        return PrefixRequests(
+            arrival_s=arrival_s,
+            parent=parent,
+            think_s=np.where(parent < 0, 0.0, self.trace.think_s[row]),
+            prompt_tokens=self.trace.prompt_tokens[row],
+            output_tokens=self.trace.output_tokens[row],
+            session=session.astype(np.int32),
+            tenant=np.zeros(len(row), dtype=np.int32),
+            turn=self.turn[row],
+            first_segment=first_segment,
+            segments=segments,
+            block_size=block_size,
+        )
+
+
+class SuperposedTrace:
+    """A recorded hour, or several shifted copies of it at the same time.
+
+    Each copy begins at a random moment of the trace and goes round. Its content is its own, except
+    what all requests of the trace begin with. A rate below a whole number of copies leaves out
+    sessions at random. With dispatch ``"think"`` a request that begins with all full blocks of an
+    earlier one (at least two) comes as long after that one's end as it was sent after it in the
+    recording, which states no ends: think times are too long by the recorded latency.
+
+    Args:
+        trace: ``"conversation"``, ``"synthetic"``, or the path of a trace in Mooncake's format.
+        max_context: Requests with a longer prompt and output are dropped; None keeps all.
+        output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
+    """
+
+    def __init__(
+        self,
+        trace: str | os.PathLike[str] = "conversation",
+        *,
+        max_context: int | None = None,
+        output_reuse: bool = True,
+    ) -> None:
+        short = isinstance(trace, str) and trace in ("conversation", "synthetic")
+        recorded = load_prefix_trace(f"mooncake-{trace}" if short else trace)
+        self._recording = _Recording(recorded, max_context, flag("output_reuse", output_reuse))
+        self._rows = np.flatnonzero(self._recording.kept)
+        times = recorded.time_s[self._rows]
+        if times[-1] <= 0:
+            raise ValueError(f"trace={trace!r} has no two requests at different times.")
+        self._times = times
+        self._period_s = float(times[-1]) * len(times) / max(len(times) - 1, 1)
+
+    def draw(
+        self,
+        rng: np.random.Generator,
+        num_requests: int,
+        rate: float,
+        block_size: int,
+        dispatch: str = "think",
+    ) -> PrefixRequests:
+        """See :meth:`PrefixWorkload.draw`."""
+        _check_draw(num_requests, rate, block_size, dispatch)
+        share = rate * self._period_s / len(self._times)
+        copies = int(np.ceil(share))
+        begin = rng.random(copies) * self._period_s
+        sessions = int(self._recording.trace.session.max()) + 1
+        keep = rng.random((copies, sessions)) * copies < share
+        session = self._recording.trace.session[self._rows]
+        span = 1.2 * num_requests / rate
+        while True:
+            parts = []
+            for k in range(copies):
+                low, high = begin[k], begin[k] + span
+                for turn in range(int(high // self._period_s) + 1):
+                    shift = turn * self._period_s
+                    bounds = np.searchsorted(self._times, (low - shift, high - shift))
+                    at = np.arange(*bounds)
+                    at = at[keep[k, session[at]]]
+                    parts.append((at, self._times[at] + shift - low, np.full(at.size, k), turn))
+            passes = max(part[3] for part in parts) + 1
+            row = self._rows[np.concatenate([part[0] for part in parts])]
+            if len(row) >= num_requests:
+                arrival_s = np.concatenate([part[1] for part in parts])
+                # Each time round the content is new.
+                copy = np.concatenate([part[2] * passes + part[3] for part in parts])
+                return self._recording.episode(
+                    row, copy, arrival_s, num_requests, block_size, dispatch
+                )
+            span *= 1.5
+
+
+class RecordedSessions:
+    """Recorded sessions, drawn at random, that start by a Poisson process.
+
+    Sessions under way at the beginning of the episode go on from where they are. With dispatch
+    ``"think"`` a request comes its recorded think time after the end of the session's request
+    before it; with ``"trace"`` it comes at its recorded time within the session.
+
+    Args:
+        trace: ``"agents"``, or the path of a session of kv-cache-tester or of a folder of them.
+        max_context: Requests with a longer prompt and output are dropped and their sessions go on
+            without them; None keeps all.
+        output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
+        warm_prefix: Share of the tool definitions and system prompt that is common to all sessions.
+            The recording has no content shared by sessions; kv-cache-tester replays it with 0.5.
+    """
+
+    def __init__(
+        self,
+        trace: str | os.PathLike[str] = "agents",
+        *,
+        max_context: int | None = None,
+        output_reuse: bool = True,
+        warm_prefix: float = 0.0,
+    ) -> None:
+        recorded = load_prefix_trace(trace)
+        share = real("warm_prefix", warm_prefix, 0.0, 1.0)
+        reuse = flag("output_reuse", output_reuse)
+        self._recording = _Recording(recorded, max_context, reuse, share)
+        rows = np.flatnonzero(self._recording.kept)
+        self._rows = rows[np.argsort(recorded.session[rows], kind="stable")]
+        _, first, self._requests = np.unique(
+            recorded.session[self._rows], return_index=True, return_counts=True
+        )
+        self._first = first
+        # Time within the session, from its first request that is kept.
+        at = recorded.time_s[self._rows]
+        self._time_s = at - np.repeat(np.minimum.reduceat(at, first), self._requests)
+        self._duration_s = np.maximum.reduceat(self._time_s, first)
+
+    def draw(
+        self,
+        rng: np.random.Generator,
+        num_requests: int,
+        rate: float,
+        block_size: int,
+        dispatch: str = "think",
+    ) -> PrefixRequests:
+        """See :meth:`PrefixWorkload.draw`."""
+        _check_draw(num_requests, rate, block_size, dispatch)
+        span = 1.2 * num_requests / rate
+        while True:
+            # Starts of each session that leave a part of it in the episode.
+            window = self._duration_s + span
+            starts = rng.poisson(rate / len(self._rows) * window)
+            which = np.repeat(np.arange(len(starts)), starts)
+            start_s = rng.random(which.size) * window[which] - self._duration_s[which]
+            size = self._requests[which]
+            copy = np.repeat(np.arange(which.size), size)
+            inside = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+            at = self._first[which][copy] + inside
+            arrival_s = start_s[copy] + self._time_s[at]
+            shown = (arrival_s >= 0) & (arrival_s < span)
+            if int(shown.sum()) >= num_requests:
+                return self._recording.episode(
+                    self._rows[at[shown]],
+                    copy[shown],
+                    arrival_s[shown],
+                    num_requests,
+                    block_size,
+                    dispatch,
+                )
+            span *= 1.5
+
+
+class Tenants:
+    """Groups of users; a group's prompts begin with its prefix, then comes a question.
+
+    Requests come by a Poisson process and wait for none, so ``dispatch`` changes nothing. The
+    defaults are those of llm-d's benchmark with eight pods: 750 prompts, asked one after the other
+    in a random order, over and over. ``rate`` may be stages (requests/s, seconds), one after the
+    other, the last one going on; that benchmark's are ``LLM_D_STAGES``.
+
+    Args:
+        groups: Number of groups; a group is a tenant.
+        users: Users of a group; a user is a session.
+        prefix_tokens: Tokens of a group's prefix.
+        question_tokens: Tokens of a question, or the range (low, high) it is drawn from.
+        output_tokens: Tokens of an output, or the range (low, high) it is drawn from.
+        questions: ``"repeated"``: a user always asks the same question; ``"fresh"``: never.
+        order: ``"cycle"``: all users in turn; ``"random"``: each request is of a group drawn by its
+            popularity and of any of its users.
+        skew: Exponent of the groups' popularity, ``rank ** -skew``.
+        hot_factor: Factor on the requests of the most popular group.
+        drift_s: Time after which the groups' ranks are drawn anew; None keeps them.
+    """
+
+    def __init__(
+        self,
+        groups: int = 150,
+        users: int = 5,
+        prefix_tokens: int = 6000,
+        question_tokens: int | Sequence[int] = 1200,
+        output_tokens: int | Sequence[int] = 1000,
+        *,
+        questions: str = "repeated",
+        order: str = "cycle",
+        skew: float = 0.0,
+        hot_factor: float = 1.0,
+        drift_s: float | None = None,
+    ) -> None:
+        self._groups = whole("groups", groups, 1, 1 << 20)
+        self._users = whole("users", users, 1, 1 << 20)
+        self._prefix = whole("prefix_tokens", prefix_tokens, 0, MAX_TOKENS // 4)
+        self._question = _whole_range("question_tokens", question_tokens)
+        self._output = _whole_range("output_tokens", output_tokens)
+        self._fresh = choose("questions", questions, ("repeated", "fresh")) == "fresh"
+        self._cycle = choose("order", order, ("cycle", "random")) == "cycle"
+        popularity = np.arange(1.0, self._groups + 1) ** -real("skew", skew, 0.0, 100.0)
+        popularity[0] *= real("hot_factor", hot_factor, 1.0, 1e6)
+        self._popularity = popularity / popularity.sum()
+        self._drift_s = None if drift_s is None else real("drift_s", drift_s, 0.0, open_low=True)
+        if self._cycle and (skew or hot_factor != 1 or drift_s is not None):
+            raise ValueError(
+                f"order={order!r}: skew, hot_factor and drift_s need order='random'; in a cycle "
+                "all groups are equally popular."
+            )
+
+    def draw(
+        self,
+        rng: np.random.Generator,
+        num_requests: int,
+        rate: float | Sequence[tuple[float, float]],
+        block_size: int,
+        dispatch: str = "think",
+    ) -> PrefixRequests:
+        """See :meth:`PrefixWorkload.draw`."""
+        stages = [(rate, 1.0)] if isinstance(rate, int | float | np.number) else list(rate)
+        if not stages:
+            raise ValueError(
+                "rate=[] has no stage; give requests/s or pairs (requests/s, seconds)."
+            )
+        for stage in stages:
+            if len(stage) != 2:
+                raise ValueError(f"rate has {stage!r}; a stage is a pair (requests/s, seconds).")
+            _check_draw(num_requests, stage[0], block_size, dispatch)
+            real("rate", stage[1], 0.0, open_low=True)
+        work = np.cumsum(rng.standard_exponential(num_requests))
+        per_s, seconds = np.array(stages, dtype=np.float64).T
+        done = np.concatenate([[0.0], np.cumsum(per_s * seconds)])
+        stage = np.minimum(np.searchsorted(done, work, side="right") - 1, len(stages) - 1)
+        began = np.concatenate([[0.0], np.cumsum(seconds)])
+        arrival_s = began[stage] + (work - done[stage]) / per_s[stage]
+        group, user = self._who(rng, arrival_s)
+        everyone = self._groups * self._users
+        count = 1 if self._fresh else everyone
+        question = rng.integers(*self._question, size=num_requests if self._fresh else count)
+        asker = group * self._users + user
+        tokens = question if self._fresh else question[asker]
+        output = rng.integers(*self._output, size=num_requests)
+        # Rows of the tree: the groups' prefixes, the users' questions, the requests.
+        prompt = self._prefix + tokens
+        rows = self._groups + (0 if self._fresh else everyone)
+        users = np.zeros(0, dtype=np.int64) if self._fresh else np.arange(everyone)
+        tree = _Tree(
+            length=np.concatenate(
+                [
+                    np.full(self._groups, self._prefix),
+                    self._prefix + question if users.size else users,
+                    prompt + output,
+                ]
+            ),
+            source=np.concatenate(
+                [
+                    np.full(self._groups, -1),
+                    users // self._users,
+                    group if self._fresh else self._groups + asker,
+                ]
+            ),
+            shared=np.concatenate(
+                [
+                    np.zeros(self._groups, dtype=np.int64),
+                    np.full(users.size, self._prefix),
+                    np.full(num_requests, self._prefix) if self._fresh else prompt,
+                ]
+            ),
+            common=np.zeros(rows + num_requests, dtype=np.bool_),
+            rank=np.arange(rows + num_requests),
+        )
+        row = rows + np.arange(num_requests)
+        first_segment, segments = tree.segments(row, np.zeros_like(row), block_size)
+        none = np.zeros(num_requests)
+        turn = np.empty(num_requests, dtype=np.int32)
+        by_asker = np.argsort(asker, kind="stable")
+        first_of = np.searchsorted(asker[by_asker], asker[by_asker])
+        turn[by_asker] = np.arange(num_requests) - first_of
+        return PrefixRequests(
+            arrival_s=arrival_s,
+            parent=np.full(num_requests, -1, dtype=np.int32),
+            think_s=none,
+            prompt_tokens=prompt.astype(np.int32),
+            output_tokens=output.astype(np.int32),
+            session=asker.astype(np.int32),
+            tenant=group.astype(np.int32),
+            turn=turn,
+            first_segment=first_segment,
+            segments=segments,
+            block_size=block_size,
+        )
+
+    def _who(
+        self, rng: np.random.Generator, arrival_s: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Group and user of each request: int64 (J,), (J,)."""
+        if self._cycle:
+            everyone = rng.permutation(self._groups * self._users)
+            return np.divmod(everyone[np.arange(len(arrival_s)) % everyone.size], self._users)
+        rank = rng.choice(self._groups, size=len(arrival_s), p=self._popularity)
+        group = np.empty_like(rank)
+        period = self._drift_s or np.inf
+        epoch = np.floor(arrival_s / period).astype(np.int64)
+        for at in np.split(np.arange(len(rank)), np.flatnonzero(np.diff(epoch)) + 1):
+            group[at] = rng.permutation(self._groups)[rank[at]]
+        return group, rng.integers(self._users, size=len(arrival_s))
+
+
+def _whole_range(argument: str, given: int | Sequence[int]) -> tuple[int, int]:
+    """A number of tokens or a pair (low, high) as a range with an open end."""
+    pair = given if isinstance(given, list | tuple) else (given, given)
+    if len(pair) != 2:
+        raise ValueError(f"{argument}={given!r} must be a whole number or a pair (low, high).")
+    low, high = (whole(argument, value, 1, MAX_TOKENS // 4) for value in pair)
+    if low > high:
+        raise ValueError(f"{argument}={given!r}: the low end is above the high end.")
+    return low, high + 1
+
+
+_MAKERS: Mapping[str, Callable[..., PrefixWorkload]] = {
+    "mooncake": SuperposedTrace,
+    "agents": RecordedSessions,
+    "tenants": Tenants,
+}
+
+
+def list_prefix_workloads() -> list[str]:
+    """Names that :func:`make_prefix_workload` knows."""
+    return list(_MAKERS)
+
+
+def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:
+    """Make a workload.
+
+    Args:
+        name: ``"mooncake"`` (`SuperposedTrace`), ``"agents"`` (`RecordedSessions`) or
+            ``"tenants"`` (`Tenants`).
+        **kwargs: Arguments of the class.
+
+    Raises:
+        ValueError: An unknown name or argument, or one out of range.
+        MalformedFileError: A trace that cannot be used.
+    """
+    make = _MAKERS[choose("workload", name, _MAKERS)]
+    keywords(make, kwargs)
+    return make(**kwargs)

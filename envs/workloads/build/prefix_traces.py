@@ -1,0 +1,156 @@
+"""Pack recorded requests with shared prefixes; writes ``data/prefixes-*.npz`` and ``.json``.
+
+    python -m servegym.envs.workloads.build.prefix_traces --data FOLDER
+
+FOLDER (default: ``$SERVEGYM_DATA``) holds ``mooncake/conversation_trace.jsonl``,
+``mooncake/synthetic_trace.jsonl`` and ``agent_sessions/sessions.csv.gz``. Of Mooncake's ids the
+packed file keeps, for each request, the earlier request with the longest common chain and its
+length: no id is lost by it. ``sessions.csv.gz`` has that already for the recorded coding sessions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import gzip
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._files import measured_data, write_atomic, write_json
+from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.prefix_traces import (
+    PrefixTrace,
+    load_prefix_trace,
+    pack,
+    think_times,
+)
+
+AGENTS_BLOCK = 64
+COMMAND = "python -m servegym.envs.workloads.build.prefix_traces --data FOLDER"
+_MOONCAKE = {
+    "commit": "3b5a59413395",
+    "licence": "Apache-2.0",
+}
+SOURCES: dict[str, tuple[str, dict[str, str]]] = {
+    "mooncake-conversation": (
+        "mooncake/conversation_trace.jsonl",
+        {
+            "source": "kvcache-ai/Mooncake, FAST25-release/traces/conversation_trace.jsonl",
+            "content": "one hour of conversations with Kimi, recorded",
+            **_MOONCAKE,
+        },
+    ),
+    "mooncake-synthetic": (
+        "mooncake/synthetic_trace.jsonl",
+        {
+            "source": "kvcache-ai/Mooncake, FAST25-release/traces/synthetic_trace.jsonl",
+            "content": "made by Mooncake from public datasets with Poisson arrivals",
+            **_MOONCAKE,
+        },
+    ),
+    "agents": (
+        "agent_sessions/sessions.csv.gz",
+        {
+            "source": "callanjfox/kv-cache-tester, traces/trace_*.json",
+            "content": "710 sessions of a coding agent, recorded; prefixes shared between sessions "
+            "are not recorded, and a request's source is sought among the 60 before it",
+            "commit": "94f6046",
+            "licence": "Apache-2.0",
+        },
+    ),
+}
+
+
+def read_sessions(path: Path) -> PrefixTrace:
+    """The recorded coding sessions of ``sessions.csv.gz``, one request of a session after another.
+
+    A request waits for the one before it in its session.
+    """
+    with gzip.open(path, "rt", newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+
+    def column(name: str) -> np.ndarray:
+        return np.array([int(row[name]) for row in rows], dtype=np.int64)
+
+    names = {name: k for k, name in enumerate(dict.fromkeys(row["session"] for row in rows))}
+    session = np.array([names[row["session"]] for row in rows], dtype=np.int32)
+    # Requests keep their numbers in the recording, where some were left out.
+    row_of = {(row["session"], row["request"]): j for j, row in enumerate(rows)}
+    source = np.array([row_of.get((row["session"], row["parent"]), -1) for row in rows])
+    blocks = column("blocks")
+    index = np.arange(len(rows))
+    after = np.where(np.diff(session, prepend=-1) != 0, -1, index - 1)
+    prompt, output = column("input_tokens"), np.maximum(column("output_tokens"), 1)
+    whole = (source >= 0) & (column("shared_blocks") == blocks[source])
+    whole &= prompt >= prompt[source] + output[source]
+    repeats = np.zeros(len(rows), dtype=np.bool_)
+    repeats[np.flatnonzero(whole)[np.unique(source[whole], return_index=True)[1]]] = True
+    time_s = np.array([float(row["t_s"]) for row in rows])
+    recorded = np.array([float(row["think_time_s"] or math.nan) for row in rows])
+    return PrefixTrace(
+        block_size=AGENTS_BLOCK,
+        time_s=time_s,
+        prompt_tokens=prompt.astype(np.int32),
+        output_tokens=output.astype(np.int32),
+        source=source.astype(np.int32),
+        shared_tokens=(column("shared_blocks") * AGENTS_BLOCK).astype(np.int32),
+        repeats_output=repeats,
+        session=session,
+        after=after.astype(np.int32),
+        think_s=think_times(time_s, after, recorded),
+        system_tokens=(column("tool_tokens") + column("system_tokens")).astype(np.int32),
+    )
+
+
+def read_source(name: str, folder: Path) -> PrefixTrace:
+    """The trace of a packaged name from the raw files in ``folder``."""
+    path = folder / SOURCES[name][0]
+    return read_sessions(path) if name == "agents" else load_prefix_trace(path)
+
+
+def write_packed(name: str, trace: PrefixTrace, out: Path) -> None:
+    """Write ``prefixes-NAME.npz`` and its provenance."""
+    packed = io.BytesIO()
+    np.savez_compressed(packed, allow_pickle=False, **pack(trace))
+    write_atomic(out / f"prefixes-{name}.npz", lambda stream: stream.write(packed.getvalue()))
+    hits, blocks = trace.recorded_hits()
+    about: dict[str, Any] = {
+        "kind": "derived",
+        **SOURCES[name][1],
+        "layout": {
+            "block_size": trace.block_size,
+            "common_tokens": trace.common_tokens,
+            "partial_blocks": trace.partial_blocks,
+        },
+        "requests": trace.num_requests,
+        "sessions": int(trace.session.max()) + 1,
+        "blocks": blocks,
+        "different_blocks": blocks - hits,
+        "command": COMMAND,
+        "date": datetime.date.today().isoformat(),
+    }
+    write_json(out / f"prefixes-{name}.json", about)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--data", type=Path, default=measured_data(), help="folder of the traces")
+    parser.add_argument("--out", type=Path, default=DATA_DIR, help="folder to write to")
+    args = parser.parse_args(argv)
+    if args.data is None:
+        parser.error("give --data FOLDER, or set SERVEGYM_DATA to it")
+    for name, (path, _) in SOURCES.items():
+        if not (args.data / path).is_file():
+            parser.error(f"{args.data / path} is missing")
+        write_packed(name, read_source(name, args.data), args.out)
+        print(args.out / f"prefixes-{name}.npz")
+
+
+if __name__ == "__main__":
+    main()

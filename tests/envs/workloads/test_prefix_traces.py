@@ -1,0 +1,228 @@
+"""Recorded prefixes: known answers, both published formats read, what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from servegym.envs.workloads.build import prefix_traces as build
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.prefix_traces import (
+    list_prefix_traces,
+    load_prefix_trace,
+    pack,
+    think_times,
+)
+
+
+@pytest.mark.parametrize(
+    "name, requests, share, different",
+    [
+        ("mooncake-conversation", 12_031, 0.366, 182_790),
+        ("mooncake-synthetic", 3_993, 0.640, 43_924),
+        ("agents", 48_658, 0.964, None),
+    ],
+)
+def test_infinite_cache_hits_of_the_recorded_ids(name, requests, share, different):
+    trace = load_prefix_trace(name)
+    assert trace.num_requests == requests
+    hits, blocks = trace.recorded_hits()
+    assert hits / blocks == pytest.approx(share, abs=0.0005)
+    assert different in (None, blocks - hits)
+
+
+def test_a_third_of_the_conversations_go_on():
+    trace = load_prefix_trace("mooncake-conversation")
+    follow = trace.after >= 0
+    assert follow.mean() == pytest.approx(0.330, abs=0.0005)
+    gaps = np.percentile(trace.think_s[follow], [50, 90])
+    assert gaps == pytest.approx([126, 480], abs=0.5)
+
+
+@pytest.mark.parametrize("name", list_prefix_traces())
+def test_packaged_traces_are_consistent(name):
+    trace = load_prefix_trace(name)
+    index = np.arange(trace.num_requests)
+    of = np.flatnonzero(trace.source >= 0)
+    assert (trace.source < index).all() and (trace.after < index).all()
+    stream = trace.prompt_tokens.astype(int) + trace.output_tokens
+    for reuse in (False, True):
+        shared = trace.stream_shared(reuse)
+        assert (shared <= trace.prompt_tokens).all()
+        assert (shared[of] <= stream[trace.source[of]]).all()
+        assert (np.delete(shared, of) == 0).all()
+    # An output is repeated once.
+    assert np.bincount(trace.source[trace.repeats_output]).max() == 1
+
+
+@pytest.mark.parametrize("name", list_prefix_traces())
+def test_packaged_traces_are_the_builders(name, measured):
+    path = measured(*build.SOURCES[name][0].split("/"))
+    raw = build.read_source(name, path.parent.parent)
+    packaged = pack(load_prefix_trace(name))
+    for field, array in pack(raw).items():
+        assert np.array_equal(array, packaged[field]), field
+
+
+def test_the_tree_has_mooncakes_ids(measured):
+    """Recorded ids and those of the tree name the same full blocks: a one-to-one relation."""
+    from servegym.envs.prefix_routing.workloads import _Recording
+
+    path = measured("mooncake", "conversation_trace.jsonl")
+    trace = load_prefix_trace("mooncake-conversation")
+    row = np.arange(trace.num_requests)
+    first, segments = _Recording(trace, None, True).tree.segments(row, np.zeros_like(row), 512)
+    there, back = {}, {}
+    with path.open() as stream:
+        for j, line in enumerate(stream):
+            recorded = json.loads(line)["hash_ids"][: trace.prompt_tokens[j] // 512]
+            own = [
+                base + k
+                for base, blocks in segments[first[j] : first[j + 1]].tolist()
+                for k in range(blocks)
+            ][: len(recorded)]
+            for a, b in zip(recorded, own, strict=True):
+                assert there.setdefault(a, b) == b
+                assert back.setdefault(b, a) == a
+
+
+def mooncake(*rows):
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    return "\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in rows)
+
+
+def test_mooncake_by_hand(tmp_path):
+    """A; B goes on from A and repeats its output; C asks A's question again; D goes on from B."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        mooncake(
+            (1000, 1100, 30, [0, 1, 2]),
+            (3000, 1700, 5, [0, 1, 3, 4]),
+            (3500, 1100, 0, [0, 1, 2]),
+            (9000, 1800, 1, [0, 1, 3, 5]),
+        )
+    )
+    trace = load_prefix_trace(path)
+    assert trace.time_s.tolist() == [0, 2, 2.5, 8]
+    assert trace.source.tolist() == [-1, 0, 0, 1]
+    assert trace.shared_tokens.tolist() == [0, 1024, 1100, 1536]
+    assert trace.repeats_output.tolist() == [False, True, False, True]
+    assert trace.stream_shared().tolist() == [0, 1130, 1100, 1705]
+    assert trace.after.tolist() == [-1, 0, 0, 1]
+    assert trace.think_s.tolist() == [0, 2, 2.5, 6]
+    assert trace.output_tokens.tolist() == [30, 5, 1, 1]
+    assert trace.session.tolist() == [0, 0, 0, 0]
+    assert trace.common_tokens == 512
+    assert trace.recorded_hits() == (8, 14)
+
+
+@pytest.mark.parametrize(
+    "rows, line, field",
+    [
+        ([(5, 600, 1, [0, 1]), (4, 600, 1, [0, 1])], 2, "timestamp"),
+        ([(5, 600, 1, [0])], 1, "hash_ids"),
+        ([(5, 600, 1, [0, -1])], 1, "hash_ids"),
+        ([(5, 600, 1, [0, True])], 1, "hash_ids"),
+        ([(5, 600, 1, "0 1")], 1, "hash_ids"),
+        ([(5, 0, 1, [])], 1, "input_length"),
+        ([(5, 600, -1, [0, 1])], 1, "output_length"),
+        ([(5, 600, None, [0, 1])], 1, "output_length"),
+        ([(5, 600, 1, [0, 1]), (6, 600, 1, [1, 0])], 2, "hash_ids"),
+        ([(5, 600, 1, [0, 1]), (6, 1600, 1, [0, 2, 1, 3])], 2, "hash_ids"),
+        ([(5, 600, 1, [0, 0])], 1, "hash_ids"),
+    ],
+)
+def test_a_malformed_mooncake_trace_is_refused(tmp_path, rows, line, field):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake(*rows))
+    with pytest.raises(MalformedFileError) as caught:
+        load_prefix_trace(path)
+    assert (caught.value.line, caught.value.field) == (line, field)
+
+
+def session(*requests, **head):
+    names = ("t", "in", "out", "hash_ids", "think_time")
+    rows = [r if isinstance(r, dict) else dict(zip(names, r, strict=False)) for r in requests]
+    return json.dumps({"block_size": 64, "requests": rows} | head)
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        (folder / f"{name}.json").write_text(text)
+    return folder
+
+
+def test_kvcache_by_hand(tmp_path):
+    """A session with a sub-agent, then another one whose ids mean something else."""
+    call = {"type": "subagent", "t": 8, "requests": [{"t": 1, "in": 70, "out": 1, "hash_ids": [1]}]}
+    folder = write(
+        tmp_path,
+        a=session(
+            (0, 130, 20, [1, 2]),
+            (5, 200, 3, [1, 2, 3], 2.5),
+            call,
+            (30, 260, 3, [1, 2, 3, 4], 99),
+            tool_tokens=40,
+            system_tokens=9,
+        ),
+        b=session((0, 64, 1, [1])),
+    )
+    trace = load_prefix_trace(folder)
+    assert trace.time_s.tolist() == [0, 5, 9, 30, 0]
+    assert trace.session.tolist() == [0, 0, 0, 0, 1]
+    assert trace.source.tolist() == [-1, 0, -1, 1, -1]
+    assert trace.stream_shared().tolist() == [0, 150, 0, 203, 0]
+    assert trace.after.tolist() == [-1, 0, 1, 1, -1]
+    assert trace.think_s.tolist() == [0, 2.5, 4, 25, 0]
+    assert trace.system_tokens.tolist() == [49] * 4 + [0]
+    write(
+        tmp_path,
+        a=session((0, 130, 20, [1, 2]), hash_id_scope="global"),
+        b=session((0, 64, 1, [1]), hash_id_scope="global"),
+    )
+    shared = load_prefix_trace(folder)
+    assert shared.source.tolist() == [-1, 0]
+    assert shared.shared_tokens.tolist() == [0, 64]
+    assert load_prefix_trace(folder / "b.json").num_requests == 1
+
+
+@pytest.mark.parametrize(
+    "text, line, field",
+    [
+        ("[]", None, None),
+        ("{", None, None),
+        (session(), None, "requests"),
+        (session((5, 64, 1, [1]), (4, 64, 1, [1])), "request 1", "t"),
+        (session((5, 64, 1, [1]), (6, 64, 1, None)), "request 1", "hash_ids"),
+        (session((5, 64, 1, [1, 2])), "request 0", "hash_ids"),
+        (session((5, "x", 1, [1])), "request 0", "in"),
+        (session((5, 64, 1, [1], -4)), "request 0", "think_time"),
+        (session((5, 128, 1, [1, 2]), (6, 128, 1, [2, 1])), "request 1", "hash_ids"),
+        (session({"type": "subagent", "t": 1, "requests": 3}), "request 0", "requests"),
+        (
+            session({"type": "subagent", "t": 1, "requests": [{"t": 0, "in": 64, "out": 1}]}),
+            "request 0 request 0",
+            "hash_ids",
+        ),
+        (session((5, 64, 1, [1]), block_size=0), "head", "block_size"),
+    ],
+)
+def test_a_malformed_session_is_refused(tmp_path, text, line, field):
+    write(tmp_path, s=text)
+    with pytest.raises(MalformedFileError) as caught:
+        load_prefix_trace(tmp_path)
+    assert (caught.value.line, caught.value.field) == (line, field)
+
+
+def test_no_such_trace_or_folder(tmp_path):
+    with pytest.raises(ValueError, match="mooncake-conversation"):
+        load_prefix_trace("mooncake-conversations")
+    with pytest.raises(ValueError, match="without .json files"):
+        load_prefix_trace(tmp_path)
+
+
+def test_think_time_is_at_most_the_gap():
+    time_s = np.array([0.0, 10.0, 15.0, 16.0])
+    after = np.array([-1, 0, 1, 2])
+    recorded = np.array([np.nan, 4.0, np.nan, 9.0])
+    assert think_times(time_s, after, recorded).tolist() == [0, 4, 5, 1]
