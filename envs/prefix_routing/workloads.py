@@ -7,6 +7,7 @@ name         content
              and with content of its own; less load is fewer of its sessions. Time is never
              compressed, so that the time between the uses of a prefix stays as recorded.
 ``agents``   710 recorded sessions of a coding agent, which start by a Poisson process.
+``sessions`` Conversations drawn from laws fitted to Mooncake's, which start by a Poisson process.
 ``tenants``  Groups of users with a long common prefix each, the shape of llm-d's benchmark.
 ============ =====================================================================================
 
@@ -25,11 +26,14 @@ import numpy as np
 
 from servegym.envs._checks import choose, flag, keywords, real, whole
 from servegym.envs.prefix_routing.requests import MAX_TOKENS, PrefixRequests
+from servegym.envs.workloads.files import read_fitted
+from servegym.envs.workloads.lengths import sample_lengths
 from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace
 
 __all__ = [
     "DISPATCHES",
     "LLM_D_STAGES",
+    "ChatSessions",
     "PrefixWorkload",
     "RecordedSessions",
     "SuperposedTrace",
@@ -41,6 +45,8 @@ __all__ = [
 DISPATCHES = ("think", "trace")
 """When a session's next request comes: some time after the last one ended, or when recorded."""
 MAX_REQUESTS = 1 << 22
+CHAT_HISTORY_S = 3600.0
+"""How long before the episode conversations may have begun."""
 LLM_D_STAGES = (
     *((15.0, 50.0), (3.0, 20.0), (10.0, 20.0), (15.0, 20.0), (20.0, 38.0), (22.0, 34.0)),
     *((25.0, 30.0), (30.0, 25.0), (35.0, 21.0), (40.0, 38.0), (43.0, 36.0), (46.0, 33.0)),
@@ -135,53 +141,26 @@ def _check_draw(num_requests: int, rate: Any, block_size: int, dispatch: str) ->
     real("rate", rate, 0.0, open_low=True)
 
 
-class _Recording:
-    """A trace cut at a longest context, as a tree of contents."""
+class _Content(NamedTuple):
+    """Requests with their contents, from which an episode is picked.
 
-    def __init__(
-        self,
-        trace: PrefixTrace,
-        max_context: int | None,
-        output_reuse: bool,
-        warm_prefix: float = 0.0,
-    ) -> None:
-        self.trace = trace
-        length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
-        most = whole("max_context", MAX_TOKENS if max_context is None else max_context, 1)
-        kept = length <= most
-        if not kept.any():
-            raise ValueError(
-                f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
-                "tokens."
-            )
-        self.kept = kept
-        # A request waits for the last one before it that is kept.
-        after = trace.after.astype(np.int64)
-        while (lost := (after >= 0) & ~kept[after]).any():
-            after[lost] = after[after[lost]]
-        self.after = after
-        self.turn = np.zeros(trace.num_requests, dtype=np.int32)
-        for j in np.flatnonzero(kept & (after >= 0)):
-            self.turn[j] = self.turn[after[j]] + 1
-        source, shared = trace.source.astype(np.int64), trace.stream_shared(output_reuse)
-        # One more row has what all prompts begin with.
-        rootless = source < 0
-        system = np.floor(warm_prefix * trace.system_tokens).astype(np.int64)
-        begin = np.maximum(system, trace.common_tokens)
-        shared[rootless] = np.minimum(begin, trace.prompt_tokens)[rootless]
-        source[rootless] = trace.num_requests
-        root = int(begin.max(initial=0))
-        order = np.lexsort((np.arange(len(source)), trace.session))
-        rank = np.empty(len(source) + 1, dtype=np.int64)
-        rank[order] = np.arange(1, len(source) + 1)
-        rank[-1] = 0
-        self.tree = _Tree(
-            length=np.append(length, root),
-            source=np.append(source, -1),
-            shared=np.append(shared, 0),
-            common=np.arange(len(source) + 1) == len(source),
-            rank=rank,
-        )
+    Attributes:
+        tree: R rows at least, the first R of them the requests.
+        prompt_tokens: int32 (R,).
+        output_tokens: int32 (R,).
+        session: int (R,).
+        turn: int32 (R,).
+        after: int64 (R,), the request that each waits for, -1 for none.
+        think_s: float64 (R,).
+    """
+
+    tree: _Tree
+    prompt_tokens: np.ndarray
+    output_tokens: np.ndarray
+    session: np.ndarray
+    turn: np.ndarray
+    after: np.ndarray
+    think_s: np.ndarray
 
     def episode(
         self,
@@ -192,10 +171,10 @@ class _Recording:
         block_size: int,
         dispatch: str,
     ) -> PrefixRequests:
-        """The first of the given requests in time."""
+        """The first of the given requests in time, each a row of a copy."""
         order = np.lexsort((row, copy, arrival_s))[:num_requests]
         row, copy, arrival_s = row[order], copy[order], arrival_s[order]
-        rows = self.trace.num_requests
+        rows = len(self.session)
         parent = np.full(len(row), -1, dtype=np.int32)
         if dispatch == "think":
             name = copy * rows + row
@@ -204,17 +183,15 @@ class _Recording:
             at = np.minimum(np.searchsorted(name[by_name], wanted), len(row) - 1)
             found = name[by_name[at]] == wanted
             parent[found] = by_name[at[found]]
-        session = np.unique(
-            copy * (int(self.trace.session.max()) + 1) + self.trace.session[row],
-            return_inverse=True,
-        )[1]
+        sessions = int(self.session.max()) + 1
+        _, session = np.unique(copy * sessions + self.session[row], return_inverse=True)
         first_segment, segments = self.tree.segments(row, copy, block_size)
         return PrefixRequests(
             arrival_s=arrival_s,
             parent=parent,
-            think_s=np.where(parent < 0, 0.0, self.trace.think_s[row]),
-            prompt_tokens=self.trace.prompt_tokens[row],
-            output_tokens=self.trace.output_tokens[row],
+            think_s=np.where(parent < 0, 0.0, self.think_s[row]),
+            prompt_tokens=self.prompt_tokens[row],
+            output_tokens=self.output_tokens[row],
             session=session.astype(np.int32),
             tenant=np.zeros(len(row), dtype=np.int32),
             turn=self.turn[row],
@@ -222,6 +199,58 @@ class _Recording:
             segments=segments,
             block_size=block_size,
         )
+
+
+def _recorded(
+    trace: PrefixTrace,
+    max_context: int | None,
+    output_reuse: bool,
+    warm_prefix: float = 0.0,
+) -> tuple[_Content, np.ndarray]:
+    """The content of a trace, and the rows of it that a longest context leaves."""
+    length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
+    most = whole("max_context", MAX_TOKENS if max_context is None else max_context, 1)
+    kept = length <= most
+    if not kept.any():
+        raise ValueError(
+            f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
+            "tokens."
+        )
+    # A request waits for the last one before it that is kept.
+    after = trace.after.astype(np.int64)
+    while (lost := (after >= 0) & ~kept[after]).any():
+        after[lost] = after[after[lost]]
+    turn = np.zeros(trace.num_requests, dtype=np.int32)
+    for j in np.flatnonzero(kept & (after >= 0)):
+        turn[j] = turn[after[j]] + 1
+    source, shared = trace.source.astype(np.int64), trace.stream_shared(output_reuse)
+    # One more row has what all prompts begin with.
+    rootless = source < 0
+    system = np.floor(warm_prefix * trace.system_tokens).astype(np.int64)
+    begin = np.maximum(system, trace.common_tokens)
+    shared[rootless] = np.minimum(begin, trace.prompt_tokens)[rootless]
+    source[rootless] = trace.num_requests
+    order = np.lexsort((np.arange(len(source)), trace.session))
+    rank = np.empty(len(source) + 1, dtype=np.int64)
+    rank[order] = np.arange(1, len(source) + 1)
+    rank[-1] = 0
+    tree = _Tree(
+        length=np.append(length, begin.max(initial=0)),
+        source=np.append(source, -1),
+        shared=np.append(shared, 0),
+        common=np.arange(len(source) + 1) == len(source),
+        rank=rank,
+    )
+    content = _Content(
+        tree=tree,
+        prompt_tokens=trace.prompt_tokens,
+        output_tokens=trace.output_tokens,
+        session=trace.session,
+        turn=turn,
+        after=after,
+        think_s=trace.think_s,
+    )
+    return content, np.flatnonzero(kept)
 
 
 class SuperposedTrace:
@@ -248,8 +277,8 @@ class SuperposedTrace:
     ) -> None:
         short = isinstance(trace, str) and trace in ("conversation", "synthetic")
         recorded = load_prefix_trace(f"mooncake-{trace}" if short else trace)
-        self._recording = _Recording(recorded, max_context, flag("output_reuse", output_reuse))
-        self._rows = np.flatnonzero(self._recording.kept)
+        reuse = flag("output_reuse", output_reuse)
+        self._content, self._rows = _recorded(recorded, max_context, reuse)
         times = recorded.time_s[self._rows]
         if times[-1] <= 0:
             raise ValueError(f"trace={trace!r} has no two requests at different times.")
@@ -269,9 +298,9 @@ class SuperposedTrace:
         share = rate * self._period_s / len(self._times)
         copies = int(np.ceil(share))
         begin = rng.random(copies) * self._period_s
-        sessions = int(self._recording.trace.session.max()) + 1
+        sessions = int(self._content.session.max()) + 1
         keep = rng.random((copies, sessions)) * copies < share
-        session = self._recording.trace.session[self._rows]
+        session = self._content.session[self._rows]
         span = 1.2 * num_requests / rate
         while True:
             parts = []
@@ -289,7 +318,7 @@ class SuperposedTrace:
                 arrival_s = np.concatenate([part[1] for part in parts])
                 # Each time round the content is new.
                 copy = np.concatenate([part[2] * passes + part[3] for part in parts])
-                return self._recording.episode(
+                return self._content.episode(
                     row, copy, arrival_s, num_requests, block_size, dispatch
                 )
             span *= 1.5
@@ -322,8 +351,7 @@ class RecordedSessions:
         recorded = load_prefix_trace(trace)
         share = real("warm_prefix", warm_prefix, 0.0, 1.0)
         reuse = flag("output_reuse", output_reuse)
-        self._recording = _Recording(recorded, max_context, reuse, share)
-        rows = np.flatnonzero(self._recording.kept)
+        self._content, rows = _recorded(recorded, max_context, reuse, share)
         self._rows = rows[np.argsort(recorded.session[rows], kind="stable")]
         _, first, self._requests = np.unique(
             recorded.session[self._rows], return_index=True, return_counts=True
@@ -358,7 +386,7 @@ class RecordedSessions:
             arrival_s = start_s[copy] + self._time_s[at]
             shown = (arrival_s >= 0) & (arrival_s < span)
             if int(shown.sum()) >= num_requests:
-                return self._recording.episode(
+                return self._content.episode(
                     self._rows[at[shown]],
                     copy[shown],
                     arrival_s[shown],
@@ -367,6 +395,120 @@ class RecordedSessions:
                     dispatch,
                 )
             span *= 1.5
+
+
+class _Sessions(NamedTuple):
+    """Requests and when each is sent if nothing is waited for: float64 (R,)."""
+
+    content: _Content
+    sent_s: np.ndarray
+
+
+class ChatSessions:
+    """Conversations whose turns repeat all before them; sessions start by a Poisson process.
+
+    Lengths, the number of turns and the times between turns are drawn independently from laws
+    fitted to Mooncake's conversations (`envs/workloads/data/chat-sessions.json`). With dispatch
+    ``"think"`` a turn comes that time after the end of the one before it. The recording states no
+    ends, so think times are too long by the recorded latency.
+
+    Args:
+        system_tokens: Tokens that all prompts begin with.
+        max_context: A session ends before the turn whose prompt and output would be longer; one
+            whose first turn would be is left out.
+    """
+
+    def __init__(self, system_tokens: int = 512, *, max_context: int = 131_072) -> None:
+        laws = read_fitted("chat-sessions.json", "chat_sessions")
+        self._system = whole("system_tokens", system_tokens, 0, MAX_TOKENS // 4)
+        self._max_context = whole("max_context", max_context, 1, MAX_TOKENS)
+        self._laws = {
+            name: np.array(laws[name]["quantiles"], dtype=np.float64)
+            for name in ("first_prompt_tokens", "new_tokens", "output_tokens", "gap_s")
+        }
+        # The fitted prompts have the trace's common tokens; only what follows them is drawn.
+        self._laws["first_prompt_tokens"] -= laws["system_tokens"]
+        self._continuation = np.array(laws["continuation"])
+        least = self._system + int(self._laws["first_prompt_tokens"][0]) + 1
+        if self._max_context < least:
+            raise ValueError(f"max_context={max_context!r} leaves no session; at least {least}.")
+        sample = self._sessions(np.random.default_rng(0), np.zeros(20_000))
+        self._mean_turns = len(sample.sent_s) / len(np.unique(sample.content.session))
+
+    def draw(
+        self,
+        rng: np.random.Generator,
+        num_requests: int,
+        rate: float,
+        block_size: int,
+        dispatch: str = "think",
+    ) -> PrefixRequests:
+        """See :meth:`PrefixWorkload.draw`."""
+        _check_draw(num_requests, rate, block_size, dispatch)
+        span = 1.2 * num_requests / rate + 60.0
+        while True:
+            sessions = rng.poisson(rate / self._mean_turns * (CHAT_HISTORY_S + span))
+            start_s = rng.random(sessions) * (CHAT_HISTORY_S + span) - CHAT_HISTORY_S
+            content, sent_s = self._sessions(rng, start_s)
+            shown = np.flatnonzero((sent_s >= 0) & (sent_s < span))
+            if len(shown) >= num_requests:
+                copy = np.zeros(len(shown), dtype=np.int64)
+                return content.episode(
+                    shown, copy, sent_s[shown], num_requests, block_size, dispatch
+                )
+            span *= 1.5
+
+    def _sessions(self, rng: np.random.Generator, start_s: np.ndarray) -> _Sessions:
+        """Whole sessions that start at ``start_s`` (n,), the turns of each in one run."""
+
+        def sample(law: str, count: int) -> np.ndarray:
+            return sample_lengths(self._laws[law], rng.random(count)).astype(np.int64)
+
+        session = np.arange(len(start_s))
+        sent_s, gap_s = start_s, np.zeros(len(start_s), dtype=np.int64)
+        prompt = self._system + sample("first_prompt_tokens", len(session))
+        output = sample("output_tokens", len(session))
+        turns = []
+        while True:
+            fits = np.flatnonzero(prompt + output <= self._max_context)
+            session, sent_s, gap_s, prompt, output = (
+                x[fits] for x in (session, sent_s, gap_s, prompt, output)
+            )
+            if not len(session):
+                break
+            turns.append((session, sent_s, gap_s, prompt, output))
+            chance = self._continuation[min(len(turns), len(self._continuation)) - 1]
+            on = np.flatnonzero(rng.random(len(session)) < chance)
+            session, gap_s = session[on], sample("gap_s", len(on))
+            sent_s = sent_s[on] + gap_s
+            prompt = prompt[on] + output[on] + sample("new_tokens", len(on))
+            output = sample("output_tokens", len(on))
+        turn = np.repeat(np.arange(len(turns)), [len(columns[0]) for columns in turns])
+        session, sent_s, gap_s, prompt, output = (
+            np.concatenate(column) for column in zip(*turns, strict=True)
+        )
+        order = np.lexsort((turn, session))
+        turn, prompt, output = turn[order], prompt[order], output[order]
+        rows = len(order)
+        first = turn == 0
+        before = np.arange(-1, rows - 1)
+        tree = _Tree(
+            length=np.append(prompt + output, self._system),
+            source=np.append(np.where(first, rows, before), -1),
+            shared=np.append(np.where(first, self._system, (prompt + output)[before]), 0),
+            common=np.arange(rows + 1) == rows,
+            rank=np.append(np.arange(1, rows + 1), 0),
+        )
+        content = _Content(
+            tree=tree,
+            prompt_tokens=prompt.astype(np.int32),
+            output_tokens=output.astype(np.int32),
+            session=session[order],
+            turn=turn.astype(np.int32),
+            after=np.where(first, -1, before),
+            think_s=gap_s[order].astype(np.float64),
+        )
+        return _Sessions(content, sent_s[order])
 
 
 class Tenants:
@@ -534,6 +676,7 @@ def _whole_range(argument: str, given: int | Sequence[int]) -> tuple[int, int]:
 _MAKERS: Mapping[str, Callable[..., PrefixWorkload]] = {
     "mooncake": SuperposedTrace,
     "agents": RecordedSessions,
+    "sessions": ChatSessions,
     "tenants": Tenants,
 }
 
@@ -547,8 +690,8 @@ def make_prefix_workload(name: str, /, **kwargs: Any) -> PrefixWorkload:
     """Make a workload.
 
     Args:
-        name: ``"mooncake"`` (`SuperposedTrace`), ``"agents"`` (`RecordedSessions`) or
-            ``"tenants"`` (`Tenants`).
+        name: ``"mooncake"`` (`SuperposedTrace`), ``"agents"`` (`RecordedSessions`), ``"sessions"``
+            (`ChatSessions`) or ``"tenants"`` (`Tenants`).
         **kwargs: Arguments of the class.
 
     Raises:

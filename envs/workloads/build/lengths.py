@@ -58,17 +58,17 @@ def distance(lengths: np.ndarray, quantiles: np.ndarray) -> float:
     return float(np.abs(real - np.searchsorted(model, at, side="right") / len(model)).max())
 
 
-def fit(lengths: np.ndarray, cap: int) -> dict[str, Any]:
-    """The law of lengths ``(n,)`` and its errors, uncut and cut at ``cap``.
+def fit(lengths: np.ndarray, cap: int, steps: int = STEPS) -> dict[str, Any]:
+    """The law of lengths ``(n,)`` in ``steps`` steps and its errors, uncut and cut at ``cap``.
 
     Raises:
         ValueError: If there are fewer lengths than steps, or one is below 1.
     """
-    if len(lengths) <= STEPS:
-        raise ValueError(f"lengths has {len(lengths)} values; more than {STEPS} are needed.")
+    if len(lengths) <= steps:
+        raise ValueError(f"lengths has {len(lengths)} values; more than {steps} are needed.")
     if lengths.min() < 1:
         raise ValueError(f"lengths holds {lengths.min()}; at least 1 token is allowed.")
-    quantiles = np.rint(np.quantile(lengths, np.linspace(0.0, 1.0, STEPS + 1)))
+    quantiles = np.rint(np.quantile(lengths, np.linspace(0.0, 1.0, steps + 1)))
     errors = {}
     for name, most in (("uncut", np.inf), (f"cut_at_{cap}", cap)):
         real, law = np.minimum(lengths, most), np.minimum(quantiles, most)

@@ -22,6 +22,7 @@ VARIANTS = {
     "synthetic": ("mooncake", {"trace": "synthetic", "output_reuse": False}, 2.0),
     "agents": ("agents", {"max_context": 131_072}, 10.0),
     "agents-warm": ("agents", {"max_context": 32_768, "warm_prefix": 0.5}, 10.0),
+    "sessions": ("sessions", {}, 5.0),
     "tenants": ("tenants", {}, 30.0),
     "tenants-drift": (
         "tenants",
@@ -139,7 +140,7 @@ def test_infinite_cache_hits_of_mooncake_whole():
     assert infinite_cache_hits(reused, recompute_last=False).block_rate > hits.block_rate
 
 
-@pytest.mark.parametrize("variant", ["mooncake", "agents", "tenants"])
+@pytest.mark.parametrize("variant", ["mooncake", "agents", "sessions", "tenants"])
 def test_the_mean_rate_is_the_one_asked_for(variant):
     name, kwargs, rate = VARIANTS[variant]
     workload = make_prefix_workload(name, **kwargs)
@@ -166,7 +167,7 @@ def test_load_is_superposed_and_time_is_not_compressed():
     assert len(second) > 1000
 
 
-@pytest.mark.parametrize("variant", ["mooncake", "agents"])
+@pytest.mark.parametrize("variant", ["mooncake", "agents", "sessions"])
 def test_a_session_waits_for_itself_and_repeats_its_prompt(variant):
     requests = draw(variant, num_requests=1500, block_size=64)
     hits = infinite_cache_hits(requests)
@@ -175,6 +176,11 @@ def test_a_session_waits_for_itself_and_repeats_its_prompt(variant):
     assert follow.size > 50
     assert (requests.session[follow] == requests.session[parent]).all()
     assert (requests.turn[follow] == requests.turn[parent] + 1).all()
+    if variant == "sessions":
+        repeated = (requests.prompt_tokens[parent] + requests.output_tokens[parent]) // 64
+        assert (hits.blocks[follow] == repeated).all()
+        new = requests.turn == 0
+        assert (hits.blocks[new][1:] == 512 // 64).all()
     if variant == "mooncake":
         whole = requests.prompt_tokens[parent] // 512 * 8
         lookup = (requests.prompt_tokens[follow] - 1) // 64
@@ -199,6 +205,14 @@ def test_long_requests_are_dropped_and_their_sessions_go_on():
     requests = draw("agents-warm", num_requests=1500)
     assert (requests.prompt_tokens + requests.output_tokens).max() <= 32_768
     assert (requests.parent >= 0).mean() > 0.5
+
+
+def test_a_chat_ends_at_the_longest_context():
+    short = make_prefix_workload("sessions", max_context=2_500)
+    requests = short.draw(np.random.default_rng(0), 800, 5.0, 64).check()
+    total = requests.prompt_tokens + requests.output_tokens
+    assert total.max() <= 2_500
+    assert (requests.turn > 0).any()
 
 
 def test_warm_prefix_is_common_to_sessions():
@@ -247,6 +261,7 @@ def test_hot_tenant_has_its_factor_and_drift_moves_it():
         ("moonkake", {}, "workload='moonkake'.*mooncake"),
         ("mooncake", {"trace": "conversatoin"}, "trace='"),
         ("mooncake", {"max_context": 10}, "max_context=10 leaves no request"),
+        ("sessions", {"max_context": 1000}, "max_context=1000 leaves no session"),
         ("agents", {"warm_prefix": 1.5}, "warm_prefix=1.5"),
         ("agents", {"warmprefix": 1}, "warm_prefix"),
         ("tenants", {"order": "cycle", "hot_factor": 2.0}, "order='cycle'"),

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from servegym.envs.workloads.build import chat_sessions
 from servegym.envs.workloads.build import prefix_traces as build
 from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.prefix_traces import (
     list_prefix_traces,
     load_prefix_trace,
@@ -66,12 +68,12 @@ def test_packaged_traces_are_the_builders(name, measured):
 
 def test_the_tree_has_mooncakes_ids(measured):
     """Recorded ids and those of the tree name the same full blocks: a one-to-one relation."""
-    from servegym.envs.prefix_routing.workloads import _Recording
+    from servegym.envs.prefix_routing.workloads import _recorded
 
     path = measured("mooncake", "conversation_trace.jsonl")
     trace = load_prefix_trace("mooncake-conversation")
     row = np.arange(trace.num_requests)
-    first, segments = _Recording(trace, None, True).tree.segments(row, np.zeros_like(row), 512)
+    first, segments = _recorded(trace, None, True)[0].tree.segments(row, np.zeros_like(row), 512)
     there, back = {}, {}
     with path.open() as stream:
         for j, line in enumerate(stream):
@@ -84,6 +86,38 @@ def test_the_tree_has_mooncakes_ids(measured):
             for a, b in zip(recorded, own, strict=True):
                 assert there.setdefault(a, b) == b
                 assert back.setdefault(b, a) == a
+
+
+def test_the_fitted_conversations_are_the_builders():
+    laws = chat_sessions.fit_sessions(load_prefix_trace(chat_sessions.TRACE))
+    packaged = read_fitted("chat-sessions.json", "chat_sessions")
+    assert {name: packaged[name] for name in laws} == laws
+    for name in ("first_prompt_tokens", "new_tokens", "output_tokens", "gap_s"):
+        error = laws[name]["fit_error"]["uncut"]
+        assert error["kolmogorov_smirnov"] < 0.01
+        assert abs(error["relative_error_of_mean"]) < 0.02
+
+
+def test_turns_and_continuations_by_hand(tmp_path):
+    """Sessions of 1 to 8 turns, equally many of each: 7 of 8 first turns go on, and so on."""
+    rows, name = [], 0
+    for k in range(1200):
+        name += 1
+        new, gap, first = 70 + k % 2, 1 + k // 8 % 2, name
+        for turn in range(k % 8 + 1):
+            prompt = 1024 + turn * (6 + new)
+            ids = [0, first, *range(name + 1, name + 3)][: -(-prompt // 512)]
+            name += 2
+            rows.append(((3 * k + turn * gap) * 1000, prompt, 6, ids))
+    path = tmp_path / "trace.jsonl"
+    path.write_text(mooncake(*sorted(rows)))
+    laws = chat_sessions.fit_sessions(load_prefix_trace(path))
+    expected = [7 / 8, 6 / 7, 5 / 6, 4 / 5, 6 / 10]
+    assert laws["continuation"] == pytest.approx(expected, abs=0.02)
+    assert set(laws["new_tokens"]["quantiles"]) == {70, 71}
+    assert set(laws["gap_s"]["quantiles"]) == {1, 2}
+    assert laws["share_of_turns_without_new_tokens"] == 0
+    assert laws["system_tokens"] == 512
 
 
 def mooncake(*rows):

@@ -1,0 +1,102 @@
+"""Fit laws of conversations to Mooncake's trace; writes ``data/chat-sessions.json``.
+
+    python -m servegym.envs.workloads.build.chat_sessions
+
+It reads the packaged ``prefixes-mooncake-conversation``. Requests of the second quarter of the hour
+are fitted, so that few of the sessions that began before the recording count as new and each has
+half an hour to go on. A session whose first prompt has fewer than two full blocks of 512 tokens
+cannot be followed, as its blocks are common to all requests or have no id, and is left out. The
+laws of lengths and of the time between two turns are quantiles as in ``data/lengths.json``; a
+session goes on after a turn with a probability that depends on the turn's number. The quantities
+are drawn independently; the file records a correlation that this leaves out. How sessions drawn for
+an hour compare with the recorded ones is in ``experiments/results/prefix/workloads.csv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._files import write_json
+from servegym.envs.workloads.build.lengths import fit
+from servegym.envs.workloads.build.prefix_traces import SOURCES
+from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.prefix_traces import EXTENDED_BLOCKS, PrefixTrace, load_prefix_trace
+
+COMMAND = "python -m servegym.envs.workloads.build.chat_sessions"
+TRACE = "mooncake-conversation"
+CAP = 131_072
+STEPS = 100
+"""Of the quantiles: a few long prompts hold much of the tokens."""
+TURNS = 5
+"""Numbers of turns with a probability of their own to go on; later turns have the last one's."""
+
+
+def turns_of(trace: PrefixTrace) -> tuple[np.ndarray, np.ndarray]:
+    """Number of each request in its session (n,), and the session's first request (n,)."""
+    turn = np.zeros(trace.num_requests, dtype=np.int64)
+    root = np.arange(trace.num_requests)
+    for j in np.flatnonzero(trace.after >= 0):
+        turn[j], root[j] = turn[trace.after[j]] + 1, root[trace.after[j]]
+    return turn, root
+
+
+def fit_sessions(trace: PrefixTrace) -> dict[str, Any]:
+    """Laws of the sessions of a trace, as they stand in the file."""
+    turn, root = turns_of(trace)
+    end = trace.time_s[-1]
+    long_enough = trace.prompt_tokens[root] >= EXTENDED_BLOCKS * trace.block_size
+    fitted = long_enough & (trace.time_s >= end / 4) & (trace.time_s < end / 2)
+    follow = np.flatnonzero(trace.after >= 0)
+    before = trace.after[follow]
+    in_time = trace.think_s[follow] <= end / 2
+    goes_on = np.zeros(trace.num_requests, dtype=np.bool_)
+    goes_on[before[in_time]] = True
+    numbers = np.minimum(turn, TURNS - 1)
+    chance = [float(f"{goes_on[fitted & (numbers == k)].mean():.3g}") for k in range(TURNS)]
+    pairs = fitted[before] & in_time
+    new = (
+        trace.prompt_tokens[follow].astype(np.int64)
+        - trace.prompt_tokens[before]
+        - trace.output_tokens[before]
+    )
+    gap = np.rint(trace.think_s[follow]).astype(np.int64)
+    positive = pairs & (new >= 1)
+    correlation = np.corrcoef(np.log(new[positive]), np.log(gap[positive]))[0, 1]
+    return {
+        "continuation": chance,
+        "requests_fitted": [int((fitted & (numbers == k)).sum()) for k in range(TURNS)],
+        "first_prompt_tokens": fit(trace.prompt_tokens[fitted & (turn == 0)], CAP, STEPS),
+        "new_tokens": fit(new[positive], CAP, STEPS),
+        "share_of_turns_without_new_tokens": float(f"{1 - positive.sum() / pairs.sum():.3g}"),
+        "output_tokens": fit(trace.output_tokens[fitted], CAP, STEPS),
+        "gap_s": fit(gap[pairs], CAP, STEPS),
+        "correlation_of_logarithms_of_new_tokens_and_gap": float(f"{correlation:.3g}"),
+        "system_tokens": trace.common_tokens,
+        "share_of_requests_left_out": float(f"{1 - long_enough.mean():.3g}"),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line entry; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, default=DATA_DIR / "chat-sessions.json")
+    args = parser.parse_args(argv)
+    content = {
+        "kind": "fitted",
+        "law": "quantiles at equal steps from 0 to 100 %, linear in between, rounded",
+        **SOURCES[TRACE][1],
+        **fit_sessions(load_prefix_trace(TRACE)),
+        "command": COMMAND,
+        "date": datetime.date.today().isoformat(),
+    }
+    write_json(args.out, content)
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()
