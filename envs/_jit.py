@@ -7,12 +7,14 @@ before a change of the source, and returns its numbers without a word. Here ever
 what it holds; what is not what was asked for is compiled anew.
 
 numba notices edits of the file that a function stands in. Here the contents count in place of the
-time of the last change, and all files of a package ``kernel/`` count for each of its functions.
+time of the last change, and all files of a package ``kernel/``, and of those of other families that
+it imports, count for each of its functions.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -33,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 NOTICE_AFTER_S = 2.0
+_OTHER_KERNEL = re.compile(r"^from servegym\.envs\.(\w+)\.kernel", re.MULTILINE)
 _OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 
 
@@ -52,9 +55,18 @@ class _LabelledFile(IndexDataCacheFile):
 
 @cache
 def _source_digest(path: Path) -> str:
-    """Digest of a source file, or of all files of the package ``kernel/`` that it belongs to."""
+    """Digest of a source file, or of all files of the package ``kernel/`` that it belongs to.
+
+    Kernels of other families that such a package imports are part of it.
+    """
     digest = hashlib.sha256()
-    for source in sorted(path.parent.glob("*.py")) if path.parent.name == "kernel" else [path]:
+    folder, sources = path.parent, [path]
+    if folder.name == "kernel":
+        sources = sorted(folder.glob("*.py"))
+        imported = {name for x in sources for name in _OTHER_KERNEL.findall(x.read_text("utf-8"))}
+        for name in sorted(imported - {folder.parent.name}):
+            sources += sorted((folder.parents[2] / "envs" / name / "kernel").glob("*.py"))
+    for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()
 

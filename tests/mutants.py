@@ -50,6 +50,7 @@ class Mutant(NamedTuple):
 
 
 ROUTING, SERVERLESS, PLACEMENT = "llm_routing", "serverless_moe", "expert_placement"
+PREFIX = "prefix_routing"
 BINDS = "test_equal_when_memory_binds"
 AHEAD = "test_equal_when_iterations_are_planned_ahead"
 PLAY = "test_random_play_costs_what_the_equations_say"
@@ -63,12 +64,12 @@ MUTANTS = (
     # A block too many where the tokens fill their blocks.
     Mutant(ROUTING, "queues.py", "c.block_size - 0.5", "c.block_size + 0.5", BINDS),
     # Nobody gets the last block.
-    Mutant(ROUTING, "iterations.py", "e.used + blocks > e", "e.used + blocks >= e", BINDS),
+    Mutant(ROUTING, "iterations.py", "freed + blocks > e", "freed + blocks >= e", BINDS),
     Mutant(
         ROUTING,
         "iterations.py",
-        "e.reserved + longest > e.capacity",
-        "e.reserved + blocks > e.capacity",
+        "e.reserved + freed + longest > e.capacity",
+        "e.reserved + freed + blocks > e.capacity",
         BINDS,
     ),
     Mutant(
@@ -219,6 +220,42 @@ MUTANTS = (
         "start = max(sent + hop.there + stage,",
         "start = max(sent + hop.there,",
         LOOK,
+    ),
+    # A full hit computes nothing.
+    Mutant(PREFIX, "cache.py", "r.prompt + r.generated - 1)", "r.prompt + r.generated)", BINDS),
+    # Cached blocks that nobody references come on top of the free ones.
+    Mutant(
+        PREFIX,
+        "cache.py",
+        "need -= s.block[e.first_block + k].references > 0",
+        "need -= 1",
+        BINDS,
+    ),
+    # Blocks without id are the last to be taken.
+    Mutant(
+        PREFIX,
+        "cache.py",
+        "    if block.id >= 0:\n        block.before",
+        "    if block.id >= -1:\n        block.before",
+        BINDS,
+    ),
+    # The beginning of a prefix is freed, and so evicted, before its end.
+    Mutant(PREFIX, "cache.py", "range(left - 1, -1, -1)", "range(left)", BINDS),
+    # Of twins the one that got the id last is found.
+    Mutant(PREFIX, "cache.py", "] = block.twin_after\n", "] = block.twin_before\n", BINDS),
+    # Who stands behind a gap of the table is not found.
+    Mutant(PREFIX, "cache.py", ">= ((after - place)", "> ((after - place)", BINDS),
+    # The head of the queue stays out though another request has filled the block it misses.
+    Mutant(PREFIX, "cache.py", "if e.blocked_id == i:", "if e.blocked_id == i < 0:", BINDS),
+    # The token that a preempted request was about to put in counts as computed.
+    Mutant(PREFIX, "queues.py", "r.generated - 1  # its", "r.generated  # its", BINDS),
+    # Somebody who arrives after a completion is routed before it.
+    Mutant(
+        PREFIX,
+        "__init__.py",
+        "e.safe > s.request[b * c.num_requests + s.expected[b, 0]].arrived",
+        "e.safe >= s.request[b * c.num_requests + s.expected[b, 0]].arrived",
+        "test_equal_to_the_reference",
     ),
 )
 

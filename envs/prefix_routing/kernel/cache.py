@@ -1,0 +1,305 @@
+"""The paged KV memory of a replica: blocks, their ids, and the list of free ones.
+
+A full block has the id of its content and of all before it. A block that nobody references is free
+and keeps its id until it is taken, so the list of free blocks is the cache in the order of eviction
+(vLLM's ``block_pool``). Equal blocks are not merged; the one that got the id first is found.
+"""
+
+from __future__ import annotations
+
+from servegym.envs._jit import inline, inner
+from servegym.envs.llm_routing.kernel.queues import blocks_of
+
+
+@inline
+def full_blocks(c, tokens):
+    """KV blocks that so many tokens fill."""
+    return int((tokens + 0.5) * c.blocks_per_token)
+
+
+# ------------------------------------------------------------------------------------------- table
+
+
+@inline
+def _home(c, i):
+    """Where the table looks for an id first (Knuth's multiplicative hash)."""
+    return ((int(i) * 2654435769) & 0xFFFFFFFF) >> c.shift
+
+
+@inline
+def find(c, s, e, i):
+    """The first block with id i, -1 for none."""
+    place = _home(c, i)
+    while True:
+        k = s.lists[e.first_entry + place]
+        if k < 0 or s.block[e.first_block + k].id == i:
+            return k
+        place = (place + 1) & (c.entries - 1)
+
+
+@inline
+def _tell(s, e, i, change):
+    if s.events.shape[1] > 0:
+        v = s.env[e.row]
+        event = s.events[e.row, v.events % s.events.shape[1]]
+        event.t = e.start
+        event.replica = e.number
+        event.id = i
+        event.change = change
+        v.events += 1
+
+
+@inner
+def _name(c, s, e, k, i):
+    """Give id i to block k; it is the last of its twins."""
+    block = s.block[e.first_block + k]
+    block.id = i
+    place = _home(c, i)
+    while True:
+        first = s.lists[e.first_entry + place]
+        if first < 0:
+            s.lists[e.first_entry + place] = k
+            block.twin_before = k
+            block.twin_after = k
+            break
+        other = s.block[e.first_block + first]
+        if other.id == i:
+            last = other.twin_before
+            s.block[e.first_block + last].twin_after = k
+            block.twin_before = last
+            block.twin_after = first
+            other.twin_before = k
+            break
+        place = (place + 1) & (c.entries - 1)
+    if e.blocked_id == i:
+        e.blocked = 0
+    _tell(s, e, i, 1)
+
+
+@inner
+def _forget(c, s, e, k):
+    """Take its id from block k."""
+    block = s.block[e.first_block + k]
+    i = block.id
+    _tell(s, e, i, -1)
+    place = _home(c, i)
+    first = s.lists[e.first_entry + place]
+    while s.block[e.first_block + first].id != i:
+        place = (place + 1) & (c.entries - 1)
+        first = s.lists[e.first_entry + place]
+    block.id = -1
+    if block.twin_after != k:
+        s.block[e.first_block + block.twin_before].twin_after = block.twin_after
+        s.block[e.first_block + block.twin_after].twin_before = block.twin_before
+        if first == k:
+            s.lists[e.first_entry + place] = block.twin_after
+        return
+    # Close the gap, so that whoever was put behind it for want of room is found again.
+    after = place
+    while True:
+        after = (after + 1) & (c.entries - 1)
+        other = s.lists[e.first_entry + after]
+        if other < 0:
+            break
+        home = _home(c, s.block[e.first_block + other].id)
+        if ((after - home) & (c.entries - 1)) >= ((after - place) & (c.entries - 1)):
+            s.lists[e.first_entry + place] = other
+            place = after
+    s.lists[e.first_entry + place] = -1
+
+
+# ------------------------------------------------------------------------------------------ blocks
+
+
+@inner
+def clear_cache(c, s, e):
+    """All blocks are free and hold nothing."""
+    for k in range(e.first_entry, e.first_entry + c.entries):
+        s.lists[k] = -1
+    ring = e.capacity  # where the list of free blocks begins and ends
+    for k in range(e.capacity + 1):
+        block = s.block[e.first_block + k]
+        block.id = -1
+        block.references = 0
+        block.before = k - 1 if k > 0 else ring
+        block.after = k + 1 if k < ring else 0
+    e.free = e.capacity
+    e.blocked = 0
+    e.blocked_id = -1
+
+
+@inline
+def _unlink(s, e, block):
+    s.block[e.first_block + block.before].after = block.after
+    s.block[e.first_block + block.after].before = block.before
+    e.free -= 1
+
+
+@inline
+def _release(s, e, k):
+    """One reference less to block k: cached it is the last to be taken, without id the first."""
+    block = s.block[e.first_block + k]
+    block.references -= 1
+    if block.references > 0:
+        return
+    ring = s.block[e.first_block + e.capacity]
+    if block.id >= 0:
+        block.before = ring.before
+        block.after = e.capacity
+        s.block[e.first_block + ring.before].after = k
+        ring.before = k
+    else:
+        block.before = e.capacity
+        block.after = ring.after
+        s.block[e.first_block + ring.after].before = k
+        ring.after = k
+    e.free += 1
+
+
+@inline
+def _name_next(c, s, e, r):
+    """The last block of a request is full: give it the request's next id."""
+    _name(c, s, e, r.own, r.next_id)
+    r.named += 1
+    r.next_id += 1
+    r.ids_left -= 1
+    if r.ids_left == 0:
+        r.segment += 1
+        if r.named < full_blocks(c, r.prompt + r.output):
+            r.next_id = s.segments[r.segment, 0]
+            r.ids_left = s.segments[r.segment, 1]
+
+
+@inner
+def grow(c, s, e, r, tokens):
+    """Blocks for the first ``tokens`` tokens of a request; those that are full get their ids.
+
+    There must be as many free ones. Blocks get their ids when the iteration that fills them is
+    scheduled: the next request of the same iteration finds them.
+    """
+    full = full_blocks(c, tokens)
+    if r.named < r.blocks and r.named < full:
+        _name_next(c, s, e, r)
+    need = blocks_of(c, tokens)
+    while r.blocks < need:
+        k = s.block[e.first_block + e.capacity].after
+        block = s.block[e.first_block + k]
+        _unlink(s, e, block)
+        if block.id >= 0:
+            _forget(c, s, e, k)
+        block.references = 1
+        block.after = r.own
+        r.own = k
+        r.blocks += 1
+        if r.blocks <= full:
+            _name_next(c, s, e, r)
+
+
+@inline
+def _most_hits(c, r):
+    # The last token is always computed, and its block with it.
+    return full_blocks(c, r.prompt + r.generated - 1)
+
+
+@inner
+def _fits(c, s, e, r):
+    """Whether the memory takes all tokens of a waiting request now."""
+    need = blocks_of(c, r.prompt + r.generated)
+    if need <= e.free:
+        return True
+    most = _most_hits(c, r)
+    e.blocked_id = -1
+    hits = 0
+    segment = r.first_segment
+    while hits < most and e.blocked_id < 0:
+        first = s.segments[segment, 0]
+        for i in range(first, first + min(s.segments[segment, 1], most - hits)):
+            k = find(c, s, e, i)
+            if k < 0:
+                e.blocked_id = i
+                break
+            hits += 1
+            # A hit that nobody references takes a free block, as a miss does.
+            need -= s.block[e.first_block + k].references > 0
+        segment += 1
+    e.blocked = need > e.free
+    return need <= e.free
+
+
+@inner
+def admit_blocks(c, s, e, r):
+    """Reference the longest cached prefix of a waiting request, if the memory takes the request.
+
+    Returns whether it does. ``r.computed`` is then the number of cached tokens.
+    """
+    if not _fits(c, s, e, r):
+        return False
+    most = _most_hits(c, r)
+    hits = 0
+    segment = r.first_segment
+    i = 0
+    left = 0
+    if full_blocks(c, r.prompt + r.output) > 0:
+        i = int(s.segments[segment, 0])
+        left = int(s.segments[segment, 1])
+    while hits < most:
+        k = find(c, s, e, i)
+        if k < 0:
+            break
+        block = s.block[e.first_block + k]
+        if block.references == 0:
+            _unlink(s, e, block)
+        block.references += 1
+        hits += 1
+        i += 1
+        left -= 1
+        if left == 0:
+            segment += 1
+            if hits < full_blocks(c, r.prompt + r.output):
+                i = int(s.segments[segment, 0])
+                left = int(s.segments[segment, 1])
+    r.hits = hits
+    r.blocks = hits
+    r.named = hits
+    r.own = -1
+    r.segment = segment
+    r.next_id = i
+    r.ids_left = left
+    r.computed = hits * c.block_size
+    return True
+
+
+@inner
+def release_blocks(c, s, e, r):
+    """Give back the blocks of a request, the last one first.
+
+    A block that was found cached is still the first of its id: nobody could take it since.
+    """
+    k = r.own
+    while k >= 0:
+        below = s.block[e.first_block + k].after
+        _release(s, e, k)
+        k = below
+    segment = r.first_segment
+    left = r.hits
+    while left > 0 and s.segments[segment, 1] < left:
+        left -= s.segments[segment, 1]
+        segment += 1
+    while r.hits > 0:
+        first = s.segments[segment, 0]
+        for i in range(left - 1, -1, -1):
+            _release(s, e, find(c, s, e, first + i))
+        r.hits -= left
+        segment -= 1
+        if r.hits > 0:
+            left = s.segments[segment, 1]
+    r.blocks = 0
+    r.named = 0
+    r.own = -1
+    e.blocked = 0
+
+
+@inline
+def used_blocks(e):
+    """Blocks that running requests reference; cached ones that nobody references are free."""
+    return e.capacity - e.free

@@ -1,0 +1,241 @@
+"""One replica in time: vLLM's scheduler (v1), which goes from boundary to boundary.
+
+A boundary is the end of an iteration: tokens are emitted and requests complete (1), the running
+requests get their blocks, the newest being preempted where there are too few (2), requests are
+admitted first come first served unless one was preempted (3), and the next iteration starts (4): a
+token of every decoding request and prefill chunks up to the token budget. The times of a run of
+decode iterations in which nothing else can happen are one closed-form update; blocks are taken one
+by one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from servegym.envs._jit import inline, inner
+from servegym.envs.llm_routing.kernel.latency import (
+    chunk_attention_s,
+    decode_attention_s,
+    decode_iterations,
+    dense_s,
+    head_s,
+)
+from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.prefix_routing.kernel.cache import admit_blocks, grow
+from servegym.envs.prefix_routing.kernel.layout import (
+    COMPLETED,
+    DECODE,
+    FIRST_TOKEN,
+    IDLE,
+    MIXED,
+    request_of,
+)
+from servegym.envs.prefix_routing.kernel.queues import (
+    append_running,
+    find_next_finish,
+    leave,
+    pop_waiting,
+    preempt_newest,
+    start_decoding,
+    tell_news,
+)
+
+# ------------------------------------------------------------------------------------- completions
+
+
+@inner
+def _end_iteration(c, s, e):
+    """Step 1 of a boundary: tokens of the iteration that ends now, completions."""
+    now = e.end
+    if e.iteration == IDLE:
+        return
+    e.emitted += 1
+    e.phase = e.phase + 1 if e.phase + 1 < c.block_size else 0
+    e.decoding_tokens += e.decoding
+    if e.iteration == MIXED:
+        while e.prefill >= 0:
+            i = e.prefill
+            r = request_of(s, e, i)
+            r.computed += r.chunk
+            if r.computed < r.prompt + r.generated:
+                break  # it is the newest
+            start_decoding(c, s, e, r, i)
+            if r.generated == 1:
+                r.first = now
+                tell_news(s, e, i, FIRST_TOKEN, now)
+        find_next_finish(s, e)
+    while e.next_finish <= e.emitted:
+        i = s.lists[e.first_place]
+        request_of(s, e, i).outcome = COMPLETED
+        leave(c, s, e, i, now)
+        find_next_finish(s, e)
+
+
+# ------------------------------------------------------------------------------------------ memory
+
+
+@inner
+def _grow_decodes(c, s, e):
+    """Blocks for the next token of every decoding request; returns how many were preempted.
+
+    Only those who take or fill a block are looked at, oldest first.
+    """
+    preempted = 0
+    i = s.lists[e.first_bucket + e.phase]
+    while i >= 0:
+        while e.free == 0 and e.newest != i:
+            preempt_newest(c, s, e)
+            preempted += 1
+        if e.free == 0:
+            preempt_newest(c, s, e)
+            preempted += 1
+            break
+        r = request_of(s, e, i)
+        grow(c, s, e, r, r.prompt + (e.emitted - r.origin))
+        i = r.grow_after
+    if c.block_size > 1:
+        filled = e.phase + 1 if e.phase + 1 < c.block_size else 0
+        i = s.lists[e.first_bucket + filled]
+        while i >= 0:
+            r = request_of(s, e, i)
+            grow(c, s, e, r, r.prompt + (e.emitted - r.origin))
+            i = r.grow_after
+    return preempted
+
+
+# --------------------------------------------------------------------------------------- admission
+
+
+@inline
+def _start_chunk(c, s, e, r, budget):
+    """Blocks for the next chunk of a prefill; returns its tokens."""
+    r.chunk = min(r.prompt + r.generated - r.computed, budget)
+    grow(c, s, e, r, r.computed + r.chunk)
+    return r.chunk
+
+
+@inner
+def _schedule_prefills(c, s, e, now, preempted):
+    """Step 3: the chunk of the prefill under way, then the head of the waiting queue, and so on.
+
+    Returns the prefill tokens of the iteration and how many requests were preempted at this
+    boundary, ``preempted`` being those so far.
+    """
+    tokens = 0
+    budget = c.token_budget - e.decoding
+    if e.prefill >= 0:  # one at most: it had all of the budget that was left
+        r = request_of(s, e, e.prefill)
+        until = r.computed + min(r.prompt + r.generated - r.computed, budget)
+        if blocks_of(c, until) - r.blocks > e.free:
+            preempt_newest(c, s, e)
+            preempted += 1
+        else:
+            tokens += _start_chunk(c, s, e, r, budget)
+    if preempted > 0:
+        return tokens, preempted
+    while e.waiting > 0 and e.running < c.max_running and tokens < budget and e.blocked == 0:
+        i = e.head
+        r = request_of(s, e, i)
+        if not admit_blocks(c, s, e, r):
+            break
+        pop_waiting(s, e)
+        append_running(s, e, r, i)
+        if math.isnan(r.admitted):
+            r.admitted = now
+            r.hit = r.computed
+        else:
+            r.recomputed += max(r.lost - r.computed, 0)
+        tokens += _start_chunk(c, s, e, r, budget - tokens)
+    return tokens, preempted
+
+
+# -------------------------------------------------------------------------------------- iterations
+
+
+@inner
+def _start_mixed(c, law, s, e, now, tokens):
+    """An iteration of ``tokens`` tokens of prefill chunks and all decodes."""
+    time = dense_s(c, law, e.profile, float(tokens + e.decoding))
+    chunks = 0
+    i = e.prefill
+    while i >= 0:
+        r = request_of(s, e, i)
+        chunks += 1
+        time += chunk_attention_s(c, law, e.profile, float(r.chunk), float(r.computed))
+        i = r.newer
+    if e.decoding > 0:
+        time += decode_attention_s(c, law, e.profile, e.decoding, e.decoding_tokens / e.decoding)
+    e.end = now + time + head_s(c, law, e.profile, e.decoding + chunks)
+
+
+@inline
+def _closed_run(c, e):
+    """Decode iterations after the next one in which nothing but decoding can happen."""
+    # b sequences take at most b blocks in any K iterations.
+    return min(e.next_finish - e.emitted - 1, c.block_size * (e.free // e.running))
+
+
+@inner
+def _start_decodes(c, law, s, e, now, until):
+    """Decode iterations up to the first in which something else may happen."""
+    limit = _closed_run(c, e)
+    if (e.waiting > 0 and e.running < c.max_running) or s.events.shape[1] > 0:
+        limit = 0  # whether the head joins is decided at every boundary; events have their times
+    done, spent, cost = decode_iterations(c, law, e, limit, until - now, np.inf)
+    e.start = now + spent
+    e.end = e.start + cost
+    for _ in range(done):
+        e.emitted += 1
+        e.phase = e.phase + 1 if e.phase + 1 < c.block_size else 0
+        _grow_decodes(c, s, e)
+    e.decoding_tokens += e.running * done
+
+
+@inner
+def _start_iteration(c, law, s, e, until):
+    """Steps 2-4 of a boundary; decodes run on up to ``until``."""
+    now = e.end
+    e.start = now
+    preempted = _grow_decodes(c, s, e)
+    tokens, preempted = _schedule_prefills(c, s, e, now, preempted)
+    if preempted > 0:
+        find_next_finish(s, e)
+    if tokens > 0:
+        e.iteration = MIXED
+        _start_mixed(c, law, s, e, now, tokens)
+    elif e.running > 0:
+        e.iteration = DECODE
+        _start_decodes(c, law, s, e, now, until)
+    else:
+        e.iteration = IDLE
+        e.end = np.inf
+
+
+@inner
+def _safe_s(c, law, e):
+    """A time before which no request completes, whoever is still sent to the replica."""
+    if e.iteration != DECODE or e.waiting > 0 or e.emitted + 1 >= e.next_finish:
+        return e.end
+    # Of the iterations left the one in flight is under way; more requests make them longer.
+    e.emitted += 1
+    limit = _closed_run(c, e)
+    _, spent, _ = decode_iterations(c, law, e, limit, np.inf, np.inf)
+    e.emitted -= 1
+    # Summed in one piece the times may differ in their last digits from those of shorter runs.
+    return e.end + spent * (1.0 - 1e-9)
+
+
+@inner
+def advance(c, law, s, e, until):
+    """Let a replica work until ``until``, or until it is empty if that is inf.
+
+    Boundaries at ``until`` count.
+    """
+    while e.end <= until and e.end < np.inf:
+        _end_iteration(c, s, e)
+        _start_iteration(c, law, s, e, until)
+    e.safe = e.end
+    if s.env[e.row].closed_loop != 0:
+        e.safe = _safe_s(c, law, e)

@@ -1,0 +1,256 @@
+"""The arrays of the engine: records, the named tuple of them, and the codes in them.
+
+Units are seconds and tokens; memory is counted in KV blocks. B is the number of systems, N of
+replicas, R the most sequences that a replica runs, C the blocks of the largest replica, K the
+tokens of a block, J the most requests of an episode.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from servegym.envs._jit import inline
+
+IDLE, DECODE, MIXED = 0, 1, 2  # replica.iteration
+PENDING, QUEUED, COMPLETED, REJECTED = 0, 1, 2, 3  # request.outcome
+FIRST_TOKEN, COMPLETION = 0, 1  # kinds of news
+
+
+def _record(fields: list[tuple[str, str]]) -> np.dtype:
+    # np.record scalars give attribute access with the JIT switched off, too.
+    return np.dtype((np.record, np.dtype(fields, align=True)))
+
+
+CONFIG = _record(
+    [
+        ("num_replicas", "i8"),  # N
+        ("max_running", "i8"),  # R
+        ("token_budget", "i8"),  # tokens of an iteration, at most; at least R
+        ("block_size", "i8"),  # K
+        ("blocks", "i8"),  # C
+        ("entries", "i8"),  # of a replica's table of ids, a power of two, at least 2 C
+        ("shift", "i8"),  # 32 less the logarithm of that
+        ("num_requests", "i8"),  # J
+        # Lengths of the axes of the latency tables, and where axes (x) and tables (y) begin in
+        # the law, see `servegym.envs.llm_routing.config.pack_laws`.
+        ("n_dense", "i8"),
+        ("n_chunk", "i8"),
+        ("n_context", "i8"),
+        ("n_decode", "i8"),
+        ("n_sequences", "i8"),
+        ("n_head", "i8"),
+        ("x_dense", "i8"),
+        ("y_dense", "i8"),
+        ("x_chunk", "i8"),
+        ("x_context", "i8"),
+        ("y_chunk", "i8"),
+        ("x_decode", "i8"),
+        ("y_decode", "i8"),
+        ("y_slope", "i8"),
+        ("y_attention", "i8"),
+        ("y_head", "i8"),
+        ("blocks_per_token", "f8"),  # 1 / K
+    ]
+)
+"""The arguments that all systems share."""
+
+ENV = _record(
+    [
+        ("now", "f8"),  # s, when `index` arrived
+        ("index", "i8"),  # of the request to route, -1: none is left
+        ("requests", "i8"),  # of the episode, at most J
+        ("expected", "i8"),  # requests in the heap of arrivals
+        ("closed_loop", "i8"),  # 1: some requests wait for others
+        ("routed", "i8"),  # requests sent or rejected
+        ("news", "i8"),  # entries so far
+        ("events", "i8"),  # entries so far
+    ]
+)
+"""A system: its clock, and how full its lists are."""
+
+REPLICA = _record(
+    [
+        ("start", "f8"),  # s, begin of the iteration in flight
+        ("end", "f8"),  # s, its end: the next boundary; inf: none
+        ("safe", "f8"),  # s, no request completes before
+        ("running", "i8"),  # requests
+        ("waiting", "i8"),  # requests
+        ("iteration", "i8"),  # in flight: IDLE, DECODE or MIXED
+        ("emitted", "i8"),  # decode iterations so far
+        ("phase", "i8"),  # that, modulo K
+        ("next_finish", "i8"),  # value of `emitted` at which the next running request is done
+        ("decoding", "i8"),  # running requests whose prefill is done
+        ("decoding_tokens", "i8"),  # prompt and generated tokens of those
+        ("segment", "i8"),  # of the decode table in which the last run ended
+        ("profile", "i8"),  # index of its card among the latency laws
+        # Running list and waiting queue: requests, -1 for none.
+        ("oldest", "i8"),  # admitted
+        ("newest", "i8"),  # admitted
+        ("prefill", "i8"),  # oldest whose prefill is under way; so are all after it
+        ("head", "i8"),  # of the waiting queue
+        ("tail", "i8"),
+        ("admissions", "i8"),  # so far
+        # Memory.
+        ("capacity", "i8"),  # blocks
+        ("free", "i8"),  # blocks that nobody references, cached ones included
+        ("blocked", "i8"),  # 1: the memory cannot take the head of the queue as things are
+        ("blocked_id", "i8"),  # first id that the head misses, -1: none
+        # Where its part of the arrays begins.
+        ("row", "i8"),
+        ("number", "i8"),
+        ("first_request", "i8"),
+        ("first_block", "i8"),
+        ("first_entry", "i8"),
+        ("first_place", "i8"),  # of the heap
+        ("first_bucket", "i8"),
+    ]
+)
+"""A replica: a scheduler with its running list, its waiting queue and its paged KV memory."""
+
+REQUEST = _record(
+    [
+        # Given; -1 for no parent and no child.
+        ("arrived", "f8"),  # s; of a request with a parent NaN until that is done
+        ("think", "f8"),  # s between the parent's end and its arrival
+        ("first_segment", "i8"),
+        ("parent", "i4"),
+        ("first_child", "i4"),
+        ("next_child", "i4"),  # of its parent
+        ("prompt", "i4"),  # tokens
+        ("output", "i4"),  # tokens
+        # What becomes of it.
+        ("replica", "i4"),  # -1 before
+        ("outcome", "i4"),
+        ("preemptions", "i4"),
+        ("available", "f8"),  # s, at the replica
+        ("admitted", "f8"),  # s, first
+        ("first", "f8"),  # s, first token
+        ("finish", "f8"),  # s
+        ("hit", "i4"),  # tokens found cached at its first admission
+        ("recomputed", "i4"),  # tokens computed again after preemptions
+        # At the replica.
+        ("origin", "i8"),  # value of the replica's `emitted` at which it had no token, if decoding
+        ("admission", "i8"),  # how many the replica had admitted before
+        ("generated", "i4"),  # tokens, up to date unless decoding
+        ("computed", "i4"),  # tokens whose KV exists, up to date unless decoding
+        ("decoding", "i4"),  # 1: its prefill is done
+        ("chunk", "i4"),  # tokens of its prefill in this iteration
+        ("lost", "i4"),  # tokens that were computed when it was preempted
+        ("older", "i4"),  # in the running list
+        ("newer", "i4"),  # in the running list or the waiting queue
+        ("place", "i4"),  # in the heap
+        ("grow_after", "i4"),  # who takes a block in the same iterations
+        ("grow_before", "i4"),
+        # Its blocks: `hits` found cached, then `blocks - hits` of its own, in a stack.
+        ("hits", "i4"),
+        ("blocks", "i4"),
+        ("named", "i4"),  # that have an id, the first of them
+        ("own", "i4"),  # last of its own, -1 for none
+        ("next_id", "i4"),  # of block `named`
+        ("ids_left", "i4"),  # in its segment, that one counted
+        ("segment", "i8"),
+    ]
+)
+"""A request: what is given, what became of it, and where it stands."""
+
+BLOCK = _record(
+    [
+        ("id", "i4"),  # of the content, -1 for none
+        ("references", "i4"),
+        # Free: neighbours in the list of free blocks. In use: `after` is the block below it in
+        # the stack of the request that took it.
+        ("before", "i4"),
+        ("after", "i4"),
+        # Ring of the blocks of one id, in the order in which they got it.
+        ("twin_before", "i4"),
+        ("twin_after", "i4"),
+    ]
+)
+"""A KV block of a replica."""
+
+NEWS = _record([("t", "f8"), ("request", "i4"), ("kind", "i4")])
+"""What a gateway sees of a response: its first token, its end."""
+
+EVENT = _record([("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
+"""A block that got an id (1) or lost it (-1), at the beginning of an iteration."""
+
+
+class Tables(NamedTuple):
+    """What the systems of a problem share.
+
+    Attributes:
+        config: ``(1,)`` `CONFIG`.
+        law: float64, latency tables of all cards: see `servegym.envs.llm_routing.config.pack_laws`.
+    """
+
+    config: np.ndarray
+    law: np.ndarray
+
+
+class Systems(NamedTuple):
+    """The state of B systems.
+
+    Replica n of row b owns C + 1 records of ``block`` (the last one is where the ring of its free
+    blocks begins and ends) and 2 C to 4 C + R + 2 K entries of ``lists``: a table from ids to the
+    first block of each; the heap of the decoding requests by their last token; for each count of
+    emissions modulo K the oldest and the newest decoding request that takes a block then.
+
+    Attributes:
+        env: ``(B,)`` `ENV`.
+        replica: ``(B, N)`` `REPLICA`.
+        request: ``(B J,)`` `REQUEST`.
+        segments: int32 ``(S, 2)``: first block id and number of blocks.
+        block: ``(B N (C + 1),)`` `BLOCK`.
+        lists: int32, flat.
+        expected: int32 ``(B, J)``, heaps of the requests whose arrival is known, by time.
+        news: ``(B, 2 J)`` `NEWS`, in order of time for each replica; ``env.news`` entries.
+        events: ``(B, E)`` `EVENT`, a ring, ``env.events`` entries so far; nothing is written if
+            E is 0.
+    """
+
+    env: np.ndarray
+    replica: np.ndarray
+    request: np.ndarray
+    segments: np.ndarray
+    block: np.ndarray
+    lists: np.ndarray
+    expected: np.ndarray
+    news: np.ndarray
+    events: np.ndarray
+
+
+@inline
+def request_of(s, e, i):
+    """Request i of the replica's row."""
+    return s.request[e.first_request + i]
+
+
+def lists_of(c: np.void) -> int:
+    """Entries of ``Systems.lists`` that a replica owns."""
+    return int(c["entries"] + c["max_running"] + 2 * c["block_size"])
+
+
+def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Systems:
+    """Arrays of ``rows`` systems, nothing in them.
+
+    Args:
+        c: The `CONFIG`.
+        rows: B.
+        segments: int32 (S, 2), of the requests of all rows.
+        events: E, cache events that a row keeps.
+    """
+    replicas = rows * int(c["num_replicas"])
+    requests = rows * int(c["num_requests"])
+    return Systems(
+        env=np.zeros(rows, dtype=ENV),
+        replica=np.zeros((rows, int(c["num_replicas"])), dtype=REPLICA),
+        request=np.zeros(requests, dtype=REQUEST),
+        segments=segments,
+        block=np.zeros(replicas * (int(c["blocks"]) + 1), dtype=BLOCK),
+        lists=np.zeros(replicas * lists_of(c), dtype=np.int32),
+        expected=np.zeros((rows, int(c["num_requests"])), dtype=np.int32),
+        news=np.zeros((rows, 2 * int(c["num_requests"])), dtype=NEWS),
+        events=np.zeros((rows, events), dtype=EVENT),
+    )

@@ -1,0 +1,164 @@
+"""Replay of requests with shared prefixes on replicas: the engine without a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._checks import choose, whole
+from servegym.envs._jit import compile_kernels
+from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.config import engine_tables, put_replicas, put_requests
+from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.hardware_profiles import Profile, load
+
+__all__ = ["PREFIX_REPLAY", "replay_prefix"]
+
+PREFIX_REPLAY = np.dtype(
+    [
+        ("replica", "i4"),
+        ("arrival_s", "f8"),
+        ("admitted_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finish_s", "f8"),
+        ("hit_tokens", "i4"),
+        ("recomputed_tokens", "i4"),
+        ("preemptions", "i4"),
+    ]
+)
+
+
+def replay_prefix(
+    profiles: str | Profile | Sequence[str | Profile],
+    requests: PrefixRequests,
+    assignment: Any = "round_robin",
+    *,
+    num_replicas: int | None = None,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
+    block_size: int | None = None,
+    kv_tokens: int | None = None,
+) -> np.ndarray:
+    """Serve requests on replicas with vLLM's scheduler and automatic prefix cache.
+
+    Each replica admits first come first served from an unbounded queue, at most ``max_num_seqs``
+    at a time and as long as the whole prompt fits into the free blocks; every iteration has a token
+    of each decoding request and prefill chunks up to the token budget. A request reuses the longest
+    cached prefix of full blocks, all but the block of its last token at most. Blocks that nobody
+    references stay cached until they are taken, least recently freed first. Where a block is
+    missing the newest request is preempted.
+
+    Args:
+        profiles: One profile, its name or its file, of all replicas, or a list with that of each.
+        requests: The requests, in blocks of ``block_size`` tokens.
+        assignment: ``"round_robin"`` in the order of the arrivals, or (J,) the replica of each
+            request.
+        num_replicas: Replicas of one profile; 1 if None.
+        max_num_seqs: Most requests in one iteration, 1 to 4,096.
+        max_num_batched_tokens: Most tokens in one iteration, at least ``max_num_seqs``.
+        block_size: Tokens of a KV block; None takes the requests'.
+        kv_tokens: Room of each replica's KV cache in tokens; None takes the profile's.
+
+    Returns:
+        ``(J,)`` structured array `PREFIX_REPLAY`: the replica; the times of arrival, first
+        admission, first token and end in seconds; ``hit_tokens`` found cached at the first
+        admission; ``recomputed_tokens`` that preemptions cost; ``preemptions``.
+
+    Raises:
+        ValueError: A bad argument, malformed requests, or a request that never fits in the cache of
+            its replica.
+    """
+    requests.check()
+    size = requests.block_size
+    if block_size is not None and whole("block_size", block_size, 1) != size:
+        raise ValueError(
+            f"block_size={block_size} and the requests' block_size={size} must be equal."
+        )
+    if isinstance(profiles, (str, Profile)):
+        replicas = whole("num_replicas", 1 if num_replicas is None else num_replicas, 1, 4096)
+        names: list[str | Profile] = [profiles] * replicas
+    else:
+        names = list(profiles)
+        if num_replicas not in (None, len(names)):
+            raise ValueError(f"num_replicas={num_replicas!r}, but {len(names)} profiles are given.")
+    known = {name: load(name) for name in names if isinstance(name, str)}
+    cards = [known[name] if isinstance(name, str) else name for name in names]
+    count = requests.num_requests
+    tables, capacity = engine_tables(
+        cards,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=size,
+        kv_tokens=kv_tokens,
+        num_requests=count,
+    )
+    sent = _assignment(assignment, count, len(cards))
+    _check_fit(requests, sent, capacity)
+    for card in known.values():
+        card.check_domain(
+            batch=min(max_num_seqs, count),
+            tokens=int(min(max_num_batched_tokens, requests.prompt_tokens.sum(dtype=np.int64))),
+            context=int((requests.prompt_tokens + requests.output_tokens).max()),
+        )
+    systems = kernel.allocate(tables.config[0], 1, requests.segments)
+    put_replicas(systems, cards, capacity)
+    put_requests(systems, 0, requests)
+    which = np.ones(1, dtype=np.int8)
+    begin, run = compile_kernels(
+        "prefix replay engine",
+        [
+            (kernel.begin, (tables, systems, which)),
+            (kernel.run_replay, (tables, systems, sent)),
+        ],
+    )
+    begin(tables, systems, which)
+    run(tables, systems, sent)
+    found = systems.request
+    result = np.empty(count, dtype=PREFIX_REPLAY)
+    for name, source in (
+        ("replica", "replica"),
+        ("arrival_s", "arrived"),
+        ("admitted_s", "admitted"),
+        ("first_token_s", "first"),
+        ("finish_s", "finish"),
+        ("hit_tokens", "hit"),
+        ("recomputed_tokens", "recomputed"),
+        ("preemptions", "preemptions"),
+    ):
+        result[name] = found[source]
+    return result
+
+
+def _assignment(given: Any, count: int, replicas: int) -> np.ndarray:
+    """The replica of each request, int64 (J,); empty for round robin."""
+    if isinstance(given, str):
+        choose("assignment", given, ("round_robin",))
+        return np.empty(0, dtype=np.int64)
+    array = np.asarray(given)
+    if array.shape != (count,) or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"assignment must be 'round_robin' or {count} whole numbers, got shape {array.shape} "
+            f"and dtype {array.dtype}."
+        )
+    wrong = np.flatnonzero((array < 0) | (array >= replicas))
+    if wrong.size:
+        j = int(wrong[0])
+        raise ValueError(f"assignment[{j}]={array[j]} must be in [0, {replicas - 1}].")
+    return array.astype(np.int64)
+
+
+def _check_fit(requests: PrefixRequests, sent: np.ndarray, capacity: np.ndarray) -> None:
+    """Refuse a request beyond the blocks of its replica, of the smallest if they take turns."""
+    # The last token of an answer is never computed.
+    tokens = requests.prompt_tokens.astype(np.int64) + requests.output_tokens - 1
+    need = -(-tokens // requests.block_size)
+    room = capacity[sent] if sent.size else np.full(len(need), capacity.min())
+    wrong = np.flatnonzero(need > room)
+    if wrong.size:
+        j = int(wrong[0])
+        raise ValueError(
+            f"request {j} needs {need[j]} KV blocks of {requests.block_size} tokens, its replica "
+            f"has {room[j]}: raise kv_tokens or drop the request."
+        )

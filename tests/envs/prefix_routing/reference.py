@@ -1,0 +1,335 @@
+"""Slow, literal reference of the prefix routing engine: one iteration at a time, plain Python.
+
+vLLM's scheduler (v1) and its KV cache manager with automatic prefix caching, written from their
+rules with objects and lists. It exists to be compared with the fast kernel, so it shares no code
+with it and takes no shortcut. Seconds and tokens throughout.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..llm_routing.reference import step_s
+
+NAN = math.nan
+
+
+@dataclass(eq=False)
+class Block:
+    """One KV block; ``id`` names its content and all before it, None for none."""
+
+    id: int | None = None
+    references: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request: ``ids`` are those of the full blocks of its prompt and output."""
+
+    index: int
+    prompt: int
+    output: int
+    ids: list[int]
+    tokens: int = 0  # prompt and generated so far
+    computed: int = 0  # tokens whose KV exists
+    prefilling: bool = False
+    blocks: list[Block] = field(default_factory=list)
+    named: int = 0
+    lost: int = 0
+    replica: int = -1
+    outcome: str = "pending"
+    arrival: float = NAN
+    admitted: float = NAN
+    first: float = NAN
+    finish: float = NAN
+    hit: int = 0
+    recomputed: int = 0
+    preemptions: int = 0
+
+
+class BlockPool:
+    """Free blocks in order of eviction, and the blocks of every id in the order they got it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.free: OrderedDict[Block, None] = OrderedDict((Block(), None) for _ in range(capacity))
+        self.cached: dict[int, list[Block]] = {}
+        self.events: list[tuple[int, int]] = []
+        self.evictions = 0
+        self.twins = 0
+
+    def take(self) -> Block:
+        """Pop the head of the free list; its id is lost."""
+        block, _ = self.free.popitem(last=False)
+        if block.id is not None:
+            self.cached[block.id].remove(block)
+            if not self.cached[block.id]:
+                del self.cached[block.id]
+            self.events.append((block.id, -1))
+            self.evictions += 1
+            block.id = None
+        block.references = 1
+        return block
+
+    def name(self, block: Block, content: int) -> None:
+        """Cache a full block under its id, beside equal ones."""
+        block.id = content
+        self.twins += content in self.cached
+        self.cached.setdefault(content, []).append(block)
+        self.events.append((content, 1))
+
+    def touch(self, block: Block) -> None:
+        """Reference a cached block."""
+        if block.references == 0:
+            del self.free[block]
+        block.references += 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Give blocks back, the last one first: with an id to the tail, without to the head."""
+        for block in reversed(blocks):
+            block.references -= 1
+            if block.references == 0:
+                self.free[block] = None
+                if block.id is None:
+                    self.free.move_to_end(block, last=False)
+
+
+class Replica:
+    """One engine."""
+
+    def __init__(
+        self, number: int, law: Any, capacity: int, block_size: int, max_seqs: int, budget: int
+    ) -> None:
+        self.number = number
+        self.law = law
+        self.pool = BlockPool(capacity)
+        self.block_size = block_size
+        self.max_seqs = max_seqs
+        self.budget = budget
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.scheduled: list[tuple[Request, int]] = []
+        self.end = math.inf
+        self.now = 0.0
+        self.done: list[tuple[Request, float]] = []
+        self.events: list[tuple[float, int, int]] = []
+        self.blocked = 0
+        self.full_hits = 0
+        self.same_step_hits = 0
+
+    # -- memory ------------------------------------------------------------------------------
+
+    def cached_prefix(self, request: Request) -> list[Block]:
+        """The longest chain of cached blocks; the last token is never among them."""
+        found: list[Block] = []
+        for content in request.ids[: (request.tokens - 1) // self.block_size]:
+            if content not in self.pool.cached:
+                break
+            found.append(self.pool.cached[content][0])
+        return found
+
+    def allocate(self, request: Request, tokens: int) -> bool:
+        """Blocks for the first ``tokens`` tokens; full ones are cached at once."""
+        need = math.ceil(tokens / self.block_size) - len(request.blocks)
+        if need > len(self.pool.free):
+            return False
+        for _ in range(need):
+            request.blocks.append(self.pool.take())
+        while request.named < tokens // self.block_size:
+            self.pool.name(request.blocks[request.named], request.ids[request.named])
+            request.named += 1
+        return True
+
+    def release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = []
+        request.named = 0
+
+    # -- scheduler ---------------------------------------------------------------------------
+
+    def preempt(self) -> Request:
+        """The newest running request goes back to the head of the queue."""
+        request = self.running.pop()
+        self.release(request)
+        request.lost, request.computed = request.computed, 0
+        request.preemptions += 1
+        self.waiting.insert(0, request)
+        return request
+
+    def admit(self, request: Request) -> bool:
+        """Whether the memory takes all tokens of the head of the queue; its hits are touched."""
+        hits = self.cached_prefix(request)
+        need = math.ceil(request.tokens / self.block_size) - len(hits)
+        need += sum(block.references == 0 for block in hits)
+        if need > len(self.pool.free):
+            self.blocked += 1
+            return False
+        fresh = {id(b) for other, _ in self.scheduled for b in other.blocks}
+        self.same_step_hits += any(id(block) in fresh for block in hits)
+        for block in hits:
+            self.pool.touch(block)
+        request.blocks = list(hits)
+        request.named = len(hits)
+        request.computed = len(hits) * self.block_size
+        self.full_hits += request.computed >= request.tokens - self.block_size
+        return True
+
+    def schedule(self, now: float) -> None:
+        """The next iteration begins."""
+        self.now = now
+        self.scheduled = []
+        budget = self.budget
+        preempted = False
+        place = 0
+        while place < len(self.running) and budget > 0:
+            request = self.running[place]
+            count = min(request.tokens - request.computed, budget)
+            while not self.allocate(request, request.computed + count):
+                preempted = True
+                if self.preempt() is request:
+                    break
+            else:
+                self.scheduled.append((request, count))
+                budget -= count
+                place += 1
+        while self.waiting and not preempted and budget > 0:
+            request = self.waiting[0]
+            if len(self.running) == self.max_seqs or not self.admit(request):
+                break
+            self.waiting.pop(0)
+            self.running.append(request)
+            request.prefilling = True
+            if math.isnan(request.admitted):
+                request.admitted, request.hit = now, request.computed
+            else:
+                request.recomputed += max(request.lost - request.computed, 0)
+            count = min(request.tokens - request.computed, budget)
+            assert self.allocate(request, request.computed + count)
+            self.scheduled.append((request, count))
+            budget -= count
+        self.events += [(now, *event) for event in self.pool.events]
+        self.pool.events = []
+        if not self.scheduled:
+            assert not self.waiting
+            self.end = math.inf
+            return
+        decodes = [request for request, _ in self.scheduled if not request.prefilling]
+        chunks = [(n, request.computed) for request, n in self.scheduled if request.prefilling]
+        total = sum(request.tokens for request in decodes)
+        self.end = now + step_s(self.law, chunks, len(decodes), total)
+
+    def finish_iteration(self, now: float) -> None:
+        """Tokens are emitted; requests complete."""
+        for request, count in self.scheduled:
+            request.computed += count
+            if request.computed < request.tokens:
+                continue
+            request.prefilling = False
+            request.tokens += 1
+            generated = request.tokens - request.prompt
+            if generated == 1:
+                request.first = now
+            if generated == request.output:
+                self.running.remove(request)
+                self.release(request)
+                request.outcome, request.finish = "completed", now
+                self.done.append((request, now))
+
+    def boundary(self) -> None:
+        now = self.end
+        self.finish_iteration(now)
+        self.schedule(now)
+
+    def enqueue(self, request: Request, now: float) -> None:
+        request.replica = self.number
+        request.tokens = request.prompt
+        self.waiting.append(request)
+        if math.isinf(self.end):
+            self.end = now
+
+    # -- what can be compared ----------------------------------------------------------------
+
+    def labels(self) -> dict[Block, tuple[int, int]]:
+        """A cached block's id, and how many got it before and still have it."""
+        return {
+            block: (content, rank)
+            for content, blocks in self.pool.cached.items()
+            for rank, block in enumerate(blocks)
+        }
+
+    def memory(self) -> tuple[list[tuple[int, int]], dict[tuple[int, int], int]]:
+        """Free blocks in order of eviction, and the references of every cached one."""
+        labels = self.labels()
+        order = [labels.get(block, (-1, 0)) for block in self.pool.free]
+        return order, {label: block.references for block, label in labels.items()}
+
+
+class ReferenceSystem:
+    """Replicas behind a router, with requests that wait for others."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        requests: Any,
+        choose: Callable[[ReferenceSystem, int], int],
+        look: Callable[[ReferenceSystem, int], None] = lambda system, j: None,
+    ) -> None:
+        self.replicas = list(replicas)
+        self.requests = [
+            Request(
+                j,
+                int(requests.prompt_tokens[j]),
+                int(requests.output_tokens[j]),
+                [int(i) for i in requests.block_ids(j)],
+            )
+            for j in range(requests.num_requests)
+        ]
+        self.parent = [int(j) for j in requests.parent]
+        self.think = [float(x) for x in requests.think_s]
+        self.arrivals: list[tuple[float, int]] = []
+        for j, parent in enumerate(self.parent):
+            if parent < 0:
+                heapq.heappush(self.arrivals, (float(requests.arrival_s[j]), j))
+        self.choose = choose
+        self.look = look
+        self.order: list[int] = []
+        self.now = 0.0
+
+    def spawn(self, parent: int, time: float) -> None:
+        for j, other in enumerate(self.parent):
+            if other == parent:
+                heapq.heappush(self.arrivals, (time + self.think[j], j))
+
+    def run(self) -> None:
+        """Everything to its end; boundaries come before arrivals at the same time."""
+        while True:
+            replica = min(self.replicas, key=lambda replica: replica.end)
+            arrival = self.arrivals[0][0] if self.arrivals else math.inf
+            if math.isinf(min(replica.end, arrival)):
+                return
+            if replica.end <= arrival:
+                replica.boundary()
+                for request, time in replica.done:
+                    self.spawn(request.index, time)
+                replica.done = []
+                continue
+            self.now, j = heapq.heappop(self.arrivals)
+            self.order.append(j)
+            self.look(self, j)
+            request = self.requests[j]
+            request.arrival = self.now
+            n = self.choose(self, j)
+            need = 0
+            if n >= 0:
+                target = self.replicas[n]
+                need = math.ceil((request.prompt + request.output - 1) / target.block_size)
+            if n < 0 or need > target.pool.capacity:
+                request.outcome = "rejected"
+                self.spawn(j, self.now)
+            else:
+                target.enqueue(request, self.now)
