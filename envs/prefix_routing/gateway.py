@@ -1,0 +1,229 @@
+"""The arrays of a gateway: made for a number of systems, loaded with an episode's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from servegym.envs._checks import choose, flag, real, whole
+from servegym.envs.prefix_routing.kernel.gateway import (
+    CONFIG,
+    MAX_REPLICAS,
+    PRECISE,
+    REPLICA,
+    REQUEST,
+    ROW,
+    Gateway,
+)
+from servegym.envs.prefix_routing.requests import PrefixRequests
+
+__all__ = ["INDEXES", "LRU_ENTRIES", "Prompts", "allocate", "gateway_config", "load", "prompts"]
+
+INDEXES = ("none", "approximate", "precise")
+LRU_ENTRIES = 31_250
+"""Entries of a replica's approximate index where nobody says how many: llm-d's default."""
+MIN_ENTRY_TOKENS = 64
+"""llm-d's least tokens of an entry of an approximate index."""
+MATCH_TOKENS = 131_072
+"""Tokens of a prompt that llm-d looks up, at most."""
+
+
+def gateway_config(
+    *,
+    index: str,
+    block_size: int,
+    entry_tokens: int | None = None,
+    strict: bool | None = None,
+    index_delay_s: float = 0.0,
+    smoothing: float = 0.1,
+    heat_s: float = 60.0,
+) -> np.void:
+    """Check the arguments of a gateway.
+
+    Args:
+        index: One of `INDEXES`.
+        block_size: Tokens of a KV block.
+        entry_tokens: Tokens of an index entry, a multiple of the block; by default the least that
+            has `MIN_ENTRY_TOKENS`, and one block for a precise index, which takes no other.
+        strict: Whether a match ends at the first gap; by default for a precise index only, which
+            takes no other.
+        index_delay_s: Age at which cache events reach a precise index.
+        smoothing: Weight of a new measurement in the moving averages, in (0, 1].
+        heat_s: Time constant of the tenants' heat.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    config = np.zeros((), CONFIG)
+    config["index"] = INDEXES.index(choose("index", index, INDEXES))
+    config["block_size"] = size = whole("block_size", block_size, 1)
+    precise = config["index"] == PRECISE
+    blocks = 1 if precise else -(-MIN_ENTRY_TOKENS // size)
+    if entry_tokens is not None:
+        blocks, rest = divmod(whole("entry_tokens", entry_tokens, size), size)
+        if rest or (precise and blocks != 1):
+            allowed = "equal to" if precise else "a multiple of"
+            raise ValueError(f"entry_tokens={entry_tokens!r} must be {allowed} block_size={size}.")
+    if precise and strict is False:
+        raise ValueError("strict=False: the matches of a precise index are strict.")
+    config["entry_tokens"] = blocks * size
+    config["strict"] = precise if strict is None else flag("strict", strict)
+    config["delay_s"] = real("index_delay_s", index_delay_s, 0.0)
+    config["smoothing"] = real("smoothing", smoothing, 0.0, 1.0, open_low=True)
+    config["heat_s"] = real("heat_s", heat_s, 0.0, open_low=True)
+    return config[()]
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """The requests of an episode in numbers that begin at 0, for `load`.
+
+    Attributes:
+        requests: Where they are from.
+        first_key: int64 (J + 1,), request j has the keys from ``first_key[j]`` on.
+        keys: int32, the index entries of the prompts.
+        num_keys: K, distinct entries.
+        key_of_id: int32, entry of each block id, -1 for none; empty unless the entry is a block.
+        session: int32 (J,), below ``num_sessions``.
+        tenant: int32 (J,), below ``num_tenants``.
+        num_sessions: Sessions.
+        num_tenants: Tenants.
+    """
+
+    requests: PrefixRequests
+    first_key: NDArray[np.int64]
+    keys: NDArray[np.int32]
+    num_keys: int
+    key_of_id: NDArray[np.int32]
+    session: NDArray[np.int32]
+    tenant: NDArray[np.int32]
+    num_sessions: int
+    num_tenants: int
+
+
+def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
+    """Number the index entries of the prompts, the sessions and the tenants.
+
+    An entry is named by its last block, whose id names all before it; an entry that the prompt does
+    not fill counts for nothing, nor do entries beyond `MATCH_TOKENS`.
+
+    Raises:
+        ValueError: If the requests have another block size than the gateway.
+    """
+    size = int(config["block_size"])
+    if requests.block_size != size:
+        raise ValueError(f"block_size={size} must be that of the requests, {requests.block_size}.")
+    entry = int(config["entry_tokens"])
+    entries = np.minimum(requests.prompt_tokens, MATCH_TOKENS) // entry
+    first_key = np.concatenate([[0], np.cumsum(entries, dtype=np.int64)])
+    place = np.arange(first_key[-1]) - np.repeat(first_key[:-1], entries)
+    blocks = requests.num_blocks()
+    first_block = np.cumsum(blocks) - blocks
+    starts, counts = requests.segments[:, 0].astype(np.int64), requests.segments[:, 1]
+    begin = np.cumsum(counts, dtype=np.int64) - counts
+    ids = np.arange(counts.sum(dtype=np.int64)) + np.repeat(starts - begin, counts)
+    last = np.repeat(first_block, entries) + (place + 1) * (entry // size) - 1
+    named = ids[last]
+    used = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
+    used[named] = True
+    number = np.where(used, np.cumsum(used, dtype=np.int32) - 1, -1).astype(np.int32)
+    sessions, session = np.unique(requests.session, return_inverse=True)
+    tenants, tenant = np.unique(requests.tenant, return_inverse=True)
+    return Prompts(
+        requests,
+        first_key,
+        number[named],
+        int(used.sum()),
+        number if entry == size else np.zeros(0, np.int32),
+        session.astype(np.int32),
+        tenant.astype(np.int32),
+        len(sessions),
+        len(tenants),
+    )
+
+
+def allocate(config: np.void, num_replicas: int, episodes: Sequence[Prompts]) -> Gateway:
+    """Arrays of one gateway for each of ``episodes``, large enough for any of them.
+
+    Raises:
+        ValueError: If there are more replicas than `MAX_REPLICAS`.
+    """
+    replicas = whole("num_replicas", num_replicas, 1, MAX_REPLICAS)
+    rows = len(episodes)
+    requests = max(each.requests.num_requests for each in episodes)
+    keys = max(each.num_keys for each in episodes)
+    sessions = max(each.num_sessions for each in episodes)
+    tenants = max(each.num_tenants for each in episodes)
+    precise = config["index"] == PRECISE
+    ids = max(len(each.key_of_id) for each in episodes) if precise else 0
+    lookups = max(len(each.keys) for each in episodes)
+    shared = np.zeros(1, CONFIG)
+    shared[0] = config
+    return Gateway(
+        config=shared,
+        row=np.zeros(rows, ROW),
+        replica=np.zeros((rows, replicas), REPLICA),
+        request=np.zeros((rows, requests), REQUEST),
+        first_key=np.zeros((rows, requests + 1), np.int64),
+        keys=np.zeros((rows, lookups), np.int32),
+        key_of_id=np.full((rows, ids), -1, np.int32),
+        holders=np.zeros((rows, keys), np.int64),
+        stamp=np.zeros((rows, replicas, keys), np.int32),
+        references=np.zeros((rows, replicas, keys), np.uint16),
+        session_replica=np.zeros((rows, sessions), np.int32),
+        session_s=np.zeros((rows, sessions)),
+        tenant_heat=np.zeros((rows, tenants)),
+        tenant_s=np.zeros((rows, tenants)),
+    )
+
+
+def load(
+    g: Gateway,
+    row: int,
+    episode: Prompts,
+    *,
+    predicted: ArrayLike,
+    ttft_slo_s: ArrayLike,
+    tpot_slo_s: ArrayLike,
+    speed: ArrayLike,
+    kv_tokens: ArrayLike,
+    max_num_seqs: ArrayLike,
+    entries: ArrayLike | None = None,
+) -> None:
+    """Give a row the requests of an episode and its replicas; `kernel.gateway.begin` follows.
+
+    Args:
+        g: The gateways.
+        row: Which of them.
+        episode: From `prompts`.
+        predicted: (J,) predicted tokens of the outputs.
+        ttft_slo_s: (J,) or one for all.
+        tpot_slo_s: (J,) or one for all.
+        speed: (N,) or one for all, prefill tokens per second; N is given by ``kv_tokens``.
+        kv_tokens: (N,), tokens of the KV memories.
+        max_num_seqs: (N,) or one for all.
+        entries: (N,) or one for all, entries of the approximate index; by default `LRU_ENTRIES`.
+            llm-d's autotune takes the number of KV blocks, ``kv_tokens / block_size``, though an
+            entry may stand for several: the index then believes in up to four times the memory.
+    """
+    requests = episode.requests
+    kv = np.atleast_1d(np.asarray(kv_tokens))
+    replica, request = g.replica[row, : len(kv)], g.request[row, : requests.num_requests]
+    g.row[row]["replicas"] = len(kv)
+    g.row[row]["requests"] = requests.num_requests
+    g.row[row]["keys"] = episode.num_keys
+    replica["speed"], replica["kv_tokens"] = speed, kv
+    replica["max_num_seqs"] = max_num_seqs
+    replica["capacity"] = LRU_ENTRIES if entries is None else entries
+    request["prompt"], request["predicted"] = requests.prompt_tokens, predicted
+    request["ttft_slo"], request["tpot_slo"] = ttft_slo_s, tpot_slo_s
+    request["session"], request["tenant"] = episode.session, episode.tenant
+    request["turn"] = requests.turn
+    g.first_key[row, : requests.num_requests + 1] = episode.first_key
+    g.keys[row, : len(episode.keys)] = episode.keys
+    if g.key_of_id.shape[1]:
+        g.key_of_id[row] = -1
+        g.key_of_id[row, : len(episode.key_of_id)] = episode.key_of_id

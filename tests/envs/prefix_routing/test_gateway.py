@@ -1,0 +1,400 @@
+"""The gateway's kernel against plain Python objects, and against examples worked by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from servegym.envs._jit import jit
+from servegym.envs.prefix_routing.gateway import (
+    INDEXES,
+    allocate,
+    gateway_config,
+    load,
+    prompts,
+)
+from servegym.envs.prefix_routing.kernel.gateway import (
+    COMPLETION,
+    FIRST_TOKEN,
+    begin,
+    forget,
+    look_up,
+    scraped,
+    sent,
+    take_events,
+    take_news,
+)
+from servegym.envs.prefix_routing.kernel.observation import (
+    REPLICA_FEATURES,
+    REPLICA_HIGH,
+    REPLICA_LOW,
+    REQUEST_FEATURES,
+    REQUEST_HIGH,
+    observe,
+)
+from servegym.envs.prefix_routing.requests import PrefixRequests
+
+from . import reference_gateway as twin
+
+BEGIN, DECIDE, SEND, NEWS, EVENTS, SCRAPE, DOWN, UP = range(8)
+NEWS_RECORD = np.dtype((np.record, [("t", "f8"), ("request", "i4"), ("kind", "i4")]))
+EVENT_RECORD = np.dtype(
+    (np.record, [("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
+)
+OUTPUT_RECORD = np.dtype((np.record, [("output", "i4")]))
+
+
+@jit
+def run(g, b, steps, news, events, outputs, replicas, request):
+    """Apply the steps (code, request, replica, seconds, number, number, number) one by one."""
+    seen = 0
+    for i in range(len(steps)):
+        code, j, n = int(steps[i, 0]), int(steps[i, 1]), int(steps[i, 2])
+        now = steps[i, 3]
+        if code == BEGIN:
+            begin(g, b)
+        elif code == DECIDE:
+            look_up(g, b, j, now)
+            observe(g, b, j, now, replicas[seen], request[seen])
+            seen += 1
+        elif code == SEND:
+            sent(g, b, j, n, now)
+        elif code == NEWS:
+            take_news(g, b, news, j, outputs)
+        elif code == EVENTS:
+            take_events(g, b, events, j, now)
+        elif code == SCRAPE:
+            scraped(g, b, n, now, int(steps[i, 4]), int(steps[i, 5]), steps[i, 6])
+        elif code == DOWN:
+            forget(g, b, n, now)
+        else:
+            g.replica[b, n].up = 1
+
+
+class Script:
+    """Steps for `run`, and what happened in them."""
+
+    def __init__(self):
+        self.steps = [(BEGIN, 0, 0, 0.0, 0, 0, 0.0)]
+        self.news, self.events = [], []
+
+    def add(self, code, j=0, n=0, now=0.0, *numbers):
+        self.steps.append((code, j, n, now, *numbers, *([0] * (3 - len(numbers)))))
+
+    def run(self, g, requests, replicas, row=0, ring=None):
+        decisions = sum(step[0] == DECIDE for step in self.steps)
+        seen = np.zeros((decisions, replicas, len(REPLICA_FEATURES)), np.float32)
+        asked = np.zeros((decisions, len(REQUEST_FEATURES)), np.float32)
+        events = np.array(self.events or [(0, 0, 0, 0)], EVENT_RECORD)
+        outputs = np.zeros(len(requests.output_tokens), OUTPUT_RECORD)
+        outputs["output"] = requests.output_tokens
+        news = np.array(self.news, NEWS_RECORD) if self.news else np.zeros(1, NEWS_RECORD)
+        run(g, row, np.array(self.steps, np.float64), news, events, outputs, seen, asked)
+        return seen, asked
+
+
+def requests_of(ids, prompt, output, block_size, session=None, tenant=None):
+    """Requests with the given block ids, as segments of consecutive ones."""
+    segments, first = [], [0]
+    for blocks in ids:
+        for block in blocks:
+            if len(segments) > first[-1] and sum(segments[-1]) == block:
+                segments[-1][1] += 1
+            else:
+                segments.append([block, 1])
+        first.append(len(segments))
+    count = len(ids)
+    return PrefixRequests(
+        np.zeros(count),
+        np.full(count, -1, np.int32),
+        np.zeros(count),
+        np.array(prompt, np.int32),
+        np.array(output, np.int32),
+        np.array(session if session is not None else [0] * count, np.int32),
+        np.array(tenant if tenant is not None else [0] * count, np.int32),
+        np.arange(count, dtype=np.int32),
+        np.array(first, np.int64),
+        np.array(segments, np.int32).reshape(-1, 2),
+        block_size,
+    ).check()
+
+
+def random_requests(rng, count, block_size):
+    """Prompts that extend prefixes of earlier ones; ids in no order, so segments are short."""
+    names = iter(rng.permutation(20 * count) + 5)
+    ids, prompt, output = [], [], []
+    for _ in range(count):
+        before = ids[rng.integers(len(ids))] if ids and rng.random() < 0.8 else []
+        shared = before[: rng.integers(len(before) + 1)]
+        least = 2 if block_size == 1 else 1  # blocks, of two tokens or more
+        new = rng.integers(max(least - len(shared), 0), 7)
+        ids.append(shared + [int(next(names)) for _ in range(new)])
+        tokens = len(ids[-1]) * block_size + int(rng.integers(0, block_size))
+        prompt.append(int(rng.integers(max(tokens - 2 * block_size, 1), tokens)))
+        output.append(tokens - prompt[-1])
+    session, tenant = 3 * rng.integers(0, 5, count), 7 * rng.integers(0, 3, count)
+    return requests_of(ids, prompt, output, block_size, session, tenant)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    index=st.sampled_from(INDEXES),
+    block_size=st.sampled_from([1, 4, 16]),
+    entry_blocks=st.integers(1, 3),
+    strict=st.booleans(),
+    replicas=st.integers(1, 4),
+    capacity=st.integers(1, 12),
+    delay_s=st.sampled_from([0.0, 0.7, 3.0]),
+    failures=st.booleans(),
+)
+def test_kernel_equals_plain_objects(
+    seed, index, block_size, entry_blocks, strict, replicas, capacity, delay_s, failures
+):
+    rng = np.random.default_rng(seed)
+    requests = random_requests(rng, 40, block_size)
+    precise = index == "precise"
+    if precise:
+        entry_blocks, strict = 1, True
+    config = gateway_config(
+        index=index,
+        block_size=block_size,
+        entry_tokens=entry_blocks * block_size,
+        strict=strict,
+        index_delay_s=delay_s,
+        smoothing=0.3,
+        heat_s=5.0,
+    )
+    speed, kv = rng.uniform(5, 50, replicas), rng.integers(50, 200, replicas)
+    reference = twin.Gateway(
+        requests,
+        [twin.Replica(capacity, speed[n], int(kv[n]), 8 + n) for n in range(replicas)],
+        index=index,
+        entry_blocks=entry_blocks,
+        strict=strict,
+        delay_s=delay_s,
+        smoothing=0.3,
+    )
+    episode = prompts(config, requests)
+    other = prompts(config, random_requests(rng, 50, block_size))
+    g = allocate(config, replicas + 1, [other, episode])  # room for more than is needed
+    load(
+        g,
+        1,
+        episode,
+        predicted=9.0,
+        ttft_slo_s=0.5,
+        tpot_slo_s=0.04,
+        speed=speed,
+        kv_tokens=kv,
+        max_num_seqs=8 + np.arange(replicas),
+        entries=capacity,
+    )
+    script, expected, now = Script(), [], 0.0
+    for j in range(requests.num_requests):
+        before, now = now, now + rng.exponential()
+        for n in rng.permutation(replicas):
+            p = reference.replicas[n]
+            for t in sorted(rng.uniform(before, now, rng.integers(0, 4))):
+                waiting = [i for i, (_, seen) in p.in_flight.items() if not seen]
+                decoding = [i for i, (_, seen) in p.in_flight.items() if seen]
+                if waiting and rng.random() < 0.6:
+                    script.news.append((t, waiting[0], FIRST_TOKEN))
+                    reference.first_token(waiting[0], n, t)
+                elif decoding:
+                    script.news.append((t, decoding[0], COMPLETION))
+                    reference.complete(decoding[0], n, t)
+            for t in sorted(rng.uniform(before, now, rng.integers(0, 6) if precise else 0)):
+                blocks = requests.block_ids(int(rng.integers(40)))
+                if len(blocks):
+                    change = 1 if rng.random() < 0.7 else -1
+                    script.events.append((t, n, int(rng.choice(blocks)), change))
+            if failures and rng.random() < 0.05:
+                script.add(NEWS, len(script.news))
+                script.add(EVENTS, len(script.events), 0, now)
+                script.add(DOWN, 0, n, now)
+                reference.events = list(script.events)
+                reference.down(n, now)
+            elif not p.up and rng.random() < 0.5:
+                script.add(UP, 0, n)
+                p.up = True
+        if rng.random() < 0.5:
+            reference.scraped_s = now
+            for n in range(replicas):
+                metrics = (int(rng.integers(9)), int(rng.integers(9)), float(rng.random()))
+                script.add(SCRAPE, 0, n, now, *metrics)
+                reference.replicas[n].metrics = metrics
+        script.add(NEWS, len(script.news))
+        script.add(EVENTS, len(script.events), 0, now)
+        script.add(DECIDE, j, 0, now)
+        reference.events = list(script.events)
+        expected.append(reference.observe(j, now, 5.0))
+        up = [n for n in range(replicas) if reference.replicas[n].up]
+        chosen = int(rng.choice(up)) if up and rng.random() < 0.9 else -1
+        script.add(SEND, j, chosen, now)
+        reference.send(j, chosen, now)
+    seen, asked = script.run(g, requests, replicas + 1, row=1)
+    assert not seen[:, replicas].any()
+    np.testing.assert_array_equal(seen[:, :replicas], np.stack([rows for rows, _ in expected]))
+    prompt, turn, gap, heat = np.array([row for _, row in expected], np.float32).T
+    columns = [prompt, np.full(40, 9.0), turn, gap, heat, np.full(40, 0.5), np.full(40, 0.04)]
+    np.testing.assert_allclose(asked, np.stack(columns, 1), rtol=1e-6, atol=1e-6)
+    low, high = np.array(REPLICA_LOW, np.float32), np.array(REPLICA_HIGH, np.float32)
+    assert (seen >= low).all() and (seen <= high).all()
+    assert (asked >= 0).all() and (asked <= np.array(REQUEST_HIGH, np.float32)).all()
+    match = seen[..., REPLICA_FEATURES.index("match_tokens")]
+    event(f"{index}: matches {match.any()}, full {any((m == m.max()).any() for m in match)}")
+
+
+# --------------------------------------------------------------------------------------- by hand
+
+
+def loaded(requests, replicas=2, entries=None, **arguments):
+    config = gateway_config(block_size=requests.block_size, **arguments)
+    episode = prompts(config, requests)
+    g = allocate(config, replicas, [episode])
+    load(
+        g,
+        0,
+        episode,
+        predicted=10,
+        ttft_slo_s=1.0,
+        tpot_slo_s=0.1,
+        speed=100.0,
+        kv_tokens=[16 * 64] * replicas,
+        max_num_seqs=4,
+        entries=entries,
+    )
+    return g
+
+
+def column(seen, name):
+    return seen[..., REPLICA_FEATURES.index(name)].tolist()
+
+
+# Blocks of 64 tokens: prompts of 2 blocks (1, 2), of 3 (1, 2, 3), of one (9), and (1, 2, 3) again.
+CHAINS = requests_of([[1, 2], [1, 2, 3], [9], [1, 2, 3]], [128, 192, 64, 192], [10] * 4, 64)
+
+
+def test_an_approximate_index_evicts_the_least_recently_used():
+    script = Script()
+    for j, n in ((0, 0), (2, 0), (1, 1), (3, 0)):
+        script.add(DECIDE, j, 0, float(j))
+        script.add(SEND, j, n, float(j))
+    script.add(DECIDE, 1, 0, 9.0)
+    seen, _ = script.run(loaded(CHAINS, index="approximate", entries=2), CHAINS, 2)
+    # Replica 0 has 1, 2, then 2, 9; replica 1 has 2, 3 of the prompt 1, 2, 3 that it was sent.
+    assert column(seen, "index_fill") == [[0, 0], [1, 0], [1, 0], [1, 1], [1, 1]]
+    assert column(seen, "match_tokens")[:3] == [[0, 0], [0, 0], [0, 0]]
+    # Nobody has 1 any more, so nothing matches though both have more of the prompt.
+    assert column(seen, "match_tokens")[3:] == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("strict", "matched"), [(False, 128.0), (True, 0.0)])
+def test_a_gap_is_not_noticed_while_another_replica_has_the_entry(strict, matched):
+    """As llm-d counts: replica 0 lost block 1, which replica 1 has, and still has 2 and 3."""
+    script = Script()
+    script.add(DECIDE, 0)
+    script.add(SEND, 0, 1, 0.0)
+    script.add(DECIDE, 1)
+    script.add(SEND, 1, 0, 0.0)
+    script.add(DECIDE, 3, 0, 5.0)
+    g = loaded(CHAINS, index="approximate", entries=2, strict=strict)
+    seen, _ = script.run(g, CHAINS, 2)
+    assert column(seen, "match_tokens")[2] == [matched, 128.0]
+    assert column(seen, "match_age_s")[2] == [5.0 if matched else 0.0, 5.0]
+
+
+def test_an_entry_of_an_approximate_index_has_at_least_64_tokens():
+    # 10 blocks of 16: two entries of 4 blocks; the third is not full.
+    requests = requests_of([list(range(10))] * 2, [160, 160], [3, 3], 16)
+    script = Script()
+    script.add(DECIDE, 0)
+    script.add(SEND, 0, 0, 0.0)
+    script.add(DECIDE, 1)
+    seen, _ = script.run(loaded(requests, index="approximate"), requests, 2)
+    assert column(seen, "match_tokens") == [[0, 0], [128, 0]]
+    assert column(seen, "match_share")[1][0] == np.float32(0.8)
+    assert column(seen, "index_tokens")[1] == [128, 0]
+    # Ten blocks in use: 8 in the two entries and 2 behind them.
+    assert column(seen, "decode_blocks")[1] == [10, 0]
+
+
+def test_a_precise_index_lags_and_forgets_a_duplicate():
+    script = Script()
+    stored, removed = 1, -1
+    script.events = [(1.0, 0, 1, stored), (1.0, 0, 1, stored), (1.0, 0, 2, stored)]
+    script.events += [(1.7, 1, 1, stored), (2.0, 1, 9, stored), (3.0, 0, 1, removed)]
+    for now in (1.49, 1.5, 3.49, 3.5):
+        script.add(EVENTS, len(script.events), 0, now)
+        script.add(DECIDE, 0, 0, now)
+    seen, _ = script.run(loaded(CHAINS, index="precise", index_delay_s=0.5), CHAINS, 2)
+    # One of two equal blocks is removed at 3 s: the other is forgotten too.
+    assert column(seen, "match_tokens") == [[0, 0], [128, 0], [128, 64], [0, 64]]
+
+
+def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
+    script = Script()
+    script.events = [(1.0, 0, 1, 1), (2.0, 0, 2, 1), (4.0, 0, 1, 1)]
+    script.add(DOWN, 0, 0, 3.0)
+    script.add(EVENTS, 3, 0, 9.0)
+    script.add(DECIDE, 0, 0, 9.0)
+    seen, _ = script.run(loaded(CHAINS, index="precise"), CHAINS, 2)
+    assert column(seen, "match_tokens") == [[64, 0]]
+    assert column(seen, "up") == [[0, 1]]
+    # A ring of 3 after 5 events: the two that hold the first were overwritten.
+    script.steps.pop(1)
+    script.steps[1] = (EVENTS, 5, 0, 9.0, 0, 0, 0.0)
+    g = loaded(CHAINS, index="precise")
+    assert column(script.run(g, CHAINS, 2)[0], "match_tokens") == [[128, 0]]
+    assert g.row["missed"].tolist() == [2]
+
+
+def test_requests_in_flight_share_blocks_and_leave_as_they_came():
+    script = Script()
+    script.add(DECIDE, 0)
+    script.add(SEND, 0, 0, 0.0)
+    script.add(DECIDE, 1)
+    script.add(SEND, 1, 0, 0.0)
+    script.news = [(1.5, 0, FIRST_TOKEN), (2.4, 0, COMPLETION)]
+    script.add(DECIDE, 3)
+    script.add(NEWS, 1)
+    script.add(DECIDE, 3)
+    script.add(NEWS, 2)
+    script.add(DECIDE, 3)
+    seen, _ = script.run(loaded(CHAINS, index="approximate"), CHAINS, 2)
+    seen = seen[:, 0]
+    assert column(seen, "in_flight") == [0, 1, 2, 2, 1]
+    assert column(seen, "decode_blocks") == [0, 2, 3, 3, 3]  # 1 and 2 are shared
+    assert column(seen, "context_tokens") == [0, 128, 320, 320, 192]
+    assert column(seen, "prefill_tokens") == [0, 128, 192, 64, 64]  # the second lacks one block
+    # 1.5 s to the first token where 128 tokens at 100 a second promise 1.28; then 0.9 s for 9.
+    np.testing.assert_allclose(column(seen, "ttft_s"), [0, 0, 0, 1.5, 1.5])
+    np.testing.assert_allclose(column(seen, "ttft_error_s"), [0, 0, 0, 0.22, 0.22], rtol=1e-6)
+    np.testing.assert_allclose(column(seen, "tpot_s"), [0, 0, 0, 0, 0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"index": "exact", "block_size": 16}, "index"),
+        ({"index": "none", "block_size": 0}, "block_size"),
+        ({"index": "approximate", "block_size": 16, "entry_tokens": 40}, "entry_tokens"),
+        ({"index": "precise", "block_size": 16, "entry_tokens": 64}, "entry_tokens"),
+        ({"index": "precise", "block_size": 16, "strict": False}, "strict"),
+        ({"index": "precise", "block_size": 16, "index_delay_s": -1.0}, "index_delay_s"),
+        ({"index": "none", "block_size": 16, "smoothing": 0.0}, "smoothing"),
+        ({"index": "none", "block_size": 16, "heat_s": 0.0}, "heat_s"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        gateway_config(**arguments)
+
+
+def test_requests_of_another_block_size_and_too_many_replicas_are_refused():
+    config = gateway_config(index="none", block_size=32)
+    with pytest.raises(ValueError, match="block_size=32"):
+        prompts(config, CHAINS)
+    with pytest.raises(ValueError, match="num_replicas=63"):
+        allocate(config, 63, [])
