@@ -57,7 +57,7 @@ def gateway_config(
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
-    config = np.zeros((), CONFIG)
+    config = np.zeros(1, CONFIG)[0]
     config["index"] = INDEXES.index(choose("index", index, INDEXES))
     config["block_size"] = size = whole("block_size", block_size, 1)
     precise = config["index"] == PRECISE
@@ -74,7 +74,7 @@ def gateway_config(
     config["delay_s"] = real("index_delay_s", index_delay_s, 0.0)
     config["smoothing"] = real("smoothing", smoothing, 0.0, 1.0, open_low=True)
     config["heat_s"] = real("heat_s", heat_s, 0.0, open_low=True)
-    return config[()]
+    return config
 
 
 @dataclass(frozen=True, eq=False)
