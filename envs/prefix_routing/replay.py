@@ -76,13 +76,14 @@ def replay_prefix(
         raise ValueError(
             f"block_size={block_size} and the requests' block_size={size} must be equal."
         )
-    if isinstance(profiles, (str, Profile)):
-        replicas = whole("num_replicas", 1 if num_replicas is None else num_replicas, 1, 4096)
-        names: list[str | Profile] = [profiles] * replicas
-    else:
+    if isinstance(profiles, (list, tuple)):
         names = list(profiles)
         if num_replicas not in (None, len(names)):
             raise ValueError(f"num_replicas={num_replicas!r}, but {len(names)} profiles are given.")
+    else:
+        names = [profiles] * whole(
+            "num_replicas", 1 if num_replicas is None else num_replicas, 1, 4096
+        )
     known = {name: load(name) for name in names if isinstance(name, str)}
     cards = [known[name] if isinstance(name, str) else name for name in names]
     count = requests.num_requests
