@@ -223,14 +223,8 @@ MUTANTS = (
     ),
     # A full hit computes nothing.
     Mutant(PREFIX, "cache.py", "r.prompt + r.generated - 1)", "r.prompt + r.generated)", BINDS),
-    # Cached blocks that nobody references come on top of the free ones.
-    Mutant(
-        PREFIX,
-        "cache.py",
-        "need -= s.block[e.first_block + k].references > 0",
-        "need -= 1",
-        BINDS,
-    ),
+    # Of the hits only those that two others reference take no free block.
+    Mutant(PREFIX, "cache.py", "k].references > 0\n", "k].references > 1\n", BINDS),
     # Blocks without id are the last to be taken.
     Mutant(
         PREFIX,
@@ -243,8 +237,8 @@ MUTANTS = (
     Mutant(PREFIX, "cache.py", "range(left - 1, -1, -1)", "range(left)", BINDS),
     # Of twins the one that got the id last is found.
     Mutant(PREFIX, "cache.py", "] = block.twin_after\n", "] = block.twin_before\n", BINDS),
-    # Who stands behind a gap of the table is not found.
-    Mutant(PREFIX, "cache.py", ">= ((after - place)", "> ((after - place)", BINDS),
+    # Prefills take the budget as if nobody decoded.
+    Mutant(PREFIX, "iterations.py", "c.token_budget - e.decoding\n", "c.token_budget\n", BINDS),
     # The head of the queue stays out though another request has filled the block it misses.
     Mutant(PREFIX, "cache.py", "if e.blocked_id == i:", "if e.blocked_id == i < 0:", BINDS),
     # The token that a preempted request was about to put in counts as computed.

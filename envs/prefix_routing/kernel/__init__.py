@@ -41,6 +41,7 @@ from servegym.envs.prefix_routing.kernel.queues import (
     append_waiting,
     expect,
     expect_children,
+    locate,
     take_expected,
 )
 
@@ -82,16 +83,8 @@ __all__ = [
 @inner
 def _clear_replica(c, s, b, n):
     """An idle replica with empty queues and an empty cache."""
+    locate(c, s, b, n)
     e = s.replica[b, n]
-    number = b * c.num_replicas + n
-    lists = c.entries + c.max_running + 2 * c.block_size
-    e.row = b
-    e.number = n
-    e.first_request = b * c.num_requests
-    e.first_block = number * (c.blocks + 1)
-    e.first_entry = number * lists
-    e.first_place = e.first_entry + c.entries
-    e.first_bucket = e.first_place + c.max_running
     e.start = 0.0
     e.end = np.inf
     e.safe = np.inf

@@ -99,7 +99,7 @@ REPLICA = _record(
         ("blocked_id", "i8"),  # first id that the head misses, -1: none
         # Where its part of the arrays begins.
         ("row", "i8"),
-        ("number", "i8"),
+        ("number", "i8"),  # in its row
         ("first_request", "i8"),
         ("first_block", "i8"),
         ("first_entry", "i8"),

@@ -287,13 +287,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 BINDING = {"num_replicas": 1, "max_num_seqs": 8, "memory": 1.0, "rate": 1000.0}
 
 
-@rounds(40)
+@rounds(100)
 @given(SEEDS)
 def test_equal_to_the_reference(seed):
     run_case(seed)
 
 
-@rounds(40)
+@rounds(100)
 @given(SEEDS)
 def test_equal_when_memory_binds(seed):
     run_case(seed, **BINDING)
