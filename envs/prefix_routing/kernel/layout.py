@@ -18,12 +18,13 @@ PENDING, QUEUED, COMPLETED, REJECTED = 0, 1, 2, 3  # request.outcome
 FIRST_TOKEN, COMPLETION = 0, 1  # kinds of news
 
 
-def _record(fields: list[tuple[str, str]]) -> np.dtype:
+def record(fields: list[tuple[str, str]]) -> np.dtype:
+    """A type of records."""
     # np.record scalars give attribute access with the JIT switched off, too.
     return np.dtype((np.record, np.dtype(fields, align=True)))
 
 
-CONFIG = _record(
+CONFIG = record(
     [
         ("num_replicas", "i8"),  # N
         ("max_running", "i8"),  # R
@@ -56,7 +57,7 @@ CONFIG = _record(
 )
 """The arguments that all systems share."""
 
-ENV = _record(
+ENV = record(
     [
         ("now", "f8"),  # s, when `index` arrived
         ("index", "i8"),  # of the request to route, -1: none is left
@@ -70,7 +71,7 @@ ENV = _record(
 )
 """A system: its clock, and how full its lists are."""
 
-REPLICA = _record(
+REPLICA = record(
     [
         ("start", "f8"),  # s, begin of the iteration in flight
         ("end", "f8"),  # s, its end: the next boundary; inf: none
@@ -109,7 +110,7 @@ REPLICA = _record(
 )
 """A replica: a scheduler with its running list, its waiting queue and its paged KV memory."""
 
-REQUEST = _record(
+REQUEST = record(
     [
         # Given; -1 for no parent and no child.
         ("arrived", "f8"),  # s; of a request with a parent NaN until that is done
@@ -155,7 +156,7 @@ REQUEST = _record(
 )
 """A request: what is given, what became of it, and where it stands."""
 
-BLOCK = _record(
+BLOCK = record(
     [
         ("id", "i4"),  # of the content, -1 for none
         ("references", "i4"),
@@ -170,10 +171,10 @@ BLOCK = _record(
 )
 """A KV block of a replica."""
 
-NEWS = _record([("t", "f8"), ("request", "i4"), ("kind", "i4")])
+NEWS = record([("t", "f8"), ("request", "i4"), ("kind", "i4")])
 """What a gateway sees of a response: its first token, its end."""
 
-EVENT = _record([("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
+EVENT = record([("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
 """A block that got an id (1) or lost it (-1), at the beginning of an iteration."""
 
 

@@ -13,20 +13,6 @@ from servegym.envs.prefix_routing.kernel.layout import COMPLETION, request_of
 NEVER = 1 << 60  # emissions
 
 
-@inner
-def locate(c, s, b, n):
-    """Set where the parts of replica n in row b begin in the arrays."""
-    e = s.replica[b, n]
-    number = b * c.num_replicas + n
-    e.row = b
-    e.number = n
-    e.first_request = b * c.num_requests
-    e.first_block = number * (c.blocks + 1)
-    e.first_entry = number * (c.entries + c.max_running + 2 * c.block_size)
-    e.first_place = e.first_entry + c.entries
-    e.first_bucket = e.first_place + c.max_running
-
-
 # ---------------------------------------------------------------------------------------- arrivals
 
 

@@ -216,13 +216,12 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         sent = kernel.route(tables, systems, b, int(actions[j]))
         need_j = int(need[j])
         assert sent == (actions[j] >= 0 and need_j <= capacities[max(actions[j], 0)])
-        kernel.go_to_next_arrival(tables, systems, b)
 
     replicas = [Replica(k, laws[k], capacities[k], size, running, budget) for k in range(n)]
     reference = ReferenceSystem(replicas, given, lambda system, j: int(actions[j]), look)
     reference.run()
     assert systems.env["index"][b] == -1
-    kernel.finish(tables, systems, b)
+    kernel.bring(tables, systems, b, np.inf)
     assert_same_state(systems, b, reference, (seed, "end"))
     found = systems.request[b * requests : (b + 1) * requests]
     # The times of a run in one piece differ in their last digits, save where sums are exact.

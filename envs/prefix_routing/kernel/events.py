@@ -1,0 +1,177 @@
+"""What happens to a system between boundaries: its beginning, arrivals, requests that are sent."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from servegym.envs._jit import inner
+from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.prefix_routing.kernel.cache import clear_cache
+from servegym.envs.prefix_routing.kernel.iterations import advance
+from servegym.envs.prefix_routing.kernel.layout import IDLE, PENDING, QUEUED, REJECTED
+from servegym.envs.prefix_routing.kernel.queues import (
+    NEVER,
+    append_waiting,
+    expect,
+    expect_children,
+    take_expected,
+)
+
+
+@inner
+def locate(c, s, b, n):
+    """Set where the parts of replica n in row b begin in the arrays."""
+    e = s.replica[b, n]
+    number = b * c.num_replicas + n
+    e.row = b
+    e.number = n
+    e.first_request = b * c.num_requests
+    e.first_block = number * (c.blocks + 1)
+    e.first_entry = number * (c.entries + c.max_running + 2 * c.block_size)
+    e.first_place = e.first_entry + c.entries
+    e.first_bucket = e.first_place + c.max_running
+
+
+@inner
+def _clear_replica(c, s, b, n):
+    """An idle replica with empty queues and an empty cache."""
+    locate(c, s, b, n)
+    e = s.replica[b, n]
+    e.start = 0.0
+    e.end = np.inf
+    e.safe = np.inf
+    e.running = 0
+    e.waiting = 0
+    e.iteration = IDLE
+    e.emitted = 0
+    e.phase = 0
+    e.next_finish = NEVER
+    e.decoding = 0
+    e.decoding_tokens = 0
+    e.segment = 0
+    e.oldest = -1
+    e.newest = -1
+    e.prefill = -1
+    e.head = -1
+    e.tail = -1
+    e.admissions = 0
+    clear_cache(c, s, e)
+    for k in range(e.first_bucket, e.first_bucket + 2 * c.block_size):
+        s.lists[k] = -1
+
+
+@inner
+def _clear_request(r):
+    """A request about which nothing is known but what is given."""
+    r.replica = -1
+    r.outcome = PENDING
+    r.preemptions = 0
+    r.available = np.nan
+    r.admitted = np.nan
+    r.first = np.nan
+    r.finish = np.nan
+    r.hit = 0
+    r.recomputed = 0
+    r.generated = 0
+    r.computed = 0
+    r.decoding = 0
+    r.chunk = 0
+    r.lost = 0
+    r.hits = 0
+    r.blocks = 0
+    r.named = 0
+    r.own = -1
+
+
+@inner
+def begin_row(c, s, b):
+    """Start a new episode in row b, before its first arrival.
+
+    ``env[b].requests``, what is given of them, and profile and capacity of the replicas must be
+    set.
+    """
+    v = s.env[b]
+    v.now = 0.0
+    v.index = -1
+    v.expected = 0
+    v.closed_loop = 0
+    v.routed = 0
+    v.news = 0
+    v.events = 0
+    first = b * c.num_requests
+    for i in range(v.requests):
+        s.request[first + i].first_child = -1
+    for i in range(v.requests - 1, -1, -1):
+        r = s.request[first + i]
+        _clear_request(r)
+        if r.parent >= 0:
+            v.closed_loop = 1
+            r.arrived = np.nan
+            parent = s.request[first + r.parent]
+            r.next_child = parent.first_child
+            parent.first_child = i
+    for i in range(v.requests):
+        if s.request[first + i].parent < 0:
+            expect(c, s, b, i)
+    for n in range(c.num_replicas):
+        _clear_replica(c, s, b, n)
+
+
+@inner
+def route_request(c, law, s, b, n):
+    """Send the current request of row b to replica n; n < 0 rejects it.
+
+    A request that the replica's memory can never hold is rejected, too. Returns whether it is sent.
+    Who waits for a rejected request arrives its time after the rejection.
+    """
+    v = s.env[b]
+    i = v.index
+    r = s.request[b * c.num_requests + i]
+    v.routed += 1
+    r.replica = n
+    if n >= 0:
+        e = s.replica[b, n]
+        if blocks_of(c, r.prompt + r.output - 1) <= e.capacity:
+            if e.end <= v.now:
+                advance(c, law, s, e, v.now)
+            r.available = v.now
+            r.outcome = QUEUED
+            append_waiting(s, e, i)
+            if e.iteration == IDLE:
+                e.end = min(e.end, v.now)
+            e.safe = min(e.safe, e.end)
+            return True
+    r.outcome = REJECTED
+    expect_children(c, s, b, r, v.now)
+    return False
+
+
+@inner
+def next_to_work(c, s, b):
+    """The replica that must work until its ``safe`` before the next arrival is known, -1 for none.
+
+    A request that another one waits for may complete there before the arrivals that are known.
+    """
+    v = s.env[b]
+    if v.routed + v.expected == v.requests:
+        return -1
+    first = 0
+    for n in range(1, c.num_replicas):
+        if s.replica[b, n].safe < s.replica[b, first].safe:
+            first = n
+    safe = s.replica[b, first].safe
+    if safe == np.inf:
+        return -1
+    if v.expected > 0 and safe > s.request[b * c.num_requests + s.expected[b, 0]].arrived:
+        return -1
+    return first
+
+
+@inner
+def take_arrival(c, s, b):
+    """Set the clock of row b to the next arrival, and ``index`` to -1 if there is none."""
+    v = s.env[b]
+    v.index = -1
+    if v.expected > 0:
+        v.index = take_expected(c, s, b)
+        v.now = s.request[b * c.num_requests + v.index].arrived
