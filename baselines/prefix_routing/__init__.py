@@ -11,6 +11,7 @@ from types import MappingProxyType
 from servegym.baselines.prefix_routing.aibrix import Aibrix
 from servegym.baselines.prefix_routing.dynamo import Dynamo
 from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers
+from servegym.baselines.prefix_routing.llm_d_latency import LlmdPredicted
 from servegym.baselines.prefix_routing.papers import Mooncake, Preble
 from servegym.baselines.prefix_routing.production_stack import (
     ProductionStackKvAware,
@@ -38,6 +39,10 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
         "session_hash": (SessionHash, "hash ring over sessions (production-stack's session)"),
         "llm_d": (LlmdScorers, "llm-d's default scorers: queue 2, KV 2, prefix 3"),
         "llm_d_affinity": (LlmdAffinity, "llm-d's affinity filter, then the least token load"),
+        "llm_d_predicted": (
+            LlmdPredicted,
+            "llm-d's predicted latency: boosted trees that learn while they serve",
+        ),
         "sglang_cache_aware": (SglangCacheAware, "SGLang's cache_aware, Rust defaults"),
         "sglang_cache_aware_cli": (
             SglangCacheAware.python_cli,

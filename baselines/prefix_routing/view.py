@@ -93,12 +93,26 @@ class Rule:
 
     Rules that remember what they chose do so themselves: `choose` is called once a request, in the
     order of the requests, and the answer counts as followed.
+
+    Attributes:
+        name: The name in tables.
+        learns: True if `outcome` is to be told what became of the requests.
     """
 
     name = "rule"
+    learns = False
 
     def reset(self) -> None:
         """Forget everything, at the start of an episode."""
+
+    def outcome(self, decision: int, ttft_s: float, tpot_s: float) -> None:
+        """Learn from a request that was completed; ignored unless ``learns``.
+
+        Args:
+            decision: How often `choose` was called before it in the episode.
+            ttft_s: Seconds from its routing to its first token.
+            tpot_s: Seconds per output token after that, NaN for an output of one token.
+        """
 
     def choose(self, view: View) -> int:
         """The replica for the request, 0 to N - 1, or `NOWHERE` if no replica is up."""
