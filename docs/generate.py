@@ -352,6 +352,21 @@ def hardware() -> None:
     write("hardware.md", text.replace("<!-- picture of the measured run -->", picture))
 
 
+def prefix_routing() -> None:
+    """The page of this folder with its tables."""
+
+    def table(match: re.Match[str]) -> str:
+        rows = read_rows(RESULTS / "prefix" / f"{match[1]}.csv")
+        lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
+        for row in rows:
+            cells = (f"{x:,g}" if isinstance(x, float) else f"{x}" for x in row.values())
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines)
+
+    text = (ROOT / "docs" / "prefix-routing.md").read_text(encoding="utf-8")
+    write("prefix-routing.md", re.sub(r"<!-- table: (\w+) -->", table, text))
+
+
 def leaderboard() -> bool:
     """The committed standard evaluation; False if there is none yet."""
     rows = read_board(RESULTS / "leaderboard.csv")
@@ -365,6 +380,7 @@ def leaderboard() -> bool:
 home()
 benchmarks()
 hardware()
+prefix_routing()
 findings()
 standing = [{"Leaderboard": "leaderboard.md"}] if leaderboard() else []
 standing += [{"Benchmarks": "benchmarks.md"}]
@@ -387,6 +403,12 @@ mkdocs_gen_files.config["nav"] = [
     {"Agents": [*agents(), {"Metrics": "metrics.md"}]},
     {"Baselines": baselines()},
     {"Results": [*results(), *standing]},
-    {"Data": [{"Hardware": "hardware.md"}, {"Activations": "activations.md"}]},
+    {
+        "Data": [
+            {"Hardware": "hardware.md"},
+            {"Activations": "activations.md"},
+            {"Prefix routing": "prefix-routing.md"},
+        ]
+    },
     {"Project": [{"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},
 ]

@@ -47,6 +47,8 @@ DISPATCHES = ("think", "trace")
 MAX_REQUESTS = 1 << 22
 CHAT_HISTORY_S = 3600.0
 """How long before the episode conversations may have begun."""
+FIRST_PROMPTS = ("only_prompt_tokens", "first_prompt_tokens")
+"""Laws of the first prompt in sessions of one turn and of more."""
 LLM_D_STAGES = (
     *((15.0, 50.0), (3.0, 20.0), (10.0, 20.0), (15.0, 20.0), (20.0, 38.0), (22.0, 34.0)),
     *((25.0, 30.0), (30.0, 25.0), (35.0, 21.0), (40.0, 38.0), (43.0, 36.0), (46.0, 33.0)),
@@ -407,10 +409,11 @@ class _Sessions(NamedTuple):
 class ChatSessions:
     """Conversations whose turns repeat all before them; sessions start by a Poisson process.
 
-    Lengths, the number of turns and the times between turns are drawn independently from laws
-    fitted to Mooncake's conversations (`envs/workloads/data/chat-sessions.json`). With dispatch
-    ``"think"`` a turn comes that time after the end of the one before it. The recording states no
-    ends, so think times are too long by the recorded latency.
+    Lengths, the number of turns and the times between turns are drawn from laws fitted to
+    Mooncake's conversations (`envs/workloads/data/chat-sessions.json`), independently but for first
+    prompts, whose law is one for sessions of one turn and another for sessions of more. With
+    dispatch ``"think"`` a turn comes that time after the end of the one before it. The recording
+    states no ends, so think times are too long by the recorded latency.
 
     Args:
         system_tokens: Tokens that all prompts begin with.
@@ -424,12 +427,13 @@ class ChatSessions:
         self._max_context = whole("max_context", max_context, 1, MAX_TOKENS)
         self._laws = {
             name: np.array(laws[name]["quantiles"], dtype=np.float64)
-            for name in ("first_prompt_tokens", "new_tokens", "output_tokens", "gap_s")
+            for name in (*FIRST_PROMPTS, "new_tokens", "output_tokens", "gap_s")
         }
         # The fitted prompts have the trace's common tokens; only what follows them is drawn.
-        self._laws["first_prompt_tokens"] -= laws["system_tokens"]
+        for name in FIRST_PROMPTS:
+            self._laws[name] -= laws["system_tokens"]
         self._continuation = np.array(laws["continuation"])
-        least = self._system + int(self._laws["first_prompt_tokens"][0]) + 1
+        least = self._system + int(min(self._laws[name][0] for name in FIRST_PROMPTS)) + 1
         if self._max_context < least:
             raise ValueError(f"max_context={max_context!r} leaves no session; at least {least}.")
         sample = self._sessions(np.random.default_rng(0), np.zeros(20_000))
@@ -466,23 +470,26 @@ class ChatSessions:
 
         session = np.arange(len(start_s))
         sent_s, gap_s = start_s, np.zeros(len(start_s), dtype=np.int64)
-        prompt = self._system + sample("first_prompt_tokens", len(session))
+        goes_on = rng.random(len(session)) < self._continuation[0]
+        only, first = (sample(name, len(session)) for name in FIRST_PROMPTS)
+        prompt = self._system + np.where(goes_on, first, only)
         output = sample("output_tokens", len(session))
         turns = []
         while True:
             fits = np.flatnonzero(prompt + output <= self._max_context)
-            session, sent_s, gap_s, prompt, output = (
-                x[fits] for x in (session, sent_s, gap_s, prompt, output)
+            session, sent_s, gap_s, prompt, output, goes_on = (
+                x[fits] for x in (session, sent_s, gap_s, prompt, output, goes_on)
             )
             if not len(session):
                 break
             turns.append((session, sent_s, gap_s, prompt, output))
-            chance = self._continuation[min(len(turns), len(self._continuation)) - 1]
-            on = np.flatnonzero(rng.random(len(session)) < chance)
+            on = np.flatnonzero(goes_on)
             session, gap_s = session[on], sample("gap_s", len(on))
             sent_s = sent_s[on] + gap_s
             prompt = prompt[on] + output[on] + sample("new_tokens", len(on))
             output = sample("output_tokens", len(on))
+            chance = self._continuation[min(len(turns), len(self._continuation) - 1)]
+            goes_on = rng.random(len(on)) < chance
         turn = np.repeat(np.arange(len(turns)), [len(columns[0]) for columns in turns])
         session, sent_s, gap_s, prompt, output = (
             np.concatenate(column) for column in zip(*turns, strict=True)

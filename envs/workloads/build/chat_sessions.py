@@ -7,9 +7,10 @@ are fitted, so that few of the sessions that began before the recording count as
 half an hour to go on. A session whose first prompt has fewer than two full blocks of 512 tokens
 cannot be followed, as its blocks are common to all requests or have no id, and is left out. The
 laws of lengths and of the time between two turns are quantiles as in ``data/lengths.json``; a
-session goes on after a turn with a probability that depends on the turn's number. The quantities
-are drawn independently; the file records a correlation that this leaves out. How sessions drawn for
-an hour compare with the recorded ones is in ``experiments/results/prefix/workloads.csv``.
+session goes on after a turn with a probability that depends on the turn's number, and the first
+prompt has two laws, for sessions of one turn and of more. Apart from that the quantities are drawn
+independently; the file records a correlation that this leaves out. How sessions drawn for an hour
+compare with the recorded ones is in ``experiments/results/prefix/workload_sessions.csv``.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def fit_sessions(trace: PrefixTrace) -> dict[str, Any]:
     in_time = trace.think_s[follow] <= end / 2
     goes_on = np.zeros(trace.num_requests, dtype=np.bool_)
     goes_on[before[in_time]] = True
+    first = fitted & (turn == 0)
     numbers = np.minimum(turn, TURNS - 1)
     chance = [float(f"{goes_on[fitted & (numbers == k)].mean():.3g}") for k in range(TURNS)]
     pairs = fitted[before] & in_time
@@ -70,7 +72,8 @@ def fit_sessions(trace: PrefixTrace) -> dict[str, Any]:
     return {
         "continuation": chance,
         "requests_fitted": [int((fitted & (numbers == k)).sum()) for k in range(TURNS)],
-        "first_prompt_tokens": fit(trace.prompt_tokens[fitted & (turn == 0)], CAP, STEPS),
+        "only_prompt_tokens": fit(trace.prompt_tokens[first & ~goes_on], CAP, STEPS),
+        "first_prompt_tokens": fit(trace.prompt_tokens[first & goes_on], CAP, STEPS),
         "new_tokens": fit(new[positive], CAP, STEPS),
         "share_of_turns_without_new_tokens": float(f"{1 - positive.sum() / pairs.sum():.3g}"),
         "output_tokens": fit(trace.output_tokens[fitted], CAP, STEPS),

@@ -92,7 +92,13 @@ def test_the_fitted_conversations_are_the_builders():
     laws = chat_sessions.fit_sessions(load_prefix_trace(chat_sessions.TRACE))
     packaged = read_fitted("chat-sessions.json", "chat_sessions")
     assert {name: packaged[name] for name in laws} == laws
-    for name in ("first_prompt_tokens", "new_tokens", "output_tokens", "gap_s"):
+    for name in (
+        "only_prompt_tokens",
+        "first_prompt_tokens",
+        "new_tokens",
+        "output_tokens",
+        "gap_s",
+    ):
         error = laws[name]["fit_error"]["uncut"]
         assert error["kolmogorov_smirnov"] < 0.01
         assert abs(error["relative_error_of_mean"]) < 0.02
@@ -101,14 +107,14 @@ def test_the_fitted_conversations_are_the_builders():
 def test_turns_and_continuations_by_hand(tmp_path):
     """Sessions of 1 to 8 turns, equally many of each: 7 of 8 first turns go on, and so on."""
     rows, name = [], 0
-    for k in range(1200):
+    for k in range(4000):
         name += 1
         new, gap, first = 70 + k % 2, 1 + k // 8 % 2, name
         for turn in range(k % 8 + 1):
             prompt = 1024 + turn * (6 + new)
             ids = [0, first, *range(name + 1, name + 3)][: -(-prompt // 512)]
             name += 2
-            rows.append(((3 * k + turn * gap) * 1000, prompt, 6, ids))
+            rows.append(((2 * k + turn * gap) * 1000, prompt, 6, ids))
     path = tmp_path / "trace.jsonl"
     path.write_text(mooncake(*sorted(rows)))
     laws = chat_sessions.fit_sessions(load_prefix_trace(path))
