@@ -359,7 +359,7 @@ def prefix_routing() -> None:
         rows = read_rows(RESULTS / "prefix" / f"{match[1]}.csv")
         lines = ["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0])]
         for row in rows:
-            cells = (f"{x:,g}" if isinstance(x, float) else f"{x}" for x in row.values())
+            cells = (f"{x:,.10g}" if isinstance(x, float) else f"{x}" for x in row.values())
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines)
 

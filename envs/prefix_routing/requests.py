@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym.envs._checks import whole
+from servegym.envs.workloads.prefix_traces import MAX_TOKENS
 
 __all__ = ["CacheHits", "PrefixRequests", "infinite_cache_hits"]
 
-MAX_TOKENS = 1 << 24
 _MOST_IDS = 1 << 31
 
 

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from servegym.envs._checks import choose, flag, keywords, real, whole
-from servegym.envs.prefix_routing.requests import MAX_TOKENS, PrefixRequests
+from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.lengths import sample_lengths
-from servegym.envs.workloads.prefix_traces import PrefixTrace, load_prefix_trace
+from servegym.envs.workloads.prefix_traces import MAX_TOKENS, PrefixTrace, load_prefix_trace
 
 __all__ = [
     "DISPATCHES",

@@ -21,6 +21,11 @@ from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arriv
 from servegym.envs.workloads.catalog import Catalog, list_catalogs, load_catalog
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.predictions import bucket_edges, predict
+from servegym.envs.workloads.prefix_traces import (
+    PrefixTrace,
+    list_prefix_traces,
+    load_prefix_trace,
+)
 from servegym.envs.workloads.traces import Trace, load_trace
 
 __all__ = [
@@ -29,15 +34,18 @@ __all__ = [
     "Catalog",
     "MalformedFileError",
     "MoeModel",
+    "PrefixTrace",
     "Trace",
     "bucket_edges",
     "list_activations",
     "list_arrivals",
     "list_catalogs",
     "list_models",
+    "list_prefix_traces",
     "load_activations",
     "load_catalog",
     "load_model",
+    "load_prefix_trace",
     "load_trace",
     "make_arrivals",
     "make_toy_activations",

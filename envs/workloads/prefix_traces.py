@@ -34,6 +34,7 @@ from servegym.envs.workloads.traces import cell, event_time, json_rows, token_co
 __all__ = ["PrefixTrace", "list_prefix_traces", "load_prefix_trace"]
 
 MOONCAKE_BLOCK = 512
+MAX_TOKENS = 1 << 24
 EXTENDED_BLOCKS = 2
 """Full blocks that a request must have for another to count as its next turn: in Mooncake's
 conversations the first block is common to all requests."""
@@ -261,11 +262,11 @@ def _not_a_chain(path: Path, line: int | str, ids: list[int], place: int) -> Mal
 
 
 def _tokens(path: Path, line: int | str, name: str, row: dict, least: int = 1) -> int:
-    """A number of tokens, at least ``least``."""
+    """A number of tokens from ``least`` to `MAX_TOKENS`."""
     number = token_count(path, line, name, cell(path, line, row, name))
-    if number < least:
-        fix = f"write a whole number of tokens >= {least}"
-        raise MalformedFileError(path, line, name, f"{number} is too small", fix)
+    if not least <= number <= MAX_TOKENS:
+        fix = f"write a whole number of tokens from {least} to {MAX_TOKENS}"
+        raise MalformedFileError(path, line, name, f"{number} is out of range", fix)
     return number
 
 

@@ -11,6 +11,7 @@ from servegym.envs.prefix_routing.requests import infinite_cache_hits
 from servegym.envs.prefix_routing.workloads import (
     LLM_D_STAGES,
     Tenants,
+    _recorded,
     _Tree,
     list_prefix_workloads,
     make_prefix_workload,
@@ -120,24 +121,20 @@ def test_segments_equal_token_strings(data):
             assert seen.setdefault(name, prefix) == prefix
 
 
-def test_infinite_cache_hits_of_mooncake_whole():
-    """One copy at the recorded rate, the whole trace: the hits of the recorded ids.
-
-    At 512 tokens a full block hits if its id came before; ids of partial blocks name no full block.
-    """
-    trace = load_prefix_trace("mooncake-conversation")
-    period = trace.time_s[-1] * trace.num_requests / (trace.num_requests - 1)
-    workload = make_prefix_workload("mooncake", output_reuse=False)
-    rng = np.random.default_rng(3)
-    requests = workload.draw(rng, trace.num_requests, trace.num_requests / period, 512, "trace")
-    hits = infinite_cache_hits(requests, recompute_last=False)
-    recorded = (trace.shared_tokens // 512).sum() / (trace.prompt_tokens // 512).sum()
-    # The draw begins in the middle of the trace, where its copy goes round.
-    assert hits.block_rate == pytest.approx(recorded, abs=0.035)
-    reused = make_prefix_workload("mooncake").draw(
-        np.random.default_rng(3), trace.num_requests, trace.num_requests / period, 512, "trace"
-    )
-    assert infinite_cache_hits(reused, recompute_last=False).block_rate > hits.block_rate
+@pytest.mark.parametrize("name", ["mooncake-conversation", "mooncake-synthetic"])
+def test_a_whole_trace_hits_what_its_ids_say(name):
+    """In the recorded order a full block hits if its recorded id came before."""
+    trace = load_prefix_trace(name)
+    row = np.arange(trace.num_requests)
+    options = (row, np.zeros_like(row), trace.time_s, trace.num_requests, 512, "trace")
+    recorded, _ = _recorded(trace, None, False)
+    hits = infinite_cache_hits(recorded.episode(*options).check(), recompute_last=False)
+    assert np.array_equal(hits.blocks, trace.shared_tokens // 512)
+    reused, _ = _recorded(trace, None, True)
+    more = infinite_cache_hits(reused.episode(*options).check(), recompute_last=False)
+    at = trace.repeats_output
+    assert (more.blocks[at] == trace.stream_shared()[at] // 512).all()
+    assert more.blocks.sum() > hits.blocks.sum()
 
 
 @pytest.mark.parametrize("variant", ["mooncake", "agents", "sessions", "tenants"])
