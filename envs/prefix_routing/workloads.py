@@ -203,6 +203,10 @@ class _Content(NamedTuple):
         )
 
 
+def _longest(max_context: int | None) -> int:
+    return whole("max_context", MAX_TOKENS if max_context is None else max_context, 1, MAX_TOKENS)
+
+
 def _recorded(
     trace: PrefixTrace,
     max_context: int | None,
@@ -211,8 +215,7 @@ def _recorded(
 ) -> tuple[_Content, np.ndarray]:
     """The content of a trace, and the rows of it that a longest context leaves."""
     length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
-    most = whole("max_context", MAX_TOKENS if max_context is None else max_context, 1)
-    kept = length <= most
+    kept = length <= _longest(max_context)
     if not kept.any():
         raise ValueError(
             f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
@@ -418,13 +421,13 @@ class ChatSessions:
     Args:
         system_tokens: Tokens that all prompts begin with.
         max_context: A session ends before the turn whose prompt and output would be longer; one
-            whose first turn would be is left out.
+            whose first turn would be is left out; None sets no limit.
     """
 
-    def __init__(self, system_tokens: int = 512, *, max_context: int = 131_072) -> None:
+    def __init__(self, system_tokens: int = 512, *, max_context: int | None = None) -> None:
         laws = read_fitted("chat-sessions.json", "chat_sessions")
         self._system = whole("system_tokens", system_tokens, 0, MAX_TOKENS // 4)
-        self._max_context = whole("max_context", max_context, 1, MAX_TOKENS)
+        self._max_context = _longest(max_context)
         self._laws = {
             name: np.array(laws[name]["quantiles"], dtype=np.float64)
             for name in (*FIRST_PROMPTS, "new_tokens", "output_tokens", "gap_s")
@@ -538,6 +541,7 @@ class Tenants:
         skew: Exponent of the groups' popularity, ``rank ** -skew``.
         hot_factor: Factor on the requests of the most popular group.
         drift_s: Time after which the groups' ranks are drawn anew; None keeps them.
+        max_context: A longer prompt and output are refused; None sets no limit.
     """
 
     def __init__(
@@ -553,12 +557,19 @@ class Tenants:
         skew: float = 0.0,
         hot_factor: float = 1.0,
         drift_s: float | None = None,
+        max_context: int | None = None,
     ) -> None:
         self._groups = whole("groups", groups, 1, 1 << 20)
         self._users = whole("users", users, 1, 1 << 20)
         self._prefix = whole("prefix_tokens", prefix_tokens, 0, MAX_TOKENS // 4)
         self._question = _whole_range("question_tokens", question_tokens)
         self._output = _whole_range("output_tokens", output_tokens)
+        longest = self._prefix + self._question[1] + self._output[1] - 2
+        if longest > _longest(max_context):
+            raise ValueError(
+                f"max_context={max_context!r}: prefix_tokens, question_tokens and output_tokens "
+                f"come to {longest}; shorten them."
+            )
         self._fresh = choose("questions", questions, ("repeated", "fresh")) == "fresh"
         self._cycle = choose("order", order, ("cycle", "random")) == "cycle"
         popularity = np.arange(1.0, self._groups + 1) ** -real("skew", skew, 0.0, 100.0)

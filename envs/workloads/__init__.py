@@ -1,7 +1,8 @@
 """Workloads of the environments: requests, predictions, arrivals, traces, expert activations.
 
 ``load_catalog`` gives prompts with the scores and output lengths of several LLMs, ``predict`` what
-a router predicts of them, ``make_arrivals`` an arrival process and ``load_trace`` a recorded one.
+a router predicts of them, ``make_arrivals`` an arrival process, ``load_trace`` a recorded one and
+``load_prefix_trace`` recorded requests with the prefixes they share.
 """
 
 from servegym.envs.workloads.activations import (

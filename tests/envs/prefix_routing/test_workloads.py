@@ -265,6 +265,8 @@ def test_hot_tenant_has_its_factor_and_drift_moves_it():
         ("tenants", {"output_tokens": [9, 5]}, "output_tokens="),
         ("tenants", {"output_tokens": [1, 2, 3]}, "output_tokens="),
         ("tenants", {"groups": 0}, "groups=0"),
+        ("tenants", {"max_context": 8199}, "max_context=8199.*8200"),
+        ("tenants", {"prefix_tokens": 0, "max_context": "long"}, "max_context='long'"),
     ],
 )
 def test_bad_arguments_are_named(name, kwargs, message):
