@@ -56,6 +56,7 @@ AHEAD = "test_equal_when_iterations_are_planned_ahead"
 PLAY = "test_random_play_costs_what_the_equations_say"
 LOOK = "test_equal_to_the_reference_at_every_look"
 LEAVE = "test_requests_that_leave_their_server"
+INDEXED = "test_gateway.py::test_kernel_equals_plain_objects"
 CACHED = "test_offload.py::test_equal_to_the_reference_at_every_look"
 
 MUTANTS = (
@@ -244,6 +245,34 @@ MUTANTS = (
     # The token that a preempted request was about to put in counts as computed.
     Mutant(PREFIX, "queues.py", "r.generated - 1  # its", "r.generated  # its", BINDS),
     # A request just sent is not thought to complete before those that run.
+    # An entry that was used again goes as early as if it had not been.
+    Mutant(
+        PREFIX,
+        "gateway.py",
+        "if g.stamp[b, n, key] == p.oldest:",
+        "if (g.holders[b, key] >> n) & 1:",
+        INDEXED,
+    ),
+    # A match goes on behind a gap.
+    Mutant(PREFIX, "gateway.py", "if c.strict == 1:", "if c.strict == 2:", INDEXED),
+    # Cache events are known at once.
+    Mutant(PREFIX, "gateway.py", "e.t + c.delay_s > now", "e.t > now", INDEXED),
+    # A request that is lost before its first token leaves its prefill behind.
+    Mutant(
+        PREFIX,
+        "gateway.py",
+        "    if r.in_flight == 2:\n        p.p",
+        "    if r.in_flight == 3:\n        p.p",
+        INDEXED,
+    ),
+    # Shared blocks are given up with the first request that has them.
+    Mutant(
+        PREFIX,
+        "gateway.py",
+        "        if g.references[b, n, key] == 0:\n            p.blocks -=",
+        "        if g.references[b, n, key] >= 0:\n            p.blocks -=",
+        INDEXED,
+    ),
     Mutant(
         PREFIX,
         "events.py",
