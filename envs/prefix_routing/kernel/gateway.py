@@ -29,18 +29,14 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym.envs._jit import inline, inner
+from servegym.envs.prefix_routing.kernel.layout import record
 
 NO_INDEX, APPROXIMATE, PRECISE = 0, 1, 2  # config.index
 FIRST_TOKEN, COMPLETION = 0, 1  # kinds of news
 MAX_REPLICAS = 62  # bits of an entry of `Gateway.holders`
 
 
-def _record(fields: list[tuple[str, str]]) -> np.dtype:
-    # np.record scalars give attribute access with the JIT switched off, too.
-    return np.dtype((np.record, np.dtype(fields, align=True)))
-
-
-CONFIG = _record(
+CONFIG = record(
     [
         ("index", "i8"),  # NO_INDEX, APPROXIMATE or PRECISE
         ("strict", "i8"),  # 1: a match ends at the first gap
@@ -53,7 +49,7 @@ CONFIG = _record(
 )
 """The arguments that all gateways share."""
 
-ROW = _record(
+ROW = record(
     [
         ("replicas", "i8"),  # N of this row
         ("requests", "i8"),  # J of this row
@@ -67,7 +63,7 @@ ROW = _record(
 )
 """A gateway."""
 
-REPLICA = _record(
+REPLICA = record(
     [
         # Given.
         ("speed", "f8"),  # prefill tokens/s
@@ -102,7 +98,7 @@ REPLICA = _record(
 )
 """A replica, as the gateway knows it."""
 
-REQUEST = _record(
+REQUEST = record(
     [
         ("prompt", "i8"),  # tokens
         ("predicted", "f8"),  # tokens of the output

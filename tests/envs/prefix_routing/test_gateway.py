@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from numba import njit
 
-from servegym.envs._jit import jit
 from servegym.envs.prefix_routing.gateway import (
     INDEXES,
     allocate,
@@ -44,7 +44,7 @@ EVENT_RECORD = np.dtype(
 OUTPUT_RECORD = np.dtype((np.record, [("output", "i4")]))
 
 
-@jit
+@njit(error_model="numpy")  # not cached, as the cache would not notice an edit of the kernel
 def run(g, b, steps, news, events, outputs, replicas, request):
     """Apply the steps (code, request, replica, seconds, number, number, number) one by one."""
     seen = 0
