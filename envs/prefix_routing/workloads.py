@@ -527,7 +527,8 @@ class Tenants:
     Requests come by a Poisson process and wait for none, so ``dispatch`` changes nothing. The
     defaults are those of llm-d's benchmark with eight pods: 750 prompts, asked one after the other
     in a random order, over and over. ``rate`` may be stages (requests/s, seconds), one after the
-    other, the last one going on; that benchmark's are ``LLM_D_STAGES``.
+    other, a rate of 0 being a pause and the last stage going on; that benchmark's are
+    ``LLM_D_STAGES``.
 
     Args:
         groups: Number of groups; a group is a tenant.
@@ -599,8 +600,9 @@ class Tenants:
         for stage in stages:
             if len(stage) != 2:
                 raise ValueError(f"rate has {stage!r}; a stage is a pair (requests/s, seconds).")
-            _check_draw(num_requests, stage[0], block_size, dispatch)
+            real("rate", stage[0], 0.0)
             real("rate", stage[1], 0.0, open_low=True)
+        _check_draw(num_requests, stages[-1][0], block_size, dispatch)
         work = np.cumsum(rng.standard_exponential(num_requests))
         per_s, seconds = np.array(stages, dtype=np.float64).T
         done = np.concatenate([[0.0], np.cumsum(per_s * seconds)])

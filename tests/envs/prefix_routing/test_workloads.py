@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import infinite_cache_hits
 from servegym.envs.prefix_routing.workloads import (
     LLM_D_STAGES,
@@ -236,6 +237,35 @@ def test_llm_d_benchmark():
     assert ((at > 110) & (at <= 148)).sum() == pytest.approx(760, abs=90)
 
 
+def test_a_stage_without_requests_is_a_pause():
+    stages = [(10.0, 5.0), (0.0, 100.0), (10.0, 5.0)]
+    at = Tenants().draw(np.random.default_rng(1), 100, stages, 16).arrival_s
+    through = Tenants().draw(np.random.default_rng(1), 100, 10.0, 16).arrival_s
+    assert np.allclose(at, np.where(through > 5.0, through + 100.0, through))
+
+
+@pytest.mark.parametrize("dispatch", ["think", "trace"])
+@pytest.mark.parametrize("name", list_prefix_workloads())
+def test_the_engine_plays_every_workload(name, dispatch):
+    """With memory for all it hits what a set of ids holds, but for what is still being computed."""
+    kwargs = {"output_tokens": 90} if name == "tenants" else {}
+    workload = make_prefix_workload(name, max_context=16_384, **kwargs)
+    requests = workload.draw(np.random.default_rng(0), 250, 1.0, 64, dispatch)
+    played = replay_prefix("h100-llama-3.1-8b", requests, num_replicas=2, kv_tokens=40_000_000)
+    follow = requests.parent >= 0
+    ended = played["finish_s"][requests.parent[follow]]
+    assert np.allclose(played["arrival_s"][follow], ended + requests.think_s[follow])
+    held: list[set[int]] = [set(), set()]
+    most = np.zeros(250, dtype=int)
+    for j in np.argsort(played["arrival_s"], kind="stable"):
+        ids, cache = requests.block_ids(j).tolist(), held[played["replica"][j]]
+        prompt = ids[: (int(requests.prompt_tokens[j]) - 1) // 64]
+        most[j] = 64 * next((k for k, i in enumerate(prompt) if i not in cache), len(prompt))
+        cache.update(ids)
+    assert (played["hit_tokens"] <= most).all()
+    assert played["hit_tokens"].sum() > 0.95 * most.sum() > 0
+
+
 def test_hot_tenant_has_its_factor_and_drift_moves_it():
     hot = Tenants(10, order="random", hot_factor=10.0, output_tokens=[5, 9])
     requests = hot.draw(np.random.default_rng(0), 4000, 50.0, 64)
@@ -282,6 +312,7 @@ def test_bad_arguments_are_named(name, kwargs, message):
         ("agents", "block_size", 0),
         ("agents", "dispatch", "open"),
         ("tenants", "rate", [(3.0, 0.0)]),
+        ("tenants", "rate", [(3.0, 1.0), (0.0, 1.0)]),
         ("tenants", "rate", []),
     ],
 )
