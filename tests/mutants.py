@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         PREFIX,
         "gateway.py",
-        "        if g.references[b, n, key] == 0:\n            p.blocks -=",
-        "        if g.references[b, n, key] >= 0:\n            p.blocks -=",
+        "key < 0 or g.references[b, n, key] == 0:",
+        "key < 0 or g.references[b, n, key] >= 0:",
         INDEXED,
     ),
     Mutant(

@@ -84,9 +84,9 @@ class Prompts:
     Attributes:
         requests: Where they are from.
         first_key: int64 (J + 1,), request j has the keys from ``first_key[j]`` on.
-        keys: int32, the index entries of the prompts.
-        num_keys: K, distinct entries.
-        key_of_id: int32, entry of each block id, -1 for none; empty unless the entry is a block.
+        keys: int32, the index entries of the prompts, -1 for those of one request alone.
+        num_keys: K, distinct entries of several requests.
+        key_of_id: int32, entry of each block id, -1 for none; empty unless the index is precise.
         session: int32 (J,), below ``num_sessions``.
         tenant: int32 (J,), below ``num_tenants``.
         num_sessions: Sessions.
@@ -127,17 +127,21 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
     ids = np.arange(counts.sum(dtype=np.int64)) + np.repeat(starts - begin, counts)
     last = np.repeat(first_block, entries) + (place + 1) * (entry // size) - 1
     named = ids[last]
-    used = np.zeros(int(ids.max(initial=-1)) + 1, np.bool_)
-    used[named] = True
-    number = np.where(used, np.cumsum(used, dtype=np.int32) - 1, -1).astype(np.int32)
+    # The blocks of an output can be found by the session's next turn in a precise index only.
+    precise = config["index"] == PRECISE
+    shared = np.bincount(ids if precise else named, minlength=int(ids.max(initial=-1)) + 1) > 1
+    wanted = np.zeros(len(shared), np.bool_)
+    wanted[named] = True
+    shared &= wanted
+    number = np.where(shared, np.cumsum(shared, dtype=np.int32) - 1, -1).astype(np.int32)
     sessions, session = np.unique(requests.session, return_inverse=True)
     tenants, tenant = np.unique(requests.tenant, return_inverse=True)
     return Prompts(
         requests,
         first_key,
         number[named],
-        int(used.sum()),
-        number if entry == size else np.zeros(0, np.int32),
+        int(shared.sum()),
+        number if precise else np.zeros(0, np.int32),
         session.astype(np.int32),
         tenant.astype(np.int32),
         len(sessions),

@@ -2,7 +2,8 @@
 
 The engine is not read here: the gateway is told of routed requests, first tokens, completions,
 scrapes and cache events. B is the number of systems, N of replicas, J of requests of an episode, K
-of distinct index entries in their prompts.
+of index entries that several of them have; an entry of one request alone has the number -1, as
+nobody finds it and nothing but its turn to be evicted needs to be known of it.
 
 **Approximate index**, as in llm-d's ``approximateprefix``: for each replica a list of at most
 ``capacity`` entries, the least recently used evicted first, filled with the prompt of a request
@@ -85,7 +86,7 @@ REPLICA = record(
         ("ttft_error", "f8"),  # s, measured less expected at the routing
         ("tpot", "f8"),  # s/token
         # Index.
-        ("entries", "i8"),  # in use
+        ("entries", "i8"),  # in use; of a precise index all cached blocks
         ("oldest", "i8"),  # request in its history with the least recently used entry; -1: none
         ("newest", "i8"),  # last request in its history
         ("place", "i8"),  # entry of the oldest one's prompt from where eviction goes on
@@ -128,7 +129,8 @@ class Gateway(NamedTuple):
         replica: ``(B, N)`` `REPLICA`.
         request: ``(B, J)`` `REQUEST`.
         first_key: int64 ``(B, J + 1)``, request j has the keys from ``first_key[b, j]`` on.
-        keys: int32 ``(B, Q)``, entries of the prompts as numbers below K.
+        keys: int32 ``(B, Q)``, entries of the prompts as numbers below K, -1 for those of one
+            request alone.
         key_of_id: int32 ``(B, M)``, entry of a block id, -1 for none; M is 0 unless the index is
             precise.
         holders: int64 ``(B, K)``, bit n: replica n has the entry.
@@ -226,7 +228,8 @@ def look_up(g, b, j, now):
     held = (1 << v.replicas) - 1
     run = first  # where the holders were last counted
     for i in range(first, stop):
-        holders = g.holders[b, g.keys[b, i]]
+        key = g.keys[b, i]
+        holders = g.holders[b, key] if key >= 0 else 0
         if c.strict == 1:
             holders &= held
         if holders != held:
@@ -270,12 +273,14 @@ def _touch(g, b, j, n):
     bit = 1 << n
     for i in range(g.first_key[b, j], g.first_key[b, j + 1]):
         key = g.keys[b, i]
-        g.stamp[b, n, key] = j
-        if g.holders[b, key] & bit == 0:
+        if key >= 0:
+            g.stamp[b, n, key] = j
+            if g.holders[b, key] & bit != 0:
+                continue
             g.holders[b, key] |= bit
-            p.entries += 1
-            if p.entries > p.capacity:
-                _evict(g, b, n, p)
+        p.entries += 1
+        if p.entries > p.capacity:
+            _evict(g, b, n, p)
 
 
 @inline
@@ -289,9 +294,11 @@ def _evict(g, b, n, p):
             continue
         key = g.keys[b, first + p.place]
         p.place += 1
-        if g.stamp[b, n, key] == p.oldest:
+        if key < 0:
             break
-    g.holders[b, key] &= ~(1 << n)
+        if g.stamp[b, n, key] == p.oldest:
+            g.holders[b, key] &= ~(1 << n)
+            break
     p.entries -= 1
 
 
@@ -323,15 +330,13 @@ def take_events(g, b, events, count, now):
             if e.replica == n:
                 if e.t + c.delay_s > now:
                     break
-                key = g.key_of_id[b, e.id] if e.id < g.key_of_id.shape[1] else -1
-                if key >= 0 and e.t > p.forgotten_s:
-                    has = (g.holders[b, key] & bit) != 0
-                    if e.change > 0 and not has:
+                if e.t > p.forgotten_s:
+                    p.entries += e.change
+                    key = g.key_of_id[b, e.id] if e.id < g.key_of_id.shape[1] else -1
+                    if key >= 0 and e.change > 0:
                         g.holders[b, key] |= bit
-                        p.entries += 1
-                    elif e.change < 0 and has:
+                    elif key >= 0:
                         g.holders[b, key] &= ~bit
-                        p.entries -= 1
             p.event += 1
 
 
@@ -369,6 +374,9 @@ def sent(g, b, j, n, now):
         _touch(g, b, j, n)
     for i in range(first, stop):
         key = g.keys[b, i]
+        if key < 0:
+            p.blocks += entry_blocks
+            continue
         g.stamp[b, n, key] = j
         if g.references[b, n, key] == 0:
             p.blocks += entry_blocks
@@ -416,8 +424,9 @@ def release(g, b, j):
     p.blocks -= _blocks(c, r.prompt) - (stop - first) * entry_blocks
     for i in range(first, stop):
         key = g.keys[b, i]
-        g.references[b, n, key] -= 1
-        if g.references[b, n, key] == 0:
+        if key >= 0:
+            g.references[b, n, key] -= 1
+        if key < 0 or g.references[b, n, key] == 0:
             p.blocks -= entry_blocks
 
 

@@ -28,7 +28,7 @@ REPLICA_FEATURES = (
     # Prefix index.
     "match_tokens",
     "match_share",  # of the prompt
-    "index_tokens",  # in use
+    "index_tokens",  # in use; of a precise index all cached blocks
     "index_fill",  # share of its entries in use; of the KV memory, if the index is precise
     "match_age_s",  # since the last matched entry was used
     "session_replica",  # 1: the session's last request went there
@@ -130,7 +130,7 @@ def observe(g, b, j, now, replicas, request):
             o[11] = p.match / prompt
             o[14] = min(p.match_age, MAX_SECONDS)
             o[15] = n == session_replica
-        used = p.entries * c.entry_tokens
+        used = max(p.entries, 0) * c.entry_tokens
         o[12] = min(used, MAX_TOKENS)
         if c.index == PRECISE:
             o[13] = min(used / p.kv_tokens, 1.0)

@@ -34,7 +34,6 @@ class Gateway:
         self.events, self.arrivals = [], []  # (s, tenant)
         self.scraped_s, self.routed, self.first, self.expected = 0.0, {}, {}, {}
         self.session = {}  # -> (last replica, last time)
-        self.named = {entry for j in range(len(requests.turn)) for entry in self.entries(j)}
 
     def entries(self, j):
         count = int(self.requests.prompt_tokens[j]) // (self.size * self.entry_blocks)
@@ -122,7 +121,9 @@ class Gateway:
 
     def index_entries(self, n, now):
         if self.index == "precise":
-            return len(self.held(n, now) & self.named)
+            lost = self.replicas[n].forgotten_s
+            known = [(t, change) for t, replica, _, change in self.events if replica == n]
+            return sum(change for t, change in known if lost < t and t + self.delay_s <= now)
         return len(self.replicas[n].lru)
 
     def heat(self, tenant, now, heat_s):

@@ -191,6 +191,7 @@ def test_kernel_equals_plain_objects(
         entries=capacity,
     )
     script, expected, now = Script(), [], 0.0
+    cached = [[] for _ in range(replicas)]
     for j in range(requests.num_requests):
         before, now = now, now + rng.exponential()
         for n in rng.permutation(replicas):
@@ -204,17 +205,21 @@ def test_kernel_equals_plain_objects(
                 elif decoding:
                     script.news.append((t, decoding[0], COMPLETION))
                     reference.complete(decoding[0], n, t)
-            for t in sorted(rng.uniform(before, now, rng.integers(0, 6) if precise else 0)):
-                blocks = requests.block_ids(int(rng.integers(40)))
-                if len(blocks):
-                    change = 1 if rng.random() < 0.7 else -1
-                    script.events.append((t, n, int(rng.choice(blocks)), change))
+            for t in sorted(rng.uniform(before, now, rng.integers(0, 6) if precise and j else 0)):
+                blocks = requests.block_ids(int(rng.integers(j)))
+                if cached[n] and rng.random() < 0.3:
+                    block = cached[n].pop(rng.integers(len(cached[n])))
+                    script.events.append((t, n, block, -1))
+                elif len(blocks):
+                    cached[n].append(int(rng.choice(blocks)))
+                    script.events.append((t, n, cached[n][-1], 1))
             if failures and rng.random() < 0.05:
                 script.add(NEWS, len(script.news))
                 script.add(EVENTS, len(script.events), 0, now)
                 script.add(DOWN, 0, n, now)
                 reference.events = list(script.events)
                 reference.down(n, now)
+                cached[n] = []
             elif not p.up and rng.random() < 0.5:
                 script.add(UP, 0, n)
                 p.up = True
@@ -331,6 +336,7 @@ def test_a_precise_index_lags_and_forgets_a_duplicate():
     seen, _ = script.run(loaded(CHAINS, index="precise", index_delay_s=0.5), CHAINS, 2)
     # One of two equal blocks is removed at 3 s: the other is forgotten too.
     assert column(seen, "match_tokens") == [[0, 0], [128, 0], [128, 64], [0, 64]]
+    assert column(seen, "index_tokens") == [[0, 0], [192, 0], [192, 128], [128, 128]]
 
 
 def test_events_of_a_lost_cache_and_of_an_overrun_ring_do_not_count():
