@@ -249,8 +249,8 @@ MUTANTS = (
     Mutant(
         PREFIX,
         "gateway.py",
-        "if g.stamp[b, n, key] == p.oldest:",
-        "if (g.holders[b, key] >> n) & 1:",
+        "elif g.stamp[b, n, key] == oldest:",
+        "elif (g.holders[b, key] >> n) & 1:",
         INDEXED,
     ),
     # A match goes on behind a gap.

@@ -2,7 +2,8 @@
 
 Requests of the recorded workloads are sent to 8 replicas in turn, which spreads what they share
 over all of them; 256 are in flight. The time of a look-up is what the decisions take with it less
-what they take without. The yardstick looks up the same prompts in ordered dicts, replica by replica.
+what they take without. The yardstick looks up the same prompts in ordered dicts, one replica after
+another.
 
     OMP_NUM_THREADS=1 python -m servegym.experiments.bench.prefix_gateway
 
@@ -21,6 +22,7 @@ from numba import njit
 
 from servegym.baselines.prefix_routing import RULES, View
 from servegym.envs._command_line import run_main
+from servegym.envs._jit import borrowed
 from servegym.envs.prefix_routing.gateway import allocate, gateway_config, load, prompts
 from servegym.envs.prefix_routing.kernel.gateway import Gateway, begin, look_up, release, sent
 from servegym.envs.prefix_routing.kernel.observation import (
@@ -39,8 +41,9 @@ CASES = (("mooncake", 512), ("mooncake", 16), ("agents", 64))
 
 
 @njit(error_model="numpy")
-def _play(g, requests, replicas, request, look_ups):
+def _play(gateway, requests, replicas, request, look_ups):
     """Send the requests in turn, looking each up ``look_ups`` times."""
+    g = borrowed(gateway)
     begin(g, 0)
     for j in range(requests):
         for _ in range(look_ups):

@@ -279,27 +279,38 @@ def _touch(g, b, j, n):
                 continue
             g.holders[b, key] |= bit
         p.entries += 1
-        if p.entries > p.capacity:
-            _evict(g, b, n, p)
+    _evict(g, b, n, p)
 
 
 @inline
 def _evict(g, b, n, p):
-    """Remove the least recently used entry of replica n."""
-    while True:
-        first = g.first_key[b, p.oldest]
-        if first + p.place == g.first_key[b, p.oldest + 1]:
-            p.oldest = g.request[b, p.oldest].next
-            p.place = 0
+    """Remove what was used least recently at replica n until the rest fits.
+
+    What is left of a list in order of use does not depend on when it is cut.
+    """
+    if p.entries <= p.capacity:
+        return
+    bit = 1 << n
+    excess = p.entries - p.capacity
+    oldest = p.oldest
+    first, stop = g.first_key[b, oldest], g.first_key[b, oldest + 1]
+    i = first + p.place
+    while excess > 0:
+        if i == stop:
+            oldest = g.request[b, oldest].next
+            first, stop = g.first_key[b, oldest], g.first_key[b, oldest + 1]
+            i = first
             continue
-        key = g.keys[b, first + p.place]
-        p.place += 1
+        key = g.keys[b, i]
+        i += 1
         if key < 0:
-            break
-        if g.stamp[b, n, key] == p.oldest:
-            g.holders[b, key] &= ~(1 << n)
-            break
-    p.entries -= 1
+            excess -= 1
+        elif g.stamp[b, n, key] == oldest:
+            g.holders[b, key] &= ~bit
+            excess -= 1
+    p.entries = p.capacity
+    p.oldest = oldest
+    p.place = i - first
 
 
 @inner
