@@ -34,8 +34,9 @@ from servegym.envs.prefix_routing.kernel.observation import (
 )
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
-from servegym.experiments.bench.timing import bench_options, print_table, save, seconds, short
+from servegym.experiments.bench.timing import bench_options, save, seconds, short
 from servegym.experiments.bench.timing import row as bench_row
+from servegym.experiments.output import print_table
 from servegym.experiments.tables import note
 
 REPLICAS, IN_FLIGHT = 8, 256
