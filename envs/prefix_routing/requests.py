@@ -129,9 +129,7 @@ class PrefixRequests(NamedTuple):
         before = np.empty_like(ids)
         before[1:] = ids[:-1]
         before[begins[begins < ids.size]] = -1
-        dense = ids
-        if ids.max() > 8 * ids.size:  # else a table by id is smaller, and faster than a sort
-            dense = np.unique(ids, return_inverse=True)[1]
+        dense = _dense(ids)
         known = np.empty(int(dense.max()) + 1, dtype=np.int64)
         known[dense[::-1]] = before[::-1]  # where an id is met first
         wrong = np.flatnonzero(known[dense] != before)
@@ -160,6 +158,13 @@ def _expand(segments: np.ndarray) -> np.ndarray:
     ends = np.cumsum(blocks)
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(first - ends + blocks, blocks) + np.arange(total)
+
+
+def _dense(ids: np.ndarray) -> np.ndarray:
+    """Ids, or numbers for them where a table by id would be large; a sort takes longer."""
+    if ids.size == 0 or ids.max() <= 8 * ids.size:
+        return ids
+    return np.unique(ids, return_inverse=True)[1]
 
 
 class CacheHits(NamedTuple):
@@ -208,10 +213,12 @@ def infinite_cache_hits(
     depth = np.arange(int(ends[-1])) - np.repeat(ends - total, total)
     # One number names an id in the cache of a replica.
     key = _expand(requests.segments) * (int(of.max()) + 1) + of[owner]
-    _, at_first, dense = np.unique(key, return_index=True, return_inverse=True)
+    dense = _dense(key)
+    first = np.full(int(dense.max(initial=0)) + 1, count)
+    np.minimum.at(first, dense, owner)
     prompt = requests.prompt_tokens.astype(np.int64)
     lookup = (prompt - 1 if recompute_last else prompt) // size
-    hit = (owner[at_first][dense] < owner) & (depth < lookup[owner])
+    hit = (first[dense] < owner) & (depth < lookup[owner])
     blocks = np.bincount(owner[hit], minlength=count)
     full = prompt // size
     return CacheHits(

@@ -48,6 +48,11 @@ def test_each_replica_has_its_own_cache():
     assert infinite_cache_hits(example(), np.array([1, 0, 1])).blocks.tolist() == [0, 0, 1]
 
 
+def test_ids_may_lie_anywhere():
+    far = example()._replace(segments=example().segments + np.array([2_000_000_000, 0], np.int32))
+    assert infinite_cache_hits(far.check()).blocks.tolist() == [0, 3, 1]
+
+
 def test_the_block_of_the_last_token_is_computed_again():
     twice = make([8, 8], [1, 1], [[0, 1], [0, 1]])
     assert infinite_cache_hits(twice).blocks.tolist() == [0, 1]
