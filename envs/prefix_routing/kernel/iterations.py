@@ -215,10 +215,10 @@ def _start_iteration(c, law, s, e, until):
 
 @inner
 def _safe_s(c, law, e):
-    """A time before which no request completes, whoever is still sent to the replica."""
+    """A time before which no request completes unless another one is sent to the replica."""
     if e.iteration != DECODE or e.waiting > 0 or e.emitted + 1 >= e.next_finish:
         return e.end
-    # Of the iterations left the one in flight is under way; more requests make them longer.
+    # After the iteration in flight only decodes run; whoever sends a request lowers the bound.
     e.emitted += 1
     limit = _closed_run(c, e)
     _, spent, _ = decode_iterations(c, law, e, limit, np.inf, np.inf)

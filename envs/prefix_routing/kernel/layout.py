@@ -75,7 +75,7 @@ REPLICA = record(
     [
         ("start", "f8"),  # s, begin of the iteration in flight
         ("end", "f8"),  # s, its end: the next boundary; inf: none
-        ("safe", "f8"),  # s, no request completes before
+        ("safe", "f8"),  # s, no request that it has by now completes before
         ("running", "i8"),  # requests
         ("waiting", "i8"),  # requests
         ("iteration", "i8"),  # in flight: IDLE, DECODE or MIXED

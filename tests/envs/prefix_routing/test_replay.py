@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from servegym.envs.llm_routing import replay
 from servegym.envs.prefix_routing.config import engine_tables
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests, infinite_cache_hits
@@ -92,6 +93,31 @@ def test_an_endless_cache_hits_what_is_ideal(replicas):
         ideal = infinite_cache_hits(requests, assignment)
         assert (found["hit_tokens"] <= ideal.tokens).all()
         assert found["hit_tokens"].sum() > 0.5 * ideal.tokens.sum() > 0
+
+
+def test_without_a_prefix_in_common_it_is_the_engine_of_llm_routing():
+    """Where memory never binds and nobody shares, caching and order of allocation do not show."""
+    rng = np.random.default_rng(0)
+    count = 300
+    arrivals = np.cumsum(rng.exponential(0.05, count))
+    prompts, outputs = rng.integers(1, 3000, count), rng.integers(1, 300, count)
+    ids = 0
+    rows = []
+    for t, prompt, output in zip(arrivals, prompts, outputs, strict=True):
+        blocks = int(prompt + output) // 16
+        rows.append((t, -1, 0.0, prompt, output, [(ids, blocks)] if blocks else []))
+        ids += blocks
+    profile = "h100-llama-3.1-8b"
+    found = replay_prefix(profile, requests_of(*rows, size=16), max_num_seqs=64)
+    expected = replay(arrivals, prompts, outputs, profile=profile, max_num_seqs=64)
+    assert not expected["preemptions"].any() and not found["hit_tokens"].any()
+    np.testing.assert_allclose(found["finish_s"], expected["finish_s"], rtol=1e-9)
+    np.testing.assert_allclose(
+        found["first_token_s"] - arrivals, expected["ttft_s"], rtol=0, atol=1e-9
+    )
+    np.testing.assert_allclose(
+        found["admitted_s"] - arrivals, expected["queue_s"], rtol=0, atol=1e-9
+    )
 
 
 def test_round_robin_goes_by_arrival():

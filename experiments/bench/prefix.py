@@ -2,7 +2,7 @@
 
 ::
 
-    python -m servegym.experiments.bench.prefix_routing
+    servegym bench prefix
 
 It writes the table ``bench``: what a request costs on eight replicas in turn, on Mooncake's
 conversations (12,000 requests of 12,000 prompt and 340 output tokens on average) at the recorded
@@ -52,15 +52,15 @@ NO_ASSIGNMENT = np.empty(0, dtype=np.int64)
 
 _MEMORY = """
 import numpy as np, os, sys
-from servegym.experiments.bench import prefix_routing
+from servegym.experiments.bench import prefix
 def rss():
     with open("/proc/self/statm") as stream:
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 rows, size, count = map(int, sys.argv[1:])
-requests = prefix_routing.draw(count, size, prefix_routing.RECORDED_RATE)
-prefix_routing.prepare(requests, 1)  # code and tables
+requests = prefix.draw(count, size, prefix.RECORDED_RATE)
+prefix.prepare(requests, 1)  # code and tables
 before = rss()
-kept = prefix_routing.prepare(requests, rows)
+kept = prefix.prepare(requests, rows)
 print(before, rss())
 """
 
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    options = bench_options("prefix_routing", __doc__, argv, _add_options)
+    options = bench_options("prefix", __doc__, argv, _add_options)
     # Contexts of up to 127,000 tokens: the laws' last slopes go on, which is all the same here.
     warnings.filterwarnings("ignore", message=".*outside its domain.*")
     count = 600 if options.quick else 12_000
