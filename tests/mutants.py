@@ -237,7 +237,9 @@ MUTANTS = (
     # The beginning of a prefix is freed, and so evicted, before its end.
     Mutant(PREFIX, "cache.py", "range(left - 1, -1, -1)", "range(left)", BINDS),
     # Of twins the one that got the id last is found.
-    Mutant(PREFIX, "cache.py", "] = block.twin_after\n", "] = block.twin_before\n", BINDS),
+    Mutant(
+        PREFIX, "cache.py", " after = block.twin_after\n", " after = block.twin_before\n", BINDS
+    ),
     # Prefills take the budget as if nobody decoded.
     Mutant(PREFIX, "iterations.py", "c.token_budget - e.decoding\n", "c.token_budget\n", BINDS),
     # The head of the queue stays out though another request has filled the block it misses.

@@ -62,10 +62,10 @@ def engine_tables(
         raise ValueError(
             f"block_size={size} is more than the {min(tokens)} tokens of a replica's KV cache."
         )
-    bits = int(2 * capacity.max() - 1).bit_length()
+    bits = max(int(capacity.max() - 1).bit_length(), 4)
     c["num_replicas"], c["max_running"], c["token_budget"] = len(profiles), running, budget
     c["block_size"], c["blocks_per_token"] = size, 1.0 / size
-    c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 32 - bits
+    c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 36 - bits
     c["num_requests"] = num_requests
     return kernel.Tables(cfg, law), capacity
 

@@ -76,6 +76,7 @@ def replay_prefix(
         raise ValueError(
             f"block_size={block_size} and the requests' block_size={size} must be equal."
         )
+    names: list[Any]
     if isinstance(profiles, (list, tuple)):
         names = list(profiles)
         if num_replicas not in (None, len(names)):

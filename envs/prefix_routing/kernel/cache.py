@@ -21,20 +21,19 @@ def full_blocks(c, tokens):
 
 
 @inline
-def _home(c, i):
-    """Where the table looks for an id first (Knuth's multiplicative hash)."""
-    return ((int(i) * 2654435769) & 0xFFFFFFFF) >> c.shift
+def _home(c, e, i):
+    """Where the lists hold the first block of the chain of id i; ids that follow are neighbours."""
+    group = (((int(i) >> 4) * 2654435769) & 0xFFFFFFFF) >> c.shift  # Knuth's multiplicative hash
+    return e.first_entry + (group << 4) + (int(i) & 15)
 
 
 @inline
 def find(c, s, e, i):
     """The first block with id i, -1 for none."""
-    place = _home(c, i)
-    while True:
-        k = s.lists[e.first_entry + place]
-        if k < 0 or s.block[e.first_block + k].id == i:
-            return k
-        place = (place + 1) & (c.entries - 1)
+    k = s.lists[_home(c, e, i)]
+    while k >= 0 and s.block[e.first_block + k].id != i:
+        k = s.block[e.first_block + k].chained
+    return k
 
 
 @inline
@@ -54,23 +53,20 @@ def _name(c, s, e, k, i):
     """Give id i to block k; it is the last of its twins."""
     block = s.block[e.first_block + k]
     block.id = i
-    place = _home(c, i)
-    while True:
-        first = s.lists[e.first_entry + place]
-        if first < 0:
-            s.lists[e.first_entry + place] = k
-            block.twin_before = k
-            block.twin_after = k
-            break
+    first = find(c, s, e, i)
+    if first < 0:
+        home = _home(c, e, i)
+        block.chained = s.lists[home]
+        s.lists[home] = k
+        block.twin_before = k
+        block.twin_after = k
+    else:
         other = s.block[e.first_block + first]
-        if other.id == i:
-            last = other.twin_before
-            s.block[e.first_block + last].twin_after = k
-            block.twin_before = last
-            block.twin_after = first
-            other.twin_before = k
-            break
-        place = (place + 1) & (c.entries - 1)
+        last = other.twin_before
+        s.block[e.first_block + last].twin_after = k
+        block.twin_before = last
+        block.twin_after = first
+        other.twin_before = k
     if e.blocked_id == i:
         e.blocked = 0
     _tell(s, e, i, 1)
@@ -82,30 +78,26 @@ def _forget(c, s, e, k):
     block = s.block[e.first_block + k]
     i = block.id
     _tell(s, e, i, -1)
-    place = _home(c, i)
-    first = s.lists[e.first_entry + place]
+    home = _home(c, e, i)
+    first = s.lists[home]
+    before = -1
     while s.block[e.first_block + first].id != i:
-        place = (place + 1) & (c.entries - 1)
-        first = s.lists[e.first_entry + place]
+        before = first
+        first = s.block[e.first_block + first].chained
     block.id = -1
+    after = block.chained
     if block.twin_after != k:
+        twin = s.block[e.first_block + block.twin_after]
         s.block[e.first_block + block.twin_before].twin_after = block.twin_after
-        s.block[e.first_block + block.twin_after].twin_before = block.twin_before
+        twin.twin_before = block.twin_before
         if first == k:
-            s.lists[e.first_entry + place] = block.twin_after
-        return
-    # Close the gap, so that whoever was put behind it for want of room is found again.
-    after = place
-    while True:
-        after = (after + 1) & (c.entries - 1)
-        other = s.lists[e.first_entry + after]
-        if other < 0:
-            break
-        home = _home(c, s.block[e.first_block + other].id)
-        if ((after - home) & (c.entries - 1)) >= ((after - place) & (c.entries - 1)):
-            s.lists[e.first_entry + place] = other
-            place = after
-    s.lists[e.first_entry + place] = -1
+            twin.chained = after
+            after = block.twin_after
+    if first == k:
+        if before < 0:
+            s.lists[home] = after
+        else:
+            s.block[e.first_block + before].chained = after
 
 
 # ------------------------------------------------------------------------------------------ blocks

@@ -31,8 +31,8 @@ CONFIG = record(
         ("token_budget", "i8"),  # tokens of an iteration, at most; at least R
         ("block_size", "i8"),  # K
         ("blocks", "i8"),  # C
-        ("entries", "i8"),  # of a replica's table of ids, a power of two, at least 2 C
-        ("shift", "i8"),  # 32 less the logarithm of that
+        ("entries", "i8"),  # of a replica's table of ids, a power of two, at least C and 16
+        ("shift", "i8"),  # 36 less the logarithm of that
         ("num_requests", "i8"),  # J
         # Lengths of the axes of the latency tables, and where axes (x) and tables (y) begin in
         # the law, see `servegym.envs.llm_routing.config.pack_laws`.
@@ -164,6 +164,7 @@ BLOCK = record(
         # the stack of the request that took it.
         ("before", "i4"),
         ("after", "i4"),
+        ("chained", "i4"),  # the next block of another id at the same place of the table
         # Ring of the blocks of one id, in the order in which they got it.
         ("twin_before", "i4"),
         ("twin_after", "i4"),
@@ -194,7 +195,7 @@ class Systems(NamedTuple):
     """The state of B systems.
 
     Replica n of row b owns C + 1 records of ``block`` (the last one is where the ring of its free
-    blocks begins and ends) and 2 C to 4 C + R + 2 K entries of ``lists``: a table from ids to the
+    blocks begins and ends) and C to 2 C + R + 2 K entries of ``lists``: a table from ids to the
     first block of each; the heap of the decoding requests by their last token; for each count of
     emissions modulo K the oldest and the newest decoding request that takes a block then.
 

@@ -117,15 +117,15 @@ def memory_of(systems, b, n):
     capacity, first = int(e["capacity"]), int(e["first_block"])
     block = systems.block[first : first + capacity + 1]
     labels = {}
-    for entry in systems.lists[int(e["first_entry"]) :][: int(e["first_place"] - e["first_entry"])]:
-        k = int(entry)
-        rank = 0
-        while k >= 0:
-            assert k not in labels
-            labels[k] = (int(block["id"][k]), rank)
-            rank += 1
-            k = int(block["twin_after"][k])
-            k = -1 if k == entry else k
+    for entry in systems.lists[int(e["first_entry"]) : int(e["first_place"])]:
+        head = int(entry)
+        while head >= 0:
+            k, rank = head, 0
+            while k != head or rank == 0:
+                assert k not in labels
+                labels[k] = (int(block["id"][k]), rank)
+                k, rank = int(block["twin_after"][k]), rank + 1
+            head = int(block["chained"][head])
     order = []
     k = int(block["after"][capacity])
     while k != capacity:

@@ -170,4 +170,4 @@ def test_replicas_of_one_card_share_a_law():
     )
     assert capacity.tolist() == [4, 10, 4]
     c = tables.config[0]
-    assert c["entries"] == 32 and c["shift"] == 27
+    assert c["entries"] == 16 and c["shift"] == 32
