@@ -389,6 +389,9 @@ def compose(
         raise ValueError(f"tp: got {tp!r}; must be a whole number >= 1")
     tables = load_kernels(card) if kernels is None else kernels
     shape = model if isinstance(model, ModelShape) else model_shape(model)
+    if shape.quantised not in (None, dtype):
+        told = f"the config of {shape.name} says {shape.quantised!r}: --dtype {shape.quantised}"
+        raise ValueError(f"dtype: got {dtype!r}; {told}")
     c = Composer(tables, shape, tp, dtype)
     _check_memory(c)
     law = _tables(c)
@@ -479,6 +482,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for what in ("card", "model"):
         if getattr(options, what) is None:
             raise ValueError(f"--{what}: missing (see servegym profile --list)")
+    if options.out and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"--out: got {options.out!r}; its folder does not exist")
     profile = compose(options.card, options.model, tp=options.tp, dtype=options.dtype)
     path = Path(options.out or f"{profile.name}.json")
     profile.save(path)
@@ -491,8 +496,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in ("prefill", "decode"):
         if profile.step_error:
             error = profile.step_error[kind]
-            low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.645, 1.645))
-            print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's (90 %)")
+            low, high = (math.expm1(error["bias"] + z * error["sd"]) for z in (-1.96, 1.96))
+            print(f"{kind} steps: true time {low:+.1%} to {high:+.1%} of the law's, 95 % interval")
     for note in profile.provenance["notes"]:
         if "beyond" in note or "not timed" in note:
             print(f"note: {note}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from servegym.hardware_profiles.load import data_path, unknown_name
@@ -60,6 +60,7 @@ class ModelShape:
         expert_dtype: format of the experts' weights if not that of the rest (``"mxfp4"``), or None.
         window: sliding window in tokens, or None.
         windowed_layers: layers that have it.
+        quantised: ``"fp8"`` if the config says that the weights are in 8 bits, or None.
     """
 
     name: str
@@ -81,6 +82,7 @@ class ModelShape:
     expert_dtype: str | None = None
     window: int | None = None
     windowed_layers: int = 0
+    quantised: str | None = None
 
     @property
     def qkv_features(self) -> int:
@@ -156,9 +158,25 @@ def parse_config(config: Mapping[str, Any], name: str, where: str) -> ModelShape
     kind = listed[0]
     if kind not in ARCHITECTURES:
         raise top.error("architectures", unknown_name("architecture", kind, list(ARCHITECTURES)))
+    return replace(_shape(top, name, kind), quantised=_quantised(top, kind))
+
+
+def _quantised(top: Fields, kind: str) -> str | None:
+    """Format of the weights; gpt-oss has one for its experts alone, see `_experts`."""
+    given = top.data.get("quantization_config")
+    if not given or kind == "GptOssForCausalLM":
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else given
+    if method != "fp8":
+        told = f"got {method!r}; must be 'fp8', or left out for weights in 16 bits"
+        raise top.error("quantization_config", told)
+    return "fp8"
+
+
+def _shape(top: Fields, name: str, kind: str) -> ModelShape:
+    config = top.data
     if kind == "ChatGLMModel":
         return _chatglm(top, name)
-
     heads, hidden = top.integer("num_attention_heads"), top.integer("hidden_size")
     if kind == "FalconForCausalLM":
         return _falcon(top, name, heads, hidden)

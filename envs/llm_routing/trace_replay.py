@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,9 @@ def _check_requests_fit(
     )
 
 
+_engine: list[Callable[..., None]] = []
+
+
 def _run(
     cfg: np.ndarray,
     law: np.ndarray,
@@ -117,8 +121,10 @@ def _run(
     systems.expert["capacity"] = law[kernel.CAPACITY]
     tables = kernel.Tables(cfg, law, np.zeros((0, 1, 5), dtype=np.float32))
     arguments = (tables, systems, tokens, times, timeline)
-    (run_replay,) = compile_kernels("replay engine", [(kernel.run_replay, arguments)])
-    run_replay(*arguments)
+    if not _engine:
+        # Once: the arrays are of the same types in every call, and finding them takes long.
+        _engine.extend(compile_kernels("replay engine", [(kernel.run_replay, arguments)]))
+    _engine[0](*arguments)
     return log, timeline
 
 

@@ -170,6 +170,16 @@ def test_eight_bits():
     assert narrow.kv_capacity_tokens > wide.kv_capacity_tokens
 
 
+def test_a_config_in_eight_bits_is_not_composed_in_sixteen(tmp_path):
+    config = read_json(data_path("models") / "llama-3.1-8b.json")
+    path = tmp_path / "eight.json"
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="dtype: got 'bf16'; the config of eight says 'fp8'"):
+        compose("h100", path)
+    taken = compose("h100", path, dtype="fp8")
+    assert taken.law == compose("h100", "llama-3.1-8b", dtype="fp8").law
+
+
 @pytest.mark.parametrize(
     ("card", "model", "kwargs", "message"),
     [
@@ -209,3 +219,5 @@ def test_command(tmp_path):
     listed = run(app, ["profile", "--list"]).output
     assert "card h100" in listed and "model gpt-oss-20b" in listed
     assert run(app, ["profile", "--card", "h100"]).exit_code == 2
+    lost = run(app, [*words[:-1], str(tmp_path / "nowhere" / "mine.json")])
+    assert lost.exit_code == 2 and "its folder does not exist" in lost.output

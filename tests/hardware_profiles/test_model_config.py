@@ -100,6 +100,7 @@ def _config(**changes):
         ({"tie_word_embeddings": "no"}, "field 'tie_word_embeddings': got 'no'"),
         ({"architectures": ["MixtralForCausalLM"]}, "field 'num_local_experts': missing"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "field 'num_experts': missing"),
+        ({"quantization_config": {"quant_method": "awq"}}, "got 'awq'; must be 'fp8', or left out"),
     ],
 )
 def test_bad_configs(changes, message):
