@@ -30,7 +30,7 @@ class Table(NamedTuple):
         """The table in Markdown, with true minus signs."""
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
         text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return re.sub(r"(?<=\| )-(?=\d)", "\N{MINUS SIGN}", text)
+        return re.sub(r"(?<= )-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def update_document(path: str | os.PathLike[str], tables: Sequence[Table]) -> None:

@@ -265,7 +265,7 @@ def load_run(folder: str | os.PathLike[str]) -> MeasuredRun:
     decoded = np.where(output > 1, output - 1, np.nan)
     series = root / "timeseries.csv"
     return MeasuredRun(
-        name="/".join(root.resolve().parts[-4:]),
+        name=Path(*root.resolve().parts[-4:]).as_posix(),
         arrival_s=client - start,
         prompt_tokens=rows["input_toks"].astype(np.int64),
         output_tokens=output.astype(np.int64),

@@ -9,7 +9,8 @@ iteration, KV blocks) under two laws of an iteration's time:
   is how the rivals' fixed law counts it. Here simulators differ by their scheduling alone.
 - ``profile``: a hardware profile. ai-dynamo gets it as tables of prefill and decode iterations; it
   adds the two where an iteration does both, so the weights' reading is counted twice. With
-  ``marginal prefill`` its prefill table holds only what a prefill adds to a decode iteration.
+  ``marginal prefill`` its prefill table holds only what a prefill adds to a decode iteration. Its
+  table knows no context of a chunk; this engine runs without it too, for comparison.
 
 A rival runs under the Python of an environment of its own, which the user makes; without it its
 rows are left out and named. `RIVALS` has what to install.
@@ -66,6 +67,7 @@ RIVALS = {
 LOADS = {"light": 0.5, "at capacity": 0.95, "overload": 1.5}
 """Arrival rate as a share of what the engine serves when all requests wait from the beginning."""
 
+_FLAT = "servegym, chunks without context"
 # Prompts and answers are cut so that a request stays inside the range of the profiles' laws.
 _CAPS = {"prompt_tokens": 15_360, "output_tokens": 1_024}
 # Lengths -> the profile that serves them, arrival processes.
@@ -142,6 +144,18 @@ def constant_profile(step_s: float = STEP_S) -> Profile:
     }
     data["domain"] = dict.fromkeys(data["domain"], 10**9)
     return Profile.from_dict(data, "constant")
+
+
+def without_context(profile: Profile) -> Profile:
+    """A profile whose prompt chunks take the time of the first one, as ai-dynamo's tables have it.
+
+    Args:
+        profile: A profile with a tabulated law.
+    """
+    data = profile.to_dict()
+    table = np.array(data["law"]["chunk_attention_s"])
+    data["law"]["chunk_attention_s"] = np.broadcast_to(table[:, :1], table.shape).tolist()
+    return Profile.from_dict(data, profile.name)
 
 
 def rival_tables(
@@ -277,8 +291,16 @@ def run_rival(
 
 
 def simulate(worlds: Sequence[World], rivals: _Rivals) -> list[list[Times]]:
-    """This engine's times of each world, and those of every rival that takes the world's law."""
+    """This engine's times of each world, and those of every rival that takes the world's law.
+
+    Under a profile the engine serves once more by a law without the context of chunks, which says
+    what of a rival's difference is due to that.
+    """
     found = [[run_own(world, rivals.repeats)] for world in worlds]
+    for world, times in zip(worlds, found, strict=True):
+        if world.profile is not None:
+            flat = replace(world, profile=without_context(world.profile))
+            times.append(run_own(flat, rivals.repeats)._replace(simulator=_FLAT))
     for name, python in rivals.pythons.items():
         jobs = [
             (row, marginal)
@@ -442,28 +464,70 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-_LATENCIES = [*METRICS.values(), "served", "simulated requests per core-second"]
+_ABOUT = {
+    "parity_measured": "the measured run",
+    "parity": "drawn lists",
+    "parity_queueing": "one slot",
+}
+_RATIOS = ("median", "least", "most")
+_LATENCIES = [*METRICS.values(), "throughput", "simulated requests per core-second"]
+
+
+def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many times as fast this engine is as each other simulator, over the worlds of a table."""
+    own, ratios = math.nan, {}
+    for row in rows:
+        if row["simulator"] == "servegym":
+            own = row["requests_per_core_s"]
+        elif row["requests_per_core_s"] is not None and row["simulator"] != _FLAT:
+            ratios.setdefault(row["simulator"], []).append(own / row["requests_per_core_s"])
+    return [
+        note(
+            f"servegym simulates {np.median(found):.1f} times the requests per core-second of "
+            f"{name} (median of {len(found)} worlds, {min(found):.1f} to {max(found):.1f})",
+            rival=name,
+            worlds=len(found),
+            median=float(np.median(found)),
+            least=float(min(found)),
+            most=float(max(found)),
+        )
+        for name, found in ratios.items()
+    ]
+
+
+def _speed_table(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
+    rows = [
+        [one["rival"], about, str(one["worlds"])]
+        + [f"{one[key]:.0f}" if one[key] >= 20 else f"{one[key]:.1f}" for key in _RATIOS]
+        for stem, about in _ABOUT.items()
+        for one in speed_notes(found.get(stem, ()))
+    ]
+    columns = ["simulator", "requests", "worlds", *_RATIOS]
+    title = "Requests per core-second of servegym over those of another simulator"
+    return [Table("parity-speed", title, columns, rows)] if rows else []
 
 
 def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
     """The tables to print and to put into the documentation."""
-    shown = []
+    shown = _speed_table(found)
     if found.get("parity_measured"):
         shown.append(
             Table(
                 "parity-measured",
                 "The measured run",
-                ["simulator", *_LATENCIES, "errors of the means", "median error of a request"],
+                ["simulator", *_LATENCIES]
+                + [f"error of {name}" for name in METRICS.values()]
+                + ["median error of a request"],
                 [
                     [
                         row["simulator"],
                         *_cells(row),
-                        ", ".join(
+                        *(
                             percent(row[f"{key.removesuffix('_s')}_difference"], signed=True)
+                            if row["simulator"] != "measured"
+                            else "–"
                             for key in METRICS
-                        )
-                        if row["simulator"] != "measured"
-                        else "–",
+                        ),
                         percent(row["median_e2e_difference"])
                         if row["simulator"] != "measured"
                         else "–",
@@ -516,27 +580,6 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
             )
         )
     return shown
-
-
-def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How many times as fast this engine is as each other simulator, over the worlds of a table."""
-    own, ratios = math.nan, {}
-    for row in rows:
-        if row["simulator"] == "servegym":
-            own = row["requests_per_core_s"]
-        elif row["requests_per_core_s"] is not None:
-            ratios.setdefault(row["simulator"], []).append(own / row["requests_per_core_s"])
-    return [
-        note(
-            f"servegym simulates {np.median(found):.1f} times the requests per core-second of "
-            f"{name} (median of {len(found)} worlds, {min(found):.1f} to {max(found):.1f})",
-            rival=name,
-            median=float(np.median(found)),
-            least=float(min(found)),
-            most=float(max(found)),
-        )
-        for name, found in ratios.items()
-    ]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -636,8 +679,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for stem, rows in found.items():
         write_result(options.out / stem, rows, made, speed_notes(rows))
-        for one in speed_notes(rows):
-            print(one["text"])
     if options.document is not None:
         update_document(options.document, shown)
     print(f"written to {options.out}")
