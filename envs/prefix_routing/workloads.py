@@ -54,7 +54,7 @@ LLM_D_STAGES = (
     *((25.0, 30.0), (30.0, 25.0), (35.0, 21.0), (40.0, 38.0), (43.0, 36.0), (46.0, 33.0)),
     *((49.0, 30.0), (52.0, 29.0), (55.0, 27.0), (57.0, 26.0), (60.0, 25.0)),
 )
-"""Requests/s and seconds of the stages of llm-d's benchmark with eight pods, the warm-up first."""
+"""Stages of llm-d's benchmark with eight pods at a rate of 1 request/s: factor and seconds."""
 
 
 class PrefixWorkload(Protocol):
@@ -526,9 +526,7 @@ class Tenants:
 
     Requests come by a Poisson process and wait for none, so ``dispatch`` changes nothing. The
     defaults are those of llm-d's benchmark with eight pods: 750 prompts, asked one after the other
-    in a random order, over and over. ``rate`` may be stages (requests/s, seconds), one after the
-    other, a rate of 0 being a pause and the last stage going on; that benchmark's are
-    ``LLM_D_STAGES``.
+    in a random order, over and over. Its load is ``stages=LLM_D_STAGES`` at a rate of 1.
 
     Args:
         groups: Number of groups; a group is a tenant.
@@ -542,6 +540,9 @@ class Tenants:
         skew: Exponent of the groups' popularity, ``rank ** -skew``.
         hot_factor: Factor on the requests of the most popular group.
         drift_s: Time after which the groups' ranks are drawn anew; None keeps them.
+        stages: Course of the load, pairs (factor on the rate, seconds) one after the other; a
+            factor of 0 is a pause, and the last stage, which must not be one, goes on. None keeps
+            the rate.
         max_context: A longer prompt and output are refused; None sets no limit.
     """
 
@@ -558,6 +559,7 @@ class Tenants:
         skew: float = 0.0,
         hot_factor: float = 1.0,
         drift_s: float | None = None,
+        stages: Sequence[Sequence[float]] | None = None,
         max_context: int | None = None,
     ) -> None:
         self._groups = whole("groups", groups, 1, 1 << 20)
@@ -565,6 +567,7 @@ class Tenants:
         self._prefix = whole("prefix_tokens", prefix_tokens, 0, MAX_TOKENS // 4)
         self._question = _whole_range("question_tokens", question_tokens)
         self._output = _whole_range("output_tokens", output_tokens)
+        self._stages = _course([(1.0, 1.0)] if stages is None else stages)
         longest = self._prefix + self._question[1] + self._output[1] - 2
         if longest > _longest(max_context):
             raise ValueError(
@@ -587,26 +590,16 @@ class Tenants:
         self,
         rng: np.random.Generator,
         num_requests: int,
-        rate: float | Sequence[tuple[float, float]],
+        rate: float,
         block_size: int,
         dispatch: str = "think",
     ) -> PrefixRequests:
         """See :meth:`PrefixWorkload.draw`."""
-        stages = [(rate, 1.0)] if isinstance(rate, int | float | np.number) else list(rate)
-        if not stages:
-            raise ValueError(
-                "rate=[] has no stage; give requests/s or pairs (requests/s, seconds)."
-            )
-        for stage in stages:
-            if len(stage) != 2:
-                raise ValueError(f"rate has {stage!r}; a stage is a pair (requests/s, seconds).")
-            real("rate", stage[0], 0.0)
-            real("rate", stage[1], 0.0, open_low=True)
-        _check_draw(num_requests, stages[-1][0], block_size, dispatch)
+        _check_draw(num_requests, rate, block_size, dispatch)
         work = np.cumsum(rng.standard_exponential(num_requests))
-        per_s, seconds = np.array(stages, dtype=np.float64).T
+        per_s, seconds = self._stages.T * np.array([[rate], [1.0]])
         done = np.concatenate([[0.0], np.cumsum(per_s * seconds)])
-        stage = np.minimum(np.searchsorted(done, work, side="right") - 1, len(stages) - 1)
+        stage = np.minimum(np.searchsorted(done, work, side="right") - 1, len(seconds) - 1)
         began = np.concatenate([[0.0], np.cumsum(seconds)])
         arrival_s = began[stage] + (work - done[stage]) / per_s[stage]
         group, user = self._who(rng, arrival_s)
@@ -680,6 +673,19 @@ class Tenants:
         for at in np.split(np.arange(len(rank)), np.flatnonzero(np.diff(epoch)) + 1):
             group[at] = rng.permutation(self._groups)[rank[at]]
         return group, rng.integers(self._users, size=len(arrival_s))
+
+
+def _course(given: Sequence[Sequence[float]]) -> np.ndarray:
+    """Stages of a load as float64 (stages, 2): factor on the rate, seconds."""
+    stages = list(given)
+    for stage in stages:
+        if len(stage) != 2:
+            raise ValueError(f"stages has {stage!r}; a stage is a pair (factor, seconds).")
+        real("stages", stage[0], 0.0)
+        real("stages", stage[1], 0.0, open_low=True)
+    if not stages or stages[-1][0] == 0:
+        raise ValueError(f"stages={given!r} must end with a stage of a factor above 0.")
+    return np.array(stages, dtype=np.float64)
 
 
 def _whole_range(argument: str, given: int | Sequence[int]) -> tuple[int, int]:

@@ -85,10 +85,10 @@ def _play(
     rng = np.random.default_rng(seed)
     expected = sum(rate * seconds for rate, seconds in LLM_D_STAGES)
     count = int(expected + 6 * expected**0.5)
-    tenants = Tenants()
+    tenants = Tenants(stages=STAGES)
     if way == "nothing shared":
-        tenants = Tenants(1, 1, 0, 7200, questions="fresh", order="random")
-    requests = tenants.draw(rng, count, STAGES, BLOCK, "trace")
+        tenants = Tenants(1, 1, 0, 7200, questions="fresh", order="random", stages=STAGES)
+    requests = tenants.draw(rng, count, 1.0, BLOCK, "trace")
     sent = requests.tenant % PODS if way == "pinned" else rng.integers(PODS, size=count)
     played = replay_prefix(
         card,

@@ -157,7 +157,7 @@ def facts(options: FigureOptions) -> None:
     for limit in (16_384, 32_768, 65_536, 131_072):
         kept = trace.prompt_tokens + trace.output_tokens <= limit
         rows.append(_fact("agents", f"requests of at most {limit:,} tokens, %", 100 * kept.mean()))
-    requests = Tenants().draw(np.random.default_rng(0), 1500, LLM_D_STAGES, 16, "trace")
+    requests = Tenants(stages=LLM_D_STAGES).draw(np.random.default_rng(0), 1500, 1.0, 16, "trace")
     prompts = {tuple(requests.block_ids(j)[:450].tolist()) for j in range(1500)}
     resident = 16 * len({i for prompt in prompts for i in prompt})
     rows += [

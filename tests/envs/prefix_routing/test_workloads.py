@@ -224,7 +224,8 @@ def test_warm_prefix_is_common_to_sessions():
 
 def test_llm_d_benchmark():
     """150 x (6,000 + 5 x 1,200) tokens = 1.8 million, all 750 prompts before one comes again."""
-    requests = Tenants().draw(np.random.default_rng(0), 2250, LLM_D_STAGES, 16, "trace").check()
+    tenants = Tenants(stages=LLM_D_STAGES)
+    requests = tenants.draw(np.random.default_rng(0), 2250, 1.0, 16, "trace").check()
     hits = infinite_cache_hits(requests)
     # 7,200 tokens are 450 blocks: the last one is computed again.
     assert (hits.blocks[750:] == 449).all()
@@ -238,8 +239,8 @@ def test_llm_d_benchmark():
 
 
 def test_a_stage_without_requests_is_a_pause():
-    stages = [(10.0, 5.0), (0.0, 100.0), (10.0, 5.0)]
-    at = Tenants().draw(np.random.default_rng(1), 100, stages, 16).arrival_s
+    stages = [(2.0, 5.0), (0.0, 100.0), (2.0, 5.0)]
+    at = Tenants(stages=stages).draw(np.random.default_rng(1), 100, 5.0, 16).arrival_s
     through = Tenants().draw(np.random.default_rng(1), 100, 10.0, 16).arrival_s
     assert np.allclose(at, np.where(through > 5.0, through + 100.0, through))
 
@@ -295,6 +296,10 @@ def test_hot_tenant_has_its_factor_and_drift_moves_it():
         ("tenants", {"output_tokens": [9, 5]}, "output_tokens="),
         ("tenants", {"output_tokens": [1, 2, 3]}, "output_tokens="),
         ("tenants", {"groups": 0}, "groups=0"),
+        ("tenants", {"stages": []}, "stages="),
+        ("tenants", {"stages": [(3.0, 0.0)]}, "stages=0.0"),
+        ("tenants", {"stages": [(3.0, 1.0, 2.0)]}, "stages has"),
+        ("tenants", {"stages": [(3.0, 1.0), (0.0, 1.0)]}, "must end with a stage"),
         ("tenants", {"max_context": 8199}, "max_context=8199.*8200"),
         ("tenants", {"prefix_tokens": 0, "max_context": "long"}, "max_context='long'"),
     ],
@@ -311,9 +316,7 @@ def test_bad_arguments_are_named(name, kwargs, message):
         ("mooncake", "rate", -1.0),
         ("agents", "block_size", 0),
         ("agents", "dispatch", "open"),
-        ("tenants", "rate", [(3.0, 0.0)]),
-        ("tenants", "rate", [(3.0, 1.0), (0.0, 1.0)]),
-        ("tenants", "rate", []),
+        ("tenants", "rate", 0.0),
     ],
 )
 def test_bad_draws_are_named(name, argument, value):
