@@ -94,6 +94,7 @@ def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:
 
 _SYSTEMS = {
     "llm_routing": "RoutingSystem",
+    "prefix_routing": "PrefixSystem",
     "serverless_moe": "ServerlessSystem",
     "expert_placement": "PlacementSystem",
 }

@@ -39,7 +39,7 @@ from servegym.experiments.train_and_compare import CURVE, TABLE, plot_curve
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-STEPS = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6}
+STEPS = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6, "prefix_routing": 300}
 """Family -> decisions before the picture."""
 
 

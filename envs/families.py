@@ -90,8 +90,15 @@ FAMILIES: tuple[Family, ...] = (
         views={"graph": "ExpertPlacement"},
         parallel=True,
     ),
+    Family(
+        name="prefix_routing",
+        title="Prefix-cache-aware routing",
+        paper="",
+        group="prefix",
+        views={"graph": "PrefixRouting", "flat": "PrefixRoutingFlat"},
+    ),
 )
-"""Every family, in the order of the papers."""
+"""Every family: those of the papers in their order, then the project's own."""
 
 
 def family_of(env_id: str) -> Family:

@@ -68,7 +68,7 @@ class Point(NamedTuple):
     quick: Mapping[str, Any]
 
 
-_ROUTING, _SERVERLESS, _PLACEMENT = FAMILIES
+_ROUTING, _SERVERLESS, _PLACEMENT, _PREFIX = FAMILIES
 _SHORT = {"episode_requests": 200}
 _LINEAR = {"profiles": "paper-linear"}
 # What a predictor trained here can tell; without, predictions are right as often as the paper's.

@@ -266,8 +266,52 @@ _PLACEMENT = Report(
     serving=("serving", "cache", "redirect", "router", "execution", "replica_choice"),
 )
 
+# ----------------------------------------------------------------- prefix-cache-aware routing
+
+
+_PREFIX = Report(
+    headline="attainment",
+    heading="attainment",
+    higher_is_better=True,
+    mean_key="mean_attainment",
+    columns=(
+        Column("TTFT met %", "attainment_ttft", 1, 100),
+        Column("TPOT met %", "attainment_tpot", 1, 100),
+        Column("TTFT s", "mean_ttft_s", 2),
+        Column("P90", "p90_ttft_s", 2),
+        Column("P99", "p99_ttft_s", 2),
+        Column("TPOT ms", "mean_tpot_s", 1, 1e3),
+        Column("e2e s", "mean_e2e_s", 2),
+        Column("hit %", "hit_rate", 1, 100),
+        Column("false match %", "false_match_rate", 1, 100),
+        Column("preempted", "preemption_rate", 3),
+        Column("imbalance", "imbalance", 2),
+        Column("goodput/s", "goodput_rps", 2),
+    ),
+    reported_arguments=(
+        "scenario",
+        "workload",
+        "dispatch",
+        "rate",
+        "num_replicas",
+        "index",
+        "scrape_s",
+        "episode_requests",
+        "warmup_requests",
+    ),
+    notes=(
+        "attainment: share of the requests that are completed within both objectives, "
+        "interquartile mean over episodes [bootstrap 95 % interval]. Hits in % of the completed "
+        "prompts' tokens, false matches of those that the index named.",
+    ),
+    describe_action=lambda actions: f"to replica {int(actions[0])}",
+    example_policy="lmetric",
+    interface=("reward",),
+)
+
 _REPORTS = {
     "llm_routing": _ROUTING,
     "serverless_moe": _SERVERLESS,
     "expert_placement": _PLACEMENT,
+    "prefix_routing": _PREFIX,
 }

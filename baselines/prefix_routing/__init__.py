@@ -1,18 +1,22 @@
 """Rules of the published gateways for prefix-cache-aware routing, with their published constants.
 
-A `Rule` chooses a replica from a `View`; it needs no environment. `RULES` names them all.
+A `Rule` chooses a replica from a `View`; it needs no environment. `RULES` names them all, and
+importing this package registers them as policies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from servegym.baselines.prefix_routing.aibrix import Aibrix
 from servegym.baselines.prefix_routing.dynamo import Dynamo
 from servegym.baselines.prefix_routing.llm_d import LlmdAffinity, LlmdScorers
 from servegym.baselines.prefix_routing.llm_d_latency import LlmdPredicted
 from servegym.baselines.prefix_routing.papers import Mooncake, Preble
+from servegym.baselines.prefix_routing.policy import RulePolicy
 from servegym.baselines.prefix_routing.production_stack import (
     ProductionStackKvAware,
     ProductionStackPrefix,
@@ -26,9 +30,11 @@ from servegym.baselines.prefix_routing.simple import (
     SessionHash,
     VllmDp,
 )
+from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
+from servegym.baselines.registry import register_policy
 
-__all__ = ["NOWHERE", "RULES", "Rule", "View"]
+__all__ = ["NOWHERE", "RULES", "PrefixSystem", "Rule", "RulePolicy", "View"]
 
 RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType(
     {
@@ -69,3 +75,13 @@ RULES: MappingProxyType[str, tuple[Callable[..., Rule], str]] = MappingProxyType
     }
 )
 """Name -> (what makes the rule, one line about it)."""
+
+
+def _policy(
+    make: Callable[..., Rule], name: str, system: PrefixSystem, **kwargs: Any
+) -> RulePolicy:
+    return RulePolicy(system, partial(make, **kwargs), name)
+
+
+for _name, (_make, _line) in RULES.items():
+    register_policy(_name, partial(_policy, _make, _name), _line, family="prefix_routing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,18 @@ from servegym.envs.prefix_routing.kernel.gateway import (
 )
 from servegym.envs.prefix_routing.requests import PrefixRequests
 
-__all__ = ["INDEXES", "LRU_ENTRIES", "Prompts", "allocate", "gateway_config", "load", "prompts"]
+__all__ = [
+    "GROWING",
+    "INDEXES",
+    "LRU_ENTRIES",
+    "Prompts",
+    "allocate",
+    "blank",
+    "gateway_config",
+    "load",
+    "prompts",
+    "sizes",
+]
 
 INDEXES = ("none", "approximate", "precise")
 LRU_ENTRIES = 31_250
@@ -149,39 +160,72 @@ def prompts(config: np.void, requests: PrefixRequests) -> Prompts:
     )
 
 
-def allocate(config: np.void, num_replicas: int, episodes: Sequence[Prompts]) -> Gateway:
-    """Arrays of one gateway for each of ``episodes``, large enough for any of them.
+GROWING = {
+    "keys": "keys",
+    "key_of_id": "key_of_id",
+    "holders": "num_keys",
+    "stamp": "num_keys",
+    "references": "num_keys",
+    "session_replica": "num_sessions",
+    "session_s": "num_sessions",
+    "tenant_heat": "num_tenants",
+    "tenant_s": "num_tenants",
+}
+"""Arrays of `Gateway` whose last axis goes with the episode, and what of `Prompts` it holds."""
+
+
+def sizes(episode: Prompts) -> dict[str, int]:
+    """How long the last axes of the arrays `GROWING` must be for an episode."""
+    found = {name: getattr(episode, source) for name, source in GROWING.items()}
+    return {name: x if isinstance(x, int) else len(x) for name, x in found.items()}
+
+
+def blank(
+    config: np.void,
+    num_rows: int,
+    num_replicas: int,
+    num_requests: int,
+    wanted: Mapping[str, int] | None = None,
+) -> Gateway:
+    """Arrays of gateways, the last axes of those in `GROWING` being ``wanted``.
 
     Raises:
         ValueError: If there are more replicas than `MAX_REPLICAS`.
     """
     replicas = whole("num_replicas", num_replicas, 1, MAX_REPLICAS)
-    rows = len(episodes)
-    requests = max(each.requests.num_requests for each in episodes)
-    keys = max(each.num_keys for each in episodes)
-    sessions = max(each.num_sessions for each in episodes)
-    tenants = max(each.num_tenants for each in episodes)
-    precise = config["index"] == PRECISE
-    ids = max(len(each.key_of_id) for each in episodes) if precise else 0
-    lookups = max(len(each.keys) for each in episodes)
+    rows, last = num_rows, dict.fromkeys(GROWING, 0) | dict(wanted or {})
+    if config["index"] != PRECISE:
+        last["key_of_id"] = 0
     shared = np.zeros(1, CONFIG)
     shared[0] = config
     return Gateway(
         config=shared,
         row=np.zeros(rows, ROW),
         replica=np.zeros((rows, replicas), REPLICA),
-        request=np.zeros((rows, requests), REQUEST),
-        first_key=np.zeros((rows, requests + 1), np.int64),
-        keys=np.zeros((rows, lookups), np.int32),
-        key_of_id=np.full((rows, ids), -1, np.int32),
-        holders=np.zeros((rows, keys), np.int64),
-        stamp=np.zeros((rows, replicas, keys), np.int32),
-        references=np.zeros((rows, replicas, keys), np.uint16),
-        session_replica=np.zeros((rows, sessions), np.int32),
-        session_s=np.zeros((rows, sessions)),
-        tenant_heat=np.zeros((rows, tenants)),
-        tenant_s=np.zeros((rows, tenants)),
+        request=np.zeros((rows, num_requests), REQUEST),
+        first_key=np.zeros((rows, num_requests + 1), np.int64),
+        keys=np.zeros((rows, last["keys"]), np.int32),
+        key_of_id=np.full((rows, last["key_of_id"]), -1, np.int32),
+        holders=np.zeros((rows, last["holders"]), np.int64),
+        stamp=np.zeros((rows, replicas, last["stamp"]), np.int32),
+        references=np.zeros((rows, replicas, last["references"]), np.uint16),
+        session_replica=np.zeros((rows, last["session_replica"]), np.int32),
+        session_s=np.zeros((rows, last["session_s"])),
+        tenant_heat=np.zeros((rows, last["tenant_heat"])),
+        tenant_s=np.zeros((rows, last["tenant_s"])),
     )
+
+
+def allocate(config: np.void, num_replicas: int, episodes: Sequence[Prompts]) -> Gateway:
+    """Arrays of one gateway for each of ``episodes``, large enough for any of them.
+
+    Raises:
+        ValueError: If there are more replicas than `MAX_REPLICAS`.
+    """
+    requests = max((each.requests.num_requests for each in episodes), default=0)
+    each = [sizes(episode) for episode in episodes]
+    most = {name: max((one[name] for one in each), default=0) for name in GROWING}
+    return blank(config, len(episodes), num_replicas, requests, most)
 
 
 def load(

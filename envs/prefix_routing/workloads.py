@@ -33,6 +33,8 @@ from servegym.envs.workloads.prefix_traces import MAX_TOKENS, PrefixTrace, load_
 __all__ = [
     "DISPATCHES",
     "LLM_D_STAGES",
+    "RECORDED",
+    "SPLITS",
     "ChatSessions",
     "PrefixWorkload",
     "RecordedSessions",
@@ -207,15 +209,27 @@ def _longest(max_context: int | None) -> int:
     return whole("max_context", MAX_TOKENS if max_context is None else max_context, 1, MAX_TOKENS)
 
 
+SPLITS = {"train": (0.0, 0.6), "val": (0.6, 0.8), "eval": (0.8, 1.0), "all": (0.0, 1.0)}
+"""Parts of a recording: its sessions by a hash of their number, which is in [0, 1)."""
+
+
+def _of_split(trace: PrefixTrace, split: str) -> np.ndarray:
+    """Which requests are of a session of the split: bool (n,)."""
+    low, high = SPLITS[choose("split", split, SPLITS)]
+    place = (trace.session.astype(np.uint64) * 2654435761 % (1 << 32)) / (1 << 32)
+    return (place >= low) & (place < high)
+
+
 def _recorded(
     trace: PrefixTrace,
     max_context: int | None,
     output_reuse: bool,
+    split: str,
     warm_prefix: float = 0.0,
 ) -> tuple[_Content, np.ndarray]:
-    """The content of a trace, and the rows of it that a longest context leaves."""
+    """The content of a trace, and the rows of it that a longest context and a split leave."""
     length = trace.prompt_tokens.astype(np.int64) + trace.output_tokens
-    kept = length <= _longest(max_context)
+    kept = (length <= _longest(max_context)) & _of_split(trace, split)
     if not kept.any():
         raise ValueError(
             f"max_context={max_context!r} leaves no request; the shortest has {length.min()} "
@@ -271,6 +285,7 @@ class SuperposedTrace:
         trace: ``"conversation"``, ``"synthetic"``, or the path of a trace in Mooncake's format.
         max_context: Requests with a longer prompt and output are dropped; None keeps all.
         output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
+        split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``, see `SPLITS`.
     """
 
     def __init__(
@@ -279,11 +294,12 @@ class SuperposedTrace:
         *,
         max_context: int | None = None,
         output_reuse: bool = True,
+        split: str = "all",
     ) -> None:
         short = isinstance(trace, str) and trace in ("conversation", "synthetic")
         recorded = load_prefix_trace(f"mooncake-{trace}" if short else trace)
         reuse = flag("output_reuse", output_reuse)
-        self._content, self._rows = _recorded(recorded, max_context, reuse)
+        self._content, self._rows = _recorded(recorded, max_context, reuse, split)
         times = recorded.time_s[self._rows]
         if times[-1] <= 0:
             raise ValueError(f"trace={trace!r} has no two requests at different times.")
@@ -341,6 +357,7 @@ class RecordedSessions:
         max_context: Requests with a longer prompt and output are dropped and their sessions go on
             without them; None keeps all.
         output_reuse: Whether outputs are repeated in the session's next prompt, see `PrefixTrace`.
+        split: ``"train"``, ``"val"``, ``"eval"`` or ``"all"``, see `SPLITS`.
         warm_prefix: Share of the tool definitions and system prompt that is common to all sessions.
             The recording has no content shared by sessions; kv-cache-tester replays it with 0.5.
     """
@@ -351,12 +368,13 @@ class RecordedSessions:
         *,
         max_context: int | None = None,
         output_reuse: bool = True,
+        split: str = "all",
         warm_prefix: float = 0.0,
     ) -> None:
         recorded = load_prefix_trace(trace)
         share = real("warm_prefix", warm_prefix, 0.0, 1.0)
         reuse = flag("output_reuse", output_reuse)
-        self._content, rows = _recorded(recorded, max_context, reuse, share)
+        self._content, rows = _recorded(recorded, max_context, reuse, split, share)
         self._rows = rows[np.argsort(recorded.session[rows], kind="stable")]
         _, first, self._requests = np.unique(
             recorded.session[self._rows], return_index=True, return_counts=True
@@ -705,6 +723,8 @@ _MAKERS: Mapping[str, Callable[..., PrefixWorkload]] = {
     "sessions": ChatSessions,
     "tenants": Tenants,
 }
+RECORDED = ("mooncake", "agents")
+"""Those that have splits."""
 
 
 def list_prefix_workloads() -> list[str]:

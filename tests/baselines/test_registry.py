@@ -18,6 +18,7 @@ SMALL = {
     "llm_routing": {"episode_requests": 10},
     "serverless_moe": {"model": "toy", "episode_requests": 4},
     "expert_placement": {"model": "toy", "epochs": 1},
+    "prefix_routing": {"episode_requests": 10, "warmup_requests": 0},
 }
 
 

@@ -12,12 +12,10 @@ from gymnasium import spaces, wrappers
 
 import servegym
 
-from .settings import FLAT_IDS, SMALL, STEPS, as_box, make
+from .settings import FLAT_IDS, SMALL, SMALL_OF, STEPS, as_box, make
 
 every_id = pytest.mark.parametrize("env_id", servegym.ENV_IDS)
-FAMILIES = {
-    name: [i for i in SMALL if name in i] for name in ("Routing", "Serverless", "Placement")
-}
+FAMILIES = {name: [i for i in SMALL if name in i] for name in SMALL_OF}
 CLEANRL = Path(__file__).with_name("cleanrl_style_ppo.py")
 
 

@@ -648,6 +648,7 @@ VECTORS = {
     "routing": {**VECTOR, "num_threads": whole(1, 256, most=3)},
     "serverless": VECTOR,
     "placement": VECTOR,
+    "prefix": VECTOR,
 }
 PARALLEL = {
     "routing": {
@@ -658,10 +659,68 @@ PARALLEL = {
     },
     "placement": {"shared_reward": flag(), "render_mode": COMMON["render_mode"]},
 }
-FAMILIES = {"routing": ROUTING, "serverless": SERVERLESS, "placement": PLACEMENT}
+# ------------------------------------------------------------------- prefix-cache-aware routing
+
+_CARD = {"card": "h100", "model": "llama-3.1-8b"}
+PREFIX = {
+    "scenario": name(
+        *("llm-d-8", "chat", "agents", "mooncake", "hot-tenant", "drift", "mixed-cards"),
+        optional=True,
+        needs={"workload": "tenants", "workload_kwargs": None, "profiles": _CARD, "rate": 5.0},
+    ),
+    "workload": name("tenants", "sessions", "agents", "mooncake"),
+    "workload_kwargs": kwargs(
+        st.fixed_dictionaries({}, optional={"groups": st.integers(1, 9)}),
+        *({"groups": 0}, {"groups": 1.5}, {"group": 3}, {1: 2}),
+        needs={"workload": "tenants"},
+        called=("groups", "keyword", "keyword argument"),
+    ),
+    "split": name("train", "val", "eval", "all"),
+    "dispatch": name("think", "trace"),
+    "rate": span(0.1, LARGEST),
+    "episode_requests": whole(1, 1 << 20, most=30),
+    "warmup_requests": whole(0, 1 << 20, most=20),
+    "profiles": Argument(
+        st.sampled_from([_CARD, "h100-llama-3.1-8b", ["l40s-llama-3.1-8b", _CARD]]),
+        junk("mapping", "list")
+        | st.sampled_from(
+            [[], {}, {"card": "h100"}, {**_CARD, "tp": 3}, {**_CARD, "card": 1}, ["h100", None]]
+        ),
+        needs={"num_replicas": None},
+        called=("profile", "card", "model", "tp"),
+    ),
+    "num_replicas": whole(1, 62, most=4, optional=True, needs={"profiles": _CARD}),
+    "max_num_seqs": whole(1, 4096, most=64),
+    "max_num_batched_tokens": whole(128, 1 << 31, most=8192, called=("max_num_seqs",)),
+    "block_size": whole(1, 1 << 20, most=512, called=("kv_tokens",)),
+    "kv_tokens": whole(16, 1 << 31, most=1 << 20, optional=True),
+    "index": name("none", "approximate", "precise"),
+    "index_kwargs": kwargs(
+        st.fixed_dictionaries({}, optional={"heat_s": st.floats(0.1, 1e6)}),
+        *({"heat_s": 0.0}, {"heats": 1.0}, {"smoothing": 2.0}, {"index_entries": 0}),
+        called=("heat_s", "keyword", "smoothing", "index_entries"),
+    ),
+    "scrape_s": real(0.0, least=1e-3, most=1e3),
+    "slo": kwargs(
+        st.fixed_dictionaries({}, optional={"ttft_s": st.floats(0.0, 1e6)}),
+        *({"ttft_s": -1.0}, {"ttft": 1.0}, {"tpot_s": float("nan")}),
+        called=("keyword",),
+    ),
+    "reward": name("slo", "ttft", needs={"admission": False}),
+    "admission": flag(needs={"reward": "slo"}),
+    "length_noise": real(0.0, 10.0, optional=True),
+}
+
+FAMILIES = {
+    "routing": ROUTING,
+    "serverless": SERVERLESS,
+    "placement": PLACEMENT,
+    "prefix": PREFIX,
+}
 BASE: dict[str, dict[str, Any]] = {
     "routing": {"num_experts": 3, "episode_requests": 12},
     "serverless": {"model": "toy", "episode_requests": 5},
     "placement": {"model": "toy", "epochs": 2, "epoch_s": 20.0, "history_requests": 5},
+    "prefix": {"num_replicas": 2, "episode_requests": 12, "warmup_requests": 3},
 }
 """Arguments of small systems."""

@@ -27,6 +27,8 @@ from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParalle
 from servegym.envs.llm_routing import config as routing_config
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.pettingzoo_env import LLMRoutingParallelEnv
+from servegym.envs.prefix_routing import problem as prefix_problem
+from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.serverless_moe import config as serverless_config
 from servegym.envs.serverless_moe.core import ServerlessBatch
 from servegym.envs.workloads import make_arrivals
@@ -61,12 +63,18 @@ def tries(few: int):
 
 
 IDS = {
-    "routing": [name for name in servegym.ENV_IDS if "Routing" in name],
+    "routing": [name for name in servegym.ENV_IDS if "LLMRouting" in name],
     "serverless": [name for name in servegym.ENV_IDS if "Serverless" in name],
     "placement": [name for name in servegym.ENV_IDS if "Placement" in name],
+    "prefix": [name for name in servegym.ENV_IDS if "Prefix" in name],
 }
 PARALLEL_ENVS = {"routing": LLMRoutingParallelEnv, "placement": ExpertPlacementParallelEnv}
-SYSTEMS = {"routing": RoutingBatch, "serverless": ServerlessBatch, "placement": PlacementEpisode}
+SYSTEMS = {
+    "routing": RoutingBatch,
+    "serverless": ServerlessBatch,
+    "placement": PlacementEpisode,
+    "prefix": PrefixBatch,
+}
 
 
 @pytest.fixture(params=[1, pytest.param(5, marks=pytest.mark.slow)], ids=["few", "many"])
@@ -86,6 +94,7 @@ def test_every_argument_has_a_strategy():
         "routing": routing_config.build_problem,
         "serverless": serverless_config.build_problem,
         "placement": placement_config.build_problem,
+        "prefix": prefix_problem.build_problem,
     }
     assert sum(map(len, IDS.values())) == len(servegym.ENV_IDS)
     for family, build in builds.items():

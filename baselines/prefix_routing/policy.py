@@ -1,0 +1,111 @@
+"""A gateway's rule as a policy of the environment: one decision a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View
+from servegym.baselines.protocol import BasePolicy, Observation
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+
+__all__ = ["RulePolicy", "view_of"]
+
+_COLUMN = {name: k for k, name in enumerate(REPLICA_FEATURES)}
+_OF_REQUEST = {name: k for k, name in enumerate(REQUEST_FEATURES)}
+
+
+def view_of(
+    observation: Observation,
+    row: int,
+    mask: NDArray[Any],
+    system: PrefixSystem,
+    rng: np.random.Generator,
+) -> View:
+    """What a rule reads, from the Dict observation of a row.
+
+    Args:
+        observation: With a leading axis of B.
+        row: Which of them.
+        mask: int8 (A,), the row's mask; its first N entries say which replicas take the request.
+        system: The system.
+        rng: Source of the rule's chance.
+    """
+    seen = observation["replicas"][row].astype(np.float64)
+    asked = observation["request"][row].astype(np.float64)
+
+    def of(name: str) -> NDArray[Any]:
+        return seen[:, _COLUMN[name]]
+
+    last = np.flatnonzero(of("session_replica"))
+    return View(
+        prompt_tokens=int(asked[_OF_REQUEST["prompt_tokens"]]),
+        predicted_output=float(asked[_OF_REQUEST["predicted_tokens"]]),
+        block_size=system.block_size,
+        match_tokens=of("match_tokens").astype(np.int64),
+        in_flight=of("in_flight").astype(np.int64),
+        prefill_tokens=of("prefill_tokens").astype(np.int64),
+        context_tokens=of("context_tokens").astype(np.int64),
+        decode_blocks=of("decode_blocks").astype(np.int64),
+        waiting=of("waiting").astype(np.int64),
+        running=of("running").astype(np.int64),
+        kv=of("kv_usage"),
+        capacity_tokens=of("kv_tokens").astype(np.int64),
+        speed=of("prefill_tokens_per_s"),
+        last_replica=int(last[0]) if len(last) else -1,
+        session=int(observation["ids"][row, 0]),
+        tenant=int(observation["ids"][row, 1]),
+        up=mask[: system.num_replicas] == 1,
+        now_s=float(observation["time_s"][row, 0]),
+        rng=rng,
+        index_block=system.index_block,
+        index_tokens=of("index_tokens").astype(np.int64),
+        scrape_age_s=float(seen[0, _COLUMN["metrics_age_s"]]),
+        tpot_s=of("tpot_s") if of("tpot_s").any() else None,
+        ttft_slo_s=float(asked[_OF_REQUEST["ttft_slo_s"]]),
+        tpot_slo_s=float(asked[_OF_REQUEST["tpot_slo_s"]]),
+    )
+
+
+class RulePolicy(BasePolicy):
+    """A rule for each row.
+
+    Args:
+        system: The system.
+        make: Makes a rule.
+        name: The rule's name.
+    """
+
+    def __init__(self, system: PrefixSystem, make: Callable[[], Rule], name: str) -> None:
+        self.system = system
+        self.name = name
+        self._make = make
+        self._rules: list[Rule] = []
+        self._chances: list[np.random.Generator] = []
+        make()  # arguments out of range are refused here
+
+    def reset(self, num_envs: int, seed: int | None = None) -> None:
+        """See `Policy.reset`."""
+        self._size(num_envs, seed)
+        self._rules = [self._make() for _ in range(num_envs)]
+        self._chances = self.rng.spawn(num_envs)
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """See `Policy.episode_start`."""
+        for row in np.flatnonzero(mask):
+            self._rules[row].reset()
+
+    def act(self, observation: Observation, action_mask: Any) -> NDArray[np.int64]:
+        """See `Policy.act`; replica 0, which rejects it, gets a request that nobody can take."""
+        system = self.system
+        actions = np.zeros(self.num_envs, dtype=np.int64)
+        for row, rule in enumerate(self._rules):
+            mask = np.asarray(action_mask[row])
+            chosen = rule.choose(view_of(observation, row, mask, system, self._chances[row]))
+            nowhere = system.num_replicas if system.admission else 0
+            actions[row] = nowhere if chosen == NOWHERE else chosen
+        return actions

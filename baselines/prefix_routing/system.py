@@ -1,0 +1,77 @@
+"""What an operator knows about the replicas and the gateway before any request arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from servegym.envs.prefix_routing.problem import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixSystem:
+    """Static description of a prefix-routing problem.
+
+    It holds nothing about the requests of an episode; policies get those by observation only.
+
+    Attributes:
+        num_replicas: N.
+        admission: Whether a request may be rejected, by action N.
+        block_size: Tokens of a KV block.
+        index_block: Tokens of an entry of the gateway's prefix index.
+        speed: (N,) prefill tokens/s.
+        kv_tokens: (N,) tokens of the KV memories.
+        max_num_seqs: Requests that a replica runs, at most.
+    """
+
+    num_replicas: int
+    admission: bool
+    block_size: int
+    index_block: int
+    speed: NDArray[np.float64]
+    kv_tokens: NDArray[np.int64]
+    max_num_seqs: int
+
+    @classmethod
+    def from_problem(cls, problem: Problem) -> PrefixSystem:
+        """Describe the system of a built prefix-routing problem.
+
+        Args:
+            problem: As `servegym.envs.prefix_routing.problem.build_problem` returns it.
+        """
+        return cls(
+            num_replicas=problem.num_replicas,
+            admission=problem.admission,
+            block_size=problem.block_size,
+            index_block=int(problem.gateway["entry_tokens"]),
+            speed=np.asarray(problem.speed, np.float64),
+            kv_tokens=np.asarray(problem.capacity * problem.block_size, np.int64),
+            max_num_seqs=int(problem.tables.config["max_running"][0]),
+        )
+
+    @classmethod
+    def from_env(cls, env: Any) -> PrefixSystem:
+        """Describe the system of a prefix-routing environment, single or vector.
+
+        Raises:
+            ValueError: If it is no prefix-routing environment.
+        """
+        problem = getattr(getattr(env, "unwrapped", env), "problem", None)
+        if problem is None or not hasattr(problem, "index_entries"):
+            raise ValueError(f"env must be a prefix-routing environment, got {type(env).__name__}")
+        return cls.from_problem(problem)
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> PrefixSystem:
+        """Describe the system that ``gymnasium.make(id, **kwargs)`` would build.
+
+        Raises:
+            ValueError: As the environment does for an unknown or bad argument.
+        """
+        from servegym.envs.prefix_routing.problem import DICT, build_problem
+
+        return cls.from_problem(build_problem(view=DICT, **kwargs))

@@ -1,0 +1,400 @@
+"""A batch of prefix-routing systems: the state behind the single and the vector environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from servegym.envs._jit import compile_kernels
+from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.config import put_replicas, put_requests
+from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
+from servegym.envs.prefix_routing.kernel import steps
+from servegym.envs.prefix_routing.kernel.gateway import Gateway
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
+from servegym.envs.prefix_routing.problem import Problem
+
+REWARD_TERMS = {steps.SLO: ("met",), steps.TTFT: ("ttft",)}
+
+REQUEST_LOG = np.dtype(
+    [
+        ("arrival_s", "f8"),
+        ("admitted_s", "f8"),
+        ("first_token_s", "f8"),
+        ("finish_s", "f8"),
+        ("session", "i4"),
+        ("tenant", "i4"),
+        ("turn", "i4"),
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("match_tokens", "i4"),
+        ("hit_tokens", "i4"),
+        ("recomputed_tokens", "i4"),
+        ("preemptions", "i4"),
+        ("replica", "i2"),
+        ("outcome", "i2"),
+    ]
+)
+"""Columns of ``request_log``: ``match_tokens`` is what the index had at the routing, ``hit_tokens``
+what the replica had cached at the first admission."""
+
+OUTCOMES = ("pending", "queued", "completed", "rejected")
+PERCENTILES = (50, 90, 99)
+MAX_TIME_S = 1e9
+
+
+@dataclass
+class PrefixState:
+    """Everything that one system is, as plain copies: ``clone_state`` gives it.
+
+    Attributes:
+        env: record of the episode's sums.
+        engine: the engine's arrays of the row by the names of `kernel.Systems`.
+        gateway: the gateway's by the names of `kernel.gateway.Gateway`.
+        episode: requests in the order of the decisions, which were decided on, last scrape of each
+            replica, and session and tenant of each request.
+        first_segment: where the row's segments began.
+        random: state of the generator that draws the next episodes, None in a bare batch.
+        finished: whether the episode has ended.
+    """
+
+    env: np.ndarray
+    engine: dict[str, np.ndarray]
+    gateway: dict[str, np.ndarray]
+    episode: tuple[np.ndarray, ...]
+    first_segment: int
+    random: Any = None
+    finished: bool = False
+
+
+def observation_space(problem: Problem) -> spaces.Space:
+    """The observation space of one system, by the problem's view."""
+    n = problem.num_replicas
+    high, low = np.array(REPLICA_HIGH, np.float32), np.array(REPLICA_LOW, np.float32)
+    top = np.array(REQUEST_HIGH, np.float32)
+    if problem.flat:
+        signed = np.concatenate([np.zeros(len(top)), np.tile(low, n)]) < 0
+        bottom = np.where(signed, -1.0, 0.0).astype(np.float32)
+        return spaces.Box(bottom, np.ones_like(bottom), dtype=np.float32)
+    most = np.iinfo(np.int32).max
+    return spaces.Dict(
+        {
+            "ids": spaces.Box(0, most, (2,), np.int32),
+            "replicas": spaces.Box(np.tile(low, (n, 1)), np.tile(high, (n, 1)), dtype=np.float32),
+            "request": spaces.Box(np.zeros_like(top), top, dtype=np.float32),
+            "time_s": spaces.Box(0.0, MAX_TIME_S, (1,), np.float32),
+        }
+    )
+
+
+def action_space(problem: Problem) -> spaces.Discrete:
+    """One of the replicas, or with ``admission`` none."""
+    return spaces.Discrete(problem.num_replicas + problem.admission)
+
+
+class PrefixBatch:
+    """B independent systems of one problem, advanced together by the kernel.
+
+    Attributes:
+        problem: what the systems share.
+        observation: buffers that the kernel writes, with a leading axis of B; a dict, or one array
+            for the flat view. Overwritten by every call.
+        action_mask: int8 ``(B, A)``, likewise.
+        out: float64 ``(B, 2)``: the last reward and whether the episode ended.
+        terms: name of the reward.
+    """
+
+    def __init__(self, problem: Problem, num_rows: int) -> None:
+        self.problem = problem
+        self.num_rows = num_rows
+        n, count = problem.num_replicas, problem.num_requests
+        config = problem.tables.config[0]
+        segments = np.zeros((num_rows * 4 * count, 2), dtype=np.int32)
+        self.systems = kernel.allocate(config, num_rows, segments, problem.events)
+        put_replicas(self.systems, problem.profiles, problem.capacity)
+        self.gateway = blank(problem.gateway, num_rows, n, count)
+        self.episodes = steps.Episodes(
+            settings=problem.settings,
+            row=np.zeros(num_rows, dtype=steps.EPISODE),
+            order=np.zeros((num_rows, count), dtype=np.int32),
+            counted=np.zeros((num_rows, count), dtype=np.int8),
+            scraped=np.zeros((num_rows, n)),
+            ids=np.zeros((num_rows, count, 2), dtype=np.int32),
+        )
+        features, width = len(REPLICA_HIGH), len(REQUEST_HIGH)
+        flat = (width + n * features) * problem.flat
+        self.buffers = steps.Buffers(
+            replicas=np.zeros((num_rows, n, features), dtype=np.float32),
+            request=np.zeros((num_rows, width), dtype=np.float32),
+            ids=np.zeros((num_rows, 2), dtype=np.int32),
+            time_s=np.zeros((num_rows, 1), dtype=np.float32),
+            flat=np.zeros((num_rows, flat), dtype=np.float32),
+            high=np.array([*REQUEST_HIGH, *(REPLICA_HIGH * n)], dtype=np.float32),
+            mask=np.zeros((num_rows, n + problem.admission), dtype=np.int8),
+            reward=np.zeros((num_rows, 2)),
+        )
+        self.out, self.action_mask = self.buffers.reward, self.buffers.mask
+        self.observation: Any = self.buffers.flat
+        if not problem.flat:
+            names = ("ids", "replicas", "request", "time_s")
+            self.observation = {name: getattr(self.buffers, name) for name in names}
+        self.terms = REWARD_TERMS[int(problem.settings["reward"][0])]
+        which, actions = np.zeros(num_rows, dtype=np.int8), np.zeros(num_rows, dtype=np.int64)
+        arguments = self._arguments()
+        self._begin, self._observe, self._step = compile_kernels(
+            "prefix routing engine",
+            [
+                (steps.begin, (*arguments, which)),
+                (steps.observe, (*arguments, which)),
+                (steps.step, (*arguments, actions, which)),
+            ],
+        )
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.problem.tables, self.systems, self.gateway, self.episodes, self.buffers
+
+    def draw(self, row: int, random: np.random.Generator) -> None:
+        """Draw the next episode of a row: its rate, its requests and their predicted lengths."""
+        problem = self.problem
+        requests, predicted = problem.draw(random)
+        numbered = prompts(problem.gateway, requests)
+        self._make_room(len(requests.segments), sizes(numbered))
+        first = self._first_segment(row)
+        self.systems.segments[first : first + len(requests.segments)] = requests.segments
+        put_requests(self.systems, row, requests, first)
+        load(
+            self.gateway,
+            row,
+            numbered,
+            predicted=predicted,
+            ttft_slo_s=problem.ttft_slo_s(requests.prompt_tokens),
+            tpot_slo_s=float(problem.settings["tpot_s"][0]),
+            speed=problem.speed,
+            kv_tokens=problem.capacity * problem.block_size,
+            max_num_seqs=int(problem.tables.config["max_running"][0]),
+            entries=problem.index_entries,
+        )
+        self.episodes.ids[row, :, 0] = requests.session
+        self.episodes.ids[row, :, 1] = requests.tenant
+
+    def _first_segment(self, row: int) -> int:
+        return row * (len(self.systems.segments) // self.num_rows)
+
+    def _make_room(self, segments: int, wanted: Mapping[str, int]) -> None:
+        """Enlarge what an episode with so many segments and such arrays does not fit in."""
+        old = len(self.systems.segments) // self.num_rows
+        if segments > old:
+            new = 2 * segments
+            parts = np.zeros((self.num_rows, new, 2), dtype=np.int32)
+            parts[:, :old] = self.systems.segments.reshape(self.num_rows, old, 2)
+            shift = np.repeat(np.arange(self.num_rows) * (new - old), self.problem.num_requests)
+            for name in ("first_segment", "segment"):
+                self.systems.request[name] += shift
+            self.systems = self.systems._replace(segments=parts.reshape(-1, 2))
+        grown = {}
+        for name, size in wanted.items():
+            array = getattr(self.gateway, name)
+            unused = name == "key_of_id" and self.problem.events == 0
+            if array.shape[-1] < size and not unused:
+                more = [(0, 0)] * (array.ndim - 1) + [(0, size + size // 2 - array.shape[-1])]
+                grown[name] = np.pad(array, more)
+        if grown:
+            self.gateway = self.gateway._replace(**grown)
+
+    def begin(self, which: np.ndarray) -> None:
+        """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
+        self._begin(*self._arguments(), np.ascontiguousarray(which, np.int8))
+
+    def step(self, actions: np.ndarray, which: np.ndarray) -> int:
+        """Route the current request of the rows with ``which`` set; ``actions`` int64 ``(B,)``.
+
+        Returns:
+            How many episodes ended.
+
+        Raises:
+            ValueError: an action is out of range; nothing has changed then.
+        """
+        actions = np.ascontiguousarray(actions, np.int64)
+        ended = self._step(*self._arguments(), actions, np.ascontiguousarray(which, np.int8))
+        if ended < 0:
+            bad = -1 - ended
+            raise ValueError(
+                f"action {int(actions[bad])} of system {bad} is out of range: "
+                f"{action_words(self.problem)}."
+            )
+        return ended
+
+    def clone(self, row: int) -> PrefixState:
+        """Copy one system."""
+        x = self.episodes
+        return PrefixState(
+            env=x.row[row : row + 1].copy(),
+            engine={name: part.copy() for name, part in self._engine(row).items()},
+            gateway={
+                name: part[row].copy()
+                for name, part in self.gateway._asdict().items()
+                if name != "config"
+            },
+            episode=tuple(part[row].copy() for part in (x.order, x.counted, x.scraped, x.ids)),
+            first_segment=self._first_segment(row),
+        )
+
+    def _engine(self, row: int) -> dict[str, np.ndarray]:
+        """Views of the parts of the engine's arrays that are a row's."""
+        s, rows = self.systems, self.num_rows
+        flat = ("request", "segments", "block", "lists")
+        return {
+            name: part[row] if name not in flat else part.reshape(rows, -1, *part.shape[1:])[row]
+            for name, part in s._asdict().items()
+        }
+
+    def restore(self, row: int, state: PrefixState) -> None:
+        """Put a copied system back in a row and write its observation.
+
+        Raises:
+            ValueError: the state is of a system of other sizes.
+        """
+        mine = self._engine(row)
+        for name, theirs in state.engine.items():
+            if name != "segments" and theirs.shape != mine[name].shape:
+                raise ValueError(
+                    f"state.engine[{name!r}] has shape {theirs.shape}, this environment needs "
+                    f"{mine[name].shape}: restore a state into an environment made with the same "
+                    "arguments."
+                )
+        wanted = {name: state.gateway[name].shape[-1] for name in GROWING}
+        self._make_room(len(state.engine["segments"]), wanted)
+        for name, part in self._engine(row).items():
+            theirs = state.engine[name]
+            if name == "segments":
+                part[: len(theirs)] = theirs
+            elif part.ndim == 0:
+                getattr(self.systems, name)[row] = theirs
+            else:
+                part[...] = theirs
+        moved = self._first_segment(row) - state.first_segment
+        given = self._engine(row)["request"]
+        given["first_segment"] += moved
+        given["segment"] += moved
+        for name, theirs in state.gateway.items():
+            part = getattr(self.gateway, name)
+            if theirs.ndim == 0:
+                part[row] = theirs
+            else:
+                part[row][tuple(slice(size) for size in theirs.shape)] = theirs
+        x = self.episodes
+        x.row[row] = state.env[0]
+        for part, theirs in zip((x.order, x.counted, x.scraped, x.ids), state.episode, strict=True):
+            part[row] = theirs
+        which = np.zeros(self.num_rows, dtype=np.int8)
+        which[row] = 1
+        self._observe(*self._arguments(), which)
+
+    def kpis(self, row: int) -> dict[str, float]:
+        """Key figures of the episode so far, over the requests that have been decided on.
+
+        ``attainment`` is the share of the decided requests that were completed within both
+        objectives; a request that is still under way or was rejected has not met them. Times are
+        NaN while nothing is completed.
+        """
+        o, log = self.episodes.row[row], self.request_log(row)
+        decided = max(int(o["index"]), 1)
+        done = log[log["outcome"] == kernel.COMPLETED]
+        nan = float("nan")
+        ttft, e2e = (done[name] - done["arrival_s"] for name in ("first_token_s", "finish_s"))
+        several = done[done["output_tokens"] > 1]
+        pace = (several["finish_s"] - several["first_token_s"]) / (several["output_tokens"] - 1)
+        figures = {
+            "attainment": int(o["met"]) / decided,
+            "attainment_ttft": int(o["met_ttft"]) / decided,
+            "attainment_tpot": int(o["met_tpot"]) / decided,
+            "mean_ttft_s": float(ttft.mean()) if len(done) else nan,
+            "mean_tpot_s": float(pace.mean()) if len(several) else nan,
+            "mean_e2e_s": float(e2e.mean()) if len(done) else nan,
+        }
+        for name, values in (("ttft", ttft), ("tpot", pace)):
+            found = np.percentile(values, PERCENTILES) if len(values) else (nan,) * 3
+            for share, value in zip(PERCENTILES, found, strict=True):
+                figures[f"p{share}_{name}_s"] = float(value)
+        prompts = max(int(o["prompt_tokens"]), 1)
+        claimed = int(o["claimed_tokens"])
+        sent = np.bincount(log["replica"][log["replica"] >= 0], minlength=self.problem.num_replicas)
+        span = float(o["last_finish"] - o["began"])
+        return figures | {
+            "hit_rate": int(o["hit_tokens"]) / prompts,
+            "claimed_rate": claimed / prompts,
+            "false_match_rate": int(o["false_tokens"]) / claimed if claimed else 0.0,
+            "recomputed_tokens": float(o["recomputed_tokens"]),
+            "preemption_rate": int(o["preemptions"]) / decided,
+            "reject_rate": int(o["rejected"]) / decided,
+            "imbalance": float(sent.max() / sent.mean()) if sent.sum() else 1.0,
+            "goodput_rps": int(o["met"]) / span if span > 0 else 0.0,
+            "requests": float(decided),
+        }
+
+    def request_log(self, row: int) -> np.ndarray:
+        """One row per request decided on in the current episode, see :data:`REQUEST_LOG`.
+
+        ``output_tokens`` is 0 and the hit unknown (0) before a request has ended or was admitted.
+        """
+        x = self.episodes
+        order = x.order[row, : int(x.row["index"][row])]
+        found = self._engine(row)["request"][order]
+        log = np.zeros(len(order), dtype=REQUEST_LOG)
+        for name, source in _LOG_SOURCES.items():
+            log[name] = found[source]
+        log["session"], log["tenant"] = x.ids[row, order].T
+        told = self.gateway.request[row, order]
+        log["turn"] = told["turn"]
+        routed = told["replica"] >= 0
+        log["match_tokens"][routed] = (told["prompt"] - told["uncached"])[routed]
+        log["output_tokens"][log["outcome"] != kernel.COMPLETED] = 0
+        return log
+
+    def fresh_observation(self) -> Any:
+        """A copy of the observation."""
+        if isinstance(self.observation, dict):
+            return {name: part.copy() for name, part in self.observation.items()}
+        return self.observation.copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        arrays = {"systems": self.systems, "gateway": self.gateway, "episodes": self.episodes}
+        parts = {name: array._asdict() for name, array in arrays.items()}
+        return {"problem": self.problem, "num_rows": self.num_rows, **parts} | {
+            "buffers": self.buffers._asdict()
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Rebuilt so that the observation stays a view of the buffers.
+        PrefixBatch.__init__(self, state["problem"], state["num_rows"])
+        self.systems = kernel.Systems(**state["systems"])
+        self.gateway = Gateway(**state["gateway"])
+        self.episodes = steps.Episodes(**state["episodes"])
+        for name, part in state["buffers"].items():
+            getattr(self.buffers, name)[...] = part
+
+
+def action_words(problem: Problem) -> str:
+    """What the actions are, for messages."""
+    most = problem.num_replicas - 1
+    words = f"0 to {most} name a replica"
+    return f"{words}, {most + 1} rejects the request" if problem.admission else words
+
+
+_LOG_SOURCES = {
+    "arrival_s": "arrived",
+    "admitted_s": "admitted",
+    "first_token_s": "first",
+    "finish_s": "finish",
+    "prompt_tokens": "prompt",
+    "output_tokens": "output",
+    "hit_tokens": "hit",
+    "recomputed_tokens": "recomputed",
+    "preemptions": "preemptions",
+    "replica": "replica",
+    "outcome": "outcome",
+}

@@ -1,0 +1,171 @@
+"""Prefix-cache-aware routing as a single Gymnasium environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._batch import BatchEnv
+from servegym.envs.prefix_routing.core import (
+    PrefixBatch,
+    action_space,
+    action_words,
+    observation_space,
+)
+from servegym.envs.prefix_routing.problem import DICT, FLAT, Problem, build_problem
+
+
+class PrefixRoutingEnv(BatchEnv):
+    """Send each LLM request to one of N replicas that cache the prefixes of earlier requests.
+
+    ## Description
+
+    A gateway stands before N replicas of one model, each an engine with vLLM's scheduler (chunked
+    prefill, paged KV memory, preemption) and its automatic prefix cache: blocks that nobody uses
+    stay cached until they are needed, least recently used first. Requests of a session or a tenant
+    begin alike, and what a replica has cached it need not compute. Sending them where their prefix
+    lies saves work and piles up load; spreading them does the opposite. A request counts if its
+    first token and its pace keep their objectives.
+
+    All chance (arrivals, sessions, lengths, and where it is a range the rate) is drawn at reset;
+    the engine is deterministic. With `dispatch="think"` a session's next request comes its think
+    time after the last one has ended, so that slow replicas are asked less.
+
+    ## Action Space
+
+    `Discrete(N)`: the replica. With `admission=True` it is `Discrete(N + 1)`, whose last action
+    rejects the request. `info["action_mask"]` (int8) is 0 for a replica that is down or whose memory
+    can never hold the prompt; a request that its replica can never hold is rejected.
+
+    ## Observation Space
+
+    What a gateway knows: metrics scraped every `scrape_s`, its own accounting of the requests in
+    flight, and its prefix index, which is not the replicas' true cache. A `Dict`:
+
+    | Key | Shape | Content |
+    |---|---|---|
+    | `replicas` | (N, 22) float32 | see below, raw units |
+    | `request` | (7,) float32 | prompt tokens, predicted output tokens, turn of the session, s since its last request, share of the recent requests that its tenant sent, objectives of TTFT (s) and TPOT (s/token) |
+    | `ids` | (2,) int32 | session and tenant |
+    | `time_s` | (1,) float32 | time |
+
+    | Columns of `replicas` | Content |
+    |---|---|
+    | 0, 1 | the replica exists; it takes requests |
+    | 2 to 5 | scraped: requests waiting and running, share of the KV memory in use; age of these in s |
+    | 6 to 9 | in flight by the gateway's accounting: requests, uncached prompt tokens of those without a first token, prompt tokens, KV blocks of the prompts |
+    | 10, 11 | tokens of the prompt that the index has for the replica; their share |
+    | 12, 13 | tokens in the index; share of its room |
+    | 14 | s since the last matched entry was used |
+    | 15 | the session's last request went there |
+    | 16 to 18 | moving averages: TTFT in s, its excess over what was expected, TPOT in s |
+    | 19 to 21 | prefill tokens/s, KV tokens, most running requests |
+
+    ## Rewards
+
+    `reward="slo"`: 1 for every request that is completed within both objectives, in the step in
+    which it ends. `reward="ttft"`: minus the seconds to the first token, in the step of that token.
+    The last step drains the replicas. `info["reward_terms"]` has the term by its name.
+
+    ## Starting State
+
+    Replicas are idle and empty. The first `warmup_requests` are routed by a reference rule (least
+    uncached tokens times requests in flight, as LMetric); then decisions begin.
+
+    ## Episode End
+
+    The episode terminates after `episode_requests` decisions. `info["episode_kpis"]` has SLO
+    attainment, TTFT and TPOT (mean, p50, p90, p99), goodput, hit rate, false matches of the index,
+    recomputed tokens, preemptions and imbalance.
+
+    ## Arguments
+
+    | Argument | Default | Meaning |
+    |---|---|---|
+    | `scenario` | None | a named setting, `servegym.envs.prefix_routing.scenarios.SCENARIOS`; other arguments override its own |
+    | `workload`, `workload_kwargs` | `"tenants"` | `tenants`, `sessions`, `agents` or `mooncake`, and keywords of its class in `servegym.envs.prefix_routing.workloads` |
+    | `split` | `"train"` | sessions of a recorded workload: `train` (60 %), `val`, `eval` or `all`; the other workloads draw all from the seed |
+    | `dispatch` | `"think"` | a session's next request comes after its last one ended (`think`), or when recorded (`trace`) |
+    | `rate` | 20.0 | mean requests/s, or a range (low, high) drawn from for each episode |
+    | `episode_requests`, `warmup_requests` | 2000, 500 | decisions, and requests before them |
+    | `profiles` | H100, Llama-3.1-8B | of all replicas or a list of them: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "dtype": ...}`, which is composed as `servegym profile` does |
+    | `num_replicas` | 8 | N, 1 to 62, where `profiles` is one profile |
+    | `max_num_seqs`, `max_num_batched_tokens` | 128, 2048 | most requests and tokens of an iteration |
+    | `block_size`, `kv_tokens` | 16, the profile's | tokens of a KV block; tokens of a replica's KV memory |
+    | `index`, `index_kwargs` | `"approximate"` | prefix index of the gateway: `none`, `approximate` (filled when routed) or `precise` (from cache events), and keywords, see below |
+    | `scrape_s` | 0.05 | time between scrapes of the metrics; 0: live |
+    | `slo` | .5 s + .1 ms/token, 40 ms | `{"ttft_s": ..., "ttft_s_per_token": ..., "tpot_s": ...}`, what is not given as by default |
+    | `reward` | `"slo"` | see Rewards |
+    | `admission` | False | whether a request may be rejected (needs `reward="slo"`) |
+    | `length_noise` | None | standard deviation of log(predicted / true output tokens); None predicts the mean |
+    | `validate` | False | check every observation against the space (slow) |
+    | `render_mode` | None | `ansi` or `rgb_array` |
+
+    `index_kwargs` takes `entry_tokens` (64 or the block), `strict` (whether a match ends at the first
+    gap), `index_entries` (31,250 a replica; `"kv_blocks"`: as many as the replica has blocks),
+    `index_delay_s` (age at which cache events arrive), `smoothing` and `heat_s` (of the averages).
+
+    >>> import gymnasium, servegym
+    >>> env = gymnasium.make("servegym/PrefixRouting-v0", num_replicas=4, warmup_requests=0)
+    >>> observation, info = env.reset(seed=0)
+    >>> observation["replicas"].shape, info["action_mask"].tolist()
+    ((4, 22), [1, 1, 1, 1])
+    >>> observation, reward, terminated, truncated, info = env.step(1)
+    >>> terminated, truncated
+    (False, False)
+
+    ## Vectorized environment
+
+    `gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=16)` steps all systems in one kernel
+    call and equals `SyncVectorEnv` bit for bit.
+
+    ## Version History
+
+    - v0: initial version
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["ansi", "rgb_array"], "render_fps": 8}
+    VIEW = DICT
+    BUILD = staticmethod(build_problem)
+    BATCH = PrefixBatch
+    OBSERVATION = staticmethod(observation_space)
+    ACTION = staticmethod(action_space)
+    problem: Problem
+    batch: PrefixBatch
+
+    def _put_action(self, action: Any) -> None:
+        array = np.asarray(action)
+        if array.shape != () or array.dtype.kind not in "iu":
+            raise ValueError(
+                f"action={action!r} must be one whole number ({action_words(self.problem)}), not "
+                f"{type(action).__name__} of shape {array.shape} and dtype {array.dtype}."
+            )
+        try:
+            self._action[0] = array
+        except OverflowError:
+            raise ValueError(
+                f"action={action!r} is out of range: {action_words(self.problem)}."
+            ) from None
+
+    @staticmethod
+    def frame(batch: PrefixBatch, row: int, mode: str) -> Any:
+        """Load, cached prefix and recent requests of each replica, as text or pixels."""
+        from servegym.envs.prefix_routing.render import render
+
+        return render(batch, row, mode)
+
+
+class PrefixRoutingFlatEnv(PrefixRoutingEnv):
+    """`PrefixRoutingEnv` with one Box for off-the-shelf agents.
+
+    The observation is a float32 `Box` of shape (7 + 22 N,): the columns of `request`, then those of
+    `replicas` for each replica. Shares are as they are; another column x with the bound h is
+    `log1p(x) / log1p(h)`, with its sign. Everything else is as in `PrefixRoutingEnv`.
+
+    >>> import gymnasium, servegym
+    >>> gymnasium.make("servegym/PrefixRoutingFlat-v0").observation_space.shape
+    (183,)
+    """
+
+    VIEW = FLAT

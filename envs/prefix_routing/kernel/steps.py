@@ -1,0 +1,358 @@
+"""Steps of the environment: a decision, the way to the next one, and what of it is seen and paid.
+
+Inside, ``p`` is a `SETTINGS`, ``x`` `Episodes`, ``o`` an `EPISODE` and ``g`` a `Gateway`; the other
+names are the engine's. The gateway is told of nothing that a gateway cannot know: metrics as they
+were at the last scrape, first tokens and ends of its responses, cache events where its index is
+built from them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from servegym.envs._jit import borrowed, inline, inner, jit
+from servegym.envs.prefix_routing.kernel import gateway
+from servegym.envs.prefix_routing.kernel.cache import blocks_of, used_blocks
+from servegym.envs.prefix_routing.kernel.events import (
+    begin_row,
+    locate,
+    next_to_work,
+    route_request,
+    take_arrival,
+)
+from servegym.envs.prefix_routing.kernel.iterations import advance
+from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FIRST_TOKEN, record
+from servegym.envs.prefix_routing.kernel.observation import observe as see
+
+SLO, TTFT = 0, 1  # settings.reward
+
+
+SETTINGS = record(
+    [
+        ("decisions", "i8"),  # of an episode
+        ("warmup", "i8"),  # requests before the first decision
+        ("admission", "i8"),  # 1: a request may be rejected
+        ("flat", "i8"),  # 1: one scaled vector is seen
+        ("reward", "i8"),  # SLO or TTFT
+        ("scrape_s", "f8"),  # time between scrapes; 0: metrics are live
+        ("ttft_s", "f8"),  # TTFT objective: ttft_s + ttft_s_per_token x prompt
+        ("ttft_s_per_token", "f8"),
+        ("tpot_s", "f8"),  # TPOT objective
+    ]
+)
+"""What all systems share besides engine and gateway."""
+
+EPISODE = record(
+    [
+        ("index", "i8"),  # decisions so far
+        ("news", "i8"),  # entries looked at
+        # Of the requests that were decided on:
+        ("completed", "i8"),
+        ("rejected", "i8"),
+        ("met", "i8"),  # completed within both objectives
+        ("met_ttft", "i8"),
+        ("met_tpot", "i8"),
+        ("preemptions", "i8"),
+        ("prompt_tokens", "i8"),  # of those completed
+        ("hit_tokens", "i8"),
+        ("claimed_tokens", "i8"),  # that the index named at their routing
+        ("false_tokens", "i8"),  # claimed and not hit
+        ("recomputed_tokens", "i8"),
+        ("step_met", "f8"),  # in this step
+        ("step_ttft", "f8"),  # s, sum over the first tokens in this step
+        ("began", "f8"),  # s, first decision
+        ("last_finish", "f8"),  # s
+    ]
+)
+"""Sums of an episode."""
+
+
+class Episodes(NamedTuple):
+    """What the steps keep of B systems.
+
+    Attributes:
+        settings: ``(1,)`` `SETTINGS`.
+        row: ``(B,)`` `EPISODE`.
+        order: int32 ``(B, J)``, the requests in the order of the decisions.
+        counted: int8 ``(B, J)``, 1 for a request that was decided on.
+        scraped: float64 ``(B, N)``, seconds, of the last scrape of each replica.
+        ids: int32 ``(B, J, 2)``, session and tenant of each request.
+    """
+
+    settings: np.ndarray
+    row: np.ndarray
+    order: np.ndarray
+    counted: np.ndarray
+    scraped: np.ndarray
+    ids: np.ndarray
+
+
+class Buffers(NamedTuple):
+    """What a step writes for the agents.
+
+    Attributes:
+        replicas: float32 ``(B, N, F)``, in raw units.
+        request: float32 ``(B, K)``, in raw units.
+        ids: int32 ``(B, 2)``, session and tenant.
+        time_s: float32 ``(B, 1)``.
+        flat: float32 ``(B, K + N F)``, or ``(B, 0)`` where nobody reads it.
+        high: float32 ``(K + N F,)``, the bounds of the raw features.
+        mask: int8 ``(B, A)``.
+        reward: float64 ``(B, 2)``: the reward and whether the episode has ended.
+    """
+
+    replicas: np.ndarray
+    request: np.ndarray
+    ids: np.ndarray
+    time_s: np.ndarray
+    flat: np.ndarray
+    high: np.ndarray
+    mask: np.ndarray
+    reward: np.ndarray
+
+
+# ------------------------------------------------------------------------------------------- time
+
+
+@inner
+def _work(c, law, p, s, g, x, b, n, until):
+    """Let replica n of row b work until ``until``, and scrape it on the way."""
+    e = s.replica[b, n]
+    tick = until
+    if p.scrape_s > 0.0:
+        tick = math.floor(until / p.scrape_s) * p.scrape_s
+        if tick > until:
+            tick -= p.scrape_s
+    if tick > x.scraped[b, n]:
+        if e.end <= tick:
+            advance(c, law, s, e, tick)
+        x.scraped[b, n] = tick
+        usage = used_blocks(e) / e.capacity
+        gateway.scraped(g, b, n, tick, e.waiting, e.running, usage)
+    if e.end <= until:
+        advance(c, law, s, e, until)
+
+
+@inner
+def _go_to_next_arrival(c, law, p, s, g, x, b):
+    """Bring row b, its replicas and its gateway to the next arrival, if there is one."""
+    while True:
+        n = next_to_work(c, s, b)
+        if n < 0:
+            break
+        _work(c, law, p, s, g, x, b, n, s.replica[b, n].safe)
+    v = s.env[b]
+    take_arrival(c, s, b)
+    if v.index < 0:
+        return
+    for n in range(c.num_replicas):
+        _work(c, law, p, s, g, x, b, n, v.now)
+    _hear(c, p, s, g, x, b)
+    gateway.take_events(g, b, s.events[b], v.events, v.now)
+    gateway.look_up(g, b, v.index, v.now)
+
+
+@inner
+def _hear(c, p, s, g, x, b):
+    """First tokens and ends since the last time: for the gateway, and for the episode's sums."""
+    v = s.env[b]
+    o = x.row[b]
+    first = b * c.num_requests
+    while o.news < v.news:
+        entry = s.news[b, o.news]
+        o.news += 1
+        if x.counted[b, entry.request] == 0:
+            continue
+        r = s.request[first + entry.request]
+        if entry.kind == FIRST_TOKEN:
+            o.step_ttft += r.first - r.arrived
+        elif entry.kind == COMPLETION:
+            _count(p, o, r, g.request[b, entry.request].uncached)
+    gateway.take_news(g, b, s.news[b], v.news, s.request[first : first + c.num_requests])
+
+
+@inline
+def _count(p, o, r, uncached):
+    """Add a completed request to the episode's sums; ``uncached`` as the index had it."""
+    o.completed += 1
+    ttft = r.first - r.arrived
+    in_time = ttft <= p.ttft_s + p.ttft_s_per_token * r.prompt
+    smooth = r.finish - r.first <= p.tpot_s * (r.output - 1)
+    o.met_ttft += in_time
+    o.met_tpot += smooth
+    if in_time and smooth:
+        o.met += 1
+        o.step_met += 1.0
+    claimed = r.prompt - uncached
+    o.prompt_tokens += r.prompt
+    o.hit_tokens += r.hit
+    o.claimed_tokens += claimed
+    o.false_tokens += max(claimed - r.hit, 0)
+    o.recomputed_tokens += r.recomputed
+    o.preemptions += r.preemptions
+    o.last_finish = max(o.last_finish, r.finish)
+
+
+# -------------------------------------------------------------------------------------- decisions
+
+
+@inner
+def _send(c, law, s, g, b, n):
+    """Send the current request of row b to replica n, or reject it if n < 0; returns if sent."""
+    v = s.env[b]
+    index, now = v.index, v.now
+    went = route_request(c, law, s, b, n)
+    gateway.sent(g, b, index, n if went else -1, now)
+    return went
+
+
+@inline
+def _reference(c, g, b, prompt):
+    """The replica that has least to compute times requests in flight, as LMetric's rule."""
+    best, least = 0, np.inf
+    for n in range(c.num_replicas):
+        q = g.replica[b, n]
+        cost = (prompt - q.match) * (q.in_flight + 1.0) + 1e-9 * q.in_flight
+        if cost < least:
+            best, least = n, cost
+    return best
+
+
+@inner
+def _observe(c, p, s, g, x, out, b):
+    """Write what is seen of row b, of no request at the end of an episode, and the mask."""
+    v = s.env[b]
+    see(g, b, v.index, v.now, out.replicas[b], out.request[b])
+    out.time_s[b, 0] = v.now
+    if v.index < 0:
+        out.ids[b] = 0
+        out.mask[b] = 1
+    else:
+        out.ids[b, 0] = x.ids[b, v.index, 0]
+        out.ids[b, 1] = x.ids[b, v.index, 1]
+        r = s.request[b * c.num_requests + v.index]
+        for n in range(c.num_replicas):
+            # An answer may be longer than told: the mask knows the prompt alone.
+            fits = blocks_of(c, r.prompt) <= s.replica[b, n].capacity
+            out.mask[b, n] = g.replica[b, n].up == 1 and fits
+        if p.admission:
+            out.mask[b, c.num_replicas] = 1
+    if p.flat:
+        width = out.request.shape[1]
+        for k in range(width):
+            out.flat[b, k] = _scaled(out.request[b, k], out.high[k])
+        features = out.replicas.shape[2]
+        for n in range(c.num_replicas):
+            for k in range(features):
+                at = width + n * features + k
+                out.flat[b, at] = _scaled(out.replicas[b, n, k], out.high[at])
+
+
+@inline
+def _scaled(value, high):
+    """A feature in [0, 1], or [-1, 1] with a sign: shares as they are, others by their logarithm.
+
+    A second and a token are the unit of the logarithm.
+    """
+    if high <= 1.0:
+        return value / high
+    return math.copysign(math.log1p(abs(value)) / math.log1p(high), value)
+
+
+# ------------------------------------------------------------------------------------ entry points
+
+
+@jit
+def begin(t, s, g, x, out, which):
+    """Start the loaded episodes of the rows b with which[b] != 0, and route their warm-up.
+
+    The warm-up's requests go where there is least to compute times requests in flight; they are
+    neither paid nor counted.
+    """
+    t, s, g, x, out = borrowed(t), borrowed(s), borrowed(g), borrowed(x), borrowed(out)
+    c = t.config[0]
+    p = x.settings[0]
+    for b in range(s.env.shape[0]):
+        if which[b] == 0:
+            continue
+        begin_row(c, s, b)
+        gateway.begin(g, b)
+        o = x.row[b]
+        o.index = 0
+        o.news = 0
+        o.completed = 0
+        o.rejected = 0
+        o.met = 0
+        o.met_ttft = 0
+        o.met_tpot = 0
+        o.preemptions = 0
+        o.prompt_tokens = 0
+        o.hit_tokens = 0
+        o.claimed_tokens = 0
+        o.false_tokens = 0
+        o.recomputed_tokens = 0
+        o.last_finish = 0.0
+        x.counted[b] = 0
+        x.scraped[b] = -1.0
+        _go_to_next_arrival(c, t.law, p, s, g, x, b)
+        for _ in range(p.warmup):
+            prompt = s.request[b * c.num_requests + s.env[b].index].prompt
+            _send(c, t.law, s, g, b, _reference(c, g, b, prompt))
+            _go_to_next_arrival(c, t.law, p, s, g, x, b)
+        o.began = s.env[b].now
+        _observe(c, p, s, g, x, out, b)
+
+
+@jit
+def observe(t, s, g, x, out, which):
+    """Write what is seen of the rows b with which[b] != 0."""
+    t, s, g, x, out = borrowed(t), borrowed(s), borrowed(g), borrowed(x), borrowed(out)
+    for b in range(s.env.shape[0]):
+        if which[b] != 0:
+            for n in range(t.config[0].num_replicas):
+                locate(t.config[0], s, b, n)  # a restored state may come from another row
+            _observe(t.config[0], x.settings[0], s, g, x, out, b)
+
+
+@jit
+def step(t, s, g, x, out, actions, which):
+    """Decide on the current request of every row b with which[b] != 0 and go on to the next.
+
+    Returns how many episodes have ended, or -1 - b if the action of any row b is out of range,
+    before anything has changed.
+    """
+    t, s, g, x, out = borrowed(t), borrowed(s), borrowed(g), borrowed(x), borrowed(out)
+    c = t.config[0]
+    p = x.settings[0]
+    for b in range(s.env.shape[0]):
+        if which[b] != 0 and (actions[b] < 0 or actions[b] >= c.num_replicas + p.admission):
+            return -1 - b
+    ended = 0
+    for b in range(s.env.shape[0]):
+        if which[b] == 0:
+            continue
+        v = s.env[b]
+        o = x.row[b]
+        o.step_met = 0.0
+        o.step_ttft = 0.0
+        x.order[b, o.index] = v.index
+        x.counted[b, v.index] = 1
+        o.index += 1
+        n = actions[b] if actions[b] < c.num_replicas else -1
+        if not _send(c, t.law, s, g, b, n):
+            o.rejected += 1
+        _go_to_next_arrival(c, t.law, p, s, g, x, b)
+        last = o.index == p.decisions
+        if last:
+            v.index = -1
+            for n in range(c.num_replicas):
+                advance(c, t.law, s, s.replica[b, n], np.inf)
+            _hear(c, p, s, g, x, b)
+            ended += 1
+        _observe(c, p, s, g, x, out, b)
+        out.reward[b, 0] = o.step_met if p.reward == SLO else -o.step_ttft
+        out.reward[b, 1] = 1.0 if last else 0.0
+    return ended

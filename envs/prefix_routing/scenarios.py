@@ -1,0 +1,64 @@
+"""Named settings of a prefix-routing environment, as its arguments: ``scenario=NAME``.
+
+- ``llm-d-8``: llm-d's benchmark with eight pods (inference-perf's report in
+  llm-d-kv-cache-manager): Qwen3-32B on two H100 each, 307,328 KV tokens a pod, 150 groups of five
+  users with a common prefix of 6,000 tokens and a question of 1,200, outputs of 1,000 tokens.
+- ``chat``: conversations with the lengths, turns and gaps of Mooncake's.
+- ``agents``: recorded sessions of a coding agent.
+- ``mooncake``: Mooncake's recorded hour, superposed.
+- ``hot-tenant``: one of 100 tenants sends ten times what each other sends.
+- ``drift``: the tenants' popularity is drawn anew every minute.
+- ``mixed-cards``: four H100, two A100 and two L40S.
+
+Rates are ours: about .85 of what the best rule in `servegym.baselines.prefix_routing` serves within
+the objectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_8B = "llama-3.1-8b"
+_H100 = {"card": "h100", "model": _8B}
+_A100 = {"card": "a100-80g", "model": _8B}
+_L40S = {"card": "l40s", "model": _8B}
+_TENANTS: dict[str, Any] = {
+    "groups": 100,
+    "users": 20,
+    "prefix_tokens": 6000,
+    "question_tokens": [200, 2000],
+    "output_tokens": [50, 500],
+    "questions": "fresh",
+    "order": "random",
+}
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "llm-d-8": {
+        "workload": "tenants",
+        "profiles": {"card": "h100", "model": "qwen3-32b", "tp": 2},
+        "kv_tokens": 307_328,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "block_size": 64,
+        "rate": 20.0,
+    },
+    "chat": {"workload": "sessions", "rate": 20.0},
+    "agents": {"workload": "agents", "rate": 4.0},
+    "mooncake": {"workload": "mooncake", "rate": 10.0},
+    "hot-tenant": {
+        "workload": "tenants",
+        "workload_kwargs": {**_TENANTS, "hot_factor": 10.0},
+        "rate": 60.0,
+    },
+    "drift": {
+        "workload": "tenants",
+        "workload_kwargs": {**_TENANTS, "skew": 1.0, "drift_s": 60.0},
+        "rate": 60.0,
+    },
+    "mixed-cards": {
+        "workload": "tenants",
+        "workload_kwargs": _TENANTS,
+        "profiles": [_H100] * 4 + [_A100] * 2 + [_L40S] * 2,
+        "rate": 40.0,
+    },
+}

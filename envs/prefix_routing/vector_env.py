@@ -1,0 +1,40 @@
+"""Prefix routing as a native Gymnasium vector environment: one kernel call for all systems."""
+
+from __future__ import annotations
+
+from servegym.envs._vector import BatchVectorEnv
+from servegym.envs.prefix_routing.core import PrefixBatch
+from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
+from servegym.envs.prefix_routing.problem import Problem
+
+
+class PrefixRoutingVectorEnv(BatchVectorEnv):
+    """B systems of `PrefixRoutingEnv` stepped together, equal to `SyncVectorEnv` bit for bit.
+
+    Besides the arguments of the single environment it takes
+
+    - `num_envs`: B;
+    - `autoreset_mode`: `"NextStep"` (default), `"SameStep"` (with `final_obs` and `final_info`) or
+      `"Disabled"` (with `reset(options={"reset_mask": ...})`);
+    - `copy`: False returns the buffers themselves, which the next call overwrites;
+    - `max_episode_steps`: truncates without draining.
+
+    With `reset(seed=s)` system i is seeded with s + i. Rewards are float64, the arrays of the
+    information carry their `_key` masks.
+
+    >>> import gymnasium, servegym
+    >>> envs = gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=2, warmup_requests=0)
+    >>> observation, info = envs.reset(seed=0)
+    >>> observation["replicas"].shape, info["action_mask"].shape
+    ((2, 8, 22), (2, 8))
+    """
+
+    SINGLE = PrefixRoutingEnv
+    problem: Problem
+    batch: PrefixBatch
+
+
+class PrefixRoutingFlatVectorEnv(PrefixRoutingVectorEnv):
+    """B systems of `PrefixRoutingFlatEnv`."""
+
+    SINGLE = PrefixRoutingFlatEnv

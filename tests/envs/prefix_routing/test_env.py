@@ -1,0 +1,371 @@
+"""The environment: what is seen and paid against the log of its requests, copies, refusals."""
+
+import pickle
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from gymnasium.utils.seeding import np_random
+from gymnasium.vector import SyncVectorEnv
+
+from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from servegym.envs.prefix_routing.problem import DICT, build_problem
+from servegym.envs.prefix_routing.replay import replay_prefix
+from servegym.envs.prefix_routing.scenarios import SCENARIOS
+from servegym.envs.prefix_routing.vector_env import (
+    PrefixRoutingFlatVectorEnv,
+    PrefixRoutingVectorEnv,
+)
+from servegym.envs.prefix_routing.workloads import RecordedSessions, SuperposedTrace
+
+TENANTS = {
+    "groups": 6,
+    "users": 4,
+    "prefix_tokens": 500,
+    "question_tokens": [20, 300],
+    "output_tokens": [1, 60],
+    "questions": "fresh",
+    "order": "random",
+}
+SMALL = {
+    "workload_kwargs": TENANTS,
+    "num_replicas": 3,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,
+    "kv_tokens": 6000,
+    "rate": 60.0,
+    "episode_requests": 120,
+    "warmup_requests": 30,
+}
+CHATS = {"workload": "sessions", "workload_kwargs": {"max_context": 3000}, "rate": 30.0}
+CHATS = {**{k: v for k, v in SMALL.items() if k != "workload_kwargs"}, **CHATS}
+KINDS = {
+    "tenants": SMALL,
+    "chats": CHATS,
+    "precise": {**CHATS, "index": "precise", "index_kwargs": {"index_delay_s": 0.1}},
+    "live": {**SMALL, "scrape_s": 0.0, "reward": "ttft", "length_noise": 0.5},
+    "admission": {**SMALL, "admission": True, "index": "none"},
+}
+COLUMN = {name: k for k, name in enumerate(REPLICA_FEATURES)}
+
+
+def play(env, seed, actions=None):
+    """Observations, rewards and the log of an episode of random actions."""
+    chance = np.random.default_rng(seed)
+    observation, info = env.reset(seed=seed)
+    seen, masks, rewards, done = [observation], [info["action_mask"]], [], False
+    while not done:
+        action = int(chance.integers(env.action_space.n)) if actions is None else actions.pop(0)
+        observation, reward, done, _, info = env.step(action)
+        seen.append(observation)
+        masks.append(info["action_mask"])
+        rewards.append(reward)
+    return seen, masks, rewards, env.request_log(), info
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def played(request):
+    env = PrefixRoutingEnv(validate=True, **KINDS[request.param])
+    return request.param, env, *play(env, 3)
+
+
+def all_requests(env):
+    """What became of all requests, those of the warm-up included, in the order of their numbers."""
+    return env.batch.systems.request[: env.batch.problem.num_requests]
+
+
+def test_metrics_are_those_of_the_last_scrape(played):
+    kind, env, seen, _, _, log, _ = played
+    scrape = KINDS[kind].get("scrape_s", 0.05)
+    found = all_requests(env)
+    assert found["preemptions"].sum() == 0 or kind != "tenants"
+    steady = found["preemptions"] == 0  # a preempted request waits again
+    for observation, entry in zip(seen, log, strict=False):
+        now = entry["arrival_s"]
+        tick = now if scrape == 0.0 else np.floor(now / scrape) * scrape
+        replicas = observation["replicas"]
+        assert replicas[:, COLUMN["metrics_age_s"]] == pytest.approx(now - tick, abs=1e-6)
+        for n in range(env.problem.num_replicas):
+            mine = found[(found["replica"] == n) & (found["outcome"] == kernel.COMPLETED)]
+            unsure = (~steady[found["replica"] == n]).any()
+            # Who was routed at this very time is not yet seen.
+            there = mine["available"] <= tick if scrape > 0 else mine["available"] < tick
+            waiting = (there & ~(mine["admitted"] <= tick)).sum()
+            running = ((mine["admitted"] <= tick) & (mine["finish"] > tick)).sum()
+            if not unsure:
+                assert replicas[n, COLUMN["waiting"]] == waiting
+                assert replicas[n, COLUMN["running"]] == running
+
+
+def test_own_accounting_is_that_of_the_requests_in_flight(played):
+    _, env, seen, _, _, log, _ = played
+    found = all_requests(env)
+    for observation, entry in zip(seen, log, strict=False):
+        now = entry["arrival_s"]
+        for n in range(env.problem.num_replicas):
+            mine = found[(found["replica"] == n) & (found["outcome"] == kernel.COMPLETED)]
+            flying = mine[(mine["available"] < now) & (mine["finish"] > now)]
+            assert observation["replicas"][n, COLUMN["in_flight"]] == len(flying)
+            tokens = observation["replicas"][n, COLUMN["context_tokens"]]
+            assert tokens == flying["prompt"].sum()
+
+
+def test_rewards_are_those_of_the_requests_that_end_in_a_step(played):
+    kind, env, _, _, rewards, log, info = played
+    p = env.problem.settings[0]
+    ends = np.append(log["arrival_s"][1:], np.inf)
+    done = log["outcome"] == kernel.COMPLETED
+    ttft = log["first_token_s"] - log["arrival_s"]
+    spent = log["finish_s"] - log["first_token_s"]
+    met = done & (ttft <= p["ttft_s"] + p["ttft_s_per_token"] * log["prompt_tokens"])
+    met &= spent <= p["tpot_s"] * (log["output_tokens"] - 1)
+    at = log["first_token_s"] if kind == "live" else log["finish_s"]
+    worth = -ttft if kind == "live" else met
+    expected = np.zeros(len(log))
+    np.add.at(expected, np.searchsorted(ends, at[done]), worth[done])
+    assert rewards == pytest.approx(expected, abs=1e-9)
+    kpis = info["episode_kpis"]
+    assert kpis["attainment"] == pytest.approx(met.mean())
+    assert kpis["mean_ttft_s"] == pytest.approx(ttft[done].mean())
+    assert kpis["hit_rate"] == pytest.approx(
+        log["hit_tokens"][done].sum() / log["prompt_tokens"][done].sum()
+    )
+    assert kpis["reject_rate"] == pytest.approx((log["outcome"] == kernel.REJECTED).mean())
+    claimed = log["match_tokens"][done]
+    false = np.maximum(claimed - log["hit_tokens"][done], 0).sum() / max(claimed.sum(), 1)
+    assert kpis["false_match_rate"] == pytest.approx(false)
+    assert kpis["requests"] == len(log) == KINDS[kind]["episode_requests"]
+
+
+def test_replicas_serve_as_in_a_replay_of_the_same_assignment(played):
+    kind, env, *_ = played
+    found = all_requests(env)
+    rejected = found["outcome"] == kernel.REJECTED
+    assert rejected.any() == (kind == "admission")
+    if kind == "admission":  # a replay rejects nothing
+        assert (found["replica"][rejected] == -1).all()
+        return
+    problem = env.problem
+    requests, _ = problem.draw(np_random(3)[0])
+    replayed = replay_prefix(
+        problem.profiles,
+        requests,
+        found["replica"],
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv_tokens=6000,
+    )
+    for name, source in (("first_token_s", "first"), ("finish_s", "finish")):
+        assert found[source] == pytest.approx(replayed[name], rel=1e-9)
+    assert (found["hit"] == replayed["hit_tokens"]).all()
+    assert found["hit"].sum() > 0
+
+
+def test_observations_know_nothing_of_what_comes():
+    env = PrefixRoutingEnv(**SMALL)
+    twin = PrefixRoutingEnv(**SMALL)
+    for each in (env, twin):
+        each.reset(seed=1)
+    for k in range(40):
+        env.step(k % 3)
+        twin.step(k % 3)
+    # Nothing that has not happened is seen: other outputs of what still runs, other requests.
+    found = twin.batch.systems.request
+    later = found["outcome"] == kernel.PENDING
+    later[int(twin.batch.systems.env["index"][0])] = False
+    found["output"][later] += 7
+    found["prompt"][later] += 16
+    now = twin.batch.systems.env["index"][0]
+    found["output"][now] += 5
+    state = twin.clone_state()
+    mine, _ = env.restore_state(env.clone_state())
+    theirs, _ = twin.restore_state(state)
+    for name, part in mine.items():
+        assert (part == theirs[name]).all(), name
+
+
+@pytest.mark.parametrize("kind", ["tenants", "precise", "admission"])
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_vector_environment_equals_single_ones(kind, mode, flat):
+    single, many = (
+        (PrefixRoutingFlatEnv, PrefixRoutingFlatVectorEnv)
+        if flat
+        else (PrefixRoutingEnv, PrefixRoutingVectorEnv)
+    )
+    kwargs = {**KINDS[kind], "episode_requests": 20, "warmup_requests": 10}
+    sync = SyncVectorEnv([lambda: single(**kwargs)] * 3, autoreset_mode=mode)
+    native = many(3, autoreset_mode=mode, **kwargs)
+    assert native.single_observation_space == sync.single_observation_space
+    chance = np.random.default_rng(0)
+    a, b = sync.reset(seed=5), native.reset(seed=5)
+    for _ in range(70):
+        same(a[0], b[0])
+        assert (a[-1]["action_mask"] == b[-1]["action_mask"]).all()
+        actions = chance.integers(native.single_action_space.n, size=3)
+        a, b = sync.step(actions), native.step(actions)
+        for left, right in zip(a[1:4], b[1:4], strict=True):
+            assert (left == right).all()
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            same(a[name], b[name])
+    else:
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_goes_on_as_its_original_in_any_row(kind):
+    env = PrefixRoutingEnv(**KINDS[kind])
+    env.reset(seed=2)
+    for k in range(50):
+        env.step(k % 3)
+    state = pickle.loads(pickle.dumps(env.clone_state()))
+    others = PrefixRoutingVectorEnv(3, **KINDS[kind])
+    others.reset(seed=9)  # other episodes, of other sizes
+    others.restore_state(2, state)
+    same({k: v[2] for k, v in others.observe()[0].items()}, env.restore_state(state)[0])
+    again = PrefixRoutingEnv(**KINDS[kind])
+    again.reset(seed=4)
+    again.restore_state(state)
+    pickled = pickle.loads(pickle.dumps(env))
+    chance = np.random.default_rng(1)
+    done = False
+    while not done:
+        action = int(chance.integers(3))
+        observation, reward, done, _, info = env.step(action)
+        for other in (again, pickled):
+            found = other.step(action)
+            same(found[0], observation)
+            assert found[1:3] == (reward, done)
+        left = others.step(np.array([0, 1, action]))
+        same({k: v[2] for k, v in left[0].items()}, observation)
+        assert left[1][2] == reward
+    same(again.batch.kpis(0), info["episode_kpis"])
+    assert (again.request_log() == env.request_log()).all()
+
+
+@pytest.mark.parametrize("env_class", [PrefixRoutingEnv, PrefixRoutingFlatEnv])
+def test_gymnasium_accepts_it(env_class):
+    check_env(env_class(**{**SMALL, "episode_requests": 10}), skip_render_check=True)
+
+
+def test_flat_view_is_the_dict_scaled():
+    flat = PrefixRoutingFlatEnv(validate=True, **SMALL)
+    env = PrefixRoutingEnv(**SMALL)
+    (a, _), (b, _) = flat.reset(seed=0), env.reset(seed=0)
+    for k in range(30):
+        a, *_ = flat.step(k % 3)
+        b, *_ = env.step(k % 3)
+    raw = np.concatenate([b["request"], b["replicas"].ravel()]).astype(np.float64)
+    space = env.observation_space
+    high = np.concatenate([space["request"].high, space["replicas"].high.ravel()])
+    logs = np.sign(raw) * np.log1p(np.abs(raw)) / np.log1p(high.astype(np.float64))
+    assert a == pytest.approx(np.where(high <= 1, raw, logs), abs=1e-6)
+    assert len(REQUEST_FEATURES) + 3 * len(REPLICA_FEATURES) == len(a)
+
+
+def test_pictures():
+    for mode in ("ansi", "rgb_array"):
+        env = PrefixRoutingEnv(render_mode=mode, **SMALL)
+        env.reset(seed=0)
+        for k in range(60):
+            env.step(k % 3)
+        found = env.render()
+        if mode == "ansi":
+            assert len(found.splitlines()) == 5
+        else:
+            assert found.shape == (360, 640, 3) and found.dtype == np.uint8
+            assert len(np.unique(found.reshape(-1, 3), axis=0)) > 6
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_can_be_played(scenario):
+    problem = build_problem(view=DICT, scenario=scenario, episode_requests=40, warmup_requests=10)
+    requests, predicted = problem.draw(np.random.default_rng(0))
+    assert len(predicted) == requests.check().num_requests == 50
+    longest = requests.prompt_tokens.astype(np.int64) + requests.output_tokens
+    assert longest.max() <= (problem.capacity * problem.block_size).min()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"scenario": "llmd"}, "scenario"),
+        ({"workload": "tenant"}, "workload"),
+        ({"workload_kwargs": {"group": 3}}, "group"),
+        ({"dispatch": "closed"}, "dispatch"),
+        ({"rate": 0.0}, "rate"),
+        ({"rate": (3.0, 2.0)}, "rate"),
+        ({"episode_requests": 0}, "episode_requests"),
+        ({"warmup_requests": -1}, "warmup_requests"),
+        ({"profiles": "h200-none"}, "h200-none"),
+        ({"profiles": []}, "profiles"),
+        ({"profiles": {"card": "h100"}}, "model"),
+        ({"profiles": {"card": "h100", "modle": "llama-3.1-8b"}}, "modle"),
+        ({"num_replicas": 63}, "num_replicas"),
+        ({"profiles": ["h100-llama-3.1-8b"], "num_replicas": 2}, "num_replicas"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens"),
+        ({"block_size": 0}, "block_size"),
+        ({"kv_tokens": 3}, "kv_tokens"),
+        ({"index": "exact"}, "index"),
+        ({"index_kwargs": {"entries": 3}}, "entries"),
+        ({"index_kwargs": {"index_entries": 0}}, "index_entries"),
+        ({"index_kwargs": {"entry_tokens": 24}}, "entry_tokens"),
+        ({"scrape_s": -1.0}, "scrape_s"),
+        ({"slo": {"ttft": 1.0}}, "ttft"),
+        ({"slo": {"ttft_s": -1.0}}, "ttft_s"),
+        ({"reward": "slos"}, "reward"),
+        ({"admission": 1}, "admission"),
+        ({"admission": True, "reward": "ttft"}, "admission"),
+        ({"length_noise": -0.5}, "length_noise"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        PrefixRoutingEnv(**arguments)
+
+
+@pytest.mark.parametrize("action", [-1, 3, 1.5, [0, 1], 1 << 70])
+def test_bad_actions_change_nothing(action):
+    env = PrefixRoutingEnv(**SMALL)
+    env.reset(seed=0)
+    before = env.clone_state()
+    with pytest.raises(ValueError, match="action"):
+        env.step(action)
+    same(env.clone_state().engine, before.engine)
+
+
+def test_a_request_beyond_a_replicas_memory_is_rejected():
+    large = {**TENANTS, "max_context": None}
+    kwargs = {**SMALL, "workload_kwargs": large, "kv_tokens": 640, "warmup_requests": 0}
+    env = PrefixRoutingEnv(**kwargs)
+    _, masks, _, log, info = play(env, 0)
+    need = -(-(log["prompt_tokens"] + 0) // 16)
+    assert (log["outcome"] == kernel.REJECTED).any()
+    assert 0.0 < info["episode_kpis"]["reject_rate"] < 1.0
+    for mask, blocks in zip(masks, need, strict=False):
+        assert (mask == (blocks <= 40)).all()
+
+
+def test_splits_share_no_session():
+    for make in (SuperposedTrace, RecordedSessions):
+        parts = [set(make(split=split)._rows.tolist()) for split in ("train", "val", "eval")]
+        whole = set(make()._rows.tolist())
+        assert set.union(*parts) == whole and sum(map(len, parts)) == len(whole)
+        assert all(len(part) > 0.05 * len(whole) for part in parts)
+
+
+def test_registered_ids_make_both_forms():
+    for name in ("PrefixRouting", "PrefixRoutingFlat"):
+        env = gymnasium.make(f"servegym/{name}-v0", **SMALL)
+        envs = gymnasium.make_vec(f"servegym/{name}-v0", num_envs=2, **SMALL)
+        assert env.observation_space == envs.unwrapped.single_observation_space
