@@ -128,7 +128,7 @@ def test_a_whole_trace_hits_what_its_ids_say(name):
     trace = load_prefix_trace(name)
     row = np.arange(trace.num_requests)
     options = (row, np.zeros_like(row), trace.time_s, trace.num_requests, 512, "trace")
-    recorded, _ = _recorded(trace, None, False)
+    recorded, _ = _recorded(trace, None, False, "all")
     hits = infinite_cache_hits(recorded.episode(*options).check(), recompute_last=False)
     assert np.array_equal(hits.blocks, trace.shared_tokens // 512)
     reused, _ = _recorded(trace, None, True)
