@@ -26,7 +26,7 @@ from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench.timing import short
 from servegym.experiments.cluster.rllib_policy import draw as draw_rllib
 from servegym.experiments.fidelity.report import draw as draw_fidelity
-from servegym.experiments.figures.claims import HEADINGS
+from servegym.experiments.figures.claims import HEADINGS, TITLES
 from servegym.experiments.figures.claims import lines as claim_lines
 from servegym.experiments.figures.run import Picture, draw, list_pictures
 from servegym.experiments.figures.verdicts import judge
@@ -220,7 +220,9 @@ def place(path: Path) -> tuple[int, int, str]:
 
 
 def claims(family: str) -> list[str]:
-    """The paper's claims beside ours."""
+    """The paper's claims beside ours; nothing for a family without a paper."""
+    if family not in TITLES:
+        return []
     rule = inspect.cleandoc(judge.__doc__ or "").partition("\n\n")[2].partition("Args:")[0]
     rule = (
         "From the tables below (`servegym claims`). A claim without a figure agrees where it holds "

@@ -99,6 +99,10 @@ POINTS = (
         5,
         {"epochs": 2},
     ),
+    *(
+        Point(f"prefix-{name}", _PREFIX, {"scenario": name}, 20, {"episode_requests": 100})
+        for name in ("hot-tenant", "mixed-cards", "mooncake")
+    ),
 )
 
 SLOW = {

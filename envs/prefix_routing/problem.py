@@ -87,6 +87,11 @@ class Problem:
         return int(self.tables.config["num_requests"][0])
 
     @property
+    def episode_requests(self) -> int:
+        """Decisions of an episode."""
+        return int(self.settings["decisions"][0])
+
+    @property
     def block_size(self) -> int:
         """Tokens of a KV block."""
         return int(self.tables.config["block_size"][0])
@@ -201,7 +206,14 @@ def _problem(
     choose("split", split, SPLITS)
     if chosen in RECORDED:
         given = {"split": split, **given}
-    made = make_prefix_workload(chosen, **given)
+    try:
+        made = make_prefix_workload(chosen, **given)
+    except ValueError as error:
+        if "max_context" in (workload_kwargs or {}) or "max_context" not in str(error):
+            raise
+        raise ValueError(
+            f"{error} kv_tokens and the laws of the profiles allow no longer max_context."
+        ) from None
     noise = None if length_noise is None else real("length_noise", length_noise, 0.0, 10.0)
     for card in {id(card): card for card in cards}.values():
         card.check_domain(batch=int(tables.config["max_running"][0]), tokens=budget)

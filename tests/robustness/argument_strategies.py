@@ -356,7 +356,7 @@ ROUTING = {
     ),
     "step_factors": Argument(
         st.none() | st.just({}),
-        junk("none")
+        junk("none", "mapping")
         | st.sampled_from([{"nobody": [1, 1]}, {"rtx4090-llama-3.1-8b": 1}, {3: [1, 1]}, [1, 1]]),
     ),
     "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
@@ -693,7 +693,9 @@ PREFIX = {
     "max_num_seqs": whole(1, 4096, most=64),
     "max_num_batched_tokens": whole(128, 1 << 31, most=8192, called=("max_num_seqs",)),
     "block_size": whole(1, 1 << 20, most=512, called=("kv_tokens",)),
-    "kv_tokens": whole(16, 1 << 31, most=1 << 20, optional=True),
+    "kv_tokens": dataclasses.replace(
+        whole(16, 1 << 31, optional=True), valid=st.integers(1 << 14, 1 << 20) | st.none()
+    ),
     "index": name("none", "approximate", "precise"),
     "index_kwargs": kwargs(
         st.fixed_dictionaries({}, optional={"heat_s": st.floats(0.1, 1e6)}),

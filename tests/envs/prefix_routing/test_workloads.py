@@ -131,7 +131,7 @@ def test_a_whole_trace_hits_what_its_ids_say(name):
     recorded, _ = _recorded(trace, None, False, "all")
     hits = infinite_cache_hits(recorded.episode(*options).check(), recompute_last=False)
     assert np.array_equal(hits.blocks, trace.shared_tokens // 512)
-    reused, _ = _recorded(trace, None, True)
+    reused, _ = _recorded(trace, None, True, "all")
     more = infinite_cache_hits(reused.episode(*options).check(), recompute_last=False)
     at = trace.repeats_output
     assert (more.blocks[at] == trace.stream_shared()[at] // 512).all()
