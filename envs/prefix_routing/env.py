@@ -88,7 +88,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `split` | `"train"` | sessions of a recorded workload: `train` (60 %), `val`, `eval` or `all`; the other workloads draw all from the seed |
     | `dispatch` | `"think"` | a session's next request comes after its last one ended (`think`), or when recorded (`trace`) |
     | `rate` | 20.0 | mean requests/s, or a range (low, high) drawn from for each episode |
-    | `episode_requests`, `warmup_requests` | 2000, 500 | decisions, and requests before them |
+    | `episode_requests`, `warmup_requests` | 1000, 500 | decisions, and requests before them |
     | `profiles` | H100, Llama-3.1-8B | of all replicas or a list of them: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "dtype": ...}`, which is composed as `servegym profile` does |
     | `num_replicas` | 8 | N, 1 to 62, where `profiles` is one profile |
     | `max_num_seqs`, `max_num_batched_tokens` | 128, 2048 | most requests and tokens of an iteration |

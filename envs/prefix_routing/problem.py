@@ -157,7 +157,7 @@ def _problem(
     split: str = "train",
     dispatch: str = "think",
     rate: float | Sequence[float] = 20.0,
-    episode_requests: int = 2000,
+    episode_requests: int = 1000,
     warmup_requests: int = 500,
     profiles: Any = _DEFAULT_PROFILE,
     num_replicas: int | None = None,
