@@ -470,7 +470,7 @@ _ABOUT = {
     "parity_queueing": "one slot",
 }
 _RATIOS = ("median", "least", "most")
-_LATENCIES = [*METRICS.values(), "throughput", "simulated requests per core-second"]
+_LATENCIES = [*METRICS.values(), "throughput", "requests per core-s"]
 
 
 def speed_notes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -517,7 +517,7 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
                 "The measured run",
                 ["simulator", *_LATENCIES]
                 + [f"error of {name}" for name in METRICS.values()]
-                + ["median error of a request"],
+                + ["median error"],
                 [
                     [
                         row["simulator"],
@@ -563,7 +563,7 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
                 "parity-queueing",
                 "One slot against the closed form",
                 ["queue", "utilisation", "simulator", "closed form", "simulated", "difference"]
-                + ["standard error", "simulated requests per core-second"],
+                + ["standard error", "requests per core-s"],
                 [
                     [
                         row["queue"],
