@@ -246,6 +246,14 @@ MUTANTS = (
     Mutant(PREFIX, "cache.py", "if e.blocked_id == i:", "if e.blocked_id == i < 0:", BINDS),
     # The token that a preempted request was about to put in counts as computed.
     Mutant(PREFIX, "queues.py", "r.generated - 1  # its", "r.generated  # its", BINDS),
+    # Replicas that are down take requests.
+    Mutant(
+        PREFIX,
+        "events.py",
+        "if e.down == 0 and blocks_of",
+        "if e.down >= 0 and blocks_of",
+        "test_equal_with_failing_replicas",
+    ),
     # A request just sent is not thought to complete before those that run.
     # An entry that was used again goes as early as if it had not been.
     Mutant(

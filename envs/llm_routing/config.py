@@ -352,14 +352,22 @@ def engine_config(
     c["router_delay_s"] = real("router_delay_s", router_delay_s, 0.0)
     c["staleness_s"] = real("staleness_s", staleness_s, 0.0)
     if failures is not None:
-        times = mapping("failures", failures, FAILURE_TIMES)
-        for name in FAILURE_TIMES:
-            if name not in times:
-                raise ValueError(f"failures={failures!r} lacks {name!r}; it takes {FAILURE_TIMES}.")
-        c["uptime_s"], c["downtime_s"] = (
-            real(f"failures[{name!r}]", times[name], 1e-3) for name in FAILURE_TIMES
-        )
+        c["uptime_s"], c["downtime_s"] = failure_times(failures)
     return cfg
+
+
+def failure_times(failures: Mapping[str, Any]) -> tuple[float, float]:
+    """Mean seconds to failure and to repair, of the argument ``failures``.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    times = mapping("failures", failures, FAILURE_TIMES)
+    for name in FAILURE_TIMES:
+        if name not in times:
+            raise ValueError(f"failures={failures!r} lacks {name!r}; it takes {FAILURE_TIMES}.")
+    uptime, downtime = (real(f"failures[{name!r}]", times[name], 1e-3) for name in FAILURE_TIMES)
+    return uptime, downtime
 
 
 def _predictor_options(

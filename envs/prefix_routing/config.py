@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from servegym.envs._checks import whole
-from servegym.envs.llm_routing.config import pack_laws
+from servegym.envs.llm_routing.config import failure_times, pack_laws
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.hardware_profiles import Profile
@@ -25,6 +26,7 @@ def engine_tables(
     block_size: int,
     kv_tokens: int | None,
     num_requests: int,
+    failures: Mapping[str, Any] | None = None,
 ) -> tuple[kernel.Tables, np.ndarray]:
     """What the systems share, and the capacity (N,) of the replicas in blocks.
 
@@ -35,6 +37,8 @@ def engine_tables(
         block_size: Tokens of a KV block.
         kv_tokens: Room of a replica's KV cache in tokens; None takes each profile's.
         num_requests: Most requests of an episode.
+        failures: ``mean_time_to_failure_s`` and ``mean_time_to_repair_s`` of a replica,
+            both exponential; None: none fails.
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
@@ -67,6 +71,8 @@ def engine_tables(
     c["block_size"], c["blocks_per_token"] = size, 1.0 / size
     c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 36 - bits
     c["num_requests"] = num_requests
+    if failures is not None:
+        c["uptime_s"], c["downtime_s"] = failure_times(failures)
     return kernel.Tables(cfg, law), capacity
 
 

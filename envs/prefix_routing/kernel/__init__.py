@@ -27,8 +27,10 @@ from servegym.envs.prefix_routing.kernel.layout import (
     DECODE,
     ENV,
     EVENT,
+    FAILED,
     FIRST_TOKEN,
     IDLE,
+    LOSS,
     MIXED,
     NEWS,
     PENDING,
@@ -50,8 +52,10 @@ __all__ = [
     "DECODE",
     "ENV",
     "EVENT",
+    "FAILED",
     "FIRST_TOKEN",
     "IDLE",
+    "LOSS",
     "MIXED",
     "NEWS",
     "PENDING",
@@ -85,8 +89,7 @@ def _go_to_next_arrival(c, law, s, b):
 def begin(t, s, which):
     """Start a new episode in the rows b with which[b] != 0, at the first arrival.
 
-    ``env[b].requests``, what is given of them, and profile and capacity of the replicas must be
-    set.
+    See `begin_row` for what must be set.
     """
     t, s = borrowed(t), borrowed(s)
     c = t.config[0]
@@ -101,8 +104,8 @@ def route(t, s, b, n):
     """Send the current request of row b to replica n, reject it if n < 0, and go on to the next.
 
     ``env[b].index`` is then the next request and ``env[b].now`` its arrival, or the index is -1 if
-    none is left. Replicas may be behind, see `bring`. Returns whether the request was sent: one
-    that the replica's memory can never hold is rejected, too.
+    none is left. Replicas may be behind, see `bring`. Returns whether the request was sent, see
+    `route_request`.
     """
     t, s = borrowed(t), borrowed(s)
     c = t.config[0]
@@ -122,7 +125,7 @@ def bring(t, s, b, until):
     c = t.config[0]
     for n in range(c.num_replicas):
         e = s.replica[b, n]
-        if e.end <= until:
+        if e.end <= until or e.next_change <= until:
             advance(c, t.law, s, e, until)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from servegym.envs._jit import inner
+from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.llm_routing.kernel.queues import blocks_of
-from servegym.envs.prefix_routing.kernel.cache import clear_cache
 from servegym.envs.prefix_routing.kernel.iterations import advance
 from servegym.envs.prefix_routing.kernel.layout import IDLE, PENDING, QUEUED, REJECTED
 from servegym.envs.prefix_routing.kernel.queues import (
-    NEVER,
     append_waiting,
+    clear_replica,
     expect,
     expect_children,
     take_expected,
@@ -30,34 +30,6 @@ def locate(c, s, b, n):
     e.first_entry = number * (c.entries + c.max_running + 2 * c.block_size)
     e.first_place = e.first_entry + c.entries
     e.first_bucket = e.first_place + c.max_running
-
-
-@inner
-def _clear_replica(c, s, b, n):
-    """An idle replica with empty queues and an empty cache."""
-    locate(c, s, b, n)
-    e = s.replica[b, n]
-    e.start = 0.0
-    e.end = np.inf
-    e.safe = np.inf
-    e.running = 0
-    e.waiting = 0
-    e.iteration = IDLE
-    e.emitted = 0
-    e.phase = 0
-    e.next_finish = NEVER
-    e.decoding = 0
-    e.decoding_tokens = 0
-    e.segment = 0
-    e.oldest = -1
-    e.newest = -1
-    e.prefill = -1
-    e.head = -1
-    e.tail = -1
-    e.admissions = 0
-    clear_cache(c, s, e)
-    for k in range(e.first_bucket, e.first_bucket + 2 * c.block_size):
-        s.lists[k] = -1
 
 
 @inner
@@ -87,8 +59,8 @@ def _clear_request(r):
 def begin_row(c, s, b):
     """Start a new episode in row b, before its first arrival.
 
-    ``env[b].requests``, what is given of them, and profile and capacity of the replicas must be
-    set.
+    ``env[b].requests``, what is given of them, ``env[b].failure_seed`` where replicas fail, and
+    profile and capacity of the replicas must be set.
     """
     v = s.env[b]
     v.now = 0.0
@@ -114,14 +86,22 @@ def begin_row(c, s, b):
         if s.request[first + i].parent < 0:
             expect(c, s, b, i)
     for n in range(c.num_replicas):
-        _clear_replica(c, s, b, n)
+        locate(c, s, b, n)
+        e = s.replica[b, n]
+        clear_replica(c, s, e)
+        e.down = 0
+        e.changes = 0
+        e.next_change = np.inf
+        if c.uptime_s > 0.0:
+            e.next_change = sojourn_s(c, v.failure_seed, n, 0)
 
 
 @inner
 def route_request(c, law, s, b, n):
     """Send the current request of row b to replica n; n < 0 rejects it.
 
-    A request that the replica's memory can never hold is rejected, too. Returns whether it is sent.
+    A request that the replica's memory can never hold, or whose replica is down, is rejected, too.
+    Returns whether it is sent.
     Who waits for a rejected request arrives its time after the rejection.
     """
     v = s.env[b]
@@ -131,9 +111,9 @@ def route_request(c, law, s, b, n):
     r.replica = n
     if n >= 0:
         e = s.replica[b, n]
-        if blocks_of(c, r.prompt + r.output - 1) <= e.capacity:
-            if e.end <= v.now:
-                advance(c, law, s, e, v.now)
+        if e.end <= v.now or e.next_change <= v.now:
+            advance(c, law, s, e, v.now)
+        if e.down == 0 and blocks_of(c, r.prompt + r.output - 1) <= e.capacity:
             r.available = v.now
             r.outcome = QUEUED
             append_waiting(s, e, i)

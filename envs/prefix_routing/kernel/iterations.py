@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 from servegym.envs._jit import inline, inner
+from servegym.envs.llm_routing.kernel.iterations import change_availability
 from servegym.envs.llm_routing.kernel.latency import (
     chunk_attention_s,
     decode_attention_s,
@@ -34,6 +35,7 @@ from servegym.envs.prefix_routing.kernel.layout import (
 )
 from servegym.envs.prefix_routing.kernel.queues import (
     append_running,
+    fail,
     find_next_finish,
     leave,
     pop_waiting,
@@ -215,27 +217,40 @@ def _start_iteration(c, law, s, e, until):
 
 @inner
 def _safe_s(c, law, e):
-    """A time before which no request completes unless another one is sent to the replica."""
+    """A time before which no request ends unless another one is sent to the replica."""
+    if e.running + e.waiting == 0:
+        return np.inf
     if e.iteration != DECODE or e.waiting > 0 or e.emitted + 1 >= e.next_finish:
-        return e.end
+        return min(e.end, e.next_change)
     # After the iteration in flight only decodes run; whoever sends a request lowers the bound.
     e.emitted += 1
     limit = _closed_run(c, e)
     _, spent, _ = decode_iterations(c, law, e, limit, np.inf, np.inf)
     e.emitted -= 1
     # Summed in one piece the times may differ in their last digits from those of shorter runs.
-    return e.end + spent * (1.0 - 1e-9)
+    return min(e.end + spent * (1.0 - 1e-9), e.next_change)
 
 
 @inner
 def advance(c, law, s, e, until):
     """Let a replica work until ``until``, or until it is empty if that is inf.
 
-    Boundaries at ``until`` count.
+    Boundaries and failures at ``until`` count, boundaries first.
     """
-    while e.end <= until and e.end < np.inf:
-        _end_iteration(c, s, e)
-        _start_iteration(c, law, s, e, until)
+    while True:
+        changes = e.next_change <= until and c.uptime_s > 0.0
+        if until == np.inf and e.running + e.waiting == 0:
+            changes = False
+        end = e.next_change if changes else until
+        while e.end <= end and e.end < np.inf:
+            _end_iteration(c, s, e)
+            _start_iteration(c, law, s, e, end)
+        if not changes:
+            break
+        now = e.next_change
+        if e.down == 0:
+            fail(c, s, e, now)
+        change_availability(c, e.number, s.env[e.row], e)
     e.safe = e.end
     if s.env[e.row].closed_loop != 0:
         e.safe = _safe_s(c, law, e)

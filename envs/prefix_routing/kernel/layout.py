@@ -14,8 +14,8 @@ import numpy as np
 from servegym.envs._jit import inline
 
 IDLE, DECODE, MIXED = 0, 1, 2  # replica.iteration
-PENDING, QUEUED, COMPLETED, REJECTED = 0, 1, 2, 3  # request.outcome
-FIRST_TOKEN, COMPLETION = 0, 1  # kinds of news
+PENDING, QUEUED, COMPLETED, REJECTED, FAILED = 0, 1, 2, 3, 4  # request.outcome
+FIRST_TOKEN, COMPLETION, LOSS = 0, 1, 2  # kinds of news
 
 
 def record(fields: list[tuple[str, str]]) -> np.dtype:
@@ -53,6 +53,8 @@ CONFIG = record(
         ("y_attention", "i8"),
         ("y_head", "i8"),
         ("blocks_per_token", "f8"),  # 1 / K
+        ("uptime_s", "f8"),  # mean time to failure of a replica; 0: none fails
+        ("downtime_s", "f8"),  # mean time to repair
     ]
 )
 """The arguments that all systems share."""
@@ -67,6 +69,7 @@ ENV = record(
         ("routed", "i8"),  # requests sent or rejected
         ("news", "i8"),  # entries so far
         ("events", "i8"),  # entries so far
+        ("failure_seed", "i8"),  # 32 bits that decide when replicas fail
     ]
 )
 """A system: its clock, and how full its lists are."""
@@ -98,6 +101,10 @@ REPLICA = record(
         ("free", "i8"),  # blocks that nobody references, cached ones included
         ("blocked", "i8"),  # 1: the memory cannot take the head of the queue as things are
         ("blocked_id", "i8"),  # first id that the head misses, -1: none
+        # Failures.
+        ("next_change", "f8"),  # s, when `down` changes next; inf: never
+        ("down", "i8"),  # 1: it has failed and is not back
+        ("changes", "i8"),  # how often that has changed
         # Where its part of the arrays begins.
         ("row", "i8"),
         ("number", "i8"),  # in its row
@@ -173,10 +180,13 @@ BLOCK = record(
 """A KV block of a replica."""
 
 NEWS = record([("t", "f8"), ("request", "i4"), ("kind", "i4")])
-"""What a gateway sees of a response: its first token, its end."""
+"""What a gateway sees of a response: its first token, its end, its loss with the replica."""
 
 EVENT = record([("t", "f8"), ("replica", "i4"), ("id", "i4"), ("change", "i8")])
-"""A block that got an id (1) or lost it (-1), at the beginning of an iteration."""
+"""A block that got an id (1) or lost it (-1), at the beginning of an iteration.
+
+The blocks that a failure loses are not told of one by one.
+"""
 
 
 class Tables(NamedTuple):

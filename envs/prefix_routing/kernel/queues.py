@@ -6,11 +6,39 @@ modulo K, at which they take a block.
 
 from __future__ import annotations
 
+import numpy as np
+
 from servegym.envs._jit import inline, inner
-from servegym.envs.prefix_routing.kernel.cache import release_blocks
-from servegym.envs.prefix_routing.kernel.layout import COMPLETION, request_of
+from servegym.envs.prefix_routing.kernel.cache import clear_cache, release_blocks
+from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FAILED, IDLE, LOSS, request_of
 
 NEVER = 1 << 60  # emissions
+
+
+@inner
+def clear_replica(c, s, e):
+    """An idle replica with empty queues and an empty cache."""
+    e.start = 0.0
+    e.end = np.inf
+    e.safe = np.inf
+    e.running = 0
+    e.waiting = 0
+    e.iteration = IDLE
+    e.emitted = 0
+    e.phase = 0
+    e.next_finish = NEVER
+    e.decoding = 0
+    e.decoding_tokens = 0
+    e.segment = 0
+    e.oldest = -1
+    e.newest = -1
+    e.prefill = -1
+    e.head = -1
+    e.tail = -1
+    e.admissions = 0
+    clear_cache(c, s, e)
+    for k in range(e.first_bucket, e.first_bucket + 2 * c.block_size):
+        s.lists[k] = -1
 
 
 # ---------------------------------------------------------------------------------------- arrivals
@@ -298,3 +326,28 @@ def preempt_newest(c, s, e):
     r.computed = 0
     r.preemptions += 1
     prepend_waiting(s, e, i)
+
+
+@inner
+def _lose(c, s, e, i, now):
+    r = request_of(s, e, i)
+    r.outcome = FAILED
+    r.decoding = 0
+    tell_news(s, e, i, LOSS, now)
+    expect_children(c, s, e.row, r, now)
+
+
+@inner
+def fail(c, s, e, now):
+    """A replica dies: all that it runs, queues and has cached is lost."""
+    i = e.oldest
+    while i >= 0:
+        after = request_of(s, e, i).newer
+        _lose(c, s, e, i, now)
+        i = after
+    i = e.head
+    while i >= 0:
+        after = request_of(s, e, i).newer
+        _lose(c, s, e, i, now)
+        i = after
+    clear_replica(c, s, e)

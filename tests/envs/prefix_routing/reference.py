@@ -100,12 +100,21 @@ class BlockPool:
 
 
 class Replica:
-    """One engine."""
+    """One engine; ``changes`` are the times at which it goes down, comes back, and so on."""
 
     def __init__(
-        self, number: int, law: Any, capacity: int, block_size: int, max_seqs: int, budget: int
+        self,
+        number: int,
+        law: Any,
+        capacity: int,
+        block_size: int,
+        max_seqs: int,
+        budget: int,
+        changes: Sequence[float] = (),
     ) -> None:
         self.number = number
+        self.changes = [*changes, math.inf]
+        self.down = False
         self.law = law
         self.pool = BlockPool(capacity)
         self.block_size = block_size
@@ -116,7 +125,7 @@ class Replica:
         self.scheduled: list[tuple[Request, int]] = []
         self.end = math.inf
         self.now = 0.0
-        self.done: list[tuple[Request, float]] = []
+        self.done: list[Request] = []
         self.events: list[tuple[float, int, int]] = []
         self.blocked = 0
         self.full_hits = 0
@@ -238,12 +247,25 @@ class Replica:
                 self.running.remove(request)
                 self.release(request)
                 request.outcome, request.finish = "completed", now
-                self.done.append((request, now))
+                self.done.append(request)
 
     def boundary(self) -> None:
         now = self.end
         self.finish_iteration(now)
         self.schedule(now)
+
+    def change(self) -> None:
+        """It fails, and loses all that it has, or it comes back."""
+        self.changes.pop(0)
+        self.down = not self.down
+        if not self.down:
+            return
+        for request in self.running + self.waiting:
+            request.outcome = "failed"
+            self.done.append(request)
+        self.running, self.waiting, self.scheduled = [], [], []
+        self.pool = BlockPool(self.pool.capacity)
+        self.end = math.inf
 
     def enqueue(self, request: Request, now: float) -> None:
         request.replica = self.number
@@ -306,15 +328,17 @@ class ReferenceSystem:
                 heapq.heappush(self.arrivals, (time + self.think[j], j))
 
     def run(self) -> None:
-        """Everything to its end; boundaries come before arrivals at the same time."""
-        while True:
-            replica = min(self.replicas, key=lambda replica: replica.end)
+        """Everything to its end; boundaries and failures come before arrivals at the same time."""
+        while self.arrivals or any(replica.running + replica.waiting for replica in self.replicas):
             arrival = self.arrivals[0][0] if self.arrivals else math.inf
-            if math.isinf(min(replica.end, arrival)):
-                return
-            if replica.end <= arrival:
-                replica.boundary()
-                for request, time in replica.done:
+            replica = min(self.replicas, key=lambda replica: min(replica.end, replica.changes[0]))
+            time = min(replica.end, replica.changes[0])
+            if time <= arrival:
+                if replica.end <= replica.changes[0]:
+                    replica.boundary()
+                else:
+                    replica.change()
+                for request in replica.done:
                     self.spawn(request.index, time)
                 replica.done = []
                 continue
@@ -328,7 +352,7 @@ class ReferenceSystem:
             if n >= 0:
                 target = self.replicas[n]
                 need = math.ceil((request.prompt + request.output - 1) / target.block_size)
-            if n < 0 or need > target.pool.capacity:
+            if n < 0 or need > target.pool.capacity or target.down:
                 request.outcome = "rejected"
                 self.spawn(j, self.now)
             else:

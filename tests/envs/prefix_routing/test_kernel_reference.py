@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from servegym.envs.llm_routing.kernel import sojourn_s
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import engine_tables, put_replicas, put_requests
 from servegym.envs.prefix_routing.requests import PrefixRequests
@@ -18,7 +19,11 @@ from ..llm_routing.reference import TableLaw
 from ..llm_routing.test_kernel_reference import linear_law, random_law
 from .reference import ReferenceSystem, Replica
 
-OUTCOMES = {kernel.COMPLETED: "completed", kernel.REJECTED: "rejected"}
+OUTCOMES = {
+    kernel.COMPLETED: "completed",
+    kernel.REJECTED: "rejected",
+    kernel.FAILED: "failed",
+}
 
 
 def exact_law(rng: np.random.Generator) -> LawTables:
@@ -154,11 +159,20 @@ def assert_same_state(systems, b, reference, where):
         assert running == [r.index for r in replica.running], where
         assert waiting == [r.index for r in replica.waiting], where
         assert (e["running"], e["waiting"]) == (len(running), len(waiting)), where
+        assert e["down"] == replica.down, where
         order, references = replica.memory()
         mine = memory_of(systems, b, n)
         assert mine[0] == order, where
         assert mine[1] == references, where
         assert kernel.used_blocks(e) == replica.pool.capacity - len(order)
+
+
+def outages(tables, seed, n, count=400):
+    """Times at which replica n goes down and comes back, in turn."""
+    c = tables.config[0]
+    if c["uptime_s"] == 0:
+        return []
+    return np.cumsum([sojourn_s(c, seed % 2**32, n, k) for k in range(count)]).tolist()
 
 
 def run_case(seed: int, requests: int = 40, **choices) -> Counter:
@@ -189,6 +203,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
         block_size=size,
         kv_tokens=None,
         num_requests=requests,
+        failures=choices.get("failures"),
     )
     assert capacity.tolist() == capacities
     # The second of two rows, so that every offset counts.
@@ -197,6 +212,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     systems = kernel.allocate(tables.config[0], 2, given.segments, events)
     put_replicas(systems, profiles, capacity)
     put_requests(systems, b, given)
+    systems.env["failure_seed"] = seed % 2**32
     which = np.zeros(2, dtype=np.int8)
     which[b] = 1
     actions = rng.integers(-1 if rng.random() < 0.3 else 0, n, requests)
@@ -213,16 +229,20 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
             kernel.bring(tables, systems, b, v["now"])
             assert_same_state(systems, b, system, (seed, j))
             states.append(j)
-        sent = kernel.route(tables, systems, b, int(actions[j]))
-        need_j = int(need[j])
-        assert sent == (actions[j] >= 0 and need_j <= capacities[max(actions[j], 0)])
+        n = int(actions[j])
+        sent = kernel.route(tables, systems, b, n)
+        assert sent == (n >= 0 and need[j] <= capacities[n] and not replicas[n].down)
 
-    replicas = [Replica(k, laws[k], capacities[k], size, running, budget) for k in range(n)]
+    replicas = [
+        Replica(k, laws[k], capacities[k], size, running, budget, outages(tables, seed, k))
+        for k in range(n)
+    ]
     reference = ReferenceSystem(replicas, given, lambda system, j: int(actions[j]), look)
     reference.run()
     assert systems.env["index"][b] == -1
     kernel.bring(tables, systems, b, np.inf)
-    assert_same_state(systems, b, reference, (seed, "end"))
+    if not choices.get("failures"):  # an empty replica's failures after the end are not played
+        assert_same_state(systems, b, reference, (seed, "end"))
     found = systems.request[b * requests : (b + 1) * requests]
     # The times of a run in one piece differ in their last digits, save where sums are exact.
     compare = np.testing.assert_array_equal if law == "exact" else close
@@ -260,6 +280,7 @@ def run_case(seed: int, requests: int = 40, **choices) -> Counter:
     happened["hits"] = int((found["hit"] > 0).sum())
     happened["children"] = int((given.parent >= 0).sum())
     happened["rejected"] = int((found["outcome"] == kernel.REJECTED).sum())
+    happened["failed"] = int((found["outcome"] == kernel.FAILED).sum())
     return happened
 
 
@@ -268,14 +289,18 @@ def close(mine, theirs, err_msg=""):
 
 
 def check_news(systems, b, found):
-    """A first token and an end for every request that completes, at their times."""
+    """First tokens, ends and losses, each told once and with its time."""
     news = systems.news[b, : int(systems.env["news"][b])]
-    for kind, name in ((kernel.FIRST_TOKEN, "first"), (kernel.COMPLETION, "finish")):
+    for kind, outcome, name in (
+        (kernel.FIRST_TOKEN, None, "first"),
+        (kernel.COMPLETION, kernel.COMPLETED, "finish"),
+        (kernel.LOSS, kernel.FAILED, None),
+    ):
         entries = news[news["kind"] == kind]
-        assert len(set(entries["request"].tolist())) == len(entries)
-        done = np.flatnonzero(found["outcome"] == kernel.COMPLETED)
-        assert sorted(entries["request"].tolist()) == done.tolist()
-        np.testing.assert_array_equal(entries["t"], found[name][entries["request"]])
+        told = found["first"] > 0 if outcome is None else found["outcome"] == outcome
+        assert sorted(entries["request"].tolist()) == np.flatnonzero(told).tolist()
+        if name is not None:
+            np.testing.assert_array_equal(entries["t"], found[name][entries["request"]])
 
 
 def rounds(count):
@@ -283,6 +308,7 @@ def rounds(count):
 
 
 SEEDS = st.integers(0, 2**32 - 1)
+FAILING = {"mean_time_to_failure_s": 0.5, "mean_time_to_repair_s": 0.1}
 BINDING = {"num_replicas": 1, "max_num_seqs": 8, "memory": 1.0, "rate": 1000.0}
 
 
@@ -296,6 +322,12 @@ def test_equal_to_the_reference(seed):
 @given(SEEDS)
 def test_equal_when_memory_binds(seed):
     run_case(seed, **BINDING)
+
+
+@rounds(60)
+@given(SEEDS)
+def test_equal_with_failing_replicas(seed):
+    run_case(seed, failures=FAILING)
 
 
 @pytest.mark.slow
@@ -314,3 +346,4 @@ def test_random_systems_reach_what_they_are_made_for():
     for name in ("recomputed", "blocked", "children", "watched"):
         assert reached[name] >= len(cases) / 2, (name, reached)
     assert reached["rejected"] >= len(cases) / 5, reached
+    assert sum(run_case(seed, failures=FAILING)["failed"] > 0 for seed in range(20)) >= 10
