@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from servegym.envs._jit import borrowed, inline, inner, jit
+from servegym.envs.llm_routing.kernel.queues import blocks_of
 from servegym.envs.prefix_routing.kernel import gateway
-from servegym.envs.prefix_routing.kernel.cache import blocks_of, used_blocks
+from servegym.envs.prefix_routing.kernel.cache import used_blocks
 from servegym.envs.prefix_routing.kernel.events import (
     begin_row,
     locate,
