@@ -3,6 +3,7 @@
 import json
 import stat
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -178,6 +179,35 @@ def test_the_driver_reads_a_replay_of_ai_dynamo(tmp_path, monkeypatch):
     law = parity.rival_tables(load("rtx4090-llama-3.1-8b"), ENGINE)
     job(tmp_path, law, "ai-dynamo")
     assert seen["timing_model"]["provider"] == "dynamo_profile"
+
+
+def test_a_rivals_seconds_are_those_that_it_had_the_core(tmp_path, monkeypatch):
+    clock = {"wall": 0.0, "core": 0.0}
+
+    def run_replay_json(text):
+        clock["wall"] += 0.5  # of which its own clock sees 0.4, on a core that it has a quarter of
+        clock["core"] += 0.125
+        return json.dumps({"wall_time_ms": 400.0})
+
+    modules(monkeypatch, aisimulate=Module(_runtime=Module(run_replay_json=run_replay_json)))
+    monkeypatch.setattr(rival, "version", lambda name: "0.13.0")
+    monkeypatch.setattr(time, "perf_counter", lambda: clock["wall"])
+    monkeypatch.setattr(time, "process_time", lambda: clock["core"])
+    out = job(tmp_path, {"kind": "constant", "step_s": 0.02}, "aisimulate")
+    assert out["seconds"] == pytest.approx(0.1)
+
+
+def test_the_speed_table_has_the_median_least_and_most_ratio():
+    def rows(own, other):
+        return [
+            {"simulator": "servegym", "requests_per_core_s": own},
+            {"simulator": "servegym, chunks without context", "requests_per_core_s": 1.0},
+            {"simulator": "other", "requests_per_core_s": other},
+        ]
+
+    found = {"parity_queueing": [*rows(600.0, 2.0), *rows(500.0, 50.0), *rows(80.0, 2.0)]}
+    (table,) = parity._speed_table(found)
+    assert table.rows == [["other", "one slot", "3", "40", "10.0", "300"]]
 
 
 def test_the_driver_reads_a_replay_of_aisimulate(tmp_path, monkeypatch):
