@@ -38,7 +38,7 @@ from servegym.experiments.output import print_table
 from servegym.experiments.tables import provenance, write_result
 from servegym.hardware_profiles import Profile, load
 
-__all__ = ["decode_windows", "light_load", "lone_admissions", "main"]
+__all__ = ["decode_windows", "first_requests", "interval", "light_load", "lone_admissions", "main"]
 
 Floats = NDArray[np.float64]
 
@@ -121,22 +121,28 @@ def decode_windows(run: MeasuredRun, profile: Profile) -> Floats:
     return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
-def light_load(run: MeasuredRun, profile: Profile, count: int) -> list[tuple[bool, Floats, Floats]]:
-    """TTFT of the first ``count`` requests by planning: whether ahead, measured, simulated."""
+def first_requests(run: MeasuredRun, count: int) -> MeasuredRun:
+    """The run as if only its first ``count`` requests had come."""
     cut = {
         name: getattr(run, name)[:count]
         for name in ("arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s")
     }
-    early = replace(run, **cut)
+    return replace(run, **cut)
+
+
+def light_load(run: MeasuredRun, profile: Profile, count: int) -> list[tuple[bool, Floats, Floats]]:
+    """TTFT of the first ``count`` requests by planning: whether ahead, measured, simulated."""
+    early = first_requests(run, count)
     return [
         (ahead, early.ttft_s, simulate(early, profile, async_scheduling=ahead)["ttft_s"])
         for ahead in (False, True)
     ]
 
 
-def _interval(
+def interval(
     rows: Floats, statistic: Callable[[Floats], float], resamples: int = 2000
 ) -> tuple[float, float, float]:
+    """The statistic of the rows, and its 95 % interval over resampled rows."""
     rng = np.random.default_rng(0)
     draws = [statistic(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(resamples)]
     low, high = np.quantile(draws, [0.025, 0.975])
@@ -155,17 +161,17 @@ def found_rows(run: MeasuredRun, profile: Profile) -> list[dict[str, Any]]:
     lone = 1e3 * lone_admissions(run, profile)
     if len(lone) > 1:
         beyond = "lone admission beyond its own iteration"
-        add(beyond, len(lone), "ms", _interval(lone, lambda x: float(np.median(x[:, 0] - x[:, 1]))))
-        rest = _interval(lone, lambda x: float(np.median(x[:, 0] - x[:, 1] - x[:, 2])))
+        add(beyond, len(lone), "ms", interval(lone, lambda x: float(np.median(x[:, 0] - x[:, 1]))))
+        rest = interval(lone, lambda x: float(np.median(x[:, 0] - x[:, 1] - x[:, 2])))
         add(f"{beyond} and the one before", len(lone), "ms", rest)
-        share = _interval(lone, lambda x: float(np.median(np.log((x[:, 0] - x[:, 2]) / x[:, 1]))))
+        share = interval(lone, lambda x: float(np.median(np.log((x[:, 0] - x[:, 2]) / x[:, 1]))))
         add("log of prefill iteration over the law", len(lone), "", share)
     windows = decode_windows(run, profile)
     if len(windows) > 1:
         steps = int(windows[:, 0].sum())
-        gap = _interval(windows, lambda x: float(1e3 * np.sum(x[:, 2] - x[:, 3]) / x[:, 0].sum()))
+        gap = interval(windows, lambda x: float(1e3 * np.sum(x[:, 2] - x[:, 3]) / x[:, 0].sum()))
         add("decode iteration beyond the law", steps, "ms", gap)
-        share = _interval(windows, lambda x: float(np.log(x[:, 2].sum() / x[:, 3].sum())))
+        share = interval(windows, lambda x: float(np.log(x[:, 2].sum() / x[:, 3].sum())))
         add("log of decode iteration over the law", steps, "", share)
     return out
 
@@ -175,7 +181,7 @@ def light_rows(run: MeasuredRun, profile: Profile, count: int) -> list[dict[str,
     rows = []
     for ahead, measured, simulated in light_load(run, profile, count):
         both = np.column_stack([measured, simulated])
-        mean, low, high = _interval(both, lambda x: float(x[:, 1].mean() / x[:, 0].mean() - 1.0))
+        mean, low, high = interval(both, lambda x: float(x[:, 1].mean() / x[:, 0].mean() - 1.0))
         row = {"run": run.name, "planned": "one ahead" if ahead else "at its start"}
         row |= {"requests": len(both), "error_of_mean": round(mean, 5)}
         row |= {"low": round(low, 5), "high": round(high, 5)}

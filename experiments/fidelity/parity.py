@@ -38,6 +38,7 @@ from servegym.envs._command_line import run_main
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.experiments.fidelity.comparison import METRICS
+from servegym.experiments.fidelity.host import first_requests, interval
 from servegym.experiments.fidelity.markdown import Table, percent, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import matching_profile
@@ -358,6 +359,29 @@ def rows_of(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
     return rows
 
 
+def measured_world(run: MeasuredRun, profile: Profile) -> World:
+    """A measured run as a world; the KV memory is the profile's where the run does not tell it."""
+    engine = {**run.engine, "kv_tokens": run.engine["kv_tokens"] or profile.kv_capacity_tokens}
+    lists = run.arrival_s, run.prompt_tokens, run.output_tokens
+    return World({"run": run.name}, *lists, engine, profile, run)
+
+
+def light_rows(world: World, found: Sequence[Times]) -> list[dict[str, Any]]:
+    """Errors of the TTFT of a measured run, with the intervals over its requests."""
+    assert world.measured is not None
+    rows, measured = [], world.measured.ttft_s
+    for one in found:
+        both = np.column_stack([measured, one.ttft_s])
+        mean, low, high = interval(both, lambda x: float(x[:, 1].mean() / x[:, 0].mean() - 1.0))
+        row: dict[str, Any] = {**world.about, "simulator": one.simulator, "version": one.version}
+        row |= {"requests": len(both), "ttft_s": float(one.ttft_s.mean())}
+        row |= {"ttft_difference": mean, "low": low, "high": high}
+        rows.append(
+            row | {"median_difference": float(np.median(np.abs(both @ [-1, 1] / measured)))}
+        )
+    return rows
+
+
 def capacity_rps(world: World) -> float:
     """Requests/s that this engine serves when all of them wait from the beginning."""
     waiting = replace(world, arrival_s=np.zeros(len(world.arrival_s)))
@@ -557,6 +581,25 @@ def tables(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Table]:
                     ],
                 )
             )
+    if found.get("parity_light"):
+        shown.append(
+            Table(
+                "parity-light",
+                "TTFT of the first requests of another measured run",
+                ["simulator", "requests", "TTFT", "error of mean", "95 % interval", "median error"],
+                [
+                    [
+                        row["simulator"],
+                        f"{row['requests']:.0f}",
+                        _seconds(row["ttft_s"]),
+                        percent(row["ttft_difference"], signed=True),
+                        " to ".join(percent(row[end], signed=True) for end in ("low", "high")),
+                        percent(row["median_difference"]),
+                    ]
+                    for row in found["parity_light"]
+                ],
+            )
+        )
     if found.get("parity_queueing"):
         shown.append(
             Table(
@@ -595,7 +638,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=PYTHON",
         help=f"interpreter of an environment that holds a rival ({', '.join(RIVALS)}); repeatable",
     )
-    add("--requests", type=int, default=2000, help="requests of a drawn list")
+    add("--light", type=Path, help="folder of a measured run whose first requests find room")
+    add("--first", type=int, default=40, help="how many of its requests (default 40)")
+    add("--profile", help="profile of --light, where its meta.json does not name the card")
+    add("--requests", type=int, default=2000, help="requests of a drawn list; 0 leaves them out")
     add("--queue-requests", type=int, default=20_000, help="arrivals at a queue; 0 leaves them out")
     add("--data", type=Path, help="folder of the measured data (default: $SERVEGYM_DATA)")
     add("--seed", type=int, default=0, help="seed of lengths and arrivals")
@@ -633,35 +679,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser, words = _parser(), sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)
-    for name, least in (("requests", 100), ("queue_requests", 0), ("repeats", 1)):
+    for name, least in (("requests", 0), ("queue_requests", 0), ("repeats", 1), ("first", 1)):
         if getattr(options, name) < least:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is {getattr(options, name)}; it must be at least {least}")
-    if 0 < options.queue_requests < 100:
-        raise ValueError(f"--queue-requests is {options.queue_requests}; it must be 0 or above 99")
+    for flag, given in (
+        ("--requests", options.requests),
+        ("--queue-requests", options.queue_requests),
+    ):
+        if 0 < given < 100:
+            raise ValueError(f"{flag} is {given}; it must be 0 or above 99")
     rivals = _Rivals(_rival_pythons(options.rival), options.repeats)
-    worlds = {"parity": request_lists(options.requests, options.seed)}
+    worlds: dict[str, list[World]] = {}
+    if options.requests:
+        worlds["parity"] = request_lists(options.requests, options.seed)
     folder = data_folder(options.data).joinpath(*RUN_FOLDER)
     if folder.is_dir():
         run = load_run(folder)
-        world = World(
-            {"run": run.name},
-            run.arrival_s,
-            run.prompt_tokens,
-            run.output_tokens,
-            run.engine,
-            matching_profile(run),
-            run,
-        )
-        worlds["parity_measured"] = [world]
+        worlds["parity_measured"] = [measured_world(run, matching_profile(run))]
     else:
         print(f"no measured run in {str(folder)!r}: name the data's folder with --data")
+    if options.light is not None:
+        run = first_requests(load_run(options.light), options.first)
+        profile = load(options.profile) if options.profile else matching_profile(run)
+        worlds["parity_light"] = [measured_world(run, profile)]
     if options.queue_requests:
         worlds["parity_queueing"] = queueing_worlds(options.queue_requests, seed=options.seed)
     every = [world for some in worlds.values() for world in some]
     times = iter(simulate(every, rivals))
     found = {
-        stem: [row for world in some for row in rows_of(world, next(times))]
+        stem: [
+            row
+            for world in some
+            for row in (light_rows if stem == "parity_light" else rows_of)(world, next(times))
+        ]
         for stem, some in worlds.items()
     }
     shown = tables(found)
@@ -678,7 +729,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options.out.mkdir(parents=True, exist_ok=True)
     for stem, rows in found.items():
-        write_result(options.out / stem, rows, made, speed_notes(rows))
+        write_result(options.out / stem, rows, made, speed_notes(rows) if stem in _ABOUT else [])
     if options.document is not None:
         update_document(options.document, shown)
     print(f"written to {options.out}")

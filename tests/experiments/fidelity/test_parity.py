@@ -101,6 +101,32 @@ def test_own_rows_are_those_of_replay_and_differences_are_to_the_measured_run():
     assert mine["e2e_difference"] == pytest.approx(-0.5) and mine["ttft_difference"] == 0.0
 
 
+def test_the_ttft_of_a_measured_runs_first_requests(tmp_path):
+    meta = {"model": "x/Llama-3.1-8B", "engine_kwargs": {"max_num_seqs": 4}}
+    meta["engine_kwargs"]["max_num_batched_tokens"] = 512
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    lists = np.arange(5) * 9.0, np.full(5, 100), np.full(5, 3)
+    profile = load("rtx4090-llama-3.1-8b")
+    engine = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    told = replay(*lists, profile=profile, **engine)
+    with (tmp_path / "requests.jsonl").open("w") as stream:
+        for arrival, ttft in zip(lists[0], told["ttft_s"], strict=True):
+            row = {"input_toks": 100, "output_toks": 3, "arrival_time": arrival}
+            row |= {"queued_ts": arrival, "first_token_ts": arrival + 2 * ttft}
+            stream.write(json.dumps(row | {"last_token_ts": arrival + 2 * ttft + 0.1}) + "\n")
+    words = ["parity", "--requests", "0", "--queue-requests", "0", "--out", str(tmp_path)]
+    words += ["--data", str(tmp_path), "--light", str(tmp_path), "--first", "3"]
+    done = CliRunner().invoke(app, [*words, "--profile", "rtx4090-llama-3.1-8b"])
+    assert done.exit_code == 0, done.output
+    own, flat = read_rows(tmp_path / "parity_light.csv")
+    assert own["simulator"] == "servegym" and flat["ttft_s"] == own["ttft_s"]
+    assert own["requests"] == 3 and own["ttft_s"] == pytest.approx(told["ttft_s"][0])
+    for key in ("ttft_difference", "low", "high"):
+        assert own[key] == pytest.approx(-0.5)
+    assert own["median_difference"] == pytest.approx(0.5)
+    assert not (tmp_path / "parity.csv").exists()
+
+
 def test_one_slot_agrees_with_the_closed_forms():
     for one in parity.queueing_worlds(4000, utilisations=(0.4,), tokens=40):
         (row,) = parity.rows_of(one, [parity.run_own(one, 1)])
