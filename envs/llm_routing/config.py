@@ -428,10 +428,8 @@ def _step_factors(given: Any, profiles: Sequence[Profile]) -> dict[str, tuple[fl
     }
 
 
-def _check_failures(failures: Mapping[str, Any], c: np.void, rate: float) -> None:
-    """Refuse failures so frequent that an episode would never end."""
-    episode_s = float(c["num_requests"] / rate + c["router_delay_s"])
-    episode_s += float(c["delay_s_per_token"]) * kernel.MAX_PROMPT_TOKENS
+def check_failures(failures: Mapping[str, Any], c: np.void, episode_s: float) -> None:
+    """Refuse failures so frequent that an episode of so many seconds would never end."""
     times = episode_s / float(c["uptime_s"] + c["downtime_s"])
     if times > MAX_FAILURES:
         raise ValueError(
@@ -550,7 +548,8 @@ def _fixed_problem(
     predictors = _predictor_options(kinds, buckets, predictor_seed, predictor_kwargs)
     rates = positive_range("rate", rate)
     if failures is not None:
-        _check_failures(failures, c, rates[0])
+        delay_s = float(c["router_delay_s"] + c["delay_s_per_token"] * kernel.MAX_PROMPT_TOKENS)
+        check_failures(failures, c, float(c["num_requests"] / rates[0] + delay_s))
     limits = positive_range(
         "latency_requirement_s", latency_requirement_s, MAX_LATENCY_REQUIREMENT_S
     )

@@ -42,7 +42,7 @@ REQUEST_LOG = np.dtype(
 """Columns of ``request_log``: ``match_tokens`` is what the index had at the routing, ``hit_tokens``
 what the replica had cached at the first admission."""
 
-OUTCOMES = ("pending", "queued", "completed", "rejected")
+OUTCOMES = ("pending", "queued", "completed", "rejected", "failed")
 PERCENTILES = (50, 90, 99)
 MAX_TIME_S = 1e9
 
@@ -166,6 +166,8 @@ class PrefixBatch:
         first = self._first_segment(row)
         self.systems.segments[first : first + len(requests.segments)] = requests.segments
         put_requests(self.systems, row, requests, first)
+        if problem.tables.config["uptime_s"][0] > 0:
+            self.systems.env["failure_seed"][row] = random.integers(1 << 32)
         load(
             self.gateway,
             row,
@@ -324,6 +326,8 @@ class PrefixBatch:
         claimed = int(o["claimed_tokens"])
         sent = np.bincount(log["replica"][log["replica"] >= 0], minlength=self.problem.num_replicas)
         span = float(o["last_finish"] - o["began"])
+        if self.problem.tables.config["uptime_s"][0] > 0:
+            figures["failure_rate"] = int((log["outcome"] == kernel.FAILED).sum()) / decided
         return figures | {
             "hit_rate": int(o["hit_tokens"]) / prompts,
             "claimed_rate": claimed / prompts,

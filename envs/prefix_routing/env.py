@@ -68,6 +68,15 @@ class PrefixRoutingEnv(BatchEnv):
     which it ends. `reward="ttft"`: minus the seconds to the first token, in the step of that token.
     The last step drains the replicas. `info["reward_terms"]` has the term by its name.
 
+    ## Failures
+
+    With `failures={"mean_time_to_failure_s": ..., "mean_time_to_repair_s": ...}` each replica is up and
+    down for independent exponential times, drawn at reset; all are up at time 0. A replica that goes
+    down loses its cache and every request that it runs or queues: they have the outcome `failed`, have
+    not met their objectives, and who waits for them comes as after an end. The gateway sees that at
+    once, forgets what its index has for the replica, and its mask is 0 while it is down, save where all
+    are: what is sent to a replica that is down is rejected.
+
     ## Starting State
 
     Replicas are idle and empty. The first `warmup_requests` are routed by a reference rule (least
@@ -77,7 +86,7 @@ class PrefixRoutingEnv(BatchEnv):
 
     The episode terminates after `episode_requests` decisions. `info["episode_kpis"]` has SLO
     attainment, TTFT and TPOT (mean, p50, p90, p99), goodput, hit rate, false matches of the index,
-    recomputed tokens, preemptions and imbalance.
+    recomputed tokens, preemptions and imbalance, with failures `failure_rate`.
 
     ## Arguments
 
@@ -98,6 +107,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `slo` | .5 s + .1 ms/token, 40 ms | `{"ttft_s": ..., "ttft_s_per_token": ..., "tpot_s": ...}`, what is not given as by default |
     | `reward` | `"slo"` | see Rewards |
     | `admission` | False | whether a request may be rejected (needs `reward="slo"`) |
+    | `failures` | None | mean times to failure and to repair, in s (needs `reward="slo"`); see Failures |
     | `length_noise` | None | standard deviation of log(predicted / true output tokens); None predicts the mean |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |

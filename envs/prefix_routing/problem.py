@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._checks import choose, flag, mapping, positive_range, real, whole
+from servegym.envs.llm_routing.config import check_failures
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import engine_tables
 from servegym.envs.prefix_routing.gateway import INDEXES, LRU_ENTRIES, gateway_config
@@ -172,6 +173,7 @@ def _problem(
     reward: str = "slo",
     admission: bool = False,
     length_noise: float | None = None,
+    failures: Mapping[str, Any] | None = None,
 ) -> Problem:
     chosen = choose("workload", workload, list_prefix_workloads())
     mode = choose("dispatch", dispatch, DISPATCHES)
@@ -185,7 +187,11 @@ def _problem(
         block_size=block_size,
         kv_tokens=kv_tokens,
         num_requests=decisions + warmup,
+        failures=failures,
     )
+    rates = positive_range("rate", rate)
+    if failures is not None:
+        check_failures(failures, tables.config[0], (decisions + warmup) / rates[0])
     budget, size = int(tables.config["token_budget"][0]), int(tables.config["block_size"][0])
     asked = {"index_entries": LRU_ENTRIES, **mapping("index_kwargs", index_kwargs, _INDEX_KEYWORDS)}
     entries = asked.pop("index_entries")
@@ -197,6 +203,8 @@ def _problem(
     p["admission"] = flag("admission", admission)
     if p["admission"] and p["reward"] == steps.TTFT:
         raise ValueError("admission=True needs reward='slo': a rejected request has no TTFT.")
+    if failures is not None and p["reward"] == steps.TTFT:
+        raise ValueError("failures needs reward='slo': a request that is lost may have no TTFT.")
     p["scrape_s"] = real("scrape_s", scrape_s, 0.0)
     for name, value in {**SLO, **mapping("slo", slo, SLO)}.items():
         p[name] = real(f"slo[{name!r}]", value, 0.0)
@@ -227,7 +235,7 @@ def _problem(
         speed=np.array([budget / card.prefill_s(budget) for card in cards]),
         index_entries=kept,
         workload=made,
-        rate=positive_range("rate", rate),
+        rate=rates,
         dispatch=mode,
         length_noise=noise,
         arguments={},

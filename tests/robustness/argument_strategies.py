@@ -708,8 +708,9 @@ PREFIX = {
         *({"ttft_s": -1.0}, {"ttft": 1.0}, {"tpot_s": float("nan")}),
         called=("keyword",),
     ),
-    "reward": name("slo", "ttft", needs={"admission": False}),
+    "reward": name("slo", "ttft", needs={"admission": False, "failures": None}),
     "admission": flag(needs={"reward": "slo"}),
+    "failures": dataclasses.replace(ROUTING["failures"], needs={"reward": "slo"}),
     "length_noise": real(0.0, 10.0, optional=True),
 }
 

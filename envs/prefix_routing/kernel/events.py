@@ -91,6 +91,7 @@ def begin_row(c, s, b):
         clear_replica(c, s, e)
         e.down = 0
         e.changes = 0
+        e.failed = -np.inf
         e.next_change = np.inf
         if c.uptime_s > 0.0:
             e.next_change = sojourn_s(c, v.failure_seed, n, 0)

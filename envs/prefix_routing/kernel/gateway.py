@@ -443,13 +443,13 @@ def release(g, b, j):
 
 @inner
 def take_news(g, b, news, count, request):
-    """Take note of first tokens and completions.
+    """Take note of first tokens, completions and losses.
 
     Args:
         g: The gateways.
         b: Row.
-        news: Records with t, request and kind, `FIRST_TOKEN` or `COMPLETION`, none later than now;
-            in order of time for each replica.
+        news: Records with t, request and kind, `FIRST_TOKEN`, `COMPLETION` or `LOSS`, none later
+            than now; in order of time for each replica.
         count: Entries written so far.
         request: (J,) records of the row with ``output``, the tokens of a completed request.
     """
@@ -462,7 +462,7 @@ def take_news(g, b, news, count, request):
             if r.in_flight == 2:
                 _first_token(g, b, r, e.t)
         elif r.in_flight > 0:
-            if r.in_flight == 1 and request[e.request].output > 1:
+            if e.kind == COMPLETION and r.in_flight == 1 and request[e.request].output > 1:
                 p = g.replica[b, r.replica]
                 pace = (e.t - r.first) / (request[e.request].output - 1)
                 p.tpot = _mean(g.config[0], p.tpot, pace)

@@ -250,6 +250,7 @@ def advance(c, law, s, e, until):
         now = e.next_change
         if e.down == 0:
             fail(c, s, e, now)
+            e.failed = now
         change_availability(c, e.number, s.env[e.row], e)
     e.safe = e.end
     if s.env[e.row].closed_loop != 0:

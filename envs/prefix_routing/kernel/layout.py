@@ -105,6 +105,7 @@ REPLICA = record(
         ("next_change", "f8"),  # s, when `down` changes next; inf: never
         ("down", "i8"),  # 1: it has failed and is not back
         ("changes", "i8"),  # how often that has changed
+        ("failed", "f8"),  # s, when it failed last; -inf: never
         # Where its part of the arrays begins.
         ("row", "i8"),
         ("number", "i8"),  # in its row

@@ -128,12 +128,12 @@ def _work(c, law, p, s, g, x, b, n, until):
         if tick > until:
             tick -= p.scrape_s
     if tick > x.scraped[b, n]:
-        if e.end <= tick:
+        if e.end <= tick or e.next_change <= tick:
             advance(c, law, s, e, tick)
         x.scraped[b, n] = tick
         usage = used_blocks(e) / e.capacity
         gateway.scraped(g, b, n, tick, e.waiting, e.running, usage)
-    if e.end <= until:
+    if e.end <= until or e.next_change <= until:
         advance(c, law, s, e, until)
 
 
@@ -152,6 +152,11 @@ def _go_to_next_arrival(c, law, p, s, g, x, b):
     for n in range(c.num_replicas):
         _work(c, law, p, s, g, x, b, n, v.now)
     _hear(c, p, s, g, x, b)
+    for n in range(c.num_replicas):
+        e = s.replica[b, n]
+        if e.failed > g.replica[b, n].forgotten_s:
+            gateway.forget(g, b, n, e.failed)
+        g.replica[b, n].up = 1 - e.down
     gateway.take_events(g, b, s.events[b], v.events, v.now)
     gateway.look_up(g, b, v.index, v.now)
 
@@ -217,7 +222,7 @@ def _reference(c, g, b, prompt):
     for n in range(c.num_replicas):
         q = g.replica[b, n]
         cost = (prompt - q.match) * (q.in_flight + 1.0) + 1e-9 * q.in_flight
-        if cost < least:
+        if q.up == 1 and cost < least:
             best, least = n, cost
     return best
 
@@ -235,10 +240,14 @@ def _observe(c, p, s, g, x, out, b):
         out.ids[b, 0] = x.ids[b, v.index, 0]
         out.ids[b, 1] = x.ids[b, v.index, 1]
         r = s.request[b * c.num_requests + v.index]
+        up = 0
+        for n in range(c.num_replicas):
+            up += g.replica[b, n].up
         for n in range(c.num_replicas):
             # An answer may be longer than told: the mask knows the prompt alone.
             fits = blocks_of(c, r.prompt) <= s.replica[b, n].capacity
-            out.mask[b, n] = g.replica[b, n].up == 1 and fits
+            # Where all are down there must be something to do: the request is rejected.
+            out.mask[b, n] = (g.replica[b, n].up == 1 or up == 0) and fits
         if p.admission:
             out.mask[b, c.num_replicas] = 1
     if p.flat:

@@ -9,6 +9,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.utils.seeding import np_random
 from gymnasium.vector import SyncVectorEnv
 
+from servegym.envs.llm_routing.kernel import sojourn_s
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
@@ -48,6 +49,11 @@ KINDS = {
     "precise": {**CHATS, "index": "precise", "index_kwargs": {"index_delay_s": 0.1}},
     "live": {**SMALL, "scrape_s": 0.0, "reward": "ttft", "length_noise": 0.5},
     "admission": {**SMALL, "admission": True, "index": "none"},
+}
+FAILURES = {"mean_time_to_failure_s": 0.6, "mean_time_to_repair_s": 0.2}
+FAILING = {
+    "failing": {**SMALL, "failures": FAILURES},
+    "failing-precise": {**KINDS["precise"], "failures": FAILURES},
 }
 COLUMN = {name: k for k, name in enumerate(REPLICA_FEATURES)}
 
@@ -187,7 +193,7 @@ def test_observations_know_nothing_of_what_comes():
         assert (part == theirs[name]).all(), name
 
 
-@pytest.mark.parametrize("kind", ["tenants", "precise", "admission"])
+@pytest.mark.parametrize("kind", ["tenants", "precise", "admission", "failing"])
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 @pytest.mark.parametrize("flat", [False, True])
 def test_vector_environment_equals_single_ones(kind, mode, flat):
@@ -196,7 +202,7 @@ def test_vector_environment_equals_single_ones(kind, mode, flat):
         if flat
         else (PrefixRoutingEnv, PrefixRoutingVectorEnv)
     )
-    kwargs = {**KINDS[kind], "episode_requests": 20, "warmup_requests": 10}
+    kwargs = {**(KINDS | FAILING)[kind], "episode_requests": 20, "warmup_requests": 10}
     sync = SyncVectorEnv([lambda: single(**kwargs)] * 3, autoreset_mode=mode)
     native = many(3, autoreset_mode=mode, **kwargs)
     assert native.single_observation_space == sync.single_observation_space
@@ -221,18 +227,19 @@ def same(a, b):
         assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | FAILING)
 def test_a_copy_goes_on_as_its_original_in_any_row(kind):
-    env = PrefixRoutingEnv(**KINDS[kind])
+    kwargs = (KINDS | FAILING)[kind]
+    env = PrefixRoutingEnv(**kwargs)
     env.reset(seed=2)
     for k in range(50):
         env.step(k % 3)
     state = pickle.loads(pickle.dumps(env.clone_state()))
-    others = PrefixRoutingVectorEnv(3, **KINDS[kind])
+    others = PrefixRoutingVectorEnv(3, **kwargs)
     others.reset(seed=9)  # other episodes, of other sizes
     others.restore_state(2, state)
     same({k: v[2] for k, v in others.observe()[0].items()}, env.restore_state(state)[0])
-    again = PrefixRoutingEnv(**KINDS[kind])
+    again = PrefixRoutingEnv(**kwargs)
     again.reset(seed=4)
     again.restore_state(state)
     pickled = pickle.loads(pickle.dumps(env))
@@ -249,7 +256,7 @@ def test_a_copy_goes_on_as_its_original_in_any_row(kind):
         same({k: v[2] for k, v in left[0].items()}, observation)
         assert left[1][2] == reward
     same(again.batch.kpis(0), info["episode_kpis"])
-    assert (again.request_log() == env.request_log()).all()
+    same(again.request_log(), env.request_log())
 
 
 @pytest.mark.parametrize("env_class", [PrefixRoutingEnv, PrefixRoutingFlatEnv])
@@ -326,6 +333,9 @@ def test_scenarios_can_be_played(scenario):
         ({"reward": "slos"}, "reward"),
         ({"admission": 1}, "admission"),
         ({"admission": True, "reward": "ttft"}, "admission"),
+        ({"failures": FAILURES, "reward": "ttft"}, "failures"),
+        ({"failures": {"mean_time_to_failure_s": 1.0}}, "mean_time_to_repair_s"),
+        ({"failures": {**FAILURES, "mean_time_to_failure_s": 0.0}}, "mean_time_to_failure_s"),
         ({"length_noise": -0.5}, "length_noise"),
     ],
 )
@@ -354,6 +364,45 @@ def test_a_request_beyond_a_replicas_memory_is_rejected():
     assert 0.0 < info["episode_kpis"]["reject_rate"] < 1.0
     for mask, blocks in zip(masks, need, strict=False):
         assert (mask == (blocks <= 40)).all()
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_replicas_that_fail_lose_requests_and_cache(kind):
+    env = PrefixRoutingEnv(validate=True, **FAILING[kind])
+    seen, masks, _, log, info = play(env, 3)
+    found = all_requests(env)
+    c, seed = env.problem.tables.config[0], env.batch.systems.env["failure_seed"][0]
+    changes = [np.cumsum([sojourn_s(c, seed, n, k) for k in range(99)]) for n in range(3)]
+    failed = found["outcome"] == kernel.FAILED
+    assert failed.any() and info["episode_kpis"]["failure_rate"] == pytest.approx(
+        (log["outcome"] == kernel.FAILED).mean()
+    )
+    ends = found["finish"].copy()
+    for j in np.flatnonzero(failed):  # with the first failure after its arrival
+        down = changes[found["replica"][j]][::2]
+        ends[j] = down[np.searchsorted(down, found["available"][j])]
+    for n, times in enumerate(changes):
+        mine = (found["replica"] == n) & (found["outcome"] == kernel.COMPLETED)
+        before, after = (np.searchsorted(times, found[t][mine]) for t in ("available", "finish"))
+        assert (before == after).all() and (before % 2 == 0).all()
+    dark = 0
+    for observation, mask, entry in zip(seen, masks, log, strict=False):
+        now, replicas = entry["arrival_s"], observation["replicas"]
+        up = np.array([np.searchsorted(times, now, "right") % 2 == 0 for times in changes])
+        assert (replicas[:, COLUMN["up"]] == up).all()
+        assert (mask == (up if up.any() else 1)).all()
+        dark += not up.all()
+        assert (entry["outcome"] == kernel.REJECTED) == (not up[entry["replica"]])
+        for n in range(3):
+            mine = found[found["replica"] == n]
+            there = (mine["available"] < now) & (ends[found["replica"] == n] > now)
+            assert replicas[n, COLUMN["in_flight"]] == there.sum()
+            last = changes[n][: np.searchsorted(changes[n], now, "right")][::2][-1:]
+            sent = mine["available"][mine["available"] < now]
+            if last.size and not (sent > last[0]).any():  # nothing since it lost its cache
+                assert replicas[n, COLUMN["match_tokens"]] == 0
+                assert replicas[n, COLUMN["index_tokens"]] == 0
+    assert 5 < dark < len(log)
 
 
 def test_splits_share_no_session():
