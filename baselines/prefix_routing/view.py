@@ -102,6 +102,9 @@ class Rule:
     name = "rule"
     learns = False
 
+    def __init__(self) -> None:
+        """A rule without constants."""
+
     def reset(self) -> None:
         """Forget everything, at the start of an episode."""
 
