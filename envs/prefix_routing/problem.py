@@ -270,6 +270,11 @@ def _entries(given: Any, replicas: int) -> np.ndarray:
 def _replicas(profiles: Any, num_replicas: int | None) -> tuple[Profile, ...]:
     """The profile of each replica."""
     single = isinstance(profiles, (str, Profile, Mapping))
+    if not single and not isinstance(profiles, (list, tuple)):
+        raise ValueError(
+            f"profiles={profiles!r} must be a profile, its name or file, what to compose, or a "
+            "list of these."
+        )
     given = [profiles] if single else list(profiles)
     if not given:
         raise ValueError("profiles is empty; at least one replica is needed.")
@@ -293,6 +298,9 @@ def _profile(given: Any) -> Profile:
         for name in ("card", "model"):
             if name not in named:
                 raise ValueError(f"profiles={given!r} lacks {name!r}: it is to be composed.")
+        for name in ("card", "model", "dtype"):
+            if not isinstance(named.get(name, ""), str):
+                raise ValueError(f"profiles={given!r}: {name} must be a name.")
         return _composed(tuple(sorted(named.items())))
     return _loaded(given)
 
