@@ -79,7 +79,8 @@ class BasePolicy:
             finds it as ``self.system``.
 
     Attributes:
-        needs_outcomes: True if `outcomes` is to be told which requests have ended (routing only).
+        needs_outcomes: True if `outcomes` is to be told which requests have ended (LLM routing and
+            prefix routing only).
     """
 
     name: str = "policy"
@@ -121,8 +122,8 @@ class BasePolicy:
         """Learn what became of the requests that ended since the last decision; ignored.
 
         Args:
-            ended: Records (K,), see `servegym.envs.llm_routing.outcomes.OUTCOME`; told before
-                `feedback`, only with ``needs_outcomes``.
+            ended: Records (K,), the `OUTCOME` of the family's module ``outcomes`` in
+                `servegym.envs`; told before `feedback`, only with ``needs_outcomes``.
         """
 
     def bind(self, env: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib
 import json
 import math
 import os
@@ -50,6 +51,9 @@ DEFAULT_SEED = 100_000
 
 OWN, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
 """Where a policy's code comes from and runs, ``source`` of its rows."""
+
+WITH_OUTCOMES = ("llm_routing", "prefix_routing")
+"""Families whose requests end after the step that decides on them."""
 
 RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
 
@@ -216,7 +220,7 @@ def _checked(
     early = any(asked.get(key) == value for key, value in report.early.items())
     clairvoyant = bool(policy.clairvoyant) or needs_env or early
     ended = bool(getattr(policy, "needs_outcomes", False))
-    if ended and family.name != "llm_routing":
+    if ended and family.name not in WITH_OUTCOMES:
         raise ValueError(
             f"policy {name!r} has needs_outcomes, but requests of {family.name} end within their "
             "step: its reward tells all; allowed is False"
@@ -437,9 +441,8 @@ def learner(entered: Resolved, envs: Any) -> Callable[[NDArray[np.float64]], Non
     policy: Any = entered.policy
     if not entered.needs_outcomes:
         return policy.feedback
-    from servegym.envs.llm_routing.outcomes import OutcomeReader
-
-    reader = OutcomeReader(envs)
+    family = family_of(envs.unwrapped.spec.id).name
+    reader = importlib.import_module(f"servegym.envs.{family}.outcomes").OutcomeReader(envs)
 
     def learn(reward: NDArray[np.float64]) -> None:
         policy.outcomes(reader.read())

@@ -197,6 +197,12 @@ class LlmdPredicted(Rule):
         )
         return np.stack(columns, axis=1).astype(np.float64)
 
+    def choose(self, view: View) -> int:
+        """See `Rule.choose`."""
+        chosen = super().choose(view)
+        self._count += 1
+        return chosen
+
     def choose_of(self, view: View, replicas: NDArray[np.intp]) -> int:
         """See `Rule.choose_of`."""
         features = self.features(view)
@@ -209,7 +215,6 @@ class LlmdPredicted(Rule):
         weights = scores / total if total > 0.0 else None  # None: all alike
         chosen = int(view.rng.choice(replicas, p=weights))
         self._routed[self._count] = features[chosen]
-        self._count += 1
         return chosen
 
     def composite(self, view: View, replicas: NDArray[np.intp]) -> Floats:

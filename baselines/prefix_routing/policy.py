@@ -86,7 +86,7 @@ class RulePolicy(BasePolicy):
         self._make = make
         self._rules: list[Rule] = []
         self._chances: list[np.random.Generator] = []
-        make()  # arguments out of range are refused here
+        self.needs_outcomes = make().learns  # arguments out of range are refused here
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
@@ -109,3 +109,9 @@ class RulePolicy(BasePolicy):
             nowhere = system.num_replicas if system.admission else 0
             actions[row] = nowhere if chosen == NOWHERE else chosen
         return actions
+
+    def outcomes(self, ended: NDArray[Any]) -> None:
+        """See `BasePolicy.outcomes`; the records are `envs.prefix_routing.outcomes.OUTCOME`."""
+        for each in ended[np.isfinite(ended["finish_s"])]:
+            latencies = float(each["ttft_s"]), float(each["tpot_s"])
+            self._rules[each["row"]].outcome(int(each["decision"]), *latencies)

@@ -1,0 +1,72 @@
+"""Outcomes of requests: told once, when they end, with what the log says of them in the end."""
+
+import gymnasium
+import numpy as np
+
+from servegym.baselines.prefix_routing.policy import RulePolicy
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.baselines.prefix_routing.view import Rule, least
+from servegym.envs.prefix_routing.core import OUTCOMES
+from servegym.envs.prefix_routing.outcomes import OutcomeReader
+from servegym.experiments.evaluate import evaluate
+
+ARGUMENTS = {"num_replicas": 2, "episode_requests": 60, "warmup_requests": 10, "rate": 4.0}
+
+
+class Learner(Rule):
+    """Least load; keeps what it was told."""
+
+    name = "learner"
+    learns = True
+    told: list = []
+
+    def reset(self):
+        Learner.told = []
+
+    def outcome(self, decision, ttft_s, tpot_s):
+        Learner.told.append((decision, ttft_s, tpot_s))
+
+    def choose_of(self, view, replicas):
+        return least(view.in_flight, replicas)
+
+
+def test_every_request_is_told_once_and_when_it_has_ended():
+    envs = gymnasium.make_vec("servegym/PrefixRouting-v0", num_envs=2, admission=True, **ARGUMENTS)
+    envs.reset(seed=5)
+    reader, told = OutcomeReader(envs), []
+    rng = np.random.default_rng(0)
+    for step in range(60):
+        _, _, ended, _, _ = envs.step(rng.integers(0, 3, 2))
+        now = envs.unwrapped.batch.systems.env["now"]
+        news = reader.read()
+        if step < 59:  # the last step drains the replicas
+            assert not (news["finish_s"] > now[news["row"]]).any()
+        told.append(news)
+    assert ended.all() and len(reader.read()) == 0
+    told = np.concatenate(told)
+    for row in range(2):
+        own = told[told["row"] == row]
+        own = own[np.argsort(own["decision"])]
+        log = envs.unwrapped.request_log(row)
+        assert own["decision"].tolist() == list(range(60))
+        np.testing.assert_array_equal(own["outcome"], log["outcome"])
+        np.testing.assert_array_equal(own["output_tokens"], log["output_tokens"])
+        done = log["outcome"] == OUTCOMES.index("completed")
+        assert done.any() and not done.all()
+        np.testing.assert_array_equal(np.isfinite(own["finish_s"]), done)
+        log, own = log[done], own[done]
+        np.testing.assert_array_equal(own["replica"], log["replica"])
+        np.testing.assert_array_equal(own["finish_s"], log["finish_s"])
+        np.testing.assert_allclose(own["ttft_s"], log["first_token_s"] - log["arrival_s"])
+        pace = (log["finish_s"] - log["first_token_s"]) / (log["output_tokens"] - 1)
+        np.testing.assert_allclose(own["tpot_s"], pace)
+
+
+def test_a_rule_that_learns_is_told_in_an_evaluation():
+    env = gymnasium.make("servegym/PrefixRouting-v0", **ARGUMENTS).unwrapped
+    policy = RulePolicy(PrefixSystem.from_problem(env.problem), Learner, "learner")
+    assert policy.needs_outcomes
+    rows = evaluate("servegym/PrefixRouting-v0", [policy], episodes=1, env_kwargs=ARGUMENTS)
+    decisions = [decision for decision, _, _ in Learner.told]
+    assert sorted(decisions) == list(range(60)) and decisions != sorted(decisions)
+    assert np.mean([ttft for _, ttft, _ in Learner.told]) == rows[0]["mean_ttft_s"]
