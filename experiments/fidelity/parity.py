@@ -57,11 +57,11 @@ STEP_S = 0.02
 """Seconds of an iteration under the constant law."""
 
 RIVALS = {
-    "ai-dynamo": "pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 && pip install "
-    "--no-deps --pre aisimulate && pip install numpy pydantic uvloop msgspec pyyaml psutil ijson "
-    "typing_extensions tqdm packaging pandas pyarrow scipy",
+    "ai-dynamo": "pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 "
+    "aisimulate==0.13.0.dev202610270000000085 && pip install numpy pydantic uvloop msgspec pyyaml "
+    "psutil ijson typing_extensions tqdm packaging pandas pyarrow scipy",
     "aisimulate": "the environment of ai-dynamo",
-    "vllm-sr-sim": "pip install --pre vllm-sr-sim",
+    "vllm-sr-sim": "pip install vllm-sr-sim==0.1.0.dev20260713123629",
 }
 """What an environment of a rival holds, after ``python -m venv FOLDER``."""
 
