@@ -13,19 +13,18 @@ def small(monkeypatch):
     monkeypatch.setattr(llm_d, "LLM_D_STAGES", stages)
     monkeypatch.setattr(llm_d, "STAGES", (*pauses, (0.5, 1.0)))
     monkeypatch.setattr(llm_d, "PODS", 2)
-    monkeypatch.setattr(llm_d, "KV_TOKENS", 120_000)
+    monkeypatch.setattr(llm_d, "KV_TOKENS", 500_000)
 
 
-def test_stages_drain_and_are_compared_with_the_report(small, tmp_path):
+def test_four_ways_are_compared_with_the_report(small, tmp_path):
     assert llm_d.main(["--episodes", "2", "--out", str(tmp_path), "--figure", "llm_d"]) == 0
-    rows = read_rows(tmp_path / "llm_d.csv")
-    assert [(row["rate"], row["routing"]) for row in rows] == [
-        (rate, way) for rate in (3.0, 60.0) for way in ("pinned", "random")
-    ]
-    pinned, blind = rows[2], rows[3]
-    assert pinned["hit_percent"] > blind["hit_percent"]
-    assert pinned["ttft_p90_s"] < blind["ttft_p90_s"]
+    rows = {(r["routing"], r["rate"]): r for r in read_rows(tmp_path / "llm_d.csv")}
+    assert set(rows) == {(way, rate) for way in (*llm_d.RULES, "pinned") for rate in (3.0, 60.0)}
+    precise, blind = rows["precise", 60.0], rows["random", 60.0]
+    assert precise["hit_percent"] > blind["hit_percent"]
+    assert precise["ttft_p90_s"] < blind["ttft_p90_s"]
     assert blind["report_ttft_p90_s"] == 105.988
+    assert rows["pinned", 60.0]["report_ttft_p90_s"] == ""
 
 
 def test_a_stage_that_runs_into_the_next_one_is_an_error(small, monkeypatch, tmp_path):
@@ -48,4 +47,6 @@ def test_memory_is_what_random_routing_lacks(small, monkeypatch, tmp_path):
 
 
 def test_every_stage_has_its_published_row():
-    assert list(llm_d.PUBLISHED) == [rate for rate, _ in llm_d.LLM_D_STAGES[1:]]
+    for ttft, speed in llm_d.PUBLISHED.values():
+        assert len(ttft) == len(speed) == len(llm_d.RATES) == 16
+    assert llm_d.PUBLISHED["random"][0][llm_d.RATES.index(20.0)] == 70.273
