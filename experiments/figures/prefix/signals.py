@@ -81,7 +81,7 @@ def _rule(name: str) -> Callable[[], Rule]:
 def _row(found: Sequence[dict[str, float]], first: Sequence[dict[str, float]]) -> dict[str, float]:
     """Attainment with its interval and its paired change from ``first``, percent, and the rest.
 
-    ``p99_ratio`` is the geometric mean of the episodes' ratios of TTFT at 99 % to those of ``first``.
+    ``p99_ratio`` is the geometric mean over episodes of the ratio of TTFT at 99 % to ``first``'s.
     """
     share = 100 * np.array([one["attainment"] for one in found])
     change = share - 100 * np.array([one["attainment"] for one in first])
