@@ -73,7 +73,9 @@ def test_the_tree_has_mooncakes_ids(measured):
     path = measured("mooncake", "conversation_trace.jsonl")
     trace = load_prefix_trace("mooncake-conversation")
     row = np.arange(trace.num_requests)
-    first, segments = _recorded(trace, None, True)[0].tree.segments(row, np.zeros_like(row), 512)
+    first, segments = _recorded(trace, None, True, "all")[0].tree.segments(
+        row, np.zeros_like(row), 512
+    )
     there, back = {}, {}
     with path.open() as stream:
         for j, line in enumerate(stream):
