@@ -1,9 +1,8 @@
-"""A prefix-routing system as text or pixels: load, cached prefix and recent TTFT of each replica.
+"""A prefix-routing system as text or pixels: load, cached prefix and recent requests of replicas.
 
-A row a replica. From the left: requests that run (blue) and wait (orange) over the sequences that
-it runs at most, KV memory in use (green), the share of the request's prompt that the index has for
-it (violet), and its last requests, one mark each: completed within both objectives (green) or not
-(red), brighter for a larger share of the prompt found cached.
+A row a replica. From the left: requests that run and wait over the sequences that it runs at most;
+KV memory in use; the share of the request's prompt that the index has for it; and its last
+completed requests, a mark each, green if both objectives were kept, dark if the prompt was cached.
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gymnasium.error import DependencyNotInstalled
 
 from servegym.envs.prefix_routing import kernel
 
-WIDTH, HEIGHT, SHOWN = 640, 360, 40
-_PAPER, _EMPTY, _LINE = (250, 250, 248), (232, 234, 238), (120, 120, 120)
-_RUNNING, _WAITING, _MEMORY, _MATCH = (63, 94, 140), (214, 150, 60), (90, 150, 110), (138, 91, 176)
-_MET, _MISSED = np.array((42, 157, 143)), np.array((200, 60, 50))
+WIDTH, HEIGHT, SHOWN = 960, 540, 40
+_INK, _SOFT, _PAPER, _EMPTY = "#1f2933", "#66788a", "#f5f7fa", "#e4e9ef"
+_RUNNING, _WAITING, _MEMORY, _MATCH = "#3f5e8c", "#d6963c", "#5a966e", "#8a5bb0"
+_MET = np.array([[186, 228, 223], [18, 104, 94]]) / 255.0  # nothing cached, all cached
+_MISSED = np.array([[247, 196, 192], [170, 35, 30]]) / 255.0
 
 
 def render(batch: Any, row: int, mode: str) -> Any:
@@ -29,30 +30,40 @@ def render(batch: Any, row: int, mode: str) -> Any:
         mode: ``ansi`` or ``rgb_array``.
 
     Returns:
-        Text, or uint8 ``(360, 640, 3)`` pixels.
+        Text, or uint8 ``(540, 960, 3)`` pixels.
+
+    Raises:
+        DependencyNotInstalled: pixels were asked for and matplotlib is missing.
     """
     return _text(batch, row) if mode == "ansi" else _pixels(batch, row)
 
 
 def _met(batch: Any, log: np.ndarray) -> np.ndarray:
-    """Which requests were completed within both objectives."""
+    """Which of these completed requests kept both objectives."""
     problem = batch.problem
     ttft = log["first_token_s"] - log["arrival_s"]
     spent = log["finish_s"] - log["first_token_s"]
     smooth = spent <= float(problem.settings["tpot_s"][0]) * (log["output_tokens"] - 1)
-    done = log["outcome"] == kernel.COMPLETED
-    return done & (ttft <= problem.ttft_slo_s(log["prompt_tokens"])) & smooth
+    return (ttft <= problem.ttft_slo_s(log["prompt_tokens"])) & smooth
+
+
+def _words(batch: Any, row: int, done: np.ndarray) -> str:
+    routed, decisions = batch.episodes.row["index"][row], batch.problem.episode_requests
+    words = f"t = {batch.systems.env['now'][row]:.1f} s, request {routed} of {decisions}"
+    if len(done):
+        cached = done["hit_tokens"].sum() / done["prompt_tokens"].sum()
+        words += (
+            f"; of {len(done)} completed {_met(batch, done).mean():.1%} within the objectives, "
+            f"{cached:.1%} of their prompts cached"
+        )
+    return words
 
 
 def _text(batch: Any, row: int) -> str:
     log, problem = batch.request_log(row), batch.problem
     seen, engine = batch.gateway.replica[row], batch.systems.replica[row]
-    met, routed = _met(batch, log), batch.episodes.row["index"][row]
-    prompts = max(int(log["prompt_tokens"].sum()), 1)
     lines = [
-        f"t = {batch.systems.env['now'][row]:.1f} s, request {routed} of "
-        f"{problem.settings['decisions'][0]}, {met.mean() if len(log) else 0.0:.1%} within the "
-        f"objectives, {log['hit_tokens'].sum() / prompts:.1%} of the prompts cached",
+        _words(batch, row, log[log["outcome"] == kernel.COMPLETED]),
         "replica                     running waiting  KV in use  in flight  prefill tokens  match",
     ]
     for n, card in enumerate(problem.profiles):
@@ -66,34 +77,75 @@ def _text(batch: Any, row: int) -> str:
 
 
 def _pixels(batch: Any, row: int) -> np.ndarray:
-    image = np.empty((HEIGHT, WIDTH, 3), dtype=np.uint8)
-    image[:] = _PAPER
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise DependencyNotInstalled(
+            'render_mode="rgb_array" needs matplotlib: pip install "serve-gym[plots]".'
+        ) from error
     log, problem = batch.request_log(row), batch.problem
     engine, seen = batch.systems.replica[row], batch.gateway.replica[row]
-    met, most = _met(batch, log), int(problem.tables.config["max_running"][0])
+    done = log[log["outcome"] == kernel.COMPLETED]
+    most = int(problem.tables.config["max_running"][0])
     index = int(batch.systems.env["index"][row])
     prompt = int(batch.gateway.request["prompt"][row, index]) if index >= 0 else 0
-    tall = HEIGHT // problem.num_replicas
-    third = WIDTH // 4
-    for n in range(problem.num_replicas):
-        top, bottom = n * tall + 1, (n + 1) * tall - 1
-        e, p = engine[n], seen[n]
-        running, waiting = e["running"] / most, (e["running"] + e["waiting"]) / most
-        used = 1.0 - e["free"] / e["capacity"]
-        match = p["match"] / prompt if prompt else 0.0
-        for place, parts in enumerate(
-            (((waiting, _WAITING), (running, _RUNNING)), ((used, _MEMORY),), ((match, _MATCH),))
-        ):
-            left, wide = place * third + 2, third - 6
-            image[top:bottom, left : left + wide] = _EMPTY
-            for share, colour in parts:
-                image[top:bottom, left : left + round(wide * min(share, 1.0))] = colour
-        mine = np.flatnonzero((log["replica"] == n) & (log["outcome"] == kernel.COMPLETED))
-        mark = third // SHOWN
-        for i, k in enumerate(mine[-SHOWN:]):
-            share = log["hit_tokens"][k] / log["prompt_tokens"][k]
-            colour = (_MET if met[k] else _MISSED) * (0.45 + 0.55 * share)
-            left = 3 * third + i * mark
-            image[top:bottom, left : left + max(mark - 1, 1)] = colour
-        image[bottom] = _LINE
-    return image
+    running, waiting = engine["running"] / most, engine["waiting"] / most
+    used = 1.0 - engine["free"] / engine["capacity"]
+    match = seen["match"] / prompt if prompt else np.zeros(len(seen))
+
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, facecolor=_PAPER)
+    canvas = FigureCanvasAgg(figure)
+    figure.text(0.02, 0.955, _words(batch, row, done), color=_INK, fontsize=8.5, va="center")
+    request = f"match, of {prompt:,} tokens" if prompt else "match: no request"
+    panels = (
+        ("running and waiting requests", [(running, _RUNNING), (waiting, _WAITING)]),
+        ("KV memory in use", [(used, _MEMORY)]),
+        (request, [(match, _MATCH)]),
+    )
+    places = np.arange(problem.num_replicas)
+    for k, (title, parts) in enumerate(panels):
+        axis = figure.add_axes((0.15 + 0.2 * k, 0.07, 0.18, 0.80), facecolor=_EMPTY)
+        left = np.zeros(len(places))
+        for share, colour in parts:
+            axis.barh(places, share, left=left, color=colour, height=0.8)
+            left = left + share
+        axis.set_xlim(0, 1)
+        axis.set_xticks([0, 0.5, 1], ["0", ".5", "1"])
+        _dress(axis, title, len(places))
+        if k == 0:
+            names = [f"{n} {card.name}"[:22] for n, card in enumerate(problem.profiles)]
+            axis.set_yticks(places[: len(names)], names, fontsize=7, color=_INK)
+    axis = figure.add_axes((0.745, 0.07, 0.235, 0.80), facecolor=_PAPER)
+    axis.imshow(
+        _marks(batch, done), aspect="auto", interpolation="nearest", extent=_extent(len(places))
+    )
+    axis.set_xticks([])
+    _dress(axis, "last completed requests", len(places))
+    canvas.draw()
+    return np.array(canvas.buffer_rgba(), dtype=np.uint8)[:, :, :3].copy()
+
+
+def _extent(replicas: int) -> tuple[float, float, float, float]:
+    return 0.0, float(SHOWN), replicas - 0.5, -0.5
+
+
+def _marks(batch: Any, done: np.ndarray) -> np.ndarray:
+    """Colours (N, SHOWN, 3) of the last completed requests of each replica, the newest last."""
+    colours = np.ones((batch.problem.num_replicas, SHOWN, 3))
+    done = done[np.argsort(done["finish_s"], kind="stable")]
+    met, share = _met(batch, done), done["hit_tokens"] / np.maximum(done["prompt_tokens"], 1)
+    for n in range(len(colours)):
+        mine = np.flatnonzero(done["replica"] == n)[-SHOWN:]
+        scale = np.where(met[mine, None, None], _MET, _MISSED)  # (K, 2, 3)
+        part = share[mine, None]
+        colours[n, : len(mine)] = (1.0 - part) * scale[:, 0] + part * scale[:, 1]
+    return colours
+
+
+def _dress(axis: Any, title: str, replicas: int) -> None:
+    axis.set_ylim(replicas - 0.5, -0.5)
+    axis.set_yticks([])
+    axis.set_title(title, fontsize=8.5, color=_INK, loc="left", pad=4)
+    axis.tick_params(labelsize=7, colors=_SOFT, length=2)
+    axis.spines[:].set_visible(False)

@@ -289,7 +289,7 @@ def test_pictures():
         if mode == "ansi":
             assert len(found.splitlines()) == 5
         else:
-            assert found.shape == (360, 640, 3) and found.dtype == np.uint8
+            assert found.shape == (540, 960, 3) and found.dtype == np.uint8
             assert len(np.unique(found.reshape(-1, 3), axis=0)) > 6
 
 
