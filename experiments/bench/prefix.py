@@ -42,7 +42,7 @@ __all__ = ["main"]
 PROFILE = "h100-llama-3.1-8b"
 REPLICAS = 8
 KV_TOKENS = 450_000
-OPTIONS: dict[str, int] = {
+OPTIONS: dict[str, Any] = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 8192,
     "kv_tokens": KV_TOKENS,
