@@ -16,6 +16,7 @@ from servegym.hardware_profiles import Profile
 __all__ = ["MAX_SEQS", "engine_tables", "put_replicas", "put_requests"]
 
 MAX_SEQS = 4096
+MAX_BLOCKS = 1 << 22
 
 
 def engine_tables(
@@ -65,6 +66,11 @@ def engine_tables(
     if capacity.min() < 1:
         raise ValueError(
             f"block_size={size} is more than the {min(tokens)} tokens of a replica's KV cache."
+        )
+    if capacity.max() > MAX_BLOCKS:
+        raise ValueError(
+            f"kv_tokens={max(tokens)} in blocks of block_size={size} are {capacity.max()} blocks; "
+            f"a replica has at most {MAX_BLOCKS}."
         )
     bits = max(int(capacity.max() - 1).bit_length(), 4)
     c["num_replicas"], c["max_running"], c["token_budget"] = len(profiles), running, budget

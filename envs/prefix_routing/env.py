@@ -96,7 +96,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `workload`, `workload_kwargs` | `"tenants"` | `tenants`, `sessions`, `agents` or `mooncake`, and keywords of its class in `servegym.envs.prefix_routing.workloads` |
     | `split` | `"train"` | sessions of a recorded workload: `train` (60 %), `val`, `eval` or `all`; the other workloads draw all from the seed |
     | `dispatch` | `"think"` | a session's next request comes after its last one ended (`think`), or when recorded (`trace`) |
-    | `rate` | 20.0 | mean requests/s, or a range (low, high) drawn from for each episode |
+    | `rate` | 20.0 | mean requests/s, or a range (low, high) drawn from for each episode; at most 1000 (`mooncake`), 500 (`sessions`), 200 (`agents`) |
     | `episode_requests`, `warmup_requests` | 1000, 500 | decisions, and requests before them |
     | `profiles` | H100, Llama-3.1-8B | of all replicas or a list of them: a profile's name or file, or `{"card": ..., "model": ..., "tp": ..., "dtype": ...}`, which is composed as `servegym profile` does |
     | `num_replicas` | 8 | N, 1 to 62, where `profiles` is one profile |

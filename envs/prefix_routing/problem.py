@@ -20,6 +20,8 @@ from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.workloads import (
     DISPATCHES,
+    MAX_RATES,
+    MIN_RATE,
     RECORDED,
     SPLITS,
     PrefixWorkload,
@@ -189,7 +191,8 @@ def _problem(
         num_requests=decisions + warmup,
         failures=failures,
     )
-    rates = positive_range("rate", rate)
+    rates = positive_range("rate", rate, MAX_RATES[chosen])
+    real("rate", rates[0], MIN_RATE)
     if failures is not None:
         check_failures(failures, tables.config[0], (decisions + warmup) / rates[0])
     budget, size = int(tables.config["token_budget"][0]), int(tables.config["block_size"][0])

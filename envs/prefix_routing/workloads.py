@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, keywords, real, whole
+from servegym.envs._checks import LARGEST, choose, flag, keywords, real, whole
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.lengths import sample_lengths
@@ -33,6 +33,8 @@ from servegym.envs.workloads.prefix_traces import MAX_TOKENS, PrefixTrace, load_
 __all__ = [
     "DISPATCHES",
     "LLM_D_STAGES",
+    "MAX_RATES",
+    "MIN_RATE",
     "RECORDED",
     "SPLITS",
     "ChatSessions",
@@ -47,6 +49,9 @@ __all__ = [
 DISPATCHES = ("think", "trace")
 """When a session's next request comes: some time after the last one ended, or when recorded."""
 MAX_REQUESTS = 1 << 22
+MIN_RATE = 1e-3
+MAX_RATES = {"tenants": LARGEST, "sessions": 500.0, "agents": 200.0, "mooncake": 1000.0}
+"""Most requests/s by workload: more sessions under way at once take gigabytes."""
 CHAT_HISTORY_S = 3600.0
 """How long before the episode conversations may have begun."""
 FIRST_PROMPTS = ("only_prompt_tokens", "first_prompt_tokens")
@@ -138,11 +143,13 @@ class _Tree(NamedTuple):
         return starts, np.stack([first[at], blocks], axis=1).astype(np.int32)
 
 
-def _check_draw(num_requests: int, rate: Any, block_size: int, dispatch: str) -> None:
+def _check_draw(
+    num_requests: int, rate: Any, block_size: int, dispatch: str, most: float = LARGEST
+) -> None:
     whole("num_requests", num_requests, 1, MAX_REQUESTS)
     whole("block_size", block_size, 1, MAX_TOKENS)
     choose("dispatch", dispatch, DISPATCHES)
-    real("rate", rate, 0.0, open_low=True)
+    real("rate", rate, MIN_RATE, most)
 
 
 class _Content(NamedTuple):
@@ -315,7 +322,7 @@ class SuperposedTrace:
         dispatch: str = "think",
     ) -> PrefixRequests:
         """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch)
+        _check_draw(num_requests, rate, block_size, dispatch, MAX_RATES["mooncake"])
         share = rate * self._period_s / len(self._times)
         copies = int(np.ceil(share))
         begin = rng.random(copies) * self._period_s
@@ -394,7 +401,7 @@ class RecordedSessions:
         dispatch: str = "think",
     ) -> PrefixRequests:
         """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch)
+        _check_draw(num_requests, rate, block_size, dispatch, MAX_RATES["agents"])
         span = 1.2 * num_requests / rate
         while True:
             # Starts of each session that leave a part of it in the episode.
@@ -469,7 +476,7 @@ class ChatSessions:
         dispatch: str = "think",
     ) -> PrefixRequests:
         """See :meth:`PrefixWorkload.draw`."""
-        _check_draw(num_requests, rate, block_size, dispatch)
+        _check_draw(num_requests, rate, block_size, dispatch, MAX_RATES["sessions"])
         span = 1.2 * num_requests / rate + 60.0
         while True:
             sessions = rng.poisson(rate / self._mean_turns * (CHAT_HISTORY_S + span))
