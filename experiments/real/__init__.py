@@ -1,0 +1,1 @@
+"""Real inference servers beside the simulator: started, calibrated and compared with it."""

@@ -1,0 +1,166 @@
+"""A streaming client of OpenAI's protocol for asyncio: the times of every token of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
+
+__all__ = ["Reply", "completion_body", "new_session", "stream"]
+
+
+@dataclass
+class Reply:
+    """What became of one request; times are seconds after the request was sent.
+
+    Attributes:
+        first_token_s: Time of the first token (TTFT); NaN if none came.
+        times: Time of every event that carried text.
+        end_s: Time of the last event that carried text, or of the failure.
+        usage: The server's count: ``prompt_tokens``, ``completion_tokens``; empty without one.
+        error: Empty, or why the request failed.
+        status: HTTP status, or 0 if there was no answer.
+        text: What was generated.
+    """
+
+    first_token_s: float = math.nan
+    times: list[float] = field(default_factory=list)
+    end_s: float = math.nan
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    status: int = 0
+    text: str = ""
+
+    @property
+    def output_tokens(self) -> int:
+        """Generated tokens: the server's count, else the events that carried text."""
+        return int(self.usage.get("completion_tokens") or len(self.times))
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a token after the first (TPOT); NaN with fewer than two tokens."""
+        n = self.output_tokens
+        if n < 2 or len(self.times) < 2:
+            return math.nan
+        return (self.end_s - self.first_token_s) / (n - 1)
+
+
+def new_session(timeout_s: float = 120.0) -> ClientSession:
+    """An aiohttp session without a limit of connections.
+
+    Args:
+        timeout_s: Longest silence of a server, seconds.
+    """
+    import aiohttp
+
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s),
+    )
+
+
+def completion_body(
+    model: str, prompt: str | list[int], output_tokens: int, **more: Any
+) -> dict[str, Any]:
+    """The body of a completion of exactly ``output_tokens`` tokens that no prompt cache speeds up.
+
+    Args:
+        model: The model's name on the server.
+        prompt: Text or token ids.
+        output_tokens: Tokens to generate; the end-of-text token is ignored.
+        more: Further fields, which win.
+    """
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "cache_prompt": False,  # llama.cpp
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
+def _text(event: Mapping[str, Any]) -> str:
+    out = ""
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        out += choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+    return out
+
+
+async def stream(
+    session: ClientSession,
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    headers: Mapping[str, str] | None = None,
+    on_token: Callable[[], None] | None = None,
+) -> Reply:
+    """Send one streaming request and time its tokens.
+
+    Args:
+        session: See :func:`new_session`.
+        url: Full address, such as ``http://127.0.0.1:8000/v1/completions``.
+        body: The request; ``stream`` must be true in it.
+        headers: Further headers.
+        on_token: Called at every event that carries text.
+
+    Returns:
+        The times. A server that cannot be reached, answers with an error, falls silent or ends
+        the stream early gives a reply whose ``error`` says so; nothing is raised but for
+        cancellation.
+    """
+    import aiohttp
+
+    reply = Reply()
+    start = time.perf_counter()
+    ended = False
+    try:
+        async with session.post(url, json=body, headers=headers) as response:
+            reply.status = response.status
+            if response.status != 200:
+                text = (await response.content.read(300)).decode("utf-8", "replace")
+                reply.error = f"status {response.status}: {' '.join(text.split())}"
+            else:
+                async for line in response.content:
+                    if not line.startswith(b"data:"):
+                        continue
+                    now = time.perf_counter() - start
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        ended = True
+                        break
+                    event = json.loads(data)
+                    if event.get("error"):
+                        reply.error = f"error: {event['error']}"
+                        break
+                    reply.usage = event.get("usage") or reply.usage
+                    if piece := _text(event):
+                        if not reply.times:
+                            reply.first_token_s = now
+                        reply.times.append(now)
+                        reply.end_s = now
+                        reply.text += piece
+                        if on_token is not None:
+                            on_token()
+                if not ended and not reply.error:
+                    reply.error = "the stream ended early"
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        reply.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    except (ValueError, AttributeError, TypeError) as error:
+        reply.error = f"not in OpenAI's protocol: {error}"[:300]
+    if not reply.error and not reply.times:
+        reply.error = "no token came"
+    if reply.error:
+        reply.end_s = time.perf_counter() - start
+    return reply

@@ -1,0 +1,239 @@
+"""FLEET.toml: the inference servers of a fleet, real ones and simulated ones.
+
+::
+
+    [[server]]
+    name = "small"             # letters, digits, - _ and .
+    engine = "llama.cpp"       # llama.cpp, vllm or simulated
+    model = "random:8x384"     # random weights, layers x width; or a file, or a folder
+    slots = 8                  # requests that run at a time
+    context = 512              # tokens of prompt and output that a request may have
+    cores = [0]                # processor cores of the server (default: all)
+    port = 0                   # 0 takes a free one
+    batched_tokens = 2048      # largest number of tokens of an iteration
+    python = "venv/bin/python" # interpreter of the engine (default: this one)
+    profile = "small.json"     # hardware profile of the server, by name or file
+
+    [server.options]           # further arguments of the engine
+
+Relative paths are relative to the file. ``servegym real up`` writes the addresses of the servers
+that it started as JSON (:class:`Endpoint`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from servegym.envs._files import write_json
+
+__all__ = ["ENGINES", "Endpoint", "ServerSpec", "read_endpoints", "read_fleet", "write_endpoints"]
+
+ENGINES = ("llama.cpp", "vllm", "simulated")
+LOOPBACK = "127.0.0.1"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """One server of a fleet.
+
+    Attributes:
+        name: Its name, also the model's name in requests.
+        engine: One of :data:`ENGINES`.
+        model: ``random:LAYERSxWIDTH`` for random weights, else a GGUF file (llama.cpp) or a folder
+            (vLLM); unused by ``simulated``.
+        slots: Requests that run at a time.
+        context: Tokens of prompt and output that a request may have.
+        cores: Processor cores that the server may use; empty for all.
+        host: Address that the server listens on.
+        port: Port, or 0 for a free one.
+        batched_tokens: Largest number of tokens of an iteration.
+        python: Interpreter of the engine, or empty for the one that runs servegym.
+        profile: Hardware profile, by name or file; needed by ``simulated``.
+        options: Further arguments of the engine.
+    """
+
+    name: str
+    engine: str
+    model: str = ""
+    slots: int = 8
+    context: int = 512
+    cores: tuple[int, ...] = ()
+    host: str = LOOPBACK
+    port: int = 0
+    batched_tokens: int = 2048
+    python: str = ""
+    profile: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name is {self.name!r}; it must be of letters, digits, '-', '_' and '.'"
+            )
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINES)}")
+        if self.engine == "simulated" and not self.profile:
+            raise ValueError("profile is missing; engine = 'simulated' needs one")
+        if self.engine != "simulated" and not self.model:
+            raise ValueError(f"model is missing; engine = {self.engine!r} needs one")
+        for key, low, high in (
+            ("slots", 1, 4096),
+            ("context", 2, 1 << 24),
+            ("batched_tokens", 1, 1 << 24),
+            ("port", 0, 65535),
+        ):
+            value = getattr(self, key)
+            if not low <= value <= high:
+                raise ValueError(f"{key} is {value}; it must be in {low}..{high}")
+        known = os.cpu_count() or 1
+        if any(not 0 <= core < known for core in self.cores):
+            raise ValueError(f"cores is {list(self.cores)}; this machine has 0..{known - 1}")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that runs.
+
+    Attributes:
+        name: The server's name, also the model's name in requests.
+        engine: Its engine.
+        url: Base address of OpenAI's protocol, such as ``http://127.0.0.1:8000/v1``.
+        pid: Process of the server.
+        slots: Requests that it runs at a time.
+        context: Tokens of prompt and output that a request may have.
+        cores: Processor cores of the server; empty for all.
+        log: File of what it prints.
+        profile: Its hardware profile, by name or file, or empty.
+    """
+
+    name: str
+    engine: str
+    url: str
+    pid: int
+    slots: int
+    context: int
+    cores: tuple[int, ...] = ()
+    log: str = ""
+    profile: str = ""
+
+
+_TYPES: dict[str, type] = {
+    "name": str,
+    "engine": str,
+    "model": str,
+    "slots": int,
+    "context": int,
+    "cores": list,
+    "host": str,
+    "port": int,
+    "batched_tokens": int,
+    "python": str,
+    "profile": str,
+    "options": dict,
+}
+
+
+def _spec(entry: object, folder: Path) -> ServerSpec:
+    """One ``[[server]]``; relative files are taken from ``folder``."""
+    if not isinstance(entry, Mapping):
+        raise ValueError("must be a table: write [[server]]")
+    given = dict(entry)
+    for key, value in given.items():
+        if key not in _TYPES:
+            raise ValueError(f"field {key!r} is unknown; there are {', '.join(_TYPES)}")
+        if not isinstance(value, _TYPES[key]) or isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r}; it must be of type {_TYPES[key].__name__}")
+    for key in ("name", "engine"):
+        if key not in given:
+            raise ValueError(f"{key} is missing")
+    cores = given.pop("cores", [])
+    if not all(isinstance(core, int) and not isinstance(core, bool) for core in cores):
+        raise ValueError(f"cores is {cores!r}; it must be a list of whole numbers")
+    for key in ("model", "python", "profile"):
+        value = given.get(key, "")
+        if value and not value.startswith("random:") and (folder / value).exists():
+            # Not resolved: the interpreter of a virtual environment is a link that must stay one.
+            given[key] = os.path.abspath(folder / value)
+    return ServerSpec(cores=tuple(cores), **given)
+
+
+def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:
+    """Read a fleet.
+
+    Args:
+        path: FLEET.toml.
+
+    Returns:
+        The servers in the file's order; there is at least one.
+
+    Raises:
+        ValueError: Naming the file, the server and the field.
+        OSError: If the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+    unknown = sorted(set(data) - {"server"})
+    if unknown:
+        raise ValueError(f"{path}: field {unknown[0]!r} is unknown; servers are [[server]]")
+    entries = data.get("server")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: no server; write at least one [[server]]")
+    specs: list[ServerSpec] = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            specs.append(_spec(entry, path.parent))
+        except ValueError as error:
+            raise ValueError(f"{path}: server {number}: {error}") from None
+    names = [spec.name for spec in specs]
+    ports = [(spec.host, spec.port) for spec in specs if spec.port]
+    for what, values in (("name", names), ("port", ports)):
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{path}: {what} {twice!r} is given to two servers")
+    return specs
+
+
+def write_endpoints(path: str | os.PathLike[str], endpoints: Sequence[Endpoint]) -> None:
+    """Write the addresses of servers that run, as JSON.
+
+    Args:
+        path: The file, replaced in one step.
+        endpoints: The servers.
+    """
+    write_json(path, {"servers": [asdict(one) for one in endpoints]})
+
+
+def read_endpoints(path: str | os.PathLike[str]) -> list[Endpoint]:
+    """Read what :func:`write_endpoints` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The servers.
+
+    Raises:
+        ValueError: If the file is not of that form.
+        OSError: If it cannot be read.
+    """
+    known = {one.name for one in fields(Endpoint)}
+    try:
+        entries = json.loads(Path(path).read_text(encoding="utf-8"))["servers"]
+        return [
+            Endpoint(**{**entry, "cores": tuple(entry.get("cores", ()))})
+            for entry in entries
+            if set(entry) <= known
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a file of endpoints: {error}") from None
