@@ -58,6 +58,8 @@ def _clear_errors(command: Command) -> Command:
                 "yaml": "sweep",
                 "transformers": "predict",
                 "tokenizers": "predict",
+                "aiohttp": "real",
+                "gguf": "real",
             }.get(name, "agents")
             _fail(f"{name} is not installed; pip install 'serve-gym[{extra}]'")
         except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
@@ -515,6 +517,11 @@ for _command in (
         "Tune the routing heuristics' parameters to a setting, on validation prompts.",
     ),
     ("claims", "experiments.figures.claims", "Print the papers' claims with our results."),
+    (
+        "real",
+        "experiments.real.command",
+        "Real inference servers beside the simulator: up, status, down, compare.",
+    ),
     (
         "bench",
         "experiments.bench",

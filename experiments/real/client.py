@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -155,7 +154,7 @@ async def stream(
                             on_token()
                 if not ended and not reply.error:
                     reply.error = "the stream ended early"
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
         reply.error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     except (ValueError, AttributeError, TypeError) as error:
         reply.error = f"not in OpenAI's protocol: {error}"[:300]

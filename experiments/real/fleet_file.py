@@ -195,12 +195,12 @@ def read_fleet(path: str | os.PathLike[str]) -> list[ServerSpec]:
             specs.append(_spec(entry, path.parent))
         except ValueError as error:
             raise ValueError(f"{path}: server {number}: {error}") from None
-    names = [spec.name for spec in specs]
-    ports = [(spec.host, spec.port) for spec in specs if spec.port]
+    names: list[Any] = [spec.name for spec in specs]
+    ports: list[Any] = [(spec.host, spec.port) for spec in specs if spec.port]
     for what, values in (("name", names), ("port", ports)):
-        twice = next((value for value in values if values.count(value) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{path}: {what} {twice!r} is given to two servers")
+        twice = [value for value in values if values.count(value) > 1]
+        if twice:
+            raise ValueError(f"{path}: {what} {twice[0]!r} is given to two servers")
     return specs
 
 

@@ -1,0 +1,69 @@
+"""``servegym real``: real inference servers beside the simulator."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from servegym.envs._command_line import run_main
+from servegym.experiments.real.fleet_file import Endpoint
+
+FOLDER = Path("servegym-real")
+
+
+def _lines(servers: Sequence[tuple[Endpoint, str]]) -> str:
+    width = max(len(one.name) for one, _ in servers)
+    return "\n".join(
+        f"{one.name:<{width}}  {one.engine:<9}  {state:<7}  {one.url}  log {one.log}"
+        for one, state in servers
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of ``servegym real up | status | down | compare``.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0, or 1 if ``status`` finds a server that does not answer.
+
+    Raises:
+        ValueError: If an argument or a file cannot be used, or a server does not start.
+    """
+    parser = argparse.ArgumentParser(
+        prog="servegym real", description="Real inference servers beside the simulator (Linux)."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    start = commands.add_parser("up", help="start the servers of FLEET.toml in the background")
+    start.add_argument("fleet", type=Path, metavar="FLEET.toml")
+    for one in (
+        start,
+        commands.add_parser("status", help="the servers that run and whether they answer"),
+        commands.add_parser("down", help="end them"),
+    ):
+        one.add_argument(
+            "--folder", type=Path, default=FOLDER, help=f"logs, models, endpoints ({FOLDER})"
+        )
+    options = parser.parse_args(arguments)
+
+    from servegym.experiments.real import launcher
+
+    if options.command == "up":
+        found = launcher.up(options.fleet, options.folder)
+        print(_lines([(one, "healthy") for one in found]))
+        print(f"endpoints: {options.folder / launcher.ENDPOINTS}")
+    elif options.command == "status":
+        states = launcher.status(options.folder)
+        print(_lines(states))
+        return int(any(state != "healthy" for _, state in states))
+    elif launcher.down(options.folder):
+        print("ended")
+    else:
+        print(f"{options.folder}: no servers run there")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
