@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.requests import read_columns
 from servegym.experiments.output import write_csv
 
 __all__ = ["read_requests", "replay_file"]
 
-FIELDS = ("arrival_s", "prompt_tokens", "output_tokens")
+FIELDS = {"arrival_s": "time", "prompt_tokens": "tokens", "output_tokens": "tokens"}
 
 
 def replay_file(
@@ -77,80 +75,5 @@ def read_requests(
             nothing of the file is returned.
         OSError: If the file cannot be opened.
     """
-    arrival: list[float] = []
-    prompt: list[int] = []
-    output: list[int] = []
-    with open(path, newline="", encoding="utf-8-sig") as stream:
-        reader = csv.DictReader(stream)
-        try:
-            _check_header(path, reader.fieldnames)
-            for row in reader:
-                line = reader.line_num
-                if None in row or None in row.values():
-                    raise MalformedFileError(
-                        path,
-                        line,
-                        None,
-                        "the number of values differs from the header's",
-                        "give one value for every column",
-                    )
-                time = _seconds(path, line, row["arrival_s"])
-                if arrival and time < arrival[-1]:
-                    raise MalformedFileError(
-                        path,
-                        line,
-                        "arrival_s",
-                        f"{time} is less than {arrival[-1]} before it",
-                        "sort the file by arrival time",
-                    )
-                arrival.append(time)
-                prompt.append(_tokens(path, line, "prompt_tokens", row["prompt_tokens"]))
-                output.append(_tokens(path, line, "output_tokens", row["output_tokens"]))
-        except UnicodeDecodeError as error:
-            raise MalformedFileError(
-                path, None, None, f"not UTF-8 text ({error.reason})", "save it as a UTF-8 CSV"
-            ) from error
-        except csv.Error as error:
-            raise MalformedFileError(
-                path, reader.line_num, None, f"not a CSV ({error})", "save it as a UTF-8 CSV"
-            ) from error
-    if not arrival:
-        raise MalformedFileError(
-            path, None, None, "holds no request", "give at least one line below the header"
-        )
-    return np.array(arrival), np.array(prompt, np.int64), np.array(output, np.int64)
-
-
-def _check_header(path: str | os.PathLike[str], names: object) -> None:
-    found = list(names) if isinstance(names, list | tuple) else []
-    for field in FIELDS:
-        if found.count(field) != 1:
-            problem = "is there twice" if field in found else "is missing from the header"
-            raise MalformedFileError(
-                path, 1, field, problem, f"start the file with the line {','.join(FIELDS)}"
-            )
-
-
-def _seconds(path: str | os.PathLike[str], line: int, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
-        raise MalformedFileError(
-            path, line, "arrival_s", f"{text!r} is no time", "give seconds, 0 or more"
-        )
-    return value
-
-
-def _tokens(path: str | os.PathLike[str], line: int, field: str, text: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    # Spreadsheets write whole numbers as 12.0; anything between is a mistake worth naming.
-    if not math.isfinite(value) or value != int(value) or not 1 <= value < 2**31:
-        raise MalformedFileError(
-            path, line, field, f"{text!r} is no token count", "give a whole number, 1 or more"
-        )
-    return int(value)
+    columns = read_columns(path, lambda _: FIELDS)
+    return columns["arrival_s"], columns["prompt_tokens"], columns["output_tokens"]

@@ -187,7 +187,7 @@ class Profile:
         device: device facts (``memory_bytes``, ``usable_memory_fraction``, ...).
         model: model facts (``layers``, ``kv_heads``, ``weight_bytes``, ...).
         engine: engine facts (``activation_reserve_bytes``, ...).
-        kv_bytes_per_token: bytes that one token takes in KV memory.
+        kv_bytes_per_token: bytes that one token takes in KV memory, 0 where nobody knows.
         kv_capacity_tokens: tokens that fit in the KV memory, whole blocks of 16.
         estimator: linear estimate of the law.
         domain: largest batch, iteration and context that the data behind the law cover.
@@ -236,7 +236,7 @@ class Profile:
         fields["estimator"] = Estimator(**fields["estimator"])
         at = f"{where}: field 'device.memory_bytes'"
         tokens = kv_capacity_tokens(fields["device"], fields["model"], fields["engine"], at)
-        kv_bytes = int(fields["model"]["kv_bytes_per_token"])
+        kv_bytes = int(fields["model"].get("kv_bytes_per_token", 0))
         return cls(**fields, kv_bytes_per_token=kv_bytes, kv_capacity_tokens=tokens)
 
     def to_dict(self) -> dict[str, Any]:
@@ -313,6 +313,11 @@ class Profile:
         Raises:
             ValueError: if a fact is missing or wrong, or the weights do not fit.
         """
+        if "kv_capacity_tokens" in self.engine:
+            raise ValueError(
+                f"{where}: profile {self.name!r} gives its KV memory in tokens, so another model's "
+                "share of it is not known"
+            )
         facts = check_model(Fields(model, where, "model"))
         kv_bytes = int(facts["kv_bytes_per_token"])
         tokens = kv_capacity_tokens(

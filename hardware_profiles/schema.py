@@ -183,8 +183,11 @@ def copy_json(value: Any) -> Any:
 # -- the parts of a profile --------------------------------------------------------------------
 
 
-def check_model(fields: Fields) -> dict[str, Any]:
-    """A copy of the model facts; the KV bytes a token must be those of its shape."""
+def check_model(fields: Fields, *, shape: bool = True) -> dict[str, Any]:
+    """A copy of the model facts; the KV bytes a token must be those of its shape.
+
+    Without ``shape`` the name is enough: KV memory is then given in tokens.
+    """
     fields.only(
         (
             "name",
@@ -201,6 +204,11 @@ def check_model(fields: Fields) -> dict[str, Any]:
         )
     )
     fields.text("name")
+    if not shape and "kv_bytes_per_token" not in fields.data:
+        for key, value in fields.data.items():
+            if key not in ("name", "source"):
+                fields.check_number(key, value, 1.0, math.inf, strict=False, hint="")
+        return copy_json(fields.data)
     for key in ("hidden_size", "attention_heads", "weight_bytes"):
         fields.integer(key)
     if "parameters" in fields.data:
@@ -355,14 +363,22 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
     top.text("format", (FORMAT,))
 
     device = top.child("device")
-    device.text("name")
-    device.number("memory_bytes", 1e8, 1e13, hint=" (bytes)")
-    device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
-
     engine = top.child("engine")
+    # A server seen from outside: its KV memory is given in tokens, its shape is not known.
+    outside = "kv_capacity_tokens" in engine.data
+    if outside:
+        engine.integer("kv_capacity_tokens", BLOCK_SIZE)
     for key in ("name", "version", "dtype"):
-        engine.text(key)
-    engine.number("activation_reserve_bytes")
+        if not (outside and key == "dtype" and key not in engine.data):
+            engine.text(key)
+    if not (outside and "activation_reserve_bytes" not in engine.data):
+        engine.number("activation_reserve_bytes")
+
+    device.text("name")
+    if not (outside and "memory_bytes" not in device.data):
+        device.number("memory_bytes", 1e8, 1e13, hint=" (bytes)")
+    if not (outside and "usable_memory_fraction" not in device.data):
+        device.number("usable_memory_fraction", 0.0, 1.0, strict=True)
 
     estimator = top.child("estimator")
     estimator.only(ESTIMATOR_FIELDS)
@@ -374,7 +390,7 @@ def check_profile(data: Any, where: str) -> dict[str, Any]:
         "description": top.text("description"),
         "kind": top.text("kind", KINDS),
         "device": copy_json(device.data),
-        "model": check_model(top.child("model")),
+        "model": check_model(top.child("model"), shape=not outside),
         "engine": copy_json(engine.data),
         "law": check_law(top.child("law")),
         "estimator": {k: estimator.number(k, high=1.0, hint=unit) for k in ESTIMATOR_FIELDS},
@@ -391,6 +407,8 @@ def kv_capacity_tokens(
 ) -> int:
     """Tokens that fit in the memory which weights and activations leave, in whole blocks of 16.
 
+    An engine that states ``kv_capacity_tokens`` has those.
+
     Args:
         device: ``memory_bytes`` and ``usable_memory_fraction``.
         model: ``weight_bytes`` and ``kv_bytes_per_token``.
@@ -400,6 +418,8 @@ def kv_capacity_tokens(
     Raises:
         ValueError: if no block fits.
     """
+    if "kv_capacity_tokens" in engine:
+        return int(engine["kv_capacity_tokens"]) // BLOCK_SIZE * BLOCK_SIZE
     usable = device["memory_bytes"] * device["usable_memory_fraction"]
     free = usable - model["weight_bytes"] - engine["activation_reserve_bytes"]
     blocks = math.floor(free / (BLOCK_SIZE * model["kv_bytes_per_token"]))

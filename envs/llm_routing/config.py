@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from servegym.envs.llm_routing.fleets import (
 from servegym.envs.llm_routing.kernel import layout
 from servegym.envs.workloads import Catalog, load_catalog, make_arrivals, predict
 from servegym.envs.workloads.predictions import BUCKETS, KINDS, QUANTITIES
+from servegym.envs.workloads.requests import FileArrivals, Requests, load_requests
 from servegym.hardware_profiles import LawTables, Profile, list_fleets, load, load_fleet
 
 DEFAULT_FLEET = "edge-6-heterogeneous"
@@ -44,6 +46,9 @@ MAX_CAPACITY = 256
 """Requests that an expert may run, and that may wait at it, at most."""
 MAX_FAILURES = 10_000_000
 FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
+DEFAULT_EPISODE_REQUESTS = 1000
+_IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")
+MAX_SPEED_NOISE = 1.0
 _SPLITS = ("train", "val", "eval", "all")
 
 
@@ -222,6 +227,8 @@ class Problem:
         rate: range of the mean arrival rate in requests/s, drawn per episode.
         latency_requirement_s: range of L in seconds per token, drawn per episode.
         arguments: the arguments as given.
+        in_order: whether an episode is the catalog's rows in their order, as in a file of requests.
+        speed_noise: standard deviation of the logarithm of the experts' common speed factor.
         fleets: where the fleet of an episode comes from, None if all have the same. Then N, R and W
             are the largest that may come, ``profiles`` and ``models`` libraries, and the table has
             a column for each model under each predictor, see `FleetSource`.
@@ -239,6 +246,8 @@ class Problem:
     rate: tuple[float, float]
     latency_requirement_s: tuple[float, float]
     arguments: dict[str, Any]
+    in_order: bool = False
+    speed_noise: float = 0.0
     fleets: FleetSource | None = None
 
     def __post_init__(self) -> None:
@@ -460,19 +469,33 @@ def _check_requests_fit(
         )
 
 
+def _file_name(requests_file: Any) -> str:
+    if not isinstance(requests_file, (str, os.PathLike)):
+        raise ValueError(f"requests_file={requests_file!r} must be the path of a CSV file.")
+    return os.fspath(requests_file)
+
+
 def _request_table(
     catalog: Catalog,
     columns: np.ndarray,
     predictors: Mapping[str, Mapping[str, Any]],
     max_output_tokens: int,
+    file: Requests | None = None,
 ) -> np.ndarray:
-    """Catalog rows at the experts, with predictions: ``Problem.table``."""
+    """Catalog rows at the experts, with predictions: ``Problem.table``.
+
+    What a file of requests says is predicted takes the place of the predictors.
+    """
     table = np.empty((len(catalog.prompt_tokens), len(columns), 5), dtype=np.float32)
     table[:, :, layout.PROMPT] = catalog.prompt_tokens[:, None]
     table[:, :, layout.SCORE] = catalog.scores[:, columns]
     table[:, :, layout.OUTPUT] = np.minimum(catalog.output_tokens[:, columns], max_output_tokens)
     table[:, :, layout.PREDICTED_SCORE] = predict(catalog, columns, "score", **predictors["score"])
     length = predict(catalog, columns, "length", **predictors["length"])
+    if file is not None and file.predicted_scores is not None:
+        table[:, :, layout.PREDICTED_SCORE] = file.predicted_scores[:, columns]
+    if file is not None and file.predicted_tokens is not None:
+        length = file.predicted_tokens[:, columns]
     table[:, :, layout.PREDICTED_OUTPUT] = np.minimum(length, max_output_tokens)
     return table
 
@@ -512,11 +535,24 @@ def _fixed_problem(
     failures: Mapping[str, Any] | None = None,
     step_factors: Mapping[str, Sequence[float]] | None = None,
     max_output_tokens: int | None = None,
-    episode_requests: int = 1000,
+    episode_requests: int | None = None,
     split: str = "train",
+    requests_file: str | None = None,
+    speed_noise: float = 0.0,
 ) -> Problem:
     """The problem of a fleet that all episodes have, from checked arguments."""
     arguments = {k: v for k, v in locals().items() if k != "view"}
+    file = None if requests_file is None else load_requests(_file_name(requests_file))
+    if file is not None:
+        rate = len(file.arrival_s) / max(float(file.arrival_s[-1]), 1e-9)
+    if episode_requests is None:
+        episode_requests = DEFAULT_EPISODE_REQUESTS if file is None else len(file.arrival_s)
+        arguments["episode_requests"] = episode_requests
+    if file is not None and whole("episode_requests", episode_requests, 1) > len(file.arrival_s):
+        raise ValueError(
+            f"episode_requests={episode_requests} is more than the {len(file.arrival_s)} requests "
+            f"of requests_file={requests_file!r}."
+        )
     cfg = engine_config(
         scheduler=scheduler,
         memory_policy=memory_policy,
@@ -556,7 +592,14 @@ def _fixed_problem(
 
     experts, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(experts)
-    loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
+    if speed_noise and staleness_s:
+        raise ValueError(
+            f"speed_noise={speed_noise!r} and staleness_s={staleness_s!r}: give one of them."
+        )
+    if file is None:
+        loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
+    else:
+        loaded, split = file.catalog, "all"
     columns = _resolve_columns(loaded, names, len(experts), models is not None)
     rows = np.asarray(loaded.rows(split), dtype=np.int32)
     c["max_output_tokens"] = loaded.max_output_tokens
@@ -573,16 +616,20 @@ def _fixed_problem(
             int(c["block_size"]),
             _step_factors(step_factors, experts),
         ),
-        table=_request_table(loaded, columns, predictors, int(c["max_output_tokens"])),
+        table=_request_table(loaded, columns, predictors, int(c["max_output_tokens"]), file),
         rows=rows,
         profiles=tuple(experts),
         models=tuple(loaded.models[k] for k in columns),
         catalog=loaded,
         columns=columns,
-        arrivals=make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs)),
+        arrivals=make_arrivals(arrivals, rates[1], **mapping("arrivals_kwargs", arrivals_kwargs))
+        if file is None
+        else FileArrivals(file.arrival_s, rates[1]),
         rate=rates,
         latency_requirement_s=limits,
         arguments=arguments,
+        in_order=file is not None,
+        speed_noise=real("speed_noise", speed_noise, 0.0, MAX_SPEED_NOISE),
     )
 
 
@@ -664,12 +711,23 @@ def build_problem(
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
     """
+    if arguments.get("requests_file") is not None:
+        for name in _IN_FILE:
+            if arguments.get(name) is not None:
+                raise ValueError(
+                    f"{name}={arguments[name]!r} is part of what "
+                    f"requests_file={arguments['requests_file']!r} says; leave one of them out."
+                )
     drawn = isinstance(fleet, Mapping) or (isinstance(fleet, str) and fleet == "random")
     if fleet is not None and not drawn:
         named = {**{name: {"profiles": name} for name in list_fleets()}, **DEPLOYMENTS}
         arguments = {**named[choose("fleet", fleet, ("random", *named))], **arguments}
         fleet = None
     if fleet is not None:
+        if arguments.get("requests_file") is not None:
+            raise ValueError(
+                f"requests_file={arguments['requests_file']!r} needs a fleet that stays the same."
+            )
         return _drawn_problem(view, fleet, fleet_kwargs, arguments)
     if fleet_kwargs is not None:
         raise ValueError(f"fleet_kwargs={fleet_kwargs!r} needs fleet='random'.")

@@ -52,6 +52,9 @@ OBSERVATION_KEYS = (
 )
 """The parts of the graph view, in the order of the buffers: numbers, then masks."""
 
+SPEED_CORRELATION_S = 15.0
+"""Over so many seconds the speed that `speed_noise` draws forgets itself (by a factor of e)."""
+
 OUTCOMES = ("pending", "completed", "dropped", "rejected", "failed")
 
 
@@ -72,6 +75,7 @@ class RoutingState:
         delayed: with ``staleness_s`` the system as the router knows it: its actions so far and the
             env, expert, slot and queue records of that time.
         fleet: the setting that was drawn, see `servegym.envs.llm_routing.fleets`.
+        slowdown: with ``speed_noise`` the factors of the iterations' times, a row a decision.
     """
 
     arrivals: np.ndarray
@@ -86,6 +90,7 @@ class RoutingState:
 
     delayed: tuple[np.ndarray, ...] = ()
     fleet: dict[str, Any] | None = None
+    slowdown: np.ndarray | None = None
 
 
 def observation_space(problem: Problem) -> spaces.Space:
@@ -173,6 +178,12 @@ class RoutingBatch:
         self.table = problem.table
         self.env = np.zeros(num_rows, dtype=kernel.ENV)
         self.expert = np.zeros((num_rows, n), dtype=kernel.EXPERT)
+        self.expert["slowdown"] = 1.0
+        # Between decisions j and j + 1 the iterations take slowdown[:, j] times the law's seconds;
+        # (B, J, 1) for a factor that the experts share, (B, J, N) for one of each.
+        self.slowdown: np.ndarray | None = None
+        if problem.speed_noise > 0.0:
+            self.slowdown = np.ones((num_rows, length, 1))
         self.config = problem.cfg
         self.fleets: list[dict[str, Any] | None] = [None] * num_rows
         if problem.fleets is None:
@@ -247,9 +258,16 @@ class RoutingBatch:
         arrivals, (rate,) = self.draw_load(row, 1, random)
         length = problem.episode_requests
         self.arrivals[row] = arrivals.sample(length, random, rate)
-        self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
+        if problem.in_order:
+            self.rows[row] = problem.rows[:length]
+        else:
+            self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
         if problem.cfg["uptime_s"][0] > 0.0:
             self.env["failure_seed"][row] = random.integers(0, 1 << 32)
+        if self.slowdown is not None and problem.speed_noise > 0.0:
+            self.slowdown[row, :, 0] = draw_slowdown(
+                self.arrivals[row], problem.speed_noise, random
+            )
 
     def draw_load(
         self, row: int, streams: int, random: np.random.Generator
@@ -332,6 +350,10 @@ class RoutingBatch:
             request = np.minimum(self.env["index"], self.problem.episode_requests - 1)
             on = np.flatnonzero(which)
             self.delayed[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
+        if self.slowdown is not None:
+            on = np.flatnonzero(which)
+            request = np.minimum(self.env["index"][on], self.problem.episode_requests - 1)
+            self.expert["slowdown"][on] = self.slowdown[on, request]
         actions = np.ascontiguousarray(actions, np.int64)
         which = np.ascontiguousarray(which, np.int8)
 
@@ -366,6 +388,7 @@ class RoutingBatch:
             log=self.log[row].copy(),
             delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
             fleet=self.fleets[row],
+            slowdown=None if self.slowdown is None else self.slowdown[row].copy(),
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
@@ -389,6 +412,13 @@ class RoutingBatch:
             self._put_fleet(row, state.fleet)
         for name in ("arrivals", "rows", "expert", "slot", "queue", "log"):
             getattr(self, name)[row] = getattr(state, name)
+        if (self.slowdown is None) != (state.slowdown is None):
+            raise ValueError(
+                "state.slowdown: restore a state into an environment made with the same "
+                "speed_noise."
+            )
+        if self.slowdown is not None:
+            self.slowdown[row] = state.slowdown
         for mine, theirs in zip(self.delayed, state.delayed, strict=True):
             mine[row] = theirs[0]
         self.env[row] = state.env[0]
@@ -473,7 +503,7 @@ class RoutingBatch:
         return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("problem", "num_rows", "delayed", "fleets", *_STATE_ARRAYS)
+        names = ("problem", "num_rows", "delayed", "fleets", "slowdown", *_STATE_ARRAYS)
         state = {name: getattr(self, name) for name in names}
         return state | {"num_threads": self.threads.num_threads}
 
@@ -485,6 +515,7 @@ class RoutingBatch:
                 self._put_fleet(row, setting)
         for name in _STATE_ARRAYS:
             getattr(self, name)[...] = state[name]
+        self.slowdown = state["slowdown"]
         for mine, theirs in zip(self.delayed, state["delayed"], strict=True):
             mine[...] = theirs
 
@@ -517,6 +548,21 @@ def held(expert: np.void, slot: np.ndarray, queue: np.ndarray) -> tuple[list[int
         i = int(queue[2 * len(slot) + i])
     ring = (int(expert["ring_head"]) + np.arange(expert["waiting"])) % len(slot)
     return running, queue[len(slot) + ring].tolist()
+
+
+def draw_slowdown(arrivals: np.ndarray, noise: float, random: np.random.Generator) -> np.ndarray:
+    """``(J,)`` factors of the iterations' times between decisions: a host whose speed drifts.
+
+    Their logarithm is a stationary Ornstein-Uhlenbeck process of standard deviation ``noise`` and
+    correlation time ``SPEED_CORRELATION_S``, seen at the arrivals.
+    """
+    kept = np.exp(-np.diff(arrivals, prepend=arrivals[0]) / SPEED_CORRELATION_S)
+    drawn = random.standard_normal(len(arrivals))
+    path = np.empty(len(arrivals))
+    path[0] = drawn[0]
+    for j in range(1, len(arrivals)):
+        path[j] = kept[j] * path[j - 1] + np.sqrt(1.0 - kept[j] ** 2) * drawn[j]
+    return np.exp(noise * path)
 
 
 def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float:

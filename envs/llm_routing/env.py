@@ -152,7 +152,7 @@ class LLMRoutingEnv(BatchEnv):
     | `arrivals`, `arrivals_kwargs` | `"poisson"` | arrival process and its keywords, see below |
     | `rate` | 5.0 | mean requests/s, or a range (low, high) drawn from for each episode |
     | `latency_requirement_s` | 0.030 | L in s per token, or a range |
-    | `episode_requests` | 1000 | decisions in an episode |
+    | `episode_requests` | 1000, or all of `requests_file` | decisions in an episode |
     | `score_predictor`, `length_predictor` | `"confusion"` | `confusion`, `learned`, `mean`, `zero` or `exact` |
     | `predictor_kwargs` | none | keywords of the predictors, see below |
     | `buckets`, `predictor_seed` | `"quantile"`, 0 | how predictions are bucketed; seed of their errors |
@@ -165,6 +165,8 @@ class LLMRoutingEnv(BatchEnv):
     | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
     | `staleness_s` | 0.0 | age of what the router sees of the experts |
     | `failures` | none | mean times to failure and to repair, in s; see Failures |
+    | `requests_file` | none | CSV of the requests of every episode, in its order; see below |
+    | `speed_noise` | 0.0 | standard deviation of the log of a factor on all experts' iteration times, drawn at reset with a memory of 15 s |
     | `step_factors` | none | true over the profile's time, by profile name: (iterations with prefill, decodes alone) |
     | `max_output_tokens` | the catalog's | longest answer |
     | `validate` | False | check every observation against the space (slow) |
@@ -187,6 +189,12 @@ class LLMRoutingEnv(BatchEnv):
     | `alpaca_eval_7b` | recorded answers of models of about 7B parameters | none |
     | `synthetic` | drawn, with the moments of the recorded ones | `num_models` (12), `num_prompts` (1000), `seed` (0), `max_output_tokens` |
     | `mix_instruct` | MixInstruct, from your copy | `path` (needed: file or folder), `models`, `score` (`"bertscore"`), `tokenizer`, `max_output_tokens`, `seed` |
+
+    `requests_file` has the columns `arrival_s`, `prompt_tokens`, for each model `score_NAME`, and
+    `output_tokens_NAME` (or `output_tokens` for all); `predicted_score_NAME` and `predicted_tokens_NAME`
+    take the place of the predictors. Expert n is the n-th model unless `models` says otherwise. Such an
+    episode has the same requests at the same times for every seed; `catalog`, `arrivals` and `rate` are
+    the file's.
 
     `predictor_kwargs` has `{"score": {...}, "length": {...}}`, each with `table` (for `learned`: a file
     written by `servegym.envs.workloads.predictions.write_table`; `alpaca_eval_7b` ships with one) and

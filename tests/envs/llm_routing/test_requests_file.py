@@ -1,0 +1,132 @@
+"""Requests of a file, and experts whose speed drifts."""
+
+import pickle
+
+import gymnasium
+import numpy as np
+import pytest
+
+from servegym.envs.llm_routing import replay
+from servegym.envs.llm_routing.core import SPEED_CORRELATION_S, draw_slowdown
+
+PROFILE = "rtx4090-llama-3.1-8b"
+ENGINE = {
+    "scheduler": "chunked_prefill",
+    "memory_policy": "paged",
+    "running_capacity": 4,
+    "waiting_capacity": 64,
+    "router_delay_s": 0.0,
+    "bytes_per_token": 0.0,
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    random = np.random.default_rng(0)
+    arrivals = np.cumsum(random.exponential(0.2, 30))
+    lines = ["arrival_s,prompt_tokens,output_tokens_a,output_tokens_b,score_a,score_b"]
+    for time in arrivals:
+        p, a, b = random.integers(5, 200, 3)
+        lines.append(f"{float(time)!r},{p},{a},{b},0.25,0.75")
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    return tmp_path / "requests.csv"
+
+
+def _play(env, seed=0):
+    _, info = env.reset(seed=seed)
+    done, last = False, {}
+    while not done:
+        *_, done, _, last = env.step(2)
+    return env.unwrapped.request_log(), last
+
+
+def _make(file, **more):
+    return gymnasium.make(
+        "servegym/LLMRouting-v0",
+        **{"requests_file": str(file), "profiles": [PROFILE, PROFILE], **ENGINE, **more},
+    )
+
+
+def test_an_episode_is_the_file_and_equals_its_replay(file):
+    columns = np.genfromtxt(file, delimiter=",", names=True)
+    log, _ = _play(_make(file))
+    assert np.array_equal(log["arrival_s"], columns["arrival_s"])
+    assert np.array_equal(log["prompt_tokens"], columns["prompt_tokens"])
+    assert np.array_equal(log["output_tokens"], columns["output_tokens_b"])
+    assert (log["score"] == 0.75).all()
+    alone = replay(
+        columns["arrival_s"],
+        columns["prompt_tokens"].astype(int),
+        columns["output_tokens_b"].astype(int),
+        profile=PROFILE,
+        max_num_seqs=4,
+    )
+    assert np.allclose(log["finish_s"], alone["finish_s"], rtol=1e-12)
+    again, _ = _play(_make(file), seed=7)
+    assert np.array_equal(again["finish_s"], log["finish_s"])
+
+
+def test_models_name_the_columns(file):
+    log, _ = _play(_make(file, models=["b", "a"]))
+    assert (log["score"] == 0.25).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"catalog": "synthetic"}, "catalog"),
+        ({"rate": 2.0}, "rate"),
+        ({"episode_requests": 31}, "episode_requests"),
+        ({"requests_file": 3}, "requests_file"),
+        ({"speed_noise": -0.1}, "speed_noise"),
+        ({"speed_noise": 0.1, "staleness_s": 1.0}, "speed_noise"),
+        ({"models": ["a", "c"]}, "'c'"),
+    ],
+)
+def test_what_does_not_fit_the_file_is_refused(file, more, name):
+    with pytest.raises(ValueError, match=name):
+        _make(file, **more)
+
+
+def test_a_slowdown_of_two_equals_laws_of_twice_the_time(file):
+    env = _make(file, speed_noise=0.1)
+    env.reset(seed=0)
+    batch = env.unwrapped.batch
+    assert not (batch.slowdown == 1.0).any()
+    for scheduler in ("orca", "chunked_prefill"):
+        twice, _ = _play(_make(file, scheduler=scheduler, step_factors={PROFILE: (2.0, 2.0)}))
+        env = _make(file, scheduler=scheduler, speed_noise=0.1)
+        env.reset(seed=0)
+        batch = env.unwrapped.batch
+        batch.slowdown[:] = 2.0
+        done = False
+        while not done:
+            *_, done, _, _ = env.step(2)
+        assert np.allclose(env.unwrapped.request_log()["finish_s"], twice["finish_s"], rtol=1e-9)
+
+
+def test_speed_noise_is_of_the_episode_and_its_copies(file):
+    one, _ = _play(_make(file, speed_noise=0.3))
+    assert np.array_equal(_play(_make(file, speed_noise=0.3))[0]["finish_s"], one["finish_s"])
+    assert not np.array_equal(
+        _play(_make(file, speed_noise=0.3), seed=1)[0]["finish_s"], one["finish_s"]
+    )
+    env = _make(file, speed_noise=0.3)
+    env.reset(seed=0)
+    for _ in range(10):
+        env.step(2)
+    other = _make(file, speed_noise=0.3)
+    other.reset(seed=5)
+    other.unwrapped.restore_state(pickle.loads(pickle.dumps(env.unwrapped.clone_state())))
+    for _ in range(20):
+        other.step(2)
+    assert np.array_equal(other.unwrapped.request_log()["finish_s"], one["finish_s"])
+
+
+def test_the_drift_has_the_deviation_and_the_memory_asked_for():
+    times = np.arange(200_000) * 5.0
+    path = np.log(draw_slowdown(times, 0.1, np.random.default_rng(0)))
+    assert abs(path.mean()) < 2e-3
+    assert np.std(path) == pytest.approx(0.1, rel=0.02)
+    correlation = np.corrcoef(path[:-1], path[1:])[0, 1]
+    assert correlation == pytest.approx(np.exp(-5.0 / SPEED_CORRELATION_S), abs=0.01)
