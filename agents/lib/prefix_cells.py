@@ -1,0 +1,191 @@
+"""Drawn cells of prefix routing: a workload, a fleet, what its gateway sees, and a rate at its knee.
+
+A rate says little of a cell: a fleet of two replicas is lost where one of sixteen idles. So the rate
+is searched for: the one at which the best of three published rules (`REFERENCES`) keeps the
+objectives of a drawn share of the requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.prefix_routing import RULES, Rule
+from servegym.baselines.prefix_routing.policy import view_of
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.baselines.prefix_routing.view import NOWHERE
+from servegym.envs.prefix_routing.core import PrefixBatch
+from servegym.envs.prefix_routing.problem import DICT, Problem, build_problem
+from servegym.envs.prefix_routing.workloads import MAX_RATES
+
+Cell = dict[str, Any]
+Observation = Mapping[str, NDArray[Any]]
+Decide = Callable[[Observation, NDArray[np.int8]], NDArray[np.int64]]
+
+REFERENCES = ("lmetric", "llm_d_affinity", "mooncake")
+KNEE = (0.75, 0.97)
+"""Range of the share that the best reference keeps at a cell's rate."""
+KINDS = ("tenants", "hot", "drift", "benchmark", "sessions", "mooncake", "agents")
+"""Workloads: four of tenants (even, one hot, drifting, llm-d's repeated prompts), three of sessions."""
+REPLICAS = (2, 3, 4, 6, 8, 12, 16)
+CARDS = ("h100", "a100-80g", "l40s")
+MODEL = "llama-3.1-8b"
+BASE_RATE = {"tenants": 6.0, "sessions": 1.1, "mooncake": 1.3, "agents": 0.3}
+"""Requests/s a replica at which the search for the knee begins."""
+IDLE = 16
+"""The part of that rate at which replicas count as idle."""
+
+
+def draw_cell(kind: str, rng: np.random.Generator) -> Cell:
+    """Arguments of an environment but for the rate, which `at_the_knee` adds.
+
+    Args:
+        kind: One of `KINDS`.
+        rng: The source of chance.
+    """
+    replicas = int(rng.choice(REPLICAS))
+    cards = [CARDS[0]] * replicas
+    if rng.random() < 0.4:
+        cards = sorted(str(card) for card in rng.choice(CARDS, replicas, p=[0.5, 0.25, 0.25]))
+    cell: Cell = {
+        "profiles": [{"card": card, "model": MODEL} for card in cards],
+        "max_num_seqs": int(rng.choice([64, 128, 256])),
+        "scrape_s": float(rng.choice([0.05, 1.0, 5.0])),
+        "warmup_requests": 60 * replicas,
+        "episode_requests": 200 + 100 * replicas,
+    }
+    if kind in MAX_RATES and kind != "tenants":
+        cell |= {"workload": kind, "warmup_requests": 250 * replicas}
+        if kind != "sessions":
+            cell["split"] = "train"
+    else:
+        cell |= {"workload": "tenants", "workload_kwargs": _tenants(kind, replicas, rng)}
+    if rng.random() < 0.4:
+        cell["kv_tokens"] = int(rng.uniform(120_000, 400_000))
+    signals = rng.random()
+    if signals < 0.3:
+        delay = float(rng.choice([0.0, 1.0, 5.0]))
+        cell |= {"index": "precise", "index_kwargs": {"index_delay_s": delay}}
+    elif signals < 0.5:
+        cell["index_kwargs"] = {"index_entries": "kv_blocks"}
+    if rng.random() < 0.15:
+        cell["failures"] = {
+            "mean_time_to_failure_s": float(rng.uniform(60, 200)),
+            "mean_time_to_repair_s": float(rng.uniform(10, 30)),
+        }
+    return cell
+
+
+def _tenants(kind: str, replicas: int, rng: np.random.Generator) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "groups": int(rng.uniform(6, 25) * replicas),
+        "users": 20,
+        "prefix_tokens": int(rng.uniform(1000, 8000)),
+        "question_tokens": [200, int(rng.uniform(500, 3000))],
+        "output_tokens": [50, int(rng.uniform(200, 800))],
+        "questions": "fresh",
+        "order": "random",
+    }
+    if kind == "hot":
+        found["hot_factor"] = float(rng.uniform(4, 20))
+    elif kind == "drift":
+        found |= {"skew": float(rng.uniform(0.6, 1.3)), "drift_s": float(rng.uniform(20, 90))}
+    elif kind == "benchmark":
+        found |= {"users": 5, "question_tokens": 1200, "questions": "repeated", "order": "cycle"}
+    return found
+
+
+@lru_cache(maxsize=128)
+def _problem(text: str) -> Problem:
+    return build_problem(view=DICT, **json.loads(text))
+
+
+def problem_of(cell: Cell, **arguments: Any) -> Problem:
+    """The problem of a cell; ``arguments`` override its own."""
+    return _problem(json.dumps({**cell, **arguments}, sort_keys=True))
+
+
+def begin_alike(batch: PrefixBatch, random: np.random.Generator) -> None:
+    """Start the same drawn episode, warmed up, in all rows."""
+    first = np.zeros(batch.num_rows, np.int8)
+    first[0] = 1
+    batch.draw(0, random)
+    batch.begin(first)
+    state = batch.clone(0)
+    for row in range(1, batch.num_rows):
+        batch.restore(row, state)
+
+
+def attainment(batch: PrefixBatch, decide: Decide) -> NDArray[np.float64]:
+    """Share (B,) of the requests within both objectives in the episodes that were begun."""
+    every = np.ones(batch.num_rows, np.int8)
+    met = np.zeros(batch.num_rows)
+    ended = 0
+    while not ended:
+        ended = batch.step(decide(batch.observation, batch.action_mask), every)
+        met += batch.out[:, 0]
+    return met / batch.problem.episode_requests
+
+
+def rules_decide(rules: Sequence[Rule], system: PrefixSystem, seed: int) -> Decide:
+    """One rule a row, at the start of an episode."""
+    chances = [np.random.default_rng([seed, 1]) for _ in rules]
+    for rule in rules:
+        rule.reset()
+
+    def decide(seen: Observation, mask: NDArray[np.int8]) -> NDArray[np.int64]:
+        actions = np.zeros(len(rules), np.int64)
+        for row, rule in enumerate(rules):
+            chosen = rule.choose(view_of(seen, row, mask[row], system, chances[row]))
+            actions[row] = 0 if chosen == NOWHERE else chosen
+        return actions
+
+    return decide
+
+
+def best_reference(cell: Cell, rate: float, seed: int) -> float:
+    """Attainment of the best of `REFERENCES` in an episode of the cell at a rate."""
+    problem = problem_of(cell, rate=rate)
+    rules = [RULES[name][0]() for name in REFERENCES]
+    batch = PrefixBatch(problem, len(rules))
+    begin_alike(batch, np.random.default_rng([seed, 0]))
+    decide = rules_decide(rules, PrefixSystem.from_problem(problem), seed)
+    return float(attainment(batch, decide).max())
+
+
+def at_the_knee(cell: Cell, share: float, seed: int) -> Cell:
+    """The cell at the rate at which the best reference keeps that share of what it keeps when idle.
+
+    Some prompts miss the objectives on an idle replica, and failures take requests at any rate.
+    """
+    low, high = 0.0, np.inf
+    rate = BASE_RATE[cell["workload"]] * len(cell["profiles"])
+    wanted = share * best_reference(cell, rate / IDLE, seed)
+    for _ in range(12):
+        if best_reference(cell, rate, seed) >= wanted:
+            low = rate
+        else:
+            high = rate
+        if high == np.inf:
+            rate = 2 * low
+            if rate > MAX_RATES[cell["workload"]]:
+                raise ValueError(f"the cell {cell} has no knee up to the highest rate, {low}/s.")
+        elif low == 0.0:
+            rate = high / 2
+        elif high / low < 1.1:
+            break
+        else:
+            rate = float(np.sqrt(low * high))
+    return cell | {"rate": float(f"{rate:.4g}")}
+
+
+def drawn_at_the_knee(stream: int, seed: int) -> Cell:
+    """Cell number ``stream`` of the cells of a seed; the kinds come in turn."""
+    rng = np.random.default_rng([seed, stream, 22])
+    cell = draw_cell(KINDS[stream % len(KINDS)], rng)
+    return at_the_knee(cell, float(rng.uniform(*KNEE)), int(rng.integers(1 << 31)))
