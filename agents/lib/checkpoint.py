@@ -28,6 +28,7 @@ AGENTS = (
     "pqn",
     "rpi",
     "fleet_search",
+    "prefix_search",
     "ppo",
     "ppo_serverless",
     "ppo_placement",

@@ -60,7 +60,8 @@ def draw_cell(kind: str, rng: np.random.Generator) -> Cell:
         "episode_requests": 200 + 100 * replicas,
     }
     if kind in MAX_RATES and kind != "tenants":
-        cell |= {"workload": kind, "warmup_requests": 250 * replicas}
+        # Their prompts are long: in larger blocks they are played in half of the time.
+        cell |= {"workload": kind, "warmup_requests": 250 * replicas, "block_size": 64}
         if kind != "sessions":
             cell["split"] = "train"
     else:
