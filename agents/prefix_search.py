@@ -1,12 +1,12 @@
-"""One router for any set of replicas that cache prefixes: a linear index, searched for on drawn cells.
+"""One router for any replicas that cache prefixes: a linear index, searched for on drawn cells.
 
-The router values one replica at a time by a linear index and takes the best. What it reads is scaled
-by what the replica can do and the request may take: prefills count in shares of the objective of the
-time to first token, contexts in shares of the KV memory, so that the same weights mean the same on
-two cards and on sixteen. Dynamo's cost and LMetric's are close to special cases, and the search
-begins with the former's constants. Each weight has a second one that is multiplied by the load of
-all replicas. The weights are found by the cross-entropy method; all candidates of a generation play
-the same episodes of the same drawn cells (`servegym.agents.lib.prefix_cells`).
+The router values one replica at a time by a linear index and takes the best. What it reads is
+scaled by what the replica can do and the request may take: prefills count in shares of the
+objective of the time to first token, contexts in shares of the KV memory, so that the same weights
+mean the same on two cards and on sixteen. Dynamo's cost and LMetric's are close to special cases,
+and the search begins with the former's constants. Each weight has a second one that is multiplied
+by the load of all replicas. The weights are found by the cross-entropy method; all candidates of a
+generation play the same episodes of the same drawn cells (`servegym.agents.lib.prefix_cells`).
 
 ``--workers`` plays the cells in as many processes, with the same result.
 ``python agents/prefix_search.py --help`` lists the options.
@@ -165,8 +165,8 @@ def index_values(weights: Floats, seen: Observation, block_size: int) -> Floats:
 def first_weights() -> NDArray[np.float64]:
     """The index that the search begins with: Dynamo's cost with one set of tuned constants.
 
-    Its cost in blocks, 5.4 (prefill tokens in flight + L - 2.6 m) / 16 + decode blocks + .2 requests
-    in flight, over 5.4 / 16 and the tokens that an H100 prefills in 1.1 s.
+    Its cost in blocks, 5.4 (prefill tokens in flight + L - 2.6 m) / 16 + decode blocks + .2 x
+    requests in flight, over 5.4 / 16 and the tokens that an H100 prefills in 1.1 s.
     """
     weights = np.zeros(SIZE)
     tokens = 48_500 * 1.1
@@ -306,7 +306,9 @@ def train(args: Args) -> Path:
     while step < args.total_timesteps:
         # Draw, play the same episodes of the same cells, and move to the best.
         drawn = mean + spread * rng.standard_normal((args.population, SIZE))
-        played = [cells[k] for k in rng.choice(args.cells, args.cells_per_generation, replace=False)]
+        played = [
+            cells[k] for k in rng.choice(args.cells, args.cells_per_generation, replace=False)
+        ]
         seed, candidates = int(rng.integers(1 << 31)), drawn.astype(np.float32)
         jobs = [(candidates, cell, seed) for cell in played]
         each = np.zeros((args.population, len(jobs)))

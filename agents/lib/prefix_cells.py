@@ -1,7 +1,7 @@
-"""Drawn cells of prefix routing: a workload, a fleet, what its gateway sees, and a rate at its knee.
+"""Drawn cells of prefix routing: a workload, a fleet, what its gateway sees, a rate at its knee.
 
-A rate says little of a cell: a fleet of two replicas is lost where one of sixteen idles. So the rate
-is searched for: the one at which the best of three published rules (`REFERENCES`) keeps the
+A rate says little of a cell: a fleet of two replicas is lost where one of sixteen idles. So the
+rate is searched for: the one at which the best of three published rules (`REFERENCES`) keeps the
 objectives of a drawn share of the requests.
 """
 
@@ -31,7 +31,7 @@ REFERENCES = ("lmetric", "llm_d_affinity", "mooncake")
 KNEE = (0.75, 0.97)
 """Range of the share that the best reference keeps at a cell's rate."""
 KINDS = ("tenants", "hot", "drift", "benchmark", "sessions", "mooncake", "agents")
-"""Workloads: four of tenants (even, one hot, drifting, llm-d's repeated prompts), three of sessions."""
+"""Workloads: four of tenants (even, one hot, drifting, llm-d's repeated prompts), three others."""
 REPLICAS = (2, 3, 4, 6, 8, 12, 16)
 CARDS = ("h100", "a100-80g", "l40s")
 MODEL = "llama-3.1-8b"

@@ -1,7 +1,7 @@
 """Cells of prefix routing held out from training, selection and tuning of the trained index.
 
-``held_out_cells.toml`` beside this file has the arguments of fourteen environments, two of each kind
-of workload, written before any index was trained::
+``held_out_cells.toml`` beside this file has the arguments of fourteen environments, two of each
+kind of workload, written before any index was trained::
 
     python -m servegym.experiments.figures.prefix.held_out_cells OUT.toml
 

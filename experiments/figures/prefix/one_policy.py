@@ -1,0 +1,447 @@
+"""One trained index against the gateways' rules on cells that nobody saw.
+
+Three stages, each of which is kept and not done again::
+
+    OMP_NUM_THREADS=1 python -m servegym.experiments.figures.prefix.one_policy --checkpoints runs
+
+- ``one_policy_joint``: each rule's constants for all cells. Dynamo's cost, the strongest rule in
+  `tuned_rules`, is searched for on the training cells of `servegym.agents.prefix_search` by the
+  same method with as many decisions; the others take the best of the published constants and 59
+  other points on the training's validation cells.
+- ``one_policy_trials``: each rule tuned in each cell of ``held_out_cells.toml`` by 60 points, on
+  sessions (``val``) and seeds apart from the evaluation.
+- ``one_policy``: SLO attainment (%) of all of them and of the trained indexes in ten episodes of
+  each held-out cell, with 95 % intervals over episodes and, for the indexes, over trainings too.
+  ``one_policy_summary`` has the mean over the cells, ``one_policy_rate`` the highest rate at which
+  95 % of what an idle fleet keeps is kept, ``one_policy_speed`` the time of a decision.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.agents import load_policy, prefix_search
+from servegym.agents.lib.cross_entropy import ELITE, STEP, fitness
+from servegym.agents.lib.prefix_cells import (
+    IDLE,
+    Cell,
+    Decide,
+    Observation,
+    attainment,
+    begin_alike,
+    problem_of,
+    rules_decide,
+)
+from servegym.baselines.prefix_routing import RULES
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.envs.prefix_routing.core import PrefixBatch
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES
+from servegym.experiments.figures.prefix.held_out_cells import held_out_cells
+from servegym.experiments.figures.prefix.tuned_rules import PLAIN, SPACES, STAGES, points
+from servegym.experiments.figures.run import (
+    FigureOptions,
+    command_line,
+    figure_parser,
+    run_chosen,
+    save,
+)
+from servegym.experiments.stats import mean, over_trainings, paired_difference, stratified_bootstrap
+from servegym.experiments.tables import Table, note
+
+Row = dict[str, Any]
+Floats = NDArray[np.float64]
+
+SEARCH_SEED, EVAL_SEED, RATE_SEED = 30_000, 40_000, 50_000
+RULE, OURS, START = "dynamo", "prefix_search", "index at the start"
+CONSTANTS = ("prefill_scale", "credit", "request_weight")
+FIRST = (5.4, 2.6, 0.2)
+"""Dynamo's constants that the search begins with: the best single set of `tuned_rules`."""
+SPREAD, WIDENED = 0.7, 0.05
+RATE_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)
+RATE_KEPT, RATE_EPISODES = 0.95, 5
+RATE_CELLS = (0, 1, 5, 6)
+
+
+@dataclass
+class Options(FigureOptions):
+    """Command line of this module."""
+
+    checkpoints: Path = Path("runs")
+
+
+class DynamoRows:
+    """Dynamo's cost with a set of constants a row; equal costs are broken by chance.
+
+    Args:
+        constants: (B, 3) in the order of `CONSTANTS`.
+        block_size: Tokens of a block.
+        seed: Of the chance.
+    """
+
+    def __init__(self, constants: Floats, block_size: int, seed: int = 0) -> None:
+        self.scale, self.credit, self.weight = constants.T[:, :, None]
+        self.block_size, self.rng = block_size, np.random.default_rng(seed)
+
+    def __call__(self, seen: Observation, mask: Any) -> NDArray[np.int64]:
+        """Actions (B,)."""
+        of = {
+            name: seen["replicas"][:, :, k].astype(float) for k, name in enumerate(REPLICA_FEATURES)
+        }
+        tokens = of["prefill_tokens"] + seen["request"][:, :1] - self.credit * of["match_tokens"]
+        cost = self.scale * np.maximum(tokens / self.block_size, 0.0) + of["decode_blocks"]
+        cost += self.weight * of["in_flight"] + 1e-9 * self.rng.random(cost.shape[1])
+        return np.where(np.asarray(mask)[:, : cost.shape[1]] > 0, cost, np.inf).argmin(-1)
+
+
+def played(cell: Cell, rows: int, seed: int, decide: Any, **arguments: Any) -> Floats:
+    """Attainment (rows,) in one drawn episode; ``decide`` maps a problem to a `Decide`."""
+    problem = problem_of(cell, **arguments)
+    batch = PrefixBatch(problem, rows)
+    begin_alike(batch, np.random.default_rng([seed, 0]))
+    return attainment(batch, decide(problem))
+
+
+def rules_played(
+    cell: Cell, contestants: Sequence[tuple[str, Mapping[str, float]]], seed: int, **arguments: Any
+) -> Floats:
+    """Attainment of rules with their constants in one drawn episode."""
+
+    def decide(problem: Any) -> Decide:
+        rules = [RULES[name][0](**own) for name, own in contestants]
+        return rules_decide(rules, PrefixSystem.from_problem(problem), seed)
+
+    return played(cell, len(contestants), seed, decide, **arguments)
+
+
+def _dynamo_rows(constants: Floats, problem: Any) -> DynamoRows:
+    return DynamoRows(constants, problem.block_size)
+
+
+def dynamo_for_all(cells: Sequence[Cell], decisions: int, population: int, each: int) -> Floats:
+    """Constants of Dynamo's cost by the cross-entropy method on the logarithms, as the index's."""
+    centre, spread, step = np.log(FIRST), np.full(3, SPREAD), 0
+    rng = np.random.default_rng(1)
+    while step < decisions:
+        drawn = centre + spread * rng.standard_normal((population, 3))
+        chosen = [cells[k] for k in rng.choice(len(cells), each, replace=False)]
+        seed = int(rng.integers(1 << 31))
+        met = np.stack(
+            [
+                played(cell, population, seed, partial(_dynamo_rows, np.exp(drawn)))
+                for cell in chosen
+            ],
+            axis=1,
+        )
+        elite = drawn[np.argsort(-fitness(met))[: int(population * ELITE)]]
+        centre = centre + STEP * (elite.mean(0) - centre)
+        widened = max(0.0, 1 - step / decisions / prefix_search.WIDENED_UNTIL)
+        spread = spread + STEP * (elite.std(0) - spread) + WIDENED * widened
+        step += population * sum(cell["episode_requests"] for cell in chosen)
+        print(f"{step} decisions: {np.exp(centre).round(3).tolist()}, {met.mean():.4f}", flush=True)
+    return np.exp(centre)
+
+
+def joint(options: Options) -> None:
+    """``one_policy_joint``: constants of each rule for all cells."""
+    table = Table(options.out / "one_policy_joint.csv", ("rule",), load=not options.quick)
+    args = prefix_search.Args()
+    if options.quick:
+        args.cells, args.eval_cells, args.cells_per_generation = 2, 2, 2
+        args.total_timesteps, args.population = 1, 10
+    cells, unseen = prefix_search.draw_cells(args, None)
+    for (rule,) in table.missing([(rule,) for rule in SPACES]):
+        if rule == RULE:
+            found = dynamo_for_all(
+                cells, args.total_timesteps, args.population, args.cells_per_generation
+            )
+            best = dict(zip(CONSTANTS, (float(f"{x:.4g}") for x in found), strict=True))
+            chosen, trials = best, args.total_timesteps
+        else:
+            tried = points(rule)[: 3 if options.quick else None]
+            reached = [
+                rules_played(cell, [(rule, own) for own in tried], SEARCH_SEED) for cell in unseen
+            ]
+            chosen, trials = tried[int(np.mean(reached, axis=0).argmax())], len(tried)
+        table.update([{"rule": rule, "constants": json.dumps(chosen), "trials": trials}])
+        print(f"{rule}: {chosen}", flush=True)
+    save(options, "one_policy_joint", table.rows, settings={"seed": SEARCH_SEED, "first": FIRST})
+
+
+def tuned(options: Options) -> None:
+    """``one_policy_trials``: 60 points of each rule in each held-out cell."""
+    table = Table(options.out / "one_policy_trials.csv", ("cell", "rule"), load=not options.quick)
+    cells = held_out_cells()[: 1 if options.quick else None]
+    for at, rule in table.missing([(k, rule) for k in range(len(cells)) for rule in SPACES]):
+        cell = cells[at] | ({"split": "val"} if "split" in cells[at] else {})
+        tried = points(rule)[: 3 if options.quick else None]
+        alive, seed = list(range(len(tried))), SEARCH_SEED
+        reached: list[list[float]] = [[] for _ in tried]
+        for keep, episodes in STAGES:
+            alive = sorted(alive, key=lambda k: -np.mean(reached[k] or [0.0]))[:keep]
+            for _ in range(episodes):
+                met = rules_played(cell, [(rule, tried[k]) for k in alive], seed)
+                seed += 1
+                for k, value in zip(alive, met, strict=True):
+                    reached[k].append(float(value))
+        table.update(
+            [
+                {
+                    "cell": at,
+                    "rule": rule,
+                    "trial": k,
+                    "constants": json.dumps(own),
+                    "mean": round(100 * float(np.mean(reached[k])), 2),
+                    "episodes": len(reached[k]),
+                }
+                for k, own in enumerate(tried)
+            ]
+        )
+        print(f"cell {at} {rule}", flush=True)
+    save(options, "one_policy_trials", table.rows, settings={"stages": STAGES, "seed": SEARCH_SEED})
+
+
+def _best_points(rows: Sequence[Row], cell: int) -> dict[str, Mapping[str, float]]:
+    best = {}
+    for rule in SPACES:
+        own = [r for r in rows if (r["cell"], r["rule"]) == (cell, rule)]
+        most = max(r["episodes"] for r in own)
+        top = max((r for r in own if r["episodes"] == most), key=lambda r: r["mean"])
+        best[rule] = json.loads(top["constants"])
+    return best
+
+
+def indexes(folder: Path) -> list[NDArray[np.float32]]:
+    """Weights (46,) of the trainings in a folder, by seed.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    paths = sorted(folder.glob("prefix_search_*/best.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"no prefix_search_SEED/best.safetensors in {folder}: train first")
+    return [load_policy(path).net.weights.numpy() for path in paths]
+
+
+def measured(options: Options) -> None:
+    """``one_policy`` and what follows from it."""
+    cells = held_out_cells()[: 1 if options.quick else None]
+    for_all = {
+        row["rule"]: json.loads(row["constants"])
+        for row in Table(options.out / "one_policy_joint.csv", ("rule",)).rows
+    }
+    trials = Table(options.out / "one_policy_trials.csv", ("cell", "rule")).rows
+    weights = [*indexes(options.checkpoints), np.float32(prefix_search.first_weights())]
+    stacked = np.stack(weights)
+    rows: list[Row] = []
+    gains: dict[str, list[Floats]] = {}
+    for at, cell in enumerate(cells):
+        contestants = [("published", rule, {}) for rule in (*PLAIN, *SPACES)]
+        contestants += [("joint", rule, own) for rule, own in for_all.items()]
+        contestants += [("tuned", rule, own) for rule, own in _best_points(trials, at).items()]
+        named = [(rule, own) for _, rule, own in contestants]
+        seeds = [EVAL_SEED + k for k in range(options.episodes)]
+        of_rules = 100 * np.array([rules_played(cell, named, seed) for seed in seeds]).T
+
+        def decide(problem: Any) -> Decide:
+            return prefix_search.Index(stacked, problem.block_size)
+
+        own = 100 * np.array([played(cell, len(weights), seed, decide) for seed in seeds]).T
+        ours, start = own[:-1], own[-1]
+        reached = {kind: {} for kind in ("published", "joint", "tuned")}
+        for (kind, rule, constants), values in zip(contestants, of_rules, strict=True):
+            reached[kind][rule] = values
+            rows.append(_row(at, rule, kind, values, json.dumps(constants)))
+        rows.append(_row(at, START, "joint", start, ""))
+        rows.append(_row(at, OURS, "trained", ours, ""))
+        for kind, of in reached.items():
+            best = max(of, key=lambda rule: of[rule].mean())
+            gain = over_trainings(list(ours), of[best], mean)
+            rows[-1] |= {f"{kind}_best": best} | dict(
+                zip((f"{kind}_gain", f"{kind}_low", f"{kind}_high"), _rounded(gain), strict=True)
+            )
+        for (kind, rule, _), values in zip(contestants, of_rules, strict=True):
+            gains.setdefault(f"{rule} {kind}", []).append(values)
+        gains.setdefault(START, []).append(start)
+        gains.setdefault(OURS, []).append(ours.mean(0))
+        print(f"cell {at}: {rows[-1]}", flush=True)
+    summary, notes = _summary(gains, rows)
+    save(options, "one_policy_summary", summary)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    save(
+        options,
+        "one_policy",
+        rows,
+        *notes,
+        settings={"trainings": len(weights) - 1, "eval_seed": EVAL_SEED},
+    )
+
+
+def _rounded(interval: Sequence[float]) -> list[float]:
+    return [round(float(value), 2) for value in interval]
+
+
+def _row(cell: int, policy: str, kind: str, values: Floats, constants: str) -> Row:
+    """Attainment of a policy, or of several trainings of one (T, E)."""
+    interval = (
+        over_trainings(list(values), None, mean)
+        if values.ndim == 2
+        else stratified_bootstrap(values, mean)
+    )
+    numbers = dict(zip(("attainment", "low", "high"), _rounded(interval), strict=True))
+    return {"cell": cell, "policy": policy, "kind": kind, **numbers, "constants": constants}
+
+
+def _summary(
+    gains: Mapping[str, list[Floats]], rows: Sequence[Row]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The mean over the cells of each policy, and what ours gains over each kind's best."""
+    ours = np.stack(gains[OURS], axis=1)
+    found = []
+    for policy, values in gains.items():
+        scores = np.stack(values, axis=1)
+        row: Row = {"policy": policy}
+        row |= dict(
+            zip(
+                ("attainment", "low", "high"),
+                _rounded(stratified_bootstrap(scores, mean)),
+                strict=True,
+            )
+        )
+        gain = paired_difference(ours, scores, mean)
+        row |= dict(zip(("gain", "gain_low", "gain_high"), _rounded(gain), strict=True))
+        row["worst_gain"] = round(float((ours - scores).mean(0).min()), 2)
+        found.append(row)
+    found.sort(key=lambda row: -row["attainment"])
+    trained = [row for row in rows if row["policy"] == OURS]
+    notes = []
+    for kind in ("published", "tuned"):
+        each = [row[f"{kind}_gain"] for row in trained]
+        above = sum(row[f"{kind}_low"] > 0 for row in trained)
+        below = sum(row[f"{kind}_high"] < 0 for row in trained)
+        notes.append(
+            note(
+                f"Against the best {kind} rule of each cell: {np.mean(each):+.1f} points in the "
+                f"mean, least {min(each):+.1f}; above in {above} cells, below in {below}.",
+                gains=each,
+            )
+        )
+    joint = [row for row in found if row["policy"].endswith(" joint")]
+    top = joint[0]
+    notes.append(
+        note(
+            f"One policy for all cells: {ours.mean():.1f} % against {top['attainment']} % of "
+            f"{top['policy']}: {top['gain']:+.1f} [{top['gain_low']:.1f}, {top['gain_high']:.1f}]."
+        )
+    )
+    return found, notes
+
+
+def rates(options: Options) -> None:
+    """``one_policy_rate``: the highest rate at which 95 % of an idle fleet's attainment is kept."""
+    cells = held_out_cells()
+    for_all = {
+        row["rule"]: json.loads(row["constants"])
+        for row in Table(options.out / "one_policy_joint.csv", ("rule",)).rows
+    }
+    trials = Table(options.out / "one_policy_trials.csv", ("cell", "rule")).rows
+    weights = indexes(options.checkpoints)
+    stacked = np.stack(weights)
+    rows = []
+    for at in RATE_CELLS[: 1 if options.quick else None]:
+        cell, episodes = cells[at], 1 if options.quick else RATE_EPISODES
+        named = [(f"{rule} published", rule, {}) for rule in (*PLAIN, *SPACES)]
+        named += [(f"{RULE} joint", RULE, for_all[RULE])]
+        named += [(f"{rule} tuned", rule, own) for rule, own in _best_points(trials, at).items()]
+        reached = []
+        for share in (1 / IDLE, *RATE_SHARES):
+            rate = cell["rate"] * share
+            met = []
+            for seed in range(RATE_SEED, RATE_SEED + episodes):
+                pairs = [(rule, own) for _, rule, own in named]
+                of_rules = rules_played(cell, pairs, seed, rate=rate)
+                own = played(
+                    cell,
+                    len(weights),
+                    seed,
+                    lambda p: prefix_search.Index(stacked, p.block_size),
+                    rate=rate,
+                )
+                met.append(np.append(of_rules, own.mean()))
+            reached.append(np.mean(met, axis=0))
+        wanted = RATE_KEPT * reached[0].max()
+        for k, label in enumerate([*(label for label, _, _ in named), OURS]):
+            kept = _crossing([one[k] for one in reached[1:]], wanted)
+            rows.append(
+                {
+                    "cell": at,
+                    "policy": label,
+                    "rate": round(kept * cell["rate"], 3),
+                    "share_of_cell_rate": round(kept, 3),
+                    "wanted": round(100 * wanted, 2),
+                }
+            )
+        print(f"cell {at}: {rows[-1]}", flush=True)
+    save(options, "one_policy_rate", rows, settings={"shares": RATE_SHARES, "kept": RATE_KEPT})
+
+
+def _crossing(values: Sequence[float], wanted: float) -> float:
+    """Where the attainment first falls below, linear between the rates; 0 if it always is."""
+    if values[0] < wanted:
+        return 0.0
+    for k in range(1, len(values)):
+        if values[k] < wanted:
+            low, high = RATE_SHARES[k - 1], RATE_SHARES[k]
+            return low + (high - low) * (values[k - 1] - wanted) / (values[k - 1] - values[k])
+    return RATE_SHARES[-1]
+
+
+def speed(options: Options) -> None:
+    """``one_policy_speed``: CPU time of one decision with 16 replicas, observation to action."""
+    cell = {"num_replicas": 16, "rate": 60.0, "episode_requests": 2000, "warmup_requests": 500}
+    problem = problem_of(cell)
+    batch = PrefixBatch(problem, 1)
+    begin_alike(batch, np.random.default_rng(0))
+    index = prefix_search.Index(indexes(options.checkpoints)[0][None], problem.block_size)
+    every, spent, ended = np.ones(1, np.int8), [], 0
+    while not ended:
+        begin = time.thread_time_ns()
+        action = index(batch.observation, batch.action_mask)
+        spent.append((time.thread_time_ns() - begin) / 1e3)
+        ended = batch.step(action, every)
+    p50, p99 = np.percentile(spent, [50, 99])
+    row = {
+        "replicas": 16,
+        "p50_us": round(p50, 1),
+        "p99_us": round(p99, 1),
+        "decisions": len(spent),
+    }
+    save(options, "one_policy_speed", [row])
+
+
+FIGURES = {"joint": joint, "tuned": tuned, "measured": measured, "rates": rates, "speed": speed}
+PICTURES: dict[str, Any] = {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry; see the module's docstring."""
+    module = "servegym.experiments.figures.prefix.one_policy"
+    parser = figure_parser(list(FIGURES), __doc__, module, 10)
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("runs"), help="folder of prefix_search_SEED runs"
+    )
+    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
