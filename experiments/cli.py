@@ -516,6 +516,11 @@ for _command in (
         "experiments.tuning",
         "Tune the routing heuristics' parameters to a setting, on validation prompts.",
     ),
+    (
+        "presubmit",
+        "experiments.presubmit",
+        "Play your router against published rules in a minute; exit status 1 if it is worse.",
+    ),
     ("claims", "experiments.figures.claims", "Print the papers' claims with our results."),
     (
         "real",

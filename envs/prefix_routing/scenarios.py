@@ -9,6 +9,9 @@
 - ``hot-tenant``: one of 100 tenants sends ten times what each other sends.
 - ``drift``: the tenants' popularity is drawn anew every minute.
 - ``mixed-cards``: four H100, two A100 and two L40S.
+- ``gie-709``: the simulation that issue 709 of the Gateway API inference extension asks for: six
+  H100 with Llama-3.1-8B and ShareGPT's lengths, no shared prefixes, up to a full KV memory. The
+  memory is of 40,000 tokens: all of an H100's is filled to 14 % by 256 sequences of such lengths.
 
 Rates are ours: about where the best published rule begins to miss the objectives. The warm-up is
 long where prefixes come again late.
@@ -55,6 +58,23 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         "workload": "tenants",
         "workload_kwargs": {**_TENANTS, "skew": 1.0, "drift_s": 60.0},
         "rate": 58.0,
+    },
+    "gie-709": {
+        "workload": "tenants",
+        "workload_kwargs": {
+            "groups": 1,
+            "users": 1,
+            "prefix_tokens": 0,
+            "question_tokens": "sharegpt",
+            "output_tokens": "sharegpt",
+            "questions": "fresh",
+            "order": "random",
+        },
+        "num_replicas": 6,
+        "max_num_seqs": 256,
+        "kv_tokens": 40_000,
+        "rate": 300.0,
+        "warmup_requests": 3000,
     },
     "mixed-cards": {
         "workload": "tenants",

@@ -27,7 +27,7 @@ import numpy as np
 from servegym.envs._checks import LARGEST, choose, flag, keywords, real, whole
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
-from servegym.envs.workloads.lengths import sample_lengths
+from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths
 from servegym.envs.workloads.prefix_traces import MAX_TOKENS, PrefixTrace, load_prefix_trace
 
 __all__ = [
@@ -557,8 +557,10 @@ class Tenants:
         groups: Number of groups; a group is a tenant.
         users: Users of a group; a user is a session.
         prefix_tokens: Tokens of a group's prefix.
-        question_tokens: Tokens of a question, or the range (low, high) it is drawn from.
-        output_tokens: Tokens of an output, or the range (low, high) it is drawn from.
+        question_tokens: Tokens of a question, the range (low, high) it is drawn from, or the name
+            of a trace whose prompts' fitted lengths it has: ``"azure"``, ``"mooncake"`` or
+            ``"sharegpt"``.
+        output_tokens: Tokens of an output, likewise.
         questions: ``"repeated"``: a user always asks the same question; ``"fresh"``: never.
         order: ``"cycle"``: all users in turn; ``"random"``: each request is of a group drawn by its
             popularity and of any of its users.
@@ -576,8 +578,8 @@ class Tenants:
         groups: int = 150,
         users: int = 5,
         prefix_tokens: int = 6000,
-        question_tokens: int | Sequence[int] = 1200,
-        output_tokens: int | Sequence[int] = 1000,
+        question_tokens: int | Sequence[int] | str = 1200,
+        output_tokens: int | Sequence[int] | str = 1000,
         *,
         questions: str = "repeated",
         order: str = "cycle",
@@ -590,10 +592,10 @@ class Tenants:
         self._groups = whole("groups", groups, 1, 1 << 20)
         self._users = whole("users", users, 1, 1 << 20)
         self._prefix = whole("prefix_tokens", prefix_tokens, 0, MAX_TOKENS // 4)
-        self._question = _whole_range("question_tokens", question_tokens)
-        self._output = _whole_range("output_tokens", output_tokens)
+        self._question = _lengths("question_tokens", question_tokens, "prompt_tokens")
+        self._output = _lengths("output_tokens", output_tokens, "output_tokens")
         self._stages = _course([(1.0, 1.0)] if stages is None else stages)
-        longest = self._prefix + self._question[1] + self._output[1] - 2
+        longest = self._prefix + int(self._question[-1]) + int(self._output[-1])
         if longest > _longest(max_context):
             raise ValueError(
                 f"max_context={max_context!r}: prefix_tokens, question_tokens and output_tokens "
@@ -630,10 +632,10 @@ class Tenants:
         group, user = self._who(rng, arrival_s)
         everyone = self._groups * self._users
         count = 1 if self._fresh else everyone
-        question = rng.integers(*self._question, size=num_requests if self._fresh else count)
+        question = _draw_lengths(rng, self._question, num_requests if self._fresh else count)
         asker = group * self._users + user
         tokens = question if self._fresh else question[asker]
-        output = rng.integers(*self._output, size=num_requests)
+        output = _draw_lengths(rng, self._output, num_requests)
         # Rows of the tree: the groups' prefixes, the users' questions, the requests.
         prompt = self._prefix + tokens
         rows = self._groups + (0 if self._fresh else everyone)
@@ -711,6 +713,22 @@ def _course(given: Sequence[Sequence[float]]) -> np.ndarray:
     if not stages or stages[-1][0] == 0:
         raise ValueError(f"stages={given!r} must end with a stage of a factor above 0.")
     return np.array(stages, dtype=np.float64)
+
+
+def _lengths(argument: str, given: int | Sequence[int] | str, kind: str) -> np.ndarray:
+    """Quantiles of a trace's lengths, or the lowest and the highest of an even range."""
+    if isinstance(given, str):
+        choose(argument, given, fitted_lengths()["traces"])
+        return np.maximum(length_quantiles(given, kind), 1.0)
+    low, high = _whole_range(argument, given)
+    return np.array([low, high - 1])
+
+
+def _draw_lengths(rng: np.random.Generator, lengths: np.ndarray, size: int) -> np.ndarray:
+    """Lengths (size,), int64, of `_lengths`."""
+    if len(lengths) == 2:
+        return rng.integers(lengths[0], lengths[1] + 1, size=size)
+    return sample_lengths(lengths, rng.random(size)).astype(np.int64)
 
 
 def _whole_range(argument: str, given: int | Sequence[int]) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def length_quantiles(trace: str, kind: str, cap: float = np.inf) -> np.ndarray:
     """Quantiles of a trace's lengths at equal steps from 0 to 100 %.
 
     Args:
-        trace: ``azure`` or ``mooncake``.
+        trace: ``azure``, ``mooncake`` or ``sharegpt``.
         kind: ``prompt_tokens`` or ``output_tokens``.
         cap: longer ones are cut to this many tokens.
 

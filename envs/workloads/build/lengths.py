@@ -2,26 +2,29 @@
 
     python -m servegym.envs.workloads.build.lengths --data FOLDER
 
-FOLDER (default: ``$SERVEGYM_DATA``) holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv`` and
-``mooncake/conversation_trace.jsonl``.
+FOLDER (default: ``$SERVEGYM_DATA``) holds ``azure_llm_2023/AzureLLMInferenceTrace_conv.csv``,
+``mooncake/conversation_trace.jsonl`` and ``helix/shared_gpt_lengths.csv``.
 
 A law is the quantiles of the lengths at 0, 5, ..., 100 %, rounded to whole tokens and linear in
 between. Prompt and output lengths are drawn independently; the file records the correlation of
 their logarithms that this leaves out. The error of a law is its Kolmogorov-Smirnov distance to the
 lengths and the relative error of its mean, as a whole and cut at the longest lengths of those who
-draw from it: the environments' for Azure, those of ``servegym parity`` for Mooncake.
+draw from it: the environments' for Azure, those of ``servegym parity`` for Mooncake and of
+``servegym presubmit`` for ShareGPT.
 """
 
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from servegym.envs._files import write_json
 from servegym.envs.workloads.build.options import fit_arguments
-from servegym.envs.workloads.lengths import sample_lengths
+from servegym.envs.workloads.errors import MalformedFileError
+from servegym.envs.workloads.lengths import KINDS, sample_lengths
 from servegym.envs.workloads.traces import load_trace
 
 TRACES: dict[str, tuple[str, dict[str, str]]] = {
@@ -41,11 +44,20 @@ TRACES: dict[str, tuple[str, dict[str, str]]] = {
             "licence": "Apache-2.0",
         },
     ),
+    "sharegpt": (
+        "helix/shared_gpt_lengths.csv",
+        {
+            "source": "Thesys-lab/Helix-ASPLOS25, simulator/trace_generator/length_data",
+            "commit": "148b733080c0",
+            "licence": "Apache-2.0",
+        },
+    ),
 }
 STEPS = 20
 CAPS = {
     "azure": {"prompt_tokens": 1024, "output_tokens": 400},
     "mooncake": {"prompt_tokens": 15_360, "output_tokens": 1024},
+    "sharegpt": {"prompt_tokens": 2048, "output_tokens": 2048},
 }
 _GRID = (np.arange(100_000) + 0.5) / 100_000
 
@@ -85,18 +97,32 @@ def fit(lengths: np.ndarray, cap: int, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
+def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
+    """Prompt and output tokens of a trace, float64 (n,) each.
+
+    Raises:
+        MalformedFileError: A trace of requests without lengths, or columns that are not there.
+    """
+    if name == "sharegpt":  # lengths alone, without times
+        table = np.genfromtxt(path, delimiter=",", names=True)
+        return dict(zip(KINDS, (table["input_tokens"], table["output_tokens"]), strict=True))
+    trace = load_trace(path, name)
+    if trace.prompt_tokens is None or trace.output_tokens is None:
+        raise MalformedFileError(f"{path}: it has no lengths of prompts and outputs.")
+    return dict(zip(KINDS, (trace.prompt_tokens, trace.output_tokens), strict=True))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Command line entry; see the module's docstring."""
     paths, out = fit_arguments(__doc__, "lengths.json", [path for path, _ in TRACES.values()], argv)
     traces = {}
     for (name, (_, about)), path in zip(TRACES.items(), paths, strict=True):
-        trace = load_trace(path, name)
-        assert trace.prompt_tokens is not None and trace.output_tokens is not None
-        lengths = {"prompt_tokens": trace.prompt_tokens, "output_tokens": trace.output_tokens}
-        correlation = np.corrcoef(np.log(trace.prompt_tokens), np.log(trace.output_tokens))[0, 1]
+        lengths = read_lengths(path, name)
+        prompt, output = lengths.values()
+        correlation = np.corrcoef(np.log(prompt), np.log(output))[0, 1]
         traces[name] = {
             **about,
-            "requests": len(trace.prompt_tokens),
+            "requests": len(prompt),
             "correlation_of_logarithms": float(f"{correlation:.3g}"),
             **{kind: fit(values, CAPS[name][kind]) for kind, values in lengths.items()},
         }

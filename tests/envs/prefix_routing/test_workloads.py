@@ -26,6 +26,11 @@ VARIANTS = {
     "agents-warm": ("agents", {"max_context": 32_768, "warm_prefix": 0.5}, 10.0),
     "sessions": ("sessions", {}, 5.0),
     "tenants": ("tenants", {}, 30.0),
+    "tenants-sharegpt": (
+        "tenants",
+        {"question_tokens": "sharegpt", "output_tokens": "sharegpt", "prefix_tokens": 300},
+        30.0,
+    ),
     "tenants-drift": (
         "tenants",
         {"questions": "fresh", "order": "random", "skew": 1.0, "drift_s": 3.0, "groups": 9},
@@ -236,6 +241,18 @@ def test_llm_d_benchmark():
     at = requests.arrival_s
     assert ((at > 50) & (at <= 70)).sum() == pytest.approx(60, abs=25)
     assert ((at > 110) & (at <= 148)).sum() == pytest.approx(760, abs=90)
+
+
+def test_lengths_of_a_trace_are_drawn_from_its_law():
+    lone = {"groups": 1, "users": 1, "prefix_tokens": 0, "questions": "fresh", "order": "random"}
+    workload = make_prefix_workload(
+        "tenants", question_tokens="sharegpt", output_tokens="sharegpt", **lone
+    )
+    drawn = workload.draw(np.random.default_rng(0), 20_000, 50.0, 16)
+    # Helix's lists have means of 74.1 and 228.6 tokens; linear quantiles make them 7 and 5 % more.
+    assert drawn.prompt_tokens.mean() == pytest.approx(79.5, rel=0.04)
+    assert drawn.output_tokens.mean() == pytest.approx(239.1, rel=0.02)
+    assert abs(np.corrcoef(drawn.prompt_tokens, drawn.output_tokens)[0, 1]) < 0.03
 
 
 def test_a_stage_without_requests_is_a_pause():

@@ -21,6 +21,10 @@ def write(folder, rows):
     row = '{{"timestamp": {}, "input_length": {}, "output_length": {}}}'
     lines = [row.format(i, a, b) for i, (a, b) in rows]
     path.write_text("\n".join(lines) + "\n")
+    path = folder / "helix" / "shared_gpt_lengths.csv"
+    path.parent.mkdir(parents=True)
+    lines = [f"{a},{b}" for _, (a, b) in rows]
+    path.write_text("\n".join(["input_tokens,output_tokens", *lines]) + "\n")
 
 
 def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
@@ -29,9 +33,11 @@ def test_the_fit_recovers_a_known_law_and_tells_its_error(tmp_path):
     write(tmp_path, zip(prompt, 2001 - prompt, strict=True))
     out = tmp_path / "lengths.json"
     fit_lengths.main(["--data", str(tmp_path), "--out", str(out)])
-    azure, law = (json.loads(out.read_text())["traces"][name] for name in ("azure", "mooncake"))
-    assert azure["prompt_tokens"]["quantiles"] == law["prompt_tokens"]["quantiles"]
-    law = azure
+    laws = json.loads(out.read_text())["traces"]
+    assert set(laws) == set(fit_lengths.TRACES)
+    law = laws["azure"]
+    for other in laws.values():
+        assert law["prompt_tokens"]["quantiles"] == other["prompt_tokens"]["quantiles"]
     assert law["requests"] == 5_000 and law["correlation_of_logarithms"] < -0.5
     assert law["prompt_tokens"]["quantiles"] == pytest.approx(np.linspace(1, 2000, 21), abs=40)
     assert law["prompt_tokens"]["share_above_cap"] == pytest.approx(976 / 2000, abs=0.02)
@@ -58,6 +64,14 @@ def test_the_shipped_law_is_that_of_the_trace(measured):
     trace = fit_lengths.load_trace(path, "azure")
     assert fit_lengths.fit(trace.prompt_tokens, 1024) == shipped["prompt_tokens"]
     assert fit_lengths.fit(trace.output_tokens, 400) == shipped["output_tokens"]
+
+
+def test_sharegpt_has_the_published_lengths(measured):
+    shipped = fitted_lengths()["traces"]["sharegpt"]
+    lengths = fit_lengths.read_lengths(measured("helix", "shared_gpt_lengths.csv"), "sharegpt")
+    assert shipped["requests"] == len(lengths["prompt_tokens"]) == 82_814
+    for kind, values in lengths.items():
+        assert fit_lengths.fit(values, 2048) == shipped[kind]
 
 
 def test_draws_follow_the_quantiles_and_the_cap():
