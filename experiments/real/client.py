@@ -21,8 +21,8 @@ class Reply:
 
     Attributes:
         first_token_s: Time of the first token (TTFT); NaN if none came.
-        times: Time of every event that carried text.
-        end_s: Time of the last event that carried text, or of the failure.
+        times: Time of every event that brought a token.
+        end_s: Time of the last such event, or of the failure.
         usage: The server's count: ``prompt_tokens``, ``completion_tokens``; empty without one.
         error: Empty, or why the request failed.
         status: HTTP status, or 0 if there was no answer.
@@ -89,11 +89,16 @@ def completion_body(
     }
 
 
-def _text(event: Mapping[str, Any]) -> str:
-    out = ""
+def _text(event: Mapping[str, Any]) -> str | None:
+    """The text of an event that brings a token, None if it brings none."""
+    out = None
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        out += choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        # A token may be part of a letter: the text is empty, and more is to come.
+        part = choice.get("text") == "" and choice.get("finish_reason", "none") is None
+        if text or part:
+            out = (out or "") + text
     return out
 
 
@@ -112,7 +117,7 @@ async def stream(
         url: Full address, such as ``http://127.0.0.1:8000/v1/completions``.
         body: The request; ``stream`` must be true in it.
         headers: Further headers.
-        on_token: Called at every event that carries text.
+        on_token: Called at every event that brings a token.
 
     Returns:
         The times. A server that cannot be reached, answers with an error, falls silent or ends
@@ -144,7 +149,8 @@ async def stream(
                         reply.error = f"error: {event['error']}"
                         break
                     reply.usage = event.get("usage") or reply.usage
-                    if piece := _text(event):
+                    piece = _text(event)
+                    if piece is not None:
                         if not reply.times:
                             reply.first_token_s = now
                         reply.times.append(now)

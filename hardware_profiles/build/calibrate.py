@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -378,7 +379,8 @@ def _parser() -> argparse.ArgumentParser:
     """The arguments; what is not given is left to :func:`calibrate_kernels`."""
     parser = argparse.ArgumentParser(
         prog="servegym calibrate",
-        description="Fit a hardware profile (JSON) to kernel timings (CSV), or score one.",
+        description="Fit a hardware profile (JSON) to kernel timings (CSV), or score one; "
+        "`servegym calibrate server` fits one to a running server.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
@@ -425,6 +427,8 @@ def _fit_and_save(given: dict[str, Any]) -> Profile:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line of ``servegym calibrate``: fit a profile, score one, or both.
 
+    ``server`` as the first word fits timings of a running server, see ``calibrate_server``.
+
     Args:
         arguments: the command line; ``sys.argv`` by default.
 
@@ -434,7 +438,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: if an argument or a file cannot be used.
     """
-    given = vars(_parser().parse_args(arguments))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["server"]:
+        from servegym.hardware_profiles.build import calibrate_server
+
+        return calibrate_server.main(words[1:])
+    given = vars(_parser().parse_args(words))
     other, name = given.pop("check", None), given.pop("profile", None)
     if name and not other:
         raise ValueError("--profile goes with --check OTHER")

@@ -1,8 +1,11 @@
 """Latencies of a running server that speaks OpenAI's protocol, at several loads.
 
 For every load (requests in flight) and prompt length a fixed number of streaming requests is sent,
-each worker sending its next one when the last has ended. Prompts are random words, different in
-every request, so that no prefix cache helps. Nothing but the standard library is used.
+each worker sending its next one when the last has ended; or requests come at given rates, however
+many are in flight (``rates``). Loads and lengths take turns in a random order, as a machine whose
+speed drifts would otherwise be slow at one load and fast at another. Prompts are random words or
+token ids, different in every request, so that no prefix cache helps. Nothing but the standard
+library is used.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ __all__ = ["Endpoint", "Reply", "ask", "main", "measure", "summary"]
 
 COLUMNS = (
     "load",
+    "rate_rps",
     "prompt_words",
     "request",
     "started_s",
@@ -41,10 +45,13 @@ COLUMNS = (
     "e2e_s",
     "prompt_tokens",
     "output_tokens",
+    "token_s",
     "error",
 )
 APIS = {"completions": "/completions", "chat": "/chat/completions"}
 MAX_REQUESTS = 100_000
+ROUNDS = 4
+"""Turns in which a load and length takes its requests; each fills the load at least once."""
 _WORDS = (
     "river stone market winter engine garden letter number signal window mountain paper "
     "bridge copper silver forest harbor island kitchen lantern meadow needle orchard pencil"
@@ -92,6 +99,8 @@ class Reply:
         e2e_s: Seconds to the last token.
         prompt_tokens: As the server counts them, or 0 if it does not say.
         output_tokens: As the server counts them, else pieces of text received.
+        token_s: Seconds from the first token to each one, the first included; empty if the server
+            sends several at a time.
     """
 
     ttft_s: float
@@ -99,22 +108,26 @@ class Reply:
     e2e_s: float
     prompt_tokens: int
     output_tokens: int
+    token_s: tuple[float, ...] = ()
 
 
-def _has_text(event: Mapping[str, Any]) -> bool:
+def _has_token(event: Mapping[str, Any]) -> bool:
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
             return True
+        # A token may be part of a letter: the text is empty, and more is to come.
+        if choice.get("text") == "" and choice.get("finish_reason", "none") is None:
+            return True
     return False
 
 
-def ask(endpoint: Endpoint, prompt: str) -> Reply:
+def ask(endpoint: Endpoint, prompt: str | list[int]) -> Reply:
     """Send one streaming request and time its tokens.
 
     Args:
         endpoint: Where and how.
-        prompt: The text.
+        prompt: The text, or token ids (``completions`` only).
 
     Returns:
         The times.
@@ -133,6 +146,7 @@ def ask(endpoint: Endpoint, prompt: str) -> Reply:
         "stream_options": {"include_usage": True},
         # Servers that know it generate the full length, which is what is being timed.
         "ignore_eos": True,
+        "cache_prompt": False,  # llama.cpp's name for a prefix cache
     }
     if endpoint.api == "chat":
         body["messages"] = [{"role": "user", "content": prompt}]
@@ -142,8 +156,7 @@ def ask(endpoint: Endpoint, prompt: str) -> Reply:
     if endpoint.api_key:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
     connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
-    first = last = math.nan
-    pieces = 0
+    times: list[float] = []
     usage: Mapping[str, Any] = {}
     try:
         start = time.perf_counter()
@@ -169,29 +182,36 @@ def ask(endpoint: Endpoint, prompt: str) -> Reply:
             if event.get("error"):
                 raise ValueError(f"error: {event['error']}")
             usage = event.get("usage") or usage
-            if _has_text(event):
-                pieces += 1
-                last = now
-                if pieces == 1:
-                    first = now
+            if _has_token(event):
+                times.append(now)
     except http.client.HTTPException as error:
         raise ValueError(f"not HTTP as expected: {type(error).__name__}") from error
     finally:
         connection.close()
-    if pieces == 0:
+    if not times:
         raise ValueError("no token came; does the server stream?")
-    tokens = int(usage.get("completion_tokens") or pieces)
-    spread = (last - first) / (tokens - 1) if tokens > 1 and pieces > 1 else math.nan
-    return Reply(first - start, spread, last - start, int(usage.get("prompt_tokens") or 0), tokens)
+    first, last = times[0], times[-1]
+    tokens = int(usage.get("completion_tokens") or len(times))
+    spread = (last - first) / (tokens - 1) if tokens > 1 and len(times) > 1 else math.nan
+    return Reply(
+        first - start,
+        spread,
+        last - start,
+        int(usage.get("prompt_tokens") or 0),
+        tokens,
+        tuple(time - first for time in times) if len(times) == tokens else (),
+    )
 
 
-def _prompt(words: int, seed: str) -> str:
-    """Random words; text seeds give the same ones on every machine."""
+def _prompt(words: int, seed: str, token_ids: tuple[int, int] | None = None) -> str | list[int]:
+    """Random words, or ids of a range; text seeds give the same ones on every machine."""
     rng = random.Random(seed)
+    if token_ids is not None:
+        return [rng.randrange(*token_ids) for _ in range(words)]
     return " ".join(rng.choice(_WORDS) for _ in range(words))
 
 
-def _timed(endpoint: Endpoint, prompt: str) -> dict[str, Any]:
+def _timed(endpoint: Endpoint, prompt: str | list[int]) -> dict[str, Any]:
     """The columns of one request from ``ttft_s`` on; a failure is a row with its reason."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS[COLUMNS.index("ttft_s") :], "")
     try:
@@ -205,6 +225,7 @@ def _timed(endpoint: Endpoint, prompt: str) -> dict[str, Any]:
             e2e_s=f"{reply.e2e_s:.6f}",
             prompt_tokens=reply.prompt_tokens,
             output_tokens=reply.output_tokens,
+            token_s=" ".join(f"{time:.5f}" for time in reply.token_s),
         )
     return row
 
@@ -252,15 +273,53 @@ def _in_flight(
         raise fatal[0]
 
 
+def _at_rate(
+    rate: float,
+    numbers: Sequence[int],
+    request: Callable[[int], dict[str, Any]],
+    done: Callable[[dict[str, Any]], None],
+    stop: float,
+    seed: str,
+) -> None:
+    """Make the requests at exponential gaps of mean 1 / ``rate`` seconds, a thread each."""
+    rng = random.Random(seed)
+    at = time.monotonic()
+    workers = []
+    lock = threading.Lock()
+    fatal: list[BaseException] = []
+
+    def work(number: int) -> None:
+        row = request(number)
+        with lock:
+            try:
+                done(row)
+            except BaseException as error:
+                fatal.append(error)
+
+    for number in numbers:
+        at += rng.expovariate(rate)
+        if at > stop or fatal:
+            break
+        time.sleep(max(0.0, at - time.monotonic()))
+        workers.append(threading.Thread(target=work, args=(number,), daemon=True))
+        workers[-1].start()
+    for worker in workers:
+        worker.join()
+    if fatal:
+        raise fatal[0]
+
+
 def measure(
     endpoint: Endpoint,
     out: str | os.PathLike[str],
     *,
     loads: Sequence[int] = (1, 2, 4, 8),
+    rates: Sequence[float] = (),
     prompt_words: Sequence[int] = (128,),
     requests: int = 16,
     seconds: float = 300.0,
     seed: int = 0,
+    token_ids: tuple[int, int] | None = None,
 ) -> ResumableTable:
     """Profile a server; requests that are in the file are not sent again, unless they failed.
 
@@ -268,10 +327,12 @@ def measure(
         endpoint: Where and how to ask.
         out: CSV file, one row a request.
         loads: Requests in flight.
-        prompt_words: Lengths of the prompts in words (about as many tokens).
-        requests: Requests a load and length.
+        rates: Requests/s of an open loop; its rows have load 0.
+        prompt_words: Lengths of the prompts in words (about as many tokens), or in token ids.
+        requests: Requests a load or rate, and length.
         seconds: Time after which no further request is sent.
-        seed: Of the words.
+        seed: Of the words, the gaps and the order.
+        token_ids: Send prompts as token ids from this range, last excluded, in place of words.
 
     Returns:
         The table.
@@ -279,38 +340,63 @@ def measure(
     Raises:
         ValueError: For a bad argument, or if no request succeeds (with the first reason).
     """
-    if requests < 1 or len(loads) * len(prompt_words) * requests > MAX_REQUESTS:
+    cells = [(load, 0.0, words) for load in loads for words in prompt_words]
+    cells += [(0, positive("rates", rate), words) for rate in rates for words in prompt_words]
+    if requests < 1 or len(cells) * requests > MAX_REQUESTS:
         raise ValueError(
             f"requests is {requests}; it must be >= 1, and at most {MAX_REQUESTS} over all loads"
         )
     positive("seconds", seconds)
-    table = ResumableTable(out, COLUMNS, ("load", "prompt_words", "request"))
+    if token_ids is not None and (endpoint.api != "completions" or not _is_range(token_ids)):
+        raise ValueError(
+            f"token-ids is {token_ids}; it must be two rising numbers >= 0, with api completions"
+        )
+    table = ResumableTable(out, COLUMNS, ("load", "rate_rps", "prompt_words", "request"))
     stop = time.monotonic() + seconds
-    began = time.perf_counter()
+    # A table that is gone on with has times of an earlier clock: this one begins after them.
+    good = [row for row in table.rows.values() if not row["error"]]
+    began = time.perf_counter() - max(
+        (float(row["started_s"]) + float(row["e2e_s"]) + 1.0 for row in good), default=0.0
+    )
 
-    def succeeded(*key: int) -> bool:
+    def succeeded(*key: float) -> bool:
         row = table.rows.get(tuple(map(str, key)))
         return row is not None and not row["error"]
 
-    missing = {
-        (load, words): [i for i in range(requests) if not succeeded(load, words, i)]
-        for load in loads
-        for words in prompt_words
-    }
-    with progress(sum(map(len, missing.values())), "server") as step:
-        for (load, words), numbers in missing.items():
+    turns = []
+    for turn in range(ROUNDS):
+        some = []
+        for cell in cells:
+            parts = max(1, min(ROUNDS, requests // max(cell[0], 1)))
+            if turn < parts:
+                some.append((cell, range(turn, requests, parts)))
+        random.Random(f"{seed}/{turn}").shuffle(some)
+        turns += [(cell, [i for i in numbers if not succeeded(*cell, i)]) for cell, numbers in some]
+    with progress(sum(len(numbers) for _, numbers in turns), "server") as step:
+        for (load, rate, words), numbers in turns:
 
-            def request(number: int, load: int = load, words: int = words) -> dict[str, Any]:
+            def request(
+                number: int, load: int = load, rate: float = rate, words: int = words
+            ) -> dict[str, Any]:
+                what = f"{seed}/{load or rate}/{words}/{number}"
+                prompt = _prompt(words, what, token_ids)
                 started = time.perf_counter() - began
-                times = _timed(endpoint, _prompt(words, f"{seed}/{load}/{words}/{number}"))
-                key = {"load": load, "prompt_words": words, "request": number}
+                times = _timed(endpoint, prompt)
+                key = {"load": load, "rate_rps": rate, "prompt_words": words, "request": number}
                 return {**key, "started_s": f"{started:.6f}", **times}
 
-            def done(row: dict[str, Any], load: int = load, words: int = words) -> None:
+            def done(
+                row: dict[str, Any], load: int = load, rate: float = rate, words: int = words
+            ) -> None:
                 table.add(row)
-                step(f"{load} in flight, {words} words")
+                step(f"{load} in flight, {words} words" if load else f"{rate:g}/s, {words} words")
 
-            _in_flight(load, numbers, request, done, stop)
+            if not numbers:
+                continue
+            if load:
+                _in_flight(load, numbers, request, done, stop)
+            else:
+                _at_rate(rate, numbers, request, done, stop, f"{seed}/{rate}/{numbers[0]}")
     table.sort()
     if not any(row["ttft_s"] for row in table.rows.values()):
         reason = next((row["error"] for row in table.rows.values()), "time was up")
@@ -318,25 +404,31 @@ def measure(
     return table
 
 
+def _is_range(pair: Sequence[int]) -> bool:
+    return len(pair) == 2 and 0 <= pair[0] < pair[1]
+
+
 def summary(table: ResumableTable) -> list[dict[str, Any]]:
-    """Quantiles of the latencies, one row a load and prompt length.
+    """Quantiles of the latencies, one row a load or rate, and prompt length.
 
     Args:
         table: As :func:`measure` leaves it.
 
     Returns:
-        Rows with ``load, prompt_words, requests, failed``, median and P90 of TTFT and TPOT in
-        seconds, median end-to-end latency, and ``output_tokens_per_s`` over the time that the
-        requests took.
+        Rows with ``load, rate_rps, prompt_words, requests, failed``, median and P90 of TTFT and
+        TPOT in seconds, median end-to-end latency, and ``output_tokens_per_s`` over the time that
+        the requests took.
     """
-    groups: dict[tuple[int, int], list[Mapping[str, str]]] = {}
+    groups: dict[tuple[int, float, int], list[Mapping[str, str]]] = {}
     for row in table.rows.values():
-        groups.setdefault((int(row["load"]), int(row["prompt_words"])), []).append(row)
+        cell = (int(row["load"]), float(row["rate_rps"]), int(row["prompt_words"]))
+        groups.setdefault(cell, []).append(row)
     out = []
-    for (load, words), rows in sorted(groups.items()):
+    for (load, rate, words), rows in sorted(groups.items()):
         good = [row for row in rows if row["ttft_s"]]
         line: dict[str, Any] = {
             "load": load,
+            "rate_rps": rate,
             "prompt_words": words,
             "requests": len(rows),
             "failed": len(rows) - len(good),
@@ -353,6 +445,20 @@ def summary(table: ResumableTable) -> list[dict[str, Any]]:
         line["output_tokens_per_s"] = tokens / span if span and span > 0 else math.nan
         out.append(line)
     return out
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; give numbers such as 0.5,1,2") from None
+
+
+def _pair(text: str) -> tuple[int, int]:
+    numbers = whole_numbers("token-ids", text)
+    if len(numbers) != 2:
+        raise ValueError(f"token-ids is {text!r}; give two numbers such as 1000,2000")
+    return numbers[0], numbers[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -376,6 +482,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--model", required=True, help="the model's name on the server")
     add("--api", default="completions", choices=tuple(APIS), help="completions or chat")
     add("--loads", default="1,2,4,8", help="requests in flight")
+    add("--rates", help="requests/s of an open loop, in place of --loads")
+    add("--token-ids", help="send prompts as token ids LOW,HIGH (HIGH excluded), not words")
     add("--prompt-words", default="128", help="prompt lengths in words")
     add("--output-tokens", type=int, default=64, help="tokens to generate")
     add("--requests", type=int, default=16, help="requests a load and length")
@@ -395,22 +503,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = measure(
         endpoint,
         options.out,
-        loads=whole_numbers("loads", options.loads),
+        loads=() if options.rates else whole_numbers("loads", options.loads),
+        rates=_numbers("rates", options.rates) if options.rates else (),
+        token_ids=_pair(options.token_ids) if options.token_ids else None,
         prompt_words=whole_numbers("prompt-words", options.prompt_words),
         requests=options.requests,
         seconds=options.seconds,
     )
     print(
-        f"{'load':>5} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
+        f"{'load':>7} {'words':>6} {'sent':>5} {'failed':>6} {'TTFT p50':>9} {'p90 ms':>9} "
         f"{'TPOT p50':>9} {'p90 ms':>9} {'tokens/s':>9}"
     )
     for row in summary(table):
+        load = str(row["load"]) if row["load"] else f"{row['rate_rps']:g}/s"
         times = " ".join(
             f"{1e3 * row[key]:9.2f}"
             for key in ("median_ttft_s", "p90_ttft_s", "median_tpot_s", "p90_tpot_s")
         )
         print(
-            f"{row['load']:5d} {row['prompt_words']:6d} {row['requests']:5d} {row['failed']:6d} "
+            f"{load:>7} {row['prompt_words']:6d} {row['requests']:5d} {row['failed']:6d} "
             f"{times} {row['output_tokens_per_s']:9.1f}"
         )
     print(f"written to {options.out}")
