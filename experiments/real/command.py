@@ -46,7 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         one.add_argument(
             "--folder", type=Path, default=FOLDER, help=f"logs, models, endpoints ({FOLDER})"
         )
-    options = parser.parse_args(arguments)
+    commands.add_parser(
+        "compare",
+        help="serve the same requests by real servers and by their simulation",
+        add_help=False,
+    )
+    options, words = parser.parse_known_args(arguments)
+    if options.command == "compare":
+        from servegym.experiments.real import compare
+
+        return compare.main(words)
+    if words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
 
     from servegym.experiments.real import launcher
 

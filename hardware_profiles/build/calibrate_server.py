@@ -54,6 +54,7 @@ class Sums:
         context: ``(K,)`` tokens in KV memory of the decodes, summed over the iterations.
         prompt: ``(K,)`` prompt tokens computed in them.
         cell: ``(K,)`` number of the load and prompt length that it belongs to.
+        row: ``(K,)`` number of the request.
     """
 
     seconds: np.ndarray
@@ -61,6 +62,7 @@ class Sums:
     context: np.ndarray
     prompt: np.ndarray
     cell: np.ndarray
+    row: np.ndarray
 
     def take(self, rows: np.ndarray) -> Sums:
         """Some of the rows."""
@@ -126,7 +128,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
     for i, row in enumerate(rows):
         cell = (row["load"], row["rate_rps"], row["prompt_words"])
         cells.setdefault(cell, []).append(i)
-    found: list[tuple[float, np.ndarray, float, float, int]] = []
+    found: list[tuple[float, np.ndarray, float, float, int, int]] = []
     for number, members in enumerate(cells.values()):
         start = np.array([rows[i]["started_s"] for i in members])
         first = start + [rows[i]["ttft_s"] for i in members]
@@ -136,10 +138,12 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
             inside = (start < end[k]) & (end > start[k])
             if inside.sum() > slots and _most_at_once(start[inside], end[inside]) > slots:
                 continue
-            if inside.sum() == 1:  # alone from its start: the iteration of its prompt
+            if (
+                inside.sum() == 1 and first[k] > start[k]
+            ):  # alone from its start: the iteration of its prompt
                 lone = np.zeros(slots + 1)
                 lone[1] = 1.0
-                found.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number))
+                found.append((rows[i]["ttft_s"], lone, 0.0, prompts[k], number, i))
             after = rows[i]["token_s"]
             if len(after) < 3:
                 continue
@@ -164,7 +168,7 @@ def sums_of(rows: Sequence[dict[str, Any]], slots: int) -> Sums:
                 held[begun:ended] += prompts[j] + steps[begun:ended] - past
             batches = np.bincount(running.astype(int), minlength=slots + 1)
             if len(batches) == slots + 1:
-                found.append((after[-1], batches, held.sum(), prompt, number))
+                found.append((after[-1], batches, held.sum(), prompt, number, i))
     if not found:
         raise ValueError(
             "no request has a time for each of its tokens: the server sends several at a time"
