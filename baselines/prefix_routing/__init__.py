@@ -22,6 +22,7 @@ from servegym.baselines.prefix_routing.production_stack import (
     ProductionStackPrefix,
 )
 from servegym.baselines.prefix_routing.ray_serve import RayPrefixAware
+from servegym.baselines.prefix_routing.rollout import Rollout
 from servegym.baselines.prefix_routing.sglang import LMetric, SglangCacheAware
 from servegym.baselines.prefix_routing.simple import (
     LeastLoad,
@@ -82,6 +83,14 @@ def _policy(
 ) -> RulePolicy:
     return RulePolicy(system, partial(make, **kwargs), name)
 
+
+register_policy(
+    "rollout",
+    Rollout,
+    "clairvoyant: the replica that turns out best on a copy of the true state",
+    clairvoyant=True,
+    family="prefix_routing",
+)
 
 for _name, (_make, _line) in RULES.items():
     register_policy(_name, partial(_policy, _make, _name), _line, family="prefix_routing")

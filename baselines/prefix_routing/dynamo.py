@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.prefix_routing.view import Rule, View, least
 from servegym.envs._checks import real
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES
+
+_AT = {name: k for k, name in enumerate(REPLICA_FEATURES)}
+_READ = ("prefill_tokens", "match_tokens", "decode_blocks", "in_flight")
 
 
 class Dynamo(Rule):
@@ -56,3 +63,33 @@ class Dynamo(Rule):
             return int(replicas[view.rng.integers(len(replicas))])
         weight = np.exp((cost.min() - cost) / (spread * self.temperature))
         return int(view.rng.choice(replicas, p=weight / weight.sum()))
+
+
+class DynamoRows:
+    """Dynamo's cost with a set of constants a row, for a batch of observations at a time.
+
+    What `Dynamo` chooses, but that equal costs are broken by chance of its own.
+
+    Args:
+        constants: (B, 3) or (1, 3): ``prefill_scale``, ``credit`` and ``request_weight``.
+        block_size: Tokens of a block.
+        seed: Of the chance.
+    """
+
+    def __init__(self, constants: NDArray[np.float64], block_size: int, seed: int = 0) -> None:
+        self.scale, self.credit, self.weight = np.asarray(constants, np.float64).T[:, :, None]
+        self.block_size, self.rng = block_size, np.random.default_rng(seed)
+
+    def __call__(self, observation: Mapping[str, NDArray[Any]], mask: Any) -> NDArray[np.int64]:
+        """Actions (B,); replica 0 where none takes the request.
+
+        Args:
+            observation: Dict observation of the environment, with a leading axis of B.
+            mask: int8 (B, A).
+        """
+        seen = observation["replicas"].astype(np.float64)
+        prefill, match, blocks, in_flight = (seen[:, :, _AT[name]] for name in _READ)
+        tokens = prefill + observation["request"][:, :1] - self.credit * match
+        cost = self.scale * np.maximum(tokens / self.block_size, 0.0) + blocks
+        cost += self.weight * in_flight + 1e-9 * self.rng.random(cost.shape)
+        return np.where(np.asarray(mask)[:, : cost.shape[1]] > 0, cost, np.inf).argmin(-1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
+from servegym.envs._checks import choose, whole
 from servegym.envs.llm_routing.config import failure_times, pack_laws
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests
@@ -16,6 +16,7 @@ from servegym.hardware_profiles import Profile
 __all__ = ["MAX_SEQS", "engine_tables", "put_replicas", "put_requests"]
 
 MAX_SEQS = 4096
+STORES = {"vllm": kernel.NO_STORE, "infinite": kernel.OWN_STORE, "pooled": kernel.POOLED_STORE}
 MAX_BLOCKS = 1 << 22
 
 
@@ -28,6 +29,7 @@ def engine_tables(
     kv_tokens: int | None,
     num_requests: int,
     failures: Mapping[str, Any] | None = None,
+    prefix_cache: str = "vllm",
 ) -> tuple[kernel.Tables, np.ndarray]:
     """What the systems share, and the capacity (N,) of the replicas in blocks.
 
@@ -40,6 +42,8 @@ def engine_tables(
         num_requests: Most requests of an episode.
         failures: ``mean_time_to_failure_s`` and ``mean_time_to_repair_s`` of a replica,
             both exponential; None: none fails.
+        prefix_cache: ``"vllm"``, or with an infinite cache besides the KV memory, of each replica
+            (``"infinite"``) or one for all (``"pooled"``).
 
     Raises:
         ValueError: naming the argument, what was given and what is allowed.
@@ -77,6 +81,7 @@ def engine_tables(
     c["block_size"], c["blocks_per_token"] = size, 1.0 / size
     c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 36 - bits
     c["num_requests"] = num_requests
+    c["store"] = STORES[choose("prefix_cache", prefix_cache, STORES)]
     if failures is not None:
         c["uptime_s"], c["downtime_s"] = failure_times(failures)
     return kernel.Tables(cfg, law), capacity

@@ -17,6 +17,7 @@ from servegym.envs.prefix_routing.kernel import steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
 from servegym.envs.prefix_routing.problem import Problem
+from servegym.envs.prefix_routing.requests import PrefixRequests
 
 REWARD_TERMS = {steps.SLO: ("met",), steps.TTFT: ("ttft",)}
 
@@ -41,6 +42,9 @@ REQUEST_LOG = np.dtype(
 )
 """Columns of ``request_log``: ``match_tokens`` is what the index had at the routing, ``hit_tokens``
 what the replica had cached at the first admission."""
+
+GROWN = ("segments", "known")
+"""Parts of the engine's arrays whose size goes by the episode."""
 
 OUTCOMES = ("pending", "queued", "completed", "rejected", "failed")
 PERCENTILES = (50, 90, 99)
@@ -163,6 +167,7 @@ class PrefixBatch:
         requests, predicted = problem.draw(random)
         numbered = prompts(problem.gateway, requests)
         self._make_room(len(requests.segments), sizes(numbered))
+        self._empty_store(row, requests)
         first = self._first_segment(row)
         self.systems.segments[first : first + len(requests.segments)] = requests.segments
         put_requests(self.systems, row, requests, first)
@@ -206,6 +211,20 @@ class PrefixBatch:
                 grown[name] = np.pad(array, more)
         if grown:
             self.gateway = self.gateway._replace(**grown)
+
+    def _empty_store(self, row: int, requests: PrefixRequests) -> None:
+        """Forget what the infinite cache of a row holds, and give it room for the ids to come."""
+        known = self.systems.known
+        if known.shape[1] == 0:
+            return
+        self._enlarge_store(int(requests.segments.sum(axis=1).max(initial=1)))
+        self.systems.known[row] = 0
+
+    def _enlarge_store(self, ids: int) -> None:
+        known = self.systems.known
+        if ids > known.shape[2]:
+            more = ids + ids // 2 - known.shape[2]
+            self.systems = self.systems._replace(known=np.pad(known, ((0, 0), (0, 0), (0, more))))
 
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
@@ -262,7 +281,10 @@ class PrefixBatch:
         """
         mine = self._engine(row)
         for name, theirs in state.engine.items():
-            if name != "segments" and theirs.shape != mine[name].shape:
+            same = theirs.shape == mine[name].shape
+            if name in GROWN:  # the size of their longest axis goes by the episode
+                same = name == "segments" or len(theirs) == len(mine[name])
+            if not same:
                 raise ValueError(
                     f"state.engine[{name!r}] has shape {theirs.shape}, this environment needs "
                     f"{mine[name].shape}: restore a state into an environment made with the same "
@@ -270,10 +292,15 @@ class PrefixBatch:
                 )
         wanted = {name: state.gateway[name].shape[-1] for name in GROWING}
         self._make_room(len(state.engine["segments"]), wanted)
+        if len(state.engine["known"]):
+            self._enlarge_store(state.engine["known"].shape[1])
         for name, part in self._engine(row).items():
             theirs = state.engine[name]
             if name == "segments":
                 part[: len(theirs)] = theirs
+            elif name == "known":
+                part[...] = 0
+                part[:, : theirs.shape[1]] = theirs
             elif part.ndim == 0:
                 getattr(self.systems, name)[row] = theirs
             else:

@@ -108,6 +108,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `reward` | `"slo"` | see Rewards |
     | `admission` | False | whether a request may be rejected (needs `reward="slo"`) |
     | `failures` | None | mean times to failure and to repair, in s (needs `reward="slo"`); see Failures |
+    | `prefix_cache` | `"vllm"` | as vLLM's; `"infinite"`: each replica also finds all that was ever sent to it; `"pooled"`: all that was sent to any (bounds, which no gateway can have) |
     | `length_noise` | None | standard deviation of log(predicted / true output tokens); None predicts the mean |
     | `validate` | False | check every observation against the space (slow) |
     | `render_mode` | None | `ansi` or `rgb_array` |

@@ -176,6 +176,7 @@ def _problem(
     admission: bool = False,
     length_noise: float | None = None,
     failures: Mapping[str, Any] | None = None,
+    prefix_cache: str = "vllm",
 ) -> Problem:
     chosen = choose("workload", workload, list_prefix_workloads())
     mode = choose("dispatch", dispatch, DISPATCHES)
@@ -190,6 +191,7 @@ def _problem(
         kv_tokens=kv_tokens,
         num_requests=decisions + warmup,
         failures=failures,
+        prefix_cache=prefix_cache,
     )
     rates = positive_range("rate", rate, MAX_RATES[chosen])
     real("rate", rates[0], MIN_RATE)

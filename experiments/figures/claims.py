@@ -19,6 +19,7 @@ from pathlib import Path
 from servegym.envs._command_line import run_main
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.figures.placement import claims as claims_placement
+from servegym.experiments.figures.prefix import claims as claims_prefix
 from servegym.experiments.figures.routing import claims as claims_routing
 from servegym.experiments.figures.serverless import claims as claims_serverless
 from servegym.experiments.figures.verdicts import OPEN, Claim, Finding
@@ -31,6 +32,7 @@ CLAIMS: tuple[Claim, ...] = (
     *claims_routing.CLAIMS,
     *claims_serverless.CLAIMS,
     *claims_placement.CLAIMS,
+    *claims_prefix.CLAIMS,
 )
 """Every claim that a committed table can be held against, paper by paper in its order."""
 
@@ -39,7 +41,7 @@ TITLES = {
     for family in FAMILIES
     if any(claim.family == family.group for claim in CLAIMS)
 }
-"""Families with a paper."""
+"""Families with a paper, or with published statements."""
 
 
 def findings(claim: Claim, folder: Path = RESULTS) -> list[Finding]:
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="servegym claims", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("family", nargs="*", help=f"which papers ({', '.join(TITLES)}; all)")
+    parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
     chosen = [family_named(name).group for name in parser.parse_args(argv).family]
     for family in chosen or TITLES:
         print_table(TITLES[family], HEADINGS, lines(family), left=len(HEADINGS))

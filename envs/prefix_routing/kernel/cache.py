@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from servegym.envs._jit import inline, inner
 from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.prefix_routing.kernel.layout import OWN_STORE
 
 
 @inline
@@ -219,6 +220,30 @@ def _fits(c, s, e, r):
 
 
 @inner
+def put_in_store(c, s, e, r):
+    """Blocks of a request's prompt that the infinite cache holds; then it holds all of its blocks.
+
+    It takes a request whole when that is routed, so that it bounds every cache from above.
+    """
+    known = s.known[e.row, e.number if c.store == OWN_STORE else 0]
+    most = full_blocks(c, r.prompt - 1)
+    left = full_blocks(c, r.prompt + r.output)
+    found = 0
+    unbroken = True
+    segment = r.first_segment
+    while left > 0:
+        first = s.segments[segment, 0]
+        count = min(s.segments[segment, 1], left)
+        for i in range(first, first + count):
+            unbroken = unbroken and known[i] != 0
+            found += unbroken and found < most
+            known[i] = 1
+        left -= count
+        segment += 1
+    return found
+
+
+@inner
 def admit_blocks(c, s, e, r):
     """Reference the longest cached prefix of a waiting request, if the memory takes the request.
 
@@ -257,7 +282,7 @@ def admit_blocks(c, s, e, r):
     r.segment = segment
     r.next_id = i
     r.ids_left = left
-    r.computed = hits * c.block_size
+    r.computed = max(hits, r.stored) * c.block_size
     return True
 
 

@@ -7,8 +7,15 @@ import numpy as np
 from servegym.envs._jit import inner
 from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.llm_routing.kernel.queues import blocks_of
+from servegym.envs.prefix_routing.kernel.cache import put_in_store
 from servegym.envs.prefix_routing.kernel.iterations import advance
-from servegym.envs.prefix_routing.kernel.layout import IDLE, PENDING, QUEUED, REJECTED
+from servegym.envs.prefix_routing.kernel.layout import (
+    IDLE,
+    NO_STORE,
+    PENDING,
+    QUEUED,
+    REJECTED,
+)
 from servegym.envs.prefix_routing.kernel.queues import (
     append_waiting,
     clear_replica,
@@ -43,6 +50,7 @@ def _clear_request(r):
     r.first = np.nan
     r.finish = np.nan
     r.hit = 0
+    r.stored = 0
     r.recomputed = 0
     r.generated = 0
     r.computed = 0
@@ -117,6 +125,8 @@ def route_request(c, law, s, b, n):
         if e.down == 0 and blocks_of(c, r.prompt + r.output - 1) <= e.capacity:
             r.available = v.now
             r.outcome = QUEUED
+            if c.store != NO_STORE:
+                r.stored = put_in_store(c, s, e, r)
             append_waiting(s, e, i)
             if e.iteration == IDLE:
                 e.end = min(e.end, v.now)

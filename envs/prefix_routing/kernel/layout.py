@@ -16,6 +16,7 @@ from servegym.envs._jit import inline
 IDLE, DECODE, MIXED = 0, 1, 2  # replica.iteration
 PENDING, QUEUED, COMPLETED, REJECTED, FAILED = 0, 1, 2, 3, 4  # request.outcome
 FIRST_TOKEN, COMPLETION, LOSS = 0, 1, 2  # kinds of news
+NO_STORE, OWN_STORE, POOLED_STORE = 0, 1, 2  # config.store
 
 
 def record(fields: list[tuple[str, str]]) -> np.dtype:
@@ -31,6 +32,7 @@ CONFIG = record(
         ("token_budget", "i8"),  # tokens of an iteration, at most; at least R
         ("block_size", "i8"),  # K
         ("blocks", "i8"),  # C
+        ("store", "i8"),  # an infinite cache besides: NO_STORE, OWN_STORE or POOLED_STORE
         ("entries", "i8"),  # of a replica's table of ids, a power of two, at least C and 16
         ("shift", "i8"),  # 36 less the logarithm of that
         ("num_requests", "i8"),  # J
@@ -146,6 +148,7 @@ REQUEST = record(
         ("computed", "i4"),  # tokens whose KV exists, up to date unless decoding
         ("decoding", "i4"),  # 1: its prefill is done
         ("chunk", "i4"),  # tokens of its prefill in this iteration
+        ("stored", "i4"),  # blocks of its prompt that the infinite cache held when it was routed
         ("lost", "i4"),  # tokens that were computed when it was preempted
         ("older", "i4"),  # in the running list
         ("newer", "i4"),  # in the running list or the waiting queue
@@ -221,6 +224,8 @@ class Systems(NamedTuple):
         news: ``(B, 2 J)`` `NEWS`, in order of time for each replica; ``env.news`` entries.
         events: ``(B, E)`` `EVENT`, a ring, ``env.events`` entries so far; nothing is written if
             E is 0.
+        known: int8 ``(B, M, I)``, which block ids an infinite cache holds: of each replica, or one
+            for all; empty without.
     """
 
     env: np.ndarray
@@ -232,6 +237,7 @@ class Systems(NamedTuple):
     expected: np.ndarray
     news: np.ndarray
     events: np.ndarray
+    known: np.ndarray
 
 
 @inline
@@ -256,6 +262,7 @@ def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Sy
     """
     replicas = rows * int(c["num_replicas"])
     requests = rows * int(c["num_requests"])
+    stores = {NO_STORE: 0, OWN_STORE: int(c["num_replicas"]), POOLED_STORE: 1}
     return Systems(
         env=np.zeros(rows, dtype=ENV),
         replica=np.zeros((rows, int(c["num_replicas"])), dtype=REPLICA),
@@ -266,4 +273,5 @@ def allocate(c: np.void, rows: int, segments: np.ndarray, events: int = 0) -> Sy
         expected=np.zeros((rows, int(c["num_requests"])), dtype=np.int32),
         news=np.zeros((rows, 2 * int(c["num_requests"])), dtype=NEWS),
         events=np.zeros((rows, events), dtype=EVENT),
+        known=np.zeros((rows, stores[int(c["store"])], 0), dtype=np.int8),
     )

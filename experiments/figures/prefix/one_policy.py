@@ -6,8 +6,9 @@ Three stages, each of which is kept and not done again::
 
 - ``one_policy_joint``: each rule's constants for all cells. Dynamo's cost, the strongest rule in
   `tuned_rules`, is searched for on the training cells of `servegym.agents.prefix_search` by the
-  same method with as many decisions; the others take the best of the published constants and 59
-  other points on the training's validation cells.
+  same method (three constants instead of 46 weights: half of the candidates, a quarter of the
+  decisions); the others take the best of the published constants and 59 other points on the
+  training's validation cells.
 - ``one_policy_trials``: each rule tuned in each cell of ``held_out_cells.toml`` by 60 points, on
   sessions (``val``) and seeds apart from the evaluation.
 - ``one_policy``: SLO attainment (%) of all of them and of the trained indexes in ten episodes of
@@ -36,16 +37,15 @@ from servegym.agents.lib.prefix_cells import (
     IDLE,
     Cell,
     Decide,
-    Observation,
     attainment,
     begin_alike,
     problem_of,
     rules_decide,
 )
 from servegym.baselines.prefix_routing import RULES
+from servegym.baselines.prefix_routing.dynamo import DynamoRows
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES
 from servegym.experiments.figures.prefix.held_out_cells import held_out_cells
 from servegym.experiments.figures.prefix.tuned_rules import PLAIN, SPACES, STAGES, points
 from servegym.experiments.figures.run import (
@@ -77,30 +77,6 @@ class Options(FigureOptions):
     """Command line of this module."""
 
     checkpoints: Path = Path("runs")
-
-
-class DynamoRows:
-    """Dynamo's cost with a set of constants a row; equal costs are broken by chance.
-
-    Args:
-        constants: (B, 3) in the order of `CONSTANTS`.
-        block_size: Tokens of a block.
-        seed: Of the chance.
-    """
-
-    def __init__(self, constants: Floats, block_size: int, seed: int = 0) -> None:
-        self.scale, self.credit, self.weight = constants.T[:, :, None]
-        self.block_size, self.rng = block_size, np.random.default_rng(seed)
-
-    def __call__(self, seen: Observation, mask: Any) -> NDArray[np.int64]:
-        """Actions (B,)."""
-        of = {
-            name: seen["replicas"][:, :, k].astype(float) for k, name in enumerate(REPLICA_FEATURES)
-        }
-        tokens = of["prefill_tokens"] + seen["request"][:, :1] - self.credit * of["match_tokens"]
-        cost = self.scale * np.maximum(tokens / self.block_size, 0.0) + of["decode_blocks"]
-        cost += self.weight * of["in_flight"] + 1e-9 * self.rng.random(cost.shape[1])
-        return np.where(np.asarray(mask)[:, : cost.shape[1]] > 0, cost, np.inf).argmin(-1)
 
 
 def played(cell: Cell, rows: int, seed: int, decide: Any, **arguments: Any) -> Floats:
@@ -157,15 +133,15 @@ def joint(options: Options) -> None:
     args = prefix_search.Args()
     if options.quick:
         args.cells, args.eval_cells, args.cells_per_generation = 2, 2, 2
-        args.total_timesteps, args.population = 1, 10
+        args.total_timesteps, args.population = 4, 20
     cells, unseen = prefix_search.draw_cells(args, None)
     for (rule,) in table.missing([(rule,) for rule in SPACES]):
         if rule == RULE:
             found = dynamo_for_all(
-                cells, args.total_timesteps, args.population, args.cells_per_generation
+                cells, args.total_timesteps // 4, args.population // 2, args.cells_per_generation
             )
             best = dict(zip(CONSTANTS, (float(f"{x:.4g}") for x in found), strict=True))
-            chosen, trials = best, args.total_timesteps
+            chosen, trials = best, args.total_timesteps // 4
         else:
             tried = points(rule)[: 3 if options.quick else None]
             reached = [

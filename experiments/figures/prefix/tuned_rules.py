@@ -111,8 +111,15 @@ def points(rule: str, trials: int = TRIALS) -> list[dict[str, float]]:
 
 
 def play(cell: str, rules: Sequence[Rule], seeds: Sequence[int], split: str) -> NDArray[np.float64]:
-    """SLO attainment (R, S) of R rules in the episodes of S seeds."""
-    arguments: dict[str, Any] = SIZE | CELLS[cell] | ({"split": split} if cell in RECORDED else {})
+    """SLO attainment (R, S) of R rules in the episodes of S seeds of a cell."""
+    return play_with(CELLS[cell] | ({"split": split} if cell in RECORDED else {}), rules, seeds)
+
+
+def play_with(
+    given: Mapping[str, Any], rules: Sequence[Rule], seeds: Sequence[int]
+) -> NDArray[np.float64]:
+    """SLO attainment (R, S) of R rules in the episodes of S seeds; `SIZE` where not given."""
+    arguments: dict[str, Any] = SIZE | dict(given)
     found = np.zeros((len(rules), len(seeds)))
     env = PrefixRoutingVectorEnv(
         num_envs=len(rules), autoreset_mode="Disabled", copy=False, **arguments

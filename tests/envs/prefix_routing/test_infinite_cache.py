@@ -1,0 +1,106 @@
+"""Infinite caches, which bound what a cache can do: hits against their definition."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+
+import servegym  # noqa: F401 - registers the ids
+from servegym.envs.prefix_routing.core import PrefixBatch
+from servegym.envs.prefix_routing.problem import DICT, build_problem
+from servegym.envs.prefix_routing.requests import infinite_cache_hits
+
+SETTING = {
+    "num_replicas": 3,
+    "kv_tokens": 20_000,
+    "rate": 12.0,
+    "warmup_requests": 40,
+    "episode_requests": 150,
+    "workload_kwargs": {
+        "groups": 12,
+        "prefix_tokens": 3000,
+        "question_tokens": [50, 400],
+        "output_tokens": [20, 200],
+        "questions": "fresh",
+        "order": "random",
+    },
+}
+
+
+def played(seed=0, **arguments):
+    """The batch at the end of an episode routed at random, and its requests."""
+    problem = build_problem(view=DICT, **(SETTING | arguments))
+    batch = PrefixBatch(problem, 1)
+    batch.draw(0, np.random.default_rng(seed))
+    requests, _ = problem.draw(np.random.default_rng(seed))
+    every, rng = np.ones(1, np.int8), np.random.default_rng(seed)
+    batch.begin(every)
+    ended = 0
+    while not ended:
+        ended = batch.step(rng.integers(3, size=1), every)
+    return batch, requests
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_hits_are_those_of_the_definition(seed):
+    for kind in ("infinite", "pooled"):
+        batch, requests = played(seed, prefix_cache=kind)
+        found = batch.systems.request
+        replica = found["replica"] if kind == "infinite" else None
+        hits = infinite_cache_hits(requests, replica)
+        assert (found["outcome"] == 2).all()
+        np.testing.assert_array_equal(found["hit"], hits.tokens)
+        assert hits.tokens.sum() > 0
+
+
+def test_each_bound_holds_more_than_the_one_before():
+    rates = []
+    for kind in ("vllm", "infinite", "pooled"):
+        batch, _ = played(prefix_cache=kind)
+        rates.append(batch.kpis(0)["hit_rate"])
+    assert rates[0] < 0.8 * rates[1] < 0.8 * rates[2]
+
+
+def test_what_hits_is_not_computed_and_still_takes_memory():
+    slow, fast = (played(prefix_cache=kind)[0].systems.request for kind in ("vllm", "pooled"))
+    better = fast["hit"] > slow["hit"] + 1000
+    assert better.sum() > 10
+    ttft = [r["first"] - r["arrived"] for r in (slow, fast)]
+    assert ttft[1][better].mean() < 0.7 * ttft[0][better].mean()
+    batch, _ = played(prefix_cache="pooled", rate=100.0)
+    assert batch.systems.request["preemptions"].sum() > 0
+
+
+def test_the_default_is_vllms_cache():
+    given, default = played(prefix_cache="vllm")[0], played()[0]
+    assert given.systems.request.tobytes() == default.systems.request.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["infinite", "pooled"])
+def test_copies_go_on_alike(kind):
+    env = gymnasium.make("servegym/PrefixRouting-v0", prefix_cache=kind, **SETTING).unwrapped
+    other = gymnasium.make("servegym/PrefixRouting-v0", prefix_cache=kind, **SETTING).unwrapped
+    env.reset(seed=3)
+    other.reset(seed=4)
+    for k in range(60):
+        env.step(k % 3)
+        other.step(k % 2)
+    other.restore_state(env.clone_state())
+    for k in range(60, 150):
+        mine, theirs = env.step(k % 3), other.step(k % 3)
+        np.testing.assert_array_equal(mine[0]["replicas"], theirs[0]["replicas"])
+        assert mine[1:4] == theirs[1:4]
+
+
+def test_a_state_of_another_cache_is_refused():
+    envs = [
+        gymnasium.make("servegym/PrefixRouting-v0", prefix_cache=kind, **SETTING).unwrapped
+        for kind in ("pooled", "infinite")
+    ]
+    for env in envs:
+        env.reset(seed=0)
+    with pytest.raises(ValueError, match="known"):
+        envs[0].restore_state(envs[1].clone_state())
+    with pytest.raises(ValueError, match="prefix_cache='endless'"):
+        gymnasium.make("servegym/PrefixRouting-v0", prefix_cache="endless")
