@@ -111,7 +111,7 @@ def slow_features(seen, row, n, block_size):
 
 
 def test_features_are_what_they_say():
-    batch, every = batch_of(rate=200.0), np.ones(3, np.int8)
+    batch, every = batch_of(rate=200.0, scrape_s=0.05, kv_tokens=12_000), np.ones(3, np.int8)
     rng, met = np.random.default_rng(0), np.zeros(prefix_search.F)
     for _ in range(50):
         seen = batch.observation

@@ -93,10 +93,17 @@ def stated(workload: str) -> Reader:
     verdicts = {"agrees": AGREES, "differs": DISAGREES}
 
     def read(rows: Rows) -> Iterable[Finding]:
+        whole = ""
         for row in rows:
+            name = row["quantity"]
+            if name.startswith("the same"):  # as the last one that says what it is
+                name = whole.partition(",")[0] + name.removeprefix("the same")
+            else:
+                whole = name
             if row["workload"].startswith(workload) and row["verdict"] in verdicts:
+                setting = name if row["workload"] == workload else f"{row['workload']}: {name}"
                 here = f"{_number(row['here'])}; stated {_number(row['published'])}"
-                yield Finding(row["quantity"], here, verdicts[row["verdict"]])
+                yield Finding(setting, here, verdicts[row["verdict"]])
 
     return read
 
