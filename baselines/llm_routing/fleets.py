@@ -179,8 +179,12 @@ class PerFleet(BasePolicy):
                 inner = self._factory(system, **self._kwargs)
                 inner.reset(len(rows), self._seeds[k])
                 self._inner[k], self._seen[k] = inner, key
-            mask = np.asarray(action_mask)[rows, : system.num_experts + 1]
-            actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
+            legal = np.asarray(action_mask)[rows]
+            mask, hold = legal[:, : system.num_experts + 1], legal.shape[1] - 1
+            if "held" in observation:
+                mask = np.concatenate([mask, legal[:, -1:]], axis=1)
+            chosen = inner.act(_without_padding(observation, rows, system), mask)
+            actions[rows] = np.where(chosen > system.num_experts, hold, chosen)
         return actions
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
@@ -206,7 +210,8 @@ def _without_padding(
     count = system.num_experts
     sizes = {"running": system.running_capacity, "waiting": system.waiting_capacity}
     sizes |= {f"{name}_mask": size for name, size in sizes.items()}
-    seen = {"latency_requirement": np.asarray(observation["latency_requirement"])[rows]}
+    whole = ("latency_requirement", "held")
+    seen = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
     for name in ("request", "experts", *sizes):
         part = np.asarray(observation[name])[rows, :count]
         seen[name] = part[:, :, : sizes[name]] if name in sizes else part

@@ -106,7 +106,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         keywords(build_problem, kwargs, hidden=("view",))
-        for name in ("requests_file", "speed_noise"):
+        for name in ("requests_file", "speed_noise", "late_binding"):
             if kwargs.get(name):
                 raise ValueError(f"{name}={kwargs[name]!r} is for a single access point.")
         self.problem = build_problem(view=layout, **{**kwargs, "episode_requests": count * each})

@@ -98,8 +98,8 @@ RANDOM = ("random", "power_of_two", "thompson")
 def test_registry_lists_the_promised_names_once():
     listed = [info.name for info in list_policies()]
     promised = (
-        "expected_qos random round_robin least_outstanding shortest_queue shortest_waiting "
-        "least_memory "
+        "expected_qos late_qos random round_robin least_outstanding shortest_queue "
+        "shortest_waiting least_memory "
         "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos priced_greedy "
         "always_best linucb linucb_delayed thompson route_balance drop_all always_busiest rollout"
     ).split()

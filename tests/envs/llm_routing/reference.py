@@ -896,14 +896,34 @@ class ReferenceSimulator:
         """
         if self.terminated:
             raise RuntimeError("step() after the end of the episode")
+        config = self.config
+        penalty = 0.0
+        if config.reward == "qos_aware" and action <= len(self.experts):
+            penalty = self.impact_penalty(action, config.penalty, config.estimator)
+        paid = self._decide(action)
+        finished, lost = self._go_on()
+        completed_qos = 0.0
+        late = sum(entry.score for entry in lost)  # as good as late
+        for done in finished:
+            if done.latency_per_token <= config.latency_requirement_s:
+                completed_qos += done.score
+            else:
+                late += done.score
+        if config.reward == "completed_qos":
+            terms = {"completed_qos": completed_qos}
+        elif config.reward == "paid_forward":
+            terms = {"paid": paid, "taken_back": -late}
+        else:
+            terms = {"completed_qos": completed_qos, "penalty": -penalty}
+        return sum(terms.values()), terms, self.terminated
+
+    def _decide(self, action: int) -> float:
+        """Drop the current request or send it to an expert; the score of what is accepted."""
         if not 0 <= action <= len(self.experts):
             raise ValueError(f"action={action}: allowed are 0..{len(self.experts)}")
         config = self.config
         j = self.current
         entry = self.log[j]
-        penalty = 0.0
-        if config.reward == "qos_aware":
-            penalty = self.impact_penalty(action, config.penalty, config.estimator)
         paid = 0.0
         if action == 0:
             entry.outcome = "dropped"
@@ -923,26 +943,16 @@ class ReferenceSimulator:
                 expert.dispatch(self._request(j, i, entry.available))
                 paid = entry.score
                 self._in_system.add(j)
-        if j + 1 < len(self.arrivals):
-            finished, lost = self._advance(self.arrivals[j + 1])
-            self.current = j + 1
-        else:
+        return paid
+
+    def _go_on(self) -> tuple[list[RequestLog], list[RequestLog]]:
+        """Go on to the next arrival, or drain: what completed and what failed."""
+        if self.current + 1 == len(self.arrivals):
             self.terminated = True
-            finished, lost = self._advance(math.inf)
-        completed_qos = 0.0
-        late = sum(entry.score for entry in lost)  # as good as late
-        for done in finished:
-            if done.latency_per_token <= config.latency_requirement_s:
-                completed_qos += done.score
-            else:
-                late += done.score
-        if config.reward == "completed_qos":
-            terms = {"completed_qos": completed_qos}
-        elif config.reward == "paid_forward":
-            terms = {"paid": paid, "taken_back": -late}
-        else:
-            terms = {"completed_qos": completed_qos, "penalty": -penalty}
-        return sum(terms.values()), terms, self.terminated
+            return self._advance(math.inf)
+        ended = self._advance(self.arrivals[self.current + 1])
+        self.current += 1
+        return ended
 
     def _advance(self, until: float) -> tuple[list[RequestLog], list[RequestLog]]:
         """Bring every expert to `until`; log entries of the requests that completed or failed."""
@@ -983,6 +993,89 @@ class ReferenceSimulator:
             for entry in self.log:
                 if entry.outcome is None:
                     raise AssertionError(f"request {entry.request} has no outcome at the end")
+
+
+class LateReference(ReferenceSimulator):
+    """An episode in which the router may hold requests back, with action N + 1.
+
+    Boundaries are passed one by one. At one in which a request completes, the held requests are
+    offered in order of arrival, each once; a held request that reaches its limit is offered for the
+    last time; a new request is offered when it arrives. At one moment completions come first, then
+    limits, then arrivals.
+
+    Args:
+        hold_limit_s: Seconds after its arrival up to which a request may be held.
+        hold_capacity: Requests that may be held.
+        *args: As of `ReferenceSimulator`.
+    """
+
+    def __init__(self, hold_limit_s: float, hold_capacity: int, *args: Any) -> None:
+        self.hold_limit_s, self.hold_capacity = hold_limit_s, hold_capacity
+        super().__init__(*args)
+        self.clock = self.arrivals[0]
+        self.arrived = 1  # requests
+        self.held: list[int] = []  # in order of arrival, the current one with them if it was held
+        self.still_to_offer: list[int] = []  # of this moment
+
+    @property
+    def time(self) -> float:
+        """Now."""
+        return self.clock
+
+    @property
+    def others(self) -> int:
+        """Requests that are held besides the current one."""
+        return len([j for j in self.held if j != self.current])
+
+    def may_hold(self) -> bool:
+        if self.terminated:
+            return True
+        limit = self.arrivals[self.current] + self.hold_limit_s
+        return self.others < self.hold_capacity and self.clock < limit
+
+    def _decide(self, action: int) -> float:
+        j = self.current
+        if action <= len(self.experts):
+            if j in self.held:
+                self.held.remove(j)
+            return super()._decide(action)
+        if not self.may_hold():
+            self.log[j].outcome = "rejected"
+            if j in self.held:
+                self.held.remove(j)
+        elif j not in self.held:
+            self.held.append(j)
+        return 0.0
+
+    def _go_on(self) -> tuple[list[RequestLog], list[RequestLog]]:
+        if self.still_to_offer:
+            self.current = self.still_to_offer.pop(0)
+            return [], []
+        arrival = math.inf
+        if self.arrived < len(self.arrivals):
+            arrival = self.arrivals[self.arrived]
+        if not self.held:
+            self.clock, self.terminated = arrival, arrival == math.inf
+            self.current = min(self.arrived, len(self.arrivals) - 1)
+            self.arrived += 1
+            return self._advance(arrival)
+        limit = self.arrivals[self.held[0]] + self.hold_limit_s
+        while True:
+            boundary = min(expert.next_boundary() for expert in self.experts)
+            if boundary > min(limit, arrival):
+                break
+            ended, lost = self._advance(boundary)
+            if ended:
+                self.clock = boundary
+                self.current, *self.still_to_offer = self.held
+                return ended, lost
+        self.clock = min(limit, arrival)
+        if limit <= arrival:
+            self.current = self.held[0]
+        else:
+            self.current = self.arrived
+            self.arrived += 1
+        return self._advance(self.clock)
 
 
 def simulate(

@@ -46,8 +46,9 @@ Variant = tuple[str, str]
 
 def _variants(kwargs: Mapping[str, Any], budget: Budget) -> dict[Variant, dict[str, Any]]:
     """Parameters by policy and variant, searched for a setting."""
+    searched = [name for name in heuristics() if name in SPACES]
     found: dict[Variant, dict[str, Any]] = {(name, REGISTERED): {} for name in heuristics()}
-    return found | {(name, TUNED): tune(name, kwargs, budget).parameters for name in SPACES}
+    return found | {(name, TUNED): tune(name, kwargs, budget).parameters for name in searched}
 
 
 def tuned_heuristics(options: Options) -> None:
