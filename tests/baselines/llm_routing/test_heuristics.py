@@ -120,7 +120,8 @@ def test_policies_follow_the_protocol(name):
     assert policy.clairvoyant == info.clairvoyant
     assert policy.env_view == "graph"
     assert policy.needs_env == (name == "rollout")
-    assert dict(policy.env_kwargs) == ({"reward": "paid_forward"} if name == "linucb" else {})
+    asked = {"linucb": {"reward": "paid_forward"}, "late_qos": {"late_binding": True}}
+    assert dict(policy.env_kwargs) == asked.get(name, {})
 
 
 def test_alias_is_the_same_policy():
@@ -148,7 +149,7 @@ def test_masks_are_respected_and_full_rows_drop(name):
         assert mask[np.arange(64), action].all()
         legal = mask[:, 1:].any(axis=1)
         assert (action[~legal] == 0).all()
-        if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos"):
+        if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos", "late_qos"):
             assert (action[legal] > 0).all()
         for key, value in before.items():
             assert np.array_equal(value, observation[key]), f"{name} wrote to {key}"

@@ -2,17 +2,20 @@
 
 ``python -m servegym.experiments.figures.beyond.routing.late_binding`` searches the parameters of
 ``expected_qos`` on validation prompts, then those of ``late_qos`` twice: its two own with the rest
-as found for ``expected_qos``, so that holding is all that changes, and all of them. The rules play
-the same episodes of the evaluation split: on the default fleet at light, medium and heavy load, and
-with another drawn fleet in every episode. On the first episodes of the default fleet two
-clairvoyant rollouts play besides, one that may hold and one that may not: what they differ by is
-what holding is worth to who knows the future.
+as found for ``expected_qos``, so that holding is all that changes, and all of them. What the last
+search found plays without holding, too. The rules play the same episodes of the evaluation split on
+the default fleet at light, medium and heavy load. With another drawn fleet in every episode both
+rules play as registered. Two clairvoyant rollouts play on the default fleet besides, one that may
+hold and one that may not: what they differ by is what holding is worth to who knows the future.
+What is in ``--tuned`` already is not searched again.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ import numpy as np
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
 from servegym.envs._command_line import run_main
+from servegym.envs._files import write_json
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.routing.common import Options, run_figures, save
 from servegym.experiments.output import print_table
@@ -32,16 +36,18 @@ __all__ = ["main"]
 MODULE = "servegym.experiments.figures.beyond.routing.late_binding"
 FLEET = "edge-6-heterogeneous"
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"{FLEET}, {rate:g}/s": {"profiles": FLEET, "rate": rate} for rate in (5.0, 8.0, 10.0)},
-    "drawn fleets": {"fleet": "random"},
+    f"{FLEET}, {rate:g}/s": {"profiles": FLEET, "rate": rate} for rate in (5.0, 8.0, 10.0)
 }
+DRAWN = "drawn fleets"
+DRAWN_REQUESTS = 200
 EARLY, LATE = "expected_qos", "late_qos"
 BUDGET = Budget(16, 4, 8, 6, 24, 500)
-DRAWN_BUDGET = Budget(6, 2, 4, 2, 8, 200)
-"""Where every row has a policy of its own, which is many times as slow."""
 QUICK = Budget(4, 1, 1, 1, 1, 30)
 EVAL_SEED = 4_000_000  # of the first episode of every setting
 CLAIRVOYANT_EPISODES, CLAIRVOYANT_REQUESTS, HORIZON = 16, 300, 60
+
+BINDS = "binds on arrival"
+REGISTERED = {BINDS: (EARLY, {}), "may hold, else the same": (LATE, {})}
 
 Rule = tuple[str, dict[str, Any]]
 
@@ -52,10 +58,24 @@ def tuned_rules(kwargs: Mapping[str, Any], budget: Budget) -> dict[str, Rule]:
     own = tune(LATE, kwargs, budget, fixed=early).parameters
     every = tune(LATE, kwargs, budget).parameters
     return {
-        "binds on arrival": (EARLY, early),
+        BINDS: (EARLY, early),
         "may hold, else the same": (LATE, own),
         "may hold, all tuned": (LATE, every),
     }
+
+
+def kept_rules(
+    setting: str, kwargs: Mapping[str, Any], budget: Budget, file: Path
+) -> dict[str, Rule]:
+    """The rules of a setting as kept in a file, or searched and kept there; and a control."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if setting not in kept:
+        kept[setting] = tuned_rules(kwargs, budget)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, kept)
+    rules = {rule: (name, given) for rule, (name, given) in kept[setting].items()}
+    name, given = rules["may hold, all tuned"]
+    return rules | {"tuned to hold, never does": (name, {**given, "worth": 0.0})}
 
 
 def clairvoyant_rules() -> dict[str, Rule]:
@@ -113,24 +133,30 @@ def late_binding(options: Options) -> None:
     """QoS of the rules and of the rollouts in every setting."""
     rows: list[dict[str, Any]] = []
     notes: list[dict[str, Any]] = []
-    names = list(SETTINGS)[1:2] if options.quick else list(SETTINGS)
+    own: Any = options
+    file = own.tuned.with_name("quick_" * options.quick + own.tuned.name)
+    budget, requests = (QUICK, QUICK.requests) if options.quick else (BUDGET, options.requests)
+    names = [*list(SETTINGS)[1:2], DRAWN] if options.quick else [*SETTINGS, DRAWN]
     for setting in names:
-        kwargs = SETTINGS[setting]
-        budget = BUDGET if "rate" in kwargs else DRAWN_BUDGET
-        rules = tuned_rules(kwargs, QUICK if options.quick else budget)
-        part = measured(setting, rules, kwargs, options.episodes, options.requests)
-        if "rate" in kwargs:
+        if setting == DRAWN:
+            size = min(requests, DRAWN_REQUESTS)
+            part = measured(setting, REGISTERED, {"fleet": "random"}, options.episodes, size)
+        else:
+            kwargs = SETTINGS[setting]
+            rules = kept_rules(setting, kwargs, budget, file)
+            part = measured(setting, rules, kwargs, options.episodes, requests)
             count = min(CLAIRVOYANT_EPISODES, options.episodes)
-            size = min(CLAIRVOYANT_REQUESTS, options.requests)
+            size = min(CLAIRVOYANT_REQUESTS, requests)
             part += measured(setting, clairvoyant_rules(), kwargs, count, size)
         for row in part:
-            if row["gain"] or row["rule"].startswith(("may", "clairvoyant, may")):
-                text = (
-                    "{setting}: {rule}: QoS {gain:+.4f} [{gain_low:+.4f}, {gain_high:+.4f}] over "
-                    "who binds on arrival, {episodes} episodes; held for {mean_hold_s:.3f} s."
-                ).format(**row)
-                print(text, flush=True)
-                notes.append(note(text, **{k: row[k] for k in ("setting", "rule", "gain")}))
+            if row["rule"].endswith(BINDS):
+                continue
+            text = (
+                "{setting}: {rule}: QoS {gain:+.4f} [{gain_low:+.4f}, {gain_high:+.4f}] over "
+                "who binds on arrival, {episodes} episodes; held for {mean_hold_s:.3f} s."
+            ).format(**row)
+            print(text, flush=True)
+            notes.append(note(text, **{k: row[k] for k in ("setting", "rule", "gain")}))
         rows += part
         save(options, "late_binding", rows, *notes)
     columns = ("setting", "rule")
@@ -143,7 +169,11 @@ FIGURES = {"late_binding": late_binding}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and save; see ``--help``."""
-    return run_figures(FIGURES, {}, argv, __doc__, MODULE, episodes=50)
+
+    def own(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tuned", type=Path, default=Path("runs/late_binding.json"))
+
+    return run_figures(FIGURES, {}, argv, __doc__, MODULE, episodes=50, own=own)
 
 
 if __name__ == "__main__":
