@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ class LateQos(ExpectedQosGreedy):
     """
 
     name = "late_qos"
-    env_kwargs = {"late_binding": True}
+    env_kwargs: Mapping[str, Any] = MappingProxyType({"late_binding": True})
 
     def __init__(
         self, system: RoutingSystem, *, worth: float = 0.2, fill: float = 3.0, **kwargs: Any

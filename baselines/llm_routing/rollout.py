@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class Rollout(RoutingPolicy):
             raise ValueError(f"horizon and drain must be >= 0, got {horizon} and {drain}")
         self.horizon, self.drain = int(horizon), int(drain)
         if hold:
-            self.env_kwargs = {"late_binding": True}
+            self.env_kwargs: Mapping[str, Any] = {"late_binding": True}
         self.greedy = per_fleet(PricedGreedy, system, **greedy)
         self._ahead = per_fleet(PricedGreedy, system, **greedy)
         self._env: Any = None

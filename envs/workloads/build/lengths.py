@@ -23,7 +23,6 @@ import numpy as np
 
 from servegym.envs._files import write_json
 from servegym.envs.workloads.build.options import fit_arguments
-from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
 from servegym.envs.workloads.traces import load_trace
 
@@ -101,14 +100,13 @@ def read_lengths(path: Path, name: str) -> dict[str, np.ndarray]:
     """Prompt and output tokens of a trace, float64 (n,) each.
 
     Raises:
-        MalformedFileError: A trace of requests without lengths, or columns that are not there.
+        MalformedFileError: A trace that cannot be used.
     """
     if name == "sharegpt":  # lengths alone, without times
         table = np.genfromtxt(path, delimiter=",", names=True)
         return dict(zip(KINDS, (table["input_tokens"], table["output_tokens"]), strict=True))
     trace = load_trace(path, name)
-    if trace.prompt_tokens is None or trace.output_tokens is None:
-        raise MalformedFileError(f"{path}: it has no lengths of prompts and outputs.")
+    assert trace.prompt_tokens is not None and trace.output_tokens is not None
     return dict(zip(KINDS, (trace.prompt_tokens, trace.output_tokens), strict=True))
 
 

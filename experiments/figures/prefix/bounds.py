@@ -91,7 +91,7 @@ def rollout(options: FigureOptions) -> None:
     rows: list[Row] = []
     episodes = 1 if options.quick else max(options.episodes // 2, 2)
     for cell in AHEAD_CELLS[: 1 if options.quick else None]:
-        arguments = SIZE | CELLS[cell] | AHEAD
+        arguments: dict[str, Any] = {**SIZE, **CELLS[cell], **AHEAD}
         if options.quick:
             arguments |= {"episode_requests": 20}
         values = np.zeros((2, episodes))
