@@ -410,6 +410,7 @@ mkdocs_gen_files.config["nav"] = [
             {"Hardware": "hardware.md"},
             {"Activations": "activations.md"},
             {"Prefix routing": "prefix-routing.md"},
+            {"Real engines": "real-engines.md"},
         ]
     },
     {"Project": [{"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},

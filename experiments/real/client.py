@@ -60,7 +60,8 @@ def new_session(timeout_s: float = 120.0) -> ClientSession:
     import aiohttp
 
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # A server may close an idle connection just as the next request is sent on it.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s),
     )
 

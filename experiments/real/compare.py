@@ -98,7 +98,7 @@ def capacity(profile: Profile, slots: int) -> tuple[float, float]:
     held = slots * (prompt + 0.5 * output)
     step = float(np.interp(slots, law.sizes, law.table)) + law.context_s * held
     seconds = output * step + slots * law.prompt_s * prompt
-    return float(slots / seconds), float(seconds / output)
+    return float(slots / seconds), float(1.3 * seconds / output)
 
 
 def calibrate(endpoints: Sequence[Endpoint], plan: Plan, folder: Path) -> list[Profile]:
