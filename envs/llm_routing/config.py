@@ -395,6 +395,8 @@ def _set_late_binding(c: np.void, given: Any) -> None:
     """
     if given is False:
         return
+    if given is None:
+        raise ValueError("late_binding=None must be True, False or a mapping of its options.")
     options = {} if given is True else mapping("late_binding", given, LATE_BINDING)
     options = {**LATE_BINDING, **options}
     name = "late_binding['hold_limit_s']"
@@ -502,6 +504,8 @@ def _check_requests_fit(
 def _file_name(requests_file: Any) -> str:
     if not isinstance(requests_file, (str, os.PathLike)):
         raise ValueError(f"requests_file={requests_file!r} must be the path of a CSV file.")
+    if not os.path.isfile(requests_file):
+        raise ValueError(f"requests_file={requests_file!r} is not there; give a CSV file's path.")
     return os.fspath(requests_file)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from servegym.envs.llm_routing.config import MAX_SPEED_NOISE
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
@@ -84,11 +85,22 @@ def _optional(valid: Any, allowed: list[str], optional: bool) -> tuple[Any, list
     return (valid | st.none(), [*allowed, "none"]) if optional else (valid, allowed)
 
 
-def whole(low: int, high: int, most: int | None = None, optional: bool = False, **more: Any):
-    """A whole number in [low, high]; episodes run with those up to `most`."""
+def whole(
+    low: int,
+    high: int,
+    most: int | None = None,
+    optional: bool = False,
+    default: bool = False,
+    **more: Any,
+):
+    """A whole number in [low, high]; episodes run with those up to `most`.
+
+    With `default` None is allowed and stands for a larger number.
+    """
     valid = st.integers(low, high if most is None else most)
     valid = valid | valid.map(np.int64)
     valid, allowed = _optional(valid, ["zero"] if low <= 0 else [], optional)
+    allowed += ["none"] if default else []
     outside = st.integers(max_value=low - 1) | st.integers(min_value=high + 1)
     fraction = st.floats(low, min(high, 1e6)).filter(lambda x: x != int(x))
     return Argument(valid, junk(*allowed) | outside | fraction, **more)
@@ -360,8 +372,17 @@ ROUTING = {
         | st.sampled_from([{"nobody": [1, 1]}, {"rtx4090-llama-3.1-8b": 1}, {3: [1, 1]}, [1, 1]]),
     ),
     "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
-    "episode_requests": whole(1, 10_000_000, most=60),
+    "episode_requests": whole(1, 10_000_000, most=60, default=True),
     "split": name("train", "val", "eval", "all"),
+    "late_binding": Argument(
+        st.sampled_from([True, False, {}, {"hold_limit_s": 0.5}, {"hold_capacity": 2}]),
+        junk("true", "false", "mapping")
+        | st.sampled_from(
+            [{"hold_limit_s": 0.0}, {"hold_capacity": 0}, {"hold_capacity": None}, {"x": 1}]
+        ),
+    ),
+    "requests_file": Argument(st.none(), junk("none") | st.just("no/such/file.csv")),
+    "speed_noise": real(0.0, MAX_SPEED_NOISE),
 }
 
 _MODULATED = {
@@ -664,7 +685,7 @@ PARALLEL = {
 _CARD = {"card": "h100", "model": "llama-3.1-8b"}
 PREFIX = {
     "scenario": name(
-        *("llm-d-8", "chat", "agents", "mooncake", "hot-tenant", "drift", "mixed-cards"),
+        *("llm-d-8", "chat", "agents", "mooncake", "hot-tenant", "drift", "mixed-cards", "gie-709"),
         optional=True,
         needs={"workload": "tenants", "workload_kwargs": None, "profiles": _CARD, "rate": 5.0},
     ),
@@ -712,6 +733,7 @@ PREFIX = {
     "admission": flag(needs={"reward": "slo"}),
     "failures": dataclasses.replace(ROUTING["failures"], needs={"reward": "slo"}),
     "length_noise": real(0.0, 10.0, optional=True),
+    "prefix_cache": name("vllm", "infinite", "pooled"),
 }
 
 FAMILIES = {

@@ -148,7 +148,6 @@ REQUEST = record(
         ("computed", "i4"),  # tokens whose KV exists, up to date unless decoding
         ("decoding", "i4"),  # 1: its prefill is done
         ("chunk", "i4"),  # tokens of its prefill in this iteration
-        ("stored", "i4"),  # blocks of its prompt that the infinite cache held when it was routed
         ("lost", "i4"),  # tokens that were computed when it was preempted
         ("older", "i4"),  # in the running list
         ("newer", "i4"),  # in the running list or the waiting queue
@@ -163,6 +162,7 @@ REQUEST = record(
         ("next_id", "i4"),  # of block `named`
         ("ids_left", "i4"),  # in its segment, that one counted
         ("segment", "i8"),
+        ("stored", "i8"),  # blocks of its prompt that the infinite cache held when it was routed
     ]
 )
 """A request: what is given, what became of it, and where it stands."""
