@@ -63,6 +63,6 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
         environment.pop("PYTHONPATH", None)
         return words + more, environment
     raise ValueError(
-        f"server {spec.name!r}: engine {spec.engine!r} is no program of its own; "
-        "`servegym serve FLEET.toml` serves simulated servers"
+        f"server {spec.name!r}: engine {spec.engine!r} is no program that can be "
+        "started; take llama.cpp or vllm"
     )

@@ -4,7 +4,7 @@
 
     [[server]]
     name = "small"             # letters, digits, - _ and .
-    engine = "llama.cpp"       # llama.cpp, vllm or simulated
+    engine = "llama.cpp"       # llama.cpp or vllm; a simulated one is described and not started
     model = "random:8x384"     # random weights, layers x width; or a file, or a folder
     slots = 8                  # requests that run at a time
     context = 512              # tokens of prompt and output that a request may have
