@@ -628,7 +628,7 @@ def _fixed_problem(
 
     experts, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(experts)
-    if speed_noise and staleness_s:
+    if real("speed_noise", speed_noise, 0.0, MAX_SPEED_NOISE) and staleness_s:
         raise ValueError(
             f"speed_noise={speed_noise!r} and staleness_s={staleness_s!r}: give one of them."
         )

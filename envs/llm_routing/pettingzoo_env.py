@@ -106,9 +106,10 @@ class LLMRoutingParallelEnv(ParallelEnv):
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         keywords(build_problem, kwargs, hidden=("view",))
-        for name in ("requests_file", "speed_noise", "late_binding"):
-            if kwargs.get(name):
-                raise ValueError(f"{name}={kwargs[name]!r} is for a single access point.")
+        for name, off in (("requests_file", None), ("speed_noise", 0.0), ("late_binding", False)):
+            given = kwargs.get(name, off)
+            if not (given is off or (isinstance(given, (int, float)) and given == off)):
+                raise ValueError(f"{name}={given!r} is for a single access point.")
         self.problem = build_problem(view=layout, **{**kwargs, "episode_requests": count * each})
         self.batch = RoutingBatch(self.problem, 1)
         self.possible_agents = [f"access_point_{k}" for k in range(count)]

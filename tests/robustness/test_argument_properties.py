@@ -217,9 +217,13 @@ def check_parallel(env: Any, seed: int) -> None:
     )
 
 
+ONE_POINT = ("episode_requests", "requests_file", "speed_noise", "late_binding")
+"""Arguments that several access points do not have, or have in another way."""
+
+
 def takes(family: str, form: str, name: str) -> bool:
     """Whether a form of an environment has the argument as the single environment has it."""
-    return form != "parallel" or (family in PARALLEL_ENVS and name != "episode_requests")
+    return form != "parallel" or (family in PARALLEL_ENVS and name not in ONE_POINT)
 
 
 CASES = [(family, name) for family, table in FAMILIES.items() for name in table]
@@ -251,7 +255,7 @@ def test_what_is_allowed_runs(family, name, effort):
         kwargs = arguments(family, argument, name, value)
         if form == "n":
             check_vector(env_id, kwargs, seed)
-        elif form == "p" and family in PARALLEL_ENVS and value != "placement":
+        elif form == "p" and takes(family, "parallel", name) and value != "placement":
             check_parallel(PARALLEL_ENVS[family](**kwargs), seed)
         else:
             check_single(env_id, kwargs, seed)
