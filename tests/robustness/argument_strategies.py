@@ -586,7 +586,7 @@ PLACEMENT = {
         st.lists(st.sampled_from(TOY_TASKS), min_size=1, max_size=5) | st.none(),
         junk("none") | st.sampled_from([["nothing"], [None], [3], [[]], [np.array(["a", "b"])]]),
     ),
-    "rotate_s": real(0.0, optional=True),
+    "rotate_s": real(0.0, least=1e-7, optional=True),  # at most 1e9 turns an episode
     "history_requests": whole(0, 1_000_000, most=50),
     "free_start": flag(),
     "replica_choice": name("least_finish", "nearest", "random", "consolidate"),
