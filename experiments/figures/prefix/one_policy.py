@@ -156,7 +156,7 @@ def joint(options: Options) -> None:
 def tuned(options: Options) -> None:
     """``one_policy_trials``: 60 points of each rule in each held-out cell."""
     table = Table(options.out / "one_policy_trials.csv", ("cell", "rule"), load=not options.quick)
-    cells = held_out_cells()[: 1 if options.quick else None]
+    cells = held_out_cells(1)[: 1 if options.quick else None]
     for at, rule in table.missing([(k, rule) for k in range(len(cells)) for rule in SPACES]):
         cell = cells[at] | ({"split": "val"} if "split" in cells[at] else {})
         tried = points(rule)[: 3 if options.quick else None]
@@ -210,7 +210,7 @@ def indexes(folder: Path) -> list[NDArray[np.float32]]:
 
 def measured(options: Options) -> None:
     """``one_policy`` and what follows from it."""
-    cells = held_out_cells()[: 1 if options.quick else None]
+    cells = held_out_cells(1)[: 1 if options.quick else None]
     for_all = {
         row["rule"]: json.loads(row["constants"])
         for row in Table(options.out / "one_policy_joint.csv", ("rule",)).rows
@@ -325,7 +325,7 @@ def _summary(
 
 def rates(options: Options) -> None:
     """``one_policy_rate``: the highest rate at which 95 % of an idle fleet's attainment is kept."""
-    cells = held_out_cells()
+    cells = held_out_cells(1)
     for_all = {
         row["rule"]: json.loads(row["constants"])
         for row in Table(options.out / "one_policy_joint.csv", ("rule",)).rows

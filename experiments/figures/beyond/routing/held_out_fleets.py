@@ -13,16 +13,15 @@ modules that do.
 from __future__ import annotations
 
 import argparse
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_text
 from servegym.envs.llm_routing.fleets import FleetSource
 from servegym.envs.workloads import load_catalog
+from servegym.experiments.output import toml_tables, write_text
 
 FILE = Path(__file__).with_name("held_out_fleets.toml")
 SEED, COUNT = 20_260_122, 40
@@ -42,20 +41,10 @@ def held_out_settings() -> list[dict[str, Any]]:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))["fleet"]
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
-    return json.dumps(value)
-
-
 def as_toml(settings: list[dict[str, Any]]) -> str:
-    """A table ``[[fleet]]`` a setting; numbers read back exactly."""
-    head = f"# {COUNT} fleets of held_out_fleets.py, seed {SEED}. Not for training or tuning.\n"
-    tables = (
-        "\n[[fleet]]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in setting.items())
-        for setting in settings
-    )
-    return head + "".join(tables)
+    """A table ``[[fleet]]`` a setting."""
+    head = f"{COUNT} fleets of held_out_fleets.py, seed {SEED}. Not for training or tuning."
+    return toml_tables(head, "fleet", settings)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -10,7 +10,8 @@ import pytest
 import servegym  # noqa: F401 - registers the ids
 from servegym.agents.lib.prefix_cells import KINDS
 from servegym.experiments.figures.prefix.held_out_cells import (
-    FILE,
+    FOLDER,
+    SETS,
     as_toml,
     draw_held_out,
     held_out_cells,
@@ -36,17 +37,24 @@ def test_nothing_else_reads_them():
     assert found == READERS
 
 
-def test_they_can_be_played_and_cover_every_kind():
-    cells = held_out_cells()
+@pytest.mark.parametrize("which", SETS)
+def test_they_can_be_played_and_cover_every_kind(which):
+    cells = held_out_cells(which)
     assert len(cells) == 2 * len(KINDS)
-    assert FILE.read_text() == as_toml(cells)
-    assert len({cell["rate"] for cell in cells}) == len(cells)
+    assert (FOLDER / SETS[which][0]).read_text() == as_toml(cells, which)
+    assert len({str(cell) for cell in cells}) == len(cells)
     for cell in cells:
         assert cell.get("split", "eval") == "eval"
     short = {"episode_requests": 5, "warmup_requests": 0}
     gymnasium.make("servegym/PrefixRouting-v0", **(cells[0] | short)).reset(seed=0)
 
 
+def test_the_sets_have_no_cell_in_common():
+    first, second = (held_out_cells(which) for which in (1, 2))
+    assert not [cell for cell in first if cell in second]
+
+
 @pytest.mark.slow
-def test_the_file_is_what_the_script_draws():
-    assert draw_held_out(2) == held_out_cells()[:2]
+@pytest.mark.parametrize("which", SETS)
+def test_the_file_is_what_the_script_draws(which):
+    assert draw_held_out(which, 1) == held_out_cells(which)[:1]
