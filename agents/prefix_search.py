@@ -5,10 +5,14 @@ scaled by what the replica can do and the request may take: prefills count in sh
 objective of the time to first token, contexts in shares of the KV memory, so that the same weights
 mean the same on two cards and on sixteen. Dynamo's cost and LMetric's are close to special cases,
 and the search begins with the former's constants. Each weight has a second one that is multiplied
-by the load of all replicas. The weights are found by the cross-entropy method; all candidates of a
-generation play the same episodes of the same drawn cells (`servegym.agents.lib.prefix_cells`).
+by the load of all replicas; with ``--memory 64``, seven of them have one for each of five
+statistics that the router keeps of its own observations: averages over the last 64 requests or so,
+since one request does not tell whether prompts repeat. The weights are found by the cross-entropy
+method; all candidates of a generation play the same episodes of the same drawn cells
+(`servegym.agents.lib.prefix_cells`).
 
-``--workers`` plays the cells in as many processes, with the same result.
+``--memory 1`` has the same weights for the statistics of the present request alone. ``--workers``
+plays the cells in as many processes, with the same result.
 ``python agents/prefix_search.py --help`` lists the options.
 """
 
@@ -75,7 +79,19 @@ FEATURES = (
 )
 """What the index reads of a replica; the times are clipped at `MOST` objectives."""
 F = len(FEATURES)
-SIZE = 2 * F  # weights: of the features, and of the features times the load
+STATISTICS = (
+    "shared",  # best matched share of a prompt
+    "copies",  # share of the replicas whose match is at least half of the best
+    "work",  # s of the prefill where it is shortest / TTFT objective
+    "age",  # log(1 + s since the best match was used) / 4
+    "loaded",  # load of all replicas
+)
+"""What the router keeps averages of, each centred by `CENTRES`."""
+CENTRES = np.array([0.5, 0.4, 0.2, 0.5, 0.5], np.float32)
+CONDITIONED = ("prefill", "matched", "backlog", "blocks", "in_flight", "share", "lmetric")
+"""Features whose weights go by the statistics."""
+K, C = len(STATISTICS), len(CONDITIONED)
+_OWN = [FEATURES.index(name) for name in CONDITIONED]
 MOST = 8.0
 SPREAD = 0.4  # standard deviation of every weight at first
 WIDENED = 0.03  # standard deviation added each generation at first, falling to 0 ...
@@ -104,6 +120,8 @@ class Args(RunArgs):
     """cells of the validation"""
     eval_episodes: int = 4
     """episodes a cell of the validation"""
+    memory: int = 0
+    """requests that the router's statistics average over; 0: no statistics, 46 weights"""
     workers: int = 1
     """processes that play cells; the result is the same for every number"""
     resume: bool = False
@@ -155,20 +173,39 @@ def features(seen: Observation, block_size: int) -> tuple[Floats, Floats]:
     return x, np.minimum(load, 2.0)
 
 
-def index_values(weights: Floats, seen: Observation, block_size: int) -> Floats:
-    """Values (B, N) of the replicas by indexes (B, 46)."""
-    x, load = features(seen, block_size)
-    own = weights[:, :F] + weights[:, F:] * load[:, None]
-    return np.einsum("bnf,bf->bn", x, own)
+def statistics(x: Floats, load: Floats, seen: Observation) -> Floats:
+    """`STATISTICS` (B, 5) of one request each, from its `features`, centred.
+
+    Of the replicas that are up, or of all if none is.
+    """
+    of = seen["replicas"]
+    up = of[:, :, _AT["up"]] > 0
+    up |= ~up.any(1, keepdims=True)
+    share = np.where(up, x[..., FEATURES.index("share")], 0.0)
+    best = share.argmax(1)
+    rows = np.arange(len(best))
+    top = share[rows, best]
+    alike = ((share >= 0.5 * top[:, None]) & up & (top > 0)[:, None]).sum(1)
+    work = np.where(up, x[..., FEATURES.index("prefill")], MOST).min(1)
+    found = np.empty((len(best), K), np.float32)
+    found[:, 0] = top
+    found[:, 1] = alike / np.maximum(up.sum(1), 1)
+    found[:, 2] = work
+    found[:, 3] = np.log1p(of[rows, best, _AT["match_age_s"]]) / 4
+    found[:, 4] = load
+    return found - CENTRES
 
 
-def first_weights() -> NDArray[np.float64]:
+def first_weights(memory: int = 0) -> NDArray[np.float64]:
     """The index that the search begins with: Dynamo's cost with one set of tuned constants.
+
+    With ``memory`` there are 81 weights, without 46: of the features, of the features times the
+    load, and of `CONDITIONED` times each of `STATISTICS`.
 
     Its cost in blocks, 5.4 (prefill tokens in flight + L - 2.6 m) / 16 + decode blocks + .2 x
     requests in flight, over 5.4 / 16 and the tokens that an H100 prefills in 1.1 s.
     """
-    weights = np.zeros(SIZE)
+    weights = np.zeros(2 * F + K * C * (memory > 0))
     tokens = 48_500 * 1.1
     weights[FEATURES.index("prefill")] = -1.0
     weights[FEATURES.index("matched")] = 1.6
@@ -183,30 +220,68 @@ class Agent(nn.Module):
 
     weights: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, memory: int) -> None:
         super().__init__()
-        self.register_buffer("weights", torch.as_tensor(first_weights(), dtype=torch.float32))
+        first = torch.as_tensor(first_weights(memory), dtype=torch.float32)
+        self.register_buffer("weights", first)
 
 
 class Index:
     """Takes the replica of highest value, by one index a row.
 
+    It remembers the averages of each row's statistics from one call to the next, until `forget`.
+
     Args:
-        weights: (B, 46), or (1, 46) for every row.
+        weights: (B, 46) or (B, 81), or of one row for every row.
         block_size: Tokens of a KV block.
+        memory: Requests that the statistics average over; (B,) if it goes by the row.
     """
 
-    def __init__(self, weights: Floats, block_size: int) -> None:
-        self.weights, self.block_size = weights, block_size
+    def __init__(
+        self, weights: Floats, block_size: int, memory: int | NDArray[np.int64] = 0
+    ) -> None:
+        self.weights, self.block_size, self.memory = weights, block_size, memory
+        self.average = np.zeros((0, K), np.float32)
+        self.requests = np.zeros(0, np.int64)
+
+    def forget(self, rows: NDArray[np.bool_]) -> None:
+        """Start anew in those of the B rows."""
+        if len(rows) != len(self.requests):
+            self.average, self.requests = np.zeros((len(rows), K), np.float32), rows * 0
+        self.average[rows], self.requests[rows] = 0.0, 0
+
+    def values(self, seen: Observation) -> Floats:
+        """Values (B, N) of the replicas for the next request of every row, which is counted."""
+        x, load = features(seen, self.block_size)
+        own = self.weights[:, :F] + self.weights[:, F : 2 * F] * load[:, None]
+        if self.weights.shape[1] > 2 * F:
+            if len(load) != len(self.requests):
+                self.forget(np.ones(len(load), np.bool_))
+            self.requests += 1
+            step = 1.0 / np.minimum(self.requests, self.memory)[:, None]
+            self.average += step.astype(np.float32) * (statistics(x, load, seen) - self.average)
+            more = self.weights[:, 2 * F :].reshape(-1, K, C)
+            own[:, _OWN] += np.einsum("bk,bkc->bc", self.average, more)
+        return np.einsum("bnf,bf->bn", x, own)
 
     def __call__(self, seen: Observation, mask: Any) -> NDArray[np.int64]:
         """Actions (B,); where nobody takes the request, rejection or replica 0."""
-        values = index_values(self.weights, seen, self.block_size)
+        values = self.values(seen)
         mask = np.asarray(mask)
         count = values.shape[1]
         best = np.where(mask[:, :count] > 0, values, -np.inf).argmax(-1)
         taken = (mask[:, :count] > 0).any(-1)
         return np.where(taken, best, count if mask.shape[1] > count else 0)
+
+
+class IndexPolicy(CheckpointPolicy):
+    """An index as a policy; its rows begin anew with their episodes."""
+
+    decide: Index  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def episode_start(self, mask: NDArray[np.bool_]) -> None:
+        """Forget the statistics of the rows."""
+        self.decide.forget(np.asarray(mask, np.bool_))
 
 
 def cell_of(stream: int) -> Cell:
@@ -215,29 +290,30 @@ def cell_of(stream: int) -> Cell:
     return cell | ({"split": "val"} if "split" in cell and stream >= VALIDATION else {})
 
 
-def play(population: Floats, cell: Cell, seed: int) -> NDArray[np.float64]:
-    """SLO attainment (P,) of indexes (P, 46) in the same episode of a cell."""
+def play(population: Floats, cell: Cell, seed: int, memory: int = 0) -> NDArray[np.float64]:
+    """SLO attainment (P,) of indexes (P, 46 or 81) in the same episode of a cell."""
     problem = problem_of(cell)
     batch = PrefixBatch(problem, len(population))
     begin_alike(batch, np.random.default_rng(seed))
-    return attainment(batch, Index(population, problem.block_size))
+    return attainment(batch, Index(population, problem.block_size, memory))
 
 
-def measure(weights: Floats, cell: Cell, episodes: int) -> float:
-    """Average attainment of an index (46,) in validation episodes of a cell, the same each time."""
+def measure(weights: Floats, cell: Cell, episodes: int, memory: int = 0) -> float:
+    """Average attainment of an index (46 or 81,) in the same validation episodes of a cell."""
     problem = problem_of(cell)
     batch = PrefixBatch(problem, episodes)
     for row in range(episodes):
         batch.draw(row, np.random.default_rng([99, row]))
     batch.begin(np.ones(episodes, np.int8))
-    return float(attainment(batch, Index(weights[None], problem.block_size)).mean())
+    index = Index(weights[None], problem.block_size, memory)
+    return float(attainment(batch, index).mean())
 
 
 def evaluate(
-    weights: NDArray[np.float64], cells: Sequence[Cell], episodes: int, pool: Any
+    weights: NDArray[np.float64], cells: Sequence[Cell], episodes: int, memory: int, pool: Any
 ) -> dict[str, float]:
     """Average attainment on the validation cells, and the mean over them."""
-    jobs = [(weights.astype(np.float32), cell, episodes) for cell in cells]
+    jobs = [(weights.astype(np.float32), cell, episodes, memory) for cell in cells]
     found = dict(run_jobs(measure, jobs, pool))
     each = {f"eval/attainment_cell_{k}": found[k] for k in range(len(jobs))}
     return {"eval/attainment": float(np.mean([found[k] for k in range(len(jobs))]))} | each
@@ -254,11 +330,13 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     from servegym.baselines.prefix_routing.system import PrefixSystem
 
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    agent = Agent()
+    if len(weights["weights"]) == 2 * F:
+        args.memory = 0
+    agent = Agent(args.memory)
     checkpoint.load_weights(agent, weights)
     system = system or PrefixSystem.from_kwargs()
-    index = Index(agent.weights.numpy()[None], system.block_size)
-    return CheckpointPolicy("prefix_search", "graph", args, agent, index)
+    index = Index(agent.weights.numpy()[None], system.block_size, args.memory)
+    return IndexPolicy("prefix_search", "graph", args, agent, index)
 
 
 def check(args: Args) -> None:
@@ -267,6 +345,8 @@ def check(args: Args) -> None:
     for name in (*names, "eval_episodes"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
+    if args.memory < 0:
+        raise ValueError(f"memory is {args.memory}; allowed is 0 or more")
     if args.population * ELITE < 2:
         raise ValueError(f"population is {args.population}; allowed is {int(2 / ELITE)} or more")
     if args.cells_per_generation > args.cells:
@@ -294,7 +374,7 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.torch_threads)
     pool = open_pool(args.workers)
     run = Path(args.out_dir) / (args.run_name or f"prefix_search_{args.seed}")
-    mean = first_weights()
+    mean = first_weights(args.memory)
     spread, step, best, log_size = np.full_like(mean, SPREAD), 0, -np.inf, 0
     rng = np.random.default_rng([args.seed, 6])
     saved = load_snapshot(args.resume, run / "snapshot.pt")
@@ -302,15 +382,15 @@ def train(args: Args) -> Path:
         mean, spread, step, best, log_size = saved["state"]
         rng.bit_generator.state = saved["rng"]
     cells, unseen = draw_cells(args, pool)
-    log, agent = RunLog(run, args, "prefix_search", step, log_size), Agent()
+    log, agent = RunLog(run, args, "prefix_search", step, log_size), Agent(args.memory)
     while step < args.total_timesteps:
         # Draw, play the same episodes of the same cells, and move to the best.
-        drawn = mean + spread * rng.standard_normal((args.population, SIZE))
+        drawn = mean + spread * rng.standard_normal((args.population, len(mean)))
         played = [
             cells[k] for k in rng.choice(args.cells, args.cells_per_generation, replace=False)
         ]
         seed, candidates = int(rng.integers(1 << 31)), drawn.astype(np.float32)
-        jobs = [(candidates, cell, seed) for cell in played]
+        jobs = [(candidates, cell, seed, args.memory) for cell in played]
         each = np.zeros((args.population, len(jobs)))
         for at, met in run_jobs(play, jobs, pool):
             each[:, at] = met
@@ -325,7 +405,7 @@ def train(args: Args) -> Path:
         metrics = {"charts/SPS": log.advance(step), "charts/attainment": float(each.mean())}
         metrics["charts/spread"] = float(spread.mean())
         if interval_passed(args.eval_every, before, step) or step >= args.total_timesteps:
-            result = evaluate(mean, unseen, args.eval_episodes, pool)
+            result = evaluate(mean, unseen, args.eval_episodes, args.memory, pool)
             metrics |= result
             log.bar.console.print(f"step {step}: attainment {result['eval/attainment']:.4f}")
             agent.weights.copy_(torch.as_tensor(mean))

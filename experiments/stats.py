@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "Interval",
+    "difference",
     "iqm",
     "mean",
     "over_trainings",
@@ -218,6 +219,31 @@ def over_trainings(
     if len(found) == 1:
         return stratified_bootstrap(found[0], statistic)
     return _crossed([found], lambda own: own, statistic)
+
+
+def difference(
+    scores: Sequence[ArrayLike], reference: Sequence[ArrayLike], statistic: Statistic = iqm
+) -> Interval:
+    """Difference of the mean statistic of the trainings of one policy to those of another.
+
+    The trainings of the two are independent, the episodes are the same.
+
+    Args:
+        scores: For each training the scores of the same episodes, shape ``(episodes,)``.
+        reference: The same of the reference; a heuristic has one entry.
+        statistic: Of the episodes of one training.
+
+    Returns:
+        The difference and its interval over trainings and episodes together, as far as there are
+        several trainings (`_crossed`); that of `over_trainings` where there is one of each.
+
+    Raises:
+        ValueError: If there are no scores or the numbers of episodes differ.
+    """
+    both = [_by_training(one, name) for name, one in (("scores", scores), ("reference", reference))]
+    if all(len(one) == 1 for one in both):
+        return over_trainings(scores, reference[0], statistic)
+    return _crossed(both, lambda a, b: a - b, statistic)
 
 
 def relative_change(

@@ -1,5 +1,7 @@
 """Prefix search: features against a slow reference, cells, runs that go on, saved policies."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("rich")
 
 from servegym.agents import load_policy, prefix_search  # noqa: E402
 from servegym.agents.lib import prefix_cells  # noqa: E402
+from servegym.agents.lib.checkpoint import shipped  # noqa: E402
 from servegym.agents.lib.prefix_cells import KINDS, begin_alike, draw_cell, problem_of  # noqa: E402
 from servegym.baselines.prefix_routing.dynamo import Dynamo, DynamoRows  # noqa: E402
 from servegym.baselines.prefix_routing.policy import view_of  # noqa: E402
@@ -59,6 +62,7 @@ def tiny(tmp_path, **changes):
         "eval_every": 1200,
         "eval_cells": 2,
         "eval_episodes": 2,
+        "memory": 8,
         "out_dir": str(tmp_path),
         "run_name": "run",
     }
@@ -126,6 +130,95 @@ def test_features_are_what_they_say():
         met += found[row, n] != 0
         batch.step(rng.integers(3, size=3), every)
     assert (met > 0).all(), dict(zip(prefix_search.FEATURES, met, strict=True))
+
+
+def slow_statistics(seen, row, block_size):
+    """The centred statistics of a row's request, from their descriptions."""
+    each = [slow_features(seen, row, n, block_size) for n in range(3)]
+    of = [dict(zip(REPLICA_FEATURES, replica, strict=True)) for replica in seen["replicas"][row]]
+    up = [n for n in range(3) if of[n]["up"]] or [0, 1, 2]
+    best = max(up, key=lambda n: each[n]["share"])
+    top = each[best]["share"]
+    near = [n for n in up if top > 0 and each[n]["share"] >= top / 2]
+    load = np.mean([of[n]["up"] * (each[n]["backlog"] + each[n]["blocks"]) for n in up])
+    found = {
+        "shared": top,
+        "copies": len(near) / len(up),
+        "work": min(each[n]["prefill"] for n in up),
+        "age": np.log1p(of[best]["match_age_s"]) / 4,
+        "loaded": min(load, 2.0),
+    }
+    assert tuple(found) == prefix_search.STATISTICS
+    return np.array(list(found.values())) - prefix_search.CENTRES
+
+
+FAILURES = {"mean_time_to_failure_s": 0.5, "mean_time_to_repair_s": 0.5}
+
+
+def random_index(rows, memory, seed=0):
+    weights = np.random.default_rng(seed).standard_normal((rows, 81)).astype(np.float32)
+    return prefix_search.Index(weights, 16, memory)
+
+
+@pytest.mark.parametrize("failures", [None, FAILURES])
+@pytest.mark.parametrize("memory", [1, 4])
+def test_averages_are_of_the_rows_own_requests_so_far(memory, failures):
+    batch, every = batch_of(failures=failures), np.ones(3, np.int8)
+    index, known, down = random_index(3, memory), [[], [], []], 0
+    for step in range(50):
+        begins = np.array([step % 7 == 3, False, step % 11 == 5])  # episodes end at their own times
+        index.forget(begins)
+        action = index(batch.observation, batch.action_mask)
+        down += (batch.observation["replicas"][:, :, 1] == 0).sum()
+        for row in range(3):
+            known[row] = [] if begins[row] else known[row]
+            known[row].append(slow_statistics(batch.observation, row, 16))
+            wanted = known[row][0]
+            for count, one in enumerate(known[row][1:], start=2):
+                wanted = wanted + (one - wanted) / min(count, memory)
+            np.testing.assert_allclose(index.average[row], wanted, rtol=1e-4, atol=1e-5)
+        batch.step(action, every)
+    assert (down > 0) == (failures is not None)
+
+
+def test_values_are_linear_in_features_load_and_averages():
+    batch = batch_of()
+    index = random_index(3, 4)
+    found = index.values(batch.observation)
+    x, load = prefix_search.features(batch.observation, 16)
+    for row in range(3):
+        weights, k = index.weights[row], len(prefix_search.FEATURES)
+        wanted = x[row] @ (weights[:k] + load[row] * weights[k : 2 * k])
+        rest = iter(weights[2 * k :])
+        for average in index.average[row]:
+            for name in prefix_search.CONDITIONED:
+                column = x[row, :, prefix_search.FEATURES.index(name)]
+                wanted = wanted + average * next(rest) * column
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_without_weights_of_its_own_memory_changes_nothing():
+    plain = prefix_search.first_weights().astype(np.float32)[None]
+    first = prefix_search.first_weights(64).astype(np.float32)[None]
+    batch, every = batch_of(), np.ones(3, np.int8)
+    indexes = prefix_search.Index(plain, 16), prefix_search.Index(first, 16, 64)
+    for _ in range(30):
+        one, other = (index(batch.observation, batch.action_mask) for index in indexes)
+        np.testing.assert_array_equal(one, other)
+        batch.step(one, every)
+
+
+def test_rows_do_not_influence_one_another_and_a_copy_goes_on_alike():
+    batch, every = batch_of(), np.ones(3, np.int8)
+    weights = random_index(1, 8).weights
+    index, alone = (prefix_search.Index(weights, 16, 8) for _ in range(2))
+    for step in range(40):
+        if step == 20:
+            index = copy.deepcopy(index)
+        own = {name: part[1:2] for name, part in batch.observation.items()}
+        values = index.values(batch.observation)
+        np.testing.assert_allclose(values[1:2], alone.values(own), rtol=1e-5, atol=1e-6)
+        batch.step(values.argmax(1), every)
 
 
 def test_dynamos_cost_by_rows_is_the_rule():
@@ -207,16 +300,31 @@ def test_one_seed_one_log_and_a_run_that_goes_on(tmp_path, monkeypatch, small_ce
 
 
 def test_a_saved_policy_routes_as_its_index(tmp_path):
-    agent = prefix_search.Agent()
+    agent = prefix_search.Agent(memory=5)
     agent.weights.normal_(generator=torch.Generator().manual_seed(0))
-    prefix_search.save_policy(agent, tiny(tmp_path), tmp_path / "router.safetensors")
+    prefix_search.save_policy(agent, tiny(tmp_path, memory=5), tmp_path / "router.safetensors")
     batch = batch_of()
     system = PrefixSystem.from_problem(batch.problem)
     policy = load_policy(tmp_path / "router.safetensors", system)
     assert (policy.name, policy.env_view, policy.clairvoyant) == ("prefix_search", "graph", False)
-    index = prefix_search.Index(agent.weights.numpy()[None], system.block_size)
-    found = policy.act(batch.observation, batch.action_mask)
-    np.testing.assert_array_equal(found, index(batch.observation, batch.action_mask))
+    index = prefix_search.Index(agent.weights.numpy()[None], system.block_size, memory=5)
+    every = np.ones(3, np.int8)
+    policy.reset(3)
+    for step in range(20):
+        begins = np.array([False, step % 6 == 5, step == 9])
+        policy.episode_start(begins)
+        index.forget(begins)
+        found = policy.act(batch.observation, batch.action_mask)
+        np.testing.assert_array_equal(found, index(batch.observation, batch.action_mask))
+        batch.step(found, every)
+    one = batch_of(rows=1)  # a policy that was not reset takes another number of rows anew
+    assert policy.act(one.observation, one.action_mask).shape == (1,)
+
+
+def test_the_shipped_index_plays_with_and_without_memory():
+    path = shipped("prefix_routing")["prefix_search"]
+    policy = load_policy(path, PrefixSystem.from_problem(batch_of().problem))
+    assert len(policy.net.weights) == len(prefix_search.first_weights(policy.args.memory))
 
 
 def test_where_nobody_takes_the_request_it_is_rejected():
@@ -237,6 +345,7 @@ def test_where_nobody_takes_the_request_it_is_rejected():
         {"eval_cells": 0},
         {"total_timesteps": 0},
         {"workers": 0},
+        {"memory": -1},
     ],
 )
 def test_wrong_arguments_are_refused_by_name(tmp_path, changes):

@@ -182,6 +182,22 @@ def test_relative_change_is_paired_by_episode_and_not_by_training():
         stats.relative_change(one, [hard[:7]])
 
 
+def test_difference_is_paired_by_episode_and_not_by_training():
+    rng = np.random.default_rng(0)
+    hard = rng.uniform(0.3, 0.9, 30)
+    one, other = ([c + hard + 0.002 * k for k in range(5)] for c in (0.1, 0.0))
+    found = stats.difference(one, other, stats.mean)
+    assert found.value == pytest.approx(0.1) and 0.09 < found.low < 0.1 < found.high < 0.11
+    again = stats.difference(one, other[::-1], stats.mean)
+    assert tuple(again) == pytest.approx(tuple(found))
+    rule = stats.difference(one, [hard], stats.mean)
+    assert tuple(rule) == pytest.approx(tuple(stats.over_trainings(one, hard, stats.mean)))
+    single = stats.difference(one[:1], [hard], stats.mean)
+    assert single == stats.over_trainings(one[:1], hard, stats.mean)
+    with pytest.raises(ValueError, match="same episodes"):
+        stats.difference(one, [hard[:7]])
+
+
 def test_paired_change_is_within_seeds_and_cells():
     rng = np.random.default_rng(0)
     hard, luck = rng.uniform(0.3, 0.9, 20), rng.uniform(0.5, 1.0, 4)  # episodes and seeds differ

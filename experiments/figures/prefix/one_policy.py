@@ -4,12 +4,15 @@ Three stages, each of which is kept and not done again::
 
     OMP_NUM_THREADS=1 python -m servegym.experiments.figures.prefix.one_policy --checkpoints runs
 
+``--set 2`` takes the second set of held-out cells; the names of its tables begin with
+``one_policy_2``.
+
 - ``one_policy_joint``: each rule's constants for all cells. Dynamo's cost, the strongest rule in
   `tuned_rules`, is searched for on the training cells of `servegym.agents.prefix_search` by the
   same method (three constants instead of 46 weights: half of the candidates, a quarter of the
   decisions); the others take the best of the published constants and 59 other points on the
   training's validation cells.
-- ``one_policy_trials``: each rule tuned in each cell of ``held_out_cells.toml`` by 60 points, on
+- ``one_policy_trials``: each rule tuned in each held-out cell by 60 points, on
   sessions (``val``) and seeds apart from the evaluation.
 - ``one_policy``: SLO attainment (%) of all of them and of the trained indexes in ten episodes of
   each held-out cell, with 95 % intervals over episodes and, for the indexes, over trainings too.
@@ -26,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,14 +58,14 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.stats import mean, over_trainings, paired_difference, stratified_bootstrap
+from servegym.experiments.stats import difference, mean, over_trainings, student_interval
 from servegym.experiments.tables import Table, note
 
 Row = dict[str, Any]
 Floats = NDArray[np.float64]
 
 SEARCH_SEED, EVAL_SEED, RATE_SEED = 30_000, 40_000, 50_000
-RULE, OURS, START = "dynamo", "prefix_search", "index at the start"
+RULE, START = "dynamo", "index at the start"
 CONSTANTS = ("prefill_scale", "credit", "request_weight")
 FIRST = (5.4, 2.6, 0.2)
 """Dynamo's constants that the search begins with: the best single set of `tuned_rules`."""
@@ -70,6 +73,12 @@ SPREAD, WIDENED = 0.7, 0.05
 RATE_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)
 RATE_KEPT, RATE_EPISODES = 0.95, 5
 RATE_CELLS = (0, 1, 5, 6)
+SECOND = {
+    "published": ("lmetric", "mooncake", "llm_d", "llm_d_affinity"),
+    "joint": (RULE, "llm_d_affinity"),
+    "tuned": tuple(SPACES),
+}
+"""Rules that play the second set; the first set's best, and all that are tuned in the cell."""
 
 
 @dataclass
@@ -77,6 +86,27 @@ class Options(FigureOptions):
     """Command line of this module."""
 
     checkpoints: Path = Path("runs")
+    set: int = 1
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The held-out cells, or the first of them."""
+        return held_out_cells(self.set)[: 1 if self.quick else None]
+
+    def table(self, part: str) -> str:
+        """Name of the set's table."""
+        return "_".join(
+            ["one_policy", *(["2"] if self.set == 2 else []), *([part] if part else [])]
+        )
+
+    def constants(self) -> dict[str, Mapping[str, float]]:
+        """Rule -> its constants for all cells."""
+        rows = Table(self.out / "one_policy_joint.csv", ("rule",)).rows
+        return {row["rule"]: json.loads(row["constants"]) for row in rows}
+
+    def trials(self) -> list[Row]:
+        """The rows of the rules' tuning in the set's cells."""
+        return Table(self.out / f"{self.table('trials')}.csv", ("cell", "rule")).rows
 
 
 def played(cell: Cell, rows: int, seed: int, decide: Any, **arguments: Any) -> Floats:
@@ -155,8 +185,8 @@ def joint(options: Options) -> None:
 
 def tuned(options: Options) -> None:
     """``one_policy_trials``: 60 points of each rule in each held-out cell."""
-    table = Table(options.out / "one_policy_trials.csv", ("cell", "rule"), load=not options.quick)
-    cells = held_out_cells(1)[: 1 if options.quick else None]
+    name, cells = options.table("trials"), options.cells
+    table = Table(options.out / f"{name}.csv", ("cell", "rule"), load=not options.quick)
     for at, rule in table.missing([(k, rule) for k in range(len(cells)) for rule in SPACES]):
         cell = cells[at] | ({"split": "val"} if "split" in cells[at] else {})
         tried = points(rule)[: 3 if options.quick else None]
@@ -183,7 +213,7 @@ def tuned(options: Options) -> None:
             ]
         )
         print(f"cell {at} {rule}", flush=True)
-    save(options, "one_policy_trials", table.rows, settings={"stages": STAGES, "seed": SEARCH_SEED})
+    save(options, name, table.rows, settings={"stages": STAGES, "seed": SEARCH_SEED})
 
 
 def _best_points(rows: Sequence[Row], cell: int) -> dict[str, Mapping[str, float]]:
@@ -196,8 +226,22 @@ def _best_points(rows: Sequence[Row], cell: int) -> dict[str, Mapping[str, float
     return best
 
 
-def indexes(folder: Path) -> list[NDArray[np.float32]]:
-    """Weights (46,) of the trainings in a folder, by seed.
+class Trained(NamedTuple):
+    """An index of a training, or that at the start.
+
+    Attributes:
+        arm: What its training has in common with others but for the seed.
+        weights: (81,); 0 where the arm has fewer.
+        memory: Requests that its statistics average over.
+    """
+
+    arm: str
+    weights: NDArray[np.float32]
+    memory: int
+
+
+def indexes(folder: Path) -> list[Trained]:
+    """The trainings in a folder, those that remember most first, and the index at the start.
 
     Raises:
         FileNotFoundError: There is none.
@@ -205,62 +249,62 @@ def indexes(folder: Path) -> list[NDArray[np.float32]]:
     paths = sorted(folder.glob("prefix_search_*/best.safetensors"))
     if not paths:
         raise FileNotFoundError(f"no prefix_search_SEED/best.safetensors in {folder}: train first")
-    return [load_policy(path).net.weights.numpy() for path in paths]
+    size = len(prefix_search.first_weights(1))
+    found = [Trained(START, prefix_search.first_weights(1).astype(np.float32), 0)]
+    for policy in map(load_policy, paths):
+        memory, weights = policy.args.memory, policy.net.weights.numpy()
+        padded = np.pad(weights, (0, size - len(weights)))
+        found.append(Trained(f"prefix_search, memory {memory}", padded, memory))
+    return sorted(found, key=lambda one: (one.arm == START, -one.memory))
+
+
+def indexes_decide(trained: Sequence[Trained], problem: Any) -> prefix_search.Index:
+    """One index a row."""
+    memory = np.array([max(one.memory, 1) for one in trained])
+    return prefix_search.Index(
+        np.stack([one.weights for one in trained]), problem.block_size, memory
+    )
 
 
 def measured(options: Options) -> None:
     """``one_policy`` and what follows from it."""
-    cells = held_out_cells(1)[: 1 if options.quick else None]
-    for_all = {
-        row["rule"]: json.loads(row["constants"])
-        for row in Table(options.out / "one_policy_joint.csv", ("rule",)).rows
-    }
-    trials = Table(options.out / "one_policy_trials.csv", ("cell", "rule")).rows
-    weights = [*indexes(options.checkpoints), np.float32(prefix_search.first_weights())]
-    stacked = np.stack(weights)
+    for_all, trials, trained = options.constants(), options.trials(), indexes(options.checkpoints)
+    arms = list(dict.fromkeys(one.arm for one in trained))
     rows: list[Row] = []
-    gains: dict[str, list[Floats]] = {}
-    for at, cell in enumerate(cells):
+    reached: dict[str, list[Floats]] = {}  # policy -> (trainings, episodes) of each cell
+    for at, cell in enumerate(options.cells):
         contestants = [("published", rule, {}) for rule in (*PLAIN, *SPACES)]
         contestants += [("joint", rule, own) for rule, own in for_all.items()]
         contestants += [("tuned", rule, own) for rule, own in _best_points(trials, at).items()]
+        if options.set == 2:
+            contestants = [each for each in contestants if each[1] in SECOND[each[0]]]
         named = [(rule, own) for _, rule, own in contestants]
         seeds = [EVAL_SEED + k for k in range(options.episodes)]
         of_rules = 100 * np.array([rules_played(cell, named, seed) for seed in seeds]).T
-
-        def decide(problem: Any) -> Decide:
-            return prefix_search.Index(stacked, problem.block_size)
-
-        own = 100 * np.array([played(cell, len(weights), seed, decide) for seed in seeds]).T
-        ours, start = own[:-1], own[-1]
-        reached = {kind: {} for kind in ("published", "joint", "tuned")}
+        decide, count = partial(indexes_decide, trained), len(trained)
+        own = 100 * np.array([played(cell, count, seed, decide) for seed in seeds]).T
+        best: dict[str, tuple[str, Floats]] = {}
         for (kind, rule, constants), values in zip(contestants, of_rules, strict=True):
-            reached[kind][rule] = values
-            rows.append(_row(at, rule, kind, values, json.dumps(constants)))
-        rows.append(_row(at, START, "joint", start, ""))
-        rows.append(_row(at, OURS, "trained", ours, ""))
-        for kind, of in reached.items():
-            best = max(of, key=lambda rule: of[rule].mean())
-            gain = over_trainings(list(ours), of[best], mean)
-            rows[-1] |= {f"{kind}_best": best} | dict(
-                zip((f"{kind}_gain", f"{kind}_low", f"{kind}_high"), _rounded(gain), strict=True)
-            )
-        for (kind, rule, _), values in zip(contestants, of_rules, strict=True):
-            gains.setdefault(f"{rule} {kind}", []).append(values)
-        gains.setdefault(START, []).append(start)
-        gains.setdefault(OURS, []).append(ours.mean(0))
-        print(f"cell {at}: {rows[-1]}", flush=True)
-    summary, notes = _summary(gains, rows)
-    save(options, "one_policy_summary", summary)
+            reached.setdefault(f"{rule} {kind}", []).append(values[None])
+            rows.append(_row(at, rule, kind, values[None], json.dumps(constants)))
+            if kind not in best or values.mean() > best[kind][1].mean():
+                best[kind] = rule, values
+        for arm in arms:
+            values = own[[one.arm == arm for one in trained]]
+            reached.setdefault(arm, []).append(values)
+            rows.append(_row(at, arm, "trained", values, ""))
+            for kind, (rule, of_rule) in best.items():
+                gain = over_trainings(list(values), of_rule, mean)
+                names = f"{kind}_gain", f"{kind}_low", f"{kind}_high"
+                rows[-1] |= {f"{kind}_best": rule} | dict(zip(names, _rounded(gain), strict=True))
+        print(f"cell {at}: {rows[-len(arms)]}", flush=True)
+    summary, notes = _summary(reached, arms, rows)
+    save(options, options.table("summary"), summary)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     rows = [{name: row.get(name, "") for name in columns} for row in rows]
-    save(
-        options,
-        "one_policy",
-        rows,
-        *notes,
-        settings={"trainings": len(weights) - 1, "eval_seed": EVAL_SEED},
-    )
+    trainings = {arm: sum(one.arm == arm for one in trained) for arm in arms}
+    settings = {"trainings": trainings, "eval_seed": EVAL_SEED}
+    save(options, options.table(""), rows, *notes, settings=settings)
 
 
 def _rounded(interval: Sequence[float]) -> list[float]:
@@ -268,71 +312,61 @@ def _rounded(interval: Sequence[float]) -> list[float]:
 
 
 def _row(cell: int, policy: str, kind: str, values: Floats, constants: str) -> Row:
-    """Attainment of a policy, or of several trainings of one (T, E)."""
-    interval = (
-        over_trainings(list(values), None, mean)
-        if values.ndim == 2
-        else stratified_bootstrap(values, mean)
-    )
+    """Attainment (T, E) of the trainings of a policy."""
+    interval = over_trainings(list(values), None, mean)
     numbers = dict(zip(("attainment", "low", "high"), _rounded(interval), strict=True))
     return {"cell": cell, "policy": policy, "kind": kind, **numbers, "constants": constants}
 
 
 def _summary(
-    gains: Mapping[str, list[Floats]], rows: Sequence[Row]
+    reached: Mapping[str, list[Floats]], arms: Sequence[str], rows: Sequence[Row]
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """The mean over the cells of each policy, and what ours gains over each kind's best."""
-    ours = np.stack(gains[OURS], axis=1)
+    """The mean over the cells of each policy, and what the first arm gains over it."""
+    scores = {policy: np.stack(of, axis=2) for policy, of in reached.items()}  # (T, E, cells)
+    means = {policy: list(of.mean(2)) for policy, of in scores.items()}
+    ours = arms[0]
     found = []
-    for policy, values in gains.items():
-        scores = np.stack(values, axis=1)
-        row: Row = {"policy": policy}
-        row |= dict(
-            zip(
-                ("attainment", "low", "high"),
-                _rounded(stratified_bootstrap(scores, mean)),
-                strict=True,
-            )
-        )
-        gain = paired_difference(ours, scores, mean)
-        row |= dict(zip(("gain", "gain_low", "gain_high"), _rounded(gain), strict=True))
-        row["worst_gain"] = round(float((ours - scores).mean(0).min()), 2)
+    for policy, of in scores.items():
+        row: Row = {"policy": policy, "trainings": len(of)}
+        value = _rounded(over_trainings(means[policy], None, mean))
+        row |= dict(zip(("attainment", "low", "high"), value, strict=True))
+        if policy != ours:
+            gain = _rounded(difference(means[ours], means[policy], mean))
+            each = scores[ours].mean((0, 1)) - of.mean((0, 1))
+            over_cells = _rounded(student_interval(each))[1:]
+            row |= dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
+            row |= dict(zip(("cells_low", "cells_high"), over_cells, strict=True))
+            row["worst_gain"] = round(float(each.min()), 2)
         found.append(row)
     found.sort(key=lambda row: -row["attainment"])
-    trained = [row for row in rows if row["policy"] == OURS]
     notes = []
-    for kind in ("published", "tuned"):
-        each = [row[f"{kind}_gain"] for row in trained]
-        above = sum(row[f"{kind}_low"] > 0 for row in trained)
-        below = sum(row[f"{kind}_high"] < 0 for row in trained)
-        notes.append(
-            note(
-                f"Against the best {kind} rule of each cell: {np.mean(each):+.1f} points in the "
-                f"mean, least {min(each):+.1f}; above in {above} cells, below in {below}.",
-                gains=each,
+    for arm in arms:
+        own = [row for row in rows if row["policy"] == arm]
+        for kind in ("published", "tuned"):
+            each = [row[f"{kind}_gain"] for row in own]
+            above = sum(row[f"{kind}_low"] > 0 for row in own)
+            below = sum(row[f"{kind}_high"] < 0 for row in own)
+            text = (
+                f"{arm} against the best {kind} rule of each cell: {np.mean(each):+.1f} points in "
+                f"the mean, least {min(each):+.1f}; above in {above} cells, below in {below}."
             )
-        )
-    joint = [row for row in found if row["policy"].endswith(" joint")]
-    top = joint[0]
+            notes.append(note(text, gains=each))
+    top = next(row for row in found if row["policy"].endswith(" joint"))
     notes.append(
         note(
-            f"One policy for all cells: {ours.mean():.1f} % against {top['attainment']} % of "
-            f"{top['policy']}: {top['gain']:+.1f} [{top['gain_low']:.1f}, {top['gain_high']:.1f}]."
+            f"One policy for all cells: {np.mean(means[ours]):.1f} % ({ours}) against "
+            f"{top['attainment']} % of {top['policy']}: {top['gain']:+.1f} "
+            f"[{top['gain_low']:.1f}, {top['gain_high']:.1f}]."
         )
     )
-    return found, notes
+    return [{**dict.fromkeys(found[-1], ""), **row} for row in found], notes
 
 
 def rates(options: Options) -> None:
     """``one_policy_rate``: the highest rate at which 95 % of an idle fleet's attainment is kept."""
-    cells = held_out_cells(1)
-    for_all = {
-        row["rule"]: json.loads(row["constants"])
-        for row in Table(options.out / "one_policy_joint.csv", ("rule",)).rows
-    }
-    trials = Table(options.out / "one_policy_trials.csv", ("cell", "rule")).rows
-    weights = indexes(options.checkpoints)
-    stacked = np.stack(weights)
+    cells, for_all, trials = held_out_cells(1), options.constants(), options.trials()
+    trained = indexes(options.checkpoints)
+    ours = [one for one in trained if one.arm == trained[0].arm]
     rows = []
     for at in RATE_CELLS[: 1 if options.quick else None]:
         cell, episodes = cells[at], 1 if options.quick else RATE_EPISODES
@@ -346,17 +380,12 @@ def rates(options: Options) -> None:
             for seed in range(RATE_SEED, RATE_SEED + episodes):
                 pairs = [(rule, own) for _, rule, own in named]
                 of_rules = rules_played(cell, pairs, seed, rate=rate)
-                own = played(
-                    cell,
-                    len(weights),
-                    seed,
-                    lambda p: prefix_search.Index(stacked, p.block_size),
-                    rate=rate,
-                )
+                decide = partial(indexes_decide, ours)
+                own = played(cell, len(ours), seed, decide, rate=rate)
                 met.append(np.append(of_rules, own.mean()))
             reached.append(np.mean(met, axis=0))
         wanted = RATE_KEPT * reached[0].max()
-        for k, label in enumerate([*(label for label, _, _ in named), OURS]):
+        for k, label in enumerate([*(label for label, _, _ in named), ours[0].arm]):
             kept = _crossing([one[k] for one in reached[1:]], wanted)
             rows.append(
                 {
@@ -388,7 +417,7 @@ def speed(options: Options) -> None:
     problem = problem_of(cell)
     batch = PrefixBatch(problem, 1)
     begin_alike(batch, np.random.default_rng(0))
-    index = prefix_search.Index(indexes(options.checkpoints)[0][None], problem.block_size)
+    index = indexes_decide(indexes(options.checkpoints)[:1], problem)
     every, spent, ended = np.ones(1, np.int8), [], 0
     while not ended:
         begin = time.thread_time_ns()
@@ -415,6 +444,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = figure_parser(list(FIGURES), __doc__, module, 10)
     parser.add_argument(
         "--checkpoints", type=Path, default=Path("runs"), help="folder of prefix_search_SEED runs"
+    )
+    parser.add_argument(
+        "--set", type=int, choices=(1, 2), default=1, help="which set of held-out cells (1)"
     )
     return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
 
