@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.llm_routing.features import steeper
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem, interpolate
 from servegym.envs import _jit
-from servegym.envs._jit import borrowed, jit
+from servegym.envs._jit import borrowed, inline, jit
 
 Floats = NDArray[np.float32]
 
@@ -55,7 +54,12 @@ class Fleet:
         self.length = length
         sizes = np.log(count) - 1.5, np.log(running) - 2.5
         kind = system.scheduler == "chunked_prefill", system.memory_policy == "paged"
-        self.constant = np.array([*sizes, *kind], dtype=np.float32)
+        constant = np.array([*sizes, *kind], dtype=np.float32)
+        longest = np.array([float(system.max_output_tokens)])
+        law = [np.ascontiguousarray(x, dtype=np.float64) for x in (latency, length, self.kv)]
+        self._laws = *law, self.level, constant, longest
+        self._limit: bytes = b""
+        self._within: tuple[NDArray[Any], ...] = ()
 
     def within(self, limit: NDArray[np.float64]) -> tuple[NDArray[Any], ...]:
         """Batch and requests/s (B, N) of the experts within L (B,), and whether they keep L at all.
@@ -78,64 +82,54 @@ class Fleet:
         times four powers of loads. Of the expert: load, waiting load, memory in use and asked for,
         whether it keeps L, its mean score, speed, predicted length and the slack of L.
         """
-        system = self.system
-        seen = with_mean_scores(seen, system)
+        seen = with_mean_scores(seen, self.system)
         gain, harm, estimate = self.model(seen)
-        limit = np.asarray(seen["latency_requirement"], dtype=np.float64)[:, 0]
-        sums, work = np.empty((*gain.shape, 5)), estimate.work_s
-        parts = estimate.without, estimate.with_new, estimate.scores, estimate.now
+        limit = np.asarray(seen["latency_requirement"], dtype=np.float64)[:, 0].copy()
         emitted = np.concatenate([seen[key][..., 4] for key in ("running", "waiting")], -1)
-        _sum_queues(parts, emitted.astype(np.float64), limit.copy(), sums)
-        distance, lost, nearer, likelier, young = np.moveaxis(sums, -1, 0)
-        batch, rate, feasible = self.within(limit)
-        held = np.asarray(seen["experts"][..., 1:], dtype=np.float64)
-        loads = held.sum(-1)
-        of_fleet = (loads * feasible).sum(-1) / np.maximum((batch * feasible).sum(-1), 1.0)
-        load = 2 * loads / (batch + loads)  # 1 at a full batch, 2 at most
-        fleet = (2 * of_fleet / (1 + of_fleet))[:, None]
-        work = np.minimum(work * rate, 5.0)
-        arrived = np.asarray(seen["request"], dtype=np.float64)
-        most = arrived[..., 0] + system.max_output_tokens
-        lone = np.log(limit[:, None] / self.latency[:, 0])
-        total = np.maximum((rate * feasible).sum(-1, keepdims=True), 1e-9)
-        arriving = young.sum(-1) / (60 * limit) / total[:, 0]
-        parts = [10 * gain - 6.5, 10 * harm, 10 * arrived[..., 1] - 6.5, 8.0 * (distance > 0)]
-        parts += [
-            4 * distance,
-            4 * steeper(np.asarray(distance)),
-            8 * lost,
-            4 * nearer,
-            4 * likelier,
-        ]
-        parts += [3 * work, 5 * work * load, 5 * work * load**2, 4 * work * load**4]
-        parts += [5 * work * fleet**2, 4 * work * fleet**4, 3 * load]
-        parts += [3 * held[..., 1] / (batch + held[..., 1]), 3 * seen["experts"][..., 0]]
-        parts += [2 * most / self.kv, 6.0 * (feasible - 1.0), self.level + 0 * load]
-        parts += [np.log(rate / total * rate.shape[1]), arrived[..., 2] / self.length - 1]
-        parts += [np.clip(lone, -2.0, 3.0)]
-        experts = np.stack(parts, -1, dtype=np.float32)
-        best_gain = gain.max(-1)
-        of_all = [3 * fleet[:, 0] - 2.5, np.minimum(arriving, 3.0), np.log(limit) + 3.5]
-        of_all += [5 * best_gain - 3]
-        context = np.stack(of_all, -1, dtype=np.float32)
-        constant = np.broadcast_to(self.constant, (len(context), self.constant.size))
-        return experts, np.concatenate([context, constant], -1)
+        if limit.tobytes() != self._limit:  # the same in all of an episode
+            self._limit, self._within = limit.tobytes(), self.within(limit)
+        request, held, emitted = (
+            np.ascontiguousarray(part, dtype=np.float64)
+            for part in (seen["request"], seen["experts"], emitted)
+        )
+        experts = np.empty((*gain.shape, INDEX), dtype=np.float32)
+        context = np.empty((len(gain), CONTEXT), dtype=np.float32)
+        slots = estimate.without, estimate.with_new, estimate.scores, estimate.now
+        own = gain, harm, estimate.work_s
+        _features(
+            slots, own, (request, held, emitted), limit, self._within, self._laws, experts, context
+        )
+        return experts, context
 
 
 @jit
-def _sum_queues(estimate, emitted, limit, out):
-    """Sums over the requests at each expert, (B, N, 5), from an estimate and the tokens so far.
+def _features(slots, own, seen, limit, within, laws, experts, context):
+    """Fill the features of `Fleet.features` from an estimate and the observation.
 
-    The new request's distance from L, tanh(3 (l / L - 1)); the scores that it pushes over L; the
-    requests' scores times what their distances grow by, and times what tanh(9 x) grows by; the
+    Of the requests at an expert it sums over: the scores that the new one pushes over L; the scores
+    times what the distances tanh(3 (l / L - 1)) grow by, and times what tanh(9 x) grows by; the
     requests that arrived within the last 60 L seconds.
     """
-    without, with_new, scores, now = borrowed(estimate)
-    batch, experts, size = without.shape
-    for b in range(batch):
+    without, with_new, scores, now = borrowed(slots)
+    gains, harms, works = borrowed(own)
+    request, held, emitted = borrowed(seen)
+    batch, rate, feasible = borrowed(within)
+    latency, length, kv, level, sizes, longest = borrowed(laws)
+    rows, count, size = without.shape
+    for b in range(rows):
         most = limit[b]
-        for n in range(experts):
-            lost, nearer, likelier, young = 0.0, 0.0, 0.0, 0.0
+        total, busy, room, arrived, best = 0.0, 0.0, 0.0, 0.0, 0.0
+        for n in range(count):
+            if feasible[b, n]:
+                total += rate[b, n]
+                busy += held[b, n, 1] + held[b, n, 2]
+                room += batch[b, n]
+            best = max(best, gains[b, n])
+        total = max(total, 1e-9)
+        fleet = busy / max(room, 1.0)
+        fleet = 2 * fleet / (1 + fleet)
+        for n in range(count):
+            lost, nearer, likelier = 0.0, 0.0, 0.0
             for i in range(size - 1):
                 if np.isnan(without[b, n, i]):
                     continue
@@ -144,17 +138,50 @@ def _sum_queues(estimate, emitted, limit, out):
                     lost += score
                 before, after = math.tanh(3 * (early / most - 1)), math.tanh(3 * (late / most - 1))
                 nearer += score * (after - before)
-                before = (3 * before + before**3) / (1 + 3 * before**2)
-                after = (3 * after + after**3) / (1 + 3 * after**2)
-                likelier += score * (after - before)
-                young += now[b, n, i] * max(emitted[b, n, i], 1.0) < 60 * most
-            out[b, n, 0] = math.tanh(3 * (with_new[b, n, size - 1] / most - 1))
-            out[b, n, 1], out[b, n, 2], out[b, n, 3] = lost, nearer, likelier
-            out[b, n, 4] = young
+                likelier += score * (_steeper(after) - _steeper(before))
+                arrived += now[b, n, i] * max(emitted[b, n, i], 1.0) < 60 * most
+            distance = math.tanh(3 * (with_new[b, n, size - 1] / most - 1))
+            loads = held[b, n, 1] + held[b, n, 2]
+            load = 2 * loads / (batch[b, n] + loads)  # 1 at a full batch, 2 at most
+            work = min(works[b, n] * rate[b, n], 5.0)
+            x = experts[b, n]
+            x[0] = 10 * gains[b, n] - 6.5
+            x[1] = 10 * harms[b, n]
+            x[2] = 10 * request[b, n, 1] - 6.5
+            x[3] = 8.0 if distance > 0 else 0.0
+            x[4], x[5] = 4 * distance, 4 * _steeper(distance)
+            x[6], x[7], x[8] = 8 * lost, 4 * nearer, 4 * likelier
+            x[9], x[10], x[11] = 3 * work, 5 * work * load, 5 * work * load**2
+            x[12] = 4 * work * load**4
+            x[13], x[14] = 5 * work * fleet**2, 4 * work * fleet**4
+            x[15] = 3 * load
+            x[16] = 3 * held[b, n, 2] / (batch[b, n] + held[b, n, 2])
+            x[17] = 3 * held[b, n, 0]
+            x[18] = 2 * (request[b, n, 0] + longest[0]) / kv[n]
+            x[19] = 0.0 if feasible[b, n] else -6.0
+            x[20] = level[n]
+            x[21] = math.log(rate[b, n] / total * count)
+            x[22] = request[b, n, 2] / length[n] - 1
+            x[23] = min(max(math.log(most / latency[n, 0]), -2.0), 3.0)
+        context[b, 0] = 3 * fleet - 2.5
+        context[b, 1] = min(arrived / (60 * most) / total, 3.0)
+        context[b, 2] = math.log(most) + 3.5
+        context[b, 3] = 5 * best - 3
+        context[b, 4:] = sizes
+
+
+@inline
+def _steeper(x):
+    """tanh(9 x) of tanh(3 x), see `steeper`."""
+    return (3 * x + x**3) / (1 + 3 * x**2)
 
 
 def compile_kernels() -> None:
-    """Compile the sums, or load them from the cache on disk."""
-    three = np.zeros((1, 1, 2))
-    arguments = (three, three, three, three), three, np.ones(1), np.zeros((1, 1, 5))
-    _jit.compile_kernels("features of the router of drawn fleets", [(_sum_queues, arguments)])
+    """Compile the features, or load them from the cache on disk."""
+    one, two, three = np.ones(1), np.ones((1, 1)), np.zeros((1, 1, 2))
+    within = two, two, np.ones((1, 1), dtype=np.bool_)
+    laws = two, one, one, one, np.zeros(CONTEXT - 4, dtype=np.float32), one
+    out = np.zeros((1, 1, INDEX), dtype=np.float32), np.zeros((1, CONTEXT), dtype=np.float32)
+    seen = np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), three
+    arguments = (three, three, three, three), (two, two, two), seen, one, within, laws, *out
+    _jit.compile_kernels("features of the router of drawn fleets", [(_features, arguments)])

@@ -81,7 +81,7 @@ class Requests(NamedTuple):
     Attributes:
         prompt: Tokens.
         generated: Tokens so far.
-        done: Tokens so far as the queues are played forward.
+        done: Tokens so far of the requests ``live`` as the queues are played forward.
         total: Predicted tokens.
         elapsed: Seconds since arrival.
         slot: Their slots in the estimate.
@@ -154,64 +154,75 @@ def _rest_of_iteration(r, running, laws, n):
 
 
 @inline
-def _play_forward(r, count, running, offset, laws, n, chunked, latency):
+def _begin(r, running, laws, n):
+    """Put the requests that run into the batch; returns the seconds left of their iteration."""
+    for k in range(running):
+        r.live[k] = k
+        r.done[k] = r.generated[k]
+    return _rest_of_iteration(r, running, laws, n) if running > 0 else 0.0
+
+
+@inner
+def _play_forward(r, count, start, offset, laws, n, chunked, whole, latency):
     """Play one expert forward and write the latency per token of its requests.
 
-    Requests 0..count-1 are in service order, the first ``running`` of them in the batch.
-    ``offset`` (s) is the network delay of the last request.
+    Requests 0..count-1 are in service order. ``start`` is where the play stands: its time (s), the
+    requests admitted, those of them in the batch, and the tokens decoded that ``done`` lacks, which
+    one pass a phase adds. Unless ``whole``, it ends before the batch has room for the rest of the
+    queue: one more request at its end has changed nothing until then. ``offset`` (s) is the network
+    delay of the last request. Returns where it ended.
     """
-    r.done[:] = r.generated
-    time = 0.0
-    if running > 0:
-        time = _rest_of_iteration(r, running, laws, n)
+    time, admitted, active, steps = start
     capacity = laws.batch_limit[n]
-    admitted = running
-    left = count
-    active = running
-    for k in range(active):
-        r.live[k] = k
-    while left > 0:
+    while active > 0 or admitted < count:
+        if not whole and count - admitted <= max(capacity - active, 0):
+            break
         prefill = 0.0
         first = admitted
+        decoding = active
         while admitted < count and active < capacity:
-            prefill += r.prompt[admitted] + r.done[admitted]
+            prefill += r.prompt[admitted] + r.generated[admitted]
             r.live[active] = admitted
+            r.done[active] = r.generated[admitted]
             admitted += 1
             active += 1
+        token = 0.0
         if admitted > first:
             time += _prefill_s(laws, n, prefill)
-            for i in range(first, admitted):
-                r.done[i] += 1.0
             if chunked:
                 # Decodes ride along with the chunk, for next to nothing.
-                for k in range(active - (admitted - first)):
-                    r.done[r.live[k]] += 1.0
+                token = 1.0
         # Requests that are through with their tokens leave before the next decode.
-        steps = np.inf
+        least = np.inf
         context = 0.0
         staying = 0
         for k in range(active):
             i = r.live[k]
-            rest = r.total[i] - r.done[i]
+            if k < decoding:
+                done = r.done[k] + steps + token
+            else:
+                done = r.done[k] + 1.0
+            rest = r.total[i] - done
             if rest <= 0.0:
                 delay = offset if i == count - 1 else 0.0
                 latency[i] = (r.elapsed[i] + time + delay) / r.total[i]
             else:
-                context += r.prompt[i] + r.done[i]
+                context += r.prompt[i] + done
                 r.live[staying] = i
+                r.done[staying] = done
                 staying += 1
-                if rest < steps:
-                    steps = rest
+                if rest < least:
+                    least = rest
         leaving = active - staying
-        left -= leaving
         active = staying
+        steps = 0.0
         if leaving > 0 and admitted < count:
             continue
         if active > 0:
+            steps = least
             mean = context / active + 0.5 * (steps - 1.0)
             time += steps * _decode_s(laws, n, active, mean)
-            for k in range(active):
-                r.done[r.live[k]] += steps
+    return time, admitted, active, steps
 
 
 @inner
@@ -246,7 +257,7 @@ def _estimate(seen, laws, overrun, chunked, out):
         np.empty(size, dtype=np.int64),
         np.empty(size, dtype=np.int64),
     )
-    latency = np.empty(size)
+    latency, done, live = np.empty(size), np.empty(size), np.empty(size, dtype=np.int64)
     for b in range(batch):
         for n in range(experts):
             mean = laws.mean_output_tokens[n]
@@ -256,10 +267,14 @@ def _estimate(seen, laws, overrun, chunked, out):
             count = _read_queue(r, running, rows, mask, capacity, mean, overrun)
             out.without[b, n, :] = np.nan
             out.with_new[b, n, :] = np.nan
-            if count > 0:
-                _play_forward(r, count, running, 0.0, laws, n, chunked, latency)
-                for i in range(count):
-                    out.without[b, n, r.slot[i]] = latency[i]
+            start = _begin(r, running, laws, n), running, running, 0.0
+            start = _play_forward(r, count, start, 0.0, laws, n, chunked, False, latency)
+            held = start[2]
+            live[:held], done[:held] = r.live[:held], r.done[:held]
+            _play_forward(r, count, start, 0.0, laws, n, chunked, True, latency)
+            for i in range(count):
+                out.without[b, n, r.slot[i]] = latency[i]
+            r.live[:held], r.done[:held] = live[:held], done[:held]
             prompt, length = seen.request[b, n, 0], seen.request[b, n, 2]
             r.prompt[count] = prompt
             r.generated[count] = 0.0
@@ -267,7 +282,7 @@ def _estimate(seen, laws, overrun, chunked, out):
             r.elapsed[count] = 0.0
             r.slot[count] = size - 1
             delay = laws.network[0] + laws.network[1] * prompt
-            _play_forward(r, count + 1, running, delay, laws, n, chunked, latency)
+            _play_forward(r, count + 1, start, delay, laws, n, chunked, True, latency)
             full = laws.batch_limit[n]
             decode_s = _decode_s(laws, n, full, prompt + 0.5 * r.total[count])
             out.work_s[b, n] = _prefill_s(laws, n, prompt) + r.total[count] * decode_s / full

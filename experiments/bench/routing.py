@@ -9,6 +9,7 @@ Gymnasium's CartPole, the replay engine, where a step goes, what a request costs
 experts, import time and memory. All timings are of one thread, default arguments, full observations
 that are copied out, and actions drawn beforehand. ``--threads`` writes ``bench_threads`` in its
 place: two threads against one, in elapsed time, which wants two cores that do nothing else.
+``--decisions`` writes ``bench_decisions``: what a decision costs on the largest drawn fleets.
 """
 
 from __future__ import annotations
@@ -161,6 +162,59 @@ def bench_threads(num_envs: int, steps: int, repeats: int) -> dict[str, Any]:
     one = "one thread, steps", rates["1"]
     what = f"{num_envs} environments, two threads, steps"
     return row(what, rates["2"], "1/s", one, systems=num_envs, steps=steps, repeats=repeats)
+
+
+def bench_decisions(fleets: int, decisions: int) -> list[dict[str, Any]]:
+    """Median and 99th percentile of a decision for one request on 16 experts with R = W = 64.
+
+    The fleets are drawn with memory for full batches, at 1.2 times the load that they serve within
+    L. Processor time of the thread around ``act``, with the call, in a state that the policy met
+    itself; the first decisions fill the fleet and do not count. A value is the median over fleets.
+    """
+    import time
+
+    import gymnasium
+    import numpy as np
+
+    from servegym.baselines.llm_routing.system import RoutingSystem
+    from servegym.experiments.evaluate import resolve
+
+    warm = decisions // 3
+    envs = gymnasium.make_vec(
+        ENV_ID,
+        num_envs=1,
+        vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
+        fleet="random",
+        fleet_kwargs={
+            "num_experts": 16,
+            "running_capacity": 64,
+            "waiting_capacity": 64,
+            "memory": (2.0, 4.0),
+            "latency": (2.0, 4.0),
+            "load": 1.2,
+        },
+        episode_requests=warm + decisions + 1,
+    )
+    rows = []
+    for name in ("fleet_search", "expected_qos", "priced_greedy"):
+        found, held = [], []
+        for seed in range(fleets):
+            policy = resolve(name, RoutingSystem.from_env(envs)).policy
+            obs, info = envs.reset(seed=seed)
+            spent = np.empty(warm + decisions)
+            for k in range(len(spent)):
+                start = time.thread_time_ns()
+                action = policy.act(obs, info["action_mask"])
+                spent[k] = 1e-6 * (time.thread_time_ns() - start)
+                obs, *_, info = envs.step(action)
+            found.append(np.percentile(spent[warm:], (50, 99)))
+            held.append(float(obs["experts"][..., 1:].sum()) / 16)
+        about: dict[str, Any] = {"fleets": fleets, "decisions": decisions, "experts": 16, "R": 64}
+        about |= {"held_per_expert": round(float(np.mean(held)), 1)}
+        for what, values in zip(("median", "99th percentile"), np.transpose(found), strict=True):
+            rows.append(row(f"{name}, a decision, {what}", values.tolist(), "ms", **about))
+    envs.close()
+    return rows
 
 
 def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -364,6 +418,7 @@ def bench_memory(num_envs: int) -> list[dict[str, Any]]:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", action="store_true", help="two threads against one")
+    parser.add_argument("--decisions", action="store_true", help="what a decision costs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -383,6 +438,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         steps = 102_400 // shrink
         rows = [bench_threads(size, max(4, steps // size), repeats) for size in sizes]
         save(options, "bench_threads", rows)
+        return 0
+    if options.decisions:
+        save(options, "bench_decisions", bench_decisions(8 // shrink + 1, 3_000 // shrink))
         return 0
     rows = bench_vector(64, 2_000 // shrink, repeats)
     rows += bench_single(20_000 // shrink, repeats)

@@ -109,6 +109,47 @@ def test_the_features_of_queues_are_the_slow_sums(stream):
     assert experts[..., 6].any() or experts[..., 7].any()
 
 
+@pytest.mark.parametrize("stream", [1, 4, 6])
+def test_the_features_of_loads_prices_and_the_fleet_are_the_slow_formulas(stream):
+    _, system, batch = played(stream, steps=120)
+    fleet, seen, most = Fleet(system), batch.observation, system.max_output_tokens
+    found = fleet.features(seen)
+    for again, part in zip(fleet.features(seen), found, strict=True):
+        assert (again == part).all()
+    experts, context = (part.astype(np.float64) for part in found)
+    model = ExpectedQos(system)
+    gain, _, estimate = model(seen)
+    limit = seen["latency_requirement"][:, 0].astype(np.float64)
+    size, rate, feasible = fleet.within(limit)
+    memory, *held = np.moveaxis(seen["experts"].astype(np.float64), -1, 0)
+    loads, total = sum(held), (rate * feasible).sum(-1, keepdims=True)
+    load = 2 * loads / (size + loads)
+    of_all = (loads * feasible).sum(-1, keepdims=True) / (size * feasible).sum(-1, keepdims=True)
+    of_all = 2 * of_all / (1 + of_all)
+    work = np.minimum(estimate.work_s * rate, 5.0)
+    prompt, score, predicted = np.moveaxis(seen["request"].astype(np.float64), -1, 0)
+    near = np.tanh(9 * (estimate.with_new[..., -1] / limit[:, None] - 1))
+    slow = {2: 10 * score - 6.5, 3: 8.0 * (near > 0), 5: 4 * near, 9: 3 * work}
+    slow |= {10: 5 * work * load, 11: 5 * work * load**2, 12: 4 * work * load**4, 15: 3 * load}
+    slow |= {13: 5 * work * of_all**2, 14: 4 * work * of_all**4, 17: 3 * memory}
+    slow |= {16: 3 * held[1] / (size + held[1]), 18: 2 * (prompt + most) / fleet.kv}
+    slow |= {19: 6.0 * (feasible - 1.0), 21: np.log(rate / total * rate.shape[1])}
+    slow |= {20: 10 * (system.mean_score - system.mean_score.mean()) + 0 * load}
+    slow |= {22: predicted / fleet.length - 1}
+    slow |= {23: np.clip(np.log(limit[:, None] / fleet.latency[:, 0]), -2, 3)}
+    for k, wanted in slow.items():
+        np.testing.assert_allclose(experts[..., k], wanted, rtol=1e-5, atol=1e-5, err_msg=str(k))
+    queued = estimate.now[..., :-1] * np.maximum(
+        np.concatenate([seen[key][..., 4] for key in ("running", "waiting")], -1), 1.0
+    )
+    young = (~np.isnan(estimate.without[..., :-1]) & (queued < 60 * limit[0])).sum((1, 2))
+    np.testing.assert_allclose(context[:, 0], 3 * of_all[:, 0] - 2.5, rtol=1e-5, atol=1e-6)
+    arriving = np.minimum(young / (60 * limit) / total[:, 0], 3.0)
+    np.testing.assert_allclose(context[:, 1], arriving, rtol=1e-5)
+    np.testing.assert_allclose(context[:, 2], np.log(limit) + 3.5, rtol=1e-5)
+    np.testing.assert_allclose(context[:, 3], 5 * gain.max(-1) - 3, rtol=1e-5, atol=1e-6)
+
+
 def test_an_index_is_linear_and_a_drop_has_its_own_constant():
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((2, fleet_search.SIZE)).astype(np.float32)
