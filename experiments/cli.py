@@ -59,6 +59,8 @@ def _clear_errors(command: Command) -> Command:
                 "transformers": "predict",
                 "tokenizers": "predict",
                 "aiohttp": "real",
+                "grpc": "gateways",
+                "envoy_data_plane": "gateways",
                 "gguf": "real",
             }.get(name, "agents")
             _fail(f"{name} is not installed; pip install 'serve-gym[{extra}]'")
@@ -526,6 +528,11 @@ for _command in (
         "real",
         "experiments.real.command",
         "Real inference servers beside the simulator: up, status, down, compare.",
+    ),
+    (
+        "gateway",
+        "experiments.real.plugins.command",
+        "A policy inside a gateway before your servers: litellm.",
     ),
     (
         "bench",

@@ -252,17 +252,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ]
 
 
-def _warm(router: Any, count: int) -> None:
-    """Compile what the policy needs, outside the measured time."""
-    from servegym.experiments.real.gateway import GatewayRequest
-
-    for k in range(count):
-        router.decide(GatewayRequest(f"warm{k}", 50))
-    for k in range(count):
-        router.finished(f"warm{k}")
-    router.policy.reset(1, seed=0)
-
-
 def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path, echo: Any = print) -> None:
     """Start, calibrate and measure the servers; everything is written to ``folder``.
 
@@ -321,7 +310,7 @@ def run(specs: Sequence[ServerSpec], plan: Plan, folder: Path, echo: Any = print
         arguments = fleet_arguments(servers, folder, any_path, latency_s)
         for policy in plan.policies:
             routers[policy] = GatewayRouter(arguments, policy, budget_s=None)
-            _warm(routers[policy], 30)
+            routers[policy].warm()
         for number, (load, policy, repetition) in enumerate(cells):
             if fleet.dead():
                 raise ValueError(f"server {fleet.dead()[0]!r} has ended; see its log in {folder}")

@@ -42,6 +42,7 @@ class GatewayRequest:
         scores: (N,) predicted scores of the experts' answers in [0, 1], or None: the train means.
         output_tokens: (N,) predicted tokens of their answers, or None: the train means.
         arrived_s: When it came by the router's clock, or None: now.
+        allowed: (N,) which experts may have it, or None: all.
     """
 
     id: str
@@ -49,6 +50,7 @@ class GatewayRequest:
     scores: ArrayLike | None = None
     output_tokens: ArrayLike | None = None
     arrived_s: float | None = None
+    allowed: ArrayLike | None = None
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,8 @@ class GatewayRouter:
             if request.id in self._held:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
             observation, mask = self.observation(*self._predictions(request), self.clock())
+            if request.allowed is not None:
+                mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
             action, reason = self._chosen(observation, mask)
             name = self.name if not reason else FALLBACK
             if reason:
@@ -382,6 +386,19 @@ class GatewayRouter:
     def set_up(self, expert: int, up: bool) -> None:
         """Whether an expert takes requests, as health checks tell."""
         self.up[expert] = up
+
+    def warm(self, requests: int = 30) -> None:
+        """Compile what the policy needs before the first request; nothing of it is counted."""
+        with self._lock:
+            worker, self._worker = self._worker, None
+            counters, self.counters = self.counters, Counters()
+            names = [f"warm {k}" for k in range(requests)]
+            for name in names:
+                self.decide(GatewayRequest(name, 50))
+            for name in names:
+                self._held.pop(name, None)
+            self.policy.reset(1, seed=0)
+            self._worker, self.counters = worker, counters
 
     def close(self) -> None:
         """End the thread that runs the policy."""

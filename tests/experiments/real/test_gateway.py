@@ -11,9 +11,8 @@ import pytest
 from servegym.baselines.registry import from_callable
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch, held
-from servegym.experiments.evaluate import resolve
 from servegym.experiments.real.gateway import GatewayRequest, GatewayRouter
+from servegym.experiments.real.plugins.agreement import played
 
 FLEET = {"rate": 9.0, "episode_requests": 700}
 
@@ -21,56 +20,39 @@ FLEET = {"rate": 9.0, "episode_requests": 700}
 def replayed(policy, fleet, *, admitted=True, seed=0):
     """An episode of the environment and, beside it, a router that is told what a gateway sees.
 
-    Yields the observations and the masks of both and the actions of both; the environment's counts.
+    Yields each decision of the environment, the router's observation and mask, and its decision.
     """
     problem = build_problem(view=kernel.GRAPH, **fleet)
-    batch = RoutingBatch(problem, 1)
-    batch.draw(0, np.random.default_rng(seed))
-    every = np.ones(1, np.int8)
-    batch.begin(every)
     now = 0.0
     router = GatewayRouter(problem, policy, clock=lambda: now, budget_s=None)
-    own = resolve(policy, router.system).policy
-    own.reset(1, seed=0)
-    in_system: set[str] = set()
-    for k in range(problem.episode_requests):
-        now = float(batch.env["now"][0])
-        seen, mask = batch.observation, batch.action_mask
-        told: set[str] = set()
-        for n in range(problem.num_experts):
-            slots = batch.slot[0, n]
-            running, waiting = held(batch.expert[0, n], slots, batch.queue[0, n])
-            for i, slot in enumerate(running):
-                name = str(slots[slot]["request"])
-                told.add(name)
-                if admitted:
-                    router.admitted(name)
-                router.token(name, int(seen["running"][0, n, i, 4]))
-            told |= {str(slots[slot]["request"]) for slot in waiting}
-        for name in in_system - told:
+    for step in played(policy, problem, seed):
+        now = step.now
+        for name, tokens in step.running:
+            if admitted:
+                router.admitted(name)
+            router.token(name, tokens)
+        for name in step.ended:
             router.finished(name)
-        asked = seen["request"][0]
-        arguments = asked[:, 0], asked[:, 1], asked[:, 2], now
-        ours = router.observation(*arguments)
-        expected = int(own.act(seen, mask)[0])
-        request = GatewayRequest(str(k), *asked.T, arrived_s=float(batch.arrivals[0, k]))
+        prompt, scores, lengths = step.request
+        ours = router.observation(prompt, scores, lengths, now)
+        request = GatewayRequest(
+            step.name, prompt.tolist(), scores, lengths, arrived_s=step.arrived_s
+        )
         found = router.decide(request)
-        if found.expert != expected - 1:  # the log goes on with what the environment did
-            router.finished(str(k))
-            if expected:
-                router.sent(request, expected - 1)
-        yield seen, mask, *ours, expected, found
-        in_system = told | ({str(k)} if expected else set())
-        batch.step(np.array([expected]), every)
+        if found.expert != step.action - 1:  # the log goes on with what the environment did
+            router.finished(step.name)
+            if step.action:
+                router.sent(request, step.action - 1)
+        yield step, *ours, found
 
 
 @pytest.mark.parametrize("policy", ["priced_greedy", "expected_qos"])
 def test_observation_mask_and_action_are_those_of_the_environment(policy):
-    for seen, mask, ours, our_mask, expected, found in replayed(policy, FLEET):
+    for step, ours, our_mask, found in replayed(policy, FLEET):
         for name, part in ours.items():
-            np.testing.assert_allclose(part, seen[name], rtol=2e-6, atol=1e-9, err_msg=name)
-        np.testing.assert_array_equal(our_mask, mask)
-        assert found.expert == expected - 1
+            np.testing.assert_allclose(part, step.seen[name], rtol=2e-6, atol=1e-9, err_msg=name)
+        np.testing.assert_array_equal(our_mask, step.mask)
+        assert found.expert == step.action - 1
         assert found.policy == policy
 
 
@@ -80,8 +62,8 @@ def test_ten_thousand_actions_are_those_of_the_environment():
     for admitted, seed, length in ((True, 0, 5000), (True, 1, 5000), (False, 2, 1500)):
         fleet = FLEET | {"episode_requests": length, "rate": 8.0 + seed}
         equal[admitted] += [
-            found.expert == expected - 1
-            for *_, expected, found in replayed("fleet_search", fleet, admitted=admitted, seed=seed)
+            found.expert == step.action - 1
+            for step, *_, found in replayed("fleet_search", fleet, admitted=admitted, seed=seed)
         ]
     assert len(equal[True]) >= 10_000
     assert np.mean(equal[True]) >= 0.999
@@ -190,4 +172,22 @@ def test_predictions_of_another_shape_are_refused():
     router = router_with(lambda observation, mask: np.ones(len(mask), np.int64))
     with pytest.raises(ValueError, match="scores.*6"):
         ask(router, scores=[0.5, 0.5])
+    router.close()
+
+
+def test_an_expert_that_the_request_may_not_have_is_not_taken():
+    router = router_with(lambda observation, mask: mask.argmax(axis=1))
+    assert ask(router, allowed=[False, False, True, True, False, False]).dropped
+    router = router_with(lambda observation, mask: 1 + mask[:, 1:].argmax(axis=1))
+    assert ask(router, allowed=[False, False, True, True, False, False]).expert == 2
+    router.close()
+
+
+def test_what_is_compiled_ahead_is_not_counted():
+    router = router_with(lambda observation, mask: np.ones(len(mask), np.int64), budget_s=0.05)
+    ask(router, "before")
+    router.warm()
+    assert router.counters.decisions == 1
+    assert router.load().tolist() == [1, 0, 0, 0, 0, 0]
+    assert ask(router, "after").policy == "mine"
     router.close()

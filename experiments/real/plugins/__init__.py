@@ -1,0 +1,1 @@
+"""Policies inside gateways: LiteLLM, the Endpoint Picker of the Gateway API, and Ray Serve."""
