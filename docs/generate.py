@@ -411,6 +411,7 @@ mkdocs_gen_files.config["nav"] = [
             {"Activations": "activations.md"},
             {"Prefix routing": "prefix-routing.md"},
             {"Real engines": "real-engines.md"},
+            {"Test a gateway": "serve.md"},
         ]
     },
     {"Project": [{"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},

@@ -535,6 +535,11 @@ for _command in (
         "A policy inside a gateway before your servers: litellm.",
     ),
     (
+        "serve",
+        "experiments.real.serve.command",
+        "Serve simulated GPUs as OpenAI-compatible endpoints, to test gateways with.",
+    ),
+    (
         "bench",
         "experiments.bench",
         "Measure speed and its yardsticks: routing (default), serverless or placement.",

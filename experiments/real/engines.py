@@ -64,5 +64,5 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
         return words + more, environment
     raise ValueError(
         f"server {spec.name!r}: engine {spec.engine!r} is no program that can be "
-        "started; take llama.cpp or vllm"
+        "started; `servegym serve` serves simulated ones"
     )

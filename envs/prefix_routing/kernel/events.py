@@ -40,7 +40,7 @@ def locate(c, s, b, n):
 
 
 @inner
-def _clear_request(r):
+def clear_request(r):
     """A request about which nothing is known but what is given."""
     r.replica = -1
     r.outcome = PENDING
@@ -83,7 +83,7 @@ def begin_row(c, s, b):
         s.request[first + i].first_child = -1
     for i in range(v.requests - 1, -1, -1):
         r = s.request[first + i]
-        _clear_request(r)
+        clear_request(r)
         if r.parent >= 0:
             v.closed_loop = 1
             r.arrived = np.nan

@@ -283,7 +283,8 @@ def start_decoding(c, s, e, r, i):
 
 
 @inner
-def _stop_decoding(c, s, e, r):
+def stop_decoding(c, s, e, r):
+    """A running request decodes no more: it leaves the heap and the list of who takes a block."""
     r.generated = e.emitted - r.origin
     e.decoding -= 1
     e.decoding_tokens -= r.prompt + r.generated
@@ -304,7 +305,7 @@ def _stop_decoding(c, s, e, r):
 def leave(c, s, e, i, now):
     """Request i has its last token: it gives back its blocks, and who waits for it may come."""
     r = request_of(s, e, i)
-    _stop_decoding(c, s, e, r)
+    stop_decoding(c, s, e, r)
     remove_running(s, e, r, i)
     release_blocks(c, s, e, r)
     r.finish = now
@@ -318,7 +319,7 @@ def preempt_newest(c, s, e):
     i = e.newest
     r = request_of(s, e, i)
     if r.decoding:
-        _stop_decoding(c, s, e, r)
+        stop_decoding(c, s, e, r)
         r.computed = r.prompt + r.generated - 1  # its last token is only input so far
     remove_running(s, e, r, i)
     release_blocks(c, s, e, r)

@@ -1,0 +1,153 @@
+"""What a simulated server counts, in Prometheus' text format with vLLM's names.
+
+Names, labels and buckets are those of vLLM 0.32 (``vllm/v1/metrics``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+__all__ = ["Histogram", "ServerMetrics"]
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+_TTFT += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
+_ITL += (10.0, 20.0, 40.0, 80.0)
+_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_LATENCY += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+
+
+def _steps(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to a number of tokens."""
+    found, power = [], 1
+    while True:
+        for factor in (1, 2, 5):
+            if factor * power > most:
+                return tuple(map(float, found))
+            found.append(factor * power)
+        power *= 10
+
+
+class Histogram:
+    """Counts of values in buckets.
+
+    Args:
+        bounds: Upper ends of the buckets, rising.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        """Its samples."""
+        found, total = [], 0
+        for bound, count in zip((*self.bounds, None), self.counts, strict=True):
+            total += count
+            end = "+Inf" if bound is None else f"{bound!r}"
+            found.append(f'{name}_bucket{{{labels},le="{end}"}} {float(total)!r}')
+        return [
+            *found,
+            f"{name}_count{{{labels}}} {float(total)!r}",
+            f"{name}_sum{{{labels}}} {self.sum!r}",
+        ]
+
+
+class ServerMetrics:
+    """Counters of a server since its start; times are those of the wall clock, seconds.
+
+    Args:
+        model: The model's name.
+        context: Most tokens of a request.
+        info: What ``vllm:cache_config_info`` tells.
+    """
+
+    def __init__(self, model: str, context: int, info: Mapping[str, object]) -> None:
+        self._labels = f'engine="0",model_name="{_escaped(model)}"'
+        self._info = info
+        self.ended: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        self.total: Counter[str] = Counter()
+        self.first_token = Histogram(_TTFT)
+        self.between_tokens = Histogram(_ITL)
+        self.per_token = Histogram(_ITL)
+        self.end_to_end = Histogram(_LATENCY)
+        self.queue = Histogram(_LATENCY)
+        self.prefill = Histogram(_LATENCY)
+        self.decode = Histogram(_LATENCY)
+        self.inference = Histogram(_LATENCY)
+        self.prompt = Histogram(_steps(context))
+        self.generation = Histogram(_steps(context))
+
+    def text(self, running: int, waiting: int, kv_usage: float) -> str:
+        """All of it.
+
+        Args:
+            running: Requests that run now.
+            waiting: Requests that wait now.
+            kv_usage: Share of the KV memory that requests hold.
+        """
+        labels, total = self._labels, self.total
+        lines: list[str] = []
+
+        def told(name: str, kind: str, what: str, samples: Sequence[str]) -> None:
+            lines.extend([f"# HELP vllm:{name} {what}", f"# TYPE vllm:{name} {kind}", *samples])
+
+        for name, value, what in (
+            ("num_requests_running", running, "Requests that run."),
+            ("num_requests_waiting", waiting, "Requests that wait."),
+            ("kv_cache_usage_perc", kv_usage, "Share of the KV cache in use, 1 means all."),
+        ):
+            told(name, "gauge", what, [f"vllm:{name}{{{labels}}} {float(value)!r}"])
+        for name, what in (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+            ("prefix_cache_hits", "Tokens found in the prefix cache."),
+            ("num_preemptions", "Preemptions of requests."),
+            ("prompt_tokens", "Tokens of prompts."),
+            ("generation_tokens", "Tokens generated."),
+        ):
+            sample = f"vllm:{name}_total{{{labels}}} {float(total[name])!r}"
+            told(f"{name}_total", "counter", what, [sample])
+        told(
+            "request_success_total",
+            "counter",
+            "Requests that ended, by reason.",
+            [
+                f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(n)!r}'
+                for reason, n in self.ended.items()
+            ],
+        )
+        for name, histogram, what in (
+            ("time_to_first_token_seconds", self.first_token, "Seconds to the first token."),
+            ("inter_token_latency_seconds", self.between_tokens, "Seconds between tokens."),
+            (
+                "request_time_per_output_token_seconds",
+                self.per_token,
+                "Seconds a token after the first, by request.",
+            ),
+            # The name of vLLM before 0.11, which gateways still read.
+            ("time_per_output_token_seconds", self.between_tokens, "Seconds between tokens."),
+            ("e2e_request_latency_seconds", self.end_to_end, "Seconds from end to end."),
+            ("request_queue_time_seconds", self.queue, "Seconds in the queue."),
+            ("request_inference_time_seconds", self.inference, "Seconds in execution."),
+            ("request_prefill_time_seconds", self.prefill, "Seconds from admission to a token."),
+            ("request_decode_time_seconds", self.decode, "Seconds from first to last token."),
+            ("request_prompt_tokens", self.prompt, "Tokens of a request's prompt."),
+            ("request_generation_tokens", self.generation, "Tokens of a request's answer."),
+        ):
+            told(name, "histogram", what, histogram.lines(f"vllm:{name}", labels))
+        info = ",".join(f'{key}="{_escaped(str(value))}"' for key, value in self._info.items())
+        sample = f'vllm:cache_config_info{{engine="0",{info}}} 1.0'
+        told("cache_config_info", "gauge", "Facts of the KV cache.", [sample])
+        return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,240 @@
+"""What is asked of a simulated server, and the text and tokens of it.
+
+A token is a piece of text: up to eight letters with the space before them, up to three digits, and
+so on, about 1.3 tokens for an English word; its id is a checksum of the piece. Generated text is of
+words that are one token each, so that a chat whose answer is sent back has the tokens it had.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
+
+__all__ = ["Ask", "BadRequest", "Unknown", "answer", "read_request", "tokens_of"]
+
+_PIECE = re.compile(
+    r" ?[^\W\d_]{1,8}| ?\d{1,3}|\s+(?!\S)|\s| ?[^\w\s]{1,3}|.", re.DOTALL | re.UNICODE
+)
+_WORDS = (
+    "a about after all an and are as at be been but by can day did do each even far few find first "
+    "for from get give go good great had has have he her here him his how if in into is it its "
+    "just keep know large last less life like line little long look made make many may me mean "
+    "more most much must my near new next night no not now of off old on one only or other our "
+    "out over own part place point read right river room run same say sea see seem set she side "
+    "small so some soon still stone such sun take tell than that the their them then there they "
+    "thing think this time to too tree turn two under up us use very voice wait walk was water way "
+    "we well went were what when where which while who why wide will wind with word work world "
+    "year yet you young"
+).split()
+DEFAULT_TOKENS = 16
+"""``max_tokens`` of a completion that does not say, as OpenAI's."""
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served; ``param`` is the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Unknown(BadRequest):
+    """A request for a model that the server does not have."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request.
+
+    Attributes:
+        chat: Whether it is a chat completion.
+        prompt: Token ids.
+        max_tokens: Most tokens of the answer.
+        min_tokens: Fewest tokens of the answer.
+        ignore_eos: Whether the answer has exactly ``max_tokens`` tokens.
+        stream: Whether the answer comes token by token.
+        usage: Whether a stream ends with the counts of tokens.
+        seed: Of the answer.
+    """
+
+    chat: bool
+    prompt: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stream: bool
+    usage: bool
+    seed: int
+
+
+def tokens_of(text: str) -> list[int]:
+    """Token ids of a text, below 2^32."""
+    return [crc32(piece.encode("utf-8", "surrogatepass")) for piece in _PIECE.findall(text)]
+
+
+def _mark(name: str) -> int:
+    return crc32(b"\0" + name.encode("utf-8", "surrogatepass"))
+
+
+def _whole(body: Mapping[str, Any], name: str, default: int, low: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise BadRequest(f"{name} must be a whole number of at least {low}, got {value!r}", name)
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false, got {value!r}", name)
+    return bool(value)
+
+
+def _prompt(body: Mapping[str, Any]) -> list[int]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return tokens_of(prompt)
+    if isinstance(prompt, list) and all(
+        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 32 for i in prompt
+    ):
+        return prompt
+    raise BadRequest("prompt must be one text, or one list of token ids", "prompt")
+
+
+def _messages(body: Mapping[str, Any]) -> list[int]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list of at least one message", "messages")
+    found: list[int] = []
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise BadRequest(f"{where} must be an object with a role", "messages")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        found.append(_mark(role))
+        for part in parts:
+            text = part.get("text") if isinstance(part, dict) else None
+            if not isinstance(text, str) or part.get("type") != "text":
+                raise BadRequest(f"{where}.content must be text or parts of text", "messages")
+            found += tokens_of(text)
+        if message.get("tool_calls"):
+            found += tokens_of(json.dumps(message["tool_calls"], sort_keys=True))
+        found.append(_mark("end"))
+    found.append(_mark("assistant"))
+    return found
+
+
+def read_request(body: Any, chat: bool, model: str, context: int) -> Ask:
+    """Check a request.
+
+    Args:
+        body: The decoded JSON.
+        chat: Whether it is for chat completions.
+        model: The server's model.
+        context: Most tokens of prompt and answer.
+
+    Raises:
+        BadRequest: If it cannot be served, with the field.
+        Unknown: If it asks for another model.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    asked = body.get("model")
+    if asked is not None and asked != model:
+        raise Unknown(f"The model `{asked}` does not exist.", "model")
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            raise BadRequest(f"{name} must be 1: a simulated server gives one answer", name)
+    for name in ("echo", "suffix", "use_beam_search"):
+        if body.get(name):
+            raise BadRequest(f"{name} is not simulated", name)
+    prompt = _messages(body) if chat else _prompt(body)
+    if not prompt:
+        raise BadRequest("prompt must have at least one token", "prompt")
+    room = context - len(prompt)
+    name = "max_completion_tokens" if body.get("max_completion_tokens") else "max_tokens"
+    default = max(room, 1) if chat else min(DEFAULT_TOKENS, max(room, 1))
+    most = _whole(body, name, default, 1)
+    if most > room:
+        raise BadRequest(
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{len(prompt) + most} tokens ({len(prompt)} in the "
+            f"{'messages' if chat else 'prompt'}, {most} in the completion). Please reduce the "
+            "length of the input or of the completion.",
+            name if room > 0 else ("messages" if chat else "prompt"),
+        )
+    least = _whole(body, "min_tokens", 0, 0)
+    if least > most:
+        raise BadRequest(f"min_tokens={least} must be at most {name}={most}", "min_tokens")
+    stream = _flag(body, "stream")
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise BadRequest("stream_options must be an object", "stream_options")
+    if options and not stream:
+        raise BadRequest("stream_options needs stream = true", "stream_options")
+    return Ask(
+        chat=chat,
+        prompt=tuple(prompt),
+        max_tokens=most,
+        min_tokens=least,
+        ignore_eos=_flag(body, "ignore_eos"),
+        stream=stream,
+        usage=_flag(options, "include_usage") if options else False,
+        seed=_whole(body, "seed", 0, -(1 << 62)),
+    )
+
+
+@cache
+def _vocabulary() -> tuple[list[str], np.ndarray]:
+    words = [f" {word}" for word in _WORDS]
+    return words, np.array([crc32(word.encode()) for word in words], dtype=np.uint32)
+
+
+def answer(ask: Ask, seed: int = 0) -> tuple[list[str], list[int], str]:
+    """What is answered to a request: the same to the same prompt.
+
+    Unless the end of the text is ignored the answer's length is drawn from the answers of ShareGPT
+    (quantiles published with Helix), by a hash of the prompt and the seeds.
+
+    Args:
+        ask: The request.
+        seed: Of the server.
+
+    Returns:
+        The text of every token, their ids, and why the answer ends: ``stop`` or ``length``.
+    """
+    data = np.asarray(ask.prompt, dtype=np.uint32).tobytes()
+    given = f"{seed} {ask.seed}".encode()
+    draws = np.random.default_rng(
+        int.from_bytes(blake2b(data, digest_size=8, key=given[:64]).digest())
+    )
+    count, reason = ask.max_tokens, "length"
+    if not ask.ignore_eos:
+        law = length_quantiles("sharegpt", "output_tokens")
+        drawn = max(int(sample_lengths(law, draws.random(1))[0]), ask.min_tokens, 1)
+        if drawn < count:
+            count, reason = drawn, "stop"
+    words, ids = _vocabulary()
+    chosen = draws.integers(0, len(words), count)
+    text = [words[k] for k in chosen]
+    out = ids[chosen]
+    if ask.chat:  # an answer begins without a space
+        text[0] = text[0][1:]
+        out[0] = crc32(text[0].encode())
+    return text, out.tolist(), reason
