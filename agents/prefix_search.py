@@ -82,18 +82,17 @@ F = len(FEATURES)
 STATISTICS = (
     "shared",  # best matched share of a prompt
     "copies",  # share of the replicas whose match is at least half of the best
-    "work",  # s of the prefill where it is shortest / TTFT objective
+    "short",  # -log(s of the prefill where it is shortest / TTFT objective + .01) / 4
     "age",  # log(1 + s since the best match was used) / 4
     "loaded",  # load of all replicas
 )
 """What the router keeps averages of, each centred by `CENTRES`."""
-CENTRES = np.array([0.5, 0.4, 0.2, 0.5, 0.5], np.float32)
+CENTRES = np.array([0.5, 0.4, 0.6, 0.3, 0.5], np.float32)
 CONDITIONED = ("prefill", "matched", "backlog", "blocks", "in_flight", "share", "lmetric")
 """Features whose weights go by the statistics."""
 K, C = len(STATISTICS), len(CONDITIONED)
 _OWN = [FEATURES.index(name) for name in CONDITIONED]
 MOST = 8.0
-SPREAD = 0.4  # standard deviation of every weight at first
 WIDENED = 0.03  # standard deviation added each generation at first, falling to 0 ...
 WIDENED_UNTIL = 0.6  # ... at this share of the search
 VALIDATION = 1_000_000  # where the streams of the validation cells begin
@@ -122,6 +121,10 @@ class Args(RunArgs):
     """episodes a cell of the validation"""
     memory: int = 0
     """requests that the router's statistics average over; 0: no statistics, 46 weights"""
+    start: str = ""
+    """checkpoint of this agent whose index the search begins with (default: Dynamo's cost)"""
+    spread: float = 0.4
+    """standard deviation of every weight at first"""
     workers: int = 1
     """processes that play cells; the result is the same for every number"""
     resume: bool = False
@@ -186,11 +189,11 @@ def statistics(x: Floats, load: Floats, seen: Observation) -> Floats:
     rows = np.arange(len(best))
     top = share[rows, best]
     alike = ((share >= 0.5 * top[:, None]) & up & (top > 0)[:, None]).sum(1)
-    work = np.where(up, x[..., FEATURES.index("prefill")], MOST).min(1)
+    least = np.where(up, x[..., FEATURES.index("prefill")], MOST).min(1)
     found = np.empty((len(best), K), np.float32)
     found[:, 0] = top
     found[:, 1] = alike / np.maximum(up.sum(1), 1)
-    found[:, 2] = work
+    found[:, 2] = -np.log(least + 0.01) / 4
     found[:, 3] = np.log1p(of[rows, best, _AT["match_age_s"]]) / 4
     found[:, 4] = load
     return found - CENTRES
@@ -347,6 +350,8 @@ def check(args: Args) -> None:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is 1 or more")
     if args.memory < 0:
         raise ValueError(f"memory is {args.memory}; allowed is 0 or more")
+    if not 0.0 < args.spread <= 10.0:
+        raise ValueError(f"spread is {args.spread}; allowed is above 0, up to 10")
     if args.population * ELITE < 2:
         raise ValueError(f"population is {args.population}; allowed is {int(2 / ELITE)} or more")
     if args.cells_per_generation > args.cells:
@@ -354,6 +359,24 @@ def check(args: Args) -> None:
             f"cells_per_generation is {args.cells_per_generation}; "
             f"allowed is up to cells, which is {args.cells}"
         )
+
+
+def begin_with(args: Args) -> NDArray[np.float64]:
+    """The index that the search begins with; statistics that ``start`` has not count for nothing.
+
+    Raises:
+        ValueError: The index of ``start`` has more weights than ``memory`` allows.
+    """
+    mean = first_weights(args.memory)
+    if args.start:
+        given = checkpoint.load_policy(args.start).net.weights.numpy()
+        if len(given) > len(mean):
+            raise ValueError(
+                f"start is {args.start}, an index with statistics; memory is {args.memory}, "
+                "allowed with it is 1 or more"
+            )
+        mean[:] = np.pad(given, (0, len(mean) - len(given)))
+    return mean
 
 
 def draw_cells(args: Args, pool: Any) -> tuple[list[Cell], list[Cell]]:
@@ -371,11 +394,11 @@ def draw_cells(args: Args, pool: Any) -> tuple[list[Cell], list[Cell]]:
 def train(args: Args) -> Path:
     """Search and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     check(args)
+    mean = begin_with(args)
     torch.set_num_threads(args.torch_threads)
     pool = open_pool(args.workers)
     run = Path(args.out_dir) / (args.run_name or f"prefix_search_{args.seed}")
-    mean = first_weights(args.memory)
-    spread, step, best, log_size = np.full_like(mean, SPREAD), 0, -np.inf, 0
+    spread, step, best, log_size = np.full_like(mean, args.spread), 0, -np.inf, 0
     rng = np.random.default_rng([args.seed, 6])
     saved = load_snapshot(args.resume, run / "snapshot.pt")
     if saved is not None:

@@ -144,7 +144,7 @@ def slow_statistics(seen, row, block_size):
     found = {
         "shared": top,
         "copies": len(near) / len(up),
-        "work": min(each[n]["prefill"] for n in up),
+        "short": -np.log(min(each[n]["prefill"] for n in up) + 0.01) / 4,
         "age": np.log1p(of[best]["match_age_s"]) / 4,
         "loaded": min(load, 2.0),
     }
@@ -321,6 +321,18 @@ def test_a_saved_policy_routes_as_its_index(tmp_path):
     assert policy.act(one.observation, one.action_mask).shape == (1,)
 
 
+def test_a_search_begins_with_a_given_index(tmp_path):
+    agent, path = prefix_search.Agent(memory=0), str(tmp_path / "router.safetensors")
+    agent.weights.normal_(generator=torch.Generator().manual_seed(0))
+    prefix_search.save_policy(agent, tiny(tmp_path, memory=0), path)
+    found = prefix_search.begin_with(tiny(tmp_path, start=path, memory=9))
+    np.testing.assert_array_equal(found[:46], agent.weights.numpy())
+    assert len(found) == 81 and not found[46:].any()
+    prefix_search.save_policy(prefix_search.Agent(3), tiny(tmp_path, memory=3), path)
+    with pytest.raises(ValueError, match="memory"):
+        prefix_search.train(tiny(tmp_path, start=path, memory=0))
+
+
 def test_the_shipped_index_plays_with_and_without_memory():
     path = shipped("prefix_routing")["prefix_search"]
     policy = load_policy(path, PrefixSystem.from_problem(batch_of().problem))
@@ -346,6 +358,7 @@ def test_where_nobody_takes_the_request_it_is_rejected():
         {"total_timesteps": 0},
         {"workers": 0},
         {"memory": -1},
+        {"spread": 0.0},
     ],
 )
 def test_wrong_arguments_are_refused_by_name(tmp_path, changes):
