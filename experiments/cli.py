@@ -532,7 +532,7 @@ for _command in (
     (
         "gateway",
         "experiments.real.plugins.command",
-        "A policy inside a gateway before your servers: litellm.",
+        "A policy inside a gateway before your servers: litellm, endpoint-picker.",
     ),
     (
         "serve",

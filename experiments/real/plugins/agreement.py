@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import json
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -218,8 +220,62 @@ async def _litellm(gate: Gate) -> AsyncIterator[Driver]:
     yield LiteLLM(gate)
 
 
+class Picker:
+    """A gateway that asks the Endpoint Picker over gRPC, as Envoy does in full duplex."""
+
+    def __init__(self, gate: Gate, channel: Any, endpoints: Sequence[str], streamed: bool) -> None:
+        self._gate, self._channel, self._endpoints = gate, channel, list(endpoints)
+        self._streamed = streamed
+        self._open: dict[str, Any] = {}
+
+    async def ask(self, name: str, body: dict[str, Any]) -> int:
+        """See `Driver`."""
+        from servegym.experiments.real.plugins.envoy import Exchange
+
+        exchange = Exchange(self._channel)
+        picked = await exchange.ask(json.dumps(body).encode())
+        if not picked.endpoints:
+            await exchange.close()
+            return -1
+        self._open[name] = exchange, self._gate.last
+        await exchange.status()
+        return self._endpoints.index(picked.endpoints[0])
+
+    async def tokens(self, name: str, generated: int) -> None:
+        """By an event of the answer, or told to the gate, which is several times as fast."""
+        exchange, ticket = self._open[name]
+        if self._streamed:
+            event = {"choices": [{"text": "w"}], "usage": {"completion_tokens": generated}}
+            await exchange.part(f"data: {json.dumps(event)}\n\n".encode())
+        else:
+            ticket.token(generated)
+
+    async def end(self, name: str) -> None:
+        """See `Driver`."""
+        exchange, _ = self._open.pop(name)
+        await exchange.part(b"data: [DONE]\n\n", last=True)
+        await exchange.close()
+
+
+@contextlib.asynccontextmanager
+async def _picker(gate: Gate, streamed: bool = False) -> AsyncIterator[Driver]:
+    import grpc
+
+    from servegym.experiments.real.plugins.endpoint_picker import EndpointPicker, start
+
+    endpoints = [f"10.0.0.{k + 1}:8000" for k in range(len(gate.names))]
+    server, port = await start(EndpointPicker(gate, endpoints), "127.0.0.1", 0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Picker(gate, channel, endpoints, streamed)
+    finally:
+        await server.stop(None)
+
+
 KINDS: dict[str, Callable[[Gate], contextlib.AbstractAsyncContextManager[Driver]]] = {
     "direct": _direct,
+    "endpoint-picker": _picker,
+    "endpoint-picker-streamed": functools.partial(_picker, streamed=True),
     "litellm": _litellm,
 }
 """How the driver of each plug-in is opened."""

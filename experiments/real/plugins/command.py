@@ -13,7 +13,7 @@ from servegym.envs._command_line import parse_settings, run_main
 from servegym.envs._files import write_text
 from servegym.experiments.real.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
 from servegym.experiments.real.gateway import GatewayRouter
-from servegym.experiments.real.plugins.gate import fleet_arguments
+from servegym.experiments.real.plugins.gate import Gate, fleet_arguments
 
 __all__ = ["main", "read_servers", "write_litellm"]
 
@@ -130,7 +130,7 @@ def write_litellm(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym gateway litellm``.
+    """Command line of ``servegym gateway litellm | endpoint-picker``.
 
     Args:
         arguments: The command line; ``sys.argv`` by default.
@@ -146,7 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     litellm = kinds.add_parser("litellm", help="write the files of LiteLLM's proxy")
-    for one in (litellm,):
+    picker = kinds.add_parser(
+        "endpoint-picker", help="serve the Endpoint Picker of the Gateway API (ext-proc, gRPC)"
+    )
+    for one in (litellm, picker):
         add = one.add_argument
         add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
         add("--policy", default="rpi", help="name of a policy, or a checkpoint (rpi)")
@@ -158,19 +161,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     litellm.add_argument("--model", default="llm", help="name that clients ask for (llm)")
     litellm.add_argument("--folder", type=Path, default=FOLDER, help=f"of the files ({FOLDER})")
+    picker.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
+    picker.add_argument("--port", type=int, default=9002, help="port to listen on (9002)")
     options = parser.parse_args(arguments)
     servers = read_servers(options.servers)
     settings = parse_settings(options.set)
-    config = write_litellm(
-        servers,
-        options.folder,
-        options.policy,
-        model=options.model,
-        trusted=options.trust_metadata,
-        settings=settings,
+    if options.kind == "litellm":
+        config = write_litellm(
+            servers,
+            options.folder,
+            options.policy,
+            model=options.model,
+            trusted=options.trust_metadata,
+            settings=settings,
+        )
+        print(f"start it: litellm --config {config} --host {LOOPBACK} --port 4000")
+        print("LiteLLM asks for a key of yours in LITELLM_MASTER_KEY; clients send the same")
+        return 0
+    from servegym.experiments.real.plugins import endpoint_picker
+    from servegym.experiments.real.plugins.gate import from_metadata
+
+    gate = Gate(
+        _router(fleet_arguments(servers, **settings), options.policy),
+        names=[one.name for one in servers],
+        predict=from_metadata if options.trust_metadata else None,
     )
-    print(f"start it: litellm --config {config} --host {LOOPBACK} --port 4000")
-    print("LiteLLM asks for a key of yours in LITELLM_MASTER_KEY; clients send the same")
+    endpoint_picker.run(gate, [one.url for one in servers], options.host, options.port)
     return 0
 
 
