@@ -7,7 +7,8 @@ batches that the expert serves within L, a request's work in shares of what the 
 sixteen. The weights are found by the cross-entropy method; all candidates of a generation play the
 same episodes of the same drawn fleets.
 
-``--workers`` plays the fleets in as many processes, with the same result.
+``--workers`` plays the fleets in as many processes, ``--ray`` on a Ray cluster; the result is the
+same.
 ``python agents/fleet_search.py --help`` lists the options.
 """
 
@@ -77,6 +78,8 @@ class Args(RunArgs):
     """what to draw the fleets from, JSON, as the environment's argument of that name"""
     workers: int = 1
     """processes that play fleets; the result is the same for every number"""
+    ray: str = ""
+    """Ray cluster that plays fleets in their place: auto, local or local:N; none if empty"""
     resume: bool = False
     """continue from the last generation in the run's folder"""
 
@@ -247,7 +250,7 @@ def train(args: Args) -> Path:
     """Search and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     check(args)
     torch.set_num_threads(args.torch_threads)
-    pool = open_pool(args.workers)
+    pool = open_pool(args.workers, args.ray)
     run = Path(args.out_dir) / (args.run_name or f"fleet_search_{args.seed}")
     played = max(args.fleets // TURN, 1)
     generation = args.population * played * args.requests  # decisions

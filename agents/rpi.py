@@ -9,7 +9,8 @@ by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis, Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
 set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
-With ``--start`` a rule that `direct_search` found from nothing takes the heuristic's place.
+With ``--start`` a rule that `direct_search` found from nothing takes the heuristic's place;
+``--ray`` plays the rollouts on a Ray cluster.
 
 Neighbours: `pqn` and `ppo_han` have the same features and network and learn from the rewards of the
 actions taken. ``python agents/rpi.py --help`` lists the options.
@@ -38,6 +39,7 @@ from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.graph_rows import Layout
+from servegym.agents.lib.parallel import Pool, open_pool
 from servegym.agents.lib.rollouts import Rollouts, Values, choose_candidates, noise_weights
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
@@ -63,7 +65,8 @@ WIDTH = 64  # of every hidden layer
 LABEL_EVERY = 5  # decisions of every environment between two labelled states
 EXPLORE = 0.15  # share of random legal actions between them
 EPOCHS, BATCH_SIZE = 6, 256  # of a fit: passes over the labels, labels in a minibatch
-WEIGHT_DECAY = 1e-4  # of AdamW
+LEARNING_RATE = 2e-3  # of AdamW at the start of a fit, falling linearly to zero
+WEIGHT_DECAY = 1e-4
 HOLDOUT = 0.1  # share of the labels, the latest ones, that a fit leaves out and is measured on
 EVAL_REQUESTS = 500  # per episode of an evaluation
 
@@ -95,14 +98,14 @@ class Args(ResumableRunArgs):
     """labels after which rollouts follow the last fit in place of the heuristic (0: never)"""
     fit_every: int = 50_000
     """labels between two fits; each starts afresh on all of them, and its policy goes on"""
-    learning_rate: float = 2e-3
-    """learning rate at the start of a fit, falling linearly to zero"""
     ridge: float = 0.5
     """weight of the squares of what is added to actions that were not tried"""
     eval_episodes: int = 16
     """episodes per rate and evaluation on the validation split; the best policy is saved"""
     eval_rates: tuple[float, ...] = (3.0, 5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
+    ray: str = ""
+    """Ray cluster that plays the rollouts: auto, local or local:N; none if empty"""
 
 
 def heuristic_values(expert: Any, running_slots: int) -> Any:
@@ -226,30 +229,38 @@ class Agent(nn.Module):
         return np.where(np.asarray(mask) > 0, self.values(obs), -np.inf).argmax(-1)
 
 
+def start_values(
+    model: LatencyModel, start: direct_search.Agent | None, obs: Observation
+) -> NDArray[np.floating[Any]]:
+    """Values (B, N + 1) of the start, or without one of the heuristic, see `heuristic_values`."""
+    if start is not None:
+        return start.values(obs)
+    expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
+    expert[..., 1:3] = obs["experts"][..., 1:3] / 3
+    expert[..., 6:] = impact_features(obs, model)[0]
+    values = heuristic_values(expert, model.system.running_capacity)
+    return np.pad(values, ((0, 0), (1, 0)))
+
+
 class Configuration:
     """One configuration of the environment: its systems as they stand, and the labels from them."""
 
     def __init__(
-        self, args: Args, num_envs: int, seed: int, start: direct_search.Agent | None = None
+        self,
+        args: Args,
+        num_envs: int,
+        seed: int,
+        start: direct_search.Agent | None = None,
+        pool: Pool = None,
     ) -> None:
-        self.start = start
         self.args, self.env_kwargs = args, ENV | parse_settings(args.set)
         self.envs = environments.make_envs(ENV_ID, num_envs, **self.env_kwargs)
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
-        self.rollouts = Rollouts(self.envs, args.candidates)
+        self.heuristic: Values = partial(start_values, self.model, start)
+        self.rollouts = Rollouts(self.envs, args.candidates, pool)
         self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
-
-    def heuristic(self, obs: Observation) -> NDArray[np.floating[Any]]:
-        """Values (B, N + 1) of the start, or of the heuristic, see `heuristic_values`."""
-        if self.start is not None:
-            return self.start.values(obs)
-        expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
-        expert[..., 1:3] = obs["experts"][..., 1:3] / 3
-        expert[..., 6:] = impact_features(obs, self.model)[0]
-        values = heuristic_values(expert, self.model.system.running_capacity)
-        return np.pad(values, ((0, 0), (1, 0)))
 
     def label(self, agent: Agent, improve: bool, rng: np.random.Generator) -> None:
         """Label the present states with the returns of some of their actions."""
@@ -322,9 +333,7 @@ def fit(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str,
         return float(torch.cat(errors).mean())
 
     start = held_out()
-    optimizer = torch.optim.AdamW(
-        agent.parameters(), lr=args.learning_rate, weight_decay=WEIGHT_DECAY
-    )
+    optimizer = torch.optim.AdamW(agent.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     steps = EPOCHS * sum(-(-one.train // BATCH_SIZE) for one in every)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for _ in range(EPOCHS):
@@ -412,7 +421,11 @@ def train(args: Args) -> Path:
     mixture = [replace(args, set=settings) for settings in sets]
     n = max(args.num_envs // len(mixture), 1)
     start = load_start(args)
-    sources = [Configuration(own, n, args.seed + 1000 * k, start) for k, own in enumerate(mixture)]
+    pool = open_pool(ray=args.ray)
+    seeds = [args.seed + 1000 * k for k in range(len(mixture))]
+    sources = [
+        Configuration(own, n, seed, start, pool) for own, seed in zip(mixture, seeds, strict=True)
+    ]
 
     first_system = sources[0].model.system
     agent = Agent(first_system, start).to(device)
@@ -423,7 +436,7 @@ def train(args: Args) -> Path:
         step, labels, best, log_size, fitted = saved["state"]
         for source, state in zip(sources, pickle.loads(saved["sources"]), strict=True):
             source.envs, source.obs, source.mask, source.labels, decisions = state
-            source.rollouts = Rollouts(source.envs, args.candidates)
+            source.rollouts = Rollouts(source.envs, args.candidates, pool)
             source.rollouts.decisions = decisions
         torch.set_rng_state(saved["torch_rng"])
         rng.bit_generator.state = saved["rng"]
@@ -463,6 +476,8 @@ def train(args: Args) -> Path:
                 torch_rng=torch.get_rng_state(),
             )
     log.close()
+    if pool is not None:
+        pool.shutdown()
     for source in sources:
         source.envs.close()
     return run

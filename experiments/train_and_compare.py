@@ -16,7 +16,8 @@ the evaluation split at three arrival rates. It leaves in one folder
   goes on.
 
 ``TRAIN_STEPS`` in the environment shortens the training; ``--quick`` shortens everything, a smoke
-run whose numbers mean nothing.
+run whose numbers mean nothing. ``--ray WHERE`` plays the rollouts on a Ray cluster; the result is
+the same.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def validation_qos(policy: str, rates: Sequence[float]) -> float:
 
 
 def training_commands(
-    steps: int, labels: int, seed: int, folder: Path, resume: bool
+    steps: int, labels: int, seed: int, folder: Path, resume: bool, ray: str = ""
 ) -> list[list[str]]:
     """The command lines of both parts of the training, which a user may run as well."""
     low, high = TRAINING_RATES
@@ -107,6 +108,7 @@ def training_commands(
         "eval_episodes": VALIDATION_EPISODES,
         "checkpoint_every": max(labels // FITS, 1),
     }
+    rollouts |= {"ray": ray} if ray else {}
     commands = []
     for agent, given in (("direct_search", search), ("rpi", rollouts)):
         words = [sys.executable, "-m", f"servegym.agents.{agent}"]
@@ -137,7 +139,13 @@ def read_points(folder: Path) -> list[list[tuple[int, float]]]:
 
 
 def train(
-    steps: int, labels: int, seed: int, folder: Path, quick: bool, resume: bool = False
+    steps: int,
+    labels: int,
+    seed: int,
+    folder: Path,
+    quick: bool,
+    resume: bool = False,
+    ray: str = "",
 ) -> tuple[Path, list[dict[str, Any]]]:
     """Train in processes of their own while this one measures the heuristics and draws.
 
@@ -148,6 +156,7 @@ def train(
         folder: Where its runs go.
         quick: Draw one heuristic alone.
         resume: Go on from the last snapshots.
+        ray: Ray cluster that plays the rollouts, or nothing.
 
     Returns:
         The checkpoint with the best QoS on the validation episodes, and rows of the curve: the
@@ -187,7 +196,7 @@ def train(
 
     log = folder / "training.log"
     with log.open("wb") as output, Live(view(0, begin), refresh_per_second=2) as live:
-        for part, command in enumerate(training_commands(steps, labels, seed, folder, resume)):
+        for part, command in enumerate(training_commands(steps, labels, seed, folder, resume, ray)):
             since = time.perf_counter()
             child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
             try:
@@ -452,6 +461,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--checkpoint", type=Path, nargs="+", help="compare these trainings and train nothing"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last snapshot")
+    parser.add_argument("--ray", default="", metavar="WHERE", help="cluster for the rollouts")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
@@ -473,6 +483,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for checkpoint in args.checkpoint or ():
         if not checkpoint.exists():
             parser.error(f"--checkpoint {checkpoint} does not exist")
+    if args.ray:
+        from servegym.experiments.cluster.executor import check_ray
+
+        try:
+            check_ray(args.ray)
+        except (ValueError, ModuleNotFoundError) as error:
+            parser.error(f"--ray: {error}")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -486,7 +503,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = provenance(command, args.quick, packages=("torch",), settings=settings)
     checkpoints = args.checkpoint
     if checkpoints is None:
-        checkpoint, points = train(steps, labels, args.seed, args.out, args.quick, args.resume)
+        checkpoint, points = train(
+            steps, labels, args.seed, args.out, args.quick, args.resume, args.ray
+        )
         write_result(args.out / CURVE, points, made)
         write_text(args.out / f"{CURVE}.png", plot_curve(points))
         checkpoints = [args.out / "router.safetensors"]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym.agents.lib.parallel import Pool, run_jobs
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
-from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.llm_routing.core import RoutingBatch, RoutingState
 
 Values = Callable[[Mapping[str, NDArray[Any]]], NDArray[np.floating[Any]]]
 """Values (B, N + 1) of the actions for a batch of observations, in scores."""
+
+JOB_STATES = 16
+"""States of a job of the rollouts, whatever the number of workers."""
 
 
 def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np.int64]:
@@ -93,12 +99,19 @@ class Rollouts:
         decisions: Decisions of all copies so far.
     """
 
-    def __init__(self, envs: gym.vector.VectorEnv, tries: int) -> None:
-        """Make room for ``tries`` copies of every environment of a native vector environment."""
+    def __init__(self, envs: gym.vector.VectorEnv, tries: int, pool: Pool = None) -> None:
+        """Make room for ``tries`` copies of every environment of a native vector environment.
+
+        Args:
+            envs: The native vector environment.
+            tries: Actions to try in a state.
+            pool: Where the rollouts run, in jobs of `JOB_STATES` states; None: in this process. The
+                returns are the same if ``values`` of a state do not go by the others of its batch,
+                bit for bit; those of a network may.
+        """
         self.envs: Any = envs.unwrapped
-        self.tries, self.decisions = tries, 0
-        problem = build_problem(view=kernel.GRAPH, **self.envs.problem.arguments)
-        self.batch = RoutingBatch(problem, tries * self.envs.num_envs)
+        self.tries, self.pool, self.decisions = tries, pool, 0
+        self._problem = pickle.dumps(self.envs.problem.arguments)
 
     def returns(
         self,
@@ -118,38 +131,65 @@ class Rollouts:
             legal: Which of them to try (B, tries).
             horizon_s: No request that arrives so many seconds later is decided; a rollout also
                 stops where its episode ends.
-            values: By what the later requests are decided.
+            values: By what the later requests are decided; with a pool one that can be pickled.
             near: See `common_actions`.
 
         Returns:
             (B, tries), NaN where not tried.
         """
-        batch, legal = self.batch, legal.copy()
-        for row in range(len(actions)):
-            state = self.envs.clone_state(row)
-            legal[row] &= not state.finished
-            for k in np.flatnonzero(legal[row]):
-                batch.restore(row * self.tries + int(k), state)
-        live, every = legal.reshape(-1).astype(np.int8), np.arange(legal.size)
-        total, choice = np.zeros(live.size), actions.reshape(-1).astype(np.int64)
-        last = batch.arrivals.shape[1] - 1
+        states = [self.envs.clone_state(row) for row in range(len(actions))]
+        legal = legal & ~np.array([state.finished for state in states])[:, None]
+        size = len(actions) if self.pool is None else JOB_STATES
+        parts = [slice(k, k + size) for k in range(0, len(actions), size)]
+        common = self._problem, horizon_s, values, near
+        jobs = [(states[part], actions[part], legal[part], *common) for part in parts]
+        total = np.empty(actions.shape, dtype=np.float32)
+        for at, (found, decisions) in run_jobs(_roll_out, jobs, self.pool):
+            total[parts[at]] = found
+            self.decisions += decisions
+        return total
 
-        def now() -> NDArray[np.float64]:
-            return batch.arrivals[every, np.minimum(batch.env["index"].astype(int), last)]
 
-        end = now() + horizon_s
-        while live.any():
-            batch.step(choice, live)
-            self.decisions += int(live.sum())
-            total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
-            live &= (batch.out[:, 2] == 0.0) & (now() < end)
-            left = np.flatnonzero(live)
-            seen = {key: value[left] for key, value in batch.observation.items()}
-            found = np.full(batch.action_mask.shape, np.nan)
-            if left.size:
-                found[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
-            choice = common_actions(found.reshape(*legal.shape, -1), near).reshape(-1)
-        return np.where(legal, total.reshape(actions.shape), np.nan).astype(np.float32)
+@lru_cache(maxsize=32)
+def _copies(problem: bytes, rows: int) -> RoutingBatch:
+    """Systems to restore states in, by the pickled arguments of their environment."""
+    return RoutingBatch(build_problem(view=kernel.GRAPH, **pickle.loads(problem)), rows)
+
+
+def _roll_out(
+    states: Sequence[RoutingState],
+    actions: NDArray[np.int64],
+    legal: NDArray[np.bool_],
+    problem: bytes,
+    horizon_s: float,
+    values: Values,
+    near: float,
+) -> tuple[NDArray[np.float32], int]:
+    """Returns (B, tries) of some states, see `Rollouts.returns`, and the decisions they took."""
+    batch, tries = _copies(problem, actions.size), actions.shape[1]
+    for row, k in np.argwhere(legal):
+        batch.restore(int(row) * tries + int(k), states[row])
+    live, every = legal.reshape(-1).astype(np.int8), np.arange(legal.size)
+    total, choice = np.zeros(live.size), actions.reshape(-1).astype(np.int64)
+    last, decisions = batch.arrivals.shape[1] - 1, 0
+
+    def now() -> NDArray[np.float64]:
+        return batch.arrivals[every, np.minimum(batch.env["index"].astype(int), last)]
+
+    end = now() + horizon_s
+    while live.any():
+        batch.step(choice, live)
+        decisions += int(live.sum())
+        total += np.where(live > 0, batch.out[:, 0] + batch.out[:, 1], 0.0)
+        live &= (batch.out[:, 2] == 0.0) & (now() < end)
+        left = np.flatnonzero(live)
+        seen = {key: value[left] for key, value in batch.observation.items()}
+        found = np.full(batch.action_mask.shape, np.nan)
+        if left.size:
+            found[left] = np.where(batch.action_mask[left] > 0, values(seen), -1e4)
+        choice = common_actions(found.reshape(*legal.shape, -1), near).reshape(-1)
+    returns = np.where(legal, total.reshape(actions.shape), np.nan)
+    return returns.astype(np.float32), decisions
 
 
 class LabelBuffer:

@@ -256,6 +256,7 @@ def test_jobs_run_here_without_a_pool():
         {"fleet_kwargs": "[1]"},
         {"fleet_kwargs": '{"num_experts": 99}'},
         {"workers": 0},
+        {"workers": 2, "ray": "local"},
     ],
 )
 def test_wrong_arguments_are_refused_by_name(tmp_path, changes):

@@ -1,5 +1,7 @@
 """RPI: labels against the clairvoyant rollout, candidates, weights, fits with a known answer."""
 
+import pickle
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +13,11 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import direct_search, load_policy, rpi  # noqa: E402
+from servegym.agents.lib import rollouts  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.lib.rollouts import common_actions  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
+from servegym.baselines.llm_routing.lengths import ExpectedQos  # noqa: E402
 from servegym.baselines.llm_routing.rollout import Rollout  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
@@ -71,6 +75,38 @@ def test_the_best_label_is_the_choice_of_the_rollout_policy():
     assert value == pytest.approx(np.nanmax(got, 1), abs=1e-5) and len(set(chosen)) > 1
     # The environments themselves went no step further.
     np.testing.assert_array_equal(copies.returns(actions, mask > 0, 1e9, greedy), got)
+
+
+@pytest.mark.parametrize("rule", [False, True])
+def test_rollouts_in_jobs_have_the_same_returns_bit_for_bit(tmp_path, monkeypatch, rule):
+    """Each job is a part of the states, with all that it needs pickled."""
+    start = None
+    if rule:
+        start = direct_search.Agent(3, ExpectedQos(RoutingSystem.from_kwargs(num_experts=3)))
+        start.weights.copy_(torch.linspace(1.0, 0.1, len(start.weights)))
+    source = rpi.Configuration(tiny(tmp_path), 8, 3, start)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        source.step(source.heuristic, rng)
+    actions = np.tile(np.arange(3), (8, 1))
+    given = actions, source.mask[:, :3] > 0, 2.0, source.heuristic, 0.05
+    whole = source.rollouts.returns(*given)
+    decisions = source.rollouts.decisions
+    done = []
+
+    class Pool:
+        def submit(self, function, *job):
+            function, *job = pickle.loads(pickle.dumps((function, *job)))
+            done.append(len(job[0]))
+            future = Future()
+            future.set_result(function(*job))
+            return future
+
+    monkeypatch.setattr(rollouts, "JOB_STATES", 3)
+    parts = rollouts.Rollouts(source.envs, 3, Pool())
+    np.testing.assert_array_equal(parts.returns(*given), whole)
+    assert parts.decisions == decisions and done == [3, 3, 2]
+    assert np.nanstd(whole - whole[:, :1]) > 0.05
 
 
 def test_a_horizon_before_the_next_arrival_has_the_first_reward_alone():
@@ -185,7 +221,7 @@ def test_a_mixture_trains_on_all_its_configurations_and_improves_on_its_own_poli
     returns = rpi.Rollouts.returns
 
     def watched(self, actions, legal, horizon_s, values, near=0.0):
-        names.append(values.__name__)
+        names.append(getattr(values, "__name__", "heuristic"))
         return returns(self, actions, legal, horizon_s, values, near)
 
     monkeypatch.setattr(rpi.Rollouts, "returns", watched)

@@ -56,6 +56,16 @@ def test_trains_compares_and_saves(tmp_path, monkeypatch, capsys):
     assert "rpi" in result.output
 
 
+def test_a_cluster_is_for_the_rollouts_and_a_wrong_one_is_refused_first(tmp_path, capsys):
+    commands = run.training_commands(100, 10, 1, tmp_path, False, "local:2")
+    assert ["--ray" in words for words in commands] == [False, True]
+    assert commands[1][commands[1].index("--ray") + 1] == "local:2"
+    with pytest.raises(SystemExit):
+        run.main(["--ray", "remote", "--out", str(tmp_path / "new")])
+    assert "ray is 'remote'; allowed are 'auto'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_lines_are_on_the_episodes_of_the_training_evaluation():
     system = RoutingSystem.from_kwargs()
     greedy = GreedyQos(system)

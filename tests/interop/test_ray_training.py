@@ -1,0 +1,91 @@
+"""Trainings whose jobs run on Ray: logs and weights equal to those without, bit for bit."""
+
+import os
+
+import pytest
+
+pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 'serve-gym[ray]'")
+pytest.importorskip("torch")
+pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+from servegym.agents import fleet_search, rpi  # noqa: E402
+from servegym.agents.lib.parallel import RayPool, open_pool, run_jobs  # noqa: E402
+
+from ..agents.runs import lines  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_workers():
+    """The cluster of the module, which ``auto`` means in this process."""
+    ray = pytest.importorskip("ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def weights(run):
+    from safetensors.numpy import load_file
+
+    return {key: value.tobytes() for key, value in load_file(run / "last.safetensors").items()}
+
+
+def test_a_search_of_an_index_is_the_same(tmp_path):
+    def run(**changes):
+        args = fleet_search.Args(
+            total_timesteps=400,
+            population=10,
+            fleets=8,
+            requests=20,
+            eval_every=400,
+            eval_fleets=1,
+            eval_episodes=1,
+            fleet_kwargs='{"num_experts": [2, 3], "running_capacity": 5}',
+            out_dir=str(tmp_path),
+            **changes,
+        )
+        return fleet_search.train(args)
+
+    here, there = run(run_name="here"), run(run_name="there", ray="auto")
+    assert lines(here) == lines(there) and weights(here) == weights(there)
+
+
+def test_labels_of_rollouts_are_the_same(tmp_path):
+    def run(**changes):
+        args = rpi.Args(
+            total_timesteps=96,
+            num_envs=32,
+            horizon_s=1.5,
+            near=0.05,
+            fit_every=96,
+            eval_episodes=1,
+            eval_rates=(8.0,),
+            out_dir=str(tmp_path),
+            set=("num_experts=3", "episode_requests=50"),
+            **changes,
+        )
+        return rpi.train(args)
+
+    here, there = run(run_name="here"), run(run_name="there", ray="auto")
+    assert lines(here) == lines(there) and weights(here) == weights(there)
+
+
+def test_an_error_of_a_job_is_raised_here_and_both_kinds_of_workers_are_refused():
+    pool = open_pool(ray="auto")
+    assert isinstance(pool, RayPool)
+    assert dict(run_jobs(pow, [(2, 3), (3, 2)], pool)) == {0: 8, 1: 9}
+    with pytest.raises(ZeroDivisionError):
+        list(run_jobs(divmod, [(1, 0)], pool))
+    pool.shutdown()
+    with pytest.raises(ValueError, match="workers is 2 and ray 'auto'"):
+        open_pool(2, "auto")
