@@ -149,7 +149,7 @@ class LiveEngine:
         if self.full:
             raise ValueError(f"the engine holds {len(self._held)} requests and takes no more")
         content = np.concatenate([np.asarray(prompt, np.uint32), np.asarray(output, np.uint32)])
-        runs = self._runs(content)
+        runs = self.runs(content)
         slot = self._free.pop()
         place, kind = self._place(len(runs))
         if runs:
@@ -189,8 +189,12 @@ class LiveEngine:
 
     # -- contents -------------------------------------------------------------------------------
 
-    def _runs(self, content: np.ndarray) -> list[tuple[int, int]]:
-        """Ids of the full blocks of a request, as (first id, blocks) of consecutive ones."""
+    def runs(self, content: np.ndarray) -> list[tuple[int, int]]:
+        """Ids of the full blocks of a request, as (first id, blocks) of consecutive ones.
+
+        Args:
+            content: uint32, token ids of prompt and answer.
+        """
         size, ids = self.block_size, self._ids
         if len(ids) > 4 * self.capacity + 65536:
             self._forget()

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from servegym.experiments.real import llama_server
 from servegym.experiments.real.fleet_file import ServerSpec
+from servegym.hardware_profiles import load
 
 __all__ = ["START_S", "command"]
 
-START_S = {"llama.cpp": 60.0, "vllm": 300.0}
+START_S = {"llama.cpp": 60.0, "vllm": 300.0, "simulated": 180.0}
 """Seconds that an engine may take until it is healthy."""
 
 
@@ -28,7 +29,7 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
         Words and environment variables.
 
     Raises:
-        ValueError: If the engine is not one that is started here, or not installed.
+        ValueError: If the engine is not installed, or a simulated one's profile cannot be read.
     """
     python = spec.python or sys.executable
     if spec.python and not os.access(spec.python, os.X_OK):
@@ -62,7 +63,14 @@ def command(spec: ServerSpec, model: Path, port: int) -> tuple[list[str], dict[s
         # The tree that runs servegym is no part of the other interpreter's.
         environment.pop("PYTHONPATH", None)
         return words + more, environment
-    raise ValueError(
-        f"server {spec.name!r}: engine {spec.engine!r} is no program that can be "
-        "started; `servegym serve` serves simulated ones"
-    )
+    try:
+        load(spec.profile)
+    except ValueError as error:
+        raise ValueError(f"server {spec.name!r}: {error}") from None
+    words = [python, "-m", "servegym.experiments.real.serve.command", "--name", spec.name]
+    words += ["--model", spec.model or spec.name, "--profile", spec.profile]
+    words += ["--slots", str(spec.slots), "--context", str(spec.context)]
+    words += ["--batched-tokens", str(spec.batched_tokens)]
+    words += ["--host", spec.host, "--port", str(port)]
+    names = [word.replace("_", "-") if word.startswith("--") else word for word in more]
+    return words + names, environment

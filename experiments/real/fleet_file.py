@@ -4,7 +4,7 @@
 
     [[server]]
     name = "small"             # letters, digits, - _ and .
-    engine = "llama.cpp"       # llama.cpp or vllm; a simulated one is described and not started
+    engine = "llama.cpp"       # llama.cpp, vllm or simulated
     model = "random:8x384"     # random weights, layers x width; or a file, or a folder
     slots = 8                  # requests that run at a time
     context = 512              # tokens of prompt and output that a request may have
@@ -45,10 +45,10 @@ class ServerSpec:
     """One server of a fleet.
 
     Attributes:
-        name: Its name, also the model's name in requests.
+        name: Its name, also the model's name in requests unless ``model`` is that.
         engine: One of :data:`ENGINES`.
         model: ``random:LAYERSxWIDTH`` for random weights, else a GGUF file (llama.cpp) or a folder
-            (vLLM); unused by ``simulated``.
+            (vLLM); of a ``simulated`` server the model's name in requests.
         slots: Requests that run at a time.
         context: Tokens of prompt and output that a request may have.
         cores: Processor cores that the server may use; empty for all.

@@ -108,7 +108,9 @@ class Fleet:
     def _start(self, spec: ServerSpec) -> None:
         port = _port(spec)
         words, environment = command(spec, Path("-"), port)  # refused before a model is made
-        model = make_model(spec.engine, spec.model, spec.context, self.folder / "models")
+        model = Path("-")
+        if spec.engine != "simulated":
+            model = make_model(spec.engine, spec.model, spec.context, self.folder / "models")
         words, environment = command(spec, model, port)
         log = self.folder / f"{spec.name}.log"
         reader, writer = os.pipe()

@@ -22,67 +22,32 @@ from servegym.experiments.real.fleet_file import (
 from servegym.experiments.real.serve.faults import KINDS, parse_fault
 from servegym.hardware_profiles import list_profiles
 
-__all__ = ["main", "one_line_fleet"]
+__all__ = ["composed_profile", "main"]
 
 
-def one_line_fleet(
-    card: str,
-    model: str,
-    replicas: int,
-    folder: Path,
-    *,
-    tp: int = 1,
-    dtype: str = "bf16",
-    slots: int = 256,
-    context: int = 16384,
-    batched_tokens: int = 2048,
-    kv_tokens: int | None = None,
-    host: str = LOOPBACK,
-    port: int = 0,
-) -> list[ServerSpec]:
-    """Equal servers of one card and one model.
+def composed_profile(
+    card: str, model: str, folder: Path, *, tp: int = 1, dtype: str = "bf16"
+) -> str:
+    """The profile of a model on a card: the name of one that ships, or the file of a composed one.
 
     Args:
         card: A card, such as ``h100``.
         model: The model's name, or a Hugging Face ``config.json``.
-        replicas: How many servers.
-        folder: Where a profile is kept that does not ship.
-        tp: Cards of a server.
+        folder: Where a composed profile is kept.
+        tp: Cards that share the model.
         dtype: ``bf16`` or ``fp8``.
-        slots: Requests that a server runs at a time.
-        context: Tokens of prompt and answer that a request may have.
-        batched_tokens: Largest number of tokens of an iteration.
-        kv_tokens: Room of the KV cache in tokens; None takes the profile's.
-        host: Address that the servers listen on.
-        port: Port of the first; the others follow. 0 takes free ones.
 
     Raises:
-        ValueError: If there is no such card or model, or a number cannot be used.
+        ValueError: If there is no such card or model, or it does not fit.
     """
-    if not 1 <= replicas <= 256:
-        raise ValueError(f"replicas is {replicas}; it must be in 1..256")
-    profile = f"{card}-{model}"
-    if profile not in list_profiles() or tp != 1 or dtype != "bf16":
-        from servegym.hardware_profiles.compose import compose
+    name = f"{card}-{model}"
+    if name in list_profiles() and tp == 1 and dtype == "bf16":
+        return name
+    from servegym.hardware_profiles.compose import compose
 
-        profile = str(folder / "profile.json")
-        compose(card, model, tp=tp, dtype=dtype).save(profile)
-    name = Path(model).parent.name if model.endswith(".json") else model
-    return [
-        ServerSpec(
-            f"{card}-{k}",
-            "simulated",
-            name,
-            slots=slots,
-            context=context,
-            batched_tokens=batched_tokens,
-            host=host,
-            port=port + k if port else 0,
-            profile=profile,
-            options={} if kv_tokens is None else {"kv_tokens": kv_tokens},
-        )
-        for k in range(replicas)
-    ]
+    path = folder / "profile.json"
+    compose(card, model, tp=tp, dtype=dtype).save(path)
+    return str(path)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,13 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     add("fleet", nargs="?", type=Path, metavar="FLEET.toml", help="servers, each with a profile")
     add("--card", help="instead of FLEET.toml: the card of all servers, such as h100")
     add("--model", help="the model of all servers, such as llama-3.1-8b")
-    add("--replicas", type=int, default=1, help="how many of them")
+    add("--profile", help="in place of --card: a hardware profile, by name or file")
+    add("--name", help="of the servers: NAME-0, NAME-1 ..., or NAME if there is one")
+    add("--replicas", type=int, default=1, help="how many of them (1)")
     add("--tp", type=int, default=1, help="cards of a server")
     add("--dtype", default="bf16", help="bf16 or fp8")
     add("--slots", type=int, default=256, help="requests that a server runs at a time (256)")
     add("--context", type=int, default=16384, help="tokens of a request (16384)")
     add("--batched-tokens", type=int, default=2048, help="tokens of an iteration (2048)")
     add("--kv-tokens", type=int, help="room of the KV cache (the profile's)")
+    add("--block-size", type=int, help="tokens of a KV block (16)")
     add("--host", help=f"address to listen on ({LOOPBACK})")
     add("--port", type=int, default=0, help="of the first server, the others follow (free ones)")
     add("--speed", type=float, default=1.0, help="simulated seconds a second (1)")
@@ -130,26 +98,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _specs(options: argparse.Namespace, folder: Path) -> list[ServerSpec]:
-    host = options.host or LOOPBACK
-    if options.fleet is None:
-        if not options.card or not options.model:
-            raise ValueError("give FLEET.toml, or --card and --model")
-        return one_line_fleet(
-            options.card,
-            options.model,
-            options.replicas,
-            folder,
-            tp=options.tp,
-            dtype=options.dtype,
+def _equal_servers(options: argparse.Namespace, host: str, folder: Path) -> list[ServerSpec]:
+    if not options.model or bool(options.card) == bool(options.profile):
+        raise ValueError("give FLEET.toml, or --card and --model, or --profile and --model")
+    if not 1 <= options.replicas <= 256:
+        raise ValueError(f"replicas is {options.replicas}; it must be in 1..256")
+    profile = options.profile or composed_profile(
+        options.card, options.model, folder, tp=options.tp, dtype=options.dtype
+    )
+    model = Path(options.model)
+    name = options.name or options.card or "server"
+    sizes = {"kv_tokens": options.kv_tokens, "block_size": options.block_size}
+    return [
+        ServerSpec(
+            name if options.name and options.replicas == 1 else f"{name}-{k}",
+            "simulated",
+            model.parent.name if model.suffix == ".json" else options.model,
             slots=options.slots,
             context=options.context,
             batched_tokens=options.batched_tokens,
-            kv_tokens=options.kv_tokens,
             host=host,
-            port=options.port,
+            port=options.port + k if options.port else 0,
+            profile=profile,
+            options={key: value for key, value in sizes.items() if value is not None},
         )
-    if options.card or options.model:
+        for k in range(options.replicas)
+    ]
+
+
+def _specs(options: argparse.Namespace, folder: Path) -> list[ServerSpec]:
+    host = options.host or LOOPBACK
+    if options.fleet is None:
+        return _equal_servers(options, host, folder)
+    if options.card or options.model or options.profile:
         raise ValueError("give FLEET.toml, or --card and --model, not both")
     specs = read_fleet(options.fleet)
     if options.host:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import deque
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -19,6 +20,7 @@ PERIOD_S = 0.5
 WINDOW_S = 30.0
 """Rates and shares are over so many seconds of simulated time."""
 _LISTED = 14
+_KEPT = 240  # samples of the queues
 
 
 def _tpot_s(one: Served) -> float:
@@ -53,6 +55,8 @@ class Dashboard:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._page = files("servegym.experiments.real.serve").joinpath("dashboard.html")
         self._runner: web.AppRunner | None = None
+        self._past: deque[list[list[int]]] = deque(maxlen=_KEPT)
+        self._sampler: asyncio.Task[None] | None = None
 
     def state(self) -> dict[str, Any]:
         """What one event of the stream tells; times are simulated seconds."""
@@ -92,8 +96,9 @@ class Dashboard:
     def _server(self, server: SimulatedServer) -> dict[str, Any]:
         now, engine = server.now, server.engine
         window = min(WINDOW_S, max(now, 1e-9))
-        ended = [one for one in server.recent if one.last_s >= now - WINDOW_S]
-        done = [one for one in ended if one.end in ("stop", "length")]
+        recent = [one for one in server.recent if not one.last_s < now - WINDOW_S]
+        done = [one for one in recent if one.end in ("stop", "length")]
+        ended = [one for one in recent if one.end != "abort"]
         prompt = sum(one.prompt for one in done)
         return {
             "name": server.spec.name,
@@ -125,8 +130,17 @@ class Dashboard:
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
+        past = {"past": list(self._past)}  # of the time before the page was opened
         while True:
-            await response.write(f"data: {json.dumps(self.state())}\n\n".encode())
+            event = json.dumps({**self.state(), **past})
+            past = {}
+            await response.write(f"data: {event}\n\n".encode())
+            await asyncio.sleep(PERIOD_S)
+
+    async def _sample(self) -> None:
+        while True:
+            servers = self._fleet.servers
+            self._past.append([[one.engine.running, one.engine.waiting] for one in servers])
             await asyncio.sleep(PERIOD_S)
 
     async def start(self, host: str, port: int) -> str:
@@ -157,10 +171,13 @@ class Dashboard:
             raise ValueError(
                 f"dashboard: port {port} of {host} cannot be used: {error.strerror or error}"
             ) from None
+        self._sampler = asyncio.create_task(self._sample())
         return f"http://{host}:{self._runner.addresses[0][1]}/"
 
     async def stop(self) -> None:
         """Stop listening."""
+        if self._sampler is not None:
+            self._sampler.cancel()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

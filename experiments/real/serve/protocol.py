@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -140,13 +140,13 @@ def _messages(body: Mapping[str, Any]) -> list[int]:
     return found
 
 
-def read_request(body: Any, chat: bool, model: str, context: int) -> Ask:
+def read_request(body: Any, chat: bool, names: Collection[str], context: int) -> Ask:
     """Check a request.
 
     Args:
         body: The decoded JSON.
         chat: Whether it is for chat completions.
-        model: The server's model.
+        names: Names of the server's model.
         context: Most tokens of prompt and answer.
 
     Raises:
@@ -156,7 +156,7 @@ def read_request(body: Any, chat: bool, model: str, context: int) -> Ask:
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     asked = body.get("model")
-    if asked is not None and asked != model:
+    if asked is not None and asked not in names:
         raise Unknown(f"The model `{asked}` does not exist.", "model")
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
@@ -201,6 +201,11 @@ def read_request(body: Any, chat: bool, model: str, context: int) -> Ask:
 
 
 @cache
+def _lengths() -> np.ndarray:
+    return length_quantiles("sharegpt", "output_tokens")
+
+
+@cache
 def _vocabulary() -> tuple[list[str], np.ndarray]:
     words = [f" {word}" for word in _WORDS]
     return words, np.array([crc32(word.encode()) for word in words], dtype=np.uint32)
@@ -226,8 +231,7 @@ def answer(ask: Ask, seed: int = 0) -> tuple[list[str], list[int], str]:
     )
     count, reason = ask.max_tokens, "length"
     if not ask.ignore_eos:
-        law = length_quantiles("sharegpt", "output_tokens")
-        drawn = max(int(sample_lengths(law, draws.random(1))[0]), ask.min_tokens, 1)
+        drawn = max(int(sample_lengths(_lengths(), draws.random(1))[0]), ask.min_tokens, 1)
         if drawn < count:
             count, reason = drawn, "stop"
     words, ids = _vocabulary()

@@ -161,6 +161,7 @@ class SimulatedServer:
         self._count = 0
         self.port = spec.port
         self._started = 0.0
+        self._worked = 0.0  # the engine's time when it worked last
 
     def _profile(self) -> Profile:
         if not self.spec.profile:
@@ -186,16 +187,16 @@ class SimulatedServer:
                 until = max(until, one.end_s if one.at(now) else 0.0)
         return total, until
 
-    def _work(self) -> float:
-        """Let the engine work until now, and hand out its tokens; returns its time."""
+    def _work(self) -> None:
+        """Let the engine work until now, and hand out its tokens."""
         now = self.now
         engine_now = now - self._frozen(now)[0]
         found = self.engine.work(engine_now)
+        self._worked = engine_now
         if found:
             self._hand_out(found)
             late = (engine_now - found[-1][0]) / self.speed
             self.lag_s += 0.02 * (late - self.lag_s)
-        return engine_now
 
     def _tick(self) -> None:
         self._timer = None
@@ -276,6 +277,7 @@ class SimulatedServer:
     # -- requests -------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
+        came = self.now
         chat = request.path.endswith("/chat/completions")
         try:
             data = await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
@@ -291,7 +293,7 @@ class SimulatedServer:
             self.refused += 1
             return _error(fault.status, "A failure that was asked for with --fail.")
         try:
-            ask = read_request(body, chat, self.model, self.spec.context)
+            ask = read_request(body, chat, (self.model, self.spec.name), self.spec.context)
         except Unknown as error:
             return _error(404, str(error), error.param)
         except BadRequest as error:
@@ -308,7 +310,8 @@ class SimulatedServer:
         text, ids, reason = answer(ask, self._seed)
         cut = self._hit_by("cut")
         cut_after = self._chance.randint(1, len(text)) if cut is not None else 0
-        one = Served(len(ask.prompt), len(text), self._work(), reason=reason)
+        arrived = max(came - self._frozen(came)[0], self._worked)
+        one = Served(len(ask.prompt), len(text), arrived, reason=reason)
         one.slot = self.engine.submit(one.arrived_s, ask.prompt, ids)
         self._open[one.slot] = one
         self._schedule()

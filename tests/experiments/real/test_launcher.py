@@ -114,7 +114,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path):
         ({"model": "/nowhere.gguf"}, "no such file"),
         ({"model": __file__}, "status"),  # no GGUF
         ({"python": "/nowhere/python"}, "no program"),
-        ({"engine": "simulated", "profile": "x"}, "servegym serve"),
+        ({"engine": "simulated", "profile": "x"}, "profile: got 'x'"),
     ],
 )
 def test_a_server_that_cannot_start_is_named(tmp_path, change, what):

@@ -11,9 +11,9 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp")
 
 from servegym.envs.prefix_routing.live import LiveEngine  # noqa: E402
+from servegym.experiments.real import launcher  # noqa: E402
 from servegym.experiments.real.client import completion_body, new_session, stream  # noqa: E402
 from servegym.experiments.real.fleet_file import ServerSpec  # noqa: E402
-from servegym.experiments.real.launcher import healthy  # noqa: E402
 from servegym.experiments.real.serve import command  # noqa: E402
 from servegym.experiments.real.serve.dashboard import Dashboard  # noqa: E402
 from servegym.experiments.real.serve.faults import Fault, parse_fault  # noqa: E402
@@ -178,11 +178,13 @@ def refusals():
 
 
 def test_tokens_survive_the_way_to_the_client_and_back():
-    ask = read_request({"messages": [{"role": "user", "content": STORY}]}, True, "m", 4096)
+    ask = read_request({"messages": [{"role": "user", "content": STORY}]}, True, ["m"], 4096)
     text, ids, _ = answer(ask)
     assert tokens_of("".join(text)) == ids
     prompt = "It was 1999; naïve Größe, 東京!\n\n\tend  of"
-    plain = read_request({"prompt": prompt, "max_tokens": 50, "ignore_eos": True}, False, "m", 999)
+    plain = read_request(
+        {"prompt": prompt, "max_tokens": 50, "ignore_eos": True}, False, ["m"], 999
+    )
     text, ids, reason = answer(plain)
     assert tokens_of(prompt + "".join(text)) == [*plain.prompt, *ids]
     assert (len(text), reason) == (50, "length")
@@ -190,7 +192,7 @@ def test_tokens_survive_the_way_to_the_client_and_back():
 
 def test_answers_that_may_end_have_sharegpts_lengths():
     bodies = [{"prompt": [k], "max_tokens": 3000} for k in range(400)]
-    found = [answer(read_request(body, False, "m", 4096)) for body in bodies]
+    found = [answer(read_request(body, False, ["m"], 4096)) for body in bodies]
     lengths = [len(text) for text, _, _ in found]
     assert {reason for _, _, reason in found} == {"stop"}
     assert 150 < np.mean(lengths) < 350 and len(set(lengths)) > 100
@@ -362,7 +364,7 @@ def test_a_crash_breaks_connections_and_loses_the_cache():
             now = server.now
             crash = asyncio.create_task(server.fail(Fault("crash", start_s=now, end_s=now + 10.0)))
             reply = await task
-            refused = not await asyncio.to_thread(healthy, server.endpoint)
+            refused = not await asyncio.to_thread(launcher.healthy, server.endpoint)
             await crash
             again = await stream(session, url, completion_body("llama", STORY, 2))
             return reply, refused, again, server.recent[-1].hit, await metrics_of(session, server)
@@ -421,7 +423,7 @@ def test_a_failure_that_cannot_be_read_is_refused(text, word):
     )
 
 
-# -- page and command line -----------------------------------------------------------------------
+# -- processes, page and command line --------------------------------------------------------------
 
 
 def test_the_page_shows_servers_and_requests():
@@ -451,6 +453,7 @@ def test_the_page_shows_servers_and_requests():
     ("words", "word"),
     [
         ([], "FLEET.toml"),
+        (["--card", "h100"], "--model"),
         (["--card", "h100", "--model", "llama-3.1-8b", "--replicas", "0"], "replicas"),
         (["--card", "h1000", "--model", "llama-3.1-8b"], "h1000"),
         (["--card", "h100", "--model", "llama-3.1-8b", "--speed", "0"], "speed"),
@@ -473,3 +476,22 @@ def test_a_bad_fleet_is_refused_by_server_and_field(tmp_path):
     path.write_text(simulated + "options = {kv_token = 4}\n")
     with pytest.raises(ValueError, match="server 'a': option 'kv_token'"):
         command.main([str(path)])
+
+
+def test_real_up_starts_simulated_servers_too(tmp_path):
+    shared = {"options": {"kv_tokens": 8192, "block_size": 32}, "context": 4096}
+    with launcher.Fleet([spec("a", **shared)], tmp_path) as fleet:
+
+        async def ask():
+            async with new_session() as session:
+                (one,) = fleet.endpoints
+                # By the server's name, as routers of a fleet ask; its model's works as well.
+                body = completion_body(one.name, STORY, 3)
+                reply = await stream(session, f"{one.url}/completions", body)
+                async with session.get(one.url.removesuffix("v1") + "metrics") as response:
+                    return reply, await response.text()
+
+        reply, metrics = asyncio.run(ask())
+    assert reply.error == "" and reply.output_tokens == 3
+    assert 'block_size="32",num_gpu_blocks="256"' in metrics
+    assert 'model_name="llama"' in metrics
