@@ -4,8 +4,10 @@ Three stages, each of which is kept and not done again::
 
     OMP_NUM_THREADS=1 python -m servegym.experiments.figures.prefix.one_policy --checkpoints runs
 
-``--set 2`` takes the second set of held-out cells; the names of its tables begin with
-``one_policy_2``.
+``--set 2`` takes the second set of held-out cells, and ``--set 0`` the validation cells of the
+training on episodes that no selection saw, without rules tuned in the cell: for what is compared
+before the held-out cells are looked at. The names of their tables begin with ``one_policy_2`` and
+``one_policy_validation``.
 
 - ``one_policy_joint``: each rule's constants for all cells. Dynamo's cost, the strongest rule in
   `tuned_rules`, is searched for on the training cells of `servegym.agents.prefix_search` by the
@@ -73,12 +75,14 @@ SPREAD, WIDENED = 0.7, 0.05
 RATE_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)
 RATE_KEPT, RATE_EPISODES = 0.95, 5
 RATE_CELLS = (0, 1, 5, 6)
-SECOND = {
+PREFIX = {0: "one_policy_validation", 1: "one_policy", 2: "one_policy_2"}
+"""How the names of a set's tables begin."""
+SHORT = {
     "published": ("lmetric", "mooncake", "llm_d", "llm_d_affinity"),
     "joint": (RULE, "llm_d_affinity"),
     "tuned": tuple(SPACES),
 }
-"""Rules that play the second set; the first set's best, and all that are tuned in the cell."""
+"""Rules that play the other sets: the first set's best, and all that are tuned in the cell."""
 
 
 @dataclass
@@ -88,16 +92,16 @@ class Options(FigureOptions):
     checkpoints: Path = Path("runs")
     set: int = 1
 
-    @property
     def cells(self) -> list[Cell]:
-        """The held-out cells, or the first of them."""
+        """The cells of the set, or the first of them."""
+        if self.set == 0:
+            streams = range(1 if self.quick else prefix_search.Args.eval_cells)
+            return [prefix_search.cell_of(prefix_search.VALIDATION + k) for k in streams]
         return held_out_cells(self.set)[: 1 if self.quick else None]
 
     def table(self, part: str) -> str:
         """Name of the set's table."""
-        return "_".join(
-            ["one_policy", *(["2"] if self.set == 2 else []), *([part] if part else [])]
-        )
+        return PREFIX[self.set] + (f"_{part}" if part else "")
 
     def constants(self) -> dict[str, Mapping[str, float]]:
         """Rule -> its constants for all cells."""
@@ -184,8 +188,16 @@ def joint(options: Options) -> None:
 
 
 def tuned(options: Options) -> None:
-    """``one_policy_trials``: 60 points of each rule in each held-out cell."""
-    name, cells = options.table("trials"), options.cells
+    """``one_policy_trials``: 60 points of each rule in each held-out cell.
+
+    Raises:
+        ValueError: The set is that of the validation cells.
+    """
+    if options.set == 0:
+        raise ValueError(
+            "set is 0, whose cells no rule is tuned in; allowed with tuned are 1 and 2"
+        )
+    name, cells = options.table("trials"), options.cells()
     table = Table(options.out / f"{name}.csv", ("cell", "rule"), load=not options.quick)
     for at, rule in table.missing([(k, rule) for k in range(len(cells)) for rule in SPACES]):
         cell = cells[at] | ({"split": "val"} if "split" in cells[at] else {})
@@ -272,12 +284,13 @@ def measured(options: Options) -> None:
     arms = list(dict.fromkeys(one.arm for one in trained))
     rows: list[Row] = []
     reached: dict[str, list[Floats]] = {}  # policy -> (trainings, episodes) of each cell
-    for at, cell in enumerate(options.cells):
+    for at, cell in enumerate(options.cells()):
         contestants = [("published", rule, {}) for rule in (*PLAIN, *SPACES)]
         contestants += [("joint", rule, own) for rule, own in for_all.items()]
-        contestants += [("tuned", rule, own) for rule, own in _best_points(trials, at).items()]
-        if options.set == 2:
-            contestants = [each for each in contestants if each[1] in SECOND[each[0]]]
+        if options.set != 0:
+            contestants += [("tuned", rule, own) for rule, own in _best_points(trials, at).items()]
+        if options.set != 1:
+            contestants = [each for each in contestants if each[1] in SHORT[each[0]]]
         named = [(rule, own) for _, rule, own in contestants]
         seeds = [EVAL_SEED + k for k in range(options.episodes)]
         of_rules = 100 * np.array([rules_played(cell, named, seed) for seed in seeds]).T
@@ -343,6 +356,8 @@ def _summary(
     for arm in arms:
         own = [row for row in rows if row["policy"] == arm]
         for kind in ("published", "tuned"):
+            if f"{kind}_gain" not in own[0]:
+                continue
             each = [row[f"{kind}_gain"] for row in own]
             above = sum(row[f"{kind}_low"] > 0 for row in own)
             below = sum(row[f"{kind}_high"] < 0 for row in own)
@@ -446,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--checkpoints", type=Path, default=Path("runs"), help="folder of prefix_search_SEED runs"
     )
     parser.add_argument(
-        "--set", type=int, choices=(1, 2), default=1, help="which set of held-out cells (1)"
+        "--set", type=int, choices=PREFIX, default=1, help="which set of cells, see above (1)"
     )
     return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
 
