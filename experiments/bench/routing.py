@@ -9,7 +9,8 @@ Gymnasium's CartPole, the replay engine, where a step goes, what a request costs
 experts, import time and memory. All timings are of one thread, default arguments, full observations
 that are copied out, and actions drawn beforehand. ``--threads`` writes ``bench_threads`` in its
 place: two threads against one, in elapsed time, which wants two cores that do nothing else.
-``--decisions`` writes ``bench_decisions``: what a decision costs on the largest drawn fleets.
+``--decisions`` writes ``bench_decisions``: what a decision costs on the largest drawn fleets;
+``--slots`` writes ``bench_slots``: a request by slots, systems and reward.
 """
 
 from __future__ import annotations
@@ -273,12 +274,19 @@ def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
     ]
 
 
-def bench_slots(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]:
+def bench_slots(
+    num_envs: int,
+    steps: int,
+    repeats: int,
+    reward: str = "qos_aware",
+    slots: Sequence[int] = (5, 64, 256),
+) -> list[dict[str, Any]]:
     """A request of experts with R running and R waiting slots, at equal arrivals a slot.
 
     The compiled kernel with the view of the experts alone, which is as large for every R; R
     requests/s arrive at six experts of the default fleet. The yardstick is R = 5. The
-    ratio grows with the number of systems, whose slots take 13 times the memory at R = 64.
+    ratio grows with the number of systems, whose slots take 13 times the memory at R = 64, and with
+    the reward ``qos_aware``, which goes through the requests that run at the chosen expert.
     """
     import gymnasium
     import numpy as np
@@ -298,6 +306,7 @@ def bench_slots(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
             running_capacity=r,
             waiting_capacity=r,
             episode_requests=steps * r + 1,
+            reward=reward,
         ).unwrapped
         actions = _legal_actions(envs, steps * r, seed=0)
         held[str(r)] = float(envs.batch.expert["running"].mean()) / r
@@ -312,7 +321,7 @@ def bench_slots(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
 
         timers[str(r)] = timer
 
-    for r in (5, 64, 256):
+    for r in slots:
         add(r)
     times = interleave(timers, repeats)
     five = "R = 5", times["5"]
@@ -323,6 +332,7 @@ def bench_slots(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
             "ns",
             five,
             systems=num_envs,
+            reward=reward,
             rate_per_s=r,
             slots_in_use=round(held[r], 2),
         )
@@ -419,6 +429,7 @@ def bench_memory(num_envs: int) -> list[dict[str, Any]]:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", action="store_true", help="two threads against one")
     parser.add_argument("--decisions", action="store_true", help="what a decision costs")
+    parser.add_argument("--slots", action="store_true", help="a request by slots and reward")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -441,6 +452,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.decisions:
         save(options, "bench_decisions", bench_decisions(8 // shrink + 1, 3_000 // shrink))
+        return 0
+    if options.slots:
+        rows = [
+            one
+            for systems in (16, 64)
+            for reward in ("qos_aware", "completed_qos")
+            for one in bench_slots(systems, 60 // shrink, repeats, reward, (5, 64))
+        ]
+        save(options, "bench_slots", rows)
         return 0
     rows = bench_vector(64, 2_000 // shrink, repeats)
     rows += bench_single(20_000 // shrink, repeats)
