@@ -196,7 +196,7 @@ class LiveEngine:
             content: uint32, token ids of prompt and answer.
         """
         size, ids = self.block_size, self._ids
-        if len(ids) > 4 * self.capacity + 65536:
+        if len(ids) > 4 * self.capacity + 4096:
             self._forget()
         runs: list[tuple[int, int]] = []
         data, chain = content.tobytes(), b""

@@ -39,6 +39,7 @@ from servegym.experiments.real.fleet_file import ServerSpec
 from servegym.experiments.real.serve.faults import Fault
 from servegym.experiments.real.serve.protocol import answer, read_request
 from servegym.experiments.real.serve.server import SimulatedFleet, new_loop
+from servegym.experiments.stats import student_interval
 from servegym.hardware_profiles import load
 
 OUT = Path(__file__).parents[2] / "results" / "real"
@@ -97,7 +98,10 @@ def _serve(
                         "usage": sum(s.engine.kv_usage for s in servers),
                         "preemptions": sum(s.metrics.total["num_preemptions"] for s in servers),
                         "refused": sum(s.refused for s in servers),
-                        **dict(sum((s.metrics.ended for s in servers), Counter())),
+                        **{
+                            reason: sum(s.metrics.ended[reason] for s in servers)
+                            for reason in ("stop", "length", "abort", "error")
+                        },
                     }
                 )
         loop.remove_reader(pipe.fileno())
@@ -226,26 +230,33 @@ def offline(arrivals: Sequence[float], bodies: Sequence[dict[str, Any]]) -> np.n
     return times
 
 
-def _errors(
-    rate: float, hits: float, measured: np.ndarray, expected: np.ndarray
-) -> list[dict[str, Any]]:
+def _errors(rate: float, hits: float, runs: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+    """Rows of one rate from its repetitions (2, J, 3), measured and expected."""
+    measured, expected = np.concatenate(runs, axis=1)
     rows = []
     for k, name in enumerate(QUANTITIES):
-        error = measured[:, k] / expected[:, k] - 1.0
-        size = np.abs(error)
+        size = np.abs(measured[:, k] / expected[:, k] - 1.0)
+        bias = student_interval([run[0, :, k].mean() / run[1, :, k].mean() - 1.0 for run in runs])
+        within = student_interval(
+            [(np.abs(run[0, :, k] / run[1, :, k] - 1.0) <= BOUND).mean() for run in runs]
+        )
         rows.append(
             {
                 "rate": rate,
                 "cached": round(hits, 4),
                 "quantity": name,
-                "requests": len(error),
+                "requests": len(size),
                 "engine_s": round(float(expected[:, k].mean()), 6),
-                "bias": round(float(measured[:, k].mean() / expected[:, k].mean() - 1.0), 5),
+                "bias": round(bias.value, 5),
+                "bias_low": round(bias.low, 5),
+                "bias_high": round(bias.high, 5),
                 "median": round(float(np.median(size)), 5),
                 "p90": round(float(np.quantile(size, 0.9)), 5),
                 "p99": round(float(np.quantile(size, 0.99)), 5),
                 "late_ms": round(float(np.median(measured[:, k] - expected[:, k]) * 1e3), 4),
-                "within": round(float(np.mean(size <= BOUND)), 4),
+                "within": round(within.value, 4),
+                "within_low": round(max(within.low, 0.0), 4),
+                "within_high": round(min(within.high, 1.0), 4),
             }
         )
     return rows
@@ -276,8 +287,7 @@ def accuracy(options: argparse.Namespace, settings: dict[str, Any]) -> None:
             seen = np.array([[r.first_token_s, r.tpot_s, r.end_s] for _, r in found])
             parts.append(np.stack([seen, offline([sent for sent, _ in found], bodies)]))
             hits.append(sum(one[5] for one in served) / sum(one[0] for one in served))
-        measured, expected = np.concatenate(parts, axis=1)
-        rows += _errors(rate, float(np.mean(hits)), measured, expected)
+        rows += _errors(rate, float(np.mean(hits)), parts)
     _print(rows)
     tables.write_result(options.out / options.name, rows, settings)
 
@@ -387,8 +397,22 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--name", default="serve_accuracy", help="of the table of accuracy")
     parser.add_argument("--seed", type=int, default=0, help="of the soak")
     options = parser.parse_args(words)
-    module = "python -m servegym.experiments.real.serve.bench"
-    settings = tables.provenance(f"{module} {shlex.join(words)}")
+    words = [options.check]
+    if options.check == "accuracy":
+        words += ["--cores", *map(str, options.cores)] if options.cores else []
+    settings = tables.provenance(
+        f"python -m servegym.experiments.real.serve.bench {shlex.join(words)}",
+        packages=("aiohttp",),
+        settings={
+            "real_time_priority": os.sched_getscheduler(0) == os.SCHED_FIFO,
+            "nice": os.nice(0),
+            "load_average": round(os.getloadavg()[0], 1),
+            **{
+                key: getattr(options, key)
+                for key in ("rates", "seconds", "repetitions", "requests", "seed")
+            },
+        },
+    )
     (accuracy if options.check == "accuracy" else soak)(options, settings)
     return 0
 

@@ -78,7 +78,7 @@ class Dashboard:
                     "hit": one.hit,
                     "tokens": one.count,
                     "ttft_s": _number(one.first_s - one.arrived_s),
-                    "tpot_s": _number(_tpot_s(one)),
+                    "tpot_s": _number(_tpot_s(one)) if one.count > 1 else None,
                     "end": one.end,
                     "met": self._met(one),
                 }

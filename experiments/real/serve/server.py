@@ -678,3 +678,5 @@ async def _errors(
         if error.status == 413:
             return _error(413, "The body is larger than the server takes.")
         return _error(error.status, error.reason)
+    except ConnectionError:  # the client has gone while it was written to
+        raise asyncio.CancelledError from None
