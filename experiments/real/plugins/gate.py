@@ -294,7 +294,7 @@ class Gate:
         counters.pop("last_error")
         with self._lock:
             now = self.router.clock()
-            times = 1e3 * np.array(self._elapsed or [np.nan])
+            times = 1e3 * np.array(self._elapsed or [0.0])
             return {
                 "policy": self.router.name,
                 **counters,
