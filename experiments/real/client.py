@@ -27,6 +27,7 @@ class Reply:
         error: Empty, or why the request failed.
         status: HTTP status, or 0 if there was no answer.
         text: What was generated.
+        headers: Of the answer, names in lower case.
     """
 
     first_token_s: float = math.nan
@@ -36,6 +37,7 @@ class Reply:
     error: str = ""
     status: int = 0
     text: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def output_tokens(self) -> int:
@@ -133,6 +135,7 @@ async def stream(
     try:
         async with session.post(url, json=body, headers=headers) as response:
             reply.status = response.status
+            reply.headers = {key.lower(): value for key, value in response.headers.items()}
             if response.status != 200:
                 text = (await response.content.read(300)).decode("utf-8", "replace")
                 reply.error = f"status {response.status}: {' '.join(text.split())}"

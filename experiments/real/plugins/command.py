@@ -18,6 +18,8 @@ from servegym.experiments.real.plugins.gate import Gate, fleet_arguments
 __all__ = ["main", "read_servers", "write_litellm"]
 
 FOLDER = Path("servegym-gateway")
+POLICY = "fleet_search"
+"""Trained on drawn fleets, so it takes any."""
 _MODULE = '''"""Routes the requests of the proxy by a policy; config.yaml names it as a callback."""
 
 from servegym.experiments.real.gateway import GatewayRouter
@@ -152,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in (litellm, picker):
         add = one.add_argument
         add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
-        add("--policy", default="rpi", help="name of a policy, or a checkpoint (rpi)")
+        add("--policy", default=POLICY, help=f"name of a policy, or a checkpoint ({POLICY})")
         add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the environment")
         add(
             "--trust-metadata",

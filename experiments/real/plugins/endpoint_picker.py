@@ -204,7 +204,6 @@ class EndpointPicker:
         request_mode = response_mode = BodyMode.NONE
         subset: Any = None
         waiting = False  # for the end of the request, in full duplex
-        heard = False  # of the answer's body
         good = True  # the answer's status
         try:
             async for message in requests:
@@ -255,7 +254,6 @@ class EndpointPicker:
                             ticket.finished()
                     yield ProcessingResponse(response_headers=HeadersResponse())
                 elif message.response_body is not None:
-                    heard = True
                     part = message.response_body
                     if answer is not None:
                         answer.feed(part.body)
@@ -269,7 +267,12 @@ class EndpointPicker:
                     if ticket is not None:
                         ticket.finished()
                     yield ProcessingResponse(response_trailers=TrailersResponse())
-            if ticket is not None and answer is not None and good and not heard:
+            if (
+                ticket is not None
+                and answer is not None
+                and good
+                and response_mode == BodyMode.NONE
+            ):
                 ticket.finished()  # the gateway does not show the body
         finally:
             if ticket is not None:

@@ -101,7 +101,7 @@ class Exchange:
             metadata_context=_metadata(SUBSET, f"{DESTINATION}-subset", subset),
         )
         if not body or not duplex:
-            if self._take(picked, await self._hear()) or not body:
+            if self._take(picked, await self._hear()) or not body or self._mode == BodyMode.NONE:
                 return picked
         size = -(-len(body) // pieces)
         for k in range(0, len(body), size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 from aiohttp import web
@@ -12,6 +13,10 @@ __all__ = ["FAULTS", "FaultyServer"]
 
 FAULTS = ("", "500", "stall", "die", "400")
 """Answer; status 500; never answer; end the connection after two tokens; status 400."""
+
+
+_QUIET = logging.getLogger("servegym.faulty")
+_QUIET.setLevel(logging.CRITICAL + 1)
 
 
 class FaultyServer:
@@ -38,7 +43,7 @@ class FaultyServer:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._answer)
         app.router.add_post("/v1/completions", self._answer)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, logger=_QUIET)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self.port = self._runner.addresses[0][1]

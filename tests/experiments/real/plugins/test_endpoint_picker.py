@@ -181,6 +181,11 @@ def test_failures_of_servers_and_clients_that_leave():
             await exchange.ask(BODY)
             await exchange.close()
             await until(lambda: counts(gate) == (0, 3, 0))
+            exchange = Exchange(channel)
+            await exchange.ask(BODY)
+            await exchange.status()  # and nothing of its body
+            exchange.cancel()
+            await until(lambda: counts(gate) == (0, 4, 0))
             assert gate.status()["server_failures"] == 1
 
     asyncio.run(run())
@@ -196,6 +201,19 @@ def test_the_endpoint_that_served_is_the_one_that_counts():
             await exchange.part(b'{"usage": {}}', last=True)
             assert counts(gate) == (1, 0, 0)
             assert gate.status()["server_failures"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_does_not_show_bodies():
+    async def run():
+        async with picking() as (gate, channel):
+            exchange = Exchange(channel, BodyMode.NONE)
+            assert (await exchange.ask(b"{}")).endpoints == ENDPOINTS
+            assert counts(gate) == (0, 0, 1)
+            await exchange.status()
+            await exchange.close()
+            await until(lambda: counts(gate) == (1, 0, 0))
 
     asyncio.run(run())
 

@@ -1,0 +1,303 @@
+"""Thousands of requests through a plug-in before servers that fail, and what is left of them.
+
+Three servers answer; in turn each of them answers with errors, dies in its answers, stalls, refuses
+connections and starts again, while one client in ten hangs up. Every request must have one end, and
+memory and file descriptors must stay.
+
+    python -m servegym.experiments.real.plugins.soak --kind endpoint-picker
+
+It adds its row to the table ``soak``. The kind ``litellm`` needs LiteLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from servegym.envs._command_line import run_main
+from servegym.experiments import tables
+from servegym.experiments.output import read_rows
+from servegym.experiments.real.gateway import GatewayRouter
+from servegym.experiments.real.plugins.faulty import FaultyServer
+from servegym.experiments.real.plugins.gate import Gate
+
+__all__ = ["KINDS", "main", "soak"]
+
+OUT = Path("experiments", "results", "real")
+TOKENS = 6
+HANG_UPS = 0.1
+TIMEOUT_S = 0.5
+Send = Callable[[bool], Awaitable[str]]
+"""Sends a request, whose client may hang up; what became of it: ok, refused, failed or left."""
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident_mb() -> float:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+@contextlib.asynccontextmanager
+async def _litellm(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[Send]:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    from servegym.experiments.real.plugins.litellm_strategy import LiteLLMStrategy
+
+    litellm.suppress_debug_info = True
+    router = litellm.Router(
+        model_list=[
+            {
+                "model_name": "llm",
+                "litellm_params": {
+                    "model": f"openai/{name}",
+                    "api_base": one.url,
+                    "api_key": "none",
+                    "max_retries": 0,
+                },
+                "model_info": {"id": name},
+            }
+            for name, one in zip(gate.names, servers, strict=True)
+        ],
+        num_retries=2,
+        retry_after=0,
+        timeout=TIMEOUT_S,
+        disable_cooldowns=True,
+    )
+    LiteLLMStrategy(gate, "llm").attach(router)
+
+    async def send(leaves: bool) -> str:
+        messages: Any = [{"role": "user", "content": "hello"}]
+        try:
+            stream: Any = await router.acompletion("llm", messages, stream=True, max_tokens=TOKENS)
+            async for _ in stream:
+                if leaves:
+                    await stream.aclose()
+                    return "left"
+        except litellm.RateLimitError:
+            return "refused"
+        except Exception:
+            return "failed"
+        return "ok"
+
+    yield send
+
+
+@contextlib.asynccontextmanager
+async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[Send]:
+    """A small gateway beside the picker: it tries the endpoints in turn until one answers."""
+    import aiohttp
+    import grpc
+
+    from servegym.experiments.real.plugins.endpoint_picker import EndpointPicker, start
+    from servegym.experiments.real.plugins.envoy import Exchange
+
+    endpoints = [f"127.0.0.1:{one.port}" for one in servers]
+    server, port = await start(EndpointPicker(gate, endpoints), "127.0.0.1", 0)
+    limit = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+    body = {"model": "llm", "messages": [], "stream": True, "max_tokens": TOKENS}
+
+    async def send(leaves: bool) -> str:
+        exchange = Exchange(channel)
+        try:
+            picked = await exchange.ask(json.dumps(body).encode())
+            if not picked.endpoints:
+                return "refused"
+            for endpoint in picked.endpoints:
+                try:
+                    url = f"http://{endpoint}/v1/chat/completions"
+                    async with session.post(url, json=body) as response:
+                        if response.status >= 500:
+                            continue
+                        await exchange.status(response.status, served=endpoint)
+                        async for part in response.content.iter_any():
+                            if leaves:
+                                return "left"
+                            await exchange.part(part)
+                        await exchange.part(b"", last=True)
+                        await exchange.close()
+                        return "ok"
+                except (TimeoutError, aiohttp.ClientConnectorError):
+                    continue
+                except aiohttp.ClientError:  # in its answer
+                    return "failed"
+            await exchange.status(503)
+            return "failed"
+        finally:
+            exchange.cancel()
+
+    try:
+        async with (
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+            aiohttp.ClientSession(timeout=limit) as session,
+        ):
+            yield send
+    finally:
+        await server.stop(None)
+
+
+KINDS = {"endpoint-picker": _picker, "litellm": _litellm}
+"""How requests are sent through each plug-in."""
+
+
+async def _break(servers: Sequence[FaultyServer], every_s: float, seen: Counter[str]) -> None:
+    """Let one server after the other fail, each in another way."""
+    faults = ("500", "die", "stall", "refuse", "")
+    for turn in range(10**9):
+        one, fault = servers[turn % len(servers)], faults[turn % len(faults)]
+        seen[fault or "none"] += 1
+        if fault == "refuse":
+            await one.stop()
+        else:
+            one.fault = fault
+        try:
+            await asyncio.sleep(every_s)
+        finally:
+            one.fault = ""
+            if fault == "refuse":
+                await one.start()
+
+
+async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) -> dict[str, Any]:
+    """Send the requests.
+
+    Args:
+        kind: One of `KINDS`.
+        requests: How many.
+        at_a_time: How many at a time.
+        seed: Of the clients that hang up.
+
+    Returns:
+        A row of the table.
+    """
+    servers = [FaultyServer(0.002) for _ in range(3)]
+    for one in servers:
+        await one.start()
+    gate = Gate(
+        GatewayRouter({"num_experts": 3, "waiting_capacity": 64}, "least_outstanding"),
+        backoff_s=0.2,
+    )
+    random = np.random.default_rng(seed)
+    became: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    gate_open = asyncio.Semaphore(at_a_time)
+
+    async with KINDS[kind](gate, servers) as send:
+
+        async def one(leaves: bool) -> None:
+            try:
+                became[await send(leaves)] += 1
+            finally:
+                gate_open.release()
+
+        async def some(count: int) -> None:
+            tasks: set[asyncio.Task[None]] = set()
+            for _ in range(count):
+                await gate_open.acquire()
+                task = asyncio.create_task(one(bool(random.random() < HANG_UPS)))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await asyncio.gather(*tasks)
+
+        async def settled() -> tuple[float, int]:
+            await asyncio.sleep(2 * TIMEOUT_S)
+            gc.collect()
+            return _resident_mb(), _descriptors()
+
+        await some(max(requests // 10, 1))  # pools and caches fill
+        warm = await settled()
+        became.clear()
+        before = gate.status()
+        begun = time.perf_counter()
+        breaker = asyncio.create_task(_break(servers, 1.0, faults))
+        await some(requests)
+        seconds = time.perf_counter() - begun
+        breaker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await breaker
+        after = await settled()
+        state = gate.status()
+    for each in servers:
+        await each.stop()
+    gate.router.close()
+    made = {key: state[key] - before[key] for key in ("decisions", "drops", "finished", "failed")}
+    return {
+        "kind": kind,
+        "requests": requests,
+        "answered": became["ok"],
+        "hung_up": became["left"],
+        "failed": became["failed"],
+        "refused": became["refused"],
+        "attempts": made["decisions"],
+        "dropped": made["drops"],
+        "attempts_finished": made["finished"],
+        "attempts_failed": made["failed"],
+        "in_flight_after": state["in_flight"] + int(gate.router.load().sum()),
+        "given_up": state["given_up"],
+        "turns_of_faults": sum(faults.values()),
+        "memory_mb_before": round(warm[0], 1),
+        "memory_mb_after": round(after[0], 1),
+        "descriptors_before": warm[1],
+        "descriptors_after": after[1],
+        "requests_per_s": round(requests / seconds, 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and write the table.
+
+    Args:
+        arguments: The command line; ``sys.argv`` by default.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--kind", choices=list(KINDS), default="endpoint-picker", help="plug-in (endpoint-picker)")
+    add("--requests", type=int, default=10_000, help="after a tenth as many (10000)")
+    add("--out", type=Path, default=OUT, help=f"folder of the table ({OUT})")
+    options = parser.parse_args(arguments)
+    row = asyncio.run(soak(options.kind, options.requests))
+    print("\n".join(f"{key}: {value}" for key, value in row.items()))
+    path = options.out / "soak.csv"
+    rows = [one for one in read_rows(path) if one["kind"] != row["kind"]] if path.exists() else []
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    command = shlex.join(["python", "-m", "servegym.experiments.real.plugins.soak", *words])
+    packages = ("litellm", "grpcio", "envoy-data-plane", "aiohttp")
+    made = tables.provenance(command, options.requests < 10_000, packages)
+    options.out.mkdir(parents=True, exist_ok=True)
+    ordered = sorted([*rows, row], key=lambda one: one["kind"])
+    tables.write_result(path, ordered, {**made, "versions": _both(path, made["versions"])})
+    return 0
+
+
+def _both(path: Path, versions: dict[str, str]) -> dict[str, str]:
+    """Versions of this run, and of an earlier one for what is not installed here."""
+    earlier = tables.read_record(path).get("versions", {})
+    return {
+        key: earlier.get(key, value) if value == "not installed" else value
+        for key, value in versions.items()
+    }
+
+
+if __name__ == "__main__":
+    run_main(main)
