@@ -397,6 +397,7 @@ mkdocs_gen_files.config["nav"] = [
     {
         "Tutorials": [
             *tutorials(),
+            {"Put a trained router before your servers": "tutorials/gateway.md"},
             {"Other libraries": "interop.md"},
             {"More than one machine": "scaling.md"},
         ]
