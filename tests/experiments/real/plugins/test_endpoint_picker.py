@@ -13,6 +13,7 @@ pytest.importorskip("envoy_data_plane")
 grpc = pytest.importorskip("grpc")
 
 from servegym.baselines.registry import from_callable  # noqa: E402
+from servegym.experiments.output import read_rows  # noqa: E402
 from servegym.experiments.real.gateway import GatewayRouter  # noqa: E402
 from servegym.experiments.real.plugins.agreement import agreement  # noqa: E402
 from servegym.experiments.real.plugins.endpoint_picker import (  # noqa: E402
@@ -234,3 +235,29 @@ def test_health_and_addresses():
         EndpointPicker(gate, ENDPOINTS[:2])
     with pytest.raises(ValueError, match="6 experts"):
         EndpointPicker(gate, ENDPOINTS[:1] * 6)
+
+
+@pytest.mark.slow
+def test_requests_before_servers_that_fail_end_once_and_nothing_is_held(tmp_path):
+    pytest.importorskip("aiohttp")
+    from servegym.experiments.real.plugins import soak
+
+    assert soak.main(["--requests", "120", "--out", str(tmp_path)]) == 0
+    (row,) = read_rows(tmp_path / "soak.csv")
+    became = row["answered"] + row["hung_up"] + row["failed"] + row["refused"]
+    assert became == row["requests"] == 120
+    assert row["attempts"] == row["attempts_finished"] + row["attempts_failed"] + row["dropped"]
+    assert row["answered"] == row["attempts_finished"]
+    assert row["in_flight_after"] == 0
+
+
+def test_the_table_of_agreement(tmp_path):
+    from servegym.experiments.real.plugins import agreement as made
+
+    words = ["--policy", "priced_greedy", "--episodes", "1", "--requests", "60"]
+    assert made.main([*words, "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "plugins.csv")
+    assert [row["engines_tell"] for row in rows] == [True, False]
+    assert rows[0]["equal"] == 1.0 and rows[0]["decisions"] == 60
+    assert made.main([*words, "--kind", "direct", "--out", str(tmp_path)]) == 0
+    assert len(read_rows(tmp_path / "plugins.csv")) == 2
