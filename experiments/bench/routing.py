@@ -451,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         save(options, "bench_threads", rows)
         return 0
     if options.decisions:
-        save(options, "bench_decisions", bench_decisions(8 // shrink + 1, 3_000 // shrink))
+        save(options, "bench_decisions", bench_decisions(4 // shrink + 1, 1_500 // shrink))
         return 0
     if options.slots:
         rows = [
