@@ -1,6 +1,6 @@
 """One trained index against the gateways' rules on cells that nobody saw.
 
-Three stages, each of which is kept and not done again::
+Stages, each of which is kept and not done again::
 
     OMP_NUM_THREADS=1 python -m servegym.experiments.figures.prefix.one_policy --checkpoints runs
 
@@ -19,7 +19,8 @@ before the held-out cells are looked at. The names of their tables begin with ``
 - ``one_policy``: SLO attainment (%) of all of them and of the trained indexes in ten episodes of
   each held-out cell, with 95 % intervals over episodes and, for the indexes, over trainings too.
   ``one_policy_summary`` has the mean over the cells, ``one_policy_rate`` the highest rate at which
-  95 % of what an idle fleet keeps is kept, ``one_policy_speed`` the time of a decision.
+  95 % of what an idle fleet keeps is kept, ``one_policy_speed`` the time of a decision,
+  ``one_policy_searches`` what the trainings reached on their validation cells.
 """
 
 from __future__ import annotations
@@ -377,6 +378,19 @@ def _summary(
     return [{**dict.fromkeys(found[-1], ""), **row} for row in found], notes
 
 
+def searches(options: Options) -> None:
+    """``one_policy_searches``: attainment on the validation cells as the trainings went on."""
+    rows: list[Row] = []
+    for path in sorted(options.checkpoints.glob("prefix_search_*/best.safetensors")):
+        args = load_policy(path).args
+        for line in (path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            logged = json.loads(line)
+            if "eval/attainment" in logged:
+                row = {"memory": args.memory, "seed": args.seed, "decisions": logged["global_step"]}
+                rows.append(row | {"attainment": round(100 * logged["eval/attainment"], 2)})
+    save(options, "one_policy_searches", rows)
+
+
 def rates(options: Options) -> None:
     """``one_policy_rate``: the highest rate at which 95 % of an idle fleet's attainment is kept."""
     cells, for_all, trials = held_out_cells(1), options.constants(), options.trials()
@@ -449,7 +463,14 @@ def speed(options: Options) -> None:
     save(options, "one_policy_speed", [row])
 
 
-FIGURES = {"joint": joint, "tuned": tuned, "measured": measured, "rates": rates, "speed": speed}
+FIGURES = {
+    "joint": joint,
+    "tuned": tuned,
+    "measured": measured,
+    "searches": searches,
+    "rates": rates,
+    "speed": speed,
+}
 PICTURES: dict[str, Any] = {}
 
 
