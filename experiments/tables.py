@@ -16,12 +16,12 @@ import json
 import os
 import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from servegym.envs._versions import versions
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.output import read_rows, write_csv, write_json
 
@@ -45,17 +45,6 @@ Note = str | Mapping[str, Any]
 def note(text: str, **data: Any) -> dict[str, Any]:
     """A finding with its numbers: ``{"text": text, **data}``."""
     return {"text": text, **data}
-
-
-def versions(packages: Sequence[str] = ("numpy", "numba", "gymnasium")) -> dict[str, str]:
-    """Versions of this package, of ``packages`` and of Python, by name."""
-    found = {}
-    for name in ("serve-gym", *packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found | {"python": platform.python_version()}
 
 
 def machine() -> dict[str, Any]:

@@ -484,7 +484,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not checkpoint.exists():
             parser.error(f"--checkpoint {checkpoint} does not exist")
     if args.ray:
-        from servegym.experiments.cluster.executor import check_ray
+        from servegym.agents.lib.ray_cluster import check_ray
 
         try:
             check_ray(args.ray)

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import Any
 
+from servegym.agents.lib import ray_cluster
+
 
 class RayPool:
     """A Ray cluster for `run_jobs`, joined or started when made, and left by `shutdown`."""
@@ -22,17 +24,15 @@ class RayPool:
             ValueError: If ``where`` is none of these, or there is no such cluster.
             ModuleNotFoundError: If Ray is missing; says what to install.
         """
-        from servegym.experiments.cluster.executor import cluster, run_jobs
-
-        self._run, self._stack = run_jobs, ExitStack()
-        self._stack.enter_context(cluster(where))
+        self._stack = ExitStack()
+        self._stack.enter_context(ray_cluster.cluster(where))
 
     def run(
         self, function: Callable[..., Any], jobs: Sequence[Sequence[Any]]
     ) -> Iterator[tuple[int, Any]]:
         """See `run_jobs`; a job whose worker is lost runs again."""
         names = [f"{function.__name__}, job {index}" for index in range(len(jobs))]
-        yield from self._run(function, jobs, names)
+        yield from ray_cluster.run_jobs(function, jobs, names)
 
     def shutdown(self) -> None:
         """Leave the cluster; one that was started here ends."""

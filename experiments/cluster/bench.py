@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from servegym.agents.lib.ray_cluster import check_ray, cluster
 from servegym.envs._command_line import run_main
-from servegym.experiments.cluster.executor import check_ray, cluster, ray_executor
+from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.output import print_table
 from servegym.experiments.tables import note, provenance, write_result

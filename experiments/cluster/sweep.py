@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from servegym.experiments.cluster.executor import RETRIES, check_ray, cluster
+from servegym.agents.lib.ray_cluster import RETRIES, check_ray, cluster
 from servegym.experiments.jobs import interrupt_on_sigterm, run_process
 from servegym.experiments.sweeps import run as local
 from servegym.experiments.sweeps.spec import Parameter, Sweep
@@ -55,7 +55,8 @@ def run_sweep(
         seed: Seed of the choice of parameters.
         fixed: Arguments of the agent that take precedence over the file's.
         echo: Prints a line.
-        ray: ``"auto"``, ``"local"`` or ``"local:N"``, see `cluster.executor.check_ray`.
+        ray: ``"auto"``, ``"local"`` or ``"local:N"``, see
+            `servegym.agents.lib.ray_cluster.check_ray`.
 
     Returns:
         The folder: ``trials.csv``, ``importance.csv``, ``sweep.png``, and Tune's ``tune_*``, which

@@ -15,11 +15,12 @@ pytest.importorskip("ray.exceptions", reason="Ray is not installed: pip install 
 
 import ray
 
+from servegym.agents.lib import ray_cluster
+from servegym.agents.lib.ray_cluster import cluster, run_jobs
 from servegym.baselines.protocol import BasePolicy
 from servegym.experiments import leaderboard
-from servegym.experiments.cluster import executor as ray_cluster
 from servegym.experiments.cluster import figures as cluster_figures
-from servegym.experiments.cluster.executor import cluster, ray_executor, run_jobs
+from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures import run as figures
 from servegym.experiments.tables import read_record  # noqa: E402
@@ -195,7 +196,8 @@ def test_a_silent_address_is_named_at_once(monkeypatch):
 
 
 def test_bad_arguments_stop_before_any_job(monkeypatch):
-    monkeypatch.setattr(ray_cluster, "cluster", lambda where: pytest.fail("a cluster was asked"))
+    asked = "servegym.experiments.cluster.executor.cluster"
+    monkeypatch.setattr(asked, lambda where: pytest.fail("a cluster was asked"))
     on_ray = ray_executor("auto")
     with pytest.raises(ValueError, match="did you mean 'greedy_qos'"):
         evaluate("servegym/LLMRouting-v0", ["greedy_qoss"], env_kwargs=ROUTING, executor=on_ray)

@@ -5,9 +5,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from servegym.agents.lib.ray_cluster import check_ray
 from servegym.experiments import evaluate, leaderboard
 from servegym.experiments.cli import app
-from servegym.experiments.cluster.executor import check_ray
 from servegym.experiments.figures import run as figures
 
 WORDS = {

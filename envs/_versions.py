@@ -1,0 +1,20 @@
+"""Versions of the packages that results depend on."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+__all__ = ["versions"]
+
+
+def versions(packages: Sequence[str] = ("numpy", "numba", "gymnasium")) -> dict[str, str]:
+    """Versions of this package, of ``packages`` and of Python, by name."""
+    found = {}
+    for name in ("serve-gym", *packages):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found | {"python": platform.python_version()}
