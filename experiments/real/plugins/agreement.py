@@ -10,6 +10,9 @@ on with what the environment did.
 It adds its rows to the table ``plugins``.
 """
 
+# LiteLLM and Ray are not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse

@@ -12,6 +12,9 @@ request; ``servegym gateway litellm`` writes both files. Asynchronous chat and t
 routed; calls of other kinds and other model names go by LiteLLM's own strategy.
 """
 
+# LiteLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import contextvars

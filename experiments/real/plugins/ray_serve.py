@@ -17,6 +17,9 @@ its router, nor the body of an HTTP request: predictions come with calls of a ha
 argument is the body.
 """
 
+# Ray is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -132,7 +135,7 @@ class PolicyRequestRouter(RequestRouter):
 
 def _body(args: Sequence[Any]) -> Mapping[str, Any]:
     """The body of a request that is called through a handle."""
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if hasattr(first, "model_dump"):
         first = first.model_dump()
     return first if isinstance(first, Mapping) else {}

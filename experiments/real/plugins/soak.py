@@ -9,6 +9,9 @@ memory and file descriptors must stay.
 It adds its row to the table ``soak``. The kind ``litellm`` needs LiteLLM.
 """
 
+# LiteLLM is not installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse
@@ -189,7 +192,7 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
         A row of the table.
     """
     servers = [FaultyServer(0.002) for _ in range(3)]
-    for one in servers:
+    for each in servers:
         await one.start()
     gate = Gate(
         GatewayRouter({"num_experts": 3, "waiting_capacity": 64}, "least_outstanding"),
