@@ -193,7 +193,7 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
     """
     servers = [FaultyServer(0.002) for _ in range(3)]
     for each in servers:
-        await one.start()
+        await each.start()
     gate = Gate(
         GatewayRouter({"num_experts": 3, "waiting_capacity": 64}, "least_outstanding"),
         backoff_s=0.2,
