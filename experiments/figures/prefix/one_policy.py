@@ -21,6 +21,8 @@ before the held-out cells are looked at. The names of their tables begin with ``
   ``one_policy_summary`` has the mean over the cells, ``one_policy_rate`` the highest rate at which
   95 % of what an idle fleet keeps is kept, ``one_policy_speed`` the time of a decision,
   ``one_policy_searches`` what the trainings reached on their validation cells.
+- ``one_policy_own``: the shipped index searched for further in each cell where the best tuned rule
+  is more than two points above it, to tell what the index cannot express from what it cannot know.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.agents import load_policy, prefix_search
+from servegym.agents.lib.checkpoint import shipped
 from servegym.agents.lib.cross_entropy import ELITE, STEP, fitness
 from servegym.agents.lib.prefix_cells import (
     IDLE,
@@ -53,6 +56,7 @@ from servegym.baselines.prefix_routing.dynamo import DynamoRows
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.experiments.figures.prefix.held_out_cells import held_out_cells
+from servegym.experiments.figures.prefix.own_index import GENERATIONS, POPULATION, search
 from servegym.experiments.figures.prefix.tuned_rules import PLAIN, SPACES, STAGES, points
 from servegym.experiments.figures.run import (
     FigureOptions,
@@ -61,7 +65,13 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.stats import difference, mean, over_trainings, student_interval
+from servegym.experiments.stats import (
+    difference,
+    mean,
+    over_trainings,
+    paired_difference,
+    student_interval,
+)
 from servegym.experiments.tables import Table, note
 
 Row = dict[str, Any]
@@ -76,6 +86,8 @@ SPREAD, WIDENED = 0.7, 0.05
 RATE_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4)
 RATE_KEPT, RATE_EPISODES = 0.95, 5
 RATE_CELLS = (0, 1, 5, 6)
+BEHIND = 2.0
+"""Points behind the best tuned rule from which on a cell is searched in."""
 PREFIX = {0: "one_policy_validation", 1: "one_policy", 2: "one_policy_2"}
 """How the names of a set's tables begin."""
 SHORT = {
@@ -378,6 +390,35 @@ def _summary(
     return [{**dict.fromkeys(found[-1], ""), **row} for row in found], notes
 
 
+def own(options: Options) -> None:
+    """``one_policy_own``: an index of the cell's own where the shipped one is far behind."""
+    rows = Table(options.out / f"{options.table('')}.csv", ("cell", "policy", "kind")).rows
+    weights = load_policy(shipped("prefix_routing")["prefix_search"]).net.weights.numpy()
+    first = weights[: len(prefix_search.first_weights())].astype(np.float64)
+    generations, population = (1, 10) if options.quick else (GENERATIONS, POPULATION)
+    found = []
+    for at, cell in enumerate(options.cells()):
+        mine = [r for r in rows if r["cell"] == at]
+        rule = max((r for r in mine if r["kind"] == "tuned"), key=lambda r: r["attainment"])
+        names = "prefix_search", "prefix_search, memory 0"
+        (index,) = (r for r in mine if r["kind"] == "trained" and r["policy"] in names)
+        if rule["attainment"] - index["attainment"] <= BEHIND and not options.quick:
+            continue
+        apart = cell | ({"split": "val"} if "split" in cell else {})
+        weights = search(apart, first, generations, population)
+        both = np.stack([first, weights]).astype(np.float32)
+        seeds = [EVAL_SEED + k for k in range(options.episodes)]
+        reached = 100 * np.array([prefix_search.play(both, cell, seed) for seed in seeds])
+        gain = _rounded(paired_difference(reached[:, 1], reached[:, 0], mean))
+        row = {"cell": at, "best_tuned": rule["policy"], "tuned": rule["attainment"]}
+        row |= {"index": round(float(reached[:, 0].mean()), 2)}
+        row |= {"own": round(float(reached[:, 1].mean()), 2)}
+        found.append(row | dict(zip(("gain", "low", "high"), gain, strict=True)))
+        print(found[-1], flush=True)
+    settings = {"generations": generations, "population": population, "behind": BEHIND}
+    save(options, options.table("own"), found, settings=settings)
+
+
 def searches(options: Options) -> None:
     """``one_policy_searches``: attainment on the validation cells as the trainings went on."""
     rows: list[Row] = []
@@ -467,6 +508,7 @@ FIGURES = {
     "joint": joint,
     "tuned": tuned,
     "measured": measured,
+    "own": own,
     "searches": searches,
     "rates": rates,
     "speed": speed,

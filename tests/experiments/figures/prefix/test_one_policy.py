@@ -12,6 +12,7 @@ from servegym.agents import prefix_search  # noqa: E402
 from servegym.agents.lib.prefix_cells import begin_alike, problem_of  # noqa: E402
 from servegym.envs.prefix_routing.core import PrefixBatch  # noqa: E402
 from servegym.experiments.figures.prefix import one_policy, own_index  # noqa: E402
+from servegym.experiments.output import read_rows  # noqa: E402
 
 CELL = {"num_replicas": 3, "rate": 40.0, "episode_requests": 30, "warmup_requests": 20}
 
@@ -90,3 +91,19 @@ def test_an_index_of_its_own_is_searched_for_from_the_given_one():
     found = own_index.search(CELL, first, 1, 10)
     assert found.shape == first.shape and 0 < np.abs(found - first).max() < 1
     np.testing.assert_array_equal(found, own_index.search(CELL, first, 1, 10))
+
+
+def test_an_index_is_searched_for_where_a_tuned_rule_is_far_above(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_policy.Options, "cells", lambda self: [CELL, CELL])
+    monkeypatch.setattr(one_policy, "GENERATIONS", 1)
+    monkeypatch.setattr(one_policy, "POPULATION", 10)
+    (tmp_path / "one_policy_2.csv").write_text(
+        "cell,policy,kind,attainment\n"
+        "0,dynamo,tuned,52.0\n0,prefix_search,trained,50.0\n"
+        "1,dynamo,tuned,99.0\n1,aibrix,tuned,3.0\n1,prefix_search,trained,50.0\n"
+    )
+    words = ["--out", str(tmp_path), "--set", "2", "--figure", "own", "--episodes", "2"]
+    assert one_policy.main(words) == 0
+    (row,) = read_rows(tmp_path / "one_policy_2_own.csv")
+    assert (row["cell"], row["best_tuned"], row["tuned"]) == (1, "dynamo", 99.0)
+    assert row["gain"] == pytest.approx(row["own"] - row["index"], abs=0.011)
