@@ -471,6 +471,12 @@ def _outcome(
     return rows
 
 
+def read_plan(folder: Path) -> tuple[dict[str, Any], list[Endpoint]]:
+    """``plan.json`` of a folder as :func:`run` leaves it, and its servers."""
+    saved = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    return saved, [Endpoint(**{**one, "cores": tuple(one["cores"])}) for one in saved["servers"]]
+
+
 def analyse(folder: Path, out: Path, made: Mapping[str, Any], echo: Any = print) -> None:
     """Simulate what was measured and write the tables.
 
@@ -480,8 +486,7 @@ def analyse(folder: Path, out: Path, made: Mapping[str, Any], echo: Any = print)
         made: Provenance.
         echo: Prints a line.
     """
-    saved = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    servers = [Endpoint(**{**one, "cores": tuple(one["cores"])}) for one in saved["servers"]]
+    saved, servers = read_plan(folder)
     names = [one.name for one in servers]
     slots = [one.slots for one in servers]
     profiles = [load(str(folder / f"{name}.json")) for name in names]

@@ -29,7 +29,7 @@ from servegym.envs._files import write_text
 from servegym.experiments import tables
 from servegym.experiments.output import write_csv
 from servegym.experiments.real import compare
-from servegym.experiments.real.fleet_file import Endpoint, ServerSpec
+from servegym.experiments.real.fleet_file import ServerSpec
 from servegym.experiments.stats import student_interval
 from servegym.experiments.tuning import Budget, tune
 
@@ -72,8 +72,7 @@ def policy_file(path: Path, rule: str, parameters: dict[str, Any]) -> None:
 
 def tune_rules(folder: Path, echo: Any = print) -> dict[str, dict[str, Any]]:
     """Write a file for each rule and world in which it is tuned; the parameters by file name."""
-    saved = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    servers = [Endpoint(**{**one, "cores": tuple(one["cores"])}) for one in saved["servers"]]
+    saved, servers = compare.read_plan(folder)
     requests = folder / "searched.csv"
     total = sum(saved["capacity_rps"])
     mixed_requests(requests, [one.name for one in servers], total, SEARCHED)
@@ -89,8 +88,7 @@ def tune_rules(folder: Path, echo: Any = print) -> dict[str, dict[str, Any]]:
 
 def simulated(folder: Path) -> list[dict[str, Any]]:
     """QoS of every policy, load and episode in both simulated worlds."""
-    saved = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    servers = [Endpoint(**{**one, "cores": tuple(one["cores"])}) for one in saved["servers"]]
+    saved, servers = compare.read_plan(folder)
     names, latency_s = [one.name for one in servers], saved["latency_requirement_s"]
     rows = []
     for load, episode in product(LOADS, range(EPISODES)):
@@ -116,8 +114,8 @@ def measured(folder: Path, specs: Sequence[ServerSpec], repetitions: int) -> lis
     policies = [str(folder / f"{rule}-{w}.py") for rule in RULES for w in ("calm", "drifting")]
     plan = compare.Plan(tuple(policies), LOADS, repetitions, seed=PLAYED // 1000)
     compare.run(specs, plan, folder / "measured")
-    saved = json.loads((folder / "measured" / "plan.json").read_text(encoding="utf-8"))
-    names = [one["name"] for one in saved["servers"]]
+    saved, servers = compare.read_plan(folder / "measured")
+    names = [one.name for one in servers]
     rows = []
     for path in sorted((folder / "measured" / "raw").glob("*.json")):
         cell = json.loads(path.read_text(encoding="utf-8"))
