@@ -106,8 +106,9 @@ test-mutants: $(BIN)/.installed
 # Libraries that the suite itself does without, without its pins, since Ray wants an older Gymnasium;
 # one process, because Ray takes both cores.
 test-interop:
-	@$(MAKE) --no-print-directory test-all VENV=$(VENV)-interop WORKERS=0 PINS= TESTS=tests/interop \
-	  EXTRAS=agents,plots,sweep,track,test,interop,ray ARGS="$(ARGS)"
+	@$(MAKE) --no-print-directory test-all VENV=$(VENV)-interop WORKERS=0 PINS= \
+	  TESTS="tests/interop tests/experiments/real/plugins/test_ray_serve.py" \
+	  EXTRAS=agents,plots,sweep,track,test,real,interop,ray ARGS="$(ARGS)"
 
 lint: ruff pyright
 

@@ -653,6 +653,8 @@ def write_tables(
     )
     settings = {**saved["plan"], "capacity_rps": saved["capacity_rps"]}
     settings |= {"latency_requirement_s": saved["latency_requirement_s"]}
+    told = ("name", "engine", "slots", "context", "cores")
+    settings |= {"servers": [{key: one[key] for key in told} for one in saved["servers"]]}
     full = {**made, "settings": {**made.get("settings", {}), **settings}}
     rounded = [
         {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()} for row in rows
@@ -736,7 +738,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cores = os.cpu_count() or 1
         specs = read_fleet(options.fleet) if options.fleet else default_fleet(cores)
         run(specs, plan, options.folder)
-    words = [f"--{key} {getattr(options, key)}" for key in ("policies", "loads") if given.get(key)]
+    words = [options.fleet.name] if options.fleet else []
+    words += [f"--{key} {getattr(options, key)}" for key in ("policies", "loads") if given.get(key)]
     words += [
         f"--{key} {given[key]}" for key in ("repetitions", "requests", "sweep") if key in given
     ]

@@ -52,7 +52,7 @@ except ModuleNotFoundError as error:
         f"{error.name} is not installed; pip install 'serve-gym[gateways]'", name=error.name
     ) from error
 
-from servegym.experiments.real.plugins.gate import Gate, Ticket
+from servegym.experiments.real.plugins.gate import Answer, Gate, Ticket
 
 __all__ = ["DESTINATION", "SERVICE", "EndpointPicker", "address", "run", "start"]
 
@@ -126,44 +126,6 @@ def _piece(body: bytes, last: bool) -> CommonResponse:
     return CommonResponse(body_mutation=BodyMutation(streamed_response=sent))
 
 
-class _Answer:
-    """Counts the tokens of an answer that comes in pieces."""
-
-    def __init__(self, ticket: Ticket, streamed: bool) -> None:
-        self._ticket, self._streamed, self._rest = ticket, streamed, b""
-        self.done = False
-
-    def feed(self, data: bytes) -> None:
-        if not self._streamed:
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip())
-
-    def _event(self, data: bytes) -> None:
-        if data == b"[DONE]":
-            self.done = True
-            return
-        try:
-            event = json.loads(data)
-            told = (event.get("usage") or {}).get("completion_tokens")
-            if told is not None:
-                self._ticket.token(int(told))
-            elif any(_token(choice) for choice in event.get("choices") or ()):
-                self._ticket.token()
-        except (ValueError, TypeError, AttributeError):
-            pass  # no event of OpenAI's protocol, so no token
-
-
-def _token(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return bool(choice.get("text") or any(delta.get(key) for key in _DELTAS))
-
-
-_DELTAS = ("content", "reasoning_content", "tool_calls")
-
-
 class EndpointPicker:
     """The ext-proc service of a gate.
 
@@ -199,7 +161,7 @@ class EndpointPicker:
     ) -> AsyncIterator[ProcessingResponse]:
         """One request of a client, from its headers to the end of its answer."""
         ticket: Ticket | None = None
-        answer: _Answer | None = None
+        answer: Answer | None = None
         body = bytearray()
         request_mode = response_mode = BodyMode.NONE
         subset: Any = None
@@ -249,7 +211,7 @@ class EndpointPicker:
                     if ticket is not None:
                         good = self._status(ticket, _text(headers, ":status"), served)
                         kind = _text(headers, "content-type")
-                        answer = _Answer(ticket, "event-stream" in kind)
+                        answer = Answer(ticket, "event-stream" in kind)
                         if good and message.response_headers.end_of_stream:
                             ticket.finished()
                     yield ProcessingResponse(response_headers=HeadersResponse())

@@ -26,10 +26,12 @@ class FaultyServer:
         fault: One of `FAULTS`.
         requests: Requests that have come.
         served: Answers that were complete.
+        users: Who asked for them, by the field ``user`` of the requests that have one.
     """
 
     def __init__(self, token_s: float = 0.0) -> None:
         self.fault, self.token_s = "", token_s
+        self.users: list[str] = []
         self.requests = self.served = self.port = 0
         self._runner: web.AppRunner | None = None
 
@@ -73,7 +75,7 @@ class FaultyServer:
                 self._cut(request)
             whole: dict[str, Any] = {"message": {"role": "assistant", "content": "w " * count}}
             part = whole if chat else {"text": "w " * count}
-            self.served += 1
+            self._count(body)
             return web.json_response(
                 {
                     **head,
@@ -99,8 +101,13 @@ class FaultyServer:
                 return response
             await asyncio.sleep(self.token_s)
         await response.write(b"data: [DONE]\n\n")
-        self.served += 1
+        self._count(body)
         return response
+
+    def _count(self, body: dict[str, Any]) -> None:
+        self.served += 1
+        if "user" in body:
+            self.users.append(str(body["user"]))
 
     @staticmethod
     def _cut(request: web.Request) -> None:

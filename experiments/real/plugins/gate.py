@@ -9,6 +9,7 @@ more is given up, so nothing is held for ever.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -22,7 +23,15 @@ from numpy.typing import ArrayLike, NDArray
 from servegym.experiments.real.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.real.gateway import Decision, GatewayRequest, GatewayRouter
 
-__all__ = ["BYTES_PER_TOKEN", "Gate", "Ticket", "fleet_arguments", "from_metadata", "prompt_tokens"]
+__all__ = [
+    "BYTES_PER_TOKEN",
+    "Answer",
+    "Gate",
+    "Ticket",
+    "fleet_arguments",
+    "from_metadata",
+    "prompt_tokens",
+]
 
 BYTES_PER_TOKEN = 4
 """Of a prompt's text, where no tokenizer counts."""
@@ -317,3 +326,50 @@ class Gate:
                     )
                 ],
             }
+
+
+class Answer:
+    """Counts the tokens of an answer that comes in pieces, and tells its ticket.
+
+    Args:
+        ticket: The request's ticket.
+        streamed: Whether the answer is a stream of events; of another nothing is counted.
+
+    Attributes:
+        done: Whether the stream's last event has come.
+    """
+
+    def __init__(self, ticket: Ticket, streamed: bool) -> None:
+        self._ticket, self._streamed, self._rest = ticket, streamed, b""
+        self.done = False
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        if not self._streamed:
+            return
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip())
+
+    def _event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.done = True
+            return
+        try:
+            event = json.loads(data)
+            told = (event.get("usage") or {}).get("completion_tokens")
+            if told is not None:
+                self._ticket.token(int(told))
+            elif any(_token(choice) for choice in event.get("choices") or ()):
+                self._ticket.token()
+        except (ValueError, TypeError, AttributeError):
+            pass  # no event of OpenAI's protocol, so no token
+
+
+def _token(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or any(delta.get(key) for key in _DELTAS))
+
+
+_DELTAS = ("content", "reasoning_content", "tool_calls")

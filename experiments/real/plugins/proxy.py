@@ -21,7 +21,6 @@ import json
 import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from servegym.envs.workloads import load_catalog
 from servegym.experiments import tables
 from servegym.experiments.real.client import completion_body, new_session, stream
 from servegym.experiments.real.fleet_file import Endpoint, read_endpoints
+from servegym.experiments.real.launcher import free_port
 from servegym.experiments.real.plugins.command import write_litellm
 from servegym.experiments.real.plugins.litellm_strategy import STATUS_PATH
 from servegym.experiments.stats import student_interval
@@ -80,12 +80,6 @@ def _slowed(name: str, path: Path) -> None:
             data["law"][key] = (SLOWER * np.array(value)).tolist()
     data["estimator"] = {key: SLOWER * value for key, value in data["estimator"].items()}
     write_json(path, data)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float = 240.0) -> None:
@@ -241,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         urls: dict[str, str] = {}
         for strategy in strategies:
             config = _config(servers, folder / strategy, strategy)
-            port, log = _free_port(), folder / f"{strategy}.log"
+            port, log = free_port(), folder / f"{strategy}.log"
             words = [str(Path(sys.executable).with_name("litellm")), "--config", str(config)]
             words += ["--host", "127.0.0.1", "--port", str(port)]
             started = _running(

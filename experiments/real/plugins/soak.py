@@ -1,12 +1,14 @@
 """Thousands of requests through a plug-in before servers that fail, and what is left of them.
 
 Three servers answer; in turn each of them answers with errors, dies in its answers, stalls, refuses
-connections and starts again, while one client in ten hangs up. Every request must have one end, and
-memory and file descriptors must stay.
+connections and starts again, while one client in ten hangs up. Every request must have one end, no
+request may be completed twice, and memory and file descriptors must stay. More requests at a time
+than the fleet has room for are a flood, of which the policy must refuse a part.
 
     python -m servegym.experiments.real.plugins.soak --kind endpoint-picker
+    python -m servegym.experiments.real.plugins.soak --kind endpoint-picker --at-a-time 500
 
-It adds its row to the table ``soak``. The kind ``litellm`` needs LiteLLM.
+Each adds its row to the table ``soak``. The kind ``litellm`` needs LiteLLM.
 """
 
 # LiteLLM is not installed where types are checked.
@@ -24,7 +26,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,12 @@ OUT = Path("experiments", "results", "real")
 TOKENS = 6
 HANG_UPS = 0.1
 TIMEOUT_S = 0.5
-Send = Callable[[bool], Awaitable[str]]
-"""Sends a request, whose client may hang up; what became of it: ok, refused, failed or left."""
+EXPERTS, RUNNING, WAITING = 3, 5, 64
+CAPACITY = EXPERTS * (RUNNING + WAITING)
+"""Requests that the fleet has room for, by what the policy is told."""
+Send = Callable[[str, bool], Awaitable[str]]
+"""Sends a request by its name, whose client may hang up; what became of it: ok, refused, failed or
+left."""
 
 
 def _descriptors() -> int:
@@ -87,10 +93,12 @@ async def _litellm(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator
     )
     LiteLLMStrategy(gate, "llm").attach(router)
 
-    async def send(leaves: bool) -> str:
+    async def send(name: str, leaves: bool) -> str:
         messages: Any = [{"role": "user", "content": "hello"}]
         try:
-            stream: Any = await router.acompletion("llm", messages, stream=True, max_tokens=TOKENS)
+            stream: Any = await router.acompletion(
+                "llm", messages, stream=True, max_tokens=TOKENS, user=name
+            )
             async for _ in stream:
                 if leaves:
                     await stream.aclose()
@@ -116,10 +124,10 @@ async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[
     endpoints = [f"127.0.0.1:{one.port}" for one in servers]
     server, port = await start(EndpointPicker(gate, endpoints), "127.0.0.1", 0)
     limit = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
-    body = {"model": "llm", "messages": [], "stream": True, "max_tokens": TOKENS}
+    same = {"model": "llm", "messages": [], "stream": True, "max_tokens": TOKENS}
 
-    async def send(leaves: bool) -> str:
-        exchange = Exchange(channel)
+    async def send(name: str, leaves: bool) -> str:
+        exchange, body = Exchange(channel), {**same, "user": name}
         try:
             picked = await exchange.ask(json.dumps(body).encode())
             if not picked.endpoints:
@@ -190,14 +198,18 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
 
     Returns:
         A row of the table.
+
+    Raises:
+        ValueError: If a count is below 1.
     """
-    servers = [FaultyServer(0.002) for _ in range(3)]
+    for key, value in (("requests", requests), ("at_a_time", at_a_time)):
+        if value < 1:
+            raise ValueError(f"{key} is {value}; at least 1 is needed")
+    servers = [FaultyServer(0.002) for _ in range(EXPERTS)]
     for each in servers:
         await each.start()
-    gate = Gate(
-        GatewayRouter({"num_experts": 3, "waiting_capacity": 64}, "least_outstanding"),
-        backoff_s=0.2,
-    )
+    fleet = {"num_experts": EXPERTS, "running_capacity": RUNNING, "waiting_capacity": WAITING}
+    gate = Gate(GatewayRouter(fleet, "least_outstanding"), backoff_s=0.2)
     random = np.random.default_rng(seed)
     became: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -205,17 +217,18 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
 
     async with KINDS[kind](gate, servers) as send:
 
-        async def one(leaves: bool) -> None:
+        async def one(name: str, leaves: bool) -> None:
             try:
-                became[await send(leaves)] += 1
+                became[await send(name, leaves)] += 1
             finally:
                 gate_open.release()
 
-        async def some(count: int) -> None:
+        async def some(names: str, count: int) -> None:
             tasks: set[asyncio.Task[None]] = set()
-            for _ in range(count):
+            for k in range(count):
                 await gate_open.acquire()
-                task = asyncio.create_task(one(bool(random.random() < HANG_UPS)))
+                leaves = bool(random.random() < HANG_UPS)
+                task = asyncio.create_task(one(f"{names}{k}", leaves))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             await asyncio.gather(*tasks)
@@ -225,13 +238,13 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
             gc.collect()
             return _resident_mb(), _descriptors()
 
-        await some(max(requests // 10, 1))  # pools and caches fill
+        await some("w", max(requests // 10, 1))  # pools and caches fill
         warm = await settled()
         became.clear()
         before = gate.status()
         begun = time.perf_counter()
         breaker = asyncio.create_task(_break(servers, 1.0, faults))
-        await some(requests)
+        await some("r", requests)
         seconds = time.perf_counter() - begun
         breaker.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -242,8 +255,10 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
         await each.stop()
     gate.router.close()
     made = {key: state[key] - before[key] for key in ("decisions", "drops", "finished", "failed")}
+    completed = Counter(user for each in servers for user in each.users)
     return {
         "kind": kind,
+        "at_a_time": at_a_time,
         "requests": requests,
         "answered": became["ok"],
         "hung_up": became["left"],
@@ -253,6 +268,7 @@ async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) 
         "dropped": made["drops"],
         "attempts_finished": made["finished"],
         "attempts_failed": made["failed"],
+        "completed_twice": sum(count > 1 for count in completed.values()),
         "in_flight_after": state["in_flight"] + int(gate.router.load().sum()),
         "given_up": state["given_up"],
         "turns_of_faults": sum(faults.values()),
@@ -277,20 +293,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--kind", choices=list(KINDS), default="endpoint-picker", help="plug-in (endpoint-picker)")
     add("--requests", type=int, default=10_000, help="after a tenth as many (10000)")
+    add("--at-a-time", type=int, default=32, help=f"the fleet has room for {CAPACITY} (32)")
     add("--out", type=Path, default=OUT, help=f"folder of the table ({OUT})")
     options = parser.parse_args(arguments)
-    row = asyncio.run(soak(options.kind, options.requests))
+    row = asyncio.run(soak(options.kind, options.requests, at_a_time=options.at_a_time))
     print("\n".join(f"{key}: {value}" for key, value in row.items()))
     path = options.out / "soak.csv"
-    rows = [one for one in read_rows(path) if one["kind"] != row["kind"]] if path.exists() else []
+    earlier = read_rows(path) if path.exists() else []
+    rows = [one for one in earlier if _key(one) != _key(row)]
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "servegym.experiments.real.plugins.soak", *words])
     packages = ("litellm", "grpcio", "envoy-data-plane", "aiohttp")
     made = tables.provenance(command, options.requests < 10_000, packages)
     options.out.mkdir(parents=True, exist_ok=True)
-    ordered = sorted([*rows, row], key=lambda one: one["kind"])
+    ordered = sorted([*rows, row], key=_key)
     tables.write_result(path, ordered, {**made, "versions": _both(path, made["versions"])})
     return 0
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, int]:
+    return row["kind"], int(row["at_a_time"])
 
 
 def _both(path: Path, versions: dict[str, str]) -> dict[str, str]:

@@ -61,6 +61,9 @@ def test_errors_are_of_the_simulation_over_the_measured(tmp_path):
         "plan": {"policies": ["random"]},
         "capacity_rps": [1.0],
         "latency_requirement_s": 0.1,
+        "servers": [
+            {"name": "a", "engine": "vllm", "slots": 8, "context": 64, "cores": [0], "pid": 7}
+        ],
     }
     lines = []
     compare.write_tables(rows, tmp_path, {}, saved, ["a"], [], [0.001], 0, lines.append)
@@ -73,6 +76,10 @@ def test_errors_are_of_the_simulation_over_the_measured(tmp_path):
         ("plain", "0.6"),
     }
     assert any("QoS apart by 0.100" in line for line in lines)
+    made = json.loads((tmp_path / "errors.json").read_text())
+    assert made["settings"]["servers"] == [
+        {"name": "a", "engine": "vllm", "slots": 8, "context": 64, "cores": [0]}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -142,6 +149,8 @@ def test_tiny_servers_from_calibration_to_tables(compared):
     for name in ("small", "large"):
         assert compare.law_of(compare.load(str(compared / f"{name}.json"))).table.min() > 0
     assert len(read(compared / "tables" / "qos.csv")) == 2 * 4
+    made = json.loads((compared / "tables" / "qos.json").read_text())
+    assert made["command"].startswith("servegym real compare fleet.toml --policies")
 
 
 @pytest.mark.slow

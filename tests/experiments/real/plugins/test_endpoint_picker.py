@@ -243,12 +243,21 @@ def test_requests_before_servers_that_fail_end_once_and_nothing_is_held(tmp_path
     from servegym.experiments.real.plugins import soak
 
     assert soak.main(["--requests", "120", "--out", str(tmp_path)]) == 0
-    (row,) = read_rows(tmp_path / "soak.csv")
-    became = row["answered"] + row["hung_up"] + row["failed"] + row["refused"]
-    assert became == row["requests"] == 120
-    assert row["attempts"] == row["attempts_finished"] + row["attempts_failed"] + row["dropped"]
-    assert row["answered"] == row["attempts_finished"]
-    assert row["in_flight_after"] == 0
+    flood = ["--at-a-time", str(2 * soak.CAPACITY), "--requests", str(4 * soak.CAPACITY)]
+    assert soak.main([*flood, "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "soak.csv")
+    assert [row["at_a_time"] for row in rows] == [32, 2 * soak.CAPACITY]
+    for row in rows:
+        became = row["answered"] + row["hung_up"] + row["failed"] + row["refused"]
+        assert became == row["requests"]
+        assert row["attempts"] == row["attempts_finished"] + row["attempts_failed"] + row["dropped"]
+        assert row["answered"] == row["attempts_finished"] > 0
+        assert row["refused"] == row["dropped"]
+        assert row["completed_twice"] == row["in_flight_after"] == 0
+    assert rows[0]["refused"] == 0 < rows[1]["refused"]
+    for word in ("requests", "at-a-time"):
+        with pytest.raises(ValueError, match=f"{word.replace('-', '_')} is 0; at least 1"):
+            soak.main([f"--{word}", "0", "--out", str(tmp_path)])
 
 
 def test_the_table_of_agreement(tmp_path):
