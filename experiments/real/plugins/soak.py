@@ -3,10 +3,11 @@
 Three servers answer; in turn each of them answers with errors, dies in its answers, stalls, refuses
 connections and starts again, while one client in ten hangs up. Every request must have one end, no
 request may be completed twice, and memory and file descriptors must stay. More requests at a time
-than the fleet has room for are a flood, of which the policy must refuse a part.
+than the fleet has room for are a flood, of which the policy must refuse a part; the servers are
+slow then, so that requests come faster than this one process can answer them.
 
-    python -m servegym.experiments.real.plugins.soak --kind endpoint-picker
-    python -m servegym.experiments.real.plugins.soak --kind endpoint-picker --at-a-time 500
+    python -m servegym.experiments.real.plugins.soak
+    python -m servegym.experiments.real.plugins.soak --at-a-time 500 --token-s 0.3
 
 Each adds its row to the table ``soak``. The kind ``litellm`` needs LiteLLM.
 """
@@ -124,6 +125,8 @@ async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[
     endpoints = [f"127.0.0.1:{one.port}" for one in servers]
     server, port = await start(EndpointPicker(gate, endpoints), "127.0.0.1", 0)
     limit = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
+    # No connection is kept, so that each descriptor that stays is one too many.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     same = {"model": "llm", "messages": [], "stream": True, "max_tokens": TOKENS}
 
     async def send(name: str, leaves: bool) -> str:
@@ -158,7 +161,7 @@ async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[
     try:
         async with (
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-            aiohttp.ClientSession(timeout=limit) as session,
+            aiohttp.ClientSession(timeout=limit, connector=connector) as session,
         ):
             yield send
     finally:
@@ -187,25 +190,30 @@ async def _break(servers: Sequence[FaultyServer], every_s: float, seen: Counter[
                 await one.start()
 
 
-async def soak(kind: str, requests: int, *, at_a_time: int = 32, seed: int = 0) -> dict[str, Any]:
+async def soak(
+    kind: str, requests: int, *, at_a_time: int = 32, token_s: float = 0.002, seed: int = 0
+) -> dict[str, Any]:
     """Send the requests.
 
     Args:
         kind: One of `KINDS`.
         requests: How many.
         at_a_time: How many at a time.
+        token_s: Seconds a token of the servers.
         seed: Of the clients that hang up.
 
     Returns:
         A row of the table.
 
     Raises:
-        ValueError: If a count is below 1.
+        ValueError: If a count is below 1, or a server needs too long for a token.
     """
     for key, value in (("requests", requests), ("at_a_time", at_a_time)):
         if value < 1:
             raise ValueError(f"{key} is {value}; at least 1 is needed")
-    servers = [FaultyServer(0.002) for _ in range(EXPERTS)]
+    if not 0 <= token_s < TIMEOUT_S:
+        raise ValueError(f"token_s is {token_s}; the gateway waits {TIMEOUT_S} s for a token")
+    servers = [FaultyServer(token_s) for _ in range(EXPERTS)]
     for each in servers:
         await each.start()
     fleet = {"num_experts": EXPERTS, "running_capacity": RUNNING, "waiting_capacity": WAITING}
@@ -294,9 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--kind", choices=list(KINDS), default="endpoint-picker", help="plug-in (endpoint-picker)")
     add("--requests", type=int, default=10_000, help="after a tenth as many (10000)")
     add("--at-a-time", type=int, default=32, help=f"the fleet has room for {CAPACITY} (32)")
+    add("--token-s", type=float, default=0.002, help="seconds a token of the servers (0.002)")
     add("--out", type=Path, default=OUT, help=f"folder of the table ({OUT})")
     options = parser.parse_args(arguments)
-    row = asyncio.run(soak(options.kind, options.requests, at_a_time=options.at_a_time))
+    made_of = {"at_a_time": options.at_a_time, "token_s": options.token_s}
+    row = asyncio.run(soak(options.kind, options.requests, **made_of))
     print("\n".join(f"{key}: {value}" for key, value in row.items()))
     path = options.out / "soak.csv"
     earlier = read_rows(path) if path.exists() else []
