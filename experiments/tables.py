@@ -33,6 +33,7 @@ __all__ = [
     "note",
     "provenance",
     "read_record",
+    "runs_with",
     "versions",
     "write_record",
     "write_result",
@@ -107,6 +108,23 @@ def read_record(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise MalformedFileError(file, None, None, "is no JSON object", "remove it")
     return record
+
+
+def runs_with(
+    path: str | os.PathLike[str], command: str, packages: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The runs whose rows are in a table to which each run adds its own, for ``merged``.
+
+    Args:
+        path: The table as it is before this run, or where it will be.
+        command: The command line of this run, in whose place an earlier one of the same goes.
+        packages: Packages whose versions are recorded.
+
+    Returns:
+        ``command`` and ``versions`` of each, this run last.
+    """
+    earlier = [one for one in read_record(path).get("merged", []) if one["command"] != command]
+    return [*earlier, {"command": command, "versions": versions(packages)}]
 
 
 def write_record(

@@ -16,6 +16,7 @@ from servegym.experiments.tables import (
     note,
     provenance,
     read_record,
+    runs_with,
     versions,
     write_result,
 )
@@ -51,6 +52,16 @@ def test_a_table_without_a_record_has_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text("{")
     with pytest.raises(MalformedFileError):
         read_record(tmp_path / "one.csv")
+
+
+def test_a_table_to_which_runs_add_their_rows_names_each_run_once(tmp_path: Path) -> None:
+    path = tmp_path / "shared.csv"
+    for command in ("make a", "make b", "make a"):
+        runs = runs_with(path, command, ("numpy",))
+        write_result(path, [{"a": 1}], provenance(command, merged=runs))
+    merged = read_record(path)["merged"]
+    assert [one["command"] for one in merged] == ["make b", "make a"]
+    assert all(one["versions"]["numpy"] for one in merged)
 
 
 def test_a_table_resumes_where_it_stopped(tmp_path: Path) -> None:

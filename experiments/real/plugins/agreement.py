@@ -475,8 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "servegym.experiments.real.plugins.agreement", *words])
     packages = ("litellm", "grpcio", "envoy-data-plane", "ray", "torch")
-    earlier = tables.read_record(path)
-    runs = [*earlier.get("merged", []), {"command": command, "versions": tables.versions(packages)}]
+    runs = tables.runs_with(path, command, packages)
     options.out.mkdir(parents=True, exist_ok=True)
     tables.write_result(
         path,

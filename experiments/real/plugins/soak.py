@@ -314,24 +314,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     command = shlex.join(["python", "-m", "servegym.experiments.real.plugins.soak", *words])
     packages = ("litellm", "grpcio", "envoy-data-plane", "aiohttp")
-    made = tables.provenance(command, options.requests < 10_000, packages)
+    runs = tables.runs_with(path, command, packages)
+    made = tables.provenance(command, options.requests < 10_000, packages, merged=runs)
     options.out.mkdir(parents=True, exist_ok=True)
-    ordered = sorted([*rows, row], key=_key)
-    tables.write_result(path, ordered, {**made, "versions": _both(path, made["versions"])})
+    tables.write_result(path, sorted([*rows, row], key=_key), made)
     return 0
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, int]:
     return row["kind"], int(row["at_a_time"])
-
-
-def _both(path: Path, versions: dict[str, str]) -> dict[str, str]:
-    """Versions of this run, and of an earlier one for what is not installed here."""
-    earlier = tables.read_record(path).get("versions", {})
-    return {
-        key: earlier.get(key, value) if value == "not installed" else value
-        for key, value in versions.items()
-    }
 
 
 if __name__ == "__main__":
