@@ -46,6 +46,7 @@ __all__ = ["application", "run"]
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 ATTEMPTS = 3
+MAX_BODY_BYTES = 4 << 20
 AT_A_TIME = 4096
 """Requests that Ray lets in: who is refused before that is for the policy to say."""
 
@@ -106,8 +107,13 @@ class Gateway:
             return JSONResponse(status())
         if request.method != "POST" or path not in PATHS:
             return _refused(404, f"{request.method} {path} is not served; POST {PATHS}")
+        sent = bytearray()
+        async for part in request.stream():
+            sent += part
+            if len(sent) > MAX_BODY_BYTES:
+                return _refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
         try:
-            body = await request.json()
+            body = json.loads(sent)
         except ValueError:
             body = None
         if not isinstance(body, dict):

@@ -231,6 +231,7 @@ def test_servers_behind_ray_serve(tmp_path):
         assert (code, json.loads(text)["error"]["param"]) == (400, "n")  # the server's own words
         assert ask(f"{url}/v1/completions", [1])[0] == 400
         assert ask(f"{url}/v1/nothing", {})[0] == 404
+        assert ask(f"{url}/v1/completions", {**body, "prompt": "x" * (4 << 20)})[0] == 413
         (state,) = json.loads(ask(f"{url}/servegym")[2])
         assert (state["decisions"], state["finished"], state["left"]) == (8, 7, 1)
         assert state["in_flight"] == 0
