@@ -1,6 +1,6 @@
 """Train a router from nothing, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, 330 s of processor time on two cores. `servegym.agents.direct_search`
+``make train`` runs this, about five minutes of two cores. `servegym.agents.direct_search`
 finds the weights of a linear rule, starting with nothing; `servegym.agents.rpi` then learns from
 rollouts that follow the rule what to add to it. The terminal shows the QoS on validation episodes,
 and every heuristic on the same episodes as a line; after that all of them play the same episodes of
@@ -497,9 +497,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     begin = time.perf_counter()
     command = shlex.join(["python", "-m", MODULE, *words])
-    settings: dict[str, Any] = {"seed": args.seed}
+    settings: dict[str, Any] = {}
     if args.checkpoint is None:
-        settings |= {"steps": steps, "labels": labels}
+        settings = {"seed": args.seed, "steps": steps, "labels": labels}
     made = provenance(command, args.quick, packages=("torch",), settings=settings)
     checkpoints = args.checkpoint
     if checkpoints is None:
