@@ -115,7 +115,7 @@ async def _litellm(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[Send]:
-    """A small gateway beside the picker: it tries the endpoints in turn until one answers."""
+    """A small gateway beside the picker: it tries the endpoints until one takes the request."""
     import aiohttp
     import grpc
 
@@ -149,10 +149,10 @@ async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[
                         await exchange.part(b"", last=True)
                         await exchange.close()
                         return "ok"
-                except (TimeoutError, aiohttp.ClientConnectorError):
+                except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError):
                     continue
-                except aiohttp.ClientError:  # in its answer
-                    return "failed"
+                except (TimeoutError, aiohttp.ClientError):
+                    return "failed"  # it may be at work on the answer, so nobody else is asked
             await exchange.status(503)
             return "failed"
         finally:
