@@ -1,6 +1,6 @@
 """Train a router from nothing, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, about five minutes of two cores. `servegym.agents.direct_search`
+``make train`` runs this, some six minutes of two cores. `servegym.agents.direct_search`
 finds the weights of a linear rule, starting with nothing; `servegym.agents.rpi` then learns from
 rollouts that follow the rule what to add to it. The terminal shows the QoS on validation episodes,
 and every heuristic on the same episodes as a line; after that all of them play the same episodes of

@@ -248,6 +248,7 @@ def test_requests_before_servers_that_fail_end_once_and_nothing_is_held(tmp_path
     assert soak.main([*flood, "--out", str(tmp_path)]) == 0
     rows = read_rows(tmp_path / "soak.csv")
     assert [row["at_a_time"] for row in rows] == [32, 2 * soak.CAPACITY]
+    assert [row["requests"] for row in rows] == [120, 3 * soak.CAPACITY]
     for row in rows:
         became = row["answered"] + row["hung_up"] + row["failed"] + row["refused"]
         assert became == row["requests"]
