@@ -153,7 +153,8 @@ def load_policy(
     """Read a checkpoint written by an agent.
 
     Args:
-        path: The safetensors file, or a run's folder (its ``best.safetensors`` is taken).
+        path: The safetensors file, or a run's folder (its
+            ``best.safetensors``, or the last where the last policy counts).
         system: A `RoutingSystem`; its estimators replace those of the training fleet, so that the
             policy can serve other experts. Or a `PlacementSystem`: the cluster to place on.
             Default: that of the training.
@@ -168,7 +169,8 @@ def load_policy(
     """
     file = Path(path)
     if file.is_dir():
-        file = file / "best.safetensors"
+        best = file / "best.safetensors"
+        file = best if best.exists() else file / "last.safetensors"
     if not file.exists():
         raise ValueError(f"path: no checkpoint at {file}")
     import torch

@@ -54,6 +54,54 @@ def impact_of(
     return of_expert, distance[:, :, :-1]
 
 
+ARRIVED, EXPERT, REQUEST = 11, 11, 8
+"""Numbers of a node of `node_rows`: the arrived request, an expert, a queued request."""
+GAPS = slice(2, 5)
+"""Columns of `node_rows` with the logs of the mean gaps, over 8, 32 and 128 requests."""
+
+
+def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
+    """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
+
+    The arrived request: prompt tokens, L, the load. An expert: Eq. 7, the request as it would serve
+    it, the four of `impact_features`, the predicted scores that it holds and ends in time. A queued
+    request: Eq. 6 and its distances from L without and with the new one. Tokens of prompts and gaps
+    are logs.
+
+    Args:
+        obs: A batch of Dict observations.
+        model: The estimator of the system.
+
+    Returns:
+        (B, 11 + 11 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
+        holds a request.
+
+    Raises:
+        ValueError: If the number of experts is not that of the system.
+    """
+    count, known = obs["experts"].shape[1], model.system.num_experts
+    if count != known:
+        raise ValueError(
+            f"made for {known} experts, got {count}; "
+            "a policy over the graph takes another fleet with load_policy(path, system)"
+        )
+    limit, req, exp = obs["latency_requirement"], obs["request"], obs["experts"]
+    of_expert, of_queued = impact_features(obs, model)
+    mask = np.concatenate([obs["running_mask"], obs["waiting_mask"]], 2)
+    p, s, d, e, t, late = np.moveaxis(np.concatenate([obs["running"], obs["waiting"]], 2), -1, 0)
+    late = np.log1p(late / limit[:, :, None]) / 2
+    held = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, late], -1)
+    held = np.concatenate([held, of_queued], -1) * mask[..., None]
+    in_time = (s * mask * (of_queued[..., 0] <= 0)).sum(-1, keepdims=True) / 3
+    gap, prompt, length = np.moveaxis(obs["load"], -1, 0)
+    gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
+    expert = [2 * exp[..., :1], exp[..., 1:] / 3, np.log1p(req[..., :1]) / 6]
+    expert += [4 * req[..., 1:2] - 2, req[..., 2:] / 150, of_expert, in_time]
+    parts = [np.log1p(req[:, 0, :1]) / 6, limit / 0.03, gap, np.log1p(prompt) / 6, length / 150]
+    parts += [part.reshape(len(limit), -1) for part in (np.concatenate(expert, -1), held, mask)]
+    return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+
+
 def steeper(distance: NDArray[Any]) -> NDArray[Any]:
     """tanh(9 x) of tanh(3 x)."""
     return (3 * distance + distance**3) / (1 + 3 * distance**2)

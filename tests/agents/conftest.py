@@ -53,6 +53,7 @@ def make_obs(batch, experts=4, running=3, waiting=2, seed=0, empty=()):
         "running_mask": run_mask,
         "waiting_mask": wait_mask,
         "latency_requirement": rng.uniform(0.02, 0.05, (batch, 1)).astype(np.float32),
+        "load": (rng.random((batch, 3, 3)) * (0.5, 400, 200)).astype(np.float32),
     }
 
 

@@ -6,47 +6,37 @@ import pytest
 torch = pytest.importorskip("torch")
 tyro = pytest.importorskip("tyro")
 
-from servegym.agents import ppo_han, pqn, sac_han  # noqa: E402
+from servegym.agents import sac_han  # noqa: E402
 from servegym.baselines.llm_routing.features import impact_features  # noqa: E402
 from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.envs.llm_routing.graph import EDGE_TYPES, NODE_TYPES, to_hetero_data  # noqa: E402
-
-LAYOUT = sac_han.Layout(4, 3, 2)
-INPUTS = 4 * len(sac_han.HORIZONS)
 
 
 def a_system():
     return RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
 
 
-def tensor_rows(obs):
-    return torch.from_numpy(LAYOUT.rows(obs, LatencyModel(a_system()))).float()
+def an_agent(seed=0):
+    torch.manual_seed(seed)
+    return sac_han.Agent(a_system())
 
 
-def node_features(rows, i, law):
-    """The features of graph i, as `to_hetero_data` takes them."""
-    parts = rows.split(LAYOUT.sizes, -1)
+def tensor_rows(agent, obs):
+    return torch.from_numpy(agent.rows(obs)).float()
+
+
+def node_features(agent, row):
+    """The features of one graph, as `to_hetero_data` takes them."""
+    sizes = (sac_han.ARRIVED, 4 * sac_han.EXPERT, 4 * 5 * sac_han.REQUEST, 20)
+    arrived, expert, held, _ = row.split(sizes)
+    held = held.view(4, 5, -1).numpy()
     return {
-        "arrived": parts[0][i].numpy(),
-        "expert": np.concatenate([parts[1][i].view(4, 10).numpy(), law.numpy()], -1),
-        "running": parts[2][i].view(4, 3, 8).numpy(),
-        "waiting": parts[3][i].view(4, 2, 8).numpy(),
+        "arrived": arrived.numpy(),
+        "expert": np.concatenate([expert.view(4, -1).numpy(), agent.law.numpy()], -1),
+        "running": held[:, :3],
+        "waiting": held[:, 3:],
     }
-
-
-@pytest.mark.parametrize("other", [ppo_han, pqn])
-def test_the_copies_of_the_network_are_the_same(other, random_obs):
-    torch.manual_seed(0)
-    one, two = sac_han.HAN(), other.HAN()
-    two.load_state_dict(one.state_dict())
-    obs, law = random_obs(3), torch.rand(4, 4)
-    rows = tensor_rows(obs)
-    theirs = other.Layout(4, 3, 2)
-    assert (rows.numpy() == theirs.rows(obs, LatencyModel(a_system()))).all()
-    with torch.no_grad():
-        for a, b in zip(one(rows, LAYOUT, law), two(rows, theirs, law), strict=True):
-            assert (a == b).all()
 
 
 def hanconv_like(layer, dims):
@@ -54,15 +44,14 @@ def hanconv_like(layer, dims):
     conv = pytest.importorskip("torch_geometric.nn").HANConv(
         dims, sac_han.WIDTH, (list(NODE_TYPES), list(EDGE_TYPES)), heads=sac_han.HEADS
     )
-    shape = (1, sac_han.HEADS, sac_han.WIDTH // sac_han.HEADS)
     with torch.no_grad():
         for kind in NODE_TYPES:
-            conv.proj[kind].weight.copy_(layer.proj[kind].weight)
-            conv.proj[kind].bias.copy_(layer.proj[kind].bias)
-        for name in layer.src:
-            source, target = name.split("__")
-            conv.lin_src[f"{source}__to__{target}"].copy_(layer.src[name].view(shape))
-            conv.lin_dst[f"{source}__to__{target}"].copy_(layer.dst[name].view(shape))
+            conv.proj[kind].load_state_dict(layer.proj[kind].state_dict())
+        ends = {"arrived": "expert__to__arrived"}
+        ends |= {k: f"{k}__to__expert" for k in ("running", "waiting")}
+        for name, edge in ends.items():
+            conv.lin_src[edge].copy_(layer.src[name][None])
+            conv.lin_dst[edge].copy_(layer.dst[name][None])
         conv.k_lin.load_state_dict(layer.k_lin.state_dict())
         conv.q.copy_(layer.q[None])
     return conv
@@ -70,81 +59,59 @@ def hanconv_like(layer, dims):
 
 @pytest.mark.parametrize("empty", [(), (1, 3), (0, 1, 2, 3, 4)])
 def test_dense_han_equals_hanconv_on_each_graph(empty, random_obs):
-    torch.manual_seed(0)
-    law, han = torch.rand(4, 4), sac_han.HAN()
-    first = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
-    second = hanconv_like(han.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
-    obs = random_obs(5, empty=empty)
-    rows = tensor_rows(obs)
+    agent, obs = an_agent(), random_obs(5, empty=empty)
+    first = hanconv_like(agent.first, {k: p.in_features for k, p in agent.first.proj.items()})
+    second = hanconv_like(agent.second, dict.fromkeys(NODE_TYPES, sac_han.WIDTH))
+    rows = tensor_rows(agent, obs)
     with torch.no_grad():
-        request, experts = han(rows, LAYOUT, law)
+        *nodes, queued, index = agent.nodes(rows)
+        h_a, h_e, h_q = agent.first(*nodes, queued, index)
+        request, experts, _ = agent.second(h_a, h_e, h_q.split([len(x) for x in queued]), index)
     assert request.abs().max() > 0.01 and experts.abs().max() > 0.01
+    seen = 0
     for i in range(5):
-        graph = to_hetero_data({k: v[i] for k, v in obs.items()}, node_features(rows, i, law))
+        graph = to_hetero_data({k: v[i] for k, v in obs.items()}, node_features(agent, rows[i]))
         with torch.no_grad():
             hidden = first(graph.x_dict, graph.edge_index_dict)
             out = second(hidden, graph.edge_index_dict)
+        of_graph = index % 20 // 4 == i
+        theirs = torch.cat([hidden["running"], hidden["waiting"]])
+        torch.testing.assert_close(h_q[of_graph], theirs, atol=1e-5, rtol=0)
         torch.testing.assert_close(request[i], out["arrived"][0], atol=1e-5, rtol=0)
-        torch.testing.assert_close(experts[i], out["expert"], atol=1e-5, rtol=0)
-
-
-def test_first_layer_embeds_queued_requests_as_hanconv_does(random_obs, monkeypatch):
-    torch.manual_seed(1)
-    law, han = torch.rand(4, 4), sac_han.HAN()
-    conv = hanconv_like(han.first, {k: p.in_features for k, p in han.first.proj.items()})
-    obs = random_obs(1, seed=3)
-    rows = tensor_rows(obs)
-    graph = to_hetero_data({k: v[0] for k, v in obs.items()}, node_features(rows, 0, law))
-    seen = {}
-    second = sac_han.HANLayer.forward
-
-    def spy(layer, x, index):
-        if layer.last:
-            seen.update(x)
-        return second(layer, x, index)
-
-    monkeypatch.setattr(sac_han.HANLayer, "forward", spy)
-    with torch.no_grad():
-        han(rows, LAYOUT, law)
-        theirs = conv(graph.x_dict, graph.edge_index_dict)
-    assert len(seen["running"]) > 2 and len(seen["waiting"]) > 1
-    for kind in NODE_TYPES:
-        torch.testing.assert_close(seen[kind], theirs[kind], atol=1e-5, rtol=0)
+        torch.testing.assert_close(experts.view(5, 4, -1)[i], out["expert"], atol=1e-5, rtol=0)
+        seen += len(theirs)
+    assert seen == len(index)
 
 
 def test_embedding_ignores_batch_neighbours(random_obs):
-    torch.manual_seed(0)
-    law, han = torch.rand(4, 4), sac_han.HAN()
-    rows = tensor_rows(random_obs(6, empty=(2,)))
+    agent = an_agent()
+    rows = tensor_rows(agent, random_obs(6, empty=(2,)))
     with torch.no_grad():
-        together = han(rows, LAYOUT, law)
-        alone = [han(rows[i : i + 1], LAYOUT, law) for i in range(6)]
+        together = agent.encode(agent.nodes(rows))
+        alone = [agent.encode(agent.nodes(rows[i : i + 1])) for i in range(6)]
     torch.testing.assert_close(together[1], torch.cat([a[1] for a in alone]), atol=1e-6, rtol=0)
 
 
 def permuted(obs, order):
-    per_expert = {k: v[:, order] for k, v in obs.items() if k != "latency_requirement"}
-    return per_expert | {"latency_requirement": obs["latency_requirement"]}
+    whole = ("latency_requirement", "load")
+    return {k: v if k in whole else v[:, order] for k, v in obs.items()}
 
 
 def test_permuting_experts_permutes_logits_and_values(random_obs):
-    torch.manual_seed(0)
     order, system = np.array([2, 0, 3, 1]), a_system()
-    args = sac_han.Args(prior=0.02, privileged_critic=True)
-    agent = sac_han.Agent(args, system)
-    other = sac_han.Agent(args, system.permuted(order))
+    agent = an_agent()
+    other = sac_han.Agent(system.permuted(order))
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(3)
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 3)
     moved = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     with torch.no_grad():
-        h = agent.encode(torch.from_numpy(agent.rows(obs)).float())
-        g = other.encode(torch.from_numpy(other.rows(permuted(obs, order))).float())
+        h = agent.encode(agent.nodes(tensor_rows(agent, obs)))
+        g = other.encode(other.nodes(tensor_rows(other, permuted(obs, order))))
         one, two = agent.log_policy(h, mask), other.log_policy(g, moved)
-        inputs = torch.rand(3, INPUTS)
         assert (one[:, 1:] - one[:, 1:].mean(1, keepdim=True)).abs().max() > 1e-3
-        for a, b in ((one, two), (agent.values(h, inputs)[0], other.values(g, inputs)[0])):
+        for a, b in ((one, two), (agent.critics(*h)[0], other.critics(*g)[0])):
             torch.testing.assert_close(a[:, 1:][:, order], b[:, 1:], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(a[:, 0], b[:, 0], atol=1e-5, rtol=1e-5)
 
