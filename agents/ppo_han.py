@@ -7,8 +7,8 @@ starts from nothing. ``--encoder sets`` replaces the HAN by one small network ov
 the sum of its queue, ten times as fast; ``--encoder expert`` reads the experts' rows alone, as the
 paper's Baseline RL does (``--prior 0``).
 
-Neighbours: `sac_han` has the same features and HAN with soft actor-critic, `pqn` with Q-learning;
-`ppo` is for flat observations. ``python agents/ppo_han.py --help`` lists the options.
+Neighbours: `sac_han` has the same features and HAN with soft actor-critic; `ppo` is for flat
+observations. ``python agents/ppo_han.py --help`` lists the options.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ AGENTS = (
     "baseline_rl",
     "direct_search",
     "ppo_han",
-    "pqn",
     "rpi",
     "fleet_search",
     "prefix_search",

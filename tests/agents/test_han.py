@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 tyro = pytest.importorskip("tyro")
 
-from servegym.agents import ppo_han, pqn, sac_han  # noqa: E402
+from servegym.agents import ppo_han, sac_han  # noqa: E402
 from servegym.baselines.llm_routing.features import impact_features  # noqa: E402
 from servegym.baselines.llm_routing.latency import LatencyModel  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
@@ -35,7 +35,7 @@ def node_features(rows, i, law):
     }
 
 
-@pytest.mark.parametrize("other", [ppo_han, pqn])
+@pytest.mark.parametrize("other", [ppo_han])
 def test_the_copies_of_the_network_are_the_same(other, random_obs):
     torch.manual_seed(0)
     one, two = sac_han.HAN(), other.HAN()

@@ -9,11 +9,9 @@ Their other settings come from their sweeps on the validation split (`TUNED`, `T
 400,000, by SAC and by PPO (``baseline_rl_ppo``). ``direct_search`` has the state of Baseline RL and
 no learning: what a policy over that state can be. The group ``general`` has one policy for all
 rates: ``residual`` is SAC-HAN that corrects a heuristic, ``baseline_rl`` the paper's baseline. The
-group ``zoo`` trains all agents at one task, each for about two minutes of one core. The group
-``mixed`` has one policy for every fleet, load, requirement and number of experts, which ships as
-``rpi``. The group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too. The
-group ``labels`` has SAC-HAN with and without labels by rollouts of its own policy. The group
-``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets
+group ``mixed`` has one policy for every fleet, load, requirement and number of experts, which ships
+as ``rpi``. The group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too.
+The group ``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets
 from nothing, each cell with the best of the same six settings on the validation split: what is
 each worth to a learner that changes in nothing else?
 """
@@ -143,36 +141,6 @@ LIMITS = "latency_requirement_s=[0.014,0.048]"
 EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 6, 9, 12)}
 """Numbers of experts to train for at the rate of the paper's Fig. 11, by point."""
 
-ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "rpi_sets": ("rpi", 30_000, {"fit_every": 15_000}),
-    "ppo_sets": ("ppo_han", 800_000, {"encoder": "sets"}),
-    "ppo_han": ("ppo_han", 140_000, {"encoder": "han"}),
-    "pqn_sets": ("pqn", 800_000, {"encoder": "sets"}),
-    "pqn_han": ("pqn", 160_000, {"encoder": "han"}),
-    "sac_han": ("sac_han", 150_000, RESIDUAL),
-    "ppo_sets_nothing": ("ppo_han", 800_000, {"encoder": "sets", "prior": 0.0}),
-    "ppo_han_nothing": ("ppo_han", 140_000, {"encoder": "han", "prior": 0.0}),
-    "sac_han_nothing": ("sac_han", 150_000, {**FROM_NOTHING, **TUNED}),
-}
-"""Agent, steps (labels of ``rpi``) and arguments by variant of the group ``zoo``."""
-
-LABELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "labels": (100_000, {"rollout_labels": 20_000, "buffer_size": 50_000}),
-    "labels_then_sac": (
-        160_000,
-        {
-            "rollout_labels": 20_000,
-            "buffer_size": 50_000,
-            "lr": 5e-4,
-            "actor_lr": 2e-4,
-            "eval_every": 15_000,
-        },
-    ),
-    "sac": (160_000, {**FROM_NOTHING, **TUNED}),
-}
-"""Steps and arguments of SAC-HAN by variant of the group ``labels``: with and without labels by
-rollouts, with and without SAC's own steps."""
-
 PPO: dict[str, dict[str, Any]] = {
     "qos_aware": {"encoder": "sets", "reward": "qos_aware"},
     "baseline_rl_dsa": {"encoder": "sets", "reward": "completed_qos"},
@@ -234,8 +202,8 @@ class TrainingRun:
     """One training.
 
     Attributes:
-        group: What it belongs to: ``paper``, ``factorial``, ``ppo``, ``general``, ``zoo``,
-            ``labels``, ``mixed``, ``predictors``, ``limits`` or ``experts``.
+        group: What it belongs to: ``paper``, ``factorial``, ``ppo``, ``general``, ``mixed``,
+            ``predictors``, ``limits`` or ``experts``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
@@ -338,20 +306,6 @@ def _factorial(seeds: Sequence[int]) -> Iterator[TrainingRun]:
                 )
 
 
-def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    for seed in seeds:
-        for variant, (agent, steps, given) in ZOO.items():
-            settings = {**POINTS["het4-11"], "reward": "paid_forward", **given}
-            yield TrainingRun("zoo", variant, "het4-11", seed, steps, settings, agent)
-
-
-def _labels(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    for seed in seeds:
-        for variant, (steps, given) in LABELS.items():
-            settings = {**POINTS["het4-11"], "reward": "paid_forward", **given}
-            yield TrainingRun("labels", variant, "het4-11", seed, steps, settings)
-
-
 def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         settings = {**POINTS["all"], "reward": "paid_forward", **RPI}
@@ -392,8 +346,6 @@ RUNS: tuple[TrainingRun, ...] = (
     *_factorial((1, 2, 3, 4, 5)),
     *_ppo((1, 2, 3)),
     *_general((1, 2, 3)),
-    *_zoo((1, 2, 3)),
-    *_labels((1, 2, 3, 4, 5)),
     *_mixed((1, 2)),
     *_worlds((1, 2, 3)),
     *_short((1, 2, 3)),
