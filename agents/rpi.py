@@ -12,7 +12,7 @@ set of weights serves any fleet, number of experts and L; ``--mixture`` trains o
 With ``--start`` a rule that `direct_search` found from nothing takes the heuristic's place;
 ``--ray`` plays the rollouts on a Ray cluster.
 
-Neighbours: `ppo_han` has the same features and network and learns from the rewards of the actions
+Neighbours: `ppo_sets` has the same features and network and learns from the rewards of the actions
 taken. ``python agents/rpi.py --help`` lists the options.
 """
 

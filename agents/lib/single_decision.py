@@ -109,7 +109,7 @@ class SingleDecision:
         """Copy the weights.
 
         Args:
-            net: An agent of ``sac_han`` or of ``ppo_han`` with the HAN.
+            net: An agent of ``sac_han``.
             heuristic_values: The agent's values (B, N) to correct, of experts' features (B, N, 10)
                 and their running slots.
         """

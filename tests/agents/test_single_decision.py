@@ -8,28 +8,23 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import load_policy, ppo_han, sac_han  # noqa: E402
+from servegym.agents import load_policy, sac_han  # noqa: E402
 from servegym.agents.lib.single_decision import SingleDecision  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.evaluate import make_envs  # noqa: E402
 
 
-@pytest.mark.parametrize("agent", [sac_han, ppo_han])
-def test_logits_equal_the_networks(random_obs, agent):
+def test_logits_equal_the_networks(random_obs):
     torch.manual_seed(3)
     system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    net = agent.Agent(agent.Args(prior=0.5), system).eval()
-    single = SingleDecision(net, agent.heuristic_values)
+    net = sac_han.Agent(sac_han.Args(prior=0.5), system).eval()
+    single = SingleDecision(net, sac_han.heuristic_values)
     obs = random_obs(40, 4, 3, 2, seed=5, empty=(0, 7))
     for i in range(40):
         rows = net.rows({key: value[i : i + 1] for key, value in obs.items()})
-        x = torch.as_tensor(rows).float()
         with torch.inference_mode():
-            all_legal = torch.ones(1, 5)
-            if agent is sac_han:
-                wanted = net.log_policy(net.encode(x), all_legal)[0].numpy()
-            else:
-                wanted = net(x, all_legal)[0][0].numpy()
+            h = net.encode(torch.as_tensor(rows).float())
+            wanted = net.log_policy(h, torch.ones(1, 5))[0].numpy()
         logits = torch.from_numpy(single.logits(rows, net.layout))
         np.testing.assert_allclose(logits.log_softmax(-1).numpy(), wanted, atol=2e-5)
 
