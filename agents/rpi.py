@@ -1,19 +1,20 @@
-"""Rollout policy iteration: learn a router from its actions' returns on copies of the simulator.
+"""Rollout policy iteration with the simulator as its model: it copies the simulator to learn.
 
 In some of the states that the router meets, a few actions are tried on copies of the simulator that
-share their future; a heuristic, later the policy itself, decides the requests after them, and the
-difference of the rewards is a label: how much better one action was, with far less noise than a
-return has. A network regresses on the labels from the observation, which averages over the futures
-that a router cannot know; the policy takes the best action. That is approximate policy iteration
-by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis, Parr, ICML 2003).
+share their future; a router in the field has no such copies. A heuristic, later the policy itself,
+decides the requests after them, and the difference of the rewards is a label: how much better one
+action was, with far less noise than a return has. A network regresses on the labels from the
+observation, which averages over the futures that a router cannot know; the policy takes the best
+action. That is approximate policy iteration by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis,
+Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
 set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
 With ``--start`` a rule that `direct_search` found from nothing takes the heuristic's place;
 ``--ray`` plays the rollouts on a Ray cluster.
 
-Neighbours: `pqn` and `ppo_han` have the same features and network and learn from the rewards of the
-actions taken. ``python agents/rpi.py --help`` lists the options.
+Neighbours: `ppo_sets` has the same features and network and learns from the rewards of the actions
+taken. ``python agents/rpi.py --help`` lists the options.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""Run plumbing of the agents: arguments, environments, logs, snapshots, checkpoints, evaluation.
-
-"""
+"""Run plumbing of the agents: arguments, environments, logs, snapshots, checkpoints, evaluation."""

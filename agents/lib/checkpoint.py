@@ -24,8 +24,7 @@ AGENTS = (
     "sac_han",
     "baseline_rl",
     "direct_search",
-    "ppo_han",
-    "pqn",
+    "ppo_sets",
     "rpi",
     "fleet_search",
     "prefix_search",
@@ -162,7 +161,7 @@ def load_policy(
 
     Returns:
         A greedy policy; its name says what was trained: ``sac_han``, ``baseline_rl``,
-        ``baseline_rl_dsa``, ``ppo_han``, ``ppo_sets``, ``ppo_expert``, or that of the agent.
+        ``baseline_rl_dsa``, or that of the agent.
 
     Raises:
         ValueError: If there is no such file, or it is no checkpoint of these agents.

@@ -65,7 +65,7 @@ ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
-GRAPH_AGENTS = ("sac_han", "baseline_rl", "direct_search", "ppo_han", "pqn", "rpi")
+GRAPH_AGENTS = ("sac_han", "baseline_rl", "direct_search", "ppo_sets", "rpi")
 
 COLUMNS = {
     "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),

@@ -4,18 +4,12 @@ The paper's three learners are trained from their own reward alone: SAC-HAN (``s
 QoS-aware reward, Baseline RL (``baseline_rl``) with the experts' rows and the completed QoS, and
 Baseline RL + DSA (``baseline_rl_dsa``) with the graph and the completed QoS. None of them starts at
 a heuristic, learns from labels or lets its critics read the coming arrivals (`FROM_NOTHING`).
-Their other settings come from their sweeps on the validation split (`TUNED`, `TUNED_ROWS`,
-`TUNED_PPO`). With the graph they take a million steps, ten minutes of a core; Baseline RL takes
-400,000, by SAC and by PPO (``baseline_rl_ppo``). ``direct_search`` has the state of Baseline RL and
-no learning: what a policy over that state can be. The group ``general`` has one policy for all
-rates: ``residual`` is SAC-HAN that corrects a heuristic, ``baseline_rl`` the paper's baseline. The
-group ``zoo`` trains all agents at one task, each for about two minutes of one core. The group
-``mixed`` has one policy for every fleet, load, requirement and number of experts, which ships as
-``rpi``. The group ``ppo`` trains the paper's three with PPO in SAC's place, from nothing too. The
-group ``labels`` has SAC-HAN with and without labels by rollouts of its own policy. The group
-``factorial`` crosses the rewards with the estimator's features (Eq. 13-15), PPO over sets
-from nothing, each cell with the best of the same six settings on the validation split: what is
-each worth to a learner that changes in nothing else?
+Their other settings come from their sweeps on the validation split (`TUNED`, `TUNED_ROWS`). With
+the graph they take a million steps, ten minutes of a core; Baseline RL takes 400,000.
+``direct_search`` has the state of Baseline RL and no learning: what a policy over that state can
+be. The group ``general`` has one policy for all rates: ``residual`` is SAC-HAN that corrects a
+heuristic, ``baseline_rl`` the paper's baseline. The group ``mixed`` has one policy for every fleet,
+load, requirement and number of experts, which ships as ``rpi``.
 """
 
 from __future__ import annotations
@@ -33,7 +27,6 @@ PAPER_STEPS = {
     "sac_han": 1_000_000,
     "baseline_rl": 400_000,
     "baseline_rl_dsa": 1_000_000,
-    "baseline_rl_ppo": 400_000,
     "direct_search": 12_000_000,
 }
 """Steps of the group ``paper`` by variant."""
@@ -87,15 +80,7 @@ TUNED = {"alpha": 0.088, "n_step": 8, "gamma": 0.98, "lr": 3.9e-3, "actor_lr": 2
 latter; for SAC-HAN level with the best one (.434 and .435), which went on less well after the
 sweep's 50,000 steps."""
 TUNED_ROWS = {"alpha": 0.195, "n_step": 8, "gamma": 0.995, "lr": 3.0e-3, "actor_lr": 1.7e-3}
-TUNED_PPO = {
-    "num_envs": 32,
-    "num_steps": 128,
-    "update_epochs": 4,
-    "learning_rate": 1.95e-3,
-    "gamma": 0.98,
-    "gae_lambda": 0.99,
-}
-"""The best of the thirty trials each of the sweeps ``baseline_rl`` and ``baseline_rl_ppo``."""
+"""The best of the thirty trials of the sweep ``baseline_rl``."""
 
 RESIDUAL = {"rollout_labels": 0, "prior": 0.02, "privileged_critic": True}
 """SAC alone, as a correction of `priced_greedy`."""
@@ -110,22 +95,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **TUNED_ROWS,
     },
     "baseline_rl_dsa": {"reward": "completed_qos", **FROM_NOTHING, **TUNED},
-    "baseline_rl_ppo": {
-        "reward": "completed_qos",
-        "encoder": "expert",
-        "prior": 0.0,
-        "privileged_critic": False,
-        **TUNED_PPO,
-    },
     "direct_search": {"reward": "completed_qos"},
 }
 """Arguments of the agent by variant."""
 
-AGENTS = {
-    "baseline_rl": "baseline_rl",
-    "baseline_rl_ppo": "ppo_han",
-    "direct_search": "direct_search",
-}
+AGENTS = {"baseline_rl": "baseline_rl", "direct_search": "direct_search"}
 """Module of ``servegym.agents`` by variant where it is not ``sac_han``."""
 
 PREDICTORS = {
@@ -142,65 +116,6 @@ LIMITS = "latency_requirement_s=[0.014,0.048]"
 
 EXPERTS = {"linear5": (3, 9, 12), "het5": (3, 6, 9, 12)}
 """Numbers of experts to train for at the rate of the paper's Fig. 11, by point."""
-
-ZOO: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "rpi_sets": ("rpi", 30_000, {"fit_every": 15_000}),
-    "ppo_sets": ("ppo_han", 800_000, {"encoder": "sets"}),
-    "ppo_han": ("ppo_han", 140_000, {"encoder": "han"}),
-    "pqn_sets": ("pqn", 800_000, {"encoder": "sets"}),
-    "pqn_han": ("pqn", 160_000, {"encoder": "han"}),
-    "sac_han": ("sac_han", 150_000, RESIDUAL),
-    "ppo_sets_nothing": ("ppo_han", 800_000, {"encoder": "sets", "prior": 0.0}),
-    "ppo_han_nothing": ("ppo_han", 140_000, {"encoder": "han", "prior": 0.0}),
-    "sac_han_nothing": ("sac_han", 150_000, {**FROM_NOTHING, **TUNED}),
-}
-"""Agent, steps (labels of ``rpi``) and arguments by variant of the group ``zoo``."""
-
-LABELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "labels": (100_000, {"rollout_labels": 20_000, "buffer_size": 50_000}),
-    "labels_then_sac": (
-        160_000,
-        {
-            "rollout_labels": 20_000,
-            "buffer_size": 50_000,
-            "lr": 5e-4,
-            "actor_lr": 2e-4,
-            "eval_every": 15_000,
-        },
-    ),
-    "sac": (160_000, {**FROM_NOTHING, **TUNED}),
-}
-"""Steps and arguments of SAC-HAN by variant of the group ``labels``: with and without labels by
-rollouts, with and without SAC's own steps."""
-
-PPO: dict[str, dict[str, Any]] = {
-    "qos_aware": {"encoder": "sets", "reward": "qos_aware"},
-    "baseline_rl_dsa": {"encoder": "sets", "reward": "completed_qos"},
-    "baseline_rl": {"encoder": "expert", "reward": "completed_qos"},
-}
-"""Arguments by variant of the group ``ppo``. The whole state is read by ``sets``: with the HAN the
-same steps take eight times as long."""
-PPO_STEPS = 1_500_000
-
-REWARDS: dict[str, dict[str, Any]] = {
-    "completed": {"reward": "completed_qos"},
-    "new_violations": {"reward": "qos_aware"},
-    "literal": {"reward": "qos_aware", "set": ("penalty=literal",)},
-}
-"""Rewards of the factorial: the completed QoS alone, and both readings of Eq. 16's penalty."""
-LEARNER = {"encoder": "sets", "prior": 0.0, "privileged_critic": False, "eval_every": 50_000}
-FACTORIAL_TUNED: dict[str, dict[str, Any]] = {
-    "off_completed": {"gae_lambda": 0.99, "learning_rate": 1e-3},
-    "off_new_violations": {"gae_lambda": 0.99, "learning_rate": 1e-3},
-    "off_literal": {"gae_lambda": 0.9, "learning_rate": 2.5e-3},
-    "on_completed": {"gae_lambda": 0.9, "learning_rate": 1e-3},
-    "on_new_violations": {"gae_lambda": 0.9, "learning_rate": 1e-3},
-    "on_literal": {"gae_lambda": 0.9, "learning_rate": 2.5e-3},
-}
-"""The best settings of each cell in the sweep ``factorial``, by whether the estimator's features
-are on and by reward."""
-FACTORIAL_STEPS = 350_000
-
 
 MIXTURE = tuple(
     f"profiles={fleet} num_experts={count} rate={rate}"
@@ -234,8 +149,8 @@ class TrainingRun:
     """One training.
 
     Attributes:
-        group: What it belongs to: ``paper``, ``factorial``, ``ppo``, ``general``, ``zoo``,
-            ``labels``, ``mixed``, ``predictors``, ``limits`` or ``experts``.
+        group: What it belongs to: ``paper``, ``general``, ``mixed``, ``predictors``,
+            ``limits`` or ``experts``.
         variant: Name of the learner or of the change.
         point: Key of `POINTS`.
         seed: Seed of the training.
@@ -256,7 +171,7 @@ class TrainingRun:
     def network(self) -> str:
         """Network over the state: ``han``, ``sets``; over the rows alone ``expert``, ``linear``."""
         fixed = {"baseline_rl": "expert", "direct_search": "linear", "rpi": "sets"}
-        return fixed.get(self.agent) or self.settings.get("encoder", "han")
+        return fixed.get(self.agent, "han")
 
     @property
     def from_nothing(self) -> bool:
@@ -318,60 +233,15 @@ def _general(seeds: Sequence[int]) -> Iterator[TrainingRun]:
         yield _run("general", "baseline_rl", "baseline_rl", "het4-11", seed)
 
 
-def _ppo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    for seed in seeds:
-        for point in ("het8", "linear5"):
-            for variant, given in PPO.items():
-                settings = {**POINTS[point], "prior": 0.0, "privileged_critic": False, **given}
-                yield TrainingRun("ppo", variant, point, seed, PPO_STEPS, settings, "ppo_han")
-
-
-def _factorial(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    for seed in seeds:
-        for point in ("het8", "linear5"):
-            for cell, tuned in FACTORIAL_TUNED.items():
-                impact, _, reward = cell.partition("_")
-                settings = {**POINTS[point], **LEARNER, **REWARDS[reward], **tuned}
-                settings["impact"] = impact == "on"
-                yield TrainingRun(
-                    "factorial", cell, point, seed, FACTORIAL_STEPS, settings, "ppo_han"
-                )
-
-
-def _zoo(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    for seed in seeds:
-        for variant, (agent, steps, given) in ZOO.items():
-            settings = {**POINTS["het4-11"], "reward": "paid_forward", **given}
-            yield TrainingRun("zoo", variant, "het4-11", seed, steps, settings, agent)
-
-
-def _labels(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    for seed in seeds:
-        for variant, (steps, given) in LABELS.items():
-            settings = {**POINTS["het4-11"], "reward": "paid_forward", **given}
-            yield TrainingRun("labels", variant, "het4-11", seed, steps, settings)
-
-
 def _mixed(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         settings = {**POINTS["all"], "reward": "paid_forward", **RPI}
         yield TrainingRun("mixed", "rpi", "all", seed, RPI_LABELS, settings, "rpi")
 
 
-def _worlds(seeds: Sequence[int]) -> Iterator[TrainingRun]:
-    """The factorial's cell of the paper's reward without predictions, and over all L.
-
-    The direct search over Baseline RL's state is trained over all L beside it.
-    """
-    cell = {**LEARNER, **REWARDS["new_violations"], **FACTORIAL_TUNED["on_new_violations"]}
+def _limits(seeds: Sequence[int]) -> Iterator[TrainingRun]:
     for seed in seeds:
         for point in ("het8", "linear5"):
-            for group, variant, given in (
-                ("predictors", "ppo_zs_zl", PREDICTORS["zs_zl"]),
-                ("limits", "ppo", (LIMITS,)),
-            ):
-                settings = {**POINTS[point], **cell, "impact": True, "set": given}
-                yield TrainingRun(group, variant, point, seed, FACTORIAL_STEPS, settings, "ppo_han")
             yield _run("limits", "direct_search", "direct_search", point, seed, set=(LIMITS,))
 
 
@@ -389,13 +259,9 @@ def _short(seeds: Sequence[int]) -> Iterator[TrainingRun]:
 
 RUNS: tuple[TrainingRun, ...] = (
     *_paper((1, 2, 3, 4, 5)),
-    *_factorial((1, 2, 3, 4, 5)),
-    *_ppo((1, 2, 3)),
     *_general((1, 2, 3)),
-    *_zoo((1, 2, 3)),
-    *_labels((1, 2, 3, 4, 5)),
     *_mixed((1, 2)),
-    *_worlds((1, 2, 3)),
+    *_limits((1, 2, 3)),
     *_short((1, 2, 3)),
 )
 """All runs, the most useful first."""

@@ -13,7 +13,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import baseline_rl, ppo_han, sac_han  # noqa: E402
+from servegym.agents import baseline_rl, sac_han  # noqa: E402
 from servegym.agents.lib.checkpoint import shipped  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.figures import run as figure_run  # noqa: E402
@@ -46,7 +46,7 @@ def rows_of(path):
 def checkpoint(folder, run, **given):
     """An untrained checkpoint as the training queue leaves one."""
     torch.manual_seed(run.seed)
-    agent = {"baseline_rl": baseline_rl, "ppo_han": ppo_han}.get(run.agent, sac_han)
+    agent = baseline_rl if run.agent == "baseline_rl" else sac_han
     args = agent.Args(**run.arguments, seed=run.seed)
     system = RoutingSystem.from_kwargs(profiles=run.settings["profiles"])
     net = agent.Agent(6) if agent is baseline_rl else agent.Agent(args, system)
@@ -443,11 +443,9 @@ def test_factorial_of_small_runs(tmp_path, trained):
     folder, cache = tmp_path / "runs", tmp_path / "cache"
     runs = {run.name: run for run in routing_training.RUNS}
     checkpoint(folder, runs["paper_baseline_rl_het8_s1"])
-    for cell, impact in (("on_completed", True), ("off_completed", False)):
-        given = runs["ppo_baseline_rl_dsa_het8_s1"]
-        settings = {**given.settings, "impact": impact}
-        one = dataclasses.replace(given, group="factorial", variant=cell, settings=settings)
-        checkpoint(folder, one)
+    for cell in ("on_completed", "off_completed"):
+        given = runs["paper_baseline_rl_dsa_het8_s1"]
+        checkpoint(folder, dataclasses.replace(given, group="factorial", variant=cell))
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(folder)]
     argv += ["--cache", str(cache), "--episodes", "2"]
     assert routing_factorial.main(argv) == 0

@@ -1,4 +1,4 @@
-"""PPO over the graph: masks, the start, advantages by hand, runs, resuming, checkpoints."""
+"""PPO over sets: masks, the start, advantages by hand, runs, resuming, checkpoints."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ tyro = pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import load_policy, ppo_han  # noqa: E402
+from servegym.agents import load_policy, ppo_sets  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot  # noqa: E402
 from servegym.baselines.llm_routing.features import privileged_inputs  # noqa: E402
@@ -29,28 +29,26 @@ def tiny(tmp_path, **changes):
         "run_name": "run",
         "set": ("num_experts=3", "episode_requests=50"),
     }
-    return ppo_han.Args(**(settings | changes))
+    return ppo_sets.Args(**(settings | changes))
 
 
-def an_agent(encoder="han", **changes):
+def an_agent():
     torch.manual_seed(0)
     system = RoutingSystem.from_kwargs(num_experts=4, running_capacity=3, waiting_capacity=2)
-    args = ppo_han.Args(encoder=encoder, **changes)
-    return ppo_han.Agent(args, system), system
+    return ppo_sets.Agent(system), system
 
 
-@pytest.mark.parametrize("encoder", ["han", "sets"])
-def test_experts_that_trade_places_trade_probabilities(encoder, random_obs):
-    agent, system = an_agent(encoder)
+def test_experts_that_trade_places_trade_probabilities(random_obs):
+    agent, system = an_agent()
     order = np.array([2, 0, 3, 1])
-    other = ppo_han.Agent(ppo_han.Args(encoder=encoder), system.permuted(order))
+    other = ppo_sets.Agent(system.permuted(order))
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(5)
     moved = {k: v[:, order] if k != "latency_requirement" else v for k, v in obs.items()}
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 5)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
-    inputs = torch.rand(5, 4 * len(ppo_han.HORIZONS))
+    inputs = torch.rand(5, ppo_sets.INPUTS)
     with torch.no_grad():
         one, value = agent(torch.from_numpy(agent.rows(obs)).float(), mask, inputs)
         two, same = other(torch.from_numpy(other.rows(moved)).float(), there, inputs)
@@ -59,29 +57,25 @@ def test_experts_that_trade_places_trade_probabilities(encoder, random_obs):
     torch.testing.assert_close(value, same, atol=1e-4, rtol=1e-4)
 
 
-def test_the_untrained_policy_is_nearly_the_heuristic(random_obs):
-    agent, system = an_agent(prior=0.001)  # so cold that what the network adds is nothing
+def test_the_untrained_policy_is_nearly_the_heuristic(random_obs, monkeypatch):
+    monkeypatch.setattr(ppo_sets, "TEMPERATURE", 0.001)  # what the network adds is nothing
+    agent, system = an_agent()
     obs, mask = random_obs(200, seed=2), np.ones((200, 5), np.int8)
-    with torch.no_grad():
-        log_pi, _ = agent(torch.from_numpy(agent.rows(obs)).float(), torch.from_numpy(mask))
     wanted = PricedGreedy(system).act(obs, mask)
-    assert (log_pi.argmax(-1).numpy() == wanted).mean() > 0.9 and len(set(wanted)) > 3
+    assert (agent.act(obs, mask) == wanted).mean() > 0.9 and len(set(wanted)) > 3
 
 
 def test_advantages_by_hand():
     reward, value = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.5], [1.0], [1.5]])
     following, done = torch.tensor([[1.0], [0.0], [2.0]]), torch.tensor([[0.0], [1.0], [0.0]])
-    got = ppo_han.advantages(reward, done, value, following, 0.5, 0.8)
+    got = ppo_sets.advantages(reward, done, value, following, 0.5, 0.8)
     # deltas 1 + 0.5 - 0.5 = 1, 2 + 0 - 1 = 1, 3 + 1 - 1.5 = 2.5; the end cuts the third off.
     assert got[:, 0].tolist() == pytest.approx([1 + 0.4 * 1, 1.0, 2.5])
 
 
-def test_a_privileged_critic_refuses_truncated_episodes(tmp_path):
-    cut = {"set": ("num_experts=3", "episode_requests=50", "max_episode_steps=20")}
-    with pytest.raises(ValueError, match="privileged_critic: must be False with max_episode_steps"):
-        ppo_han.train(tiny(tmp_path, **cut))
-    run = ppo_han.train(tiny(tmp_path, privileged_critic=False, **cut))
-    assert (run / "best.safetensors").exists()
+def test_truncated_episodes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="set: max_episode_steps must be left out"):
+        ppo_sets.train(tiny(tmp_path, set=("max_episode_steps=20",)))
 
 
 def test_privileged_inputs_by_hand():
@@ -90,8 +84,8 @@ def test_privileged_inputs_by_hand():
     for _ in range(30):
         envs.step(np.ones(3, np.int64))
     batch = envs.unwrapped.batch
-    got = privileged_inputs(envs, ppo_han.HORIZONS)[1].reshape(4, 4)
-    for column, ahead in enumerate(ppo_han.HORIZONS):
+    got = privileged_inputs(envs, ppo_sets.HORIZONS)[1].reshape(4, 4)
+    for column, ahead in enumerate(ppo_sets.HORIZONS):
         count = min(ahead, 10)  # requests 30 to 39 are left
         gap = batch.arrivals[1, min(30 + ahead, 39)] - batch.arrivals[1, 30] + 0.1
         rows = batch.table[batch.rows[1, 30 : 30 + count]]
@@ -106,15 +100,16 @@ def test_privileged_inputs_by_hand():
 
 def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
     runs = [
-        ppo_han.train(tiny(tmp_path, run_name=name, seed=seed))
+        ppo_sets.train(tiny(tmp_path, run_name=name, seed=seed))
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     ]
     logs = [lines(run) for run in runs]
     assert logs[0] == logs[1] != logs[2]
+    assert logs[0][0]["global_step"] == 0 and "eval/avg_qos" in logs[0][0]
     keys = {key for row in logs[0] for key in row}
     assert {"eval/avg_qos_rate_8", "eval/share_3", "charts/avg_qos", "charts/share_0"} <= keys
     policy = load_policy(runs[0])
-    assert policy.name == "ppo_han"
+    assert policy.name == policy.agent == "ppo_sets"
     envs = make_envs("servegym/LLMRouting-v0", 2, **(policy.training_env | {"split": "eval"}))
     obs, info = envs.reset(seed=3)
     for _ in range(20):
@@ -126,7 +121,7 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
 
 
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
-    assert_goes_on(ppo_han, tiny, tmp_path, monkeypatch, 256, encoder="sets")
+    assert_goes_on(ppo_sets, tiny, tmp_path, monkeypatch, 256)
 
 
 def test_a_run_without_the_snapshot_asked_for_says_so(tmp_path, capsys):
@@ -139,40 +134,13 @@ def test_a_run_without_the_snapshot_asked_for_says_so(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_truncation_concerns_the_training_alone(tmp_path):
-    args = tiny(tmp_path, encoder="sets", privileged_critic=False, total_timesteps=128)
-    args.set = (*args.set, "max_episode_steps=10")
-    run = ppo_han.train(args)
-    policy = load_policy(run / "last.safetensors")
-    assert policy.training_env["num_experts"] == 3
-    found = [
-        ppo_han.evaluate_router(policy.net.act, args.env_id, kwargs, (8.0,), 2, 20)
-        for kwargs in (policy.training_env | {"max_episode_steps": 10}, policy.training_env)
-    ]
-    assert found[0] == found[1]
-    assert lines(run)[-1]["eval/avg_qos"] == found[0]["eval/avg_qos"]
-
-
-def test_wrong_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="env_id"):
-        ppo_han.train(tiny(tmp_path, env_id="servegym/LLMRoutingFlat-v0"))
-    with pytest.raises(ValueError, match="prior"):
-        ppo_han.train(tiny(tmp_path, prior=-1.0))
-    with pytest.raises(ValueError, match="prior"):
-        ppo_han.train(tiny(tmp_path, impact=False))
-
-
-@pytest.mark.parametrize("encoder", ["han", "sets"])
-@pytest.mark.parametrize("impact", [True, False])
-def test_only_the_estimator_tells_one_fleet_from_another(encoder, impact, random_obs):
+def test_only_the_estimator_tells_one_fleet_from_another(random_obs):
     obs, found = random_obs(5), []
     for fleet in ("edge-6-heterogeneous", "edge-6-homogeneous"):
         torch.manual_seed(0)
         size = {"num_experts": 4, "running_capacity": 3, "waiting_capacity": 2}
-        system = RoutingSystem.from_kwargs(profiles=fleet, **size)
-        args = ppo_han.Args(encoder=encoder, impact=impact, prior=0.0)
-        agent = ppo_han.Agent(args, system)
+        agent = ppo_sets.Agent(RoutingSystem.from_kwargs(profiles=fleet, **size))
         with torch.no_grad():
             rows = torch.from_numpy(agent.rows(obs)).float()
             found.append(agent.actor(*agent.encoder(rows, agent.layout, agent.law)))
-    assert torch.equal(*found) != impact
+    assert not torch.equal(*found)

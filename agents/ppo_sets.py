@@ -1,14 +1,12 @@
-"""Proximal policy optimisation over the graph of the QoS-aware routing paper.
+"""Proximal policy optimisation over the sets of the routing graph, as a correction of a heuristic.
 
-On-policy, and so without replay buffer or target networks. By default the actor starts at
-`priced_greedy`: its logits are that heuristic's value of every action over a temperature, plus what
-the network adds, nearly zero at first (residual policy learning, Silver et al. 2018); ``--prior 0``
-starts from nothing. ``--encoder sets`` replaces the HAN by one small network over every expert and
-the sum of its queue, ten times as fast; ``--encoder expert`` reads the experts' rows alone, as the
-paper's Baseline RL does (``--prior 0``).
+One small network reads every expert and the sums of its queue. The actor starts at `priced_greedy`:
+its logits are that heuristic's value of every action over a temperature, plus what the network
+adds, nearly zero at first (residual policy learning, Silver et al. 2018). In training alone the
+critic reads the coming arrivals, see `privileged_inputs`.
 
-Neighbours: `sac_han` has the same features and HAN with soft actor-critic, `pqn` with Q-learning;
-`ppo` is for flat observations. ``python agents/ppo_han.py --help`` lists the options.
+Neighbours: `ppo` begins with nothing, on flat observations; `rpi` has the same network and learns
+from rollouts on copies of the simulator. ``python agents/ppo_sets.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -36,13 +33,13 @@ from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.graph_rows import Layout
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.agents.lib.single_decision import SingleDecision
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
+ENV_ID = "servegym/LLMRouting-v0"
 Observation = Mapping[str, NDArray[Any]]
 
 ENV = {
@@ -53,14 +50,15 @@ ENV = {
 }
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
-HEADS, WIDTH, ROWS_WIDTH = 4, 64, 32  # HAN; HAN and sets; over the three numbers of a row
-NUM_MINIBATCHES = {"han": 4, "sets": 4, "expert": 16}  # per epoch, by encoder
+WIDTH = 64  # of every hidden layer
+TEMPERATURE = 0.02  # in scores, of the heuristic that the actor corrects
+NUM_MINIBATCHES = 4  # per epoch
 CLIP_COEF = 0.2  # clipping of the probability ratio
 VF_COEF = 0.5  # weight of the value loss
-CRITIC_WARMUP = 0.03  # share of the training in which the critic alone learns
+CRITIC_WARMUP = 0.04  # share of the training in which the critic alone learns
 AVERAGE = 0.05  # polyak step of the averaged network, which is evaluated and saved, per round
 EVAL_EPISODES, EVAL_REQUESTS = 8, 500  # of an evaluation: episodes per rate, requests per episode
-HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the privileged critic reads ...
+HORIZONS = (2, 8, 24, 72)  # numbers of coming requests that the critic reads ...
 INPUTS = 4 * len(HORIZONS)  # ... four numbers of each
 
 
@@ -68,17 +66,8 @@ INPUTS = 4 * len(HORIZONS)  # ... four numbers of each
 class Args(ResumableRunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRouting-v0"
-    """a routing environment with the Dict observation"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
-    encoder: Literal["han", "sets", "expert"] = "han"
-    """the graph attention network, a small network over every expert and its queue's sums, or one
-    over the experts' rows of Eq. 7 alone"""
-    prior: float = 0.02
-    """temperature, in scores, of the heuristic that the actor corrects; 0: start from nothing"""
-    privileged_critic: bool = True
-    """let the critic, in training, read the coming arrivals: see `privileged_inputs`"""
     total_timesteps: int = 1_000_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
@@ -91,9 +80,6 @@ class Args(ResumableRunArgs):
     """discount per decision"""
     gae_lambda: float = 0.9
     """lambda of the generalised advantage estimate"""
-    impact: bool = True
-    """read the action impact estimator (Eq. 13-15) as well: what it predicts of every action, and
-    its latency laws; without, the paper's own state and no prior"""
     update_epochs: int = 4
     """passes over the collected steps"""
     eval_every: int = 100_000
@@ -124,107 +110,8 @@ def queued_score(obs: Observation) -> NDArray[np.float32]:
     return run + wait
 
 
-class HANLayer(nn.Module):
-    """One ``HANConv`` on every graph of a batch, over the nodes that exist.
-
-    Edge types: expert -> arrived, arrived/running/waiting -> expert, expert -> running/waiting and
-    a self-loop at every node. Only the first, third and fourth have more than one neighbour; on the
-    others the message is the neighbour itself. PyG averages semantic attention over the batch.
-    """
-
-    blocks: Tensor
-
-    def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
-        super().__init__()
-        self.last = last  # nothing reads the queued requests' outputs of the last layer
-        self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
-        names = ("expert__arrived", "running__expert", "waiting__expert")
-        self.src, self.dst = (
-            nn.ParameterDict(
-                {k: nn.Parameter(torch.empty(WIDTH, 1).uniform_(-0.5, 0.5)) for k in names}
-            )
-            for _ in range(2)
-        )
-        self.register_buffer("blocks", torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 0), False)
-        self.k_lin = nn.Linear(WIDTH, WIDTH)
-        self.q = nn.Parameter(torch.empty(WIDTH).uniform_(-0.3, 0.3))
-
-    def attend(self, name: str, src: Tensor, dst: Tensor, index: Tensor) -> Tensor:
-        """Softmax attention of every node of dst (M, 64) over its src (K, 64); index (K,)."""
-        blocks = self.blocks  # (64, 4): which head a column belongs to
-        score = src @ (blocks * self.src[name])
-        score = F.leaky_relu(score + (dst @ (blocks * self.dst[name])).index_select(0, index), 0.2)
-        top = score.new_full((len(dst), HEADS), -1e9)
-        top.scatter_reduce_(0, index[:, None].expand(-1, HEADS), score.detach(), "amax")
-        weight = (score - top.index_select(0, index)).exp()
-        total = weight.new_zeros(len(dst), HEADS).index_add(0, index, weight)
-        message = src * (weight @ blocks.T)
-        message = dst.new_zeros(len(dst), WIDTH).index_add(0, index, message)
-        return (message * ((total + 1e-16).reciprocal() @ blocks.T)).relu()
-
-    def semantic(self, x: Tensor) -> Tensor:
-        """Q . tanh(W x + b) of every node; (M, 64) -> (M,)."""
-        return torch.tanh(self.k_lin(x)) @ self.q
-
-    def forward(self, x: dict[str, Tensor], index: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Node features {type: (nodes, d)} -> {type: (nodes, 64)}; index: expert of a request."""
-        h = {k: self.proj[k](v) for k, v in x.items()}
-        own = {k: v.relu() for k, v in h.items() if k in ("arrived", "expert") or not self.last}
-        score = {k: self.semantic(v) for k, v in own.items()}
-        batch, n = len(h["arrived"]), len(h["expert"]) // len(h["arrived"])
-        graph = torch.arange(batch, device=h["expert"].device).repeat_interleave(n)
-        from_experts = self.attend("expert__arrived", h["expert"], h["arrived"], graph)
-        queues = [
-            self.attend(f"{k}__expert", h[k], h["expert"], index[k]) for k in ("running", "waiting")
-        ]
-        w = torch.sigmoid(self.semantic(from_experts) - score["arrived"])  # softmax of two
-        out = {"arrived": torch.lerp(own["arrived"], from_experts, w[:, None])}
-        scores = [score["expert"], *(self.semantic(m) for m in queues)]
-        w = torch.stack([score["arrived"], *(x.view(batch, n).mean(1) for x in scores)], -1)
-        w = w.softmax(-1)  # (B, 4)
-        values = torch.stack([own["expert"], *queues]).view(3, batch, n, WIDTH)
-        mix = torch.einsum("bk,kbnd->bnd", w[:, 1:], values)
-        out["expert"] = (mix + (w[:, :1] * own["arrived"])[:, None]).view(-1, WIDTH)
-        if not self.last:
-            for k in ("running", "waiting"):
-                where = index[k] // n
-                gap = score["expert"].index_select(0, index[k]) - score[k]
-                count = torch.bincount(where, minlength=batch).clamp(min=1)
-                gap = gap.new_zeros(batch).index_add(0, where, gap) / count
-                w = torch.sigmoid(gap).index_select(0, where)[:, None]
-                out[k] = torch.lerp(own[k], own["expert"].index_select(0, index[k]), w)
-        return out
-
-
-class HAN(nn.Module):
-    """Two layers, four heads, 64 wide: rows (B, columns) -> request (B, 64), experts (B, N, 64).
-
-    An expert's node also has its latency law (Eq. 13/14), which tells idle experts apart.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        dims = {"arrived": 2, "expert": Layout.EXPERT + 4}
-        dims |= {"running": Layout.REQUEST, "waiting": Layout.REQUEST}
-        self.first = HANLayer(dims, last=False)
-        self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
-
-    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed the nodes that exist in a batch of flat rows; law (N, 4)."""
-        arrived, expert, *queues = rows.split(layout.sizes, -1)
-        laws = law.repeat(len(rows), 1)
-        x = {"arrived": arrived, "expert": torch.cat([expert.reshape(len(laws), -1), laws], -1)}
-        index, slots = {}, {"running": layout.running, "waiting": layout.waiting}
-        for k, features, mask in zip(slots, queues[:2], queues[2:], strict=True):
-            held = mask.reshape(-1).nonzero().squeeze(-1)
-            x[k] = features.reshape(-1, Layout.REQUEST).index_select(0, held)
-            index[k] = held // slots[k]  # the request's expert
-        x = self.second(self.first(x, index), index)
-        return x["arrived"], x["expert"].view(len(rows), -1, WIDTH)
-
-
 class Sets(nn.Module):
-    """In the HAN's place: one small network over every expert and the sums of its queue.
+    """One small network over every expert and the sums of its queue.
 
     An expert's input is its features and latency law, the arrived request's features, and mean and
     maximum of those of its queued requests; the request's embedding is that of the mean expert.
@@ -251,36 +138,14 @@ class Sets(nn.Module):
         return self.all(experts.mean(1)), experts
 
 
-class ExpertRows(nn.Module):
-    """The experts' rows of Eq. 7 alone: memory, running and waiting requests, for a fixed N.
-
-    One network over every expert, told apart by a vector that is learned, and the mean row.
-    """
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.who = nn.Parameter(torch.randn(experts, 8))
-        self.each = nn.Sequential(
-            nn.Linear(14, ROWS_WIDTH), nn.ReLU(), nn.Linear(ROWS_WIDTH, ROWS_WIDTH), nn.ReLU()
-        )
-        self.all = nn.Sequential(nn.Linear(ROWS_WIDTH, ROWS_WIDTH), nn.ReLU())
-
-    def forward(self, rows: Tensor, layout: Layout, law: Tensor) -> tuple[Tensor, Tensor]:
-        """Embed a batch of rows (B, 3 N)."""
-        own = rows.view(len(rows), -1, 3)
-        mean, who = own.mean(1, keepdim=True).expand_as(own), self.who.expand(len(own), -1, -1)
-        experts = self.each(torch.cat([own, mean, who], -1))
-        return self.all(experts.mean(1)), experts
-
-
 class Head(nn.Module):
     """One logit per action (B, N+1): drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n]."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.request = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, 2))
-        self.by_request, self.by_expert = nn.Linear(width, width), nn.Linear(width, width)
-        self.out = nn.Linear(width, 1)
+        self.request = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+        self.by_request, self.by_expert = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
         with torch.no_grad():  # what is added to the heuristic is small at first
             for linear in (self.request[2], self.out):
                 for weight in linear.parameters():
@@ -298,28 +163,21 @@ class Agent(nn.Module):
 
     law: Tensor
 
-    def __init__(self, args: Args, system: RoutingSystem) -> None:
+    def __init__(self, system: RoutingSystem) -> None:
         super().__init__()
         capacities = (system.running_capacity, system.waiting_capacity)
         self.layout = Layout(system.num_experts, *capacities)
-        self.model = LatencyModel(system) if args.impact and args.encoder != "expert" else None
-        self.temperature, self.privileged = args.prior, args.privileged_critic
-        self.fixed_experts = args.encoder == "expert"
+        self.model = LatencyModel(system)
         # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)
-        law = (args.impact * system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
+        law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
         self.register_buffer("law", torch.as_tensor(law))
-        if args.encoder == "expert":
-            self.encoder: nn.Module = ExpertRows(system.num_experts)
-        else:
-            self.encoder = HAN() if args.encoder == "han" else Sets()
-        width = ROWS_WIDTH if self.fixed_experts else WIDTH
-        self.actor = Head(width)
+        self.encoder, self.actor = Sets(), Head()
         self.critic = nn.Sequential(
-            nn.Linear(2 * width + args.privileged_critic * INPUTS, width),
+            nn.Linear(2 * WIDTH + INPUTS, WIDTH),
             nn.ReLU(),
-            nn.Linear(width, width),
+            nn.Linear(WIDTH, WIDTH),
             nn.ReLU(),
-            nn.Linear(width, 1),
+            nn.Linear(WIDTH, 1),
         )
 
     def rows(self, obs: Observation) -> NDArray[np.float16]:
@@ -334,38 +192,28 @@ class Agent(nn.Module):
                 f"made for {len(self.law)} experts, got {experts}; "
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
-        if self.fixed_experts:
-            return (obs["experts"] * (2, 1 / 3, 1 / 3)).reshape(-1, 3 * experts).astype(np.float16)
         self.layout = Layout(experts, running, obs["waiting"].shape[2])
         return self.layout.rows(obs, self.model)
 
-    def forward(
-        self, rows: Tensor, mask: Tensor, inputs: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: Tensor, mask: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (B, N+1), illegal actions at a large negative, and values (B,).
 
-        A privileged critic needs its ``inputs``, see `privileged_inputs`; without them its values
-        are 0.
+        The critic alone reads ``inputs`` (B, 16), see `privileged_inputs`.
         """
         request, experts = self.encoder(rows, self.layout, self.law)
-        logits = self.actor(request, experts)
-        if self.temperature:
-            start = heuristic_values(self.layout.expert(rows), self.layout.running)
-            logits = logits + F.pad(start, (1, 0)) / self.temperature  # a drop is worth 0
+        start = heuristic_values(self.layout.expert(rows), self.layout.running)
+        logits = self.actor(request, experts) + F.pad(start, (1, 0)) / TEMPERATURE  # a drop: 0
         log_pi = logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
-        known = [request, experts.mean(1)]
-        if self.privileged:
-            if inputs is None:
-                return log_pi, logits.new_zeros(len(rows))
-            known.append(inputs)
-        return log_pi, self.critic(torch.cat(known, -1)).squeeze(-1)
+        known = torch.cat([request, experts.mean(1), inputs], -1)
+        return log_pi, self.critic(known).squeeze(-1)
 
     @torch.no_grad()
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
         rows = torch.as_tensor(self.rows(obs), device=self.law.device).float()
         legal = torch.as_tensor(np.asarray(mask), device=self.law.device)
-        return self(rows, legal)[0].argmax(-1).cpu().numpy()
+        nothing = rows.new_zeros(len(rows), INPUTS)  # the actor does not read them
+        return self(rows, legal, nothing)[0].argmax(-1).cpu().numpy()
 
 
 @torch.no_grad()
@@ -389,7 +237,7 @@ def advantages(
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights and arguments in one safetensors file."""
-    meta = {"agent": "ppo_han", "args": json.dumps(asdict(args))}
+    meta = {"agent": "ppo_sets", "args": json.dumps(asdict(args))}
     checkpoint.write_checkpoint(agent, meta, path)
 
 
@@ -397,32 +245,26 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | parse_settings(args.set)
-    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
-    agent = Agent(args, system or RoutingSystem.from_kwargs(**env_kwargs))
+    agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights, recomputed=("law",))
-    # In numpy where one request is to be routed.
-    act = SingleDecision(agent, heuristic_values).act if args.encoder == "han" else agent.act
-    return CheckpointPolicy(f"ppo_{args.encoder}", "graph", args, agent, act, env_kwargs)
+    return CheckpointPolicy("ppo_sets", "graph", args, agent, agent.act, env_kwargs)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    if args.prior < 0 or (args.prior and (args.encoder == "expert" or not args.impact)):
-        allowed = "0 or a temperature, and 0 with --encoder expert or --impact False"
-        raise ValueError(f"prior: must be {allowed}; got {args.prior}")
+    if env_kwargs.get("max_episode_steps") is not None:
+        raise ValueError("set: max_episode_steps must be left out: the critic reads whole episodes")
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs, n = environments.make_envs(args.env_id, args.num_envs, **env_kwargs), args.num_envs
-    if not isinstance(envs.single_observation_space, gym.spaces.Dict):
-        raise ValueError(f"env_id: {args.env_id!r} has no Dict observation")
-    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.encoder}_{args.seed}")
+    envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
+    run = Path(args.out_dir) / (args.run_name or f"ppo_sets_{args.seed}")
 
-    agent = Agent(args, RoutingSystem.from_env(envs)).to(device)
+    agent = Agent(RoutingSystem.from_env(envs)).to(device)
     actions = agent.layout.experts + 1
     averaged = deepcopy(agent).requires_grad_(False)
-    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate, fused=agent.fixed_experts)
+    optimizer = torch.optim.Adam(agent.parameters(), args.learning_rate)
 
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, step, best, mean_reward, log_size = info["action_mask"], 0, -np.inf, 0.0, 0
@@ -435,13 +277,20 @@ def train(args: Args) -> Path:
         torch.set_rng_state(saved["rng"])
         envs = pickle.loads(saved["envs"])
         step, best, mean_reward, log_size, obs, mask, size = saved["state"]
-    if args.privileged_critic:
-        privileged_inputs(envs, HORIZONS)  # refused with max_episode_steps
-    log = RunLog(run, args, "ppo_han", step, log_size)
+    log = RunLog(run, args, "ppo_sets", step, log_size)
+
+    def evaluate() -> dict[str, float]:
+        numbers = (args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS)
+        result = evaluate_router(averaged.act, ENV_ID, env_kwargs, *numbers)
+        log.print_qos(step, result)
+        return result
+
+    if not step:
+        log.write(0, evaluate())  # the start, measured
 
     shape, batch_size = (args.num_steps, n), args.num_steps * n
     b_rows = torch.zeros((*shape, agent.rows(obs).shape[1]), dtype=torch.float16)
-    b_inputs = torch.zeros((*shape, INPUTS * args.privileged_critic), device=device)
+    b_inputs = torch.zeros((*shape, INPUTS), device=device)
     b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
     b_action = torch.zeros(shape, dtype=torch.long, device=device)
     b_logp, b_reward, b_value, b_next, b_done = torch.zeros((5, *shape), device=device)
@@ -455,12 +304,10 @@ def train(args: Args) -> Path:
             for t in range(args.num_steps + 1):
                 rows = torch.as_tensor(agent.rows(obs))
                 legal = torch.as_tensor(mask, device=device)
-                inputs = b_inputs[0, :, :0]
-                if args.privileged_critic:
-                    inputs = torch.as_tensor(privileged_inputs(envs, HORIZONS), device=device)
+                inputs = torch.as_tensor(privileged_inputs(envs, HORIZONS), device=device)
                 log_pi, value = agent(rows.to(device).float(), legal, inputs)
                 if t:
-                    b_next[t - 1] += (1 - b_done[t - 1]) * value
+                    b_next[t - 1] = (1 - b_done[t - 1]) * value  # after the step; 0 after the end
                 if t == args.num_steps:
                     break
                 b_rows[t], b_mask[t], b_value[t], b_inputs[t] = rows, legal, value, inputs
@@ -468,20 +315,14 @@ def train(args: Args) -> Path:
                 b_logp[t] = log_pi.gather(1, b_action[t][:, None]).squeeze(1)
                 action = b_action[t].cpu().numpy()
                 shares += np.bincount(action, minlength=actions)
-                obs, reward, terminated, truncated, info = envs.step(action)
-                mask, done = info["action_mask"], terminated | truncated
-                b_next[t] = 0.0  # the value after the step; 0 after a termination
+                obs, reward, done, _, info = envs.step(action)
+                mask = info["action_mask"]
                 if env_kwargs["reward"] == "paid_forward":
                     reward = reward - np.where(done, 0, (1 - args.gamma) * queued_score(obs))
-                for i in np.flatnonzero(truncated & ~terminated):
-                    final = {k: v[None] for k, v in info["final_obs"][i].items()}
-                    x = torch.as_tensor(agent.rows(final), device=device).float()
-                    ones = torch.ones((1, actions), device=device)
-                    b_next[t, i] = agent(x, ones, inputs[:1])[1][0]
                 b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
-                if terminated.any():
+                if done.any():
                     kpis = info["final_info"]["episode_kpis"]
-                    episodic_qos += kpis["avg_qos"][terminated].tolist()
+                    episodic_qos += kpis["avg_qos"][done].tolist()
 
         # Advantages of the rewards relative to their running mean.
         if not step:
@@ -504,7 +345,7 @@ def train(args: Args) -> Path:
         # Optimise policy and value.
         train_actor, spread = share_done >= CRITIC_WARMUP, float(target.var())
         for _ in range(args.update_epochs):
-            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES[args.encoder]):
+            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
                 rows, legal, inputs, action, old, adv, value_target = (
                     f[index.to(f.device)] for f in flat
                 )
@@ -537,11 +378,8 @@ def train(args: Args) -> Path:
             metrics["charts/avg_qos"] = float(np.mean(episodic_qos))
         before, last = step - batch_size, step >= args.total_timesteps
         if interval_passed(args.eval_every, before, step) or last:
-            result = evaluate_router(
-                averaged.act, args.env_id, env_kwargs, args.eval_rates, EVAL_EPISODES, EVAL_REQUESTS
-            )
+            result = evaluate()
             metrics |= result
-            log.print_qos(step, result)
             write = partial(save_policy, averaged, args)
             best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
         log.write(step, metrics)
