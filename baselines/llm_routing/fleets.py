@@ -210,7 +210,7 @@ def _without_padding(
     count = system.num_experts
     sizes = {"running": system.running_capacity, "waiting": system.waiting_capacity}
     sizes |= {f"{name}_mask": size for name, size in sizes.items()}
-    whole = ("latency_requirement", "held")
+    whole = ("latency_requirement", "load", "held")
     seen = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
     for name in ("request", "experts", *sizes):
         part = np.asarray(observation[name])[rows, :count]

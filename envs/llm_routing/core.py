@@ -47,6 +47,7 @@ OBSERVATION_KEYS = (
     "running",
     "waiting",
     "latency_requirement",
+    "load",
     "running_mask",
     "waiting_mask",
 )
@@ -125,7 +126,8 @@ def _early_space(problem: Problem) -> spaces.Space:
     n, cap_r, cap_w = problem.num_experts, problem.running_capacity, problem.waiting_capacity
     view = int(problem.cfg["layout"][0])
     if view == kernel.FLAT:
-        return spaces.Box(0.0, 1.0, (1 + n * (6 + 6 * (cap_r + cap_w)),), np.float32)
+        width = 1 + kernel.LOAD_WIDTH + n * (6 + 6 * (cap_r + cap_w))
+        return spaces.Box(0.0, 1.0, (width,), np.float32)
     if view == kernel.EXPERTS:
         return spaces.Box(0.0, 1.0, (3 * n,), np.float32)
     if view == kernel.SUMMARY:
@@ -149,6 +151,7 @@ def _early_space(problem: Problem) -> spaces.Space:
         box(row, n, cap_r, 6),
         box(row, n, cap_w, 6),
         box(np.array([MAX_LATENCY_REQUIREMENT_S]), 1),
+        box(np.array(load_bounds(problem)), len(kernel.LOAD_HORIZONS), 3),
         spaces.Box(0, 1, (n, cap_r), np.int8),
         spaces.Box(0, 1, (n, cap_w), np.int8),
     )
@@ -156,6 +159,11 @@ def _early_space(problem: Problem) -> spaces.Space:
     if problem.fleets is not None:
         named["fleet"] = box(problem.fleets.largest_features(), n, len(FLEET_FEATURES))
     return spaces.Dict(named)
+
+
+def load_bounds(problem: Problem) -> list[float]:
+    """Upper bounds of the means of the load: gap (s), prompt and predicted output tokens."""
+    return [kernel.MAX_GAP_S, kernel.MAX_PROMPT_TOKENS, float(problem.max_output_tokens)]
 
 
 def summary_bounds(problem: Problem) -> np.ndarray:
@@ -178,6 +186,7 @@ def summary_bounds(problem: Problem) -> np.ndarray:
         second,
         *((cap_r + cap_w) * x for x in waiting),
         kernel.MAX_WAIT_S,
+        *load_bounds(problem) * len(kernel.LOAD_HORIZONS),
     ]
     return np.array(bounds, dtype=np.float32)
 
@@ -227,7 +236,8 @@ class RoutingBatch:
         space = _early_space(problem)
         self.observation: Any
         if isinstance(space, spaces.Dict):
-            shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,)]
+            load = (len(kernel.LOAD_HORIZONS), 3)
+            shapes = [(n, 3), (n, 3), (n, cap_r, 6), (n, cap_w, 6), (1,), load]
             masks = [(n, cap_r), (n, cap_w), (n + 1,)]
         else:
             shapes = [space.shape or ()]
@@ -671,7 +681,7 @@ def _copy_into(arrays: list[np.ndarray], values: int) -> kernel.Copy:
     """The first so many arrays receive the values that are seen, the others the flags."""
     flat = [each.reshape(-1) for each in arrays]
     numbers, masks = flat[:values], flat[values:]
-    numbers += [np.zeros(0, np.float32)] * (5 - len(numbers))
+    numbers += [np.zeros(0, np.float32)] * (6 - len(numbers))
     masks += [np.zeros(0, np.int8)] * (3 - len(masks))
     return kernel.Copy(tuple(numbers), tuple(masks))
 

@@ -54,9 +54,13 @@ class LLMRoutingEnv(BatchEnv):
     | `running_mask` | (N, R) | 1 where `running` holds a request |
     | `waiting_mask` | (N, W) | 1 where `waiting` holds a request |
     | `latency_requirement` | (1,) | L in s per token [0, 1] |
+    | `load` | (3, 3) | over the last 8, 32 and 128 requests, this one included: mean gap between arrivals in s [0, 60] (0 before the second request), prompt tokens [0, 8192] and predicted output tokens [0, max_output_tokens], the latter two means over the experts' models |
+
+    A mean of `load` over h requests is that of all so far while they are fewer than h, then an
+    exponential average of weight 1/h. All of it is 0 once no request is left to route.
 
     With `staleness_s` the rows of the experts and the mask show the system as it was that long before
-    t, decisions since then unseen, while the request and L are the present ones; the reward knows the
+    t, decisions since then unseen, while the request, L and `load` are the present ones; the reward knows the
     truth, and a request sent to an expert that has filled up since is rejected.
 
     ## Rewards
@@ -292,15 +296,15 @@ class LLMRoutingEnv(BatchEnv):
 class LLMRoutingFlatEnv(LLMRoutingEnv):
     """`LLMRoutingEnv` with one Box for off-the-shelf agents.
 
-    The observation is a float32 `Box(0, 1, (1 + N (6 + 6 R + 6 W),))`: L in seconds, then for each
-    expert its `request` (3), `experts` (3), `running` (R x 6) and `waiting` (W x 6) features, rows
-    of no request being zero. Prompt tokens p and latency l are on a log scale,
-    `log1p(p / 16) / log1p(8192 / 16)` and `log1p(l / 0.01) / log1p(10 / 0.01)`; the rest is divided
-    by its bound. Everything else is as in `LLMRoutingEnv`.
+    The observation is a float32 `Box(0, 1, (10 + N (6 + 6 R + 6 W),))`: L in seconds, `load` (9), then
+    for each expert its `request` (3), `experts` (3), `running` (R x 6) and `waiting` (W x 6) features,
+    rows of no request being zero. Prompt tokens p, latency l and gaps g are on a log scale,
+    `log1p(p / 16) / log1p(8192 / 16)`, `log1p(l / 0.01) / log1p(10 / 0.01)` and
+    `log1p(g / 0.01) / log1p(60 / 0.01)`; the rest is divided by its bound. Everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
     >>> gymnasium.make("servegym/LLMRoutingFlat-v0").observation_space.shape
-    (397,)
+    (406,)
     """
 
     VIEW = kernel.FLAT
@@ -324,7 +328,7 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
 class LLMRoutingSummaryEnv(LLMRoutingEnv):
     """`LLMRoutingEnv` with as many numbers an expert, whatever its queues hold.
 
-    The observation is a float32 `Box` of shape (N, 35) in raw units, zeros where a drawn fleet has no
+    The observation is a float32 `Box` of shape (N, 44) in raw units, zeros where a drawn fleet has no
     such expert. Its columns, `kernel.SUMMARY_FEATURES` (tokens are counts, times seconds):
 
     | Columns | Content |
@@ -345,12 +349,13 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     | 29 | least seconds that one that is not late can afford for a token left; 10 if there is none |
     | 30 to 33 | of the waiting requests: tokens to prefill, tokens left and predicted scores (sums), requests as in column 26 |
     | 34 | longest time since an arrival of a waiting request, s |
+    | 35 to 43 | the load, the same in each row: mean gap (s), prompt and predicted tokens over the last 8, 32, 128 requests |
 
     Predicted tokens left are at least one. Everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
     >>> gymnasium.make("servegym/LLMRoutingSummary-v0", fleet="random").observation_space.shape
-    (16, 35)
+    (16, 44)
     """
 
     VIEW = kernel.SUMMARY

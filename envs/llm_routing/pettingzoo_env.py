@@ -274,7 +274,8 @@ class LLMRoutingParallelEnv(ParallelEnv):
             }
         seen = seen.copy()
         if int(self.problem.cfg["layout"][0]) == kernel.FLAT:
-            seen[1:].reshape(self.problem.num_experts, -1)[:, :3] = 0.0
+            of_experts = seen[1 + kernel.LOAD_WIDTH :].reshape(self.problem.num_experts, -1)
+            of_experts[:, :3] = 0.0
         elif int(self.problem.cfg["layout"][0]) == kernel.SUMMARY:
             seen[:, 1:4] = 0.0
         return seen

@@ -25,7 +25,12 @@ from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, build_problem
-from servegym.envs.llm_routing.kernel.layout import MAX_LATENCY_S_PER_TOKEN, MAX_PROMPT_TOKENS
+from servegym.envs.llm_routing.kernel.layout import (
+    LOAD_HORIZONS,
+    MAX_GAP_S,
+    MAX_LATENCY_S_PER_TOKEN,
+    MAX_PROMPT_TOKENS,
+)
 
 __all__ = ["Decision", "GatewayRequest", "GatewayRouter"]
 
@@ -163,6 +168,8 @@ class GatewayRouter:
         self._lock = threading.RLock()
         self._held: OrderedDict[str, _InFlight] = OrderedDict()
         self._told = False  # whether the engines tell what they run
+        self._arrivals, self._last_arrival = 0, 0.0
+        self._load = np.zeros((len(LOAD_HORIZONS), 3))
         self._worker = None if budget_s is None else _Worker()
         config = self.problem.cfg[0]
         self._slots = int(config["running_capacity"])
@@ -190,7 +197,10 @@ class GatewayRouter:
         with self._lock:
             if request.id in self._held:
                 raise ValueError(f"request {request.id!r} is in flight already; ids must be unique")
-            observation, mask = self.observation(*self._predictions(request), self.clock())
+            predictions, now = self._predictions(request), self.clock()
+            observation, mask = self.observation(*predictions, now)
+            self._load = self._load_with(predictions[0], predictions[2], now)
+            self._arrivals, self._last_arrival = self._arrivals + 1, now
             if request.allowed is not None:
                 mask[0, 1:] &= np.asarray(request.allowed, np.bool_)
             action, reason = self._chosen(observation, mask)
@@ -267,6 +277,9 @@ class GatewayRouter:
             "running": np.zeros((1, n, r, 6), np.float32),
             "waiting": np.zeros((1, n, w, 6), np.float32),
             "latency_requirement": np.full((1, 1), self.latency_requirement_s, np.float32),
+            "load": np.minimum(
+                self._load_with(prompt, lengths, now), (MAX_GAP_S, MAX_PROMPT_TOKENS, np.inf)
+            ).astype(np.float32)[None],
             "running_mask": np.zeros((1, n, r), np.int8),
             "waiting_mask": np.zeros((1, n, w), np.int8),
         }
@@ -292,6 +305,16 @@ class GatewayRouter:
             room = len(waiting[k]) < w and held <= self._blocks[k]
             mask[0, k + 1] = room and self.up[k]
         return seen, mask
+
+    def _load_with(
+        self, prompt: NDArray[np.float32], lengths: NDArray[np.float32], now: float
+    ) -> NDArray[np.float64]:
+        """The means of the load with one request more, see the environment's `load`."""
+        gap = now - self._last_arrival if self._arrivals else 0.0
+        new = np.array([gap, prompt.mean(dtype=np.float64), lengths.mean(dtype=np.float64)])
+        known = np.maximum([self._arrivals, self._arrivals + 1, self._arrivals + 1], 1)
+        share = np.maximum(1.0 / np.array(LOAD_HORIZONS)[:, None], 1.0 / known)
+        return self._load + share * (new - self._load)
 
     @staticmethod
     def _features(r: _InFlight, now: float, memory: float) -> tuple[float, ...]:

@@ -36,7 +36,10 @@ from servegym.envs.llm_routing.kernel.layout import (
     K1,
     K2,
     LITERAL,
+    LOAD_HORIZONS,
+    LOAD_WIDTH,
     LOG,
+    MAX_GAP_S,
     MAX_LATENCY_S_PER_TOKEN,
     MAX_PROMPT_TOKENS,
     MAX_WAIT_S,
@@ -65,7 +68,10 @@ from servegym.envs.llm_routing.kernel.layout import (
 )
 from servegym.envs.llm_routing.kernel.observation import (
     blank_padding,
+    clear_load,
+    copy_load,
     copy_rows,
+    note_arrival,
     observe_row,
     write_in_full,
 )
@@ -96,7 +102,10 @@ __all__ = [
     "FLAT",
     "GRAPH",
     "LITERAL",
+    "LOAD_HORIZONS",
+    "LOAD_WIDTH",
     "LOG",
+    "MAX_GAP_S",
     "MAX_LATENCY_S_PER_TOKEN",
     "MAX_PROMPT_TOKENS",
     "MAX_WAIT_S",
@@ -147,6 +156,7 @@ def begin(t, s, which):
         for j in range(c.num_requests):
             _clear_log(s.queues.log[v.first_log + j])
         _clear_system(c, b, s, v)
+        note_arrival(c, t, s, b)
         for n in range(c.num_experts):
             e = s.expert[b, n]
             while e.next_change <= v.now:
@@ -176,6 +186,7 @@ def _clear_system(c, b, s, v):
     v.current = 0
     v.held = 0
     v.to_offer = 0
+    clear_load(v)
     for n in range(c.num_experts):
         e = s.expert[b, n]
         locate(c, b, n, e)
@@ -342,6 +353,8 @@ def step(t, s, out, copy, actions, which, start, stop):
         else:
             gain += v.step_qos
         v.now = max(v.now, v.last_finish) if last else until
+        if not last:
+            note_arrival(c, t, s, b)
         memory = observe_row(t, s, out, b, -1 if last else s.rows[b, v.index])
         if not last:
             v.memory += memory
@@ -422,6 +435,8 @@ def step_late(t, s, out, held, actions, which, start, stop):
         v.step_qos = 0.0
         v.step_late = 0.0
         last = offer_next(c, t.law, s, b)
+        if v.current == v.index and not last:
+            note_arrival(c, t, s, b)
         if c.reward == PAID_FORWARD:
             loss -= v.step_late
         else:
@@ -475,6 +490,7 @@ def observe_stale(t, s, lagging, out, sent, which, start, stop):
         for n in range(c.num_experts):
             # The real system has written its own queues over these.
             write_in_full(c, lagging, out.masks, b, n)
+        copy_load(now, v)
         observe_row(t, lagging, out, b, row)
 
 

@@ -32,6 +32,10 @@ CAPACITY, K1, K2 = 0, 1, 2
 MAX_PROMPT_TOKENS = 8192.0
 MAX_LATENCY_S_PER_TOKEN = 10.0
 MAX_WAIT_S = 3600.0
+MAX_GAP_S = 60.0
+
+LOAD_HORIZONS = (8, 32, 128)  # requests
+LOAD_WIDTH = 3 * len(LOAD_HORIZONS)
 
 # Columns of the layout SUMMARY, for each expert. The arrived request, as the expert would serve it:
 SUMMARY_FEATURES = (
@@ -73,6 +77,8 @@ SUMMARY_FEATURES = (
     "waiting_scores",
     "waiting_late",
     "longest_wait_s",  # since the arrival at the router
+    # The load, the same for every expert: means over the last requests, see `note_arrival`.
+    *(f"{name}_{h}" for h in LOAD_HORIZONS for name in ("gap_s", "mean_prompt", "mean_predicted")),
 )
 SUMMARY_WIDTH = len(SUMMARY_FEATURES)
 SUMMARY_CONTEXT = 256.0  # tokens
@@ -168,6 +174,9 @@ ENV = _record(
         ("held_first", "i8"),
         ("held_last", "i8"),
         ("to_offer", "i8"),  # of the held ones, in this round
+        # The load that the router has seen, for each of `LOAD_HORIZONS`: seconds between arrivals,
+        # prompt tokens and predicted output tokens of a request.
+        *((f"{name}_{h}", "f8") for h in LOAD_HORIZONS for name in ("gap", "prompt", "length")),
     ]
 )
 """Clock and sums of a system."""
@@ -330,8 +339,8 @@ class Buffers(NamedTuple):
 
     Attributes:
         observation: float32, sections with a leading axis of B. `GRAPH`: request (N, 3), experts
-            (N, 3), running (N, R, 6), waiting (N, W, 6) and latency requirement (1,); `FLAT`:
-            (1 + N (6 + 6 R + 6 W),); `EXPERTS`: (3 N,); `SUMMARY`: (N, 35).
+            (N, 3), running (N, R, 6), waiting (N, W, 6), latency requirement (1,) and load (3, 3);
+            `FLAT`: (10 + N (6 + 6 R + 6 W),); `EXPERTS`: (3 N,); `SUMMARY`: (N, 44).
         masks: int8, sections with a leading axis of B: with `GRAPH` running (N, R) and waiting
             (N, W), then the action mask (N + 1,).
         reward: float64 ``(B, 3)``: the two terms of the reward and whether the episode has ended.
@@ -346,7 +355,7 @@ class Copy(NamedTuple):
     """Where a step leaves a copy of what is seen; empty arrays where none is wanted.
 
     Attributes:
-        values: five float32 arrays for the sections of ``Buffers.observation``, each flat.
+        values: six float32 arrays for the sections of ``Buffers.observation``, each flat.
         flags: three int8 arrays for the sections of ``Buffers.masks``.
     """
 

@@ -17,6 +17,8 @@ from servegym.envs.llm_routing.kernel.layout import (
     GRAPH,
     K1,
     K2,
+    LOAD_WIDTH,
+    MAX_GAP_S,
     MAX_LATENCY_S_PER_TOKEN,
     MAX_PROMPT_TOKENS,
     MAX_WAIT_S,
@@ -41,6 +43,7 @@ PROMPT_SCALE = 16.0
 LATENCY_SCALE = 0.01
 PROMPT_LOG = 1.0 / math.log1p(MAX_PROMPT_TOKENS / PROMPT_SCALE)
 LATENCY_LOG = 1.0 / math.log1p(MAX_LATENCY_S_PER_TOKEN / LATENCY_SCALE)
+GAP_LOG = 1.0 / math.log1p(MAX_GAP_S / LATENCY_SCALE)
 
 # Features of a request of Eq. 6, of the arrived one and of an expert.
 REQUEST_WIDTH = 6
@@ -69,6 +72,72 @@ def observe_row(t, s, out, b, row):
         memory = _observe_graph(c, t, s, out, b, row)
     _write_action_mask(c, t, s, out.masks, b, row, first + b * (c.max_experts + 1))
     return memory
+
+
+@inner
+def note_arrival(c, t, s, b):
+    """The request to route enters the means of the load.
+
+    A mean over the last h requests is that of all so far while they are fewer than h; then each
+    value moves it by 1/h of the difference. Tokens are means over the models of the experts.
+    """
+    v = s.env[b]
+    row = s.rows[b, v.index]
+    prompt = 0.0
+    length = 0.0
+    for n in range(c.num_experts):
+        model = s.expert[b, n].model
+        prompt += t.requests[row, model, PROMPT]
+        length += t.requests[row, model, PREDICTED_OUTPUT]
+    prompt /= c.num_experts
+    length /= c.num_experts
+    share = 1.0 / (v.index + 1)
+    v.prompt_8 += max(share, 1.0 / 8) * (prompt - v.prompt_8)
+    v.prompt_32 += max(share, 1.0 / 32) * (prompt - v.prompt_32)
+    v.prompt_128 += max(share, 1.0 / 128) * (prompt - v.prompt_128)
+    v.length_8 += max(share, 1.0 / 8) * (length - v.length_8)
+    v.length_32 += max(share, 1.0 / 32) * (length - v.length_32)
+    v.length_128 += max(share, 1.0 / 128) * (length - v.length_128)
+    if v.index > 0:
+        gap = s.arrivals[b, v.index] - s.arrivals[b, v.index - 1]
+        share = 1.0 / v.index
+        v.gap_8 += max(share, 1.0 / 8) * (gap - v.gap_8)
+        v.gap_32 += max(share, 1.0 / 32) * (gap - v.gap_32)
+        v.gap_128 += max(share, 1.0 / 128) * (gap - v.gap_128)
+
+
+@inline
+def copy_load(v, target):
+    """The means of the load of one system, for another's record."""
+    target.gap_8, target.gap_32, target.gap_128 = v.gap_8, v.gap_32, v.gap_128
+    target.prompt_8, target.prompt_32, target.prompt_128 = v.prompt_8, v.prompt_32, v.prompt_128
+    target.length_8, target.length_32, target.length_128 = v.length_8, v.length_32, v.length_128
+
+
+@inline
+def clear_load(v):
+    """Nothing has arrived."""
+    v.gap_8, v.gap_32, v.gap_128 = 0.0, 0.0, 0.0
+    v.prompt_8, v.prompt_32, v.prompt_128 = 0.0, 0.0, 0.0
+    v.length_8, v.length_32, v.length_128 = 0.0, 0.0, 0.0
+
+
+@inline
+def _write_load(v, row, obs, o):
+    """The means of the load, `LOAD_WIDTH` numbers in raw units; zeros after the last request."""
+    if row < 0:
+        for k in range(LOAD_WIDTH):
+            obs[o + k] = 0.0
+        return
+    obs[o] = min(v.gap_8, MAX_GAP_S)
+    obs[o + 1] = min(v.prompt_8, MAX_PROMPT_TOKENS)
+    obs[o + 2] = v.length_8
+    obs[o + 3] = min(v.gap_32, MAX_GAP_S)
+    obs[o + 4] = min(v.prompt_32, MAX_PROMPT_TOKENS)
+    obs[o + 5] = v.length_32
+    obs[o + 6] = min(v.gap_128, MAX_GAP_S)
+    obs[o + 7] = min(v.prompt_128, MAX_PROMPT_TOKENS)
+    obs[o + 8] = v.length_128
 
 
 @inline
@@ -141,6 +210,7 @@ def _observe_summary(c, t, s, out, b, row):
         obs[o + 15] = _mean_decode_s(c, t.law, e, c.running_capacity)
         _summarize_running(c, s.queues, e, v, pace, obs, o + 16)
         _summarize_waiting(c, s.queues, e, v, obs, o + 30)
+        _write_load(v, row, obs, o + 35)
     return total / c.num_experts
 
 
@@ -219,6 +289,7 @@ def _observe_graph(c, t, s, out, b, row):
     o_running = o_state + experts * STATE_WIDTH
     o_waiting = o_running + experts * cap_r * REQUEST_WIDTH
     o_limit = o_waiting + experts * cap_w * REQUEST_WIDTH
+    o_load = o_limit + s.env.shape[0]
     total = 0.0
     for n in range(c.num_experts):
         e = s.expert[b, n]
@@ -238,17 +309,24 @@ def _observe_graph(c, t, s, out, b, row):
         e.written_running = e.running
         e.written_waiting = waiting
     obs[o_limit + b] = s.env[b].latency_requirement
+    _write_load(s.env[b], row, obs, o_load + b * LOAD_WIDTH)
     return total / c.num_experts
 
 
 @inline
 def _observe_flat(c, t, s, out, b, row):
-    """Layout FLAT: L, then all that is known of each expert, in [0, 1]."""
+    """Layout FLAT: L, the load, then all that is known of each expert, in [0, 1]."""
     obs = out.observation
     cap_r, cap_w = c.running_capacity, c.waiting_capacity
     width = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.slots
-    first = b * (1 + c.max_experts * width)
+    first = b * (1 + LOAD_WIDTH + c.max_experts * width)
     obs[first] = s.env[b].latency_requirement
+    _write_load(s.env[b], row, obs, first + 1)
+    for o in range(first + 1, first + 1 + LOAD_WIDTH, 3):
+        obs[o] = math.log1p(obs[o] / LATENCY_SCALE) * GAP_LOG
+        obs[o + 1] = math.log1p(obs[o + 1] / PROMPT_SCALE) * PROMPT_LOG
+        obs[o + 2] /= c.max_output_tokens
+    first += LOAD_WIDTH
     total = 0.0
     for n in range(c.num_experts):
         e = s.expert[b, n]
@@ -397,7 +475,7 @@ def blank_padding(c, s, out, b):
         _blank(out.observation, first * STATE_WIDTH, count * STATE_WIDTH)
     elif c.layout == FLAT:
         size = ARRIVED_WIDTH + STATE_WIDTH + REQUEST_WIDTH * c.slots
-        _blank(out.observation, 1 + b + first * size, count * size)
+        _blank(out.observation, (1 + LOAD_WIDTH) * (b + 1) + first * size, count * size)
     masks += b * (c.max_experts + 1) + 1 + c.num_experts
     _blank(out.masks, masks, count)
 

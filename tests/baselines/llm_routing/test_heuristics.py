@@ -81,7 +81,7 @@ def make_observation(rng, batch=16, num_experts=6, limit=0.03, least_running=0):
 
 def permute(observation, mask, order):
     moved = {
-        key: value if key == "latency_requirement" else value[:, order]
+        key: value if key in ("latency_requirement", "load") else value[:, order]
         for key, value in observation.items()
     }
     return moved, np.concatenate([mask[:, :1], mask[:, 1:][:, order]], axis=1)

@@ -765,6 +765,11 @@ class ReferenceSimulator:
         """Arrival time of the request that awaits its action."""
         return self.arrivals[self.current]
 
+    @property
+    def newest(self) -> int:
+        """The request that arrived last."""
+        return self.current
+
     # -- what the router sees ----------------------------------------------------------------
 
     def observe(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -782,10 +787,12 @@ class ReferenceSimulator:
             "running_mask": np.zeros((n, config.running_capacity), dtype=np.int8),
             "waiting_mask": np.zeros((n, width), dtype=np.int8),
             "latency_requirement": np.array([config.latency_requirement_s]),
+            "load": np.zeros((3, 3)),
         }
         if self.terminated:
             return observation, np.ones(n + 1, dtype=np.int8)
         j = self.current
+        observation["load"] = self._load(self.newest)
         time = self.time - config.staleness_s
         experts = self._experts_at(time) if config.staleness_s > 0 else self.experts
         for i, expert in enumerate(experts):
@@ -806,6 +813,18 @@ class ReferenceSimulator:
         mask = np.ones(n + 1, dtype=np.int8)
         mask[1:] = [expert.accepts(self.prompts[j]) for expert in experts]
         return observation, mask
+
+    def _load(self, newest: int) -> np.ndarray:
+        """Means over the last 8, 32 and 128 requests: gap, prompt, predicted length."""
+        gaps = [
+            b - a
+            for a, b in zip(self.arrivals[:newest], self.arrivals[1 : newest + 1], strict=True)
+        ]
+        prompts = [float(p) for p in self.prompts[: newest + 1]]
+        lengths = [float(np.mean(each)) for each in self.predicted_lengths[: newest + 1]]
+        return np.array(
+            [[mean_of_last(x, h) for x in (gaps, prompts, lengths)] for h in (8, 32, 128)]
+        )
 
     def _experts_at(self, time: float) -> list[ReferenceExpert]:
         """The experts as they were at `time`: the episode is played again up to there."""
@@ -995,6 +1014,16 @@ class ReferenceSimulator:
                     raise AssertionError(f"request {entry.request} has no outcome at the end")
 
 
+def mean_of_last(values: Sequence[float], horizon: int) -> float:
+    """The mean of the first `horizon` values, into which each later one enters with its share."""
+    if not values:
+        return 0.0
+    first, later = values[:horizon], values[horizon:]
+    keep = 1 - 1 / horizon
+    decayed = [x * keep ** (len(later) - 1 - k) / horizon for k, x in enumerate(later)]
+    return math.fsum(first) / len(first) * keep ** len(later) + math.fsum(decayed)
+
+
 class LateReference(ReferenceSimulator):
     """An episode in which the router may hold requests back, with action N + 1.
 
@@ -1021,6 +1050,11 @@ class LateReference(ReferenceSimulator):
     def time(self) -> float:
         """Now."""
         return self.clock
+
+    @property
+    def newest(self) -> int:
+        """The request that arrived last."""
+        return self.arrived - 1
 
     @property
     def others(self) -> int:

@@ -189,7 +189,7 @@ def test_drawn_fleets_hold_too():
     rng, held = np.random.default_rng(0), 0
     for seed in range(3):
         seen, info = env.reset(seed=seed)
-        assert env.action_space.n == 18 and seen.shape == (16, 37)
+        assert env.action_space.n == 18 and seen.shape == (16, 46)
         ended = False
         while not ended:
             legal = np.flatnonzero(info["action_mask"])

@@ -133,7 +133,7 @@ def test_without_the_turn_the_flat_view_says_nothing_of_the_request():
     env = parallel_env(**BASE, view="flat")
     observations, _ = env.reset(seed=1)
     for _ in range(20):
-        parts = {a: observations[a]["observation"][1:].reshape(3, -1) for a in env.agents}
+        parts = {a: observations[a]["observation"][10:].reshape(3, -1) for a in env.agents}
         for agent in env.agents:
             if agent != env.turn:
                 assert not parts[agent][:, :3].any()

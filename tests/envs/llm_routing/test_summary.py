@@ -77,6 +77,9 @@ def expected(graph, n, seen):
         "tight_scores": shown[tight, 1].sum(),
         "least_slack_s": slack[~late].min(initial=10.0),
     }
+    for h, means in zip((8, 32, 128), seen["load"], strict=True):
+        names = (f"gap_s_{h}", f"mean_prompt_{h}", f"mean_predicted_{h}")
+        values |= dict(zip(names, means, strict=True))
     generated, left, spent, slack = split(waiting)
     values |= {
         "waiting_prefill_tokens": (waiting["prompt"] + generated).sum(),
