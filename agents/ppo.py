@@ -35,9 +35,9 @@ from servegym.envs._command_line import parse_settings
 
 ROUTING = {"rate": 8.0, "reward": "completed_qos"}
 """Arguments of the routing ids; ``--set`` changes them and adds others."""
-LONG = {"episode_requests": 20_000}
-"""Besides, of their trainings: all environments end their episodes in one step, and the critic, who
-does not see how many requests are left, would be wrong in all of them at once."""
+CUT = {"max_episode_steps": 999}
+"""Besides, of their trainings: an episode is cut off before its last request, whose reward has all
+that is still served, with no sign in the observation. A cut leaves that to the critic."""
 VIEWS = {"Summary": "summary", "Experts": "experts"}
 
 
@@ -49,7 +49,7 @@ class Args(RunArgs):
     """an environment with one Box and Discrete actions"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
-    total_timesteps: int = 800_000
+    total_timesteps: int = 250_000
     """environment steps (decisions) over all environments"""
     learning_rate: float = 1e-3
     """learning rate, falling linearly to zero"""
@@ -161,7 +161,7 @@ class Agent(nn.Module):
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
     routing = args.env_id.startswith("servegym/LLMRouting")
-    return (ROUTING | LONG if routing else {}) | parse_settings(args.set)
+    return (ROUTING | CUT if routing else {}) | parse_settings(args.set)
 
 
 @torch.no_grad()
