@@ -1,22 +1,23 @@
-"""Proximal policy optimisation with action masks, for any id with one Box and Discrete actions.
+"""Proximal policy optimisation (Schulman et al., 2017): the file to start with.
 
-``--arch shared`` (the default where the environment has experts) runs one small network over every
-expert's part of the flat routing observation, so that what is learned at one expert serves all;
-``--arch mlp`` is the plain network.
+It takes any id with one Box and Discrete actions. A Box with a row for each expert, as that of
+``LLMRoutingSummary``, goes through one small network for all rows, so that what is learned at one
+expert serves every other and the policy routes for any number of them; any other Box goes through
+the usual two layers. Observations are scaled by their running moments.
 
-Neighbours: `ppo_han` reads the routing graph and corrects a heuristic; `ppo_serverless` has one
-head per part of a plan. There are no snapshots: a stopped run begins anew.
-``python agents/ppo.py --help`` lists the options.
+As in CleanRL's ``ppo.py``, but for the masks of illegal actions and for values of the last
+observation where a time limit ends an episode. ``python agents/ppo.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -28,67 +29,56 @@ from torch import Tensor, nn
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
-from servegym.agents.lib.environments import (
-    action_masks,
-    episode_seeds,
-    make_envs,
-)
-from servegym.agents.lib.run_log import RunLog
+from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
+from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.envs._command_line import parse_settings
 
-ROUTING_ENV = {
-    "profiles": "edge-6-heterogeneous",
-    "latency_requirement_s": 0.030,
-    "rate": (6.0, 11.0),  # requests/s; each training episode draws its own
-    "reward": "paid_forward",
-}
+ROUTING = {"rate": 8.0, "reward": "completed_qos"}
 """Arguments of the routing ids; ``--set`` changes them and adds others."""
-
-CLIP_COEF = 0.2  # clipping of the probability ratio
-VF_COEF = 0.5  # weight of the value loss
-MAX_GRAD_NORM = 0.5
+CUT = {"max_episode_steps": 999}
+"""Besides, of their trainings: an episode is cut off before its last request, whose reward has all
+that is still served, with no sign in the observation. A cut leaves that to the critic."""
+VIEWS = {"Summary": "summary", "Experts": "experts"}
 
 
 @dataclass
 class Args(RunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRoutingFlat-v0"
+    env_id: str = "servegym/LLMRoutingSummary-v0"
     """an environment with one Box and Discrete actions"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
-    arch: Literal["auto", "shared", "mlp"] = "auto"
-    """one network over every expert's part of the observation, or one over all of it"""
-    width: int = 64
-    """hidden units of every layer"""
-    total_timesteps: int = 3_000_000
+    total_timesteps: int = 250_000
     """environment steps (decisions) over all environments"""
+    learning_rate: float = 1e-3
+    """learning rate, falling linearly to zero"""
     num_envs: int = 64
     """parallel environments"""
-    num_steps: int = 128
+    num_steps: int = 64
     """steps of each environment between updates"""
-    learning_rate: float = 1e-3
-    """learning rate, falling linearly to zero with anneal_lr"""
-    anneal_lr: bool = True
-    """let the learning rate fall linearly to zero"""
-    gamma: float = 0.99
+    gamma: float = 0.98
     """discount per decision"""
     gae_lambda: float = 0.95
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 8
-    """minibatches per epoch"""
+    """minibatches an epoch"""
     update_epochs: int = 3
     """passes over the collected steps"""
+    clip_coef: float = 0.2
+    """clipping of the probability ratio"""
     ent_coef: float = 0.003
     """weight of the entropy bonus"""
-    eval_every: int = 300_000
-    """steps between evaluations (validation split on routing ids); the best policy is saved"""
-    eval_episodes: int = 16
-    """episodes per evaluation"""
-    eval_rate: float = 9.0
-    """arrival rate of the evaluation (routing ids only)"""
-    cuda: bool = False
-    """run the networks on a GPU"""
+    vf_coef: float = 0.5
+    """weight of the value loss"""
+    max_grad_norm: float = 0.5
+    """largest norm of a gradient"""
+    width: int = 64
+    """hidden units of every layer"""
+    eval_every: int = 50_000
+    """steps between evaluations, on the validation split of routing ids"""
+    eval_episodes: int = 20
+    """episodes an evaluation"""
 
 
 def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
@@ -99,73 +89,95 @@ def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     return linear
 
 
-class Agent(nn.Module):
-    """Actor and critic over flat observations (B, columns); ``experts`` = 0 is the plain MLP."""
+class Moments(nn.Module):
+    """Running mean and variance of the last axis, by which inputs are scaled."""
 
-    def __init__(self, columns: int, actions: int, experts: int, width: int) -> None:
+    def __init__(self, columns: int) -> None:
         super().__init__()
-        self.experts, self.columns, self.actions, self.width = experts, columns, actions, width
-        if not experts:
+        self.register_buffer("count", torch.tensor(1e-4))
+        self.register_buffer("mean", torch.zeros(columns))
+        self.register_buffer("var", torch.ones(columns))
+
+    def update(self, x: Tensor) -> None:
+        """Take in observations (..., columns) (Chan et al., 1979)."""
+        x = x.reshape(-1, x.shape[-1])
+        new, total = x.mean(0) - self.mean, self.count + len(x)
+        squares = self.var * self.count + x.var(0, correction=0) * len(x)
+        self.var = (squares + new.square() * self.count * len(x) / total) / total
+        self.mean, self.count = self.mean + new * len(x) / total, total
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs of mean 0 and variance 1, at most 10 from 0."""
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+
+
+class Agent(nn.Module):
+    """Actor and critic over scaled observations of ``shape``, (columns,) or (rows, columns).
+
+    With rows, action n in 1, ..., rows belongs to row n - 1 and the others (drop, and hold where
+    there is one) to all rows together.
+    """
+
+    def __init__(self, shape: tuple[int, ...], actions: int, width: int) -> None:
+        super().__init__()
+        self.shape, self.actions, self.width = shape, actions, width
+        self.moments = Moments(shape[-1])
+        if len(shape) == 1:
             self.actor, self.critic = (
                 nn.Sequential(
-                    layer(columns, width),
+                    layer(shape[0], width),
                     nn.Tanh(),
                     layer(width, width),
                     nn.Tanh(),
-                    layer(width, out, std),
+                    layer(width, outputs, std),
                 )
-                for out, std in ((actions, 0.01), (1, 1.0))
+                for outputs, std in ((actions, 0.01), (1, 1.0))
             )
-            return
-        part = (columns - 1) // experts  # a row is L, then one part per expert
-        if part * experts + 1 != columns or actions != experts + 1:
-            raise ValueError(
-                f"arch: 'shared' needs 1 + {experts} equal parts, got {columns} columns"
+        else:
+            self.rows = nn.Sequential(
+                layer(shape[1], width), nn.ReLU(), layer(width, width), nn.ReLU()
             )
-        self.who = nn.Parameter(torch.randn(experts, 8))
-        self.trunk = nn.Sequential(
-            layer(1 + part + 8, width), nn.ReLU(), layer(width, width), nn.ReLU()
-        )
-        self.score = nn.Sequential(layer(2 * width, width), nn.ReLU(), layer(width, 1, 0.01))
-        self.drop = nn.Sequential(layer(width, width), nn.ReLU(), layer(width, 1, 0.01))
-        self.critic = nn.Sequential(layer(width, width), nn.ReLU(), layer(width, 1, 1.0))
+            self.mean = layer(width, 2 * width)
+            self.row = layer(width, width)
+            self.score = layer(width, 1, 0.01)
+            self.common = layer(width, actions - shape[0], 0.01)
+            self.critic = layer(width, 1, 1.0)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (B, A) with illegal actions at a large negative, and values (B,)."""
-        if self.experts:
-            batch, n = len(x), self.experts
-            parts = [x[:, :1, None].expand(batch, n, 1), x[:, 1:].view(batch, n, -1)]
-            h = self.trunk(torch.cat([*parts, self.who.expand(batch, n, -1)], -1))
-            common = h.mean(1)
-            pair = torch.cat([h, common[:, None].expand_as(h)], -1)
-            logits = torch.cat([self.drop(common), self.score(pair).squeeze(-1)], -1)
-            value = self.critic(common)
-        else:
+        """Log-probabilities (B, A), illegal actions at a large negative, and values (B,)."""
+        if len(self.shape) == 1:
             logits, value = self.actor(x), self.critic(x)
+        else:
+            h = self.rows(x)
+            for_rows, common = self.mean(h.mean(1)).chunk(2, -1)
+            common = common.relu()
+            scores = self.score((self.row(h) + for_rows[:, None]).relu()).squeeze(-1)
+            others = self.common(common)
+            logits = torch.cat([others[:, :1], scores, others[:, 1:]], -1)
+            value = self.critic(common)
         return logits.masked_fill(mask == 0, -1e8).log_softmax(-1), value.squeeze(-1)
 
 
 def env_kwargs(args: Args) -> dict[str, Any]:
     """Arguments of the training environment."""
     routing = args.env_id.startswith("servegym/LLMRouting")
-    return (ROUTING_ENV if routing else {}) | parse_settings(args.set)
+    return (ROUTING | CUT if routing else {}) | parse_settings(args.set)
 
 
+@torch.no_grad()
 def evaluate(agent: Agent, args: Args) -> float:
-    """Greedy policy on fixed episodes: average QoS on routing ids, mean return elsewhere."""
-    kwargs, n = env_kwargs(args), args.eval_episodes
+    """Greedy policy on the same episodes each time: mean QoS on routing ids, else mean return."""
+    kwargs, n = parse_settings(args.set), args.eval_episodes
     routing = args.env_id.startswith("servegym/LLMRouting")
     if routing:
-        kwargs |= {"rate": args.eval_rate, "split": "val", "reward": "completed_qos"}
+        kwargs = ROUTING | kwargs | {"split": "val", "reward": "completed_qos"}
     envs = make_envs(args.env_id, n, **kwargs)
     obs, info = envs.reset(seed=10_000)
     total, alive, steps = np.zeros(n), np.ones(n, bool), 0
-    device = next(agent.parameters()).device
     while alive.any():
-        mask = torch.as_tensor(action_masks(info, n, agent.actions), device=device)
-        with torch.no_grad():
-            log_pi, _ = agent(torch.as_tensor(obs, device=device), mask)
-        obs, reward, terminated, truncated, info = envs.step(log_pi.argmax(-1).cpu().numpy())
+        mask = torch.as_tensor(action_masks(info, n, agent.actions))
+        log_pi, _ = agent(agent.moments(torch.as_tensor(obs)), mask)
+        obs, reward, terminated, truncated, info = envs.step(log_pi.argmax(-1).numpy())
         total, steps = total + reward * alive, steps + int(alive.sum())
         alive &= ~(terminated | truncated)
     envs.close()
@@ -174,7 +186,7 @@ def evaluate(agent: Agent, args: Args) -> float:
 
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights, arguments and shape in one safetensors file."""
-    shape = {k: getattr(agent, k) for k in ("columns", "actions", "experts", "width")}
+    shape = {k: getattr(agent, k) for k in ("shape", "actions", "width")}
     meta = {"agent": "ppo", "args": json.dumps(asdict(args)), "shape": json.dumps(shape)}
     checkpoint.write_checkpoint(agent, meta, path)
 
@@ -184,104 +196,108 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     net = Agent(**checkpoint.json_field(meta, "shape"))
     net.load_state_dict(weights)
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
+    fixed, others = (1, 0) if len(net.shape) == 1 else (0, net.actions - net.shape[0])
 
     def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
-        rows = torch.as_tensor(np.asarray(observation)).float()
-        mask = torch.as_tensor(np.asarray(action_mask))
-        if rows.shape[-1] != net.columns or mask.shape[-1] != net.actions:
+        x, mask = torch.as_tensor(observation).float(), torch.as_tensor(action_mask)
+        actions = net.actions if fixed else x.shape[1] + others
+        if x.shape[-1] != net.shape[-1] or mask.shape[-1] != actions:
             raise ValueError(
-                f"trained on {net.columns} columns and {net.actions} actions, got "
-                f"{rows.shape[-1]} and {mask.shape[-1]}"
+                f"trained on observations {net.shape} with {net.actions} actions, got "
+                f"{tuple(x.shape[1:])} and {mask.shape[-1]}"
             )
-        return net(rows, mask)[0].argmax(-1).numpy()
+        return net(net.moments(x), mask)[0].argmax(-1).numpy()
 
-    view = "experts" if "Experts" in args.env_id else "flat"
+    view = next((view for name, view in VIEWS.items() if name in args.env_id), "flat")
     return CheckpointPolicy("ppo", view, args, net, decide, env_kwargs(args))
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    begin = time.process_time()
+    if args.total_timesteps < 1:
+        raise ValueError(f"total_timesteps: got {args.total_timesteps}; it must be 1 or more")
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    envs, n = make_envs(args.env_id, args.num_envs, **env_kwargs(args)), args.num_envs
+    n = min(args.num_envs, args.total_timesteps)
+    steps = min(args.num_steps, -(-args.total_timesteps // n))
+    envs = make_envs(args.env_id, n, **env_kwargs(args))
     box, discrete = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
-    (columns,), actions = box.shape, int(discrete.n)
-    experts = getattr(getattr(envs, "problem", None), "num_experts", 0)
-    if args.arch == "shared" and not experts:
-        raise ValueError(f"arch: 'shared' needs an environment with experts, got {args.env_id!r}")
-    parts = bool(experts) and (columns - 1) % experts == 0 and actions == experts + 1
-    shared = args.arch == "shared" or (args.arch == "auto" and parts)
-    agent = Agent(columns, actions, experts if shared else 0, args.width).to(device)
+    actions = int(discrete.n)
+    agent = Agent(box.shape, actions, args.width)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.arch}_{args.seed}")
+    run = Path(args.out_dir) / (args.run_name or f"ppo_{args.seed}")
     log = RunLog(run, args, "ppo")
 
-    shape = (args.num_steps, n)
-    b_obs = torch.zeros((*shape, columns), device=device)
-    b_mask = torch.zeros((*shape, actions), dtype=torch.int8, device=device)
-    b_action = torch.zeros(shape, dtype=torch.long, device=device)
-    b_logp, b_reward, b_value, b_next = (torch.zeros(shape, device=device) for _ in range(4))
-    b_done = torch.zeros(shape, device=device)
+    obs_buf = torch.zeros((steps, n, *box.shape))
+    mask_buf = torch.zeros((steps, n, actions), dtype=torch.int8)
+    action_buf = torch.zeros((steps, n), dtype=torch.long)
+    logp_buf, rewards, values, after, dones = (torch.zeros((steps, n)) for _ in range(5))
 
-    obs, info = envs.reset(seed=episode_seeds(args.seed, args.num_envs))
-    mask = action_masks(info, n, actions)
-    returns, finished, step, best, evaluated = np.zeros(n), [], 0, -np.inf, 0
-    updates = args.total_timesteps // (args.num_steps * n)
-    size = args.num_steps * n
-    for iteration in range(updates):
-        if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - iteration / updates)
+    def observe(obs: Any, info: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        x = torch.as_tensor(obs).float()
+        agent.moments.update(x)
+        return agent.moments(x), torch.as_tensor(action_masks(info, n, actions))
+
+    def report(step: int, metrics: dict[str, float], best: float) -> float:
+        metrics["eval/score"] = score = evaluate(agent, args)
+        log.bar.console.print(f"step {step}: evaluation {score:.4f}")
+        return checkpoint.save_best_and_last(
+            partial(save_policy, agent, args), args, run, score, best
+        )
+
+    x, mask = observe(*envs.reset(seed=episode_seeds(args.seed, n)))
+    metrics: dict[str, float] = {}
+    best = report(0, metrics, -np.inf)
+    log.write(0, {"charts/cpu_s": time.process_time() - begin, **metrics})
+    returns, finished, step = np.zeros(n), [], 0
+    updates = -(-args.total_timesteps // (steps * n))
+    for update in range(updates):
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - update / updates)
         with torch.no_grad():
-            for t in range(args.num_steps):
-                b_obs[t], b_mask[t] = torch.as_tensor(obs), torch.as_tensor(mask)
-                log_pi, b_value[t] = agent(b_obs[t], b_mask[t])
-                if t:
-                    b_next[t - 1] = torch.where(b_done[t - 1] > 0, b_next[t - 1], b_value[t])
-                b_action[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
-                b_logp[t] = log_pi.gather(1, b_action[t][:, None]).squeeze(1)
-                obs, reward, terminated, truncated, info = envs.step(b_action[t].cpu().numpy())
-                mask, done = action_masks(info, n, actions), terminated | truncated
-                b_reward[t], b_done[t] = torch.as_tensor(reward), torch.as_tensor(done)
-                b_next[t] = 0.0  # the value after the step; 0 after a termination
+            for t in range(steps):
+                obs_buf[t], mask_buf[t] = x, mask
+                log_pi, values[t] = agent(x, mask)
+                action_buf[t] = torch.multinomial(log_pi.exp(), 1).squeeze(1)
+                logp_buf[t] = log_pi.gather(1, action_buf[t][:, None]).squeeze(1)
+                obs, reward, terminated, truncated, info = envs.step(action_buf[t].numpy())
+                x, mask = observe(obs, info)
+                done = terminated | truncated
+                rewards[t], dones[t] = torch.as_tensor(reward), torch.as_tensor(done)
+                after[t] = 0.0  # the value of what a step led to, where the episode ended
                 for i in np.flatnonzero(truncated & ~terminated):
-                    final = torch.as_tensor(info["final_obs"][i], device=device)[None]
-                    ones = torch.ones((1, actions), device=device)
-                    b_next[t, i] = agent(final.float(), ones)[1][0]
+                    final = agent.moments(torch.as_tensor(info["final_obs"][i]).float())
+                    after[t, i] = agent(final[None], torch.ones(1, actions))[1]
                 returns += reward
                 finished += returns[done].tolist()
-                returns[done] = 0
-            legal = torch.as_tensor(mask, device=device)
-            _, last = agent(torch.as_tensor(obs, device=device), legal)
-            b_next[-1] = torch.where(b_done[-1] > 0, b_next[-1], last)
-            advantage, running = torch.zeros(shape, device=device), torch.zeros(n, device=device)
-            for t in reversed(range(args.num_steps)):
-                delta = b_reward[t] + args.gamma * b_next[t] - b_value[t]
-                running = delta + args.gamma * args.gae_lambda * (1 - b_done[t]) * running
-                advantage[t] = running
-        step += size
-        flat = [
-            x.reshape(size, *x.shape[2:])
-            for x in (b_obs, b_mask, b_action, b_logp, advantage, advantage + b_value)
-        ]
+                returns[done] = 0.0
+            following = torch.cat([values[1:], agent(x, mask)[1][None]])
+            delta = rewards + args.gamma * torch.where(dones > 0, after, following) - values
+            advantages, trace = torch.zeros((steps, n)), torch.zeros(n)
+            for t in reversed(range(steps)):
+                trace = delta[t] + args.gamma * args.gae_lambda * (1 - dones[t]) * trace
+                advantages[t] = trace
+        buffers = (obs_buf, mask_buf, action_buf, logp_buf, advantages, advantages + values)
+        flat = [part.flatten(0, 1) for part in buffers]
         for _ in range(args.update_epochs):
-            for index in torch.randperm(size, device=device).chunk(args.num_minibatches):
-                x, legal, action, old, adv, value_target = (f[index] for f in flat)
-                log_pi, value = agent(x, legal)
+            for index in torch.randperm(steps * n).chunk(args.num_minibatches):
+                o, legal, action, old, adv, target = (part[index] for part in flat)
+                log_pi, value = agent(o, legal)
                 log_ratio = log_pi.gather(1, action[:, None]).squeeze(1) - old
                 ratio = log_ratio.exp()
-                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
-                clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
+                adv = (adv - adv.mean()) / (adv.std(correction=0) + 1e-8)
+                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
                 policy_loss = -torch.min(adv * ratio, adv * clipped).mean()
-                value_loss = 0.5 * (value - value_target).square().mean()
+                value_loss = 0.5 * (value - target).square().mean()
                 entropy = -(log_pi.exp() * log_pi).sum(-1).mean()
-                loss = policy_loss + VF_COEF * value_loss - args.ent_coef * entropy
+                loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
+                nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
+        step += steps * n
         metrics = {
             "charts/SPS": log.advance(step),
             "losses/policy_loss": policy_loss.item(),
@@ -291,15 +307,9 @@ def train(args: Args) -> Path:
         }
         if finished:
             metrics["charts/episodic_return"], finished = float(np.mean(finished)), []
-        if step // args.eval_every > evaluated or iteration + 1 == updates:
-            evaluated = step // args.eval_every
-            result = evaluate(agent, args)
-            metrics["eval/score"] = result
-            log.bar.console.print(f"step {step}: evaluation {result:.4f}")
-            best = checkpoint.save_best_and_last(
-                partial(save_policy, agent, args), args, run, result, best
-            )
-        log.write(step, metrics)
+        if interval_passed(args.eval_every, step - steps * n, step) or update + 1 == updates:
+            best = report(step, metrics, best)
+        log.write(step, {"charts/cpu_s": time.process_time() - begin, **metrics})
     log.close()
     envs.close()
     return run

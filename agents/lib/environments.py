@@ -13,14 +13,14 @@ import servegym  # noqa: F401  (registers the environments)
 
 
 def make_envs(env_id: str, num_envs: int, **env_kwargs: Any) -> gym.vector.VectorEnv:
-    """The native vector environment, which resets within the step that ends an episode."""
-    return gym.make_vec(
-        env_id,
-        num_envs=num_envs,
-        vectorization_mode="vector_entry_point",
-        autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
-        **env_kwargs,
-    )
+    """A vector environment that resets within the step that ends an episode.
+
+    It is the native one for the ids of this package and Gymnasium's ``SyncVectorEnv`` for others.
+    """
+    how: dict[str, Any] = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+    if "servegym/" not in env_id:
+        return gym.make_vec(env_id, num_envs, "sync", vector_kwargs=how, **env_kwargs)
+    return gym.make_vec(env_id, num_envs, "vector_entry_point", **how, **env_kwargs)
 
 
 def episode_seeds(seed: int, num_envs: int) -> Any:

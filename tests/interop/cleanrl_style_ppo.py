@@ -35,7 +35,8 @@ def parse_args():
 def make_env(env_id):
     def thunk():
         env = gym.wrappers.FlattenObservation(gym.make(env_id))
-        return gym.wrappers.RecordEpisodeStatistics(env)
+        env = gym.wrappers.NormalizeObservation(gym.wrappers.RecordEpisodeStatistics(env))
+        return gym.wrappers.TransformObservation(env, lambda x: np.clip(x, -10, 10), None)
 
     return thunk
 

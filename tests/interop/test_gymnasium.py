@@ -136,7 +136,11 @@ def test_a_script_that_knows_gymnasium_alone(family):
 
 
 @pytest.mark.parametrize(
-    "env_id", [FLAT_IDS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FLAT_IDS[1:])]
+    "env_id",
+    [
+        "servegym/LLMRoutingSummary-v0",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in FLAT_IDS),
+    ],
 )
 def test_a_cleanrl_style_script_runs_by_its_env_id(env_id):
     pytest.importorskip("torch", reason="the script trains a network")
