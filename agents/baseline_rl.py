@@ -27,23 +27,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import RunArgs
-from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.arguments import RunArgs, at_least
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.envs._command_line import parse_settings
 
 ENV_ID = "servegym/LLMRouting-v0"
-Observation = Mapping[str, NDArray[Any]]
 
-ENV = {
-    "profiles": "edge-6-heterogeneous",
-    "latency_requirement_s": 0.030,
-    "rate": 8.0,  # requests/s
-    "reward": "completed_qos",
-    "episode_requests": 400,
-    "max_episode_steps": 399,  # before the drain, which no observation announces
-}
+# Requests/s; an episode is cut off before the drain, which nothing announces.
+ENV = {"rate": 8.0, "reward": "completed_qos"}
+ENV |= {"episode_requests": 400, "max_episode_steps": 399}
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
 WIDTH = 32  # of every hidden layer; a row has three numbers
@@ -59,7 +52,7 @@ class Args(RunArgs):
 
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=8 num_experts=3"""
-    total_timesteps: int = 1_500_000
+    total_timesteps: int = 1_000_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
     """parallel environments"""
@@ -68,14 +61,16 @@ class Args(RunArgs):
     buffer_size: int = 250_000
     """steps in the replay buffer"""
     pieces: int = 16
-    """pieces of 16 steps in a batch; there is one update after each step of all environments"""
-    gamma: float = 0.99
+    """pieces of 16 steps in a batch"""
+    updates_per_step: int = 2
+    """gradient updates after each step of all environments"""
+    gamma: float = 0.98
     """discount per decision"""
-    lam: float = 0.8
+    lam: float = 0.9
     """lambda of the returns"""
-    lr: float = 2e-3
+    lr: float = 3e-3
     """learning rate at first; it falls linearly to a twentieth"""
-    alpha: float = 0.05
+    alpha: float = 0.03
     """temperature: weight of the policy's entropy in the actor's loss"""
     tau: float = 0.05
     """polyak step of the target network, per update"""
@@ -83,8 +78,6 @@ class Args(RunArgs):
     """steps between evaluations on the validation split; there is one before the first step"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
-    cuda: bool = False
-    """run the networks on a GPU"""
 
 
 class Head(nn.Module):
@@ -131,7 +124,7 @@ class Agent(nn.Module):
         )
         self.actor, self.critics = Head(1), Head(2)
 
-    def rows(self, obs: Observation) -> NDArray[np.float16]:
+    def rows(self, obs: Mapping[str, Any]) -> NDArray[np.float16]:
         """Scaled rows (B, 3 N) of a batch of observations.
 
         Raises:
@@ -153,72 +146,61 @@ class Agent(nn.Module):
         return self.actor(h)[0].masked_fill(mask == 0, -1e8).log_softmax(-1)
 
     @torch.no_grad()
-    def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
+    def act(self, obs: Mapping[str, Any], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        h = self.encode(torch.as_tensor(self.rows(obs), device=self.who.device).float())
-        legal = torch.as_tensor(np.asarray(mask), device=self.who.device)
-        return self.log_policy(h, legal).argmax(-1).cpu().numpy()
+        h = self.encode(torch.as_tensor(self.rows(obs)).float())
+        legal = torch.as_tensor(np.asarray(mask))
+        return self.log_policy(h, legal).argmax(-1).numpy()
 
 
 class ReplayBuffer:
     """Time-major ring of steps of all environments; rows of scaled features in float16."""
 
-    def __init__(self, size: int, num_envs: int, columns: int, actions: int) -> None:
-        self.length, self.envs, self.count = size // num_envs, num_envs, 0
-        shape = (self.length, num_envs)
-        self.data = {
-            "rows": np.zeros((*shape, columns), np.float16),
-            "mask": np.zeros((*shape, actions), np.int8),
-            "action": np.zeros(shape, np.int64),
-            "reward": np.zeros(shape, np.float32),
-            "terminated": np.zeros(shape, np.float32),
-            "truncated": np.zeros(shape, np.float32),
-        }
+    def __init__(self, length: int) -> None:
+        self.length, self.count, self.data = length, 0, {}
 
     def add(self, **step: NDArray[Any]) -> None:
         """Append one step of all environments."""
         for key, value in step.items():
+            if not self.count:
+                self.data[key] = np.zeros((self.length, *value.shape), value.dtype)
             self.data[key][self.count % self.length] = value
         self.count += 1
 
     def sample(self, pieces: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
         """Pieces of consecutive steps and the state after them: (LENGTH + 1, pieces, ...)."""
-        first = max(self.count - self.length, 0)
-        start = rng.integers(first, self.count - LENGTH, pieces)
+        start = rng.integers(max(self.count - self.length, 0), self.count - LENGTH, pieces)
         at = (start + np.arange(LENGTH + 1)[:, None]) % self.length
-        env = rng.integers(0, self.envs, pieces)
+        env = rng.integers(0, self.data["action"].shape[1], pieces)
         return {key: values[at, env] for key, values in self.data.items()}
 
 
 def lambda_returns(batch: Mapping[str, Tensor], value: Tensor, gamma: float, lam: float) -> Tensor:
     """Peng's returns G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) of pieces; (LENGTH, P).
 
-    Nothing follows a termination. A step that a time limit cut has no successor in the buffer: its
-    return is its own value.
+    A step that a time limit cut has no successor in the buffer: its return is its own value.
     """
-    result, following = [], value[-1]
+    result = [value[-1]]
     for t in reversed(range(LENGTH)):
-        mixed = (1 - lam) * value[t + 1] + lam * following
-        following = batch["reward"][t] + gamma * (1 - batch["terminated"][t]) * mixed
-        following = torch.where(batch["truncated"][t] > 0, value[t], following)
-        result.append(following)
-    return torch.stack(result[::-1])
+        mixed = (1 - lam) * value[t + 1] + lam * result[-1]
+        total = batch["reward"][t] + gamma * (1 - batch["terminated"][t]) * mixed
+        result.append(torch.where(batch["truncated"][t] > 0, value[t], total))
+    return torch.stack(result[:0:-1])
 
 
 def update(
     agent: Agent, target: Agent, optimizer: torch.optim.Optimizer, batch: Any, args: Args
 ) -> dict[str, Tensor]:
     """One gradient step on critics, encoder and actor, and a polyak step of the target."""
-    mask = batch["mask"].flatten(0, 1)
-    rows = batch["rows"].flatten(0, 1)
+    rows, mask = batch["rows"].flatten(0, 1), batch["mask"].flatten(0, 1)
     with torch.no_grad():
         h = target.encode(rows)
         value = (target.log_policy(h, mask).exp() * target.critics(h).mean(0)).sum(-1)
         returns = lambda_returns(batch, value.view(LENGTH + 1, -1), args.gamma, args.lam).flatten()
     h = agent.encode(rows)
-    q, steps = agent.critics(h), len(returns)
-    taken = q[:, :steps].gather(2, batch["action"][:-1].reshape(1, -1, 1).expand(2, -1, -1))
-    error = (taken.squeeze(2) - returns).square() * (1 - batch["truncated"][:-1].flatten())
+    q = agent.critics(h)
+    taken = q.gather(2, batch["action"].view(1, -1, 1).expand(2, -1, 1))[:, : len(returns), 0]
+    error = (taken - returns).square() * (1 - batch["truncated"][:-1].flatten())
     q1_loss, q2_loss = error.mean(1)
     log_pi = agent.log_policy(h.detach(), mask)
     actor_loss = (log_pi.exp() * (args.alpha * log_pi - q.detach().mean(0))).sum(-1).mean()
@@ -228,10 +210,9 @@ def update(
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
     polyak_update(target, agent, args.tau)
-    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
-    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q[0].mean()}
-    losses["charts/policy_entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
-    return {key: value.detach() for key, value in losses.items()}
+    losses = {"qf1_loss": q1_loss, "qf2_loss": q2_loss, "actor_loss": actor_loss}
+    losses |= {"qf1_values": q[0].mean(), "entropy": -(log_pi.exp() * log_pi).sum(-1).mean()}
+    return {f"losses/{key}": value.detach() for key, value in losses.items()}
 
 
 @torch.no_grad()
@@ -240,42 +221,38 @@ def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
     torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)
 
 
-def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | parse_settings(args.set)
-    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
+    env_kwargs.pop("max_episode_steps", None)  # cuts off the training alone
     agent = Agent(len(weights["who"]))
     if system is not None and system.num_experts != len(agent.who):
         raise ValueError(f"made for {len(agent.who)} experts, got {system.num_experts}")
     checkpoint.load_weights(agent, weights)
-    return CheckpointPolicy("baseline_rl", "graph", args, agent, agent.act, env_kwargs)
+    return checkpoint.CheckpointPolicy("baseline_rl", "graph", args, agent, agent.act, env_kwargs)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    least = (LENGTH + 2) * args.num_envs
-    if args.total_timesteps < 1:
-        raise ValueError(f"total_timesteps: got {args.total_timesteps}; it must be 1 or more")
-    if args.buffer_size < least:
-        raise ValueError(f"buffer_size: got {args.buffer_size}; {least} steps or more are needed")
+    at_least("total_timesteps", args.total_timesteps, 1)
+    at_least("buffer_size", args.buffer_size, (LENGTH + 2) * args.num_envs)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
     run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
 
-    agent = Agent(envs.single_action_space.n - 1).to(device)
+    agent = Agent(envs.single_action_space.n - 1)
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, rows = info["action_mask"], agent.rows(obs)
-    buffer = ReplayBuffer(args.buffer_size, n, rows.shape[1], mask.shape[1])
+    buffer = ReplayBuffer(args.buffer_size // n)
     learning_starts = min(args.learning_starts, args.total_timesteps // 4)
     step, mean_reward, cpu_s, evaluated = 0, 0.0, 0.0, -1
-    returns, episodic_returns, episodic_qos = np.zeros(n), [], []
+    returns, episodic_returns = np.zeros(n), []
     log = RunLog(run, args, "baseline_rl")
     losses: dict[str, Tensor] = {}
     while True:
@@ -295,44 +272,40 @@ def train(args: Args) -> Path:
         score = rng.gumbel(size=mask.shape)
         if step >= learning_starts:
             with torch.no_grad():
-                h = agent.encode(torch.as_tensor(rows, device=device).float())
-                score += agent.log_policy(h, torch.as_tensor(mask, device=device)).cpu().numpy()
+                h = agent.encode(torch.as_tensor(rows).float())
+                score += agent.log_policy(h, torch.as_tensor(mask)).numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
-        cut = truncated & ~terminated
-        buffer.add(
-            rows=rows, mask=mask, action=action, reward=reward, terminated=terminated, truncated=cut
-        )
+        ends = {"terminated": np.float32(terminated)}
+        ends["truncated"] = np.float32(truncated & ~terminated)
+        buffer.add(rows=rows, mask=mask, action=action, reward=np.float32(reward), **ends)
+        mean_reward += (reward.mean() - mean_reward) * max(0.002, 1 / buffer.count)
         mask, rows = info["action_mask"], agent.rows(obs)
         before, step = step, step + n
-        mean_reward += (reward.mean() - mean_reward) * max(0.002, 1 / buffer.count)
-        returns += reward
-        done = terminated | truncated
+        returns, done = returns + reward, terminated | truncated
         episodic_returns += returns[done].tolist()
         returns[done] = 0
-        if terminated.any():
-            episodic_qos += info["final_info"]["episode_kpis"]["avg_qos"][terminated].tolist()
 
         # Learn.
         if step >= learning_starts and buffer.count > LENGTH:
             optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.95 * step / args.total_timesteps)
-            batch = {
-                k: torch.as_tensor(v, device=device)
-                for k, v in buffer.sample(args.pieces, rng).items()
-            }
-            batch |= {"rows": batch["rows"].float(), "reward": batch["reward"] - mean_reward}
-            losses = update(agent, target, optimizer, batch, args)
-            polyak_update(averaged, agent, AVERAGE)
+            for _ in range(args.updates_per_step):
+                sample = buffer.sample(args.pieces, rng)
+                sample["reward"] -= np.float32(mean_reward)
+                batch = {k: torch.as_tensor(v) for k, v in sample.items()}
+                batch["rows"] = batch["rows"].float()
+                losses = update(agent, target, optimizer, batch, args)
+                polyak_update(averaged, agent, AVERAGE)
         cpu_s += time.process_time() - begin
 
         # Log.
         if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
-            metrics = {"charts/SPS": log.advance(step), "charts/reward": mean_reward}
+            metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
             metrics |= {k: float(v) for k, v in losses.items()}
-            means = {"charts/episodic_return": episodic_returns, "charts/avg_qos": episodic_qos}
-            metrics |= {k: float(np.mean(v)) for k, v in means.items() if v}
-            episodic_returns, episodic_qos = [], []
-            log.write(step, metrics | {"charts/cpu_s": cpu_s})
+            if episodic_returns:
+                metrics["charts/episodic_return"] = float(np.mean(episodic_returns))
+            log.write(step, metrics)
+            episodic_returns = []
     if args.save_model:
         meta = {"agent": "baseline_rl", "args": json.dumps(asdict(args))}
         checkpoint.write_checkpoint(averaged, meta, run / "last.safetensors")

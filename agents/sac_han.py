@@ -3,17 +3,14 @@
 The router of the QoS-aware routing paper (arXiv:2508.00234, section V). The state is a graph of the
 arrived request, the experts and the requests they hold (Eq. 6-12), with what the action impact
 estimator predicts (Eq. 13-15); two layers of PyG's ``HANConv`` embed each graph on its own. The
-reward is Eq. 16. Actor and twin critics begin with random weights and learn from what the
-environment pays for the actions taken, and from nothing else.
+reward is Eq. 16. Actor and twin critics begin with random weights.
 
-What differs from SAC for pixels, as CleanRL's ``sac_atari.py`` has it: the critics' targets are
-lambda-returns over stored pieces of consecutive steps, without entropy and without importance
-weights (Peng's Q(lambda)); the temperature is fixed; the learning rate falls; the mean
-reward under the load of the moment is taken off the rewards, which no action changes (Dietterich et
-al., 2018); the policy that is evaluated and saved is an average of the weights.
+Unlike CleanRL's ``sac_atari.py``, targets are lambda-returns over stored pieces of steps, without
+entropy or importance weights (Peng's Q(lambda)), from the mean of the critics, not their minimum;
+the temperature is fixed; the learning rate falls; rewards are taken less their mean under the load,
+which no action changes (Dietterich et al., 2018); an average of the weights is evaluated and saved.
 
-Neighbours: `baseline_rl` is the same learner on the experts' rows alone; `ppo` is the file to start
-with. ``python agents/sac_han.py --help`` lists the options.
+Neighbour: `baseline_rl`, the same learner on the experts' rows alone.
 """
 
 from __future__ import annotations
@@ -34,30 +31,23 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lib import checkpoint, environments
-from servegym.agents.lib.arguments import RunArgs
-from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.arguments import RunArgs, at_least
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, GAPS, REQUEST, node_rows
+from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, REQUEST, load_inputs, node_rows
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
 ENV_ID = "servegym/LLMRouting-v0"
-Observation = Mapping[str, NDArray[Any]]
 
-ENV = {
-    "profiles": "edge-6-heterogeneous",
-    "latency_requirement_s": 0.030,
-    "rate": (4.0, 11.0),  # requests/s; each training episode draws its own
-    "reward": "qos_aware",
-    "episode_requests": 400,
-    "max_episode_steps": 399,  # before the drain, which no observation announces
-}
+# Each episode draws its rate, requests/s, and is cut off before the drain, which nothing announces.
+ENV = {"rate": (4.0, 11.0), "reward": "qos_aware"}
+ENV |= {"episode_requests": 400, "max_episode_steps": 399}
 """Arguments of the training environment; ``--set`` changes them and adds others."""
 
 HEADS, WIDTH = 4, 32  # of the HAN; WIDTH also of the actor and the critics
-LAW = (0.02, 1e-4, 5e-6, 1e-3)  # scales of base_s, k1, k2 and seconds a sequence of Eq. 13/14
+SPREAD = torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 1)  # (4, 32): a head's columns
 LENGTH = 16  # steps of a stored piece, over which the returns run
 AVERAGE = 0.01  # polyak step of the averaged network, per update
 LOG_EVERY = 4_000  # steps between rows of the log
@@ -79,14 +69,16 @@ class Args(RunArgs):
     buffer_size: int = 250_000
     """steps in the replay buffer"""
     pieces: int = 16
-    """pieces of 16 steps in a batch; there is one update after each step of all environments"""
-    gamma: float = 0.99
+    """pieces of 16 steps in a batch"""
+    updates_per_step: int = 2
+    """gradient updates after each step of all environments"""
+    gamma: float = 0.98
     """discount per decision"""
-    lam: float = 0.8
+    lam: float = 0.9
     """lambda of the returns"""
-    lr: float = 2e-3
+    lr: float = 3e-3
     """learning rate at first; it falls linearly to a twentieth"""
-    alpha: float = 0.05
+    alpha: float = 0.03
     """temperature: weight of the policy's entropy in the actor's loss"""
     tau: float = 0.05
     """polyak step of the target network, per update"""
@@ -99,61 +91,51 @@ class Args(RunArgs):
 class HANLayer(nn.Module):
     """One ``HANConv`` on every graph of a batch, over the nodes that exist.
 
-    Edge types: expert -> arrived, arrived/running/waiting -> expert, expert -> running/waiting and
-    a self-loop at every node. Only the first, third and fourth have more than one neighbour; on the
-    others the message is the neighbour itself. PyG averages semantic attention over the batch.
+    Edge types: expert -> arrived, arrived/running/waiting -> expert, expert -> running/waiting, and
+    self-loops. A node's only neighbour of a type is the message. PyG averages over the batch.
     """
-
-    spread: Tensor
 
     def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
         super().__init__()
         self.last = last  # nothing reads the queued requests' outputs of the last layer
         self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
         shape, names = (HEADS, WIDTH // HEADS), ("arrived", "running", "waiting")
-        self.src, self.dst = (
-            nn.ParameterDict(
-                {k: nn.Parameter(torch.empty(shape).uniform_(-0.5, 0.5)) for k in names}
-            )
-            for _ in range(2)
-        )  # of expert -> arrived, running -> expert, waiting -> expert
-        self.register_buffer("spread", torch.eye(HEADS).repeat_interleave(WIDTH // HEADS, 1), False)
+        drawn = [{k: torch.rand(shape) - 0.5 for k in names} for _ in range(2)]
+        self.src, self.dst = (nn.ParameterDict(each) for each in drawn)
         self.k_lin = nn.Linear(WIDTH, WIDTH)
         self.q = nn.Parameter(torch.empty(WIDTH).uniform_(-0.3, 0.3))
 
-    def project(self, kind: str, x: Tensor, *attention: Tensor) -> Tensor:
-        """Projected nodes (M, 32), then their products with attention vectors, 4 columns each."""
+    def project(self, kind: str, x: Tensor, *attention: Tensor) -> tuple[Tensor, ...]:
+        """Projected nodes (M, 32), then their products with attention vectors, (M, 4) each."""
         weight, bias = self.proj[kind].weight, self.proj[kind].bias
         by_head = torch.cat([weight, bias[:, None]], 1).view(HEADS, WIDTH // HEADS, -1)
         more = (torch.stack(attention, 1) @ by_head).transpose(0, 1).flatten(0, 1)
-        return F.linear(x, torch.cat([weight, more[:, :-1]]), torch.cat([bias, more[:, -1]]))
+        h = F.linear(x, torch.cat([weight, more[:, :-1]]), torch.cat([bias, more[:, -1]]))
+        return h.split((WIDTH, *[HEADS] * len(attention)), 1)
 
     def forward(
-        self, arrived: Tensor, expert: Tensor, queued: list[Tensor], index: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, arrived: Tensor, expert: Tensor, queued: dict[str, Tensor], index: Tensor
+    ) -> tuple[Tensor, ...]:
         """Embed arrived (B, d), experts (B N, d), running and waiting requests (M, d) each.
 
         ``index`` is the expert of a running request and B N plus that of a waiting one.
         """
         batch, nodes = len(arrived), len(expert)
         n, src, dst = nodes // batch, self.src, self.dst
-        h_a, at_a = self.project("arrived", arrived, dst["arrived"]).split((WIDTH, HEADS), 1)
-        h_e, from_e, *at_e = self.project(
-            "expert", expert, src["arrived"], dst["running"], dst["waiting"]
-        ).split((WIDTH, HEADS, HEADS, HEADS), 1)
-        kinds = zip(("running", "waiting"), queued, strict=True)
-        h_q = torch.cat([self.project(k, x, src[k]) for k, x in kinds])
-        h_q, from_q = h_q.split((WIDTH, HEADS), 1)
+        h_a, at_a = self.project("arrived", arrived, dst["arrived"])
+        ends = src["arrived"], dst["running"], dst["waiting"]
+        h_e, from_e, *at_e = self.project("expert", expert, *ends)
+        parts = (self.project(k, queued[k], src[k]) for k in ("running", "waiting"))
+        h_q, from_q = (torch.cat(each) for each in zip(*parts, strict=True))
 
         # Attention over the neighbours of an edge type, by head. Weights stay below exp(30).
         score = F.leaky_relu(from_e.view(batch, n, HEADS) + at_a[:, None], 0.2)
-        to_a = (h_e.view(batch, n, WIDTH) * (score.softmax(1) @ self.spread)).sum(1)
+        to_a = (h_e.view(batch, n, WIDTH) * (score.softmax(1) @ SPREAD)).sum(1)
         score = F.leaky_relu(from_q + torch.cat(at_e).index_select(0, index), 0.2)
         weight = score.clamp(max=30.0).exp()
         total = weight.new_zeros(2 * nodes, HEADS).index_add(0, index, weight) + 1e-16
-        message = h_q * (weight @ self.spread)
-        to_e = message.new_zeros(2 * nodes, WIDTH).index_add(0, index, message)
-        to_e = to_e * (total.reciprocal() @ self.spread)
+        to_e = h_q.new_zeros(2 * nodes, WIDTH).index_add(0, index, h_q * (weight @ SPREAD))
+        to_e = to_e * (total.reciprocal() @ SPREAD)
 
         # Semantic attention over the edge types of a node type, averaged over its nodes in a graph.
         own = [h_a, to_a, h_e, to_e] + [h_q] * (not self.last)
@@ -167,26 +149,21 @@ class HANLayer(nn.Module):
         new_a = torch.lerp(own_a, to_a, torch.sigmoid(of_to_a - of_own_a)[:, None])
         means = [of_own_e.view(batch, n).mean(1), *of_to_e.view(2, batch, n).mean(2)]
         w = torch.stack([of_own_a, *means], -1).softmax(-1)[:, None]  # (B, 1, 4)
-        parts = [own_a[:, None].expand(-1, n, -1), own_e.view(batch, n, -1)]
-        parts = torch.stack([*parts, *to_e.view(2, batch, n, -1)], 1).flatten(2)
-        new_e = torch.bmm(w, parts).view(nodes, -1)
+        all_e = torch.stack([own_a.repeat_interleave(n, 0), own_e, *to_e.chunk(2)])
+        new_e = torch.bmm(w, all_e.view(4, batch, -1).transpose(0, 1)).view(nodes, WIDTH)
         if self.last:
-            return new_a, new_e, new_e
-        # Running and waiting requests are node types of their own: 2 B means.
-        which, where = index % nodes, index // n
+            return new_a, new_e
+        which, where = index % nodes, index // n  # running and waiting are types of their own
         gap = of_own_e.index_select(0, which) - of_own_q[0]
         ones = torch.stack([gap, torch.ones_like(gap)], -1)
         gap, count = ones.new_zeros(2 * batch, 2).index_add(0, where, ones).unbind(-1)
         w = torch.sigmoid(gap / count.clamp(min=1)).index_select(0, where)
         new_q = torch.lerp(own_q[0], own_e.index_select(0, which), w[:, None])
-        return new_a, new_e, new_q
+        return new_a, new_e, *new_q.split([len(x) for x in queued.values()])
 
 
 class Head(nn.Module):
-    """Values of the actions: drop from MLP[h_r | mean h], expert n from MLP[h_r | h_n].
-
-    ``copies`` networks of the same form, each with weights of its own, are computed together.
-    """
+    """Values of the actions by ``copies`` networks: MLP[h_r | mean h] (drop), MLP[h_r | h_n]."""
 
     def __init__(self, copies: int) -> None:
         super().__init__()
@@ -194,8 +171,7 @@ class Head(nn.Module):
         self.request = nn.Linear(2 * WIDTH, copies * WIDTH)
         self.by_request = nn.Linear(WIDTH, copies * WIDTH)
         self.by_expert = nn.Linear(WIDTH, copies * WIDTH)
-        bound = WIDTH**-0.5
-        self.out = nn.Parameter(torch.empty(copies, WIDTH, 3).uniform_(-bound, bound))
+        self.out = nn.Parameter(torch.empty(copies, WIDTH, 3).uniform_(-0.18, 0.18))
         self.bias = nn.Parameter(torch.zeros(copies, 2))
 
     def forward(self, request: Tensor, experts: Tensor) -> Tensor:
@@ -211,131 +187,103 @@ class Head(nn.Module):
 
 
 class Agent(nn.Module):
-    """Encoder shared by actor and twin critics; the critics' loss alone trains the encoder.
-
-    Args:
-        system: What the operator knows of the fleet: its latency laws and the models' means.
-    """
-
-    law: Tensor
+    """Encoder shared by actor and twin critics; the critics' loss alone trains the encoder."""
 
     def __init__(self, system: RoutingSystem) -> None:
         super().__init__()
+        self.experts, self.model = system.num_experts, LatencyModel(system)
         self.slots = (system.running_capacity, system.waiting_capacity)
-        self.model = LatencyModel(system)
-        self.register_buffer("law", torch.as_tensor((system.estimator / LAW).astype(np.float32)))
-        dims = {"arrived": ARRIVED, "expert": EXPERT + 4, "running": REQUEST, "waiting": REQUEST}
+        dims = {"arrived": ARRIVED, "expert": EXPERT, "running": REQUEST, "waiting": REQUEST}
         self.first = HANLayer(dims, last=False)
         self.second = HANLayer(dict.fromkeys(dims, WIDTH), last=True)
-        self.skip = nn.Sequential(
-            nn.Linear(ARRIVED + EXPERT + 4, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()
-        )
+        wide = nn.Linear(ARRIVED + EXPERT, WIDTH)
+        self.skip = nn.Sequential(wide, nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
         self.actor, self.critics = Head(1), Head(2)
 
-    def rows(self, obs: Observation) -> NDArray[np.float16]:
+    def rows(self, obs: Mapping[str, Any]) -> NDArray[np.float16]:
         """Flat rows of a batch of observations, see `node_rows`."""
         self.slots = obs["running"].shape[2], obs["waiting"].shape[2]
         return node_rows(obs, self.model)
 
-    def nodes(self, rows: Tensor) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+    def nodes(self, rows: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
         """The nodes that exist in a batch of flat rows, as `HANLayer` takes them."""
-        batch, n, (running, waiting) = len(rows), len(self.law), self.slots
-        sizes = (ARRIVED, EXPERT * n, REQUEST * n * (running + waiting), n * (running + waiting))
-        arrived, expert, held, mask = rows.split(sizes, -1)
-        expert = torch.cat([expert.view(batch, n, -1), self.law.expand(batch, n, -1)], -1)
-        held = held.reshape(batch * n, running + waiting, -1)
-        mask = mask.reshape(batch * n, -1)
-        places = [part.nonzero(as_tuple=True) for part in mask.split(self.slots, 1)]
-        queued = [part[at] for part, at in zip(held.split(self.slots, 1), places, strict=True)]
-        index = torch.cat([places[0][0], places[1][0] + batch * n])
-        return arrived, expert.view(batch * n, -1), queued, index
+        nodes, slots = len(rows) * self.experts, self.experts * sum(self.slots)
+        sizes = (ARRIVED, EXPERT * self.experts, REQUEST * slots, slots)
+        arrived, expert, held, mask = rows.split(sizes, 1)
+        masks = mask.reshape(nodes, -1).split(self.slots, 1)
+        parts = held.reshape(nodes, -1, REQUEST).split(self.slots, 1)
+        places = [there.nonzero(as_tuple=True) for there in masks]
+        kinds = zip(("running", "waiting"), parts, places, strict=True)
+        index = torch.cat([places[0][0], places[1][0] + nodes])
+        return arrived, expert.reshape(nodes, -1), {k: x[at] for k, x, at in kinds}, index
 
-    def encode(self, nodes: tuple[Tensor, Tensor, list[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def encode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings of the request (B, 32) and of the experts (B, N, 32)."""
-        arrived, expert, queued, index = nodes
-        h_a, h_e, h_q = self.first(arrived, expert, queued, index)
-        h_a, h_e, _ = self.second(h_a, h_e, list(h_q.split([len(x) for x in queued])), index)
-        n = len(expert) // len(arrived)
-        own = torch.cat([arrived.repeat_interleave(n, 0), expert], -1)
-        return h_a, (h_e + self.skip(own)).view(len(arrived), n, -1)
+        arrived, expert, queued, index = self.nodes(rows)
+        h_a, h_e, *h_q = self.first(arrived, expert, queued, index)
+        h_a, h_e = self.second(h_a, h_e, dict(zip(queued, h_q, strict=True)), index)
+        h_e = h_e + self.skip(torch.cat([arrived.repeat_interleave(self.experts, 0), expert], -1))
+        return h_a, h_e.view(len(rows), self.experts, WIDTH)
 
     def log_policy(self, h: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """Log-probabilities (B, N+1); illegal actions get a large finite negative logit."""
         return self.actor(*h)[0].masked_fill(mask == 0, -1e8).log_softmax(-1)
 
     @torch.no_grad()
-    def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
+    def act(self, obs: Mapping[str, Any], mask: NDArray[Any]) -> NDArray[np.int64]:
         """The likeliest legal action of every observation."""
-        rows = torch.as_tensor(self.rows(obs)).float()
-        legal = torch.as_tensor(np.asarray(mask))
-        return self.log_policy(self.encode(self.nodes(rows)), legal).argmax(-1).numpy()
+        h = self.encode(torch.as_tensor(self.rows(obs)).float())
+        return self.log_policy(h, torch.as_tensor(np.asarray(mask))).argmax(-1).numpy()
 
 
 class ReplayBuffer:
     """Time-major ring of steps of all environments; rows of scaled features in float16."""
 
-    def __init__(self, size: int, num_envs: int, columns: int, actions: int) -> None:
-        self.length, self.envs, self.count = size // num_envs, num_envs, 0
-        shape = (self.length, num_envs)
-        self.data = {
-            "rows": np.zeros((*shape, columns), np.float16),
-            "mask": np.zeros((*shape, actions), np.int8),
-            "action": np.zeros(shape, np.int64),
-            "reward": np.zeros(shape, np.float32),
-            "terminated": np.zeros(shape, np.float32),
-            "truncated": np.zeros(shape, np.float32),
-        }
+    def __init__(self, length: int) -> None:
+        self.length, self.count, self.data = length, 0, {}
 
     def add(self, **step: NDArray[Any]) -> None:
         """Append one step of all environments."""
         for key, value in step.items():
+            if not self.count:
+                self.data[key] = np.zeros((self.length, *value.shape), value.dtype)
             self.data[key][self.count % self.length] = value
         self.count += 1
 
     def sample(self, pieces: int, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
         """Pieces of consecutive steps and the state after them: (LENGTH + 1, pieces, ...)."""
-        first = max(self.count - self.length, 0)
-        start = rng.integers(first, self.count - LENGTH, pieces)
+        start = rng.integers(max(self.count - self.length, 0), self.count - LENGTH, pieces)
         at = (start + np.arange(LENGTH + 1)[:, None]) % self.length
-        env = rng.integers(0, self.envs, pieces)
+        env = rng.integers(0, self.data["action"].shape[1], pieces)
         return {key: values[at, env] for key, values in self.data.items()}
-
-
-def load_inputs(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """What the mean reward is linear in, (..., 5): 1, the logs of the gaps, the last's square."""
-    gaps = rows[..., GAPS].astype(np.float64)
-    return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps[..., -1:] ** 2], -1)
 
 
 def lambda_returns(batch: Mapping[str, Tensor], value: Tensor, gamma: float, lam: float) -> Tensor:
     """Peng's returns G_t = r_t + gamma ((1 - lam) V(s_t+1) + lam G_t+1) of pieces; (LENGTH, P).
 
-    Nothing follows a termination. A step that a time limit cut has no successor in the buffer: its
-    return is its own value.
+    A step that a time limit cut has no successor in the buffer: its return is its own value.
     """
-    result, following = [], value[-1]
+    result = [value[-1]]
     for t in reversed(range(LENGTH)):
-        mixed = (1 - lam) * value[t + 1] + lam * following
-        following = batch["reward"][t] + gamma * (1 - batch["terminated"][t]) * mixed
-        following = torch.where(batch["truncated"][t] > 0, value[t], following)
-        result.append(following)
-    return torch.stack(result[::-1])
+        mixed = (1 - lam) * value[t + 1] + lam * result[-1]
+        total = batch["reward"][t] + gamma * (1 - batch["terminated"][t]) * mixed
+        result.append(torch.where(batch["truncated"][t] > 0, value[t], total))
+    return torch.stack(result[:0:-1])
 
 
 def update(
     agent: Agent, target: Agent, optimizer: torch.optim.Optimizer, batch: Any, args: Args
 ) -> dict[str, Tensor]:
     """One gradient step on critics, encoder and actor, and a polyak step of the target."""
-    mask = batch["mask"].flatten(0, 1)
-    nodes = agent.nodes(batch["rows"].flatten(0, 1))
+    rows, mask = batch["rows"].flatten(0, 1), batch["mask"].flatten(0, 1)
     with torch.no_grad():
-        h = target.encode(nodes)
+        h = target.encode(rows)
         value = (target.log_policy(h, mask).exp() * target.critics(*h).mean(0)).sum(-1)
         returns = lambda_returns(batch, value.view(LENGTH + 1, -1), args.gamma, args.lam).flatten()
-    h = agent.encode(nodes)
-    q, steps = agent.critics(*h), len(returns)
-    taken = q[:, :steps].gather(2, batch["action"][:-1].reshape(1, -1, 1).expand(2, -1, -1))
-    error = (taken.squeeze(2) - returns).square() * (1 - batch["truncated"][:-1].flatten())
+    h = agent.encode(rows)
+    q = agent.critics(*h)
+    taken = q.gather(2, batch["action"].view(1, -1, 1).expand(2, -1, 1))[:, : len(returns), 0]
+    error = (taken - returns).square() * (1 - batch["truncated"][:-1].flatten())
     q1_loss, q2_loss = error.mean(1)
     log_pi = agent.log_policy((h[0].detach(), h[1].detach()), mask)
     actor_loss = (log_pi.exp() * (args.alpha * log_pi - q.detach().mean(0))).sum(-1).mean()
@@ -345,10 +293,9 @@ def update(
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
     polyak_update(target, agent, args.tau)
-    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
-    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q[0].mean()}
-    losses["charts/policy_entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
-    return {key: value.detach() for key, value in losses.items()}
+    losses = {"qf1_loss": q1_loss, "qf2_loss": q2_loss, "actor_loss": actor_loss}
+    losses |= {"qf1_values": q[0].mean(), "entropy": -(log_pi.exp() * log_pi).sum(-1).mean()}
+    return {f"losses/{key}": value.detach() for key, value in losses.items()}
 
 
 @torch.no_grad()
@@ -357,25 +304,22 @@ def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
     torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)
 
 
-def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
     """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | parse_settings(args.set)
-    env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
+    env_kwargs.pop("max_episode_steps", None)  # cuts off the training alone
     agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
-    checkpoint.load_weights(agent, weights, recomputed=("law",))
-    name = "baseline_rl_dsa" if env_kwargs["reward"] == "completed_qos" else "sac_han"
-    return CheckpointPolicy(name, "graph", args, agent, agent.act, env_kwargs)
+    checkpoint.load_weights(agent, weights)
+    name = {"completed_qos": "baseline_rl_dsa"}.get(env_kwargs["reward"], "sac_han")
+    return checkpoint.CheckpointPolicy(name, "graph", args, agent, agent.act, env_kwargs)
 
 
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, last.safetensors)."""
     env_kwargs = ENV | parse_settings(args.set)
-    least = (LENGTH + 2) * args.num_envs
-    if args.total_timesteps < 1:
-        raise ValueError(f"total_timesteps: got {args.total_timesteps}; it must be 1 or more")
-    if args.buffer_size < least:
-        raise ValueError(f"buffer_size: got {args.buffer_size}; {least} steps or more are needed")
+    at_least("total_timesteps", args.total_timesteps, 1)
+    at_least("buffer_size", args.buffer_size, (LENGTH + 2) * args.num_envs)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -387,11 +331,10 @@ def train(args: Args) -> Path:
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
     obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, rows = info["action_mask"], agent.rows(obs)
-    buffer = ReplayBuffer(args.buffer_size, n, rows.shape[1], mask.shape[1])
+    buffer = ReplayBuffer(args.buffer_size // n)
     learning_starts = min(args.learning_starts, args.total_timesteps // 4)
     squares, products = np.eye(5), np.zeros(5)  # of the fit of the rewards to the load
-    step, cpu_s, evaluated = 0, 0.0, -1
-    returns, episodic_returns = np.zeros(n), []
+    step, cpu_s, evaluated, returns, episodic_returns = 0, 0.0, -1, np.zeros(n), []
     log = RunLog(run, args, "sac_han")
     losses: dict[str, Tensor] = {}
     while True:
@@ -411,42 +354,40 @@ def train(args: Args) -> Path:
         score = rng.gumbel(size=mask.shape)
         if step >= learning_starts:
             with torch.no_grad():
-                h = agent.encode(agent.nodes(torch.as_tensor(rows).float()))
+                h = agent.encode(torch.as_tensor(rows).float())
                 score += agent.log_policy(h, torch.as_tensor(mask)).numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
-        cut = truncated & ~terminated
-        buffer.add(
-            rows=rows, mask=mask, action=action, reward=reward, terminated=terminated, truncated=cut
-        )
+        ends = {"terminated": np.float32(terminated)}
+        ends["truncated"] = np.float32(truncated & ~terminated)
+        buffer.add(rows=rows, mask=mask, action=action, reward=np.float32(reward), **ends)
         x = load_inputs(rows)
         squares, products = 0.998 * squares + x.T @ x, 0.998 * products + x.T @ reward
         mask, rows = info["action_mask"], agent.rows(obs)
         before, step = step, step + n
-        returns += reward
-        done = terminated | truncated
+        returns, done = returns + reward, terminated | truncated
         episodic_returns += returns[done].tolist()
         returns[done] = 0
 
         # Learn.
         if step >= learning_starts and buffer.count > LENGTH:
             optimizer.param_groups[0]["lr"] = args.lr * (1 - 0.95 * step / args.total_timesteps)
-            sample = buffer.sample(args.pieces, rng)
-            sample["reward"] -= load_inputs(sample["rows"]) @ np.linalg.solve(squares, products)
-            batch = {k: torch.as_tensor(v) for k, v in sample.items()}
-            batch["rows"] = batch["rows"].float()
-            losses = update(agent, target, optimizer, batch, args)
-            polyak_update(averaged, agent, AVERAGE)
+            for _ in range(args.updates_per_step):
+                sample = buffer.sample(args.pieces, rng)
+                sample["reward"] -= load_inputs(sample["rows"]) @ np.linalg.solve(squares, products)
+                batch = {k: torch.as_tensor(v) for k, v in sample.items()}
+                batch["rows"] = batch["rows"].float()
+                losses = update(agent, target, optimizer, batch, args)
+                polyak_update(averaged, agent, AVERAGE)
         cpu_s += time.process_time() - begin
 
-        # Log.
         if interval_passed(LOG_EVERY, before, step) or step >= args.total_timesteps:
             metrics = {"charts/SPS": log.advance(step), "charts/cpu_s": cpu_s}
             metrics |= {k: float(v) for k, v in losses.items()}
             if episodic_returns:
                 metrics["charts/episodic_return"] = float(np.mean(episodic_returns))
-                episodic_returns = []
             log.write(step, metrics)
+            episodic_returns = []
     if args.save_model:
         meta = {"agent": "sac_han", "args": json.dumps(asdict(args))}
         checkpoint.write_checkpoint(averaged, meta, run / "last.safetensors")

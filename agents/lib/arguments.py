@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def at_least(name: str, value: int, least: int) -> None:
+    """Refuse a flag below its least value.
+
+    Raises:
+        ValueError: If it is below.
+    """
+    if value < least:
+        raise ValueError(f"{name}: got {value}; it must be {least} or more")
+
+
 @dataclass
 class RunArgs:
     """Flags of every run."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from servegym.baselines.protocol import BasePolicy
-from servegym.envs._command_line import parse_settings
 from servegym.envs._files import write_atomic
 
 AGENTS = (
@@ -225,20 +224,12 @@ def json_field(meta: Mapping[str, str], field: str) -> dict[str, Any]:
 
 
 def saved_args(cls: type, given: Mapping[str, Any]) -> Any:
-    """Arguments of a training run; flags of older versions become today's or are left out.
+    """Arguments of a training run.
 
     Args:
         cls: The agent's `Args`.
         given: The metadata field ``args``.
     """
-    given = dict(given)
-    if "rate_low" in given:  # environment arguments had flags of their own
-        rates = [given["rate_low"], given["rate_high"]]
-        old = {key: given[key] for key in ("profiles", "latency_requirement_s", "reward")}
-        settings = old | {"rate": rates} | parse_settings(given.get("set", ()))
-        given["set"] = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    if "foresight" in given:
-        given["privileged_critic"] = given["foresight"]
     known = {f.name for f in fields(cls)}
     return cls(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}

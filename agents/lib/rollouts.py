@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -42,18 +42,6 @@ def common_actions(values: NDArray[np.floating[Any]], near: float) -> NDArray[np
     own = known.argmax(-1)
     price = known.max(-1) - np.take_along_axis(known, common[..., None], -1)[..., 0]
     return np.where(price <= near, common, own)
-
-
-def arbitrary_values(obs: Mapping[str, NDArray[Any]]) -> NDArray[np.float64]:
-    """Values (B, N + 1) that the arrived request alone decides, as if drawn at random.
-
-    A rollout by them is one of a policy that knows nothing; copies that share their future take
-    the same actions, wherever they are legal.
-    """
-    request = obs["request"].reshape(len(obs["request"]), -1).astype(np.float64)
-    mixed = request @ np.sqrt(np.arange(2.0, 2 + request.shape[1]))
-    actions = np.arange(1.0, obs["experts"].shape[1] + 2)
-    return np.modf(np.abs(np.sin(mixed[:, None] * actions)) * 43758.5453)[0]
 
 
 def choose_candidates(
@@ -190,89 +178,3 @@ def _roll_out(
         choice = common_actions(found.reshape(*legal.shape, -1), near).reshape(-1)
     returns = np.where(legal, total.reshape(actions.shape), np.nan)
     return returns.astype(np.float32), decisions
-
-
-class LabelBuffer:
-    """Labelled states in the order in which they were met: returns of the actions tried in each.
-
-    Attributes:
-        count: States so far.
-        data: Arrays with a row for each state, by name; filled up to ``count``.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size, self.count = size, 0
-        self.data: dict[str, NDArray[Any]] = {}
-
-    def collect(
-        self,
-        rollouts: Rollouts,
-        obs: Mapping[str, NDArray[Any]],
-        seen: Mapping[str, NDArray[Any]],
-        values: Values,
-        tries: int,
-        spread: float,
-        horizon_s: float,
-        rng: np.random.Generator,
-    ) -> None:
-        """Label the present states: try the best action by ``values``, and others, and go on so.
-
-        Args:
-            rollouts: With room for every action.
-            obs: Observation of the states.
-            seen: What to keep of them, by name, with their action masks ``mask``.
-            values: By what every request is decided.
-            tries: Actions to try in a state.
-            spread: See `choose_candidates`.
-            horizon_s: See `Rollouts.returns`.
-            rng: Generator.
-        """
-        value, mask = values(obs), seen["mask"]
-        best = np.where(mask > 0, value, -np.inf).argmax(1)
-        tried, legal = choose_candidates(value, best, mask, rollouts.tries, spread, rng)
-        legal[:, tries:] = False
-        returns = rollouts.returns(tried, legal, horizon_s, values)
-        load = obs["experts"][..., 1:].sum((1, 2), dtype=np.float64)
-        self.add(**seen, tried=tried, returns=returns, load=load)
-
-    def add(self, **states: NDArray[Any]) -> None:
-        """Append some states; those beyond the size are left out.
-
-        Args:
-            states: By name, a row a state. Among them ``tried`` (B, K), actions of which the first
-                is what the others are compared with, their ``returns`` (B, K), NaN where not
-                tried, and the ``load`` (B,).
-        """
-        new = slice(self.count, min(self.count + len(states["tried"]), self.size))
-        for key, value in states.items():
-            if key not in self.data:
-                self.data[key] = np.zeros((self.size, *value.shape[1:]), value.dtype)
-            self.data[key][new] = value[: new.stop - new.start]
-        self.count = new.stop
-
-    def batches(
-        self, number: int, size: int, share: float, rng: np.random.Generator
-    ) -> Iterator[dict[str, NDArray[Any]]]:
-        """Uniform batches of the latest states, with what each action gains over the first.
-
-        Args:
-            number: Batches.
-            size: States in each.
-            share: Share of all states, the latest, from which they are drawn.
-            rng: Generator.
-
-        Yields:
-            The states' arrays, ``gain`` (size, K - 1), zero where unknown, ``known`` (size, K - 1)
-            and ``weight`` (size,), mean 1: the square root of `noise_weights`.
-        """
-        first = int(self.count * (1 - share))
-        returns = self.data["returns"][first : self.count]
-        gain = returns[:, 1:] - returns[:, :1]
-        # The square root is between weights that suit idle fleets and none, which suits busy ones.
-        weight = np.sqrt(noise_weights(self.data["load"][first : self.count], gain))
-        weight /= weight.mean()
-        for _ in range(number):
-            at = rng.integers(0, len(gain), size)
-            batch = {key: value[first + at] for key, value in self.data.items()}
-            batch |= {"gain": np.nan_to_num(gain[at]), "known": np.isfinite(gain[at])}
-            yield batch | {"weight": weight[at]}

@@ -54,26 +54,24 @@ def impact_of(
     return of_expert, distance[:, :, :-1]
 
 
-ARRIVED, EXPERT, REQUEST = 11, 11, 8
+ARRIVED, EXPERT, REQUEST = 11, 15, 8
 """Numbers of a node of `node_rows`: the arrived request, an expert, a queued request."""
-GAPS = slice(2, 5)
-"""Columns of `node_rows` with the logs of the mean gaps, over 8, 32 and 128 requests."""
 
 
 def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     """The routing graph's nodes as flat rows of scaled features, as a replay buffer holds them.
 
     The arrived request: prompt tokens, L, the load. An expert: Eq. 7, the request as it would serve
-    it, the four of `impact_features`, the predicted scores that it holds and ends in time. A queued
-    request: Eq. 6 and its distances from L without and with the new one. Tokens of prompts and gaps
-    are logs.
+    it, the four of `impact_features`, the predicted scores that it holds and ends in time, and its
+    latency law: base_s, k1, k2 and seconds a sequence of Eq. 13 and 14. A queued request: Eq. 6 and
+    its distances from L without and with the new one. Tokens of prompts and gaps are logs.
 
     Args:
         obs: A batch of Dict observations.
         model: The estimator of the system.
 
     Returns:
-        (B, 11 + 11 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
+        (B, 11 + 15 N + 8 N S + N S) with S = R + W: the nodes by kind, then 1 for each slot that
         holds a request.
 
     Raises:
@@ -96,10 +94,20 @@ def node_rows(obs: Observation, model: LatencyModel) -> NDArray[np.float16]:
     gap, prompt, length = np.moveaxis(obs["load"], -1, 0)
     gap = np.log(np.where(gap > 0, gap, 0.125).clip(0.001) / 0.125)
     expert = [2 * exp[..., :1], exp[..., 1:] / 3, np.log1p(req[..., :1]) / 6]
-    expert += [4 * req[..., 1:2] - 2, req[..., 2:] / 150, of_expert, in_time]
+    law = np.broadcast_to(model.system.estimator / (0.02, 1e-4, 5e-6, 1e-3), (*exp.shape[:2], 4))
+    expert += [4 * req[..., 1:2] - 2, req[..., 2:] / 150, of_expert, in_time, law]
     parts = [np.log1p(req[:, 0, :1]) / 6, limit / 0.03, gap, np.log1p(prompt) / 6, length / 150]
     parts += [part.reshape(len(limit), -1) for part in (np.concatenate(expert, -1), held, mask)]
     return np.concatenate(parts, -1, dtype=np.float16, casting="unsafe")
+
+
+def load_inputs(rows: NDArray[Any]) -> NDArray[np.float64]:
+    """What the mean reward under a load is about linear in, (..., 5), from `node_rows`.
+
+    1, the logs of the mean gaps of the last 8, 32 and 128 requests, the square of the last.
+    """
+    gaps = rows[..., 2:5].astype(np.float64)
+    return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps[..., -1:] ** 2], -1)
 
 
 def steeper(distance: NDArray[Any]) -> NDArray[Any]:
