@@ -55,7 +55,7 @@ class Curve:
         result = []
         for row in range(self.height):
             names, colour = drawn.get(row, ("", "default"))
-            empty = "─" if row in drawn else " "
+            empty = "─" if names else "┈" if row in drawn else " "
             cells = [(f"{high - FINE * math.expm1(row * span):6.3f} ", "default")]
             dot = ("●", "bold green")
             cells += [dot if (row, column) in dots else (empty, colour) for column in range(plot)]

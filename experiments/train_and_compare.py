@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -55,10 +55,10 @@ EVERY_S = 15.0  # between two lines of a pipe
 Rows = list[dict[str, Any]]
 
 
-def training_command(steps: int, seed: int, folder: Path, points: int) -> list[str]:
+def training_command(steps: int, seed: int, folder: Path) -> list[str]:
     """The command line of the training, which a user may run as well."""
     flags = {"out_dir": folder, "run_name": "training", "total_timesteps": steps, "seed": seed}
-    flags |= {"eval_every": max(steps // points, 1)}
+    flags |= {"eval_every": max(steps // POINTS, 1_280)}
     words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
     return [sys.executable, "-m", AGENT, *words, "--eval_rates", *(f"{r:g}" for r in RATES)]
 
@@ -93,12 +93,11 @@ def validate(policy: str) -> Rows:
     return [{"policy": policy, "decisions": None, "cpu_s": None, **values}]
 
 
-def play(
-    episodes: int, env_kwargs: Mapping[str, Any], policy: str, training: int | None, rate: float
-) -> Rows:
+def play(policy: str, training: int | None, rate: float, episodes: int, quick: bool) -> Rows:
     """Rows of `evaluate` at a rate; ``training`` is the number of a checkpoint."""
-    given = {"rate": rate, **env_kwargs}
-    rows = evaluate(ENV_ID, [policy], episodes, None, given, min(episodes, 32))
+    env_kwargs = {"rate": rate} | ({"episode_requests": 100} if quick else {})
+    block = min(episodes, 64 if training else 32)  # a large batch makes a network fast
+    rows = evaluate(ENV_ID, [policy], episodes, None, env_kwargs, block)
     names = {"policy": TRAINED} if training else {}
     return [{**row, **names, "rate": rate, "training": training} for row in rows]
 
@@ -128,18 +127,16 @@ class Display:
         points = [(row["decisions"], row["avg_qos"]) for row in learning_curve(metrics)]
         lines = {row["policy"]: row["avg_qos"] for row in heuristics}
         text = f"{seconds:.0f} s"
-        if self.steps:
-            text += (
-                f", {metrics[-1]['global_step'] if metrics else 0:,} of {self.steps:,} decisions"
-            )
+        if metrics:
+            text += f", {metrics[-1]['global_step']:,} of {self.steps:,} decisions"
         if points:
             text += f"; QoS {points[-1][1]:.4f}, with random weights {points[0][1]:.4f}"
         if lines:
             best = max(lines, key=lambda name: lines[name])
             text += f"; {best} {lines[best]:.4f}"
-        text += f"; {to_come} measurements to come"
+        text += f"; {to_come} to measure"
         if self.live is not None:
-            curve = Curve("QoS on validation episodes, mean of 5, 8 and 10/s", max(self.steps, 1))
+            curve = Curve("QoS on validation episodes, mean of 5, 8 and 10/s", self.steps or 1)
             curve.points = points
             curve.lines = {name: lines.pop(name) for name in labelled(lines)}
             curve.others = list(lines.values())
@@ -150,26 +147,23 @@ class Display:
 
 
 def measure(
-    command: list[str],
-    display: Display,
-    run: Path,
-    heuristics: Sequence[str],
-    checkpoints: Sequence[Path],
-    compare: Callable[[str, int | None, float], Rows],
+    command: list[str], display: Display, run: Path, checkpoints: Sequence[Path], *how: Any
 ) -> tuple[Rows, Rows]:
-    """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `compare`.
+    """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `play`.
 
-    Without a command nothing is trained, and there is no curve.
+    Without a command nothing is trained, and there is no curve. ``how`` are the episodes of a
+    policy and rate, and whether it is a smoke run, which leaves most heuristics out.
 
     Raises:
         RuntimeError: If the training fails; its output is in ``training.log``.
     """
     lines: Rows = []
     compared: Rows = []
-    jobs = [(lines, partial(validate, name)) for name in heuristics if command]
-    jobs += [(compared, partial(compare, name, None, r)) for name in heuristics for r in RATES]
+    names = BASELINES[: len(NAMED) + 2] if how[1] else BASELINES
+    jobs = [(lines, partial(validate, name)) for name in names if command]
+    jobs += [(compared, partial(play, name, None, r, *how)) for name in names for r in RATES]
     paths = list(enumerate(map(str, checkpoints), 1))
-    after = [(compared, partial(compare, path, k, r)) for k, path in paths for r in RATES]
+    after = [(compared, partial(play, path, k, r, *how)) for k, path in paths for r in RATES]
     child, log, metrics = None, run.with_suffix(".log"), []
     with ExitStack() as stack:
         if command:
@@ -281,12 +275,16 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
 
 def label_ends(axis: Any, ends: Mapping[str, float], colours: Mapping[str, str]) -> None:
     """Names at the right, moved apart where the lines end close to one another."""
-    (low, high), height, place = axis.get_ylim(), -np.inf, axis.get_yaxis_transform()
-    for name, y in sorted(ends.items(), key=lambda item: item[1]):
-        height = max(y, height + (high - low) / 20)
-        look: dict[str, Any] = {"color": colours[name], "linewidth": 0.6, "arrowstyle": "-"}
-        at: dict[str, Any] = {"xycoords": place, "textcoords": place, "arrowprops": look}
-        axis.annotate(name, (1.0, y), (1.04, height), color=colours[name], va="center", **at)
+    names, place = sorted(ends, key=lambda name: ends[name]), axis.get_yaxis_transform()
+    heights, gap = [ends[name] for name in names], np.ptp(axis.get_ylim()) / 20
+    for k in [*range(1, len(names))] * 50:
+        push = max(gap - heights[k] + heights[k - 1], 0) / 2
+        heights[k - 1], heights[k] = heights[k - 1] - push, heights[k] + push
+    for name, height in zip(names, heights, strict=True):
+        colour = colours[name]
+        arrow = {"color": colour, "linewidth": 0.6, "arrowstyle": "-", "relpos": (0, 0.5)}
+        at: dict[str, Any] = {"xycoords": place, "textcoords": place, "arrowprops": arrow}
+        axis.annotate(name, (1, ends[name]), (1.06, height), color=colour, va="center", **at)
     axis.spines[["top", "right"]].set_visible(False)
 
 
@@ -303,7 +301,7 @@ def plot(curve: Rows, table: Rows) -> bytes:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
     ends: tuple[dict[str, float], dict[str, float]] = {}, {}
     for name in ranked:
-        look: dict[str, Any] = {"color": colours.get(name, "0.85"), "zorder": 1 + (name in colours)}
+        look: dict[str, Any] = {"color": colours.get(name, "0.8"), "zorder": 1 + (name in colours)}
         look["linewidth"] = 2.4 if name == TRAINED else 1.4 if name in colours else 0.8
         own = [row for row in curve if row["policy"] == name]
         if name == TRAINED:
@@ -317,9 +315,9 @@ def plot(curve: Rows, table: Rows) -> bytes:
         if name in colours:
             ends[0][name], ends[1][name] = own[-1]["avg_qos"], qos[0][-1]
     left.set(xlabel="seconds of one core", ylabel="average QoS, mean of 5, 8 and 10 requests/s")
-    left.set(title="Training from random weights: validation", xlim=(0, None), ylim=(0, None))
+    left.set(title="Training from random weights: validation", xlim=(0, None))
     right.set(xlabel="arrival rate, requests/s", ylabel="average QoS", xticks=RATES)
-    right.set(title=f"{table[0]['episodes']} evaluation episodes a point", ylim=(0, None))
+    right.set(title=f"{table[0]['episodes']} evaluation episodes a point")
     for axis, names in zip((left, right), ends, strict=True):
         label_ends(axis, names, colours)
     picture = io.BytesIO()
@@ -350,19 +348,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error}")
 
-    run, command = args.out / "training", []
+    run, command, settings = args.out / "training", [], {}
     if args.checkpoint is None:
-        command = training_command(steps, args.seed, args.out, 2 if args.quick else POINTS)
-    settings = {"seed": args.seed, "steps": steps} if command else {}
+        command = training_command(steps, args.seed, args.out)
+        settings = {"seed": args.seed, "steps": steps}
     this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
     made = provenance(this, args.quick, packages=("torch",), settings=settings)
     display = Display(steps if command else 0)
-    heuristics, compare = BASELINES, partial(play, args.episodes, {})
-    if args.quick:
-        heuristics = BASELINES[: len(NAMED) + 2]
-        compare = partial(play, min(args.episodes, 3), {"episode_requests": 100})
     checkpoints = args.checkpoint or [run / "last.safetensors"]
-    curve, rows = measure(command, display, run, heuristics, checkpoints, compare)
+    episodes = min(args.episodes, 3) if args.quick else args.episodes
+    curve, rows = measure(command, display, run, checkpoints, episodes, args.quick)
     table = summarise_comparison(rows)
     notes = findings(table, curve)
     ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]

@@ -23,7 +23,7 @@ def test_points_and_lines_stand_at_their_values():
     assert rows[0].rstrip().endswith("●")  # the last point stays within the picture
     assert rows[-1].index("●") == 7
     span = math.log1p(0.52 / FINE)
-    for value, mark in ((0.6, "best"), (0.5, "●"), (0.3, "low, also"), (0.45, "───")):
+    for value, mark in ((0.6, "best"), (0.5, "●"), (0.3, "low, also"), (0.45, "┈┈┈")):
         row = round(20 * math.log1p((0.62 - value) / FINE) / span)
         assert mark in rows[row]
         assert abs(float(rows[row][:6]) - value) < 0.05

@@ -46,7 +46,8 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     assert {row["trainings"] for row in table if row["policy"] == "trained"} == {"2"}
 
 
-def test_a_training_that_fails_says_so(tmp_path, capsys):
+def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BASELINES", ())
     display = run.Display(10)
     command = [
         run.sys.executable,
@@ -54,7 +55,7 @@ def test_a_training_that_fails_says_so(tmp_path, capsys):
         "import time; time.sleep(0.2); raise SystemExit('it broke')",
     ]
     with pytest.raises(RuntimeError, match="it broke"):
-        run.measure(command, display, tmp_path / "training", [], [tmp_path], lambda *_: [])
+        run.measure(command, display, tmp_path / "training", [tmp_path], 1, True)
 
 
 def test_lines_are_on_the_episodes_of_the_training_evaluation():
@@ -96,7 +97,7 @@ def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
     assert [line.split(",")[0] for line in lines] == ["0 s", "16 s", "31 s"]
     assert lines[0] == (
         "0 s, 400 of 1,000 decisions; QoS 0.5000, with random weights 0.2000; random 0.4000; "
-        "7 measurements to come"
+        "7 to measure"
     )
 
 
