@@ -130,10 +130,10 @@ class Display:
         if metrics:
             text += f", {metrics[-1]['global_step']:,} of {self.steps:,} decisions"
         if points:
-            text += f"; QoS {points[-1][1]:.4f}, with random weights {points[0][1]:.4f}"
+            text += f"; QoS {points[-1][1]:.3f}, at first {points[0][1]:.3f}"
         if lines:
             best = max(lines, key=lambda name: lines[name])
-            text += f"; {best} {lines[best]:.4f}"
+            text += f"; {best} {lines[best]:.3f}"
         text += f"; {to_come} to measure"
         if self.live is not None:
             curve = Curve("QoS on validation episodes, mean of 5, 8 and 10/s", self.steps or 1)
@@ -267,7 +267,7 @@ def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None
         body,
         [
             f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
-            "Ceiling: the mean of the best experts' scores.",
+            "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
             *(one["text"] for one in notes),
         ],
     )
