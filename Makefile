@@ -1,4 +1,4 @@
-# make train   train a router from nothing in minutes and compare it with the heuristics
+# make train   train a router from random weights in about three minutes, beside the heuristics
 # make test    run the quick tests on the installed package, some minutes
 # make test-all run the long ones as well
 # make coverage the same, and 90 % of the Python lines must have run

@@ -35,7 +35,7 @@ from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
 from servegym.experiments.render import render_episode
 from servegym.experiments.tables import read_record
-from servegym.experiments.train_and_compare import CURVE, TABLE, plot_curve
+from servegym.experiments.train_and_compare import CURVE, TABLE, plot
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -243,7 +243,7 @@ def result_picture(record: Path, picture: Picture | None) -> bytes | None:
     if record.stem == "rllib_ppo":
         return draw_rllib(record.with_suffix(".csv"))
     if record.stem == TABLE:
-        return plot_curve(read_rows(record.with_name(f"{CURVE}.csv")))
+        return plot(*(read_rows(record.with_name(f"{name}.csv")) for name in (CURVE, TABLE)))
     if picture is None:
         return None
     return draw(picture, [record.with_name(f"{table}.csv") for table in picture.tables])

@@ -1,23 +1,14 @@
-"""Train a router from nothing, draw how it learns, and compare it with the heuristics.
+"""Train a router from random weights, draw how it learns, and compare it with the heuristics.
 
-``make train`` runs this, some six minutes of two cores. `servegym.agents.direct_search`
-finds the weights of a linear rule, starting with nothing; `servegym.agents.rpi` then learns from
-rollouts that follow the rule what to add to it. The terminal shows the QoS on validation episodes,
-and every heuristic on the same episodes as a line; after that all of them play the same episodes of
-the evaluation split at three arrival rates. It leaves in one folder
+``make train`` runs this, about three minutes of two cores. `servegym.agents.sac_han` learns in a
+process of its own; this one follows its log and measures the heuristics meanwhile: on the episodes
+of the learning curve, then on those of the evaluation split, which the last policy of the training
+plays in the end. A terminal shows the curve, a pipe gets a line every 15 s. One folder holds
 
-- ``router.safetensors``: the checkpoint, which ``servegym evaluate --policy`` takes;
-- ``first_command_curve.csv`` and ``.json``: the QoS on validation episodes by simulated decisions,
-  and that of the heuristics; ``.png`` shows it;
-- ``comparison.csv`` and ``comparison.json``: one row a policy, rate and episode, and how they were
-  made; ``comparison.png`` shows QoS, latency and refused requests against the rate;
-- ``first_command.csv`` and ``.json``: one row a policy and rate, and what the trained router gains;
-- ``search`` and ``rollouts``: the two runs, with metrics and snapshots, from which ``--resume``
-  goes on.
-
-``TRAIN_STEPS`` in the environment shortens the training; ``--quick`` shortens everything, a smoke
-run whose numbers mean nothing. ``--ray WHERE`` plays the rollouts on a Ray cluster; the result is
-the same.
+- ``first_command.csv``, ``.json``: QoS of each policy at each rate, and what the trained one gains;
+- ``first_command_curve.csv``, ``.json``: QoS on validation episodes from random weights on, by
+  decisions and seconds of a core, and that of the heuristics; ``first_command.png`` shows both;
+- ``training``: the run with ``last.safetensors``, which ``servegym evaluate --policy`` takes.
 """
 
 from __future__ import annotations
@@ -25,12 +16,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,490 +31,342 @@ import numpy as np
 from servegym.baselines.registry import list_policies
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.output import print_table, write_text
-from servegym.experiments.stats import over_trainings, stratified_bootstrap
+from servegym.experiments.stats import over_trainings
 from servegym.experiments.tables import note, provenance, write_result
 
 __all__ = ["main"]
 
-MODULE = "servegym.experiments.train_and_compare"
-ENV_ID = "servegym/LLMRouting-v0"
-TABLE, CURVE = "first_command", "first_command_curve"
+ENV_ID, AGENT = "servegym/LLMRouting-v0", "servegym.agents.sac_han"
+TABLE, CURVE, TRAINED = "first_command", "first_command_curve", "trained"
 RATES = (5.0, 8.0, 10.0)
-CONTROLS = ("drop_all", "always_busiest")
-BASELINES = tuple(
-    info.name
-    for info in list_policies("llm_routing")
-    if not info.clairvoyant and info.alias_of is None and info.name not in CONTROLS
+KEYS = ("avg_qos", *(f"avg_qos_rate_{rate:g}" for rate in RATES))
+NAMED = ("random", "least_outstanding", "priced_greedy", "expected_qos")
+"""Heuristics that are drawn with their names; so is the best of the others."""
+BASELINES = NAMED + tuple(
+    one.name
+    for one in list_policies("llm_routing")
+    if not one.clairvoyant
+    and one.alias_of is None
+    and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-TRAINED = "trained"
-STEPS, LABELS = 3_000_000, 60_000
-"""Decisions of the search, and labelled states of the rollouts."""
-FITS = 4  # of the network to the labels
-VALIDATION = {"split": "val", "episode_requests": 500}
-VALIDATION_EPISODES = 8
-"""Episodes a rate that the agent evaluates itself on, by its constants; the lines are on them."""
-TRAINING_RATES = (3.0, 11.5)
+STEPS, POINTS = 1_000_000, 20  # decisions of the training; evaluations after that of step 0
+EVERY_S = 15.0  # between two lines of a pipe
+Rows = list[dict[str, Any]]
 
 
-def validation_qos(policy: str, rates: Sequence[float]) -> float:
-    """Mean QoS of a policy over the validation episodes that the training evaluates itself on."""
-    means = []
-    for k, rate in enumerate(rates):
-        rows = evaluate(
-            ENV_ID,
-            [policy],
-            episodes=VALIDATION_EPISODES,
-            seed=10_000 + k,
-            num_envs=VALIDATION_EPISODES,
-            env_kwargs={"rate": rate, **VALIDATION},
-        )
-        means.append(np.mean([row["avg_qos"] for row in rows]))
-    return float(np.mean(means))
+def training_command(steps: int, seed: int, folder: Path) -> list[str]:
+    """The command line of the training, which a user may run as well."""
+    flags = {"out_dir": folder, "run_name": "training", "total_timesteps": steps, "seed": seed}
+    flags |= {"eval_every": max(steps // POINTS, 1_280)}
+    words = [str(word) for key, value in flags.items() for word in (f"--{key}", value)]
+    return [sys.executable, "-m", AGENT, *words, "--eval_rates", *(f"{r:g}" for r in RATES)]
 
 
-def training_commands(
-    steps: int, labels: int, seed: int, folder: Path, resume: bool, ray: str = ""
-) -> list[list[str]]:
-    """The command lines of both parts of the training, which a user may run as well."""
-    low, high = TRAINING_RATES
-    common: dict[str, Any] = {"set": f"rate=[{low:g},{high:g}]", "seed": seed, "out_dir": folder}
-    common |= {"resume": resume}
-    search = {
-        "run_name": "search",
-        "state": "estimate",
-        "total_timesteps": steps,
-        "population": 32,
-        "threads": min(os.cpu_count() or 1, 2),
-        "eval_every": 1,  # after each generation
-        "checkpoint_every": 500_000,
-    }
-    rollouts = {
-        "run_name": "rollouts",
-        "start": folder / "search" / "best.safetensors",
-        "total_timesteps": labels,
-        "fit_every": max(labels // FITS, 1),
-        "horizon_s": 5,
-        "near": 0.05,
-        "spread": 0.05,
-        "eval_episodes": VALIDATION_EPISODES,
-        "checkpoint_every": max(labels // FITS, 1),
-    }
-    rollouts |= {"ray": ray} if ray else {}
-    commands = []
-    for agent, given in (("direct_search", search), ("rpi", rollouts)):
-        words = [sys.executable, "-m", f"servegym.agents.{agent}"]
-        words += [
-            str(word) for key, value in (common | given).items() for word in (f"--{key}", value)
-        ]
-        commands.append([*words, "--eval_rates", *(f"{rate:g}" for rate in RATES)])
-    return commands
+def read_metrics(run: Path) -> Rows:
+    """Rows of a run's log, none before it begins; its last line may be half written."""
+    file = run / "metrics.jsonl"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def read_points(folder: Path) -> list[list[tuple[int, float]]]:
-    """Simulated decisions and QoS at each evaluation in the logs of both parts, one list each.
-
-    The first begins with what the search begins with: weights of zero, which drop every request.
-
-    Args:
-        folder: Holds the runs ``search`` and ``rollouts``, or not yet.
-    """
-    parts, before = [], 0
-    for run, key in (("search", "global_step"), ("rollouts", "charts/decisions")):
-        metrics = folder / run / "metrics.jsonl"
-        text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # the last line may be half written
-        rows = [json.loads(line) for line in whole.splitlines()]
-        parts.append([(before + r[key], r["eval/avg_qos"]) for r in rows if "eval/avg_qos" in r])
-        before = parts[0][-1][0] if parts[0] else 0
-    return [[(0, 0.0), *parts[0]], parts[1]]
+def learning_curve(metrics: Rows) -> Rows:
+    """The evaluations in a log, as rows of the curve's table."""
+    return [
+        {"policy": TRAINED, "decisions": row["global_step"], "cpu_s": row["charts/cpu_s"]}
+        | {key: row[f"eval/{key}"] for key in KEYS}
+        for row in metrics
+        if "eval/avg_qos" in row
+    ]
 
 
-def train(
-    steps: int,
-    labels: int,
-    seed: int,
-    folder: Path,
-    quick: bool,
-    resume: bool = False,
-    ray: str = "",
-) -> tuple[Path, list[dict[str, Any]]]:
-    """Train in processes of their own while this one measures the heuristics and draws.
+def validate(policy: str) -> Rows:
+    """A heuristic's row in the curve's table, on the episodes that the training evaluates on."""
+    from servegym.agents.sac_han import EVAL_EPISODES, EVAL_REQUESTS
 
-    Args:
-        steps: Decisions of the search.
-        labels: Labelled states of the rollouts.
-        seed: Seed of the training.
-        folder: Where its runs go.
-        quick: Draw one heuristic alone.
-        resume: Go on from the last snapshots.
-        ray: Ray cluster that plays the rollouts, or nothing.
+    qos = []
+    for k, rate in enumerate(RATES):
+        env_kwargs = {"rate": rate, "split": "val", "episode_requests": EVAL_REQUESTS}
+        rows = evaluate(ENV_ID, [policy], EVAL_EPISODES, 10_000 + k, env_kwargs, EVAL_EPISODES)
+        qos.append(float(np.mean([row["avg_qos"] for row in rows])))
+    values = dict(zip(KEYS, [float(np.mean(qos)), *qos], strict=True))
+    return [{"policy": policy, "decisions": None, "cpu_s": None, **values}]
 
-    Returns:
-        The checkpoint with the best QoS on the validation episodes, and rows of the curve: the
-        trained policy at each evaluation and each heuristic, with ``decisions`` and ``avg_qos``.
+
+def play(policy: str, training: int | None, rate: float, episodes: int, quick: bool) -> Rows:
+    """Rows of `evaluate` at a rate; ``training`` is the number of a checkpoint."""
+    env_kwargs = {"rate": rate} | ({"episode_requests": 100} if quick else {})
+    block = min(episodes, 64 if training else 32)  # a large batch makes a network fast
+    rows = evaluate(ENV_ID, [policy], episodes, None, env_kwargs, block)
+    names = {"policy": TRAINED} if training else {}
+    return [{**row, **names, "rate": rate, "training": training} for row in rows]
+
+
+def labelled(qos: Mapping[str, float]) -> list[str]:
+    """The heuristics to name among those with a QoS: `NAMED` and the best of the others."""
+    others = sorted(set(qos) - {*NAMED, TRAINED}, key=lambda name: qos[name])
+    return [name for name in NAMED if name in qos] + others[-1:]
+
+
+class Display:
+    """Shows a training's curve in a terminal; elsewhere prints a line every `EVERY_S` seconds."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.live import Live
+
+        self.steps, self.begin, self.printed = steps, time.perf_counter(), -EVERY_S
+        self.live = Live(auto_refresh=False) if sys.stdout.isatty() else None
+
+    def show(self, metrics: Rows, heuristics: Rows, to_come: int) -> None:
+        """Draw or print what the training and the heuristics have reached, if it is time."""
+        from rich.console import Group
+
+        from servegym.experiments.live_curve import Curve
+
+        seconds = time.perf_counter() - self.begin
+        points = [(row["decisions"], row["avg_qos"]) for row in learning_curve(metrics)]
+        lines = {row["policy"]: row["avg_qos"] for row in heuristics}
+        text = f"{seconds:.0f} s"
+        if metrics:
+            text += f", {metrics[-1]['global_step']:,} of {self.steps:,} decisions"
+        if points:
+            text += f"; QoS {points[-1][1]:.3f}, at first {points[0][1]:.3f}"
+        if lines:
+            best = max(lines, key=lambda name: lines[name])
+            text += f"; {best} {lines[best]:.3f}"
+        text += f"; {to_come} to measure"
+        if self.live is not None:
+            curve = Curve("QoS on validation episodes, mean of 5, 8 and 10/s", self.steps or 1)
+            curve.points = points
+            curve.lines = {name: lines.pop(name) for name in labelled(lines)}
+            curve.others = list(lines.values())
+            self.live.update(Group(*[curve] * (self.steps > 0), text), refresh=True)
+        elif seconds - self.printed >= EVERY_S:
+            self.printed = seconds
+            print(text, flush=True)
+
+
+def measure(
+    command: list[str], display: Display, run: Path, checkpoints: Sequence[Path], *how: Any
+) -> tuple[Rows, Rows]:
+    """Train, measure the heuristics meanwhile, then compare: rows of the curve and of `play`.
+
+    Without a command nothing is trained, and there is no curve. ``how`` are the episodes of a
+    policy and rate, and whether it is a smoke run, which leaves most heuristics out.
 
     Raises:
         RuntimeError: If the training fails; its output is in ``training.log``.
     """
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    from servegym.experiments.live_curve import Curve
-
-    runs = [folder / "search", folder / "rollouts"]
-    for run in runs:
-        if not resume:
+    lines: Rows = []
+    compared: Rows = []
+    names = BASELINES[: len(NAMED) + 2] if how[1] else BASELINES
+    jobs = [(lines, partial(validate, name)) for name in names if command]
+    jobs += [(compared, partial(play, name, None, r, *how)) for name in names for r in RATES]
+    paths = list(enumerate(map(str, checkpoints), 1))
+    after = [(compared, partial(play, path, k, r, *how)) for k, path in paths for r in RATES]
+    child, log, metrics = None, run.with_suffix(".log"), []
+    with ExitStack() as stack:
+        if command:
             (run / "metrics.jsonl").unlink(missing_ok=True)
-    curve = Curve("QoS on validation episodes, mean of 5, 8 and 10 requests/s", steps)
-    waiting = list(BASELINES[:1] if quick else BASELINES)
-    begin = time.perf_counter()
-
-    def view(part: int, since: float) -> Group:
-        name = ("direct search for a rule", "rollouts that follow the rule")[part]
-        now = time.perf_counter()
-        text = f"part {part + 1} of 2, {name}; {now - begin:.0f} s"
-        search, fits = read_points(folder)
-        curve.points = [*search, *fits]
-        curve.total = max([curve.total, *(step for step, _ in curve.points)])
-        if share := min(len(fits) / FITS if part else search[-1][0] / steps, 1.0):
-            text += f", about {(now - since) * (1 / share - 1):.0f} s left in this part"
-        if curve.points and curve.lines:
-            best = max(curve.lines, key=lambda key: curve.lines[key])
-            qos = curve.points[-1][1]
-            text += f"; QoS {qos:.4f}, {qos - curve.lines[best]:+.4f} over {best}"
-        return Group(curve, Text(text))
-
-    log = folder / "training.log"
-    with log.open("wb") as output, Live(view(0, begin), refresh_per_second=2) as live:
-        for part, command in enumerate(training_commands(steps, labels, seed, folder, resume, ray)):
-            since = time.perf_counter()
+            output = stack.enter_context(log.open("wb"))
             child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                while True:
-                    ended = child.poll() is not None
-                    live.update(view(part, since))
-                    if ended and (not waiting or part == 0):
-                        break
-                    if waiting:
-                        name = waiting.pop(0)
-                        curve.lines[name] = validation_qos(name, RATES)
-                    else:
-                        time.sleep(0.5)
-            finally:
-                if child.poll() is None:
-                    child.terminate()
-                child.wait()
-            if child.returncode:
-                tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                raise RuntimeError(f"{' '.join(command)} ended with {child.returncode}: {tail}")
-    rows = [{"policy": TRAINED, "decisions": step, "avg_qos": q} for step, q in curve.points]
-    rows += [{"policy": n, "decisions": None, "avg_qos": q} for n, q in curve.lines.items()]
-    return runs[1] / "best.safetensors", rows
+            stack.callback(child.wait)
+            stack.callback(child.terminate)
+        if display.live is not None:
+            stack.enter_context(display.live)
+        while jobs or after:
+            ended = child is None or child.poll() is not None
+            if child is not None:
+                metrics = read_metrics(run)
+                if child.returncode:
+                    tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+                    raise RuntimeError(f"{shlex.join(command)} failed: {tail}")
+            display.show(metrics, lines, len(jobs) + len(after))
+            if not jobs and not ended:
+                time.sleep(0.5)
+                continue
+            rows, job = (jobs or after).pop(0)
+            rows += job()
+    return learning_curve(metrics) + lines, compared
 
 
-def plot_curve(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A PNG: the curve of the training with the heuristics as lines, whole and near its end."""
+def summarise_comparison(rows: Rows) -> Rows:
+    """QoS of each policy at each rate, and what the trained one gains over it, paired by episode.
+
+    Both with 95 % intervals over the episodes, of several trainings over these as well.
+    """
+    scores: dict[tuple[str, float], dict[int | None, list[float]]] = {}
+    for row in rows:
+        own = scores.setdefault((row["policy"], row["rate"]), {})
+        own.setdefault(row["training"], []).append(row["avg_qos"])
+    table = []
+    for (policy, rate), by_training in scores.items():
+        own = list(by_training.values())
+        kinds = {"qos": over_trainings(own)}
+        if policy != TRAINED:
+            kinds["gain"] = over_trainings(list(scores[TRAINED, rate].values()), own[0])
+        row = {"policy": policy, "rate": rate, "trainings": len(own) * (policy == TRAINED)}
+        row |= {"episodes": len(own[0])}
+        for key, found in kinds.items():
+            row |= {key: found.value, f"{key}_low": found.low, f"{key}_high": found.high}
+        table.append(row)
+    return table
+
+
+def mean_qos(table: Rows) -> dict[str, float]:
+    """QoS of each policy, mean over the rates, the best first."""
+    names = {row["policy"] for row in table}
+    mean = {n: float(np.mean([r["qos"] for r in table if r["policy"] == n])) for n in names}
+    return dict(sorted(mean.items(), key=lambda item: -item[1]))
+
+
+def short(form: str, *values: float) -> list[str]:
+    """Numbers without the zero before their point."""
+    return [f"{value:{form}}".replace("0.", ".", 1) for value in values]
+
+
+def findings(table: Rows, curve: Rows) -> Rows:
+    """What the trained router gains over the best heuristic, and when its curve passed which."""
+    notes = []
+    for rate in RATES:
+        others = [row for row in table if row["rate"] == rate and row["policy"] != TRAINED]
+        best = max(others, key=lambda row: row["qos"])
+        numbers = {key: best[key] for key in ("gain", "gain_low", "gain_high")}
+        above, below = best["gain_low"] > 0, best["gain_high"] < 0
+        verdict = "above" if above else "below" if below else "not distinguished from"
+        gain, low, high = short("+.4f", *numbers.values())
+        text = f"at {rate:g}/s trained is {verdict} the best, {best['policy']}: "
+        found = {"rate": rate, "verdict": verdict, "best": best["policy"]}
+        notes.append(note(f"{text}{gain} [{low}, {high}]", **found, **numbers))
+    points = [row for row in curve if row["policy"] == TRAINED]
+    for row in [row for row in curve if row["policy"] in NAMED]:
+        reached = [p["cpu_s"] for p in points if p["avg_qos"] >= row["avg_qos"]]
+        when = f"after {reached[0]:.0f} s of a core" if reached else "never"
+        text = f"the curve reaches {row['policy']} ({short('.3f', row['avg_qos'])[0]}) {when}"
+        notes.append(note(text, policy=row["policy"], cpu_s=reached[0] if reached else None))
+    return notes
+
+
+def print_comparison(table: Rows, ceiling: Sequence[float], notes: Rows) -> None:
+    """Print the trained policy and seven heuristics at most, in 100 columns."""
+    ranked = list(mean_qos(table))
+    best = [name for name in ranked if name != TRAINED][:5]
+    shown = [name for name in ranked if name in (TRAINED, "least_outstanding", "random", *best)]
+    body = []
+    for name in shown:
+        rows = [row for row in table if row["policy"] == name]
+        cells = [short(".3f", r["qos"], r["qos_low"], r["qos_high"]) for r in rows]
+        gains = short("+.4f", *(row["gain"] for row in rows if "gain" in row))
+        body.append([name, *(f"{q} [{low} {high}]" for q, low, high in cells), " ".join(gains)])
+    body.append(["ceiling", *short(".3f", *ceiling), ""])
+    heads = [*(f"QoS at {rate:g}/s" for rate in RATES), "gains at 5/8/10"]
+    many = f"{table[0]['episodes']} episodes, trainings: {max(r['trainings'] for r in table)}"
+    print_table(
+        f"Average QoS, interquartile mean [95 % interval]; {many}",
+        ["policy", *heads],
+        body,
+        [
+            f"Gains: of trained over the policy, paired by episode; all are in {TABLE}.csv.",
+            "Intervals: over episodes, and trainings if several. Ceiling: mean of the best scores.",
+            *(one["text"] for one in notes),
+        ],
+    )
+
+
+def label_ends(axis: Any, ends: Mapping[str, float], colours: Mapping[str, str]) -> None:
+    """Names at the right, moved apart where the lines end close to one another."""
+    names, place = sorted(ends, key=lambda name: ends[name]), axis.get_yaxis_transform()
+    heights, gap = [ends[name] for name in names], np.ptp(axis.get_ylim()) / 20
+    for k in [*range(1, len(names))] * 50:
+        push = max(gap - heights[k] + heights[k - 1], 0) / 2
+        heights[k - 1], heights[k] = heights[k - 1] - push, heights[k] + push
+    for name, height in zip(names, heights, strict=True):
+        colour = colours[name]
+        arrow = {"color": colour, "linewidth": 0.6, "arrowstyle": "-", "relpos": (0, 0.5)}
+        at: dict[str, Any] = {"xycoords": place, "textcoords": place, "arrowprops": arrow}
+        axis.annotate(name, (1, ends[name]), (1.06, height), color=colour, va="center", **at)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def plot(curve: Rows, table: Rows) -> bytes:
+    """A PNG: the learning curve between the heuristics' lines, and QoS against the rate."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    points = [(row["decisions"] / 1e6, row["avg_qos"]) for row in rows if row["policy"] == TRAINED]
-    lines = {row["policy"]: row["avg_qos"] for row in rows if row["policy"] != TRAINED}
-    lines = dict(sorted(lines.items(), key=lambda item: -item[1]))
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
-    for axis in axes:
-        for k, (name, qos) in enumerate(lines.items()):
-            axis.axhline(qos, color=colours[k % len(colours)], linewidth=1.2, label=name)
-        axis.plot(*zip(*points, strict=True), "k.-", linewidth=2, label=TRAINED)
-        axis.set_xlabel("million simulated decisions, those of the rollouts among them")
-        axis.spines[["top", "right"]].set_visible(False)
-    best, top = max(lines.values()), max(qos for _, qos in points)
-    axes[0].set(ylabel="QoS on validation episodes", ylim=(0, None))
-    axes[1].set(ylim=(best - 0.03, max(best, top) + 0.004))
-    axes[0].legend(fontsize=7, ncols=2, loc="lower right", frameon=False)
+    ranked = mean_qos(table)
+    palette = ("tab:brown", "tab:orange", "tab:green", "tab:blue", "tab:purple")
+    colours = {TRAINED: "black", **dict(zip(labelled(ranked), palette, strict=False))}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.8), layout="constrained")
+    ends: tuple[dict[str, float], dict[str, float]] = {}, {}
+    for name in ranked:
+        look: dict[str, Any] = {"color": colours.get(name, "0.8"), "zorder": 1 + (name in colours)}
+        look["linewidth"] = 2.4 if name == TRAINED else 1.4 if name in colours else 0.8
+        own = [row for row in curve if row["policy"] == name]
+        if name == TRAINED:
+            left.plot([r["cpu_s"] for r in own], [r["avg_qos"] for r in own], ".-", **look)
+        else:
+            left.axhline(own[0]["avg_qos"], **look)
+        rows = [row for row in table if row["policy"] == name]
+        qos = np.array([[row[key] for key in ("qos", "qos_low", "qos_high")] for row in rows]).T
+        bars = np.maximum([qos[0] - qos[1], qos[2] - qos[0]], 0) if name in colours else None
+        right.errorbar(RATES, qos[0], bars, capsize=2, **look)
+        if name in colours:
+            ends[0][name], ends[1][name] = own[-1]["avg_qos"], qos[0][-1]
+    left.set(xlabel="seconds of one core", ylabel="average QoS, mean of 5, 8 and 10 requests/s")
+    left.set(title="Training from random weights: validation", xlim=(0, None))
+    right.set(xlabel="arrival rate, requests/s", ylabel="average QoS", xticks=RATES)
+    right.set(title=f"{table[0]['episodes']} evaluation episodes a point")
+    for axis, names in zip((left, right), ends, strict=True):
+        label_ends(axis, names, colours)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, format="png")
     plt.close(figure)
     return picture.getvalue()
 
 
-def compare(
-    checkpoints: Sequence[Path],
-    rates: Sequence[float],
-    episodes: int,
-    env_kwargs: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Rows of `evaluate` for the checkpoints and the baselines at every rate.
-
-    With ``rate`` and, for the checkpoints, the number of the ``training``.
-    """
-    from servegym.agents import load_policy
-
-    policies: list[Any] = [[*BASELINES], *([load_policy(path)] for path in checkpoints)]
-    for (policy,) in policies[1:]:
-        policy.name = TRAINED
-    rows = []
-    for rate in rates:
-        for training, each in enumerate(policies):
-            found = evaluate(
-                ENV_ID,
-                each,
-                episodes=episodes,
-                num_envs=min(episodes, 32),
-                env_kwargs={"rate": rate, **env_kwargs},
-            )
-            rows += [{"rate": rate, "training": training or None, **row} for row in found]
-    return rows
-
-
-def _column(
-    rows: Sequence[Mapping[str, Any]], policy: str, rate: float, key: str, **also: Any
-) -> Any:
-    wanted = {"policy": policy, "rate": rate, **also}
-    picked = [row[key] for row in rows if all(row[k] == v for k, v in wanted.items())]
-    return np.array(picked, dtype=np.float64)
-
-
-def _policies(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(row["policy"] for row in rows))
-
-
-def summarise_comparison(
-    rows: Sequence[Mapping[str, Any]], rates: Sequence[float]
-) -> list[dict[str, Any]]:
-    """QoS of each policy at each rate, and what the trained one gains over it, paired by episode.
-
-    Both with 95 % intervals over the episodes, of several trainings over these as well.
-    """
-    trainings = sorted({row["training"] for row in rows if row["policy"] == TRAINED})
-    table = []
-    for rate in rates:
-        own = [_column(rows, TRAINED, rate, "avg_qos", training=k) for k in trainings]
-        for policy in _policies(rows):
-            trained = policy == TRAINED
-            qos = own if trained else [_column(rows, policy, rate, "avg_qos")]
-            found = over_trainings(qos)
-            row = {"policy": policy, "rate": rate, "trainings": len(trainings) * trained}
-            row |= {"episodes": len(qos[0]), "qos": found.value}
-            row |= {"qos_low": found.low, "qos_high": found.high}
-            if not trained:
-                gain = over_trainings(own, qos[0])
-                row |= {"gain": gain.value, "gain_low": gain.low, "gain_high": gain.high}
-            table.append(row)
-    return table
-
-
-def findings(table: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> list[dict[str, Any]]:
-    """A note a rate: what the trained router gains over the best of the heuristics there."""
-    notes = []
-    for rate in rates:
-        others = [row for row in table if row["rate"] == rate and row["policy"] != TRAINED]
-        best = max(others, key=lambda row: row["qos"])
-        gain, low, high = (best[key] for key in ("gain", "gain_low", "gain_high"))
-        verdict = "above" if low > 0 else "below" if high < 0 else "not distinguished from"
-        text = (
-            f"at {rate:g} requests/s {TRAINED} is {verdict} the best heuristic, {best['policy']}: "
-            f"QoS {gain:+.4f} [{low:+.4f}, {high:+.4f}]"
-        )
-        notes.append(
-            note(text, rate=rate, verdict=verdict, best=best["policy"], gain=gain, gain_low=low)
-        )
-    return notes
-
-
-def print_comparison(
-    table: Sequence[Mapping[str, Any]], rates: Sequence[float], ceilings: Sequence[float]
-) -> None:
-    """Print QoS by rate, and the paired gain of the trained policy over each heuristic."""
-
-    def text(row: Mapping[str, Any], key: str, sign: str = "") -> str:
-        parts = [row[key], row[f"{key}_low"], row[f"{key}_high"]]
-        return "{} [{}, {}]".format(*(f"{part:{sign}.3f}" for part in parts))
-
-    by = {(row["policy"], row["rate"]): row for row in table}
-    policies = list(dict.fromkeys(row["policy"] for row in table))
-    policies.sort(key=lambda policy: -sum(by[policy, rate]["qos"] for rate in rates))
-    body = [
-        [policy]
-        + [text(by[policy, rate], "qos") for rate in rates]
-        + ["" if policy == TRAINED else text(by[policy, rate], "gain", "+") for rate in rates]
-        for policy in policies
-    ]
-    body.append(["ceiling (mean best score)", *(f"{c:.3f}" for c in ceilings), *[""] * len(rates)])
-    print_table(
-        "Average QoS, interquartile mean over episodes [bootstrap 95 % interval]",
-        [
-            "policy",
-            *(f"QoS at {rate:g}/s" for rate in rates),
-            *(f"{TRAINED} gains at {rate:g}/s" for rate in rates),
-        ],
-        body,
-        [
-            *(str(one["text"]) for one in findings(table, rates)),
-            f"Trainings: {max(row['trainings'] for row in table)}. With one the intervals are over "
-            "episodes alone.",
-        ],
-    )
-
-
-def plot(rows: Sequence[Mapping[str, Any]], rates: Sequence[float], path: Path) -> None:
-    """Draw QoS, latency and refused requests against the arrival rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
-
-    figure, axes = plt.subplot_mosaic(
-        [["qos", "latency"], ["qos", "refused"]],
-        figsize=(11, 5.5),
-        width_ratios=[1.35, 1],
-        layout="constrained",
-    )
-    policies = _policies(rows)
-    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-    markers = "osD^v<>PX*"
-    spread = 0.12
-    for index, policy in enumerate(policies):
-        trained = policy == TRAINED
-        style: dict[str, Any] = {
-            "color": "black" if trained else colours[index % len(colours)],
-            "linewidth": 2.6 if trained else 1.3,
-            "markersize": 7 if trained else 4.5,
-            "marker": "*" if trained else markers[index % len(markers)],
-            "zorder": 3 if trained else 2,
-        }
-        # Shifted a little apart, so that intervals at one rate do not hide each other.
-        x = np.array(rates) + spread * (index - (len(policies) - 1) / 2) / len(policies) * 2
-        qos = [stratified_bootstrap(_column(rows, policy, rate, "avg_qos")) for rate in rates]
-        values = np.array([interval.value for interval in qos])
-        bars = np.array([[i.value - i.low, i.high - i.value] for i in qos]).T
-        axes["qos"].errorbar(x, values, np.maximum(bars, 0), label=policy, capsize=2, **style)
-        latency = [
-            1e3 * float(np.mean(_column(rows, policy, rate, "mean_latency_s_per_token")))
-            for rate in rates
-        ]
-        axes["latency"].plot(x, latency, **style)
-        refused = [
-            100
-            * float(
-                np.mean(
-                    _column(rows, policy, rate, "drop_rate")
-                    + _column(rows, policy, rate, "reject_rate")
-                )
-            )
-            for rate in rates
-        ]
-        axes["refused"].plot(x, refused, **style)
-    ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in rates]
-    axes["qos"].plot(rates, ceilings, "k--", linewidth=1, label="ceiling: best score")
-    env_kwargs = json.loads(rows[0]["env_kwargs"])
-    limit = 1e3 * env_kwargs["latency_requirement_s"]
-    axes["latency"].axhline(limit, color="grey", linestyle=":", linewidth=1)
-    axes["latency"].annotate(
-        "L", (1, limit), xycoords=("axes fraction", "data"), va="center", color="grey"
-    )
-    axes["qos"].set(ylabel="average QoS", xlabel="arrival rate, requests/s", ylim=(0, None))
-    axes["latency"].set(ylabel="latency, ms/token\n(served requests)", yscale="log")
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes["latency"].yaxis.set_major_formatter(plain)
-    axes["latency"].yaxis.set_minor_formatter(plain)
-    axes["refused"].set(ylabel="dropped or\nrejected, %", xlabel="arrival rate, requests/s")
-    axes["refused"].set_ylim(bottom=0)
-    for axis in axes.values():
-        axis.set_xticks(rates)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes["qos"].legend(fontsize=8, ncols=2, loc="lower left", frameon=False)
-    episodes = len({row["seed"] for row in rows})
-    figure.suptitle(
-        f"LLM routing, fleet {env_kwargs['profiles']}: {episodes} evaluation episodes a point",
-        fontsize=11,
-    )
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150, format="png")
-    write_text(path, picture.getvalue())
-    plt.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, evaluate, print and save; see ``--help``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, help=f"decisions of the search ({STEPS})")
-    parser.add_argument("--labels", type=int, help=f"states that rollouts label ({LABELS})")
+    parser.add_argument("--steps", type=int, help=f"decisions of the training ({STEPS})")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training (1)")
     parser.add_argument("--episodes", type=int, default=50, help="episodes a policy and rate (50)")
     parser.add_argument("--out", type=Path, default=Path("runs/train"), help="folder (runs/train)")
-    parser.add_argument(
-        "--checkpoint", type=Path, nargs="+", help="compare these trainings and train nothing"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the last snapshot")
-    parser.add_argument("--ray", default="", metavar="WHERE", help="cluster for the rollouts")
+    parser.add_argument("--checkpoint", type=Path, nargs="+", help="compare these, train nothing")
     parser.add_argument("--quick", action="store_true", help="a smoke run, numbers not to quote")
     words = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(words)
-    steps = args.steps
-    if steps is None and os.environ.get("TRAIN_STEPS"):
-        try:
-            steps = int(os.environ["TRAIN_STEPS"])
-        except ValueError:
-            parser.error(f"TRAIN_STEPS is {os.environ['TRAIN_STEPS']!r}; give a whole number")
-    if steps is None:
-        steps = 2_560 if args.quick else STEPS
-    labels = args.labels
-    if labels is None:
-        labels = 128 if args.quick else LABELS
-    if args.quick:
-        args.episodes = min(args.episodes, 3)
-    if min(steps, labels, args.episodes) < 1:
-        parser.error("--steps, --labels and --episodes must be 1 or more")
+    steps = (2_560 if args.quick else STEPS) if args.steps is None else args.steps
+    if min(steps, args.episodes) < 1:
+        parser.error("--steps and --episodes must be 1 or more")
     for checkpoint in args.checkpoint or ():
         if not checkpoint.exists():
             parser.error(f"--checkpoint {checkpoint} does not exist")
-    if args.ray:
-        from servegym.agents.lib.ray_cluster import check_ray
-
-        try:
-            check_ray(args.ray)
-        except (ValueError, ModuleNotFoundError) as error:
-            parser.error(f"--ray: {error}")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error}")
 
-    begin = time.perf_counter()
-    command = shlex.join(["python", "-m", MODULE, *words])
-    settings: dict[str, Any] = {}
+    run, command, settings = args.out / "training", [], {}
     if args.checkpoint is None:
-        settings = {"seed": args.seed, "steps": steps, "labels": labels}
-    made = provenance(command, args.quick, packages=("torch",), settings=settings)
-    checkpoints = args.checkpoint
-    if checkpoints is None:
-        checkpoint, points = train(
-            steps, labels, args.seed, args.out, args.quick, args.resume, args.ray
-        )
-        write_result(args.out / CURVE, points, made)
-        write_text(args.out / f"{CURVE}.png", plot_curve(points))
-        checkpoints = [args.out / "router.safetensors"]
-        write_text(checkpoints[0], checkpoint.read_bytes())
-    trained = time.perf_counter()
-    env_kwargs = {"episode_requests": 100} if args.quick else {}
-    rows = compare(checkpoints, RATES, args.episodes, env_kwargs)
-    table = summarise_comparison(rows, RATES)
-    ceilings = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
-    print_comparison(table, RATES, ceilings)
-    write_result(args.out / "comparison", rows, made)
-    write_result(args.out / TABLE, table, made, findings(table, RATES))
-    plot(rows, RATES, args.out / "comparison.png")
-    print(
-        f"training {trained - begin:.0f} s, comparison {time.perf_counter() - trained:.0f} s; "
-        f"tables, plots and what was trained in {args.out}"
-    )
+        command = training_command(steps, args.seed, args.out)
+        settings = {"seed": args.seed, "steps": steps}
+    this = shlex.join(["python", "-m", "servegym.experiments.train_and_compare", *words])
+    made = provenance(this, args.quick, packages=("torch",), settings=settings)
+    display = Display(steps if command else 0)
+    checkpoints = args.checkpoint or [run / "last.safetensors"]
+    episodes = min(args.episodes, 3) if args.quick else args.episodes
+    curve, rows = measure(command, display, run, checkpoints, episodes, args.quick)
+    table = summarise_comparison(rows)
+    notes = findings(table, curve)
+    ceiling = [float(np.mean([r["ceiling"] for r in rows if r["rate"] == rate])) for rate in RATES]
+    print_comparison(table, ceiling, notes)
+    write_result(args.out / TABLE, table, made, notes)
+    if curve:
+        write_result(args.out / CURVE, curve, made)
+        write_text(args.out / f"{TABLE}.png", plot(curve, table))
+    print(f"{time.perf_counter() - display.begin:.0f} s; all that was made is in {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The run behind make train, at smoke size, and its checkpoint in the evaluator."""
+"""The run behind make train, at smoke size, and what it reads, prints and draws."""
 
 import csv
 import json
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -11,117 +11,137 @@ pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 
 from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
+from servegym.agents.sac_han import EVAL_EPISODES, EVAL_REQUESTS  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import GreedyQos  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments import train_and_compare as run  # noqa: E402
 from servegym.experiments.cli import app  # noqa: E402
 
+PNG = b"\x89PNG\r\n\x1a\n"
+
 
 @pytest.mark.slow
-def test_trains_compares_and_saves(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TRAIN_STEPS", "960")
-    monkeypatch.setattr(run, "RATES", (5.0, 8.0))
-    run.main(["--quick", "--episodes", "2", "--out", str(tmp_path)])
+def test_trains_compares_and_saves(tmp_path, capsys):
+    run.main(["--quick", "--steps", "1300", "--episodes", "2", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "trained gains at 8/s" in printed and "part 2 of 2" in printed
-    rows = list(csv.DictReader((tmp_path / "comparison.csv").open()))
-    assert len(rows) == 2 * 2 * (len(run.BASELINES) + 1)
-    by_episode = {}
-    for row in rows:
-        by_episode.setdefault((row["rate"], row["seed"]), set()).add(row["ceiling"])
-    # The ceiling depends on the requests alone: one value an episode, whatever the policy.
-    assert all(len(values) == 1 for values in by_episode.values())
+    assert "of 1,300 decisions" in printed and "gains at 5/8/10" in printed
     curve = list(csv.DictReader((tmp_path / "first_command_curve.csv").open()))
-    drawn = [int(row["decisions"]) for row in curve if row["policy"] == "trained"]
-    assert len(drawn) >= 2 and drawn == sorted(drawn)
-    for name in ("comparison", "first_command_curve"):
-        assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    notes = json.loads((tmp_path / "first_command.json").read_text())["notes"]
-    assert [one["rate"] for one in notes] == [5.0, 8.0]
-
-    checkpoint = tmp_path / "router.safetensors"
-    result = CliRunner().invoke(
-        app,
-        [
-            "evaluate",
-            "servegym/LLMRoutingFlat-v0",
-            "--policy",
-            str(checkpoint),
-            "--policy",
-            "random",
-        ]
-        + ["--episodes", "2", "--set", "episode_requests=30"],
-    )
-    assert result.exit_code == 0, result.output
-    assert "rpi" in result.output
+    drawn = [row for row in curve if row["policy"] == "trained"]
+    steps = [int(row["decisions"]) for row in drawn]
+    assert steps[0] == 0 and steps[-1] >= 1300 and steps == sorted(steps)
+    assert 0 < float(drawn[0]["avg_qos"]) < 1 and float(drawn[0]["cpu_s"]) == 0
+    table = list(csv.DictReader((tmp_path / "first_command.csv").open()))
+    assert len(table) == 3 * 7 and {row["rate"] for row in table} == {"5.0", "8.0", "10.0"}
+    assert (tmp_path / "first_command.png").read_bytes()[:8] == PNG
+    checkpoint = tmp_path / "training" / "last.safetensors"
+    arguments = ["evaluate", "servegym/LLMRouting-v0", "--policy", str(checkpoint)]
+    arguments += ["--episodes", "2", "--set", "episode_requests=30"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0 and "sac_han" in result.output, result.output
+    # Two trainings of one setting are compared without another training.
+    paths = [str(checkpoint)] * 2
+    run.main(["--quick", "--episodes", "2", "--out", str(tmp_path / "two"), "--checkpoint", *paths])
+    assert not (tmp_path / "two" / "training").exists()
+    table = list(csv.DictReader((tmp_path / "two" / "first_command.csv").open()))
+    assert {row["trainings"] for row in table if row["policy"] == "trained"} == {"2"}
 
 
-def test_a_cluster_is_for_the_rollouts_and_a_wrong_one_is_refused_first(tmp_path, capsys):
-    commands = run.training_commands(100, 10, 1, tmp_path, False, "local:2")
-    assert ["--ray" in words for words in commands] == [False, True]
-    assert commands[1][commands[1].index("--ray") + 1] == "local:2"
-    with pytest.raises(SystemExit):
-        run.main(["--ray", "remote", "--out", str(tmp_path / "new")])
-    assert "ray is 'remote'; allowed are 'auto'" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+def test_a_training_that_fails_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BASELINES", ())
+    display = run.Display(10)
+    command = [
+        run.sys.executable,
+        "-c",
+        "import time; time.sleep(0.2); raise SystemExit('it broke')",
+    ]
+    with pytest.raises(RuntimeError, match="it broke"):
+        run.measure(command, display, tmp_path / "training", [tmp_path], 1, True)
 
 
 def test_lines_are_on_the_episodes_of_the_training_evaluation():
-    system = RoutingSystem.from_kwargs()
-    greedy = GreedyQos(system)
-    wanted = evaluate_router(greedy.act, run.ENV_ID, {}, (9.0, 5.0), run.VALIDATION_EPISODES, 500)[
-        "eval/avg_qos"
+    greedy = GreedyQos(RoutingSystem.from_kwargs())
+    wanted = evaluate_router(greedy.act, run.ENV_ID, {}, run.RATES, EVAL_EPISODES, EVAL_REQUESTS)
+    (row,) = run.validate("greedy_qos")
+    for key in run.KEYS:
+        assert row[key] == pytest.approx(wanted[f"eval/{key}"], rel=1e-6)
+
+
+def evaluation(step, qos):
+    return {"global_step": step, "charts/cpu_s": step / 100} | {f"eval/{k}": qos for k in run.KEYS}
+
+
+def test_the_curve_begins_with_the_evaluation_at_step_0(tmp_path):
+    assert run.learning_curve(run.read_metrics(tmp_path)) == []
+    rows = [evaluation(0, 0.2), {"global_step": 50}, evaluation(100, 0.5)]
+    text = "\n".join(json.dumps(row) for row in rows) + '\n{"global_st'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    metrics = run.read_metrics(tmp_path)  # without the line that is half written
+    assert metrics == rows
+    points = run.learning_curve(metrics)
+    assert [(p["decisions"], p["cpu_s"], p["avg_qos"]) for p in points] == [
+        (0, 0, 0.2),
+        (100, 1, 0.5),
     ]
-    assert run.validation_qos("greedy_qos", (9.0, 5.0)) == pytest.approx(wanted, rel=1e-6)
+    assert list(points[0])[3:] == ["avg_qos", "avg_qos_rate_5", "avg_qos_rate_8", "avg_qos_rate_10"]
 
 
-def test_points_of_both_runs_follow_one_another(tmp_path):
-    assert run.read_points(tmp_path) == [[(0, 0.0)], []]
-    for name, rows in (
-        ("search", ['{"global_step": 50, "eval/avg_qos": 0.2}', '{"global_step": 100}']),
-        ("rollouts", ['{"charts/decisions": 30, "eval/avg_qos": 0.4}', '{"charts/deci']),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows))
-    # What follows the last end of a line is not read: it may be half written.
-    assert run.read_points(tmp_path) == [[(0, 0.0), (50, 0.2)], [(80, 0.4)]]
+def test_a_pipe_gets_a_line_every_15_seconds(monkeypatch, capsys):
+    now = SimpleNamespace(perf_counter=lambda: clock[0])
+    monkeypatch.setattr(run, "time", now)
+    clock = [100.0]
+    display = run.Display(1000)
+    metrics = [evaluation(0, 0.2), evaluation(400, 0.5)]
+    for clock[0] in (100.0, 114.0, 115.5, 120.0, 131.0):
+        display.show(metrics, [{"policy": "random", "avg_qos": 0.4}], 7)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["0 s", "16 s", "31 s"]
+    wanted = "0 s, 400 of 1,000 decisions; QoS 0.500, at first 0.200; random 0.400; 7 to measure"
+    assert lines[0] == wanted
+
+
+def rows_of(qos, training=None):
+    return [
+        {"policy": name, "rate": rate, "training": training, "avg_qos": value - rate / 100}
+        for name, values in qos.items()
+        for rate in run.RATES
+        for value in values
+    ]
+
+
+OTHERS = {name: [0.4, 0.5, 0.6] for name in run.BASELINES}
+
+
+def test_the_table_fits_100_columns_and_the_picture_is_drawn(capsys):
+    rows = rows_of(OTHERS) + rows_of({"trained": [0.62, 0.63, 0.67]}, 1)
+    table = run.summarise_comparison(rows)
+    curve = run.learning_curve([evaluation(0, 0.2), evaluation(400, 0.7)])
+    curve += [{"policy": n, "cpu_s": None, "avg_qos": 0.4} for n in OTHERS]
+    notes = run.findings(table, curve)
+    assert notes[-1]["text"].endswith("(.400) after 4 s of a core")
+    run.print_comparison(table, [0.75] * 3, notes)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    for name in ("trained", "least_outstanding", "random", "ceiling"):
+        assert sum(line.split()[:1] == [name] for line in lines) == 1
+    assert run.plot(curve, table)[:8] == PNG
 
 
 def test_gains_are_over_the_best_heuristic_by_its_interval():
-    qos = {"trained": [0.66, 0.67, 0.68], "good": [0.65, 0.66, 0.67], "bad": [0.1, 0.2, 0.3]}
-    rows = [
-        {
-            "policy": name,
-            "rate": 5.0,
-            "seed": k,
-            "avg_qos": value,
-            "training": 1 if name == "trained" else None,
-        }
-        for name, values in qos.items()
-        for k, value in enumerate(values)
-    ]
-    table = run.summarise_comparison(rows, [5.0])
-    assert [row["policy"] for row in table] == list(qos)
-    np.testing.assert_allclose([row["qos"] for row in table], [0.67, 0.66, 0.2])
-    (found,) = run.findings(table, [5.0])
-    assert (found["best"], found["verdict"]) == ("good", "above")
-    assert found["gain"] == pytest.approx(0.01) and found["gain_low"] == pytest.approx(0.01)
+    rows = rows_of({"good": [0.65, 0.66, 0.67], "bad": [0.1, 0.2, 0.3]})
+    trained = rows_of({"trained": [0.66, 0.67, 0.68]}, 1)
+    found = run.findings(run.summarise_comparison(rows + trained), [])
+    assert [(one["best"], one["verdict"]) for one in found] == [("good", "above")] * 3
+    assert found[0]["gain"] == pytest.approx(0.01) and found[0]["gain_low"] == pytest.approx(0.01)
     # A second training that is worse by .03 takes the gain to the middle and widens the interval.
-    rows += [row | {"training": 2, "avg_qos": row["avg_qos"] - 0.03} for row in rows[:3]]
-    (found,) = run.findings(run.summarise_comparison(rows, [5.0]), [5.0])
+    trained += [row | {"training": 2, "avg_qos": row["avg_qos"] - 0.03} for row in trained]
+    found = run.findings(run.summarise_comparison(rows + trained), [])[0]
     assert found["gain"] == pytest.approx(-0.005) and found["gain_low"] < -0.01
     assert found["verdict"] == "not distinguished from"
 
 
 @pytest.mark.parametrize(
     "argv",
-    [
-        ["--steps", "0"],
-        ["--labels", "0"],
-        ["--episodes", "0"],
-        ["--checkpoint", "nowhere"],
-        ["--out", "/proc/x/y"],
-    ],
+    [["--steps", "0"], ["--episodes", "0"], ["--checkpoint", "nowhere"], ["--out", "/proc/x/y"]],
 )
 def test_bad_arguments(argv, capsys):
     with pytest.raises(SystemExit) as stop:
