@@ -195,7 +195,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 
     def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
         x, mask = torch.as_tensor(observation).float(), torch.as_tensor(action_mask)
-        actions = net.actions + (x.shape[1] - net.shape[0] if len(net.shape) > 1 else 0)
+        actions = net.actions + (x.shape[1] - net.shape[0] if x.ndim > 2 else 0)
         if x.shape[-1] != net.shape[-1] or mask.shape[-1] != actions:
             raise ValueError(
                 f"trained on observations {net.shape} with {net.actions} actions, got "
