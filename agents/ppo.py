@@ -125,18 +125,14 @@ class Agent(nn.Module):
         if len(shape) == 1:
             self.actor, self.critic = (
                 nn.Sequential(
-                    layer(shape[0], width),
-                    nn.Tanh(),
-                    layer(width, width),
-                    nn.Tanh(),
+                    *(layer(shape[0], width), nn.Tanh(), layer(width, width), nn.Tanh()),
                     layer(width, outputs, std),
                 )
                 for outputs, std in ((actions, 0.01), (1, 1.0))
             )
         else:
-            self.rows = nn.Sequential(
-                layer(shape[1], width), nn.ReLU(), layer(width, width), nn.ReLU()
-            )
+            first, second = layer(shape[1], width), layer(width, width)
+            self.rows = nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
             self.mean = layer(width, 2 * width)
             self.row = layer(width, width)
             self.score = layer(width, 1, 0.01)
@@ -196,11 +192,10 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     net = Agent(**checkpoint.json_field(meta, "shape"))
     net.load_state_dict(weights)
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
-    fixed, others = (1, 0) if len(net.shape) == 1 else (0, net.actions - net.shape[0])
 
     def decide(observation: Any, action_mask: Any) -> NDArray[np.int64]:
         x, mask = torch.as_tensor(observation).float(), torch.as_tensor(action_mask)
-        actions = net.actions if fixed else x.shape[1] + others
+        actions = net.actions + (x.shape[1] - net.shape[0] if x.ndim > 2 else 0)
         if x.shape[-1] != net.shape[-1] or mask.shape[-1] != actions:
             raise ValueError(
                 f"trained on observations {net.shape} with {net.actions} actions, got "
@@ -226,6 +221,8 @@ def train(args: Args) -> Path:
     if not isinstance(box, gym.spaces.Box) or not isinstance(discrete, gym.spaces.Discrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with Discrete actions")
     actions = int(discrete.n)
+    if len(box.shape) > 2 or (len(box.shape) == 2 and actions <= box.shape[0]):
+        raise ValueError(f"env_id: {args.env_id!r} has a Box {box.shape}; flatten it first")
     agent = Agent(box.shape, actions, args.width)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     run = Path(args.out_dir) / (args.run_name or f"ppo_{args.seed}")

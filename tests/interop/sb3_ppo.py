@@ -20,7 +20,7 @@ def parse_args():
     parser.add_argument("--env-id", default="servegym:servegym/LLMRoutingSummary-v0")
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--reward", default="qos_aware")
-    parser.add_argument("--gamma", type=float, default=0.97)
+    parser.add_argument("--gamma", type=float, default=0.98)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-timesteps", type=int, default=500_000)
     return parser.parse_args()
@@ -31,7 +31,9 @@ def main():
     torch.set_num_threads(1)
     begin = time.process_time()
     kwargs = {"rate": args.rate, "reward": args.reward}
-    envs = VecNormalize(make_vec_env(args.env_id, 32, seed=args.seed, env_kwargs=kwargs))
+    # The last reward of an episode has all that is still served: cut off before, and bootstrapped.
+    cut = {**kwargs, "max_episode_steps": 999}
+    envs = VecNormalize(make_vec_env(args.env_id, 32, seed=args.seed, env_kwargs=cut))
     model = PPO(
         "MlpPolicy",
         envs,
