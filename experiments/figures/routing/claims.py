@@ -25,6 +25,7 @@ __all__ = [
     "AT_N",
     "CLAIMS",
     "COLLAPSED",
+    "EARLIER",
     "METHOD",
     "OVER_L",
     "PAPER_HEURISTICS",
@@ -78,6 +79,12 @@ AT_N, OVER_L = " (trained at N)", " (trained over L)"
 """What follows the name of a router trained anew for each N, or over all requirements L."""
 METHODS = (METHOD, f"{METHOD}{AT_N}", f"ppo{OVER_L}")
 """The paper's router, which starts at nothing, and those that take its place in Fig. 11 and 13."""
+
+EARLIER = (
+    "The trained routers of Fig. 7 to 13, Fig. 18 and Table II are of the learner of revision "
+    "8509fcd, which no command here makes again; those of Fig. 17 are of this one."
+)
+"""What the table of the claims says below itself."""
 
 RIVALS = ("baseline_rl", "baseline_rl_ppo", "direct_search")
 """Learners on Baseline RL's state: SAC, PPO and a direct search over linear policies."""

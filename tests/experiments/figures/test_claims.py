@@ -247,6 +247,7 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
     assert main([family]) == 0
     printed = capsys.readouterr().out
     assert TITLES[family] in printed and "agrees" in printed
+    assert ("learner of revision" in printed) == (family == "routing")
 
 
 def test_unknown_family() -> None:
