@@ -193,7 +193,7 @@ def test_a_collapsed_training_is_reported():
 
 def test_workload_figures(tmp_path, monkeypatch):
     monkeypatch.delenv("SERVEGYM_DATA", raising=False)
-    assert routing_workload.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert routing_workload.main(["--quick", "--out", str(tmp_path), "--routers", "rpi"]) == 0
     rows = rows_of(tmp_path / "fig4_distributions.csv")
     share = {}
     for row in rows:
@@ -316,7 +316,7 @@ def test_unusual_trainings_are_measured_where_they_belong(tmp_path, monkeypatch)
 
 
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
-    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET]
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
     assert routing_episodes.main(argv) == 0
     for row in rows_of(tmp_path / "fig10_end_to_end.csv"):
         parts = sum(float(row[part]) for part in routing_episodes.PARTS)
@@ -354,7 +354,8 @@ def test_learning_figures(tmp_path, trained, monkeypatch):
 @pytest.mark.parametrize("argv", [["--episodes", "0"], ["--profiles", "edge-6"]])
 def test_bad_arguments(argv, tmp_path):
     with pytest.raises(ValueError, match=argv[0][2:]):
-        routing_sweeps.main(["--quick", "--out", str(tmp_path), "--figure", "fig7", *argv])
+        own = ["--quick", "--out", str(tmp_path), "--figure", "fig7", "--routers", "rpi"]
+        routing_sweeps.main([*own, *argv])
 
 
 def test_effects_of_the_four_cells():
@@ -382,7 +383,7 @@ def test_effects_of_the_four_cells():
     assert ("state", "completed_qos") in low and ("reward", "graph") not in low
 
 
-def test_comparison_of_small_trainings(tmp_path):
+def test_comparison_of_small_trainings(tmp_path, capsys):
     runs = tmp_path / "runs"
     argv = ["--quick", "--out", str(tmp_path), "--runs", str(runs), "--episodes", "2"]
     for (state, reward), name in routing_comparison.CELLS.items():
@@ -397,5 +398,5 @@ def test_comparison_of_small_trainings(tmp_path):
     assert {row["trainings"] for row in rows} == {"2"}
     told = " ".join(one["text"] for one in read_record(tmp_path / "comparison.csv")["notes"])
     assert "graph with qos_aware (2 trainings): QoS" in told and "shortest_queue" in told
-    with pytest.raises(ValueError, match="runs: no finished trainings in .*learning_sac_han"):
-        routing_comparison.main([*argv[:4], str(tmp_path)])
+    assert routing_comparison.main([*argv[:4], str(tmp_path)]) == 0
+    assert "no trainings of learning_sac_han, learning_baseline" in capsys.readouterr().out
