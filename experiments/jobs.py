@@ -1,7 +1,7 @@
 """Long jobs as processes: one at a time in a folder, with a log, that can be stopped and resumed.
 
-A sweep locks its folder for itself, the queue of trainings locks the folder of each run. What a job
-leaves in its folder says whether it is finished; a job that was stopped is run again.
+A sweep locks its folder for itself. What a job leaves in its folder says whether it is finished; a
+job that was stopped is run again.
 """
 
 from __future__ import annotations

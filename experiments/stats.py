@@ -9,7 +9,7 @@ runs of all tasks, and the stratified bootstrap resamples runs within each task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "Interval",
+    "contrast",
     "difference",
     "iqm",
     "mean",
     "over_trainings",
-    "paired_change",
     "paired_difference",
     "relative_change",
     "stratified_bootstrap",
@@ -251,68 +251,45 @@ def relative_change(
 ) -> Interval:
     """Change of the mean statistic from the trainings of one policy to those of another, percent.
 
-    The trainings of the two are independent, the episodes are the same. The interval is made of the
-    logarithms.
+    The `contrast` of two policies: the trainings are independent, the episodes are the same.
 
     Args:
         scores: For each training the scores of the same episodes, shape ``(episodes,)``.
         reference: The same of the reference; a heuristic has one entry.
         statistic: Of the episodes of one training.
+    """
+    return contrast({"scores": scores, "reference": reference}, (1.0, -1.0), statistic)
+
+
+def contrast(
+    cells: Mapping[str, Sequence[ArrayLike]], weights: Sequence[float], statistic: Statistic = iqm
+) -> Interval:
+    """Weighted sum of the logarithms of several policies' mean statistics, as a change in percent.
+
+    The trainings of all are independent, the episodes are the same. In a factorial design weights
+    of 1/2 and -1/2 give the mean effect of a factor, 1, -1, -1 and 1 an interaction: the ratio of
+    two changes.
+
+    Args:
+        cells: For each policy, for each training, the scores of the same episodes; a heuristic has
+            one training.
+        weights: One a policy; their sum is 0.
+        statistic: Of the episodes of one training.
 
     Returns:
-        The change and its interval over trainings and episodes together, as far as there are
-        several of them; NaN ends where a mean statistic is not positive.
+        The change and its interval, made of the logarithms, over trainings and episodes together,
+        as far as there are several of them; NaN ends where a mean statistic is not positive.
 
     Raises:
         ValueError: If there are no scores or the numbers of episodes differ.
     """
-    both = [_by_training(one, name) for name, one in (("scores", scores), ("reference", reference))]
-    new, old = (float(np.mean([statistic(row) for row in one])) for one in both)
-    if not (new > 0 and old > 0):
-        return Interval(100 * (new / old - 1) if old > 0 else math.nan, math.nan, math.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return _percent(_crossed(both, lambda a, b: np.log(a) - np.log(b), statistic))
+    samples = [_by_training(cell, name) for name, cell in cells.items()]
 
-
-def paired_change(
-    scores: Sequence[Sequence[ArrayLike]],
-    reference: Sequence[Sequence[ArrayLike]],
-    statistic: Statistic = iqm,
-) -> Interval:
-    """Change from the cells of one level of a factorial design to those of another, percent.
-
-    Training k of every cell has the same seed and every training the same episodes, so that
-    differences are taken within seeds.
-
-    Args:
-        scores: For each cell, for each training, the scores of the same episodes.
-        reference: The cells that differ from those in the one factor alone, in the same order.
-        statistic: Of the episodes of one training.
-
-    Returns:
-        The geometric mean of the cells' changes of the statistic, with its interval over trainings
-        and episodes together; NaN where a statistic is not positive.
-
-    Raises:
-        ValueError: If there are no scores or the shapes differ.
-    """
-    new, old = (
-        np.array([_by_training(cell, name) for cell in cells])
-        for name, cells in (("scores", scores), ("reference", reference))
-    )
-    if new.shape != old.shape:
-        raise ValueError(
-            f"reference has shape {old.shape}; allowed is the shape of scores, {new.shape}: cells, "
-            "trainings, episodes"
-        )
-    both = np.concatenate([new, old]).transpose(1, 2, 0)  # (trainings, episodes, cells)
-    weight = np.repeat([1.0, -1.0], len(new)) / len(new)
-
-    def change(sample: NDArray[np.float64]) -> float:
-        return float(weight @ np.log([statistic(cell) for cell in sample.T]))
+    def combine(*means: Any) -> Any:
+        return sum(w * np.log(one) for w, one in zip(weights, means, strict=True))
 
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _percent(_crossed([both], lambda own: own, change, repetitions=500))
+        return _percent(_crossed(samples, combine, statistic))
 
 
 def _percent(logarithms: Interval) -> Interval:

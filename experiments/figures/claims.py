@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("family", nargs="*", help=f"which families ({', '.join(TITLES)}; all)")
     chosen = [family_named(name).group for name in parser.parse_args(argv).family]
     for family in chosen or TITLES:
-        print_table(TITLES[family], HEADINGS, lines(family), left=len(HEADINGS))
+        notes = [claims_routing.EARLIER] if family == "routing" else []
+        print_table(TITLES[family], HEADINGS, lines(family), notes, left=len(HEADINGS))
     return 0
 
 

@@ -52,9 +52,6 @@ GROUPS = tuple(family.group for family in FAMILIES)
 RESULTS = Path(__file__).parents[1] / "results"
 """The tables that come with the package, a folder a group."""
 
-NOT_FIGURES = ("training",)
-"""Modules that compute what figures show, for hours or days."""
-
 
 class Figure(NamedTuple):
     """One module of figures.
@@ -125,7 +122,7 @@ def list_figures(family: str) -> list[Figure]:
     for path in sorted(paths, key=lambda path: path.stem):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if "main" in names and path.stem not in NOT_FIGURES:
+        if "main" in names:
             first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
             inside = ".".join(path.relative_to(here).with_suffix("").parts)
             found.append(Figure(path.stem, f"servegym.experiments.figures.{inside}", first))

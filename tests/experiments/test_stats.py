@@ -198,19 +198,21 @@ def test_difference_is_paired_by_episode_and_not_by_training():
         stats.difference(one, [hard[:7]])
 
 
-def test_paired_change_is_within_seeds_and_cells():
+def test_a_contrast_of_four_cells_has_effects_and_interaction():
     rng = np.random.default_rng(0)
-    hard, luck = rng.uniform(0.3, 0.9, 20), rng.uniform(0.5, 1.0, 4)  # episodes and seeds differ
-    old = [[c * one * hard for one in luck] for c in (1.0, 0.7)]
-    new = [[1.2 * row for row in old[0]], [1.3 * row for row in old[1]]]
-    found = stats.paired_change(new, old)
-    both = 100 * (np.sqrt(1.2 * 1.3) - 1)
-    assert tuple(found) == pytest.approx((both, both, both))
-    change = np.array([0.1, 0.3, 0.2, 0.2])  # of the logarithm, by seed: a Student interval
-    new = [[np.exp(c) * row for c, row in zip(change, cell, strict=True)] for cell in old]
-    wanted = 100 * np.expm1(stats.student_interval(change))
-    assert tuple(stats.paired_change(new, old)) == pytest.approx(tuple(wanted))
-    with pytest.raises(ValueError, match="reference has shape"):
-        stats.paired_change(new, old[:1])
-    with pytest.raises(ValueError, match="trainings of"):
-        stats.paired_change([[hard, hard[:3]]], [[hard, hard]])
+    hard = rng.uniform(0.3, 0.9, 20)
+    worth = {"old": 1.0, "state": 1.2, "reward": 1.1, "both": 1.3}
+    cells = {name: [factor * hard] * 3 for name, factor in worth.items()}
+    state = stats.contrast(cells, (-0.5, 0.5, -0.5, 0.5))
+    assert tuple(state) == pytest.approx([100 * (np.sqrt(1.2 * 1.3 / 1.1) - 1)] * 3)
+    interaction = stats.contrast(cells, (1, -1, -1, 1))
+    assert tuple(interaction) == pytest.approx([100 * (1.3 / (1.2 * 1.1) - 1)] * 3)
+    luck = np.exp([0.1, -0.2, 0.1])  # of one cell's trainings: a Student interval
+    cells["both"] = [factor * 1.3 * hard for factor in luck]
+    found = stats.contrast(cells, (0, 0, -1, 1))
+    assert found.low < 100 * (1.3 / 1.1 - 1) < found.high
+    half = stats.contrast(cells, (-0.5, 0.5, -0.5, 0.5))
+    widths = [np.log1p(one.high / 100) - np.log1p(one.low / 100) for one in (found, half)]
+    assert widths[1] == pytest.approx(widths[0] / 2, rel=0.05)
+    with pytest.raises(ValueError, match="both has trainings of"):
+        stats.contrast({"both": [hard, hard[:3]]}, (1.0,))

@@ -25,10 +25,10 @@ __all__ = [
     "AT_N",
     "CLAIMS",
     "COLLAPSED",
+    "EARLIER",
     "METHOD",
     "OVER_L",
     "PAPER_HEURISTICS",
-    "PPO_RETRAINED",
     "PRINTED",
     "RETRAINED",
     "RIVALS",
@@ -41,8 +41,6 @@ __all__ = [
     "claims",
     "columns_over",
     "effects",
-    "spread",
-    "start_of",
     "strongest",
 ]
 
@@ -79,18 +77,23 @@ PRINTED = {
 METHOD = "sac_han"
 AT_N, OVER_L = " (trained at N)", " (trained over L)"
 """What follows the name of a router trained anew for each N, or over all requirements L."""
-METHODS = (METHOD, f"{METHOD}{AT_N}", f"ppo{OVER_L}")
-"""The paper's router, which starts at nothing, and those that take its place in Fig. 11 and 13."""
+METHODS = (METHOD, f"{METHOD}{AT_N}", f"{METHOD}{OVER_L}", f"ppo{OVER_L}")
+"""The paper's router and those that take its place in Fig. 11 and 13."""
+
+EARLIER = (
+    "The trained routers of Fig. 7 to 13, Fig. 18 and Table II are of the learner of revision "
+    "8509fcd, which no command here makes again; those of Fig. 17 are of this one."
+)
+"""What the table of the claims says below itself."""
 
 RIVALS = ("baseline_rl", "baseline_rl_ppo", "direct_search")
 """Learners on Baseline RL's state: SAC, PPO and a direct search over linear policies."""
 PAPER_HEURISTICS = ("bert_router", "round_robin", "shortest_queue")
 """The paper's baselines other than Baseline RL."""
 
-RETRAINED = "sac_han (trained so)"
-PPO_RETRAINED = "ppo (trained so)"
-"""SAC-HAN, and PPO over sets in its place, trained anew for the predictors that they are measured
-with (Fig. 18)."""
+RETRAINED = " (trained so)"
+"""What follows the name of a router trained anew for the predictors that it is measured with (Fig.
+18)."""
 
 COLLAPSED = 0.9
 """Share of the sent requests above which a router counts as collapsed onto one expert."""
@@ -99,13 +102,6 @@ COLLAPSED = 0.9
 def base_of(name: str) -> str:
     """The name of a policy without what it says of its training in brackets."""
     return name.partition(" (")[0]
-
-
-def start_of(name: str) -> str:
-    """What a trained router starts at: ``nothing``, or the heuristic that it learns to add to."""
-    base, _, ending = name.partition(" (")
-    residual = ending in ("shipped)", "general)") and base not in (*RIVALS, "sac_han_paper")
-    return "priced_greedy" if residual else "nothing"
 
 
 def columns_over(key: str) -> tuple[str, str, str]:
@@ -221,9 +217,9 @@ def changed(
 
 
 def effects(factor: str, paper: Change) -> Reader:
-    """The effect of a factor of the `factorial` on QoS, by fleet, arrivals, rate and level.
+    """The effect of a factor of the `comparison` on QoS that the paper claims.
 
-    A gain over a rival that is below shortest_queue is open, as in `ahead`.
+    A gain over a cell that is below shortest_queue is open, as in `ahead`.
     """
 
     def read(rows: Rows) -> Iterable[Finding]:
@@ -232,13 +228,10 @@ def effects(factor: str, paper: Change) -> Reader:
             here = f"{row['change_pct']:+.1f} %"
             if known is not None:
                 here += f" [{known[0]:+.1f}, {known[1]:+.1f}]"
-            setting = f"{row['point']}, {row['level']}"
-            if row["reference"]:
-                here += f" over {row['reference']}"
             verdict = judge(row["change_pct"], paper.qos, paper.least, known)
             if row["undertrained"] and row["change_pct"] > 0:
-                here, verdict = f"{here}, which is below shortest_queue", OPEN
-            yield Finding(setting, here, verdict)
+                here, verdict = f"{here} over what is below shortest_queue", OPEN
+            yield Finding(f"{row['point']}, {row['level']}", here, verdict)
 
     return read
 
@@ -262,7 +255,7 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS with predicted scores and lengths over that with none."""
     for point in values(rows, "point"):
         own = pick(rows, point=point)
-        for policy in ("priced_greedy", RETRAINED, PPO_RETRAINED):
+        for policy in ("priced_greedy", *_retrained(own)):
             qos = {row["predictors"]: row["qos"] for row in pick(own, policy=policy)}
             if {"PS+PL", "ZS+ZL"} <= set(qos):
                 change = percent(qos["PS+PL"], qos["ZS+ZL"])
@@ -271,15 +264,17 @@ def with_predictors(rows: Rows) -> Iterable[Finding]:
                 )
 
 
+def _retrained(rows: Rows) -> list[str]:
+    return [name for name in values(rows, "policy") if name.endswith(RETRAINED)]
+
+
 def without_predictors(rows: Rows) -> Iterable[Finding]:
     """QoS of SAC-HAN with no predictions over the strongest of the paper's baselines with them."""
     for point in values(rows, "point"):
         own = pick(rows, point=point)
         named = {row["policy"]: row for row in pick(own, predictors="PS+PL")}
         none = [
-            row
-            for name in (RETRAINED, PPO_RETRAINED)
-            for row in pick(own, predictors="ZS+ZL", policy=name)
+            row for name in _retrained(own) for row in pick(own, predictors="ZS+ZL", policy=name)
         ]
         if not none:
             yield Finding(point, "not trained here", OPEN)
@@ -368,27 +363,24 @@ def claim(
 def best_trained(
     rows: Sequence[Mapping[str, Any]], references: Sequence[str] = ("greedy_qos", "priced_greedy")
 ) -> list[dict[str, Any]]:
-    """The best trained routers of a point against the best heuristics: a note for each start."""
+    """The best trained router of a point against the best heuristics, as a note."""
     named = {row["policy"]: row for row in rows if row["policy"] in references}
-    notes = []
-    for start in ("nothing", "priced_greedy"):
-        trained = [row for row in rows if row["trainings"] and start_of(row["policy"]) == start]
-        if not trained or len(named) < len(references):
-            continue
-        best = max(trained, key=lambda row: row["qos"])
-        against = [
-            f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; "
-            f"on the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
-            f"{best[f'over_{name}_high']:+.4f}])"
-            for name in references
-        ]
-        text = (
-            f"of the routers that start at {start}, {best['policy']} is best with a QoS of "
-            f"{best['qos']:.3f} [{best['qos_low']:.3f}, {best['qos_high']:.3f}], against "
-            f"{', '.join(against)}; the best score of every request would be {best['ceiling']:.3f}."
-        )
-        notes.append(note(text, method=best["policy"], qos=best["qos"]))
-    return notes
+    trained = [row for row in rows if row["trainings"]]
+    if not trained or len(named) < len(references):
+        return []
+    best = max(trained, key=lambda row: row["qos"])
+    against = [
+        f"{name} {named[name]['qos']:.3f} ({percent(best['qos'], named[name]['qos']):+.1f} %; "
+        f"on the same episodes {best[f'over_{name}']:+.4f} [{best[f'over_{name}_low']:+.4f}, "
+        f"{best[f'over_{name}_high']:+.4f}])"
+        for name in references
+    ]
+    text = (
+        f"of the trained routers {best['policy']} is best with a QoS of {best['qos']:.3f} "
+        f"[{best['qos_low']:.3f}, {best['qos_high']:.3f}], against {', '.join(against)}; the best "
+        f"score of every request would be {best['ceiling']:.3f}."
+    )
+    return [note(text, method=best["policy"], qos=best["qos"])]
 
 
 def at_point(point: str, notes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -421,22 +413,6 @@ def claims(rows: Sequence[dict[str, Any]], paper: Change | str) -> list[dict[str
     return notes
 
 
-def spread(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """How the trained routers of these rows spread what they send, and whether one collapsed."""
-    return [
-        note(
-            f"{row['policy']} sends {100 * row['top_share']:.0f} % of its requests to the busiest "
-            f"expert (entropy of the shares {row['share_entropy']:.2f}"
-            + ("): collapsed." if row["top_share"] > COLLAPSED else ")."),
-            policy=row["policy"],
-            top_share=row["top_share"],
-            collapsed=row["top_share"] > COLLAPSED,
-        )
-        for row in rows
-        if row["trainings"]
-    ]
-
-
 CLAIMS = (
     changed("Fig. 7", "SAC-HAN earns more QoS than Baseline RL, Poisson arrivals", "fig7_poisson"),
     changed("Fig. 7", "and takes less time a token", "fig7_poisson", "latency_ms_per_token"),
@@ -466,13 +442,13 @@ CLAIMS = (
         "more QoS than the baselines over the latency requirement",
         "fig13_requirement",
         best=True,
-        methods=(f"ppo{OVER_L}", METHOD),
+        methods=(f"{METHOD}{OVER_L}", f"ppo{OVER_L}", METHOD),
     ),
     *(
-        Claim("routing", "Fig. 17", text, f"{paper.qos:+} %", "factorial_effects", read)
+        Claim("routing", "Fig. 17", text, f"{paper.qos:+} %", "comparison", read)
         for text, paper, read in (
             (
-                "the graph as state adds to what can be had on Baseline RL's",
+                "the graph as state adds to what the learner has on Baseline RL's",
                 PRINTED["Fig. 17, state"],
                 effects("state", PRINTED["Fig. 17, state"]),
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,9 @@ from servegym.envs._checks import choose
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures import run as figure_run
 from servegym.experiments.figures.routing.claims import (
+    AT_N,
     OVER_L,
+    RETRAINED,
     RIVALS,
     base_of,
     columns_over,
@@ -30,7 +33,6 @@ from servegym.experiments.figures.routing.plots import (
     policies_of,
     style,
 )
-from servegym.experiments.figures.routing.training import RESULT, source_digest
 from servegym.experiments.figures.run import (
     FigureOptions,
     Pictures,
@@ -39,7 +41,6 @@ from servegym.experiments.figures.run import (
     run_chosen,
     table_path,
 )
-from servegym.experiments.jobs import LOCK
 from servegym.experiments.output import print_table, read_rows, write_json
 from servegym.experiments.stats import Interval, over_trainings, relative_change
 from servegym.experiments.tables import Note, merge_policies, read_record, versions
@@ -65,6 +66,7 @@ ENV_ID = "servegym/LLMRouting-v0"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
+SOURCES = ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads")
 GRAPH_AGENTS = ("sac_han", "baseline_rl", "direct_search", "ppo_sets", "rpi")
 
 COLUMNS = {
@@ -92,10 +94,9 @@ class TrainedRun(NamedTuple):
     Attributes:
         label: Its name in tables and pictures; runs of one label differ in their seed.
         path: Its checkpoint.
-        group: Group of the training queue, or ``other``.
-        variant: Variant of the training queue, or what the checkpoint calls itself.
-        profiles: Fleet that it was trained on.
-        rates: Lowest and highest arrival rate of its training.
+        name: What the checkpoint calls itself, or its name if it is shipped.
+        shipped: Whether it comes with the package.
+        env: Arguments of its training environment.
         seed: Seed of its training.
         experts: Number of experts that it was trained for.
         any_experts: Whether it can serve another number of experts.
@@ -103,10 +104,9 @@ class TrainedRun(NamedTuple):
 
     label: str
     path: Path
-    group: str
-    variant: str
-    profiles: str
-    rates: tuple[float, float]
+    name: str
+    shipped: bool
+    env: Mapping[str, Any]
     seed: int
     experts: int
     any_experts: bool
@@ -139,76 +139,79 @@ class Options(FigureOptions):
 Figure = Callable[[Options], None]
 
 
-def find_runs(folder: Path | None) -> list[TrainedRun]:
-    """The finished trainings below a folder.
+def source_digest(packages: Sequence[str] = SOURCES) -> str:
+    """Twelve hex digits of the installed sources that a training depends on."""
+    digest = hashlib.sha256()
+    for package in packages:
+        folder = Path(next(iter(importlib.import_module(f"servegym.{package}").__path__)))
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
-    A run of the training queue counts once it has its result; any other folder counts if it has a
-    ``best.safetensors``.
 
-    Args:
-        folder: Folder of the runs; None: the checkpoints that come with the package.
+def find_runs(folder: Path) -> list[TrainedRun]:
+    """The trainings below a folder: every folder with a checkpoint, without controls.
+
+    Their labels say the agent and what is unusual about the training's environment: its number of
+    experts, a range of requirements L, or predictions that it did without.
 
     Raises:
         ValueError: If the folder does not exist.
     """
-    if folder is None:
-        return shipped_runs()
     if not folder.is_dir():
         raise ValueError(f"checkpoints is {str(folder)!r}, which is no folder")
     from servegym.agents import load_policy
 
     found = []
-    for path in sorted(folder.glob("**/best.safetensors")):
-        run = path.parent
-        result: dict[str, Any] = {}
-        if (run / RESULT).exists():
-            result = json.loads((run / RESULT).read_text(encoding="utf-8"))
-        elif (run / LOCK).exists():
-            print(f"{run.name} is not finished and left out")
-            continue
-        policy = load_policy(path)
-        if policy.agent not in GRAPH_AGENTS:
-            continue
-        group, variant = result.get("group", "other"), result.get("variant", policy.name)
-        label = {
-            "paper": variant,
-            "limits": f"{variant}{OVER_L}",
-            "general": f"{'sac_han' if variant == 'residual' else variant} (general)",
-            "other": f"{policy.name} ({run.name})",
-        }.get(group, f"{group}: {variant}")
-        found.append(_trained(label, path, group, variant, policy))
+    runs = {
+        path.parent for name in ("best", "last") for path in folder.rglob(f"{name}.safetensors")
+    }
+    for run in sorted(run for run in runs if "shuffled" not in run.name):
+        policy = load_policy(run)
+        if policy.agent in GRAPH_AGENTS:
+            found.append(_trained(policy.name + _unusual(policy.training_env), policy, False))
     return found
 
 
-def shipped_runs() -> list[TrainedRun]:
-    """The checkpoints that come with the package; they serve every fleet that they can.
+def _unusual(env: Mapping[str, Any]) -> str:
+    if {"score_predictor", "length_predictor"} & env.keys():
+        return RETRAINED
+    if isinstance(env["latency_requirement_s"], Sequence):
+        return OVER_L
+    return AT_N if "num_experts" in env else ""
+
+
+def shipped_runs(names: Sequence[str] = ()) -> list[TrainedRun]:
+    """The checkpoints that come with the package, or some; they serve every fleet that they can.
 
     Without those that were trained on drawn fleets, at no rate of their own.
+
+    Raises:
+        ValueError: If a name is unknown.
     """
     from servegym.agents import load_policy
     from servegym.agents.lib.checkpoint import shipped
 
-    policies = {name: load_policy(path) for name, path in shipped("llm_routing").items()}
+    files = shipped("llm_routing")
+    wanted = [choose("routers", name, files) for name in names] or files
+    policies = {name: load_policy(path) for name, path in files.items() if name in wanted}
     return [
-        _trained(f"{name} (shipped)", policy.path, "shipped", name, policy)
+        _trained(f"{name} (shipped)", policy, True)._replace(name=name)
         for name, policy in policies.items()
         if policy.agent in GRAPH_AGENTS
     ]
 
 
-def _trained(label: str, path: Path, group: str, variant: str, policy: Any) -> TrainedRun:
-    trained, net = policy.training_env, policy.net
-    rates = trained["rate"] if isinstance(trained["rate"], Sequence) else 2 * [trained["rate"]]
+def _trained(label: str, policy: Any, shipped: bool) -> TrainedRun:
     return TrainedRun(
         label,
-        path,
-        group,
-        variant,
-        trained["profiles"],
-        (float(rates[0]), float(rates[1])),
+        policy.path,
+        policy.name,
+        shipped,
+        policy.training_env,
         int(policy.args.seed),
-        net.layout.experts if hasattr(net, "layout") else net.experts,
-        not getattr(net, "fixed_experts", False),
+        int(policy.training_env.get("num_experts", 6)),
+        not getattr(policy.net, "fixed_experts", False),
     )
 
 
@@ -415,15 +418,20 @@ def concentration(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, flo
     return {"top_share": top, "share_entropy": entropy}
 
 
-def chosen(
-    options: Options, fleet: str, groups: Sequence[str] = ("paper", "general", "other")
-) -> list[TrainedRun]:
-    """The trainings of some groups on a fleet, and what is shipped and can serve that fleet."""
+def chosen(options: Options, fleet: str, *unusual: str) -> list[TrainedRun]:
+    """The trainings on a fleet, and what is shipped and can serve that fleet.
+
+    Args:
+        options: The command line.
+        fleet: The fleet.
+        *unusual: Endings of labels, such as `OVER_L`, of the unusual trainings that count.
+    """
     return [
         run
         for run in options.trained
-        if (run.group == "shipped" and (run.any_experts or run.profiles == fleet))
-        or (run.group in groups and run.profiles == fleet)
+        if run.env["profiles"] == fleet
+        and (run.shipped or run.label == run.name or run.label.endswith(unusual))
+        or (run.shipped and run.any_experts)
     ]
 
 
@@ -558,22 +566,18 @@ def run_figures(
         parser.add_argument(
             "--keep",
             action="store_true",
-            help="leave the policies that are not measured in the table (not fig16, table2)",
+            help="leave the policies that are not measured in the table (not table2)",
         )
     if own is not None:
         own(parser)
     options = command_line(parser, argv, Options())
     if options.draw:
         return run_chosen(figures, pictures, options)
-    options.trained = tuple(find_runs(options.checkpoints))
-    if options.shipped and options.checkpoints is not None:
-        options.trained += tuple(shipped_runs())
-    if options.routers:
-        known = [run.variant for run in shipped_runs()]
-        names = [choose("routers", name, known) for name in options.routers]
-        options.trained = tuple(
-            run for run in options.trained if run.group != "shipped" or run.variant in names
-        )
+    options.trained = ()
+    if options.checkpoints is not None:
+        options.trained += tuple(find_runs(options.checkpoints))
+    if options.shipped or options.checkpoints is None:
+        options.trained += tuple(shipped_runs(options.routers))
     options.requests = 100 if options.quick else 1000
     if options.cache is not None:
         options.cache.mkdir(parents=True, exist_ok=True)

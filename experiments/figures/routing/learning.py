@@ -1,34 +1,26 @@
-"""How the routers learn and what their parts are worth (Fig. 16-18, Table II).
+"""What predictions are worth to routers, and what a decision costs (Fig. 18, Table II).
 
-``python -m servegym.experiments.figures.routing.learning --checkpoints runs/routing`` reads the
-logs and checkpoints of the training queue. Without ``--checkpoints``: the heuristics under the
-predictors of Fig. 18, and Table II with untrained weights, whose sizes and times are the same.
+``python -m servegym.experiments.figures.routing.learning --checkpoints runs/learning`` plays the
+trainings below that folder. Without ``--checkpoints``: the heuristics and the shipped routers under
+the predictors of Fig. 18, and Table II.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
-from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.routing.claims import (
     METHOD,
     PAPER_HEURISTICS,
-    PPO_RETRAINED,
     PRINTED,
     RETRAINED,
     RIVALS,
-    at_point,
-    claim,
-    spread,
-    strongest,
 )
 from servegym.experiments.figures.routing.common import (
     ENV_ID,
@@ -41,16 +33,13 @@ from servegym.experiments.figures.routing.common import (
     shipped_runs,
     with_earlier,
 )
-from servegym.experiments.figures.routing.plots import plot_bars, plot_groups
-from servegym.experiments.figures.routing.training import RESULT
-from servegym.experiments.figures.routing.training_runs import POINTS, RUNS
-from servegym.experiments.figures.run import Picture, Pictures
+from servegym.experiments.figures.routing.plots import plot_groups
+from servegym.experiments.figures.run import Pictures
 from servegym.experiments.figures.verdicts import percent
 from servegym.experiments.output import print_table
-from servegym.experiments.stats import student_interval
 from servegym.experiments.tables import note
 
-__all__ = ["learning_curves", "main", "profile_router"]
+__all__ = ["main", "profile_router"]
 
 MODULE = "servegym.experiments.figures.routing.learning"
 HET = "edge-6-heterogeneous"
@@ -68,190 +57,6 @@ each expert's train means in their place; those of the predictor that was traine
 (`agents.train_predictor`); the truth, an upper bound."""
 
 
-REFERENCES = ("shortest_queue", "greedy_qos", "priced_greedy")
-"""Heuristics drawn into the training curves."""
-REFERENCES_TABLE = "fig16_references"
-
-
-def learning_curves(folder: Path | None) -> list[dict[str, Any]]:
-    """Validation and training QoS by step of all runs of the training queue, finished or not.
-
-    Args:
-        folder: Folder of the runs; None has none.
-
-    Returns:
-        Rows of ``run``, ``group``, ``variant``, ``point``, ``seed``, ``step``, ``quantity``
-        (``val_qos``: the averaged policy on the same validation episodes each time; ``train_qos``:
-        the exploring policy on training episodes) and ``value``.
-    """
-    rows: list[dict[str, Any]] = []
-    names = {"eval/avg_qos": "val_qos", "charts/avg_qos": "train_qos"}
-    for one in RUNS:
-        path = folder / one.name / "metrics.jsonl" if folder is not None else None
-        if path is None or not path.exists():
-            continue
-        head = {"run": one.name, "group": one.group, "variant": one.variant, "point": one.point}
-        found: dict[str, dict[int, list[float]]] = {name: {} for name in names.values()}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:  # cut off by a stop
-                continue
-            for key, name in names.items():
-                if key in entry:
-                    every = 1 if name == "val_qos" else 20_000
-                    step = int(entry["global_step"]) // every * every
-                    found[name].setdefault(step, []).append(entry[key])
-        for name, points in found.items():
-            rows += [
-                {
-                    **head,
-                    "seed": one.seed,
-                    "step": step,
-                    "quantity": name,
-                    "value": round(float(np.mean(values)), 5),
-                }
-                for step, values in points.items()
-            ]
-    return rows
-
-
-def reference_levels(point: str) -> dict[str, float]:
-    """Validation QoS of `REFERENCES` on the episodes that the learning curves are measured on.
-
-    Args:
-        point: Key of `training_runs.POINTS`.
-    """
-    from servegym.agents.lib.evaluation import evaluate_router
-    from servegym.agents.sac_han import ENV, EVAL_EPISODES, EVAL_REQUESTS
-    from servegym.baselines.llm_routing.system import RoutingSystem
-    from servegym.baselines.registry import make_policy
-
-    profiles, rates = POINTS[point]["profiles"], POINTS[point]["eval_rates"]
-    kwargs, found = ENV | {"profiles": profiles}, {}
-    for name in REFERENCES:
-        policy = make_policy(name, RoutingSystem.from_kwargs(profiles=profiles))
-        policy.reset(EVAL_EPISODES * len(rates), seed=0)
-        result = evaluate_router(policy.act, ENV_ID, kwargs, rates, EVAL_EPISODES, EVAL_REQUESTS)
-        found[name] = result["eval/avg_qos"]
-    return found
-
-
-def fig16(options: Options) -> None:
-    """Training curves: mean and interval over the seeds of each variant."""
-    rows = learning_curves(options.checkpoints)
-    if options.checkpoints is None or not rows:
-        print("fig16: no training logs of the queue (--checkpoints FOLDER), left out")
-        return
-    done = {row["run"] for row in rows if (options.checkpoints / row["run"] / RESULT).exists()}
-    rows = [row for row in rows if row["run"] in done or not done]
-    # Trainings in changed environments have other reference levels: their tables are Fig. 11 to 18.
-    changed = {one.name for one in RUNS if one.settings.get("set")}
-    rows = [row for row in rows if row["run"] not in changed]
-    levels = [
-        {"point": point, "policy": name, "val_qos": level}
-        for point in dict.fromkeys(row["point"] for row in rows)
-        for name, level in reference_levels(point).items()
-    ]
-    save(options, REFERENCES_TABLE, levels)
-    notes = [note("Intervals are Student's 95 % intervals over seeds.")]
-    for (group, point, variant), (steps, curve, seeds) in _seed_means(rows).items():
-        top, rise = int(np.argmax(curve[:, 0])), curve[-1, 0] - curve[2 * len(steps) // 3, 0]
-        ends = f" [{curve[top, 1]:.3f}, {curve[top, 2]:.3f}]" if seeds > 1 else ""
-        text = (
-            f"{group}, {point}: {variant} reaches a validation QoS of {curve[top, 0]:.3f}{ends} "
-            f"after {steps[top]:,} steps ({seeds} seed(s)), from {curve[0, 0]:.3f} after "
-            f"{steps[0]:,}; it ends at {curve[-1, 0]:.3f} after {steps[-1]:,} ({rise:+.3f} over "
-            "the last third)."
-        )
-        found = {"seeds": seeds, "best": curve[top, 0], "best_step": steps[top]}
-        found |= {"first": curve[0, 0], "last": curve[-1, 0], "last_third": rise}
-        notes.append(note(text, group=group, point=point, variant=variant, **found))
-    for point in dict.fromkeys(row["point"] for row in levels):
-        named = {row["policy"]: row["val_qos"] for row in levels if row["point"] == point}
-        listed = ", ".join(f"{name} {level:.3f}" for name, level in named.items())
-        notes.append(note(f"{point}: on the same validation episodes {listed}.", **named))
-    save(options, "fig16_training", rows, *notes)
-
-
-def _seed_means(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], tuple[Any, Any, int]]:
-    """Validation QoS over the seeds of each group, point and variant.
-
-    Returns:
-        Their names -> steps, the mean and its interval by step ``(steps, 3)``, number of seeds.
-    """
-    found = {}
-    own = [row for row in rows if row["quantity"] == "val_qos"]
-    for key in dict.fromkeys((row["group"], row["point"], row["variant"]) for row in own):
-        series = [row for row in own if (row["group"], row["point"], row["variant"]) == key]
-        steps = sorted({row["step"] for row in series})
-        values = [[row["value"] for row in series if row["step"] == step] for step in steps]
-        curve = np.array([student_interval(value) for value in values])
-        found[key] = steps, curve, len({row["seed"] for row in series})
-    return found
-
-
-def _plot_training(rows: Sequence[Mapping[str, Any]], levels: Sequence[Mapping[str, Any]]) -> Any:
-    curves = _seed_means(rows)
-    panels = list(dict.fromkeys(key[:2] for key in curves))
-    across = 2 if len(panels) == 4 else min(len(panels), 3)
-    down = -(-len(panels) // across)
-    figure, axes = pyplot().subplots(
-        down, across, figsize=(5.2 * across, 3.8 * down), squeeze=False, layout="constrained"
-    )
-    for spare in axes.flat[len(panels) :]:
-        spare.set_axis_off()
-    for axis, (group, point) in zip(axes.flat, panels, strict=False):
-        for (*panel, variant), (steps, curve, seeds) in curves.items():
-            if panel != [group, point]:
-                continue
-            thousands = np.array(steps) / 1e3
-            (line,) = axis.plot(thousands, curve[:, 0], label=f"{variant}, {seeds} seed(s)")
-            if seeds > 1:
-                low, high = curve[:, 1], curve[:, 2]
-                axis.fill_between(thousands, low, high, alpha=0.2, color=line.get_color())
-        own = [row for row in levels if row["point"] == point]
-        for row, style in zip(own, ("--", "-.", ":"), strict=True):
-            look = {"color": "grey", "linestyle": style, "linewidth": 1, "label": row["policy"]}
-            axis.axhline(row["val_qos"], **look)
-        axis.set(title=f"{group}, {point}", xlabel="thousand steps", ylabel="validation QoS")
-        axis.legend(fontsize=7)
-        tidy(axis)
-    return figure
-
-
-def fig17(options: Options) -> None:
-    """Ablation: state abstraction and reward, with SAC and with PPO."""
-    if all(run.group == "shipped" for run in options.trained) and not options.keep:
-        print("fig17: no trained routers, left out")
-        return
-    rows = []
-    for fleet, rate in ((HET, 8.0), ("paper-linear", 5.0)):
-        if fleet in options.fleets:
-            point = {"point": f"{fleet}, {rate:g}/s", "profiles": fleet, "rate": rate}
-            trained = chosen(options, fleet, ("paper", "ppo", "general"))
-            names = ("shortest_queue", "greedy_qos", "priced_greedy")
-            kwargs = {"profiles": fleet, "rate": rate}
-            rows += measure(options, kwargs, point, trained, names)
-    rows = with_earlier(options, "fig17_ablation", rows, "point")
-    print_rows("fig17: ablation", rows, ["point"])
-    lines, state, reward = [], PRINTED["Fig. 17, state"], PRINTED["Fig. 17, reward"]
-    for name in dict.fromkeys(row["point"] for row in rows):
-        own = [row for row in rows if row["point"] == name]
-        named = {row["policy"]: row for row in own}
-        rivals = [strongest(named, METHOD, ()), "baseline_rl_dsa"]
-        lines += at_point(
-            name,
-            [
-                *(claim(own, "baseline_rl_dsa", one, state) for one in rivals[:1] if one),
-                claim(own, METHOD, "baseline_rl_dsa", reward),
-                *(claim(own, METHOD, one, "both together") for one in rivals[:1] if one),
-                *spread(own),
-            ],
-        )
-    save(options, "fig17_ablation", rows, *lines)
-
-
 def fig18(options: Options) -> None:
     """Predictors: none, one or both of score and length; heuristics and routers trained so.
 
@@ -265,15 +70,13 @@ def fig18(options: Options) -> None:
             continue
         for name, given in PREDICTORS.items():
             point = {"point": f"{fleet}, {rate:g}/s", "predictors": name, "profiles": fleet}
-            variant = name.lower().replace("+", "_")
-            retrained = {variant: RETRAINED, f"ppo_{variant}": PPO_RETRAINED}
-            if name == "PS+PL":
-                retrained["on_new_violations"] = PPO_RETRAINED  # of the factorial
-            trained = [
-                one._replace(label=retrained.get(one.variant, one.label))
-                for one in chosen(options, fleet, ("paper", "predictors", "factorial"))
-                if one.group == "shipped" or one.variant in (*retrained, *RIVALS)
-            ]
+            trained = []
+            for one in chosen(options, fleet, RETRAINED):
+                so = {key: v for key, v in one.env.items() if key.endswith("_predictor")}
+                if one.label == METHOD and name == "PS+PL":
+                    trained.append(one._replace(label=f"{METHOD}{RETRAINED}"))
+                elif one.shipped or one.name in RIVALS or (so and so == given):
+                    trained.append(one)
             kwargs = {"profiles": fleet, "rate": rate, **given}
             rows += measure(options, kwargs, point, trained, heuristics)
     rows = with_earlier(options, "fig18_predictors", rows, "point", "predictors")
@@ -326,9 +129,13 @@ def _times(call: Callable[[int], Any], count: int) -> tuple[float, float, float]
     return float(middle), float(late), float(np.percentile(used, 99))
 
 
+def _size(*modules: Any) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
 def _served_size(net: Any) -> int:
     """Parameters of a router without those that only its training uses."""
-    training = ("critic.", "q1.", "q2.", "value.")
+    training = ("critic.", "critics.", "value.")
     return sum(p.numel() for name, p in net.named_parameters() if not name.startswith(training))
 
 
@@ -346,16 +153,14 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
     import torch
 
     from servegym.agents import load_policy
-    from servegym.agents.lib.single_decision import SingleDecision
-    from servegym.agents.sac_han import Agent, Args, heuristic_values
+    from servegym.agents.sac_han import Agent
+    from servegym.baselines.llm_routing.system import RoutingSystem
     from servegym.baselines.registry import make_policy
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     kwargs = {"split": "eval", "rate": 8.0, "episode_requests": decisions}
     envs = make_envs(ENV_ID, 1, kwargs)
-    from servegym.baselines.llm_routing.system import RoutingSystem
-
     system = RoutingSystem.from_env(envs)
     greedy = make_policy("greedy_qos", system)
     priced = make_policy("priced_greedy", system)
@@ -367,21 +172,13 @@ def profile_router(decisions: int, seed: int = DEFAULT_SEED) -> list[dict[str, A
         observation, _, _, _, info = envs.step(priced.act(observation, mask))
     envs.close()
     served = {run.label: load_policy(run.path, system) for run in shipped_runs()}
-    net = Agent(Args(), system).eval()
-    single = SingleDecision(net, heuristic_values)
-    rows_of = [net.rows(one) for one, _ in seen]
-
-    def size(*modules: Any) -> int:
-        return sum(p.numel() for module in modules for p in module.parameters())
-
+    net = Agent(system)
     parts: list[tuple[str, Any, Callable[[int], Any] | None, str]] = [
-        ("HAN", size(net.encoder), None, "19K, < 1 ms"),
-        ("actor", size(net.actor), None, "10K with the critic, < 1 ms"),
-        ("two critics (training only)", size(net.q1, net.q2), None, ""),
+        ("HAN", _size(net.first, net.second, net.skip), None, "19K, < 1 ms"),
+        ("actor", _size(net.actor), None, "10K with the critic, < 1 ms"),
+        ("two critics (training only)", _size(net.critics), None, ""),
         ("features", "", lambda i: net.rows(seen[i][0]), ""),
-        ("HAN and actor, numpy", "", lambda i: single.logits(rows_of[i], net.layout), ""),
-        ("one decision, numpy (served)", "", lambda i: single.act(*seen[i]), "< 1 ms"),
-        ("one decision, torch", "", lambda i: net.act(*seen[i]), ""),
+        ("one decision", "", lambda i: net.act(*seen[i]), "< 1 ms"),
     ]
     for label, shipped in served.items():
         parts.append(
@@ -433,10 +230,8 @@ def table2(options: Options) -> None:
     )
 
 
-FIGURES = {"fig16": fig16, "fig17": fig17, "fig18": fig18, "table2": table2}
+FIGURES = {"fig18": fig18, "table2": table2}
 PICTURES: Pictures = {
-    "fig16_training": Picture(_plot_training, ("fig16_training", REFERENCES_TABLE)),
-    "fig17_ablation": lambda rows: plot_bars(rows, "point", "Ablation"),
     "fig18_predictors": lambda rows: plot_groups(rows, "point", "predictors"),
 }
 

@@ -2,9 +2,9 @@
 
 ::
 
-    python -m servegym.experiments.figures.routing.load_sweeps --checkpoints runs/routing
+    python -m servegym.experiments.figures.routing.load_sweeps --checkpoints runs/learning
 
-measures every baseline and every finished training below the folder on the same evaluation
+measures every baseline and every training below the folder on the same evaluation
 episodes, with ``--shipped`` the shipped routers too; without ``--checkpoints`` these alone. Each
 fleet has its own panels: what holds on one regime need not hold on another.
 """
@@ -14,14 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from servegym.envs._command_line import run_main
-from servegym.experiments.figures.routing.claims import (
-    AT_N,
-    METHOD,
-    PRINTED,
-    RIVALS,
-    Change,
-    claims,
-)
+from servegym.experiments.figures.routing.claims import AT_N, OVER_L, PRINTED, Change, claims
 from servegym.experiments.figures.routing.common import (
     Options,
     chosen,
@@ -95,18 +88,16 @@ def fig11(options: Options) -> None:
             point = {"point": f"{fleet}, N={count}", "profiles": fleet, "experts": count}
             kwargs = {"profiles": fleet, "rate": FIG11_RATE, "num_experts": count}
             made = [
-                run._replace(label=f"{base}{AT_N}")
-                for base in (METHOD, *RIVALS)
-                for run in chosen(options, fleet, ("experts", "paper"))
-                if run.variant in (base, f"{base}_n{count}")
-                and (run.experts, *run.rates) == (count, FIG11_RATE, FIG11_RATE)
+                run
+                for run in chosen(options, fleet, AT_N)
+                if run.label.endswith(AT_N) and run.experts == count
             ]
             rows += measure(options, kwargs, point, [*chosen(options, fleet), *made])
     rows = with_earlier(options, "fig11_experts", rows, "point")
     print_rows("fig11: number of experts", rows, ["point"])
     note = (
         "A router that reads the graph serves any number of experts N. Routers labelled 'trained "
-        "at N' are trained for each N, on paper-linear with N = 6 with the longest training."
+        "at N' are trained for each N."
     )
     lines = claims(rows, "above the baselines at every N")
     save(options, "fig11_experts", rows, note, *lines)
@@ -121,14 +112,13 @@ def fig13(options: Options) -> None:
             name = f"{fleet}, {rate:g}/s"
             point = {"point": f"{name}, L={limit:g} ms", "panel": name, "limit_ms": limit}
             kwargs = {"profiles": fleet, "rate": rate, "latency_requirement_s": limit / 1e3}
-            groups = ("paper", "general", "other", "limits")
-            rows += measure(options, kwargs, point, chosen(options, fleet, groups))
+            rows += measure(options, kwargs, point, chosen(options, fleet, OVER_L))
     rows = with_earlier(options, "fig13_requirement", rows, "point")
     print_rows("fig13: latency requirement", rows, ["point"])
     lines = claims(rows, PRINTED["Fig. 13"])
     note = (
-        "Routers labelled 'trained over L' saw every L from 14 to 48 ms in training; the others "
-        "saw 30 ms alone. The state of Baseline RL has no L."
+        "Routers labelled 'trained over L' saw a range of L in training; the others saw 30 ms "
+        "alone. The state of Baseline RL has no L."
     )
     save(options, "fig13_requirement", rows, note, *lines)
 

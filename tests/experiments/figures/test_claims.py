@@ -97,23 +97,26 @@ def test_another_method_stands_in_where_it_is_trained() -> None:
     assert two.here == "+36.0 % at 1 point over baseline_rl"
 
 
-def test_effects_of_the_factorial_are_judged_with_their_intervals(tmp_path) -> None:
+def test_effects_of_the_comparison_are_judged_with_their_intervals(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    common = {"point": "a", "claimed": True, "reference": "", "undertrained": False}
+    common = {"point": "a", "claimed": True, "undertrained": False}
     table = [
         {**common, "factor": factor, "level": level, "claimed": claimed, "change_pct": change}
         | {"change_pct_low": change - 1, "change_pct_high": change + 1}
         for factor, level, claimed, change in (
-            ("state", "graph", True, 3.0),
-            ("reward", "literal", True, -0.5),
-            ("reward", "in one cell", False, 20.0),
-            ("estimator", "literal", False, 2.0),
+            ("state", "completed_qos", True, 3.0),
+            ("reward", "graph", True, -0.5),
+            ("reward", "rows", False, 20.0),
         )
     ]
-    write_csv(tmp_path / "routing" / "factorial_effects.csv", table)
+    write_csv(tmp_path / "routing" / "comparison.csv", table)
     state, reward = (one for one in CLAIMS if one.place == "Fig. 17")
-    assert findings(state, tmp_path) == [("a, graph", "+3.0 % [+2.0, +4.0]", "same direction")]
-    assert findings(reward, tmp_path) == [("a, literal", "-0.5 % [-1.5, +0.5]", "disagrees")]
+    wanted = ("a, completed_qos", "+3.0 % [+2.0, +4.0]", "same direction")
+    assert findings(state, tmp_path) == [wanted]
+    assert findings(reward, tmp_path) == [("a, graph", "-0.5 % [-1.5, +0.5]", "disagrees")]
+    table[0]["undertrained"] = True
+    write_csv(tmp_path / "routing" / "comparison.csv", table)
+    assert [one.verdict for one in findings(state, tmp_path)] == ["open"]
 
 
 def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> None:
@@ -131,8 +134,9 @@ def test_at_least_means_over_the_strongest_of_the_papers_baselines(tmp_path) -> 
 
 def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path) -> None:
     (tmp_path / "routing").mkdir()
-    blind = {"bert_router": 0.3, "shortest_queue": 0.45, RETRAINED: 0.6, "rpi (shipped)": 0.9}
-    seeing = {**blind, "bert_router": 0.5, RETRAINED: 0.7}
+    own = f"sac_han{RETRAINED}"
+    blind = {"bert_router": 0.3, "shortest_queue": 0.45, own: 0.6, "rpi (shipped)": 0.9}
+    seeing = {**blind, "bert_router": 0.5, own: 0.7}
     table = [
         {"policy": name, "predictors": predictors, "point": point, "qos": qos}
         for point, cases in (("a", {"ZS+ZL": blind, "PS+PL": seeing}), ("b", {"PS+PL": seeing}))
@@ -143,7 +147,7 @@ def test_without_predictions_it_is_held_against_the_baselines_with_them(tmp_path
     with_them, without = (one for one in CLAIMS if one.place == "Fig. 18")
     assert ("a, sac_han (trained so)", "+16.7 %", "agrees") in findings(with_them, tmp_path)
     found, nothing = findings(without, tmp_path)
-    assert found == ("a", f"{RETRAINED} +20.0 % over bert_router", "same direction")
+    assert found == ("a", f"{own} +20.0 % over bert_router", "same direction")
     assert nothing == ("b", "not trained here", OPEN)
 
 
@@ -243,6 +247,7 @@ def test_kept_results_answer_every_claim(family: str, capsys) -> None:
     assert main([family]) == 0
     printed = capsys.readouterr().out
     assert TITLES[family] in printed and "agrees" in printed
+    assert ("learner of revision" in printed) == (family == "routing")
 
 
 def test_unknown_family() -> None:

@@ -49,8 +49,3 @@ def test_every_figure_says_what_it_shows():
     for family in figures.GROUPS:
         for figure in figures.list_figures(family):
             assert figure.description.endswith("."), figure.module
-
-
-def test_the_training_queue_is_no_figure():
-    names = [figure.name for figure in figures.list_figures("routing")]
-    assert "load_sweeps" in names and "training" not in names

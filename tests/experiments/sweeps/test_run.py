@@ -21,6 +21,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("matplotlib")
 import tyro  # noqa: E402
 
+from servegym.agents.lib import evaluation  # noqa: E402
 from servegym.experiments.sweeps import run as running  # noqa: E402
 from servegym.experiments.sweeps.run import run_sweep  # noqa: E402
 from servegym.experiments.sweeps.spec import list_sweeps, read_sweep  # noqa: E402
@@ -92,7 +93,7 @@ def test_every_argument_of_a_shipped_sweep_is_one_of_its_agent(name: str) -> Non
             args = tyro.cli(module.Args, args=words, config=(tyro.conf.FlagConversionOff,))
             got = getattr(args, parameter.name)
             assert got == value or got == (value,)
-    source = Path(module.__file__).read_text()
+    source = Path(module.__file__).read_text() + Path(evaluation.__file__).read_text()
     assert sweep.metric.partition("/")[2] in source
 
 

@@ -153,7 +153,7 @@ def _families(options: Options) -> dict[str, list[Policy]]:
     families["priced_greedy over its price"] = [priced(price=x) for x in PARETO_PRICES[few]]
     families["priced_greedy over its margin"] = [priced(margin=x) for x in MARGINS[few]]
     for one in chosen(options, FLEET):
-        if one.variant.startswith("rpi"):
+        if one.name.startswith("rpi"):
             policies: list[Policy] = []
             for worth in REFUSALS[few]:
                 router = load_policy(one.path, system)

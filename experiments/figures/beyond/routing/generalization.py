@@ -181,13 +181,13 @@ def _where(row: Mapping[str, Any]) -> str:
 
 def general(options: Options) -> None:
     """QoS of the shipped router at every point, and the differences to the heuristics."""
-    routers = [one for one in options.trained if one.variant == ROUTER and one.group == "shipped"]
+    routers = [one for one in options.trained if one.name == ROUTER and one.shipped]
     _everywhere(options, routers, "general_router")
 
 
 def seeds(options: Options) -> None:
     """The same for trainings with other seeds, those below the folder of --checkpoints."""
-    routers = [one for one in options.trained if one.variant == ROUTER and one.group != "shipped"]
+    routers = [one for one in options.trained if one.name == ROUTER and not one.shipped]
     if not routers:
         print("seeds: no other trainings (--checkpoints FOLDER), left out")
         return

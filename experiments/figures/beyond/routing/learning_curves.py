@@ -7,7 +7,9 @@ with the rewards of its environments shuffled among them, from which nothing can
 agent's evaluations on validation episodes by decisions and by processor seconds, from the one of
 its random weights on; the heuristics play the same episodes. Each training's last policy, never
 the best of its curve, plays episodes of the evaluation split beside the heuristics. Trainings
-whose folders in ``--runs`` hold the same arguments are not made again.
+whose folders in ``--runs`` hold the same arguments are not made again, so that processes can share
+the work: ``--seeds 1 2`` beside ``--seeds 3 4 5 0`` makes these alone (0: the shuffled rewards),
+and the same call without ``--seeds`` then measures and writes the table.
 """
 
 from __future__ import annotations
@@ -44,6 +46,12 @@ __all__ = ["curve", "main", "shuffled_rewards", "train"]
 MODULE = "servegym.experiments.figures.beyond.routing.learning_curves"
 ENV_ID = "servegym/LLMRouting-v0"
 AGENTS = ("ppo", "sac_han", "baseline_rl")
+TABLES = (
+    *(f"learning_{agent}" for agent in AGENTS),
+    "learning_baseline_rl_dsa",
+    "learning_baseline_rl_qos_aware",
+    "learning_sac_han_rates",
+)
 HEURISTICS = ("least_outstanding", "priced_greedy", "expected_qos")
 VALIDATION_SEED = 10_000  # of the agents' evaluations; the next rate has the next seed
 SHUFFLED = "shuffled"
@@ -57,15 +65,17 @@ class Options(FigureOptions):
         agent: Name of a module of ``servegym.agents``.
         flags: The agent's own flags.
         trainings: How many, with seeds 1, 2, ...
+        seeds: Those to train now, without a table; none: all, and measure them.
         rates: Arrival rates of the evaluations, requests/s.
         validation: Episodes of a validation and requests of each.
-        runs: Folder of the trainings.
+        runs: Folder of the trainings, one a table.
         table: Name of the table.
     """
 
     agent: str
     flags: str
     trainings: int
+    seeds: Sequence[int]
     rates: Sequence[float]
     validation: Sequence[int]
     runs: Path
@@ -148,13 +158,16 @@ def played(policy: Any, rate: float, episodes: int, **more: Any) -> Any:
 
 
 def measure(options: Options) -> None:
-    """Train, play and write the table."""
+    """Train, play and write the table; with ``--seeds`` train alone."""
     played(HEURISTICS[0], options.rates[0], 1, episode_requests=1)  # compiles what is not yet
-    flags, runs = shlex.split(options.flags), {}
-    seeds = range(1, options.trainings + 1)
-    for seed in seeds:
-        runs[seed] = train(options.agent, flags, seed, options.runs, shuffled=False)
-    control = train(options.agent, flags, 1, options.runs, shuffled=True)
+    flags, seeds = shlex.split(options.flags), range(1, options.trainings + 1)
+    made = {
+        seed: train(options.agent, flags, seed or 1, options.runs, shuffled=not seed)
+        for seed in options.seeds or (*seeds, 0)
+    }
+    if options.seeds:
+        return
+    runs, control = {seed: made[seed] for seed in seeds}, made[0]
     rows: list[dict[str, Any]] = []
 
     def add(policy: str, split: str, training: Any = None, **found: Any) -> None:
@@ -278,7 +291,7 @@ def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-PICTURES = {f"learning_{agent}": _plot for agent in AGENTS}
+PICTURES = dict.fromkeys(TABLES, _plot)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -288,19 +301,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--agent", default=AGENTS[0], help=f"agent of servegym.agents ({AGENTS[0]})")
     add("--flags", default="", help='the agent\'s own, as in --flags="--total_timesteps 200000"')
     add("--trainings", type=_positive, default=5, help="how many, with seeds 1, 2, ... (5)")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=(),
+        help="train these alone and write no table; 0: with shuffled rewards",
+    )
     add("--rates", type=float, nargs="+", default=[8.0], help="of the evaluations, per second (8)")
     add(
         "--validation",
         type=_positive,
         nargs=2,
-        default=[20, 1000],
         metavar=("EPISODES", "REQUESTS"),
-        help="those of the agent's own evaluations, which the heuristics play too (20 1000)",
+        help="those of the agent's own evaluations, which the heuristics play too (the agent's "
+        "EVAL_EPISODES and EVAL_REQUESTS, or 20 1000)",
     )
-    add("--runs", type=Path, default=Path("runs/learning"), help="folder (runs/learning)")
+    add("--runs", type=Path, help="folder (runs/learning/TABLE)")
     add("--table", default="", help="name of the table (learning_AGENT)")
     options = command_line(parser, argv, Options())
     options.table = options.table or f"learning_{options.agent}"
+    options.runs = options.runs or Path("runs/learning", options.table)
+    if options.draw:
+        return run_chosen({}, PICTURES, options)
+    if any(not 0 <= seed <= options.trainings for seed in options.seeds):
+        raise ValueError(f"seeds: got {options.seeds}; allowed are 0 to {options.trainings}")
+    if options.validation is None:
+        agent = importlib.import_module(f"servegym.agents.{options.agent}")
+        own = (getattr(agent, "EVAL_EPISODES", 20), getattr(agent, "EVAL_REQUESTS", 1000))
+        options.validation = own
     if options.quick:
         options.flags = f"--total_timesteps 2000 {options.flags}"
         options.trainings, options.validation = min(options.trainings, 2), [2, 50]

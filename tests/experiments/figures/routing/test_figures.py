@@ -1,8 +1,8 @@
 """The figure scripts at smoke size: files, numbers that can be checked."""
 
 import csv
-import dataclasses
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -14,22 +14,22 @@ pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
 from servegym.agents import baseline_rl, sac_han  # noqa: E402
-from servegym.agents.lib.checkpoint import shipped  # noqa: E402
+from servegym.agents.lib.checkpoint import write_checkpoint  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.figures import run as figure_run  # noqa: E402
 from servegym.experiments.figures.routing import common as routing_common  # noqa: E402
+from servegym.experiments.figures.routing import comparison as routing_comparison  # noqa: E402
 from servegym.experiments.figures.routing import episodes as routing_episodes  # noqa: E402
-from servegym.experiments.figures.routing import factorial as routing_factorial  # noqa: E402
 from servegym.experiments.figures.routing import learning as routing_learning  # noqa: E402
 from servegym.experiments.figures.routing import load_sweeps as routing_sweeps  # noqa: E402
-from servegym.experiments.figures.routing import training as routing_training  # noqa: E402
 from servegym.experiments.figures.routing import workload as routing_workload  # noqa: E402
 from servegym.experiments.figures.routing.claims import (  # noqa: E402
+    AT_N,
+    OVER_L,
     RETRAINED,
     Change,
     claim,
     claims,
-    spread,
 )
 from servegym.experiments.figures.routing.common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
@@ -43,57 +43,43 @@ def rows_of(path):
         return list(csv.DictReader(stream))
 
 
-def checkpoint(folder, run, **given):
-    """An untrained checkpoint as the training queue leaves one."""
-    torch.manual_seed(run.seed)
-    agent = baseline_rl if run.agent == "baseline_rl" else sac_han
-    args = agent.Args(**run.arguments, seed=run.seed)
-    system = RoutingSystem.from_kwargs(profiles=run.settings["profiles"])
-    net = agent.Agent(6) if agent is baseline_rl else agent.Agent(args, system)
-    (folder / run.name).mkdir(parents=True)
-    agent.save_policy(net, args, folder / run.name / "best.safetensors")
-    result = {"run": run.name, "group": run.group, "variant": run.variant}
-    (folder / run.name / "result.json").write_text(json.dumps(result))
-    log = [{"global_step": k * 1000, "eval/avg_qos": 0.1 * k} for k in (1, 2, 3)]
-    text = "\n".join(json.dumps(line) for line in log) + '\n{"global_st'
-    (folder / run.name / "metrics.jsonl").write_text(text)
+def checkpoint(run, agent, *given, seed=1):
+    """An untrained checkpoint as a training leaves one, in a folder with its arguments."""
+    torch.manual_seed(seed)
+    args = agent.Args(set=("rate=8", *given), seed=seed)
+    net = agent.Agent(6 if agent is baseline_rl else RoutingSystem.from_kwargs())
+    run.mkdir(parents=True)
+    meta = {"agent": agent.__name__.rpartition(".")[2], "args": json.dumps(asdict(args))}
+    write_checkpoint(net, meta, run / "last.safetensors")
+    (run / "arguments.json").write_text(json.dumps(asdict(args)))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    wanted = (
-        "paper_sac_han_het8_s1",
-        "paper_sac_han_het8_s2",
-        "paper_baseline_rl_het8_s1",
-        "predictors_zs_zl_het8_s1",
-    )
-    for run in routing_training.RUNS:
-        if run.name in wanted:
-            checkpoint(folder, run)
-    unfinished = folder / "general_sac_han_het4-11_s1"
-    unfinished.mkdir()
-    (unfinished / "lock").touch()
-    (unfinished / "best.safetensors").write_bytes(
-        (folder / wanted[0] / "best.safetensors").read_bytes()
-    )
+    for seed in (1, 2):
+        checkpoint(folder / "graph" / f"sac_han_seed_{seed}", sac_han, seed=seed)
+    checkpoint(folder / "graph" / "sac_han_shuffled_1", sac_han)
+    checkpoint(folder / "rows" / "baseline_rl_seed_1", baseline_rl)
+    blind = ('score_predictor="zero"', 'length_predictor="zero"')
+    checkpoint(folder / "blind" / "sac_han_seed_1", sac_han, *blind)
     return folder
 
 
-def test_finds_finished_runs_only(trained, capsys):
+def test_finds_trainings_without_controls(trained):
     found = find_runs(trained)
     assert sorted((run.label, run.seed) for run in found) == [
         ("baseline_rl", 1),
-        ("predictors: zs_zl", 1),
         ("sac_han", 1),
         ("sac_han", 2),
+        (f"sac_han{RETRAINED}", 1),
     ]
     serve = {run.label: run.any_experts for run in found}
-    assert serve == {"baseline_rl": False, "sac_han": True, "predictors: zs_zl": True}
-    assert "general_sac_han_het4-11_s1 is not finished" in capsys.readouterr().out
-    assert {run.label for run in find_runs(None)} == {
-        f"{name} (shipped)" for name in shipped("llm_routing") if name != "fleet_search"
-    }  # which was trained at no rate of its own
+    assert serve == {"baseline_rl": False, "sac_han": True, f"sac_han{RETRAINED}": True}
+    shipped = routing_common.shipped_runs(("rpi", "ppo_sets"))
+    assert {run.label for run in shipped} == {"rpi (shipped)", "ppo_sets (shipped)"}
+    with pytest.raises(ValueError, match="routers"):
+        routing_common.shipped_runs(("rip",))
     with pytest.raises(ValueError, match="checkpoints"):
         find_runs(trained / "nowhere")
 
@@ -196,20 +182,18 @@ def test_a_collapsed_training_is_reported():
         return [row | {f"share_{k}": share for k, share in enumerate(shares)}]
 
     even, one = [0.2] * 4, [0.02, 0.0, 0.48, 0.0]
-    row = {"policy": "sac_han", "trainings": 2} | summarise_parts([part(even), part(one)])
+    row = summarise_parts([part(even), part(one)])
     assert row["top_share"] == pytest.approx(0.96)  # of what is sent; the worst training
     assert row["share_entropy"] == pytest.approx(
         -(0.04 * np.log(0.04) + 0.96 * np.log(0.96)) / np.log(4), abs=1e-6
     )
-    assert spread([row])[0]["collapsed"]
-    row |= summarise_parts([part(even)])
+    row = summarise_parts([part(even)])
     assert (row["top_share"], row["share_entropy"]) == (0.25, 1.0)
-    assert not spread([row])[0]["collapsed"] and spread([row | {"trainings": 0}]) == []
 
 
 def test_workload_figures(tmp_path, monkeypatch):
     monkeypatch.delenv("SERVEGYM_DATA", raising=False)
-    assert routing_workload.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert routing_workload.main(["--quick", "--out", str(tmp_path), "--routers", "rpi"]) == 0
     rows = rows_of(tmp_path / "fig4_distributions.csv")
     share = {}
     for row in rows:
@@ -271,27 +255,30 @@ def test_number_of_experts(tmp_path, trained):
 
 
 def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
-    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig17"]
-    with pytest.raises(ValueError, match=r"keep: at .*results/routing/fig17.*--episodes \(20\)"):
-        routing_learning.main([*argv, "--keep"])  # the package's own table: its episodes are longer
+    monkeypatch.setattr(routing_sweeps, "POINTS", {HET: (8.0,)})
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig7"]
+    kept = [*argv, "--routers", "rpi", "--keep"]
+    with pytest.raises(ValueError, match=r"keep: at .*results/routing/fig7.*--episodes \(20\)"):
+        routing_sweeps.main(kept)  # the package's own table: its episodes are longer
     monkeypatch.setattr(figure_run, "RESULTS", tmp_path / "nothing")
-    with pytest.raises(ValueError, match="keep: there is no .*fig17_ablation.csv"):
-        routing_learning.main([*argv, "--keep"])
-    assert routing_learning.main([*argv, "--checkpoints", str(trained)]) == 0
-    alone = rows_of(tmp_path / "fig17_ablation.csv")
-    assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
-    both = rows_of(tmp_path / "fig17_ablation.csv")
+    with pytest.raises(ValueError, match=r"keep: there is no .*fig7_poisson.csv"):
+        routing_sweeps.main(kept)
+    assert routing_sweeps.main([*argv, "--checkpoints", str(trained)]) == 0
+    table = tmp_path / "fig7_poisson.csv"
+    alone = rows_of(table)
+    assert routing_sweeps.main(kept) == 0
+    both = rows_of(table)
     assert both[:-1] == alone and both[-1]["policy"] == "rpi (shipped)"
-    record = read_record(tmp_path / "fig17_ablation.csv")
+    record = read_record(table)
     assert record["settings"]["trained_routers"] == {"rpi (shipped)": [1]}
     (merged,) = record["merged"]
     assert merged["settings"]["trained_routers"]["sac_han"] == [1, 2]
     assert str(trained) in merged["command"]
-    assert routing_learning.main([*argv, "--routers", "rpi", "--keep"]) == 0
-    assert rows_of(tmp_path / "fig17_ablation.csv") == both
+    assert routing_sweeps.main(kept) == 0
+    assert rows_of(table) == both
     with pytest.raises(ValueError, match=r"keep: at .* has another qos in .*--episodes \(2\)"):
-        routing_learning.main([*argv, "--routers", "rpi", "--keep", "--episodes", "1"])
-    assert rows_of(tmp_path / "fig17_ablation.csv") == both
+        routing_sweeps.main([*kept, "--episodes", "1"])
+    assert rows_of(table) == both
 
 
 def test_long_runs_of_other_policies_stay(tmp_path):
@@ -305,42 +292,31 @@ def test_long_runs_of_other_policies_stay(tmp_path):
     assert [row["policy"] for row in rows[len(first) :]] == ["ppo_sets (shipped)"] * windows
 
 
-def test_trained_at_n_are_those_of_the_number_and_the_rate(tmp_path, monkeypatch):
-    def run(group, variant, experts, rate=5.0, fleet="paper-linear"):
-        return routing_common.TrainedRun(
-            variant, tmp_path, group, variant, fleet, (rate, rate), 1, experts, True
-        )
+def test_unusual_trainings_are_measured_where_they_belong(tmp_path, monkeypatch):
+    def run(label, experts=6):
+        name, env = label.partition(" (")[0], {"profiles": HET}
+        return routing_common.TrainedRun(label, tmp_path, name, False, env, 1, experts, True)
 
     options, asked = routing_common.Options(), {}
     options.quick, options.fleets, options.episodes = False, ("paper-linear", HET), 1
-    options.trained = [
-        run("paper", "sac_han", 6),
-        run("paper", "baseline_rl", 6),
-        run("paper", "sac_han", 6, 8.0),
-        run("paper", "baseline_rl_dsa", 6),
-        run("paper", "sac_han", 6, 8.0, HET),
-        run("experts", "sac_han_n3", 3),
-        run("experts", "baseline_rl_n3", 3),
-        run("experts", "sac_han_n12", 12),
-        run("predictors", "sac_han", 3, 8.0),
-    ]
+    names = ("sac_han", f"sac_han{OVER_L}", f"sac_han{RETRAINED}")
+    options.trained = [*map(run, names), run(f"sac_han{AT_N}", 3), run(f"sac_han{AT_N}", 12)]
 
     def measure(options, kwargs, point, trained):
-        own = [run.label for run in trained if "trained at N" in run.label]
-        asked[kwargs["profiles"], kwargs["num_experts"]] = own
+        asked[point["point"]] = [(run.label, run.experts) for run in trained]
         return []
 
     for name in ("measure", "print_rows", "save"):
         monkeypatch.setattr(routing_sweeps, name, measure if name == "measure" else print)
     routing_sweeps.fig11(options)
-    both = ["sac_han (trained at N)", "baseline_rl (trained at N)"]  # the method, then its rivals
-    wanted = {("paper-linear", 3): both, ("paper-linear", 6): both, ("paper-linear", 12): both[:1]}
-    assert {key: labels for key, labels in asked.items() if labels} == wanted
-    assert len(asked) == 8
+    assert asked[f"{HET}, N=3"] == [("sac_han", 6), (f"sac_han{AT_N}", 3)]
+    assert asked[f"{HET}, N=6"] == [("sac_han", 6)] and asked["paper-linear, N=3"] == []
+    routing_sweeps.fig13(options)
+    assert asked[f"{HET}, 8/s, L=20 ms"] == [("sac_han", 6), (f"sac_han{OVER_L}", 6)]
 
 
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
-    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET]
+    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
     assert routing_episodes.main(argv) == 0
     for row in rows_of(tmp_path / "fig10_end_to_end.csv"):
         parts = sum(float(row[part]) for part in routing_episodes.PARTS)
@@ -357,112 +333,70 @@ def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_
     assert memory == pytest.approx(np.mean([row["memory_use"] for row in wanted]), rel=0.05)
 
 
-def test_learning_figures(tmp_path, trained, capsys):
+def test_learning_figures(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr("servegym.agents.lib.checkpoint.SHIPPED", tmp_path / "nothing")
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
     assert routing_learning.main([*argv, "--episodes", "1"]) == 0
-    curves = rows_of(tmp_path / "fig16_training.csv")
-    levels = {row["policy"]: row["val_qos"] for row in rows_of(tmp_path / "fig16_references.csv")}
-    assert set(levels) == set(routing_learning.REFERENCES)
-    assert len(curves) == 3 * 3 and {float(row["value"]) for row in curves} == {0.1, 0.2, 0.3}
-    ablation = {row["policy"]: row for row in rows_of(tmp_path / "fig17_ablation.csv")}
-    assert ablation["sac_han"]["trainings"] == "2"
     predictors = rows_of(tmp_path / "fig18_predictors.csv")
     assert len({row["predictors"] for row in predictors}) == 7
     for name in ("shortest_queue", "baseline_rl"):  # neither reads a prediction
         own = [row["qos"] for row in predictors if row["policy"] == name]
         assert len(own) == 7 and len(set(own)) == 1
-    so = [row["predictors"] for row in predictors if row["policy"] == RETRAINED]
-    assert so == ["ZS+ZL"] and "sac_han" not in {row["policy"] for row in predictors}
+    so = [row["predictors"] for row in predictors if row["policy"] == f"sac_han{RETRAINED}"]
+    assert so == ["PS+PL", "ZS+ZL"]
+    assert "sac_han" not in {row["policy"] for row in predictors}
     table = {row["component"]: row for row in rows_of(tmp_path / "table2_router.csv")}
-    # 4 input layers, 2 x (attention, K, q): counted by torch.
-    assert 15_000 < int(table["HAN"]["parameters"]) < 60_000
-    for how in ("numpy (served)", "torch"):
-        one = table[f"one decision, {how}"]
-        assert 0 < float(one["p50_ms"]) <= float(one["p99_ms"])
-
-
-def test_without_trainings_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("servegym.agents.lib.checkpoint.SHIPPED", tmp_path / "nothing")
-    argv = ["--quick", "--out", str(tmp_path), "--figure", "fig16", "fig17"]
-    assert routing_learning.main(argv) == 0
-    printed = capsys.readouterr().out
-    assert "baselines only" in printed and "no training logs" in printed
-    assert "fig17: no trained routers" in printed
-    assert list(tmp_path.iterdir()) == []
+    assert 10_000 < int(table["HAN"]["parameters"]) < 60_000
+    one = table["one decision"]
+    assert 0 < float(one["p50_ms"]) <= float(one["p99_ms"])
 
 
 @pytest.mark.parametrize("argv", [["--episodes", "0"], ["--profiles", "edge-6"]])
 def test_bad_arguments(argv, tmp_path):
     with pytest.raises(ValueError, match=argv[0][2:]):
-        routing_sweeps.main(["--quick", "--out", str(tmp_path), "--figure", "fig7", *argv])
+        own = ["--quick", "--out", str(tmp_path), "--figure", "fig7", "--routers", "rpi"]
+        routing_sweeps.main([*own, *argv])
 
 
-def test_effects_are_within_seeds_and_the_state_is_held_against_its_strongest_rival():
-    rng = np.random.default_rng(0)
-    hard = rng.uniform(0.3, 0.8, 6)
-    luck = {1: 1.0, 2: 0.7, 3: 0.9}  # by seed, larger than any effect
-
-    def trained(factor, seeds=(1, 2, 3)):
-        row = {key: 0.5 for key, _ in routing_common.COLUMNS.values()}
-        return {k: [row | {"avg_qos": factor * luck[k] * one} for one in hard] for k in seeds}
-
-    worth = {"completed": 1.0, "new_violations": 1.0, "literal": 1.1}
-    played = {
-        f"factorial: {state}_{reward}": trained(factor * more)
-        for state, factor in (("off", 1.0), ("on", 1.05))
-        for reward, more in worth.items()
-    }
-    played |= {"baseline_rl": trained(0.5), "direct_search": trained(0.96)}
-    found = {(row["factor"], row["level"]): row for row in routing_factorial.effects_of(played)}
+def test_effects_of_the_four_cells():
+    hard = np.random.default_rng(0).uniform(0.3, 0.8, 6)
+    worth = dict(zip(routing_comparison.CELLS, (1.32, 1.1, 1.0, 1.0), strict=True))
+    cells = {cell: [factor * hard * luck for luck in (1.0, 0.9)] for cell, factor in worth.items()}
+    rows = {(row["factor"], row["level"]): row for row in routing_comparison.effects_of(cells)}
 
     def change(*key):
-        return [found[key][f"change_pct{end}"] for end in ("", "_low", "_high")]
+        return rows[key]["change_pct"]
 
-    assert change("estimator", "on average over the rewards") == pytest.approx([5.0] * 3, abs=1e-3)
-    assert change("reward", "literal, on average over the states") == pytest.approx([10.0] * 3)
-    assert change("reward", "new_violations, without the estimator") == pytest.approx([0.0] * 3)
-    state = found["state", "graph without the estimator"]
-    assert state["reference"] == "direct_search"  # not paired by seed: the seeds' luck is in it
-    value, low, high = change("state", "graph without the estimator")
-    assert value == pytest.approx(100 / 0.96 - 100, abs=1e-3) and low < -10 < 20 < high
-    assert sum(row["claimed"] for row in found.values()) == 4
-    assert not state["undertrained"]
-    (low, _), *rest = (
-        (row["undertrained"], row) for row in routing_factorial.effects_of(played, 0.9)
-    )
-    assert low and not rest[-1][0]  # the state's rival is below the queue; no matter for rewards
-    # A cell that lacks a seed takes part with the seeds that all have; one that lacks does not.
-    played["factorial: on_literal"] = trained(1.155, (2, 3))
-    del played["factorial: off_new_violations"]
-    found = {(row["factor"], row["level"]): row for row in routing_factorial.effects_of(played)}
-    assert found["reward", "literal, on average over the states"]["trainings"] == 2
-    assert ("reward", "new_violations, on average over the states") not in found
+    assert change("state", "completed_qos") == pytest.approx(10.0, abs=1e-3)
+    assert change("state", "qos_aware") == pytest.approx(32.0, abs=1e-3)
+    assert change("reward", "graph") == pytest.approx(20.0, abs=1e-3)
+    assert change("reward", "rows") == 0
+    (interaction,) = (row for row in rows.values() if row["factor"] == "interaction")
+    assert interaction["change_pct"] == pytest.approx(20.0, abs=1e-3)
+    assert change("both", "SAC-HAN over Baseline RL") == pytest.approx(32.0, abs=1e-3)
+    claimed = [key for key, row in rows.items() if row["claimed"]]
+    assert claimed == [("state", "completed_qos"), ("reward", "graph")]
+    assert all(row["change_pct_low"] < row["change_pct"] for row in rows.values())
+    assert not any(row["undertrained"] for row in rows.values())
+    poor = routing_comparison.effects_of(cells, 1.05 * 0.95 * hard.mean())  # above both on the rows
+    low = {(row["factor"], row["level"]) for row in poor if row["undertrained"]}
+    assert ("state", "completed_qos") in low and ("reward", "graph") not in low
 
 
-def test_factorial_of_small_runs(tmp_path, trained):
-    folder, cache = tmp_path / "runs", tmp_path / "cache"
-    runs = {run.name: run for run in routing_training.RUNS}
-    checkpoint(folder, runs["paper_baseline_rl_het8_s1"])
-    for cell in ("on_completed", "off_completed"):
-        given = runs["paper_baseline_rl_dsa_het8_s1"]
-        checkpoint(folder, dataclasses.replace(given, group="factorial", variant=cell))
-    argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(folder)]
-    argv += ["--cache", str(cache), "--episodes", "2"]
-    assert routing_factorial.main(argv) == 0
-    rows = rows_of(tmp_path / "factorial.csv")
-    assert len({row["point"] for row in rows}) == 3  # light, overloaded and in bursts
-    assert {row["policy"] for row in rows} - set(routing_factorial.HEURISTICS) == {
-        "baseline_rl",
-        "factorial: off_completed",
-        "factorial: on_completed",
-    }
-    table = rows_of(tmp_path / "factorial_effects.csv")
-    assert {row["factor"] for row in table} == {"state", "estimator"}
-    played = sorted(cache.iterdir())
-    assert len(played) == 3 * (3 + len(routing_factorial.HEURISTICS))
-    first = (tmp_path / "factorial.csv").read_bytes()
-    kept = next(path for path in played if path.name.startswith("priced_greedy"))
-    kept.write_text(kept.read_text().replace('"avg_qos": 0.', '"avg_qos": 7.'))
-    assert routing_factorial.main(argv) == 0  # from the kept episodes
-    assert (tmp_path / "factorial.csv").read_bytes() != first
-    assert (tmp_path / "factorial_effects.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_comparison_of_small_trainings(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    argv = ["--quick", "--out", str(tmp_path), "--runs", str(runs), "--episodes", "2"]
+    for (state, reward), name in routing_comparison.CELLS.items():
+        agent = sac_han if state == "graph" else baseline_rl
+        for seed in (1, 2):
+            given = f"reward={reward}"
+            checkpoint(runs / name / f"{state}_seed_{seed}", agent, given, seed=seed)
+    checkpoint(runs / "learning_sac_han" / "sac_han_shuffled_1", sac_han)
+    assert routing_comparison.main(argv) == 0
+    rows = rows_of(tmp_path / "comparison.csv")
+    assert {row["factor"] for row in rows} == {"state", "reward", "interaction", "both"}
+    assert {row["trainings"] for row in rows} == {"2"}
+    told = " ".join(one["text"] for one in read_record(tmp_path / "comparison.csv")["notes"])
+    assert "graph with qos_aware (2 trainings): QoS" in told and "shortest_queue" in told
+    assert routing_comparison.main([*argv[:4], str(tmp_path)]) == 0
+    assert "no trainings of learning_sac_han, learning_baseline" in capsys.readouterr().out

@@ -39,6 +39,9 @@ def test_shuffled_rewards_are_the_same_but_of_other_systems():
 
 def test_a_smoke_run_writes_a_table_and_makes_no_training_twice(tmp_path, monkeypatch, capsys):
     words = ["--quick", "--flags", SHORT, "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    assert learning_curves.main([*words, "--seeds", "2", "0", "--trainings", "2"]) == 0
+    assert not (tmp_path / "learning_ppo.csv").exists()
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"ppo_seed_2", "ppo_shuffled_1"}
     assert learning_curves.main(words) == 0
     rows = read_rows(tmp_path / "learning_ppo.csv")
     mine = [row for row in rows if row["policy"] == "ppo" and row["split"] == "val"]
@@ -57,6 +60,11 @@ def test_a_smoke_run_writes_a_table_and_makes_no_training_twice(tmp_path, monkey
     monkeypatch.setattr(ppo, "train", lambda args: pytest.fail("trained again"))
     assert learning_curves.main(words) == 0
     assert "rewards shuffled" not in capsys.readouterr().out.split("learning_ppo.csv")[-1]
+
+
+def test_a_seed_that_no_table_takes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"seeds: got \[6\]; allowed are 0 to 5"):
+        learning_curves.main(["--seeds", "6", "--out", str(tmp_path)])
 
 
 def test_a_curve_without_an_evaluation_at_the_rate_is_refused(tmp_path):
