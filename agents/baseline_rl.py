@@ -32,7 +32,7 @@ from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.envs._command_line import parse_settings
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 
 # Requests/s; an episode is cut off before the drain, which nothing announces.
 ENV = {"rate": 8.0, "reward": "completed_qos"}

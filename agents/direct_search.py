@@ -46,7 +46,7 @@ from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
 
-ENV_ID, ROWS_ID = "servegym/LLMRouting-v0", "servegym/LLMRoutingExperts-v0"
+ENV_ID, ROWS_ID = "servegym/LLMRouting-v1", "servegym/LLMRoutingExperts-v1"
 ENV = {
     "profiles": "edge-6-heterogeneous",
     "latency_requirement_s": 0.030,

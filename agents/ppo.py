@@ -45,7 +45,7 @@ VIEWS = {"Summary": "summary", "Experts": "experts"}
 class Args(RunArgs):
     """Command line of the agent."""
 
-    env_id: str = "servegym/LLMRoutingSummary-v0"
+    env_id: str = "servegym/LLMRoutingSummary-v1"
     """an environment with one Box and Discrete actions"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""

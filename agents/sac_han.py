@@ -39,7 +39,7 @@ from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.envs._command_line import parse_settings
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 
 # Each episode draws its rate, requests/s, and is cut off before the drain, which nothing announces.
 ENV = {"rate": (4.0, 11.0), "reward": "qos_aware"}

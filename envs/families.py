@@ -26,6 +26,7 @@ class Family:
         views: Observation that a policy reads (`Policy.env_view`) -> name of the environment,
             without namespace and version; the first is the ``"graph"`` view, the Dict.
         parallel: Whether it has a PettingZoo environment, ``parallel_env``.
+        version: Of its ids, the N of ``-vN``.
     """
 
     name: str
@@ -34,11 +35,12 @@ class Family:
     group: str
     views: Mapping[str, str]
     parallel: bool = False
+    version: int = 0
 
     @property
     def env_ids(self) -> tuple[str, ...]:
         """Its Gymnasium ids, the graph view first."""
-        return tuple(f"servegym/{name}-v0" for name in self.views.values())
+        return tuple(f"servegym/{name}-v{self.version}" for name in self.views.values())
 
     @property
     def env_id(self) -> str:
@@ -74,6 +76,7 @@ FAMILIES: tuple[Family, ...] = (
             "summary": "LLMRoutingSummary",
         },
         parallel=True,
+        version=1,
     ),
     Family(
         name="serverless_moe",

@@ -36,7 +36,7 @@ from servegym.experiments.tables import note, provenance, write_result
 
 __all__ = ["main"]
 
-ENV_ID, AGENT = "servegym/LLMRouting-v0", "servegym.agents.sac_han"
+ENV_ID, AGENT = "servegym/LLMRouting-v1", "servegym.agents.sac_han"
 TABLE, CURVE, TRAINED = "first_command", "first_command_curve", "trained"
 RATES = (5.0, 8.0, 10.0)
 KEYS = ("avg_qos", *(f"avg_qos_rate_{rate:g}" for rate in RATES))

@@ -35,7 +35,7 @@ from servegym.experiments.tables import provenance, read_record
 
 __all__ = ["Budget", "Tuned", "heuristics", "main", "read_tuned", "tune", "tune_all"]
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 SEARCH_SEED, CHOICE_SEED = 300_000, 400_000
 """Seeds of the first episode of the search and of the choice, apart from those of evaluations."""
 ELITE = 5  # best candidates so far, which the next generation is drawn around

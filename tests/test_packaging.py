@@ -159,13 +159,13 @@ def test_import_is_light():
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert out[0] == "[]"
-    assert "servegym/LLMRouting-v0" in out[1]
+    assert "servegym/LLMRouting-v1" in out[1]
 
 
 def test_ids_work_with_the_module_prefix():
-    code = "import gymnasium; print(gymnasium.make('servegym:servegym/LLMRouting-v0').spec.id)"
+    code = "import gymnasium; print(gymnasium.make('servegym:servegym/LLMRouting-v1').spec.id)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "servegym/LLMRouting-v0"
+    assert out.stdout.strip() == "servegym/LLMRouting-v1"
 
 
 def test_readme_names_every_id(root):

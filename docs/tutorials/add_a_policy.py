@@ -9,7 +9,7 @@ runs wherever a name does. The command line takes a `.py` file, too, if it has o
   what has a state: `self.system` is what an operator knows of the system, `episode_start(mask)`
   says which rows begin an episode. [The next page](add_a_placement_policy.md) has two.
 
-Then `servegym evaluate servegym/LLMRouting-v0 --policy my_router.py --policy greedy_qos` compares
+Then `servegym evaluate servegym/LLMRouting-v1 --policy my_router.py --policy greedy_qos` compares
 it with another, and `servegym leaderboard --quick --policy my_router.py --at-least greedy_qos` is
 a presubmit: short episodes at the routing points of the leaderboard, and exit status 1 if it is
 below at one of them, or clairvoyant. An error in the file is reported with its line.
@@ -60,7 +60,7 @@ def act(observation: dict[str, np.ndarray], action_mask: np.ndarray) -> int:
 if __name__ == "__main__":  # the file may itself be given to --policy
     mine = from_callable(act, "score_per_load", batched=False)
     rows = evaluate(
-        "servegym/LLMRouting-v0",
+        "servegym/LLMRouting-v1",
         [mine, "greedy_qos", "least_outstanding"],
         episodes=4,
         env_kwargs={"rate": 8.0, "episode_requests": 200},

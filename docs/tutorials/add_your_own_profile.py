@@ -24,7 +24,7 @@ from servegym.hardware_profiles import load
 from servegym.hardware_profiles.build import calibrate
 from servegym.hardware_profiles.measure import command as measure
 
-assert "servegym/LLMRouting-v0" in servegym.ENV_IDS  # importing servegym registers the ids
+assert "servegym/LLMRouting-v1" in servegym.ENV_IDS  # importing servegym registers the ids
 
 
 class StandIn(BaseHTTPRequestHandler):
@@ -96,7 +96,7 @@ with tempfile.TemporaryDirectory() as folder:
         print(name, {row["metric"]: f"{100 * float(row['error_of_mean']):+.2f} %" for row in rows})
 
     env = gymnasium.make(
-        "servegym/LLMRouting-v0",
+        "servegym/LLMRouting-v1",
         profiles=[file, file, "rtx4090-llama-3.1-8b"],  # names and files mix
         rate=2.0,
         episode_requests=50,

@@ -9,7 +9,7 @@ from servegym.experiments.evaluate import evaluate, print_summary
 from servegym.experiments.stats import iqm, paired_difference, stratified_bootstrap
 
 rows = evaluate(
-    "servegym/LLMRouting-v0",
+    "servegym/LLMRouting-v1",
     ["priced_greedy", "greedy_qos"],
     episodes=10,
     env_kwargs={"rate": 8.0, "episode_requests": 300},

@@ -21,7 +21,7 @@ with tempfile.TemporaryDirectory() as folder:
         )
     )
     rows = evaluate(
-        "servegym/LLMRouting-v0",
+        "servegym/LLMRouting-v1",
         [run / "last.safetensors", "least_outstanding", "random"],
         episodes=4,
         env_kwargs={"rate": 8.0},

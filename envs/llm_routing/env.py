@@ -112,7 +112,7 @@ class LLMRoutingEnv(BatchEnv):
     or several access points. Late binding is that of Sparrow (Ousterhout et al., SOSP 2013).
 
     >>> import gymnasium, servegym
-    >>> env = gymnasium.make("servegym/LLMRouting-v0", late_binding=True)
+    >>> env = gymnasium.make("servegym/LLMRouting-v1", late_binding=True)
     >>> env.action_space, env.reset(seed=0)[0]["held"].tolist()
     (Discrete(8), [0.0, 0.0])
     >>> env.step(7)[0]["held"].tolist()  # the next one arrives, and one is held
@@ -155,11 +155,11 @@ class LLMRoutingEnv(BatchEnv):
     features an expert for any R and W. `reset` shows the setting as JSON in `info["fleet"]`.
 
     >>> import gymnasium, json, servegym
-    >>> env = gymnasium.make("servegym/LLMRouting-v0", fleet="random", fleet_kwargs={"num_experts": 4})
+    >>> env = gymnasium.make("servegym/LLMRouting-v1", fleet="random", fleet_kwargs={"num_experts": 4})
     >>> setting = json.loads(env.reset(seed=0)[1]["fleet"])
     >>> len(setting["profiles"]), sorted(setting)[:3]
     (4, ['arrivals', 'arrivals_kwargs', 'kv_capacity_tokens'])
-    >>> again = gymnasium.make("servegym/LLMRouting-v0", fleet=setting)
+    >>> again = gymnasium.make("servegym/LLMRouting-v1", fleet=setting)
 
     ## Episode End
 
@@ -237,7 +237,7 @@ class LLMRoutingEnv(BatchEnv):
     `pool` (`"catalog"` or `"columns"`: whether buckets are taken of all models or of the experts').
 
     >>> import gymnasium, servegym
-    >>> env = gymnasium.make("servegym/LLMRouting-v0", num_experts=3, rate=2.0)
+    >>> env = gymnasium.make("servegym/LLMRouting-v1", num_experts=3, rate=2.0)
     >>> observation, info = env.reset(seed=0)
     >>> observation["request"].shape, info["action_mask"].tolist()
     ((3, 3), [1, 1, 1, 1])
@@ -247,7 +247,7 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Vectorized environment
 
-    `gymnasium.make_vec("servegym/LLMRouting-v0", num_envs=64)` steps all systems in one kernel call and
+    `gymnasium.make_vec("servegym/LLMRouting-v1", num_envs=64)` steps all systems in one kernel call and
     equals `SyncVectorEnv` bit for bit.
 
     ## References
@@ -257,6 +257,7 @@ class LLMRoutingEnv(BatchEnv):
 
     ## Version History
 
+    - v1: the observation has the load, all views but that of the experts alone
     - v0: initial version
     """
 
@@ -303,7 +304,7 @@ class LLMRoutingFlatEnv(LLMRoutingEnv):
     `log1p(g / 0.01) / log1p(60 / 0.01)`; the rest is divided by its bound. Everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingFlat-v0").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingFlat-v1").observation_space.shape
     (406,)
     """
 
@@ -318,7 +319,7 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
     `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingExperts-v0").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingExperts-v1").observation_space.shape
     (18,)
     """
 
@@ -354,7 +355,7 @@ class LLMRoutingSummaryEnv(LLMRoutingEnv):
     Predicted tokens left are at least one. Everything else is as in `LLMRoutingEnv`.
 
     >>> import gymnasium, servegym
-    >>> gymnasium.make("servegym/LLMRoutingSummary-v0", fleet="random").observation_space.shape
+    >>> gymnasium.make("servegym/LLMRoutingSummary-v1", fleet="random").observation_space.shape
     (16, 44)
     """
 

@@ -29,7 +29,7 @@ EDGE_TYPES = (
 def to_hetero_data(
     obs: Mapping[str, NDArray[Any]], features: Mapping[str, NDArray[Any]] | None = None
 ) -> HeteroData:
-    """Turn one observation of ``servegym/LLMRouting-v0`` into a ``HeteroData`` graph.
+    """Turn one observation of ``servegym/LLMRouting-v1`` into a ``HeteroData`` graph.
 
     Nodes: one arrived request (p, L), N experts (e, running, waiting, p, s_n, d_n) and the running
     and waiting requests that exist (Eq. 6's six features). Every expert is linked with the arrived

@@ -86,7 +86,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
     """
 
     metadata: dict[str, Any] = {
-        "name": "llm_routing_v0",
+        "name": "llm_routing_v1",
         **LLMRoutingEnv.metadata,
         "is_parallelizable": True,
     }

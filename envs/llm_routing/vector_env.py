@@ -37,7 +37,7 @@ class LLMRoutingVectorEnv(BatchVectorEnv):
     information carry their `_key` masks.
 
     >>> import gymnasium, servegym
-    >>> envs = gymnasium.make_vec("servegym/LLMRouting-v0", num_envs=4)
+    >>> envs = gymnasium.make_vec("servegym/LLMRouting-v1", num_envs=4)
     >>> observation, info = envs.reset(seed=0)
     >>> observation["running"].shape, info["action_mask"].shape
     ((4, 6, 5, 6), (4, 7))

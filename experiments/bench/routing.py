@@ -25,7 +25,7 @@ from servegym.experiments.bench.timing import bench_options, interleave, report,
 
 __all__ = ["main"]
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 
 _IMPORT = """
 import time
@@ -43,7 +43,7 @@ def rss():
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def make(n):
     envs = gymnasium.make_vec(
-        "servegym/LLMRouting-v0", num_envs=n, vectorization_mode="vector_entry_point")
+        "servegym/LLMRouting-v1", num_envs=n, vectorization_mode="vector_entry_point")
     envs.reset(seed=0)
     for k in range(50):
         envs.step(np.full(n, 1 + k % 6))
@@ -239,7 +239,7 @@ def bench_parts(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]]
         )
         return envs.unwrapped
 
-    ours, experts = make(ENV_ID), make("servegym/LLMRoutingExperts-v0")
+    ours, experts = make(ENV_ID), make("servegym/LLMRoutingExperts-v1")
     actions = _legal_actions(ours, steps, seed=0)
     which = np.ones(num_envs, np.int8)
     per_step = 1e9 / (steps * num_envs)
@@ -299,7 +299,7 @@ def bench_slots(
 
     def add(r: int) -> None:
         envs: Any = gymnasium.make_vec(
-            "servegym/LLMRoutingExperts-v0",
+            "servegym/LLMRoutingExperts-v1",
             num_envs=num_envs,
             vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
             rate=float(r),

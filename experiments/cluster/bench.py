@@ -29,7 +29,7 @@ __all__ = ["main"]
 
 MODULE = "servegym.experiments.cluster.bench"
 OUT = Path("experiments/results/scaling")
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 POLICIES = ("least_latency", "greedy_qos", "priced_greedy", "linucb")
 
 

@@ -2,7 +2,7 @@ r"""RLlib's PPO on the environments: train, save a checkpoint, compare it with t
 
 ::
 
-    python -m servegym.experiments.cluster.rllib servegym/LLMRoutingFlat-v0 --set rate=8 \
+    python -m servegym.experiments.cluster.rllib servegym/LLMRoutingFlat-v1 --set rate=8 \
         --ray local:2
     python -m servegym.experiments.cluster.rllib servegym/expert_placement-v0 --set model=toy
 

@@ -170,7 +170,7 @@ def write_requests(path: Path, names: Sequence[str], rate: float, count: int, se
 def fleet_arguments(
     servers: Sequence[Endpoint], folder: Path, requests: Path, latency_s: float
 ) -> dict[str, Any]:
-    """Arguments of ``LLMRouting-v0`` that describe the servers and the requests."""
+    """Arguments of ``LLMRouting-v1`` that describe the servers and the requests."""
     return {
         "requests_file": str(requests),
         "profiles": [str(folder / f"{one.name}.json") for one in servers],
@@ -415,7 +415,7 @@ def simulate(
     """The request log of an episode: the policy in closed loop, or given actions."""
     from servegym.experiments.real.gateway import GatewayRouter
 
-    env: Any = gymnasium.make("servegym/LLMRouting-v0", **arguments)
+    env: Any = gymnasium.make("servegym/LLMRouting-v1", **arguments)
     router = GatewayRouter(arguments, policy, budget_s=None)
     router.policy.reset(1, seed=seed)
     observation, info = env.reset(seed=0)

@@ -1,7 +1,7 @@
 """A policy behind a gateway: what a gateway sees becomes the observation that the policy reads.
 
 `GatewayRouter` keeps the state of the requests that it has sent and writes from it the observation
-of ``servegym/LLMRouting-v0``. A gateway tells it when a request was sent, when tokens came and when
+of ``servegym/LLMRouting-v1``. A gateway tells it when a request was sent, when tokens came and when
 it ended; nothing else is known. A policy that fails or is too slow is replaced by the least load
 for that request and counted: a gateway never stops because of its policy.
 """
@@ -110,7 +110,7 @@ class Counters:
 
 
 class GatewayRouter:
-    """Routes the requests of a gateway by a policy of ``servegym/LLMRouting-v0``.
+    """Routes the requests of a gateway by a policy of ``servegym/LLMRouting-v1``.
 
     Which requests an engine runs and which wait is not visible from outside. `admitted` says it
     where an engine tells; else the first R requests that were sent to an expert and have not ended
@@ -262,7 +262,7 @@ class GatewayRouter:
         lengths: NDArray[np.float32],
         now: float,
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.int8]]:
-        """The observation of ``servegym/LLMRouting-v0`` with a leading axis of 1, and the mask.
+        """The observation of ``servegym/LLMRouting-v1`` with a leading axis of 1, and the mask.
 
         Args:
             prompt: (N,) prompt tokens of the request to route.

@@ -83,7 +83,7 @@ def index_by_hand(weights, obs, model, b):
 
 def test_the_index_by_hand_on_busy_experts():
     kwargs = {"num_experts": 2, "episode_requests": 80, "rate": 6.0}
-    envs = make_envs("servegym/LLMRouting-v0", 3, **kwargs)
+    envs = make_envs("servegym/LLMRouting-v1", 3, **kwargs)
     obs, info = envs.reset(seed=1)
     rng, late = np.random.default_rng(0), 0
     model = direct_search.ExpectedQos(RoutingSystem.from_env(envs))
@@ -115,7 +115,7 @@ def test_a_light_episode_counts_beside_a_heavy_one():
 @pytest.mark.parametrize("state", ["rows", "estimate"])
 def test_candidates_play_the_same_episodes_and_are_paid_their_average_qos(tmp_path, state):
     kwargs = {"num_experts": 2, "episode_requests": 60, "reward": "completed_qos", "rate": 3.0}
-    graph = make_envs("servegym/LLMRouting-v0", 2, **kwargs)
+    graph = make_envs("servegym/LLMRouting-v1", 2, **kwargs)
     model = direct_search.ExpectedQos(RoutingSystem.from_env(graph))
     agent = direct_search.Agent(2, model if state == "estimate" else None)
     play = direct_search.Play(agent, 3, tiny(tmp_path), kwargs)

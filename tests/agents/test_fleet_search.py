@@ -21,7 +21,7 @@ from servegym.envs.llm_routing.core import RoutingBatch  # noqa: E402
 
 from .runs import lines  # noqa: E402
 
-ID = "servegym/LLMRouting-v0"
+ID = "servegym/LLMRouting-v1"
 
 
 def tiny(tmp_path, **changes):

@@ -16,7 +16,7 @@ import servegym  # noqa: E402, F401
 from servegym.agents import load_policy, ppo  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 
-SUMMARY = "servegym/LLMRoutingSummary-v0"
+SUMMARY = "servegym/LLMRoutingSummary-v1"
 
 
 def tiny(tmp_path, **changes):
@@ -79,8 +79,8 @@ def test_running_moments_are_those_of_all_that_was_seen():
     ("env_id", "view"),
     [
         (SUMMARY, "summary"),
-        ("servegym/LLMRoutingFlat-v0", "flat"),
-        ("servegym/LLMRoutingExperts-v0", "experts"),
+        ("servegym/LLMRoutingFlat-v1", "flat"),
+        ("servegym/LLMRoutingExperts-v1", "experts"),
     ],
 )
 def test_runs_repeat_and_checkpoints_load(tmp_path, env_id, view):
@@ -134,7 +134,7 @@ def test_a_short_training_rises_above_its_random_weights(tmp_path):
 
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no single Box"):
-        ppo.train(tiny(tmp_path, env_id="servegym/LLMRouting-v0"))
+        ppo.train(tiny(tmp_path, env_id="servegym/LLMRouting-v1"))
     with pytest.raises(ValueError, match="total_timesteps: got 0"):
         ppo.train(tiny(tmp_path, total_timesteps=0))
 

@@ -368,7 +368,7 @@ def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"set": (), "env_id": "servegym/LLMRoutingFlat-v0"}, "LLMRoutingFlat"),
+        ({"set": (), "env_id": "servegym/LLMRoutingFlat-v1"}, "LLMRoutingFlat"),
         ({"group_size": 3}, "group_size=3"),
         ({"teacher": "greedy_warn"}, "greedy_warm"),
     ],

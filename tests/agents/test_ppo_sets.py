@@ -79,7 +79,7 @@ def test_truncated_episodes_are_refused(tmp_path):
 
 
 def test_privileged_inputs_by_hand():
-    envs = make_envs("servegym/LLMRouting-v0", 3, episode_requests=40, rate=8.0)
+    envs = make_envs("servegym/LLMRouting-v1", 3, episode_requests=40, rate=8.0)
     envs.reset(seed=4)
     for _ in range(30):
         envs.step(np.ones(3, np.int64))
@@ -110,7 +110,7 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
     assert {"eval/avg_qos_rate_8", "eval/share_3", "charts/avg_qos", "charts/share_0"} <= keys
     policy = load_policy(runs[0])
     assert policy.name == policy.agent == "ppo_sets"
-    envs = make_envs("servegym/LLMRouting-v0", 2, **(policy.training_env | {"split": "eval"}))
+    envs = make_envs("servegym/LLMRouting-v1", 2, **(policy.training_env | {"split": "eval"}))
     obs, info = envs.reset(seed=3)
     for _ in range(20):
         both = policy.act(obs, info["action_mask"])

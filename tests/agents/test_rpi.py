@@ -41,7 +41,7 @@ def tiny(tmp_path, **changes):
 
 def played(rate, count, steps):
     kwargs = rpi.ENV | {"num_experts": 3, "episode_requests": 50, "rate": rate}
-    envs = make_envs("servegym/LLMRouting-v0", count, **kwargs)
+    envs = make_envs("servegym/LLMRouting-v1", count, **kwargs)
     system = RoutingSystem.from_env(envs)
     greedy = PricedGreedy(system)
     obs, info = envs.reset(seed=5)
@@ -250,7 +250,7 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
     assert [row["global_step"] for row in logs[0]] == [32, 64]
     policy = load_policy(runs[0])
     assert policy.name == "rpi"
-    envs = make_envs("servegym/LLMRouting-v0", 2, **(policy.training_env | {"split": "eval"}))
+    envs = make_envs("servegym/LLMRouting-v1", 2, **(policy.training_env | {"split": "eval"}))
     obs, info = envs.reset(seed=3)
     for _ in range(20):
         both = policy.act(obs, info["action_mask"])

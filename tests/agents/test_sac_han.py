@@ -230,7 +230,7 @@ def test_checkpoint_round_trip(tmp_path, agent, reward, name):
     assert (policy.name, policy.env_view, policy.clairvoyant) == (name, "graph", False)
     assert policy.args == args
     assert policy.agent == agent.__name__.rpartition(".")[2]
-    envs = make_envs("servegym/LLMRouting-v0", 3, **policy.training_env)
+    envs = make_envs("servegym/LLMRouting-v1", 3, **policy.training_env)
     obs, info = envs.reset(seed=3)
     policy.reset(3, seed=0)
     for _ in range(10):
@@ -243,7 +243,7 @@ def test_checkpoint_round_trip(tmp_path, agent, reward, name):
 def test_a_graph_policy_serves_another_fleet_given_its_system(tmp_path):
     run = sac_han.train(tiny(tmp_path))
     kwargs = {"num_experts": 5, "profiles": "paper-linear", "running_capacity": 4}
-    envs = make_envs("servegym/LLMRouting-v0", 2, **kwargs)
+    envs = make_envs("servegym/LLMRouting-v1", 2, **kwargs)
     obs, info = envs.reset(seed=0)
     with pytest.raises(ValueError, match="made for 3 experts, got 5"):
         load_policy(run).act(obs, info["action_mask"])
@@ -294,5 +294,5 @@ def test_a_collapsed_policy_is_warned_of():
         return np.zeros(len(mask), np.int64)
 
     with pytest.warns(UserWarning, match="action 0 takes 100%"):
-        got = evaluate_router(drop, "servegym/LLMRouting-v0", {"num_experts": 3}, (8.0,), 2, 20)
+        got = evaluate_router(drop, "servegym/LLMRouting-v1", {"num_experts": 3}, (8.0,), 2, 20)
     assert got["eval/avg_qos"] == 0.0

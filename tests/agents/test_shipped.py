@@ -26,7 +26,7 @@ def test_each_has_a_card_with_command_and_numbers(name):
 @pytest.mark.parametrize("name", LEARNED)
 def test_it_beats_greedy_qos_under_load_on_prompts_never_trained_on(name):
     kwargs = {"episode_requests": 400, "rate": 9.0}
-    rows = evaluate("servegym/LLMRouting-v0", ["greedy_qos", name], 4, env_kwargs=kwargs)
+    rows = evaluate("servegym/LLMRouting-v1", ["greedy_qos", name], 4, env_kwargs=kwargs)
     qos = {
         policy: np.array([row["avg_qos"] for row in rows if row["policy"] == policy])
         for policy in ("greedy_qos", name)
@@ -37,5 +37,5 @@ def test_it_beats_greedy_qos_under_load_on_prompts_never_trained_on(name):
 @pytest.mark.parametrize("name", ANY_EXPERTS)
 def test_it_serves_another_number_of_experts(name):
     kwargs = {"episode_requests": 50, "rate": 4.0, "num_experts": 3}
-    (row,) = evaluate("servegym/LLMRouting-v0", [name], 1, env_kwargs=kwargs)
+    (row,) = evaluate("servegym/LLMRouting-v1", [name], 1, env_kwargs=kwargs)
     assert row["avg_qos"] > 0.4

@@ -9,7 +9,7 @@ from servegym.baselines.policy_file import policy_from_file
 from servegym.experiments.cli import app
 from servegym.experiments.evaluate import evaluate
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 SMALL = {"rate": 8.0, "episode_requests": 40}
 
 STATEFUL = """

@@ -24,7 +24,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def system():
-    env = gymnasium.make("servegym/LLMRouting-v0", **SMALL["llm_routing"])
+    env = gymnasium.make("servegym/LLMRouting-v1", **SMALL["llm_routing"])
     return describe_system(env.unwrapped.problem)
 
 

@@ -26,7 +26,7 @@ from servegym.experiments.leaderboard import Point
 from servegym.experiments.render import render_episode
 from servegym.experiments.reporting import expert_names, report_of
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 SMALL = {"rate": 8.0, "episode_requests": 30}
 WORLD = {
     "routing": {"rate": 1.0},
@@ -89,7 +89,7 @@ class Policy(First):
     def rebuilt(self):
         world = {"split": "eval", "rate": 8.0, "episode_requests": 30}
         seeds = (self.seed, self.seed + 1, 100_000)
-        copies = [(gymnasium.make("servegym/LLMRouting-v0", **world), seed) for seed in seeds]
+        copies = [(gymnasium.make("servegym/LLMRouting-v1", **world), seed) for seed in seeds]
         return [(env, env.reset(seed=seed)[0]) for env, seed in copies]
 
     def damage(self):

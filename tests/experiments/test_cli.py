@@ -12,7 +12,7 @@ from servegym.envs._command_line import parse_settings
 from servegym.experiments.cli import app
 from servegym.experiments.replay import read_requests
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 REQUESTS = "arrival_s,prompt_tokens,output_tokens\n0.0,100,5\n0.5,2000,1\n0.5,30,20\n"
 
 
@@ -152,7 +152,7 @@ def test_evaluate_refuses(run, args, named):
 
 
 def test_evaluate_refuses_an_unknown_id(run):
-    fails(run("evaluate", "servegym/LLMRoute-v0", "--policy", "random"), "servegym/LLMRouting-v0")
+    fails(run("evaluate", "servegym/LLMRoute-v0", "--policy", "random"), "servegym/LLMRouting-v1")
 
 
 def test_out_is_checked_before_any_work(run, monkeypatch):

@@ -12,7 +12,7 @@ from servegym.experiments import evaluate as ev
 from servegym.experiments.output import check_writable, print_table, write_csv, write_json
 from servegym.experiments.reporting import expert_names
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 SMALL = {"episode_requests": 80, "rate": 8.0}
 
 

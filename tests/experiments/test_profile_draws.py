@@ -16,7 +16,7 @@ from servegym.experiments.profile_draws import (
 )
 from servegym.hardware_profiles import load
 
-ENV = "servegym/LLMRouting-v0"
+ENV = "servegym/LLMRouting-v1"
 SMALL = {"profiles": "edge-6-heterogeneous", "episode_requests": 60, "rate": 5.0}
 RTX, A10 = "rtx4090-llama-3.1-8b", "a10-llama-3.1-8b"
 

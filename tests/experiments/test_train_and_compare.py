@@ -34,7 +34,7 @@ def test_trains_compares_and_saves(tmp_path, capsys):
     assert len(table) == 3 * 7 and {row["rate"] for row in table} == {"5.0", "8.0", "10.0"}
     assert (tmp_path / "first_command.png").read_bytes()[:8] == PNG
     checkpoint = tmp_path / "training" / "last.safetensors"
-    arguments = ["evaluate", "servegym/LLMRouting-v0", "--policy", str(checkpoint)]
+    arguments = ["evaluate", "servegym/LLMRouting-v1", "--policy", str(checkpoint)]
     arguments += ["--episodes", "2", "--set", "episode_requests=30"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and "sac_han" in result.output, result.output
@@ -154,7 +154,7 @@ def test_bad_checkpoint_is_refused(tmp_path):
     fake = tmp_path / "fake.safetensors"
     fake.write_bytes(b"not a checkpoint")
     result = CliRunner().invoke(
-        app, ["evaluate", "servegym/LLMRouting-v0", "--policy", str(fake), "--episodes", "1"]
+        app, ["evaluate", "servegym/LLMRouting-v1", "--policy", str(fake), "--episodes", "1"]
     )
     assert result.exit_code == 2
     assert "fake.safetensors" in result.stderr and "Traceback" not in result.output

@@ -17,7 +17,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 def parse_args():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--env-id", default="servegym:servegym/LLMRoutingSummary-v0")
+    parser.add_argument("--env-id", default="servegym:servegym/LLMRoutingSummary-v1")
     parser.add_argument("--rate", type=float, default=8.0)
     parser.add_argument("--reward", default="qos_aware")
     parser.add_argument("--gamma", type=float, default=0.98)

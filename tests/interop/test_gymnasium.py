@@ -138,7 +138,7 @@ def test_a_script_that_knows_gymnasium_alone(family):
 @pytest.mark.parametrize(
     "env_id",
     [
-        "servegym/LLMRoutingSummary-v0",
+        "servegym/LLMRoutingSummary-v1",
         *(pytest.param(one, marks=pytest.mark.slow) for one in FLAT_IDS),
     ],
 )

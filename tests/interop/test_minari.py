@@ -20,7 +20,7 @@ SEED, EPISODES = 50, 3
 @pytest.mark.parametrize(
     "env_id, name",
     [
-        ("servegym/LLMRouting-v0", "priced_greedy"),
+        ("servegym/LLMRouting-v1", "priced_greedy"),
         ("servegym/ServerlessMoE-v0", "greedy_warm"),
         ("servegym/ExpertPlacement-v0", "uniform"),
     ],

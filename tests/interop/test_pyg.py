@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def graphs(count=8):
-    env = make("servegym/LLMRouting-v0")
+    env = make("servegym/LLMRouting-v1")
     observation, _ = env.reset(seed=0)
     out = []
     for n in range(count):

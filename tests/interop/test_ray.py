@@ -55,7 +55,7 @@ def same(one, other):
 @pytest.mark.parametrize(
     ("env_id", "kwargs", "policies"),
     [
-        ("servegym/LLMRouting-v0", ROUTING, ["random", "linucb", "greedy_qos", "rollout"]),
+        ("servegym/LLMRouting-v1", ROUTING, ["random", "linucb", "greedy_qos", "rollout"]),
         ("servegym/ServerlessMoEFlat-v0", SERVERLESS, ["random", "remoe"]),
         ("servegym/ExpertPlacement-v0", PLACEMENT, ["random", "annealing", "prism"]),
     ],
@@ -98,9 +98,9 @@ def test_a_trained_policy_and_a_file_travel_to_the_workers(tmp_path):
         "env_kwargs": {**ROUTING, "num_experts": 6},
         "num_envs": 2,
     }
-    wanted = evaluate("servegym/LLMRouting-v0", policies, **settings)
+    wanted = evaluate("servegym/LLMRouting-v1", policies, **settings)
     on_ray = ray_executor("auto")
-    found = evaluate("servegym/LLMRouting-v0", policies, executor=on_ray, **settings)
+    found = evaluate("servegym/LLMRouting-v1", policies, executor=on_ray, **settings)
     assert same(found, wanted)
     assert {row["policy"] for row in found} == {"sac_han", "guest"}
 
@@ -126,12 +126,12 @@ def test_an_evaluation_outlives_a_killed_worker(tmp_path):
 
     settings = {"episodes": 6, "seed": 7, "env_kwargs": ROUTING, "num_envs": 2, "in_process": True}
     found = evaluate(
-        "servegym/LLMRouting-v0", [Deadly(), "random"], executor=ray_executor("auto"), **settings
+        "servegym/LLMRouting-v1", [Deadly(), "random"], executor=ray_executor("auto"), **settings
     )
     assert (tmp_path / "killed").exists()
     begun = (tmp_path / "blocks").read_text().split()
     assert sorted(begun, key=int) == ["0", "2", "2", "4"]  # one block ran again, no other
-    wanted = evaluate("servegym/LLMRouting-v0", [Deadly(), "random"], **settings)
+    wanted = evaluate("servegym/LLMRouting-v1", [Deadly(), "random"], **settings)
     assert same(found, wanted)
     assert [row["seed"] for row in found] == [*range(7, 13), *range(7, 13)]
 
@@ -200,9 +200,9 @@ def test_bad_arguments_stop_before_any_job(monkeypatch):
     monkeypatch.setattr(asked, lambda where: pytest.fail("a cluster was asked"))
     on_ray = ray_executor("auto")
     with pytest.raises(ValueError, match="did you mean 'greedy_qos'"):
-        evaluate("servegym/LLMRouting-v0", ["greedy_qoss"], env_kwargs=ROUTING, executor=on_ray)
+        evaluate("servegym/LLMRouting-v1", ["greedy_qoss"], env_kwargs=ROUTING, executor=on_ray)
     with pytest.raises(ValueError, match="num_envs is 0"):
-        evaluate("servegym/LLMRouting-v0", ["random"], num_envs=0, executor=on_ray)
+        evaluate("servegym/LLMRouting-v1", ["random"], num_envs=0, executor=on_ray)
 
 
 def test_the_leaderboard_is_the_same_table(tmp_path, monkeypatch):
@@ -274,7 +274,7 @@ def test_a_figure_that_fails_is_counted(tmp_path):
 def test_the_command_has_its_own_cluster_or_joins_one(where, tmp_path):
     """In a process of its own: a cluster beside this module's, or this module's."""
     out = tmp_path / "rows.json"
-    words = ["evaluate", "servegym/LLMRouting-v0", "--policy", "random", "--episodes", "3"]
+    words = ["evaluate", "servegym/LLMRouting-v1", "--policy", "random", "--episodes", "3"]
     words += ["--num-envs", "2", "--set", "num_experts=3", "--set", "episode_requests=30"]
     start = "from servegym.experiments.cli import app; app()"
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if where == "auto" else {}
@@ -287,10 +287,10 @@ def test_the_command_has_its_own_cluster_or_joins_one(where, tmp_path):
         env={**os.environ, **address},
     )
     assert done.returncode == 0, done.stderr
-    assert "servegym/LLMRouting-v0" in done.stdout and "random" in done.stdout
+    assert "servegym/LLMRouting-v1" in done.stdout and "random" in done.stdout
     rows = json.loads(out.read_text())
     kwargs = {"num_experts": 3, "episode_requests": 30}
-    wanted = evaluate("servegym/LLMRouting-v0", ["random"], 3, env_kwargs=kwargs, num_envs=2)
+    wanted = evaluate("servegym/LLMRouting-v1", ["random"], 3, env_kwargs=kwargs, num_envs=2)
     assert [row["avg_qos"] for row in rows] == [row["avg_qos"] for row in wanted]
     assert np.isfinite([row["return"] for row in rows]).all()
     assert len(ray.nodes()) == 1 and ray.nodes()[0]["Alive"]  # this module's lives on

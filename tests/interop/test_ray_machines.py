@@ -64,7 +64,7 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
         settings = {"episodes": 16, "seed": 7, "env_kwargs": ROUTING, "num_envs": 1}
         settings["in_process"] = True  # where it knows of the cluster
         found = evaluate(
-            "servegym/LLMRouting-v0",
+            "servegym/LLMRouting-v1",
             [Slow()],
             progress=progress,
             executor=ray_executor("auto"),
@@ -79,7 +79,7 @@ def test_an_evaluation_outlives_a_lost_machine(tmp_path):
     home = [seed for seed, machine in begun if machine == "first"]
     assert away and away <= set(home)  # what was lost ran again on the machine that is left
     assert sorted(home, key=int) == [str(start) for start in range(16)]
-    wanted = evaluate("servegym/LLMRouting-v0", [Slow()], **settings)
+    wanted = evaluate("servegym/LLMRouting-v1", [Slow()], **settings)
     assert [list(map(repr, row.items())) for row in found] == [
         list(map(repr, row.items())) for row in wanted
     ]

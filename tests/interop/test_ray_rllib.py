@@ -61,7 +61,7 @@ def table(path):
 
 def test_routing_is_trained_saved_and_evaluated(tmp_path):
     """Two sampling environments in a process of their own; the checkpoint acts as it should."""
-    words = ["servegym/LLMRoutingFlat-v0", "--set", "num_experts=3", "--set", "rate=8"]
+    words = ["servegym/LLMRoutingFlat-v1", "--set", "num_experts=3", "--set", "rate=8"]
     words += ["--set", "episode_requests=30", "--out", str(tmp_path), *SMALL]
     assert ray_rllib.main(words) == 0
     curve = table(tmp_path / "rllib_ppo_curve.csv")
@@ -70,10 +70,10 @@ def test_routing_is_trained_saved_and_evaluated(tmp_path):
     kwargs = {"num_experts": 3, "rate": 8, "episode_requests": 30}
     rows = {row["policy"]: row for row in table(tmp_path / "rllib_ppo.csv")}
     assert list(rows) == ["rllib_ppo", "untrained", "random", "shortest_queue", "greedy_qos"]
-    wanted = evaluate("servegym/LLMRouting-v0", ["greedy_qos"], 3, env_kwargs=kwargs)
+    wanted = evaluate("servegym/LLMRouting-v1", ["greedy_qos"], 3, env_kwargs=kwargs)
     mean = np.mean([row["avg_qos"] for row in wanted])
     assert float(rows["greedy_qos"]["avg_qos_mean"]) == pytest.approx(mean)
-    envs = make_envs("servegym/LLMRoutingFlat-v0", 4, kwargs)
+    envs = make_envs("servegym/LLMRoutingFlat-v1", 4, kwargs)
     policy = ray_rllib_policy.RLlibPolicy(tmp_path / "rllib_ppo", envs.single_action_space)
     policy.reset(4, seed=0)
     seen, info = envs.reset(seed=[0, 1, 2, 3])
@@ -154,9 +154,9 @@ def test_vectors_are_in_their_space():
 
 def test_an_algorithm_outlives_its_sampling_process(tmp_path):
     """RLlib starts the process again that samples; training goes on."""
-    args = ray_rllib.parser().parse_args(["servegym/LLMRoutingFlat-v0", *SMALL])
+    args = ray_rllib.parser().parse_args(["servegym/LLMRoutingFlat-v1", *SMALL])
     algorithm = ray_rllib.ppo(
-        "servegym/LLMRoutingFlat-v0", {"num_experts": 3, "episode_requests": 30}, args
+        "servegym/LLMRoutingFlat-v1", {"num_experts": 3, "episode_requests": 30}, args
     ).build_algo()
     try:
         before = algorithm.train()["env_runners"]["num_env_steps_sampled_lifetime"]
@@ -181,11 +181,11 @@ def test_an_algorithm_outlives_its_sampling_process(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["servegym/LLMRouting-v0"], "Did you mean 'servegym/LLMRoutingFlat-v0'"),
-        (["servegym/LLMRoutingFlat-v0", "--iterations", "0"], "iterations is 0"),
-        (["servegym/LLMRoutingFlat-v0", "--env-runners", "-1"], "env_runners is -1"),
-        (["servegym/LLMRoutingFlat-v0", "--ray", "remote"], "ray is 'remote'"),
-        (["servegym/LLMRoutingFlat-v0", "--set", "rates=8"], "rates"),
+        (["servegym/LLMRouting-v1"], "Did you mean 'servegym/LLMRoutingFlat-v1'"),
+        (["servegym/LLMRoutingFlat-v1", "--iterations", "0"], "iterations is 0"),
+        (["servegym/LLMRoutingFlat-v1", "--env-runners", "-1"], "env_runners is -1"),
+        (["servegym/LLMRoutingFlat-v1", "--ray", "remote"], "ray is 'remote'"),
+        (["servegym/LLMRoutingFlat-v1", "--set", "rates=8"], "rates"),
     ],
 )
 def test_bad_arguments_stop_before_training(words, message, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ __all__ = [
     "style",
 ]
 
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 FLEETS = ("edge-6-heterogeneous", "paper-linear")
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""

@@ -1,6 +1,6 @@
 """Whether a policy inside a gateway decides as in the environment, and how long a decision takes.
 
-An episode of ``servegym/LLMRouting-v0`` is played by the policy. The same requests go through a
+An episode of ``servegym/LLMRouting-v1`` is played by the policy. The same requests go through a
 plug-in, which is told at every decision what a gateway could know by then: which requests have
 ended, how many tokens the others have, and what the engines run. Where the two part, the log goes
 on with what the environment did.

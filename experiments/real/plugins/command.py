@@ -26,7 +26,7 @@ from servegym.experiments.real.gateway import GatewayRouter
 from servegym.experiments.real.plugins.gate import Gate, from_metadata
 from servegym.experiments.real.plugins.litellm_strategy import LiteLLMStrategy
 
-# Arguments of servegym/LLMRouting-v0 that describe the servers.
+# Arguments of servegym/LLMRouting-v1 that describe the servers.
 FLEET = {fleet}
 NAMES = {names}
 

@@ -69,7 +69,7 @@ def from_metadata(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def fleet_arguments(servers: Sequence[Endpoint | ServerSpec], **more: Any) -> dict[str, Any]:
-    """Arguments of ``servegym/LLMRouting-v0`` that describe servers with continuous batching.
+    """Arguments of ``servegym/LLMRouting-v1`` that describe servers with continuous batching.
 
     Args:
         servers: The servers, each with a profile.

@@ -64,7 +64,7 @@ class PolicyRequestRouter(RequestRouter):
         """Ray passes ``request_router_kwargs`` here.
 
         Args:
-            fleet: Arguments of ``servegym/LLMRouting-v0`` that describe the replicas.
+            fleet: Arguments of ``servegym/LLMRouting-v1`` that describe the replicas.
             policy: Name of a policy, or a checkpoint.
             budget_s: Longest time of a decision, seconds; None: any.
             trust_metadata: Take predictions from ``metadata.servegym`` of requests.

@@ -13,7 +13,7 @@ from servegym.baselines.registry import describe_system, list_policies, make_pol
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import setting_problem
 
-ID = "servegym/LLMRouting-v0"
+ID = "servegym/LLMRouting-v1"
 SHORT = {"rollout": {"horizon": 2}, "linucb": {"prior_states": 32}}
 SHORT |= {name: SHORT["linucb"] for name in ("linucb_delayed", "thompson")}
 NAMES = [info.name for info in list_policies() if info.alias_of is None]

@@ -15,7 +15,7 @@ from servegym.baselines.registry import list_policies, make_policy
 from servegym.envs.llm_routing.core import OUTCOMES, RoutingBatch
 from servegym.envs.llm_routing.outcomes import OutcomeReader
 
-ID = "servegym/LLMRouting-v0"
+ID = "servegym/LLMRouting-v1"
 # What `linucb` sees too early comes as feedback.
 HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "rollout"]
 CHOOSING = [

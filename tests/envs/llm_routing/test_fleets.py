@@ -16,7 +16,7 @@ from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import CHOICES, RANGES, SETTING
 
-ID = "servegym/LLMRouting-v0"
+ID = "servegym/LLMRouting-v1"
 SHORT = {"fleet": "random", "episode_requests": 60}
 
 

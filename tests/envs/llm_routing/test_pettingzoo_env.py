@@ -54,8 +54,8 @@ def test_the_same_seed_gives_the_same_200_steps(view):
 @views
 @pytest.mark.parametrize("reward", ["qos_aware", "completed_qos", "paid_forward"])
 def test_one_access_point_is_the_single_environment(view, reward):
-    names = {"graph": "LLMRouting-v0", "flat": "LLMRoutingFlat-v0"}
-    names["experts"] = "LLMRoutingExperts-v0"
+    names = {"graph": "LLMRouting-v1", "flat": "LLMRoutingFlat-v1"}
+    names["experts"] = "LLMRoutingExperts-v1"
     kwargs = {**BASE, **HARD, "reward": reward, "rate": (2.0, 12.0)}
     kwargs["latency_requirement_s"] = (0.02, 0.06)
     del kwargs["num_access_points"]

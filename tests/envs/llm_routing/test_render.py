@@ -12,7 +12,7 @@ from servegym.envs.llm_routing.env import LLMRoutingEnv
 from servegym.envs.llm_routing.render import HEIGHT, WIDTH, render
 
 
-def make(mode, env_id="servegym/LLMRouting-v0", steps=60, **kwargs):
+def make(mode, env_id="servegym/LLMRouting-v1", steps=60, **kwargs):
     kwargs = {"rate": 12.0, "num_experts": 3, "episode_requests": 80} | kwargs
     env = gym.make(env_id, render_mode=mode, **kwargs)
     env.reset(seed=3)
@@ -96,7 +96,7 @@ def test_pixels_of_every_size_and_stage():
         frame = make("rgb_array", **kwargs).render()
         assert frame.shape == (HEIGHT, WIDTH, 3)
         frame[:] = 0  # ours to write to
-    env = gym.make("servegym/LLMRouting-v0", render_mode="ansi", episode_requests=5)
+    env = gym.make("servegym/LLMRouting-v1", render_mode="ansi", episode_requests=5)
     assert "request 1/5" in env.unwrapped.render()  # before the first reset
     ended = make("ansi", steps=80).render()
     assert "the episode is over" in ended
@@ -128,14 +128,14 @@ def test_frames_leave_no_global_figure():
 
 def test_vector_environments_render_each_system():
     envs = gym.make_vec(
-        "servegym/LLMRoutingFlat-v0", num_envs=2, render_mode="ansi", episode_requests=9
+        "servegym/LLMRoutingFlat-v1", num_envs=2, render_mode="ansi", episode_requests=9
     )
     envs.reset(seed=0)
     envs.step(np.array([1, 0]))
     first, second = envs.render()
     assert "sent to expert 1" in first and "dropped" in second
     assert first == render(envs.unwrapped.batch, 0, "ansi")
-    assert gym.make_vec("servegym/LLMRoutingFlat-v0", num_envs=2).render() is None
+    assert gym.make_vec("servegym/LLMRoutingFlat-v1", num_envs=2).render() is None
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):

@@ -42,7 +42,7 @@ def _play(env, seed=0):
 
 def _make(file, **more):
     return gymnasium.make(
-        "servegym/LLMRouting-v0",
+        "servegym/LLMRouting-v1",
         **{"requests_file": str(file), "profiles": [PROFILE, PROFILE], **ENGINE, **more},
     )
 

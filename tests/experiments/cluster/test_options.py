@@ -11,7 +11,7 @@ from servegym.experiments.cli import app
 from servegym.experiments.figures import run as figures
 
 WORDS = {
-    "evaluate": ["evaluate", "servegym/LLMRouting-v0", "--policy", "random"],
+    "evaluate": ["evaluate", "servegym/LLMRouting-v1", "--policy", "random"],
     "figures": ["figures", "routing"],
     "leaderboard": ["leaderboard", "--run"],
     "sweep": ["sweep", "ppo"],

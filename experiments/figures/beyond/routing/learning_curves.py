@@ -44,7 +44,7 @@ from servegym.experiments.tables import note
 __all__ = ["curve", "main", "shuffled_rewards", "train"]
 
 MODULE = "servegym.experiments.figures.beyond.routing.learning_curves"
-ENV_ID = "servegym/LLMRouting-v0"
+ENV_ID = "servegym/LLMRouting-v1"
 AGENTS = ("ppo", "sac_han", "baseline_rl")
 TABLES = (
     *(f"learning_{agent}" for agent in AGENTS),
@@ -70,6 +70,7 @@ class Options(FigureOptions):
         validation: Episodes of a validation and requests of each.
         runs: Folder of the trainings, one a table.
         table: Name of the table.
+        no_control: Whether the training with shuffled rewards is left out.
     """
 
     agent: str
@@ -80,6 +81,7 @@ class Options(FigureOptions):
     validation: Sequence[int]
     runs: Path
     table: str
+    no_control: bool
 
 
 @contextmanager
@@ -163,21 +165,20 @@ def measure(options: Options) -> None:
     flags, seeds = shlex.split(options.flags), range(1, options.trainings + 1)
     made = {
         seed: train(options.agent, flags, seed or 1, options.runs, shuffled=not seed)
-        for seed in options.seeds or (*seeds, 0)
+        for seed in options.seeds or (*seeds, *([] if options.no_control else [0]))
     }
     if options.seeds:
         return
-    runs, control = {seed: made[seed] for seed in seeds}, made[0]
+    runs = {seed: made[seed] for seed in seeds}
     rows: list[dict[str, Any]] = []
 
     def add(policy: str, split: str, training: Any = None, **found: Any) -> None:
         columns = dict.fromkeys(("rate", "decisions", "cpu_s", "qos", "low", "high"))
         rows.append({"policy": policy, "training": training, "split": split, **columns, **found})
 
-    named = [*((options.agent, s, run) for s, run in runs.items()), (SHUFFLED, 1, control)]
-    for policy, training, run in named:
+    for seed, run in made.items():
         for row in curve(run, options.rates):
-            add(policy, "val", training, **row)
+            add(options.agent if seed else SHUFFLED, "val", seed or 1, **row)
     count, requests = options.validation
     for k, rate in enumerate(options.rates):
         given = {"split": "val", "seed": VALIDATION_SEED + k, "episode_requests": requests}
@@ -250,18 +251,23 @@ def findings(rows: Sequence[Mapping[str, Any]], options: Options) -> Iterator[di
             )
         first, last = (student_interval([c[k]["qos"] for c in trained]) for k in (0, -1))
         fall = max(max(r["qos"] for r in c) - c[-1]["qos"] for c in trained)
-        control = curves[SHUFFLED, 1]
+        text, ended = "", None
+        if control := curves.get((SHUFFLED, 1)):
+            ended = control[-1]["qos"]
+            text = (
+                f"; with shuffled rewards from {control[0]['qos']:.3f} to {ended:.3f}, at most "
+                f"{max(r['qos'] for r in control):.3f}"
+            )
         yield note(
             f"{rate:g} requests/s, validation episodes: random weights {first.value:.3f} "
             f"[{first.low:.3f}, {first.high:.3f}] (Student's interval over trainings), at the end "
             f"{last.value:.3f} [{last.low:.3f}, {last.high:.3f}], at most {fall:.3f} below the "
-            f"best point of its curve; with shuffled rewards from {control[0]['qos']:.3f} to "
-            f"{control[-1]['qos']:.3f}, at most {max(r['qos'] for r in control):.3f}.",
+            f"best point of its curve{text}.",
             rate=rate,
             random=first.value,
             last=last.value,
             fall=fall,
-            shuffled=control[-1]["qos"],
+            shuffled=ended,
         )
 
 
@@ -319,6 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--runs", type=Path, help="folder (runs/learning/TABLE)")
     add("--table", default="", help="name of the table (learning_AGENT)")
+    add("--no-control", action="store_true", help="train none with shuffled rewards")
     options = command_line(parser, argv, Options())
     options.table = options.table or f"learning_{options.agent}"
     options.runs = options.runs or Path("runs/learning", options.table)

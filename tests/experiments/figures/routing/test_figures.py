@@ -326,7 +326,7 @@ def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_
     weight = found["requests"]
     from servegym.experiments.evaluate import evaluate
 
-    wanted = evaluate("servegym/LLMRouting-v0", ["greedy_qos"], 2, env_kwargs=kwargs)
+    wanted = evaluate("servegym/LLMRouting-v1", ["greedy_qos"], 2, env_kwargs=kwargs)
     got = np.nansum(found["qos"] * weight) / weight.sum()
     assert got == pytest.approx(np.mean([row["avg_qos"] for row in wanted]), rel=1e-6)
     memory = np.nansum(found["memory_use"] * weight) / weight.sum()

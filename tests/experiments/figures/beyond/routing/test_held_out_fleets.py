@@ -53,9 +53,9 @@ def test_each_can_be_played_and_no_draw_meets_one():
     rates = {setting["rate"] for setting in held_out}
     assert len(rates) == len(held_out) == 40
     for setting in held_out[::8]:
-        env = gymnasium.make("servegym/LLMRouting-v0", fleet=setting, episode_requests=5)
+        env = gymnasium.make("servegym/LLMRouting-v1", fleet=setting, episode_requests=5)
         env.reset(seed=0)
-    source = gymnasium.make("servegym/LLMRouting-v0", fleet="random").unwrapped.problem.fleets
+    source = gymnasium.make("servegym/LLMRouting-v1", fleet="random").unwrapped.problem.fleets
     drawn = {source.draw(np.random.default_rng(seed))["rate"] for seed in range(200)}
     assert not rates & drawn
 

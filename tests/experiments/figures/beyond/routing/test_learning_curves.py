@@ -25,7 +25,7 @@ SHORT = f'{TINY} --set "episode_requests=50"'
 
 def test_shuffled_rewards_are_the_same_but_of_other_systems():
     def rewards():
-        envs = gym.make_vec("servegym/LLMRoutingSummary-v0", 8, reward="completed_qos")
+        envs = gym.make_vec("servegym/LLMRoutingSummary-v1", 8, reward="completed_qos")
         envs.reset(seed=0)
         return np.array([envs.step(np.ones(8, np.int64))[1] for _ in range(40)])
 
