@@ -33,7 +33,7 @@ class ServerlessSystem:
         w_headroom_mb: MB above the least main memory at each value of the third action.
         y_headroom_mb: MB above the least remote memory at each value of the fourth.
         z_headroom: int, replicas above the least at each value of the fifth.
-        nvec: int, values of each part of an action.
+        nvec: int, values of each action.
         shared: (L, K) mean activation frequencies of the train split, the shared order's.
         max_output_tokens: Most generated tokens; the main function has to hold so many.
         mean_prompt_tokens: Mean prompt length.
@@ -166,15 +166,10 @@ class ServerlessSystem:
         return mean, median * float(np.exp(1.645 * self.trem_sigma))
 
     def full_action(self, action: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Actions (..., 5) as the environment wants them, (..., len(nvec)); those stay.
-
-        With ``keep_action`` the last part is 0: the plan is the one given.
-        """
+        """Actions (..., 5) as the environment wants them, (..., len(nvec)); those stay."""
         if action.shape[-1] == len(self.nvec):
             return action
-        copies = self.model.moe_layers if self.per_layer else 1
-        parts = [action[..., :3]]
-        parts += [np.repeat(action[..., i : i + 1], copies, -1) for i in (3, 4)]
-        if len(self.nvec) > 3 + 2 * copies:
-            parts.append(np.zeros_like(action[..., :1]))
-        return np.concatenate(parts, -1)
+        layers = self.model.moe_layers
+        return np.concatenate(
+            [action[..., :3]] + [np.repeat(action[..., i : i + 1], layers, -1) for i in (3, 4)], -1
+        )
