@@ -233,7 +233,7 @@ _SERVERLESS = Report(
     ),
     describe_action=lambda actions: f"plan {np.asarray(actions[0]).tolist()}",
     example_policy="greedy_warm",
-    interface=("granularity",),
+    interface=("granularity", "keep_action"),
     serving=("deployment",),
 )
 

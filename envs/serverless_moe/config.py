@@ -145,7 +145,7 @@ class Problem:
         w_headroom_mb: MB above the minimum at each value of the third.
         y_headroom_mb: MB above the minimum at each value of the fourth.
         z_headroom: replicas above the minimum at each value of the fifth.
-        nvec: int64 values of each action.
+        nvec: int64 values of each part of an action.
         tables: arrays of the kernel.
         lengths: laws of prompt and output tokens: 21 quantiles, or one number.
         output_error: sigma of the lognormal error of the predicted output length.
@@ -332,6 +332,7 @@ def _actions(
     copies = system.moe_layers if values["granularity"] == "per_layer" else 1
     nvec = [len(remote_counts), 2, len(headroom[0])]
     nvec += [len(headroom[1])] * copies + [len(headroom[2])] * copies
+    nvec += [2] * flag("keep_action", values["keep_action"])
     return remote_counts, headroom, np.array(nvec, dtype=np.int64)
 
 
@@ -413,6 +414,7 @@ def _config(
         width=int(nvec.sum()),
         requests=whole("episode_requests", values["episode_requests"], 1, 1_000_000),
         per_layer=values["granularity"] == "per_layer",
+        keep_action=values["keep_action"],
         per_call=values["decode_invocation"] == "per_call",
         bill_cold_start=flag("bill_cold_start", values["bill_cold_start"]),
         load_shared=flag("load_shared", values["load_shared"]),
@@ -433,6 +435,7 @@ def build_problem(
     gpu: str = "eager",
     split: str = "train",
     granularity: str = "global",
+    keep_action: bool = False,
     predictor: Any = "task_mean",
     activations: Any = None,
     episode_requests: int = 200,

@@ -50,6 +50,7 @@ class ServerlessState:
         trem: ``(J + 1, L)`` invocation overheads, s.
         env: record of position, deployment and sums.
         functions: ``(L,)`` records of the remote functions deployed last.
+        action: int64 ``(n,)`` the action that deployed them.
         log: ``(J,)`` records of the requests served.
         deployment: ``(J,)`` records of what the requests take of a deployment that is no plan.
         random: state of the generator that draws the next episodes, None in a bare batch.
@@ -60,6 +61,7 @@ class ServerlessState:
     trem: np.ndarray
     env: np.ndarray
     functions: np.ndarray
+    action: np.ndarray
     log: np.ndarray
     deployment: np.ndarray
     random: Any = None
@@ -131,6 +133,7 @@ class ServerlessBatch:
             trem=np.zeros((num_rows, length + 1, layers)),
             env=np.zeros(num_rows, dtype=kernel.ENV),
             functions=np.zeros((num_rows, layers), dtype=kernel.FUNCTION),
+            action=np.zeros((num_rows, len(problem.nvec)), dtype=np.int64),
             deployment=np.zeros(
                 (num_rows, length * int(c["by_deployment"])), dtype=kernel.DEPLOYMENT
             ),
@@ -237,8 +240,8 @@ class ServerlessBatch:
     def begin(self, which: np.ndarray) -> None:
         """Start the drawn episodes of the rows with ``which`` (int8 ``(B,)``) set."""
         rows, a = which != 0, self.arrays
-        a.env[rows], a.functions[rows], a.out[rows] = (
-            np.zeros((), part.dtype) for part in (a.env, a.functions, a.out)
+        a.env[rows], a.functions[rows], a.action[rows], a.out[rows] = (
+            np.zeros((), part.dtype) for part in (a.env, a.functions, a.action, a.out)
         )
         a.env["idle_s"][rows] = a.requests["gap"][rows, 0]
         kernel.observe(self.problem.tables, a, which)
@@ -280,6 +283,7 @@ class ServerlessBatch:
             trem=a.trem[row].copy(),
             env=a.env[row : row + 1].copy(),
             functions=a.functions[row].copy(),
+            action=a.action[row].copy(),
             log=a.log[row].copy(),
             deployment=a.deployment[row].copy(),
         )
@@ -290,7 +294,7 @@ class ServerlessBatch:
         Raises:
             ValueError: the state is of a system of other sizes.
         """
-        names = ("requests", "trem", "functions", "log", "deployment")
+        names = ("requests", "trem", "functions", "action", "log", "deployment")
         for name in names:
             own, given = getattr(self.arrays, name)[row], getattr(state, name)
             if own.shape != given.shape or own.dtype != given.dtype:

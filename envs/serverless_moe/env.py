@@ -94,6 +94,15 @@ class ServerlessMoEEnv(BatchEnv):
     A function has one virtual CPU a GB of its memory, up to the number that a profile uses. Memory is rounded up to the grids
     `main_specs_mb` and `remote_specs_mb`; above the largest of these, or above `z_max`, it is cut. `granularity="per_layer"` has y and z
     for each of L layers: `MultiDiscrete([levels, 2, n_w, n_y x L, n_z x L])`.
+
+    A warm function is reused only by a plan like the one that made it, which agents that draw each part
+    on its own seldom repeat. `keep_action=True` adds a last part with the values 0 and 1,
+    `MultiDiscrete([levels, 2, n_w, n_y, n_z, 2])`: at 1, while functions are warm, the parts of the
+    plan that deployed them are carried out and the other parts have no effect; at 0, or while nothing
+    is warm, the other parts are the plan. Memory and replicas still go by the new request, so that a
+    kept plan can start functions. The mask (two more entries, the last ones) forbids 1 while nothing is
+    warm or the mask forbids the b that is warm.
+
     `info["action_mask"]` (int8, the parts one after another, 38 entries with default arguments) is 0 for a
     b that memory or payload rule out as predicted. A plan that the true routing makes infeasible
     (10d-10g) is not refused: a cold MIX deployment serves the request, both penalties are charged and
@@ -148,6 +157,7 @@ class ServerlessMoEEnv(BatchEnv):
     | `gpu` | `"eager"` | GPU profile: `eager` or `fused`, both chosen, or `a100`, `h100`, `l40s`, which follow from the laws in `servegym.hardware_profiles` |
     | `split` | `"train"` | prompts to draw from: `train`, `val`, `eval` or `all` |
     | `granularity` | `"global"` | `global` or `per_layer` |
+    | `keep_action` | False | a last part of the action keeps the plan that is warm, see Action Space |
     | `predictor` | `"task_mean"` | `task_mean`, `global_mean`, `nearest`, a table (P, L, K) or a callable that gives one |
     | `activations` | the model's | an `Activations` object |
     | `episode_requests` | 200 | requests of an episode |

@@ -33,6 +33,7 @@ from servegym.envs.serverless_moe.kernel.layout import (
     Tables,
 )
 from servegym.envs.serverless_moe.kernel.observation import observe_row
+from servegym.envs.serverless_moe.kernel.planning import functions_are_warm
 from servegym.envs.serverless_moe.kernel.routing import popcount
 from servegym.envs.serverless_moe.kernel.service import serve
 
@@ -97,7 +98,11 @@ def step(t, b, actions, nvec, which):
     ended = 0
     for row in range(len(which)):
         if which[row] != 0:
-            if serve(t, b, row, actions[row]):
+            action = actions[row]
+            if t.cfg[0].keep_action == 1 and action[-1] == 1:
+                if functions_are_warm(t.cfg[0], b.env[row]):
+                    action = b.action[row]
+            if serve(t, b, row, action):
                 ended += 1
             observe_row(t, b, row)
     return ended

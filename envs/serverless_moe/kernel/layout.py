@@ -32,6 +32,7 @@ CONFIG = _record(
     ("requests", "i8"),  # requests of an episode
     ("width", "i8"),  # entries of the action mask
     ("per_layer", "i8"),  # 1: y and z have an action a layer
+    ("keep_action", "i8"),  # 1: the last part of an action keeps the plan that is warm
     ("per_call", "i8"),  # 1: t_rem for every remote call of a decoded token; 0: once a layer
     ("bill_cold_start", "i8"),  # 1: starting functions are billed
     ("load_shared", "i8"),  # 1: starting functions share one storage link
@@ -294,6 +295,7 @@ class Batch(NamedTuple):
         trem: ``(B, J + 1, L)`` invocation overheads in s, those before the first request in front.
         env: ``(B,)`` :data:`ENV`.
         functions: ``(B, L)`` :data:`FUNCTION`, the remote functions deployed last.
+        action: int64 ``(B, n)`` the action that deployed them, as it was carried out.
         deployment: ``(B, J)`` :data:`DEPLOYMENT`; ``(B, 0)`` where the action's plan serves.
         log: ``(B, J)`` :data:`LOG`.
         activations: float32 ``(B, L, K)`` observation.
@@ -310,6 +312,7 @@ class Batch(NamedTuple):
     trem: Any
     env: Any
     functions: Any
+    action: Any
     deployment: Any
     log: Any
     activations: Any

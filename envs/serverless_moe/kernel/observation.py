@@ -62,6 +62,8 @@ def _mask_all_but_first(c, n_w, n_y, n_z, mask):
         for _ in range(copies):
             mask[at] = 1
             at += size
+    if c.keep_action == 1:
+        mask[at] = 1
 
 
 @inner
@@ -199,6 +201,8 @@ def observe_row(t, b, row):
         share, expert = t.worst_share[q], t.worst_expert[q]
         n_in = np.int64(request.n_in)
         _mask_infeasible(c, t.members, share, expert, largest[1], n_in, mask)
+        if c.keep_action == 1 and not (functions_are_warm(c, e) and mask[e.level] == 1):
+            mask[c.width - 1] = 0
     masks = t.masks[q if e.order == 0 else t.predicted.shape[0], e.level]
     _observe_request(c, e, request, b.trem[row, e.index], functions, masks, s)
     if c.flat_view == FLAT:

@@ -490,6 +490,8 @@ def serve(t, b, row, action):
     e.total_ratio += planned.remote_ratio
     if feasible:
         _deploy(e, b.functions[row], plan, choice)
+        for i in range(len(action)):
+            b.action[row, i] = action[i]
     else:
         e.idle_s += mix.cold_s + mix.prefill_s + mix.decode_s
     e.index += 1
