@@ -59,7 +59,7 @@ class Args(RunArgs):
     """parallel environments"""
     num_steps: int = 32
     """steps of each environment between updates"""
-    width: int = 128
+    width: int = 64
     """hidden units of every layer"""
     learning_rate: float = 1e-3
     """learning rate at first; it falls linearly to zero"""
@@ -177,15 +177,14 @@ def env_kwargs(args: Args) -> dict[str, Any]:
     return ({"keep_action": True} if args.keep_action else {}) | parse_settings(args.set)
 
 
-def evaluate(agent: Agent, args: Args) -> dict[str, float]:
-    """The likeliest actions on fixed validation episodes.
+def evaluate(agent: Agent, envs: gym.vector.VectorEnv) -> dict[str, float]:
+    """The likeliest actions on an episode of each validation environment, always the same ones.
 
     Returns:
         ``eval/score``, the mean reward a request, and ``eval/kept_share``, the share of requests
         whose action keeps the warm plan.
     """
-    n, device = args.eval_episodes, agent.mean.device
-    envs = make_envs(args.env_id, n, **(env_kwargs(args) | {"split": "val"}))
+    n, device = envs.num_envs, agent.mean.device
     obs, info = envs.reset(seed=10_000)
     reward_sum, kept, steps, alive = 0.0, 0, 0, np.ones(n, bool)
     while alive.any():
@@ -196,7 +195,6 @@ def evaluate(agent: Agent, args: Args) -> dict[str, float]:
         reward_sum, steps = reward_sum + float(reward[alive].sum()), steps + int(alive.sum())
         kept += int(action[alive, -1].sum()) if agent.keep else 0
         alive &= ~(terminated | truncated)
-    envs.close()
     return {"eval/score": reward_sum / steps, "eval/kept_share": kept / steps}
 
 
@@ -211,10 +209,16 @@ def train(args: Args) -> Path:
     num_updates = -(-args.total_timesteps // batch_size)
     if num_updates < 1:
         raise ValueError(f"total_timesteps={args.total_timesteps} must be at least 1")
+    if not 1 <= args.num_minibatches <= batch_size // 2:
+        raise ValueError(
+            f"num_minibatches={args.num_minibatches} must be from 1 to half of "
+            f"num_envs * num_steps={batch_size}"
+        )
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_envs(args.env_id, n, **env_kwargs(args))
+    eval_envs = make_envs(args.env_id, args.eval_episodes, **env_kwargs(args) | {"split": "val"})
     box, multi = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
@@ -228,6 +232,7 @@ def train(args: Args) -> Path:
         "agent": "ppo_serverless",
         "args": json.dumps(asdict(args)),
         "shape": json.dumps(shape),
+        "setting": getattr(envs, "problem").system.name,  # noqa: B009
     }
     log = RunLog(run, args, "ppo_serverless")
     save_policy, best_score = partial(write_checkpoint, agent, meta), -np.inf
@@ -241,26 +246,15 @@ def train(args: Args) -> Path:
     next_obs, info = envs.reset(seed=episode_seeds(args.seed, n))
     next_obs = torch.as_tensor(next_obs, device=device)
     agent.update_statistics(next_obs)
-    episode_returns, finished_returns = np.zeros(n), []
+    episode_returns, finished_returns, mean_reward = np.zeros(n), [], 0.0
+    metrics: dict[str, float] = {}
     for update in range(num_updates + 1):
         step = update * batch_size
         # Evaluate: the random weights first, the last policy at the end.
-        metrics: dict[str, float] = {"charts/SPS": log.advance(step)}
-        if update:
-            metrics |= {
-                "charts/reward": rewards.mean().item(),
-                "losses/policy_loss": policy_loss.item(),
-                "losses/value_loss": value_loss.item(),
-                "losses/entropy": entropy.mean().item(),
-                "losses/approx_kl": torch.expm1(logratio).sub(logratio).mean().item(),
-                "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean().item(),
-            }
-        if finished_returns:
-            metrics["charts/episodic_return"] = float(np.mean(finished_returns))
-            finished_returns = []
+        metrics |= {"charts/SPS": log.advance(step)}
         last = update == num_updates
         if not update or last or interval_passed(args.eval_every, step - batch_size, step):
-            result = evaluate(agent, args)
+            result = evaluate(agent, eval_envs)
             metrics |= result
             log.bar.console.print(f"step {step}: mean reward {result['eval/score']:.4f}")
             best_score = save_best_and_last(
@@ -289,12 +283,14 @@ def train(args: Args) -> Path:
                 finished_returns += episode_returns[done].tolist()
                 episode_returns[done] = 0
 
-            # Generalised advantage estimate.
+            # Generalised advantage estimate of rewards less their running mean: an episode's end
+            # after so many requests, which the observation does not announce, is then no gain.
+            mean_reward += max(0.02, 1 / (update + 1)) * (rewards.mean().item() - mean_reward)
             next_value, last_advantage = agent.value(next_obs), 0.0
             advantages = torch.zeros_like(rewards)
             for t in reversed(range(num_steps)):
                 alive = 1 - dones[t]
-                delta = rewards[t] + args.gamma * alive * next_value - values[t]
+                delta = rewards[t] - mean_reward + args.gamma * alive * next_value - values[t]
                 last_advantage = delta + args.gamma * args.gae_lambda * alive * last_advantage
                 advantages[t], next_value = last_advantage, values[t]
 
@@ -320,9 +316,26 @@ def train(args: Args) -> Path:
                 nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 optimizer.step()
         agent.update_statistics(batch[0])
+        metrics = {
+            "charts/reward": rewards.mean().item(),
+            "losses/policy_loss": policy_loss.item(),
+            "losses/value_loss": value_loss.item(),
+            "losses/entropy": entropy.mean().item(),
+            "losses/approx_kl": torch.expm1(logratio).sub(logratio).mean().item(),
+            "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean().item(),
+        }
+        if finished_returns:
+            metrics["charts/episodic_return"] = float(np.mean(finished_returns))
+            finished_returns = []
     log.close()
     envs.close()
+    eval_envs.close()
     return run
+
+
+def cluster_fingerprint(system: Any) -> str:
+    """The model of a `ServerlessSystem`, by which `shipped_for` finds the file trained for it."""
+    return system.model.name
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
