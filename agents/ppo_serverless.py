@@ -218,10 +218,10 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     envs = make_envs(args.env_id, n, **env_kwargs(args))
-    eval_envs = make_envs(args.env_id, args.eval_episodes, **env_kwargs(args) | {"split": "val"})
     box, multi = envs.single_observation_space, envs.single_action_space
     if not isinstance(box, gym.spaces.Box) or not isinstance(multi, gym.spaces.MultiDiscrete):
         raise ValueError(f"env_id: {args.env_id!r} has no single Box with MultiDiscrete actions")
+    eval_envs = make_envs(args.env_id, args.eval_episodes, **env_kwargs(args) | {"split": "val"})
     (columns,), choices = box.shape, [int(k) for k in multi.nvec]
     keep = bool(env_kwargs(args).get("keep_action"))
     agent = Agent(columns, choices, keep, args.width).to(device)
@@ -232,7 +232,7 @@ def train(args: Args) -> Path:
         "agent": "ppo_serverless",
         "args": json.dumps(asdict(args)),
         "shape": json.dumps(shape),
-        "setting": getattr(envs, "problem").system.name,  # noqa: B009
+        "setting": envs.unwrapped.problem.system.name,  # pyright: ignore
     }
     log = RunLog(run, args, "ppo_serverless")
     save_policy, best_score = partial(write_checkpoint, agent, meta), -np.inf

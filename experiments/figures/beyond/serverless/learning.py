@@ -41,7 +41,7 @@ from servegym.experiments.figures.run import (
     save,
 )
 from servegym.experiments.figures.serverless.common import MODELS
-from servegym.experiments.output import print_table, write_csv
+from servegym.experiments.output import print_table
 from servegym.experiments.stats import over_trainings
 from servegym.experiments.tables import Table, note
 
@@ -65,8 +65,10 @@ RIVALS = ("mix", "fetch", "best_constant", "greedy_warm", "warm_planner")
 SEEDS = range(1, 6)
 KINDS = {"seed": "ppo_serverless", "random": "random weights", "shuffled": "shuffled rewards"}
 """First word of a run's folder -> its name in the table."""
-VALIDATION = {"seed": 10_000, "episodes": 16}
+VALIDATION_SEED, VALIDATION_EPISODES = 10_000, 16
 """The validation episodes of the agent's evaluations."""
+LINES = {"mix": "mix", "fetch": "fetch", "greedy_warm": "greedy_warm", "warm_planner": "planner"}
+"""Rules that the curves are compared with on these, and their labels in the picture."""
 KEYS = (
     "mean_reward",
     "cost_over_mix",
@@ -168,47 +170,42 @@ def seconds_to(points: Sequence[Mapping[str, Any]], run: str, level: float) -> f
     return reached[0] if reached else float("nan")
 
 
-def measure(
-    policy: Any, first: int, episodes: int, name: str = "", **kwargs: Any
-) -> list[dict[str, Any]]:
-    """One row of numbers an episode of the eval split, from episode ``first`` on."""
-    rows = evaluate(
-        ENV_ID, [policy], episodes, DEFAULT_SEED + first, env_kwargs=kwargs, num_envs=episodes
-    )
+def measure(policy: Any, seed: int, episodes: int, **kwargs: Any) -> list[dict[str, Any]]:
+    """One row of numbers for each of the episodes from a seed on, of the eval split by default."""
+    rows = evaluate(ENV_ID, [policy], episodes, seed, env_kwargs=kwargs, num_envs=episodes)
     return [
-        {"policy": name or row["policy"], "seed": row["seed"]}
-        | {key: float(row[key]) for key in KEYS}
+        {"policy": row["policy"], "seed": row["seed"]} | {key: float(row[key]) for key in KEYS}
         for row in rows
     ]
 
 
-def baselines(options: Options) -> list[dict[str, Any]]:
-    """Episodes of the policies that PPO is compared with, measured block by block."""
-    table = Table(options.out / f"learning_baselines{options.suffix}.csv", ("policy", "seed"))
-    seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
-    for name in BASELINES:
+def _rules(
+    options: Options, stem: str, names: Sequence[str], seeds: range, **kwargs: Any
+) -> list[dict[str, Any]]:
+    """Episodes of rules, measured block by block; what is in the table is not run again."""
+    table = Table(options.out / f"{stem}{options.suffix}.csv", ("policy", "seed"))
+    for name in names:
         while missing := table.missing((name, seed) for seed in seeds):
-            first = missing[0][1] - DEFAULT_SEED
             block = min(BLOCK, len(missing))
-            table.update(measure(name, first, block, model=options.model))
-            print(f"baselines: {name}, {first + BLOCK} episodes", flush=True)
+            table.update(measure(name, missing[0][1], block, model=options.model, **kwargs))
+            print(f"{stem}: {name}, {block} episodes", flush=True)
     return [row for row in table.rows if row["seed"] in seeds]
 
 
+def baselines(options: Options) -> list[dict[str, Any]]:
+    """Episodes of the policies that PPO is compared with."""
+    seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
+    return _rules(options, "learning_baselines", BASELINES, seeds)
+
+
 def levels(options: Options) -> dict[str, float]:
-    """Mean reward a request of each rival on the validation episodes of the curves."""
-    found = {}
-    for name in RIVALS:
-        rows = evaluate(
-            ENV_ID,
-            [name],
-            VALIDATION["episodes"],
-            VALIDATION["seed"],
-            env_kwargs={"model": options.model, "split": "val"},
-            num_envs=VALIDATION["episodes"],
-        )
-        found[name] = float(np.mean([row["mean_reward"] for row in rows]))
-    return found
+    """Mean reward a request of each of `LINES` on the validation episodes of the curves."""
+    seeds = range(VALIDATION_SEED, VALIDATION_SEED + VALIDATION_EPISODES)
+    rows = _rules(options, "learning_validation", tuple(LINES), seeds, split="val")
+    return {
+        name: float(np.mean([row["mean_reward"] for row in rows if row["policy"] == name]))
+        for name in LINES
+    }
 
 
 def _summary(
@@ -241,19 +238,17 @@ def learning(options: Options) -> None:
     rivals = {n: np.array([row["mean_reward"] for row in each[n]]) for n in RIVALS}
     rows = [_summary([each[name]], name, rivals) for name in BASELINES]
     points, goals = curves(options.checkpoints), levels(options)
-    write_csv(
-        options.out / f"learning_curves{options.suffix}.csv",
-        points + [{"run": k, "step": "", "cpu_s": "", "val_reward": v} for k, v in goals.items()],
-    )
+    lines = [{"run": k, "step": "", "cpu_s": "", "val_reward": v} for k, v in goals.items()]
+    settings = {"environment": f"{ENV_ID}, {options.model}, preset dynamic, split val"}
+    save(options, f"learning_curves{options.suffix}", points + lines, settings=settings)
     notes = []
     for kind, name in KINDS.items():
         own = [run for run in runs if run.name.startswith(kind)]
         learnt = [
             measure(
                 load_policy(run / "last.safetensors"),
-                0,
+                DEFAULT_SEED,
                 options.episodes,
-                f"{name}, {run.name}",
                 model=options.model,
             )
             for run in own
@@ -313,7 +308,7 @@ def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(
         "preset dynamic, split eval, IQM",
-        ["policy", "reward", "95 %", "minus warm_planner", "late TTFT %", "late TPOT %", "warm %"],
+        ["policy", "reward", "95 %", f"minus {RIVALS[-1]}", "late TTFT %", "late TPOT %", "warm %"],
         [
             [
                 row["policy"],
@@ -328,10 +323,6 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             for row in sorted(rows, key=lambda row: -row["reward"])
         ],
     )
-
-
-LINES = {"mix": "mix", "fetch": "fetch", "greedy_warm": "greedy_warm", "warm_planner": "planner"}
-"""Rules with a line in the picture and their labels."""
 
 
 def _plot(points: Sequence[Mapping[str, Any]]) -> Any:
@@ -365,7 +356,7 @@ def seed_preset(options: Options) -> None:
     names = ("mix", "best_constant", "greedy_warm", "grid_optimum")
     count = min(options.episodes, 8)
     rows = [
-        _summary([measure(name, 0, count, preset="seed", episode_requests=50)], name, {})
+        _summary([measure(name, DEFAULT_SEED, count, preset="seed", episode_requests=50)], name, {})
         for name in names
     ]
     constant, best = -rows[1]["reward"], -rows[3]["reward"]

@@ -61,7 +61,8 @@ def test_training_table_and_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "SEEDS", range(1, 3))
     monkeypatch.setattr(learning, "BASELINES", ("mix", "keep_alive"))
     monkeypatch.setattr(learning, "RIVALS", ("mix",))
-    monkeypatch.setattr(learning, "VALIDATION", {"seed": 10_000, "episodes": 2})
+    monkeypatch.setattr(learning, "LINES", {"mix": "mix"})
+    monkeypatch.setattr(learning, "VALIDATION_EPISODES", 2)
     monkeypatch.setattr(learning, "measure", partial(learning.measure, **short))
     monkeypatch.setitem(learning.FIGURES, "training", partial(learning.training, **tiny))
     given = ["--out", str(tmp_path), "--episodes", "3", "--checkpoints", str(runs)]
@@ -82,7 +83,7 @@ def test_training_table_and_figure(tmp_path, monkeypatch):
     rivals = read_rows(tmp_path / "learning_baselines.csv")
     assert len(rivals) == 6
     ours = [
-        [r["mean_reward"] for r in learning.measure(learning.load_policy(run), 0, 3)]
+        [r["mean_reward"] for r in learning.measure(learning.load_policy(run), 100_000, 3)]
         for run in (runs / "seed_1" / "last.safetensors", runs / "seed_2" / "last.safetensors")
     ]
     mix = [row["mean_reward"] for row in rivals if row["policy"] == "mix"]
