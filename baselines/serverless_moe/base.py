@@ -115,7 +115,7 @@ class ServerlessPolicy(BasePolicy):
         return {"spread": self.system.time_spread, "warm": observed.warm, **limits, **kwargs}
 
     def decide(self, row: int, observed: Observed, legal: NDArray[np.bool_]) -> Actions:
-        """Action (5,) of a row with a request, or (len(nvec),) with an action a layer.
+        """Plan (5,) of a row with a request, or (plan_parts,) with an action a layer.
 
         Args:
             row: The row.
@@ -125,14 +125,15 @@ class ServerlessPolicy(BasePolicy):
         raise NotImplementedError
 
     def act(self, observation: Observation, action_mask: Mask) -> Actions:
-        """See `Policy.act`; int64 (B, len(nvec))."""
+        """See `Policy.act`; int64 (B, len(nvec)), with ``keep_action`` a last part of 0."""
         mask = np.asarray(action_mask)
         actions = np.zeros((mask.shape[0], len(self.system.nvec)), dtype=np.int64)
         for row in range(mask.shape[0]):
             observed = observed_row(self.system, observation, row)
             if observed.has_request:
                 legal = mask[row, : len(self.system.levels)] > 0
-                actions[row] = self.system.full_action(self.decide(row, observed, legal))
+                plan = self.system.full_action(self.decide(row, observed, legal))
+                actions[row, : len(plan)] = plan
         return actions
 
 

@@ -244,7 +244,8 @@ def search_constant(system: ServerlessSystem, rows: int, requests: int, seed: in
     from servegym.envs.serverless_moe.config import build_problem
     from servegym.envs.serverless_moe.core import ServerlessBatch
 
-    arguments = {**system.arguments, "split": "train", "episode_requests": requests}
+    own = {"split": "train", "episode_requests": requests, "keep_action": False}
+    arguments = {**system.arguments, **own}
     batch = ServerlessBatch(build_problem(view=kernel.DICT, **arguments), rows)
     for row in range(rows):
         batch.draw(row, np.random.default_rng((seed, row)))

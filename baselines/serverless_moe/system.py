@@ -33,7 +33,7 @@ class ServerlessSystem:
         w_headroom_mb: MB above the least main memory at each value of the third action.
         y_headroom_mb: MB above the least remote memory at each value of the fourth.
         z_headroom: int, replicas above the least at each value of the fifth.
-        nvec: int, values of each action.
+        nvec: int, values of each part of an action.
         shared: (L, K) mean activation frequencies of the train split, the shared order's.
         max_output_tokens: Most generated tokens; the main function has to hold so many.
         mean_prompt_tokens: Mean prompt length.
@@ -147,6 +147,11 @@ class ServerlessSystem:
             raise ValueError(f"environment: {error}") from error
         return cls.from_problem(problem)
 
+    @property
+    def plan_parts(self) -> int:
+        """Parts of an action that are the plan: all but that of ``keep_action``, the last."""
+        return len(self.nvec) - bool(self.arguments.get("keep_action"))
+
     def reuse_chance(self) -> float:
         """Probability that the next request comes while the functions are still warm."""
         if self.keep_alive_s <= 0.0:
@@ -166,8 +171,8 @@ class ServerlessSystem:
         return mean, median * float(np.exp(1.645 * self.trem_sigma))
 
     def full_action(self, action: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Actions (..., 5) as the environment wants them, (..., len(nvec)); those stay."""
-        if action.shape[-1] == len(self.nvec):
+        """Plans (..., 5) as the environment wants them, (..., plan_parts); those stay."""
+        if action.shape[-1] == self.plan_parts:
             return action
         layers = self.model.moe_layers
         return np.concatenate(

@@ -244,6 +244,7 @@ class ServerlessMoEFlatEnv(ServerlessMoEEnv):
     `warm_main` (5), the means over layers of `warm_remote` (2), prices (by 1 and 10 USD per GB and
     hour); then for both orders and each value of b the predicted share of the tokens' experts that is
     remote, its mean and its largest value over layers. Everything else is as in `ServerlessMoEEnv`.
+    To learn on it, `keep_action=True` and a discount of about 0.9 help most (`agents/ppo_serverless.py`).
 
     >>> from servegym.envs.serverless_moe.env import ServerlessMoEFlatEnv
     >>> ServerlessMoEFlatEnv(model="toy").observation_space.shape

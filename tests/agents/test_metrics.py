@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-LOGGED = r'"((?:losses|charts|eval|imitation)/\w+(?:\{\w*)?)'
+LOGGED = r'"((?:losses|charts|eval)/\w+(?:\{\w*)?)'
 
 
 def test_every_logged_number_is_explained(root: Path) -> None:

@@ -84,7 +84,7 @@ class RemoeSticky(RemoeCost):
 
     def reset(self, num_envs: int, seed: int | None = None) -> None:
         """See `Policy.reset`."""
-        self._last = np.zeros((num_envs, len(self.system.nvec)), dtype=np.int64)
+        self._last = np.zeros((num_envs, self.system.plan_parts), dtype=np.int64)
         self._known = np.zeros(num_envs, dtype=np.bool_)
         super().reset(num_envs, seed)
 

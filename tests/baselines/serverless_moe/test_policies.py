@@ -274,6 +274,17 @@ def test_best_constant_beats_where_it_starts():
             assert score(other) <= best + 1e-9
 
 
+@pytest.mark.parametrize("granularity", ["global", "per_layer"])
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"random"} - set(DEPLOYMENTS)))
+def test_a_part_that_keeps_the_plan_changes_no_policy(name, granularity):
+    """Policies say in every plan what they want: the last part of their actions is 0."""
+    rewards = []
+    for keep in (False, True):
+        env = make_env(2, episode_requests=6, granularity=granularity, keep_action=keep)
+        rewards.append(run(name, env, seed=3, **SMALL.get(name, {}))[0])
+    np.testing.assert_array_equal(*rewards)
+
+
 def test_see_reads_the_warm_state():
     env = make_env(1)
     system = ServerlessSystem.from_env(env)

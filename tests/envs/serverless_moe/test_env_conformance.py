@@ -59,8 +59,17 @@ def play(env, actions, seed=None, reset=True):
     return copy.deepcopy(seen)
 
 
+KINDS = [
+    {},
+    {"preset": "seed"},
+    {"granularity": "per_layer"},
+    {"keep_action": True},
+    {"keep_action": True, "granularity": "per_layer"},
+]
+
+
 @every_id
-@pytest.mark.parametrize("kwargs", [{}, {"preset": "seed"}, {"granularity": "per_layer"}])
+@pytest.mark.parametrize("kwargs", KINDS)
 @pytest.mark.parametrize("render_mode", [None, "ansi", "rgb_array"])
 def test_gymnasiums_checker_has_nothing_to_say(env_id, kwargs, render_mode):
     with warnings.catch_warnings():
@@ -84,12 +93,13 @@ def test_the_same_seed_gives_the_same_200_steps(env_id):
 
 
 @every_id
-def test_pickled_or_cloned_in_mid_episode_it_goes_on_alike(env_id):
-    env = make(env_id)
+@pytest.mark.parametrize("kwargs", [{}, {"keep_action": True}])
+def test_pickled_or_cloned_in_mid_episode_it_goes_on_alike(env_id, kwargs):
+    env = make(env_id, **kwargs)
     actions = random_actions(env, 40)
     play(env, actions[:7], seed=5)
     twin = pickle.loads(pickle.dumps(env))
-    third = make(env_id)
+    third = make(env_id, **kwargs)
     back, info = third.unwrapped.restore_state(env.unwrapped.clone_state())
     assert_same(back, env.unwrapped._observation())
     np.testing.assert_array_equal(info["action_mask"], env.unwrapped.action_masks())
@@ -97,13 +107,15 @@ def test_pickled_or_cloned_in_mid_episode_it_goes_on_alike(env_id):
     assert_same(later, play(twin, actions, reset=False))
     assert_same(later, play(third.unwrapped, actions, reset=False))
     np.testing.assert_array_equal(env.unwrapped.request_log(), twin.unwrapped.request_log())
-    with pytest.raises(ValueError, match="same arguments"):
-        make(episode_requests=9).unwrapped.restore_state(env.unwrapped.clone_state())
+    for other in ({"episode_requests": 9}, {"keep_action": not kwargs}):
+        with pytest.raises(ValueError, match="same arguments"):
+            make(**other).unwrapped.restore_state(env.unwrapped.clone_state())
 
 
 @every_id
 def test_the_spec_survives_json(env_id):
     kwargs = {"slo": [[5.0, 0.05]], "trem_s": [1e-3], "idle_s": [[1.0, 5.0]], "gpu": "fused"}
+    kwargs["keep_action"] = True
     env = make(env_id, max_episode_steps=8, **kwargs)
     again = gym.make(EnvSpec.from_json(env.spec.to_json()))
     actions = random_actions(env, 20)
@@ -111,20 +123,19 @@ def test_the_spec_survives_json(env_id):
 
 
 @every_id
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_the_vector_environment_equals_sync(env_id, mode):
-    kwargs = {"payload_mb": 0.1, "max_episode_steps": 12}
+def test_the_vector_environment_equals_sync(env_id, mode, keep):
+    kwargs = {"payload_mb": 0.1, "keep_action": keep}
     entry = getattr(single, env_id.split("/")[1].removesuffix("-v0") + "Env")
     for limit in (None, 9):
 
         def one(limit=limit):
-            env = entry(**(SHORT | {"payload_mb": kwargs["payload_mb"]}))
+            env = entry(**(SHORT | kwargs))
             return env if limit is None else gym.wrappers.TimeLimit(env, limit)
 
         sync = SyncVectorEnv([one] * 3, autoreset_mode=mode)
-        native = make_vec(
-            env_id, autoreset_mode=mode, payload_mb=kwargs["payload_mb"], max_episode_steps=limit
-        )
+        native = make_vec(env_id, autoreset_mode=mode, max_episode_steps=limit, **kwargs)
         assert_same(sync.reset(seed=3), native.reset(seed=3))
         broken = False
         for a in random_actions(native, 40, size=3):
@@ -148,7 +159,7 @@ def test_pickled_vector_environments_go_on_alike(env_id):
 
 
 @every_id
-@pytest.mark.parametrize("kwargs", [{}, {"preset": "seed"}, {"granularity": "per_layer"}])
+@pytest.mark.parametrize("kwargs", KINDS)
 def test_10000_random_steps_stay_inside_the_space(env_id, kwargs):
     """``validate`` asserts that the space contains every observation."""
     envs = make_vec(env_id, 16, validate=True, output_error=1.0, payload_mb=0.2, **kwargs)
@@ -273,6 +284,43 @@ def test_warm_functions_save_the_start():
         assert changed > 1.0, "another memory, more or less, is another function"
 
 
+@every_id
+@pytest.mark.parametrize("granularity", ["global", "per_layer"])
+def test_keeping_the_plan_is_repeating_its_parts(env_id, granularity):
+    """Beside an environment without the part, to which the kept plan is given by hand."""
+    kwargs = {"granularity": granularity, "payload_mb": 0.1, "keep_alive_s": 60.0}
+    env, plain = make(env_id, keep_action=True, **kwargs), make(env_id, **kwargs)
+    rng, parts = np.random.default_rng(0), len(plain.action_space.nvec)
+    assert env.action_space.nvec.tolist() == [*plain.action_space.nvec, 2]
+    seen = set()
+    for episode in range(10):
+        (observation, info), _ = env.reset(seed=episode), plain.reset(seed=episode)
+        deployed, warm, ended = None, False, False
+        while not ended:
+            mask = info["action_mask"]
+            allowed = warm and mask[deployed[0]] == 1
+            assert mask[-2] == 1 and mask[-1] == allowed
+            action = (rng.random(parts + 1) * env.action_space.nvec).astype(int)
+            plan = deployed if action[-1] and warm else action[:parts]
+            seen.add((bool(action[-1]), warm, bool(allowed)))
+            observation, reward, ended, _, info = env.step(action)
+            same = plain.step(plan)
+            assert reward == same[1] and info["cost_usd"] == same[4]["cost_usd"]
+            assert_same(observation, same[0])
+            np.testing.assert_array_equal(info["action_mask"][:-2], same[4]["action_mask"])
+            if not any(info["violations"][k] for k in ("main_memory", "remote_memory", "payload")):
+                deployed = plan
+            view = observation["warm_main"][0] if env_id == IDS[0] else observation[6]
+            warm = view == 1.0
+    assert {(True, True, True), (True, False, False), (False, True, True)} <= seen
+
+
+def test_a_deployment_takes_no_keep():
+    envs = make_vec(keep_action=True, deployment="fetch")
+    mask = envs.reset(seed=0)[1]["action_mask"]
+    assert (mask.sum(axis=1) == 6).all() and mask[:, -2:].tolist() == [[1, 0]] * 3
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -299,6 +347,7 @@ def test_warm_functions_save_the_start():
         ({"output_tokens": "azur"}, "azure"),
         ({"levels": 1}, "levels"),
         ({"bill_cold_start": 1}, "bill_cold_start"),
+        ({"keep_action": 1}, "keep_action"),
         ({"render_mode": "human"}, "render_mode"),
         ({"activations": "toy"}, "Activations object"),
         ({"predictor": np.ones((3, 4, 8))}, "shape"),

@@ -1,16 +1,17 @@
-"""What PPO learns on the serverless family: curves, and a table against the heuristics.
+"""What PPO learns on the serverless family: curves of five trainings, and a table beside the rules.
 
 ``python -m servegym.experiments.figures.beyond.serverless.learning --checkpoints runs/serverless``
-reads the folders of ``agents/ppo_serverless.py`` in there, one a seed. ``--figure baselines`` runs
-the policies that it is compared with (``learning_baselines.csv``, one row an episode; what is there
-is not run again), ``learning`` the checkpoints on the same episodes of the eval split, and
-``seed_preset`` asks what is left to learn where every request is alike and cold. ``--model`` names
-another model than the default one; its tables carry its name.
+makes everything; without ``--checkpoints`` what needs trainings is left out. ``--figure training``
+trains ``agents/ppo_serverless.py`` into that folder, with five seeds and as controls once with
+rewards that are permuted over the environments of a step, and five times not at all (a learning
+rate of 0); what is there is not trained again. ``baselines`` runs the policies that it is compared
+with, one row an episode of the eval split; what is there is not run again. ``learning`` runs the
+last policy of every training on the same episodes and the rules on the validation episodes of the
+curves. ``seed_preset`` asks what is left to learn where all requests are alike and cold.
+``--model`` names another model than the default one; its tables carry its name.
 
-The share of a gap that is closed is ``(PPO - policy) / (lookahead - policy)``, its interval from a
-bootstrap over the shared episodes. `lookahead` knows all requests, gaps and overheads to come, and
-plans with them; it is a reference, not a bound. `warm_planner` reads the constants of the
-environment that generates the requests, which the network does not.
+`lookahead` knows all requests, gaps and overheads to come; it is a reference, not a bound.
+`warm_planner` reads the constants of the environment that generates the requests.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
 from servegym.agents import load_policy
-from servegym.baselines.protocol import Observation, WrappedPolicy
 from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.plotting import pyplot, tidy
@@ -38,12 +40,12 @@ from servegym.experiments.figures.run import (
     run_chosen,
     save,
 )
-from servegym.experiments.figures.serverless.common import MODELS, with_interval
-from servegym.experiments.output import print_table, write_csv
-from servegym.experiments.stats import mean, over_trainings
+from servegym.experiments.figures.serverless.common import MODELS
+from servegym.experiments.output import print_table
+from servegym.experiments.stats import over_trainings
 from servegym.experiments.tables import Table, note
 
-__all__ = ["Options", "Recorder", "closed", "curves", "main", "shares"]
+__all__ = ["Options", "Shuffled", "curves", "main", "seconds_to"]
 
 MODULE = "servegym.experiments.figures.beyond.serverless.learning"
 ENV_ID = "servegym/ServerlessMoE-v0"
@@ -59,9 +61,14 @@ BASELINES = (
 )
 BLOCK = 5
 """Episodes that run side by side; the table grows by as many."""
-RIVALS = ("best_constant", "remoe_sticky", "greedy_warm", "warm_planner")
-REWARD = ("mean_reward", "mean_reward_low", "mean_reward_high")
-PARTS = ("b", "order", "w", "y", "z")
+RIVALS = ("mix", "fetch", "best_constant", "greedy_warm", "warm_planner")
+SEEDS = range(1, 6)
+KINDS = {"seed": "ppo_serverless", "random": "random weights", "shuffled": "shuffled rewards"}
+"""First word of a run's folder -> its name in the table."""
+VALIDATION_SEED, VALIDATION_EPISODES = 10_000, 16
+"""The validation episodes of the agent's evaluations."""
+LINES = {"mix": "mix", "fetch": "fetch", "greedy_warm": "greedy_warm", "warm_planner": "planner"}
+"""Rules that the curves are compared with on these, and their labels in the picture."""
 KEYS = (
     "mean_reward",
     "cost_over_mix",
@@ -71,6 +78,7 @@ KEYS = (
     "main_warm_rate",
     "mean_remote_ratio",
 )
+ENDS = ("", "_low", "_high")
 
 
 class Options(FigureOptions):
@@ -90,289 +98,256 @@ class Options(FigureOptions):
         return "" if self.model == MODELS[0] else "_" + re.sub(r"\W", "_", self.model)
 
 
-class Recorder(WrappedPolicy):
-    """A policy that remembers the actions of another.
+class Shuffled(gym.vector.VectorWrapper):
+    """Rewards that no action has earned: those of a step, permuted over the environments."""
 
-    Attributes:
-        actions: The actions (B, parts) of every call.
-    """
+    def __init__(self, env: gym.vector.VectorEnv, seed: int = 0) -> None:
+        super().__init__(env)
+        self.generator = np.random.default_rng(seed)
 
-    def __init__(self, policy: Any, name: str) -> None:
-        super().__init__(policy, name)
-        self.actions: list[NDArray[np.int64]] = []
-
-    def act(
-        self, observation: Observation, action_mask: NDArray[np.integer[Any]]
-    ) -> NDArray[np.int64]:
-        """See `Policy.act`."""
-        self.actions.append(super().act(observation, action_mask))
-        return self.actions[-1]
+    def step(self, actions: Any) -> Any:
+        """See `gymnasium.vector.VectorEnv.step`."""
+        observation, reward, *others = self.env.step(actions)
+        return observation, self.generator.permutation(reward), *others
 
 
-def shares(actions: Sequence[NDArray[np.int64]]) -> dict[str, float]:
-    """How varied the actions (T arrays of (B, parts)) are.
-
-    Returns:
-        ``repeated``: share of requests with the plan of the request before; ``plans``: different
-        plans; for each part ``entropy_<part>`` of its choices over requests in nats and
-        ``commonest_<part>``, the share of the commonest choice. A constant has 1, 1, 0 and 1.
-    """
-    plans = np.stack(actions)
-    flat = plans.reshape(-1, plans.shape[-1])
-    found = {
-        "repeated": float((plans[1:] == plans[:-1]).all(2).mean()),
-        "plans": float(len(np.unique(flat, axis=0))),
-    }
-    for k, part in enumerate(PARTS):
-        share = np.unique(flat[:, k], return_counts=True)[1] / len(flat)
-        found[f"entropy_{part}"] = float(abs((share * np.log(share)).sum()))
-        found[f"commonest_{part}"] = float(share.max())
-    return found
-
-
-def closed(
-    policy: NDArray[np.float64],
-    rival: NDArray[np.float64],
-    ahead: NDArray[np.float64],
-) -> tuple[float, float, float]:
-    """Share of the gap from ``rival`` to ``ahead`` that ``policy`` closes, with its 95 % interval.
-
-    The interval is over trainings and episodes together (`stats.over_trainings`), of the excess of
-    the policy over the line that closes the same share in every episode (Fieller's linearisation).
+def training(options: Options, **changes: Any) -> None:
+    """Train what is not yet in the folder of the runs.
 
     Args:
-        policy: Mean rewards of the episodes (E,), or of several trainings (T, E).
-        rival: Of the same episodes (E,).
-        ahead: Of the same episodes, of the reference.
+        options: The command line.
+        **changes: Arguments of the agent other than its defaults.
     """
-    each, gap = np.atleast_2d(policy) - rival, ahead - rival
-    share = float(each.mean() / gap.mean())
-    around = over_trainings(list(each - share * gap), statistic=mean)
-    return share, share + around.low / gap.mean(), share + around.high / gap.mean()
+    if options.checkpoints is None:
+        print("training: no folder of the runs (--checkpoints FOLDER), left out")
+        return
+    from servegym.agents import ppo_serverless
+
+    own = {"set": (f"model={options.model}",), "out_dir": str(options.checkpoints)} | changes
+    still = own | {"learning_rate": 0.0, "total_timesteps": 1}
+    jobs = [(f"seed_{seed}", seed, own) for seed in SEEDS]
+    jobs += [("shuffled_1", 1, own)] + [(f"random_{seed}", seed, still) for seed in SEEDS]
+    plain = ppo_serverless.make_envs
+    for name, seed, given in jobs:
+        if (options.checkpoints / name / "last.safetensors").exists():
+            continue
+
+        def made(*args: Any, name: str = name, **kwargs: Any) -> gym.vector.VectorEnv:
+            envs = plain(*args, **kwargs)
+            return Shuffled(envs) if name.startswith("shuffled") else envs
+
+        with patch.object(ppo_serverless, "make_envs", made):
+            ppo_serverless.train(ppo_serverless.Args(**given, seed=seed, run_name=name))
 
 
 def curves(folder: Path) -> list[dict[str, Any]]:
-    """Training and validation rewards by step of all runs in a folder.
+    """Validation rewards of all runs in a folder, from that of the random weights at step 0 on.
 
     Returns:
-        Rows of ``run``, ``step``, ``quantity`` (``val_reward``: the greedy policy on the same
-        validation episodes; ``train_reward``: the exploring policy, mean since the last row;
-        ``entropy``: of the exploring policy in nats, gate and parts) and ``value``.
+        Rows of ``run``, ``step``, ``cpu_s`` (processor seconds of the training so far, evaluations
+        included), ``val_reward`` (mean reward a request of the likeliest actions).
     """
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*/metrics.jsonl")):
-        since: dict[str, list[float]] = {"train_reward": [], "entropy": []}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            if entry["global_step"]:  # at 0 there is the policy that imitates, nothing of PPO
-                since["train_reward"].append(entry["charts/reward"])
-                since["entropy"].append(entry["losses/entropy"])
-            if "eval/score" not in entry:
-                continue
-            values = {"val_reward": entry["eval/score"]}
-            values |= {name: float(np.mean(found)) for name, found in since.items() if found}
-            since = {name: [] for name in since}
-            rows += [
-                {
-                    "run": path.parent.name,
-                    "step": entry["global_step"],
-                    "quantity": name,
-                    "value": round(value, 5),
-                }
-                for name, value in values.items()
-            ]
+        if path.parent.name.startswith("random"):
+            continue
+        for entry in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            if "eval/score" in entry:
+                rows.append(
+                    {
+                        "run": path.parent.name,
+                        "step": entry["global_step"],
+                        "cpu_s": round(entry["charts/cpu_s"], 2),
+                        "val_reward": round(entry["eval/score"], 5),
+                    }
+                )
     return rows
 
 
-def measure(policy: Any, first: int, episodes: int, **kwargs: Any) -> list[dict[str, Any]]:
-    """One row of numbers an episode of the eval split, from episode ``first`` on."""
-    rows = evaluate(
-        ENV_ID, [policy], episodes, DEFAULT_SEED + first, env_kwargs=kwargs, num_envs=episodes
-    )
+def seconds_to(points: Sequence[Mapping[str, Any]], run: str, level: float) -> float:
+    """Processor seconds until a run's validation reward first reaches a level; NaN if never."""
+    reached = [p["cpu_s"] for p in points if p["run"] == run and p["val_reward"] >= level]
+    return reached[0] if reached else float("nan")
+
+
+def measure(policy: Any, seed: int, episodes: int, **kwargs: Any) -> list[dict[str, Any]]:
+    """One row of numbers for each of the episodes from a seed on, of the eval split by default."""
+    rows = evaluate(ENV_ID, [policy], episodes, seed, env_kwargs=kwargs, num_envs=episodes)
     return [
         {"policy": row["policy"], "seed": row["seed"]} | {key: float(row[key]) for key in KEYS}
         for row in rows
     ]
 
 
-def baselines(options: Options) -> list[dict[str, Any]]:
-    """Episodes of the policies that PPO is compared with, measured block by block."""
-    table = Table(options.out / f"learning_baselines{options.suffix}.csv", ("policy", "seed"))
-    seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
-    for name in BASELINES:
+def _rules(
+    options: Options, stem: str, names: Sequence[str], seeds: range, **kwargs: Any
+) -> list[dict[str, Any]]:
+    """Episodes of rules, measured block by block; what is in the table is not run again."""
+    table = Table(options.out / f"{stem}{options.suffix}.csv", ("policy", "seed"))
+    for name in names:
         while missing := table.missing((name, seed) for seed in seeds):
-            first = missing[0][1] - DEFAULT_SEED
             block = min(BLOCK, len(missing))
-            table.update(measure(name, first, block, model=options.model))
-            print(f"baselines: {name}, {first + BLOCK} episodes", flush=True)
+            table.update(measure(name, missing[0][1], block, model=options.model, **kwargs))
+            print(f"{stem}: {name}, {block} episodes", flush=True)
     return [row for row in table.rows if row["seed"] in seeds]
 
 
-def _summary(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"policy": name, "episodes": len(rows)}
-    found |= with_interval(REWARD[0], np.array([row["mean_reward"] for row in rows]))
+def baselines(options: Options) -> list[dict[str, Any]]:
+    """Episodes of the policies that PPO is compared with."""
+    seeds = range(DEFAULT_SEED, DEFAULT_SEED + options.episodes)
+    return _rules(options, "learning_baselines", BASELINES, seeds)
+
+
+def levels(options: Options) -> dict[str, float]:
+    """Mean reward a request of each of `LINES` on the validation episodes of the curves."""
+    seeds = range(VALIDATION_SEED, VALIDATION_SEED + VALIDATION_EPISODES)
+    rows = _rules(options, "learning_validation", tuple(LINES), seeds, split="val")
+    return {
+        name: float(np.mean([row["mean_reward"] for row in rows if row["policy"] == name]))
+        for name in LINES
+    }
+
+
+def _summary(
+    trainings: Sequence[Sequence[Mapping[str, Any]]],
+    name: str,
+    rivals: Mapping[str, NDArray[np.float64]],
+) -> dict[str, Any]:
+    """A row of the table: of the same episodes after each training, or of one policy."""
+    each = [np.array([row["mean_reward"] for row in rows]) for rows in trainings]
+    found: dict[str, Any] = {"policy": name, "trainings": len(each), "episodes": len(each[0])}
+    found |= zip(("reward", "reward_low", "reward_high"), over_trainings(each), strict=True)
     for key in KEYS[1:]:
-        found[key] = float(np.mean([row[key] for row in rows]))
+        found[key] = float(np.mean([row[key] for rows in trainings for row in rows]))
+    for rival, scores in rivals.items():
+        more = over_trainings(each, scores)
+        found |= {f"minus_{rival}{e}": v for e, v in zip(ENDS, more, strict=True)}
     return found
 
 
 def learning(options: Options) -> None:
-    """Curves of the runs, and their checkpoints against the baselines."""
+    """Curves of the trainings, and their last policies beside the rules."""
     if options.checkpoints is None:
         print("learning: no training runs (--checkpoints FOLDER), left out")
         return
-    runs = sorted(path.parent for path in options.checkpoints.glob("*/best.safetensors"))
+    runs = sorted(path.parent for path in options.checkpoints.glob("*/last.safetensors"))
     if not runs:
-        raise ValueError(f"checkpoints: no run with best.safetensors in {options.checkpoints}")
-    rivals = baselines(options)
-    learnt, variety = [], {}
-    for path in runs:
-        policy = Recorder(load_policy(path), f"ppo_serverless {path.name}")
-        learnt += measure(policy, 0, options.episodes, model=options.model)
-        variety[policy.name] = shares(policy.actions)
-    rewards = {
-        name: np.array([row["mean_reward"] for row in rivals if row["policy"] == name])
-        for name in BASELINES
-    }
-    each = np.array([[r["mean_reward"] for r in learnt if r["policy"] == n] for n in variety])
-    rows = [_summary([r for r in rivals if r["policy"] == name], name) for name in BASELINES]
-    pooled = _summary(learnt, "ppo_serverless, all seeds")
-    pooled |= dict(zip(REWARD, over_trainings(list(each), statistic=mean), strict=True))
-    for row, values in [(pooled, each)] + [
-        (_summary([r for r in learnt if r["policy"] == name], name), one[None])
-        for name, one in zip(variety, each, strict=True)
-    ]:
-        for rival in RIVALS:
-            share = closed(values, rewards[rival], rewards["lookahead"])
-            ends = ("", "_low", "_high")
-            row |= {f"closed_{rival}{e}": v for e, v in zip(ends, share, strict=True)}
-            more = over_trainings(list(values), rewards[rival], mean)
-            row |= {f"minus_{rival}{e}": v for e, v in zip(ends, more, strict=True)}
-        rows.append(row | variety.get(row["policy"], {}))
+        raise ValueError(f"checkpoints: no run with last.safetensors in {options.checkpoints}")
+    rules = baselines(options)
+    each = {name: [row for row in rules if row["policy"] == name] for name in BASELINES}
+    rivals = {n: np.array([row["mean_reward"] for row in each[n]]) for n in RIVALS}
+    rows = [_summary([each[name]], name, rivals) for name in BASELINES]
+    points, goals = curves(options.checkpoints), levels(options)
+    lines = [{"run": k, "step": "", "cpu_s": "", "val_reward": v} for k, v in goals.items()]
+    settings = {"environment": f"{ENV_ID}, {options.model}, preset dynamic, split val"}
+    save(options, f"learning_curves{options.suffix}", points + lines, settings=settings)
+    notes = []
+    for kind, name in KINDS.items():
+        own = [run for run in runs if run.name.startswith(kind)]
+        learnt = [
+            measure(
+                load_policy(run / "last.safetensors"),
+                DEFAULT_SEED,
+                options.episodes,
+                model=options.model,
+            )
+            for run in own
+        ]
+        if not learnt:
+            continue
+        rows.append(_summary(learnt, name, rivals))
+        if kind != "seed":
+            continue
+        notes = _findings(rows)
+        for run, found in zip(own, learnt, strict=True):
+            seconds = {f"cpu_s_to_{k}": seconds_to(points, run.name, v) for k, v in goals.items()}
+            rows.append(_summary([found], f"{name}, {run.name}", rivals) | seconds)
+            last = [p for p in points if p["run"] == run.name][-1]
+            reached = ", ".join(
+                f"{k} after {s:.0f} s" if s == s else f"{k} never"
+                for k, s in zip(goals, seconds.values(), strict=True)
+            )
+            text = (
+                f"{run.name} has {last['val_reward']:.4f} on the validation episodes after "
+                f"{last['cpu_s']:.0f} s of a core; it reached {reached}."
+            )
+            notes.append(note(text, run=run.name, cpu_s=last["cpu_s"], **seconds))
     keys = list(dict.fromkeys(key for row in rows for key in row))
     rows = [{key: row.get(key, "") for key in keys} for row in rows]
     _print(rows)
-    points = curves(options.checkpoints)
-    write_csv(options.out / f"learning_curves{options.suffix}.csv", points)
     settings = {
         "environment": f"{ENV_ID}, {options.model}, preset dynamic, split eval",
-        "intervals": "of all seeds over trainings and episodes, else over episodes",
+        "intervals": "of IQMs, over trainings and episodes, of one training over episodes",
         "training": ", ".join(path.name for path in runs),
     }
-    save(options, f"learning{options.suffix}", rows, *_findings(rows), settings=settings)
+    save(
+        options,
+        f"learning{options.suffix}",
+        rows,
+        *notes,
+        settings=settings,
+        packages=("torch",),
+    )
 
 
 def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What PPO gains over each rival, and how varied its plans are."""
-    by_name = {row["policy"]: row for row in rows}
-    ours = by_name["ppo_serverless, all seeds"]
-    notes = []
+    """What PPO gains over each rival on the same episodes."""
+    ours, notes = rows[-1], []
     for rival in RIVALS:
-        other = by_name[rival]
-        apart = ours[f"minus_{rival}_low"] > 0
-        share, low, high = (ours[f"closed_{rival}{end}"] for end in ("", "_low", "_high"))
+        more, low, high = (ours[f"minus_{rival}{end}"] for end in ENDS)
+        verdict = "is above" if low > 0 else "is below" if high < 0 else "is level with"
         text = (
-            f"ppo_serverless {'beats' if apart else 'does not clearly beat'} {rival}: mean reward "
-            f"{ours['mean_reward']:.3f} [{ours['mean_reward_low']:.3f}, "
-            f"{ours['mean_reward_high']:.3f}] against {other['mean_reward']:.3f} "
-            f"[{other['mean_reward_low']:.3f}, {other['mean_reward_high']:.3f}], on the same "
-            f"episodes {ours[f'minus_{rival}']:+.4f} [{ours[f'minus_{rival}_low']:+.4f}, "
-            f"{ours[f'minus_{rival}_high']:+.4f}]; it closes {100 * share:.0f} % "
-            f"[{100 * low:.0f}, {100 * high:.0f}] of the rival's gap to lookahead."
+            f"ppo_serverless, {ours['trainings']} trainings, {verdict} {rival}: mean reward "
+            f"{ours['reward']:.4f} [{ours['reward_low']:.4f}, {ours['reward_high']:.4f}], on the "
+            f"same episodes {more:+.4f} [{low:+.4f}, {high:+.4f}]."
         )
-        notes.append(note(text, rival=rival, apart=apart, closed=[share, low, high]))
-    each = [row for row in rows if row.get("plans")]
-    for row in each:
-        parts = ", ".join(
-            f"{part} {row[f'entropy_{part}']:.2f} ({100 * row[f'commonest_{part}']:.0f} %)"
-            for part in PARTS
-        )
-        text = (
-            f"{row['policy']} makes {row['plans']:.0f} different plans, and "
-            f"{100 * row['repeated']:.0f} % repeat the one before; entropy in nats (share of the "
-            f"commonest choice): {parts}."
-        )
-        notes.append(note(text, policy=row["policy"], plans=row["plans"]))
+        notes.append(note(text, rival=rival, minus=[more, low, high]))
     return notes
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
     print_table(
-        "preset dynamic, split eval",
-        [
-            "policy",
-            "reward",
-            "95 %",
-            "cost/MIX",
-            "late TTFT %",
-            "late TPOT %",
-            "warm %",
-            *(f"closed {rival}" for rival in RIVALS),
-        ],
+        "preset dynamic, split eval, IQM",
+        ["policy", "reward", "95 %", f"minus {RIVALS[-1]}", "late TTFT %", "late TPOT %", "warm %"],
         [
             [
                 row["policy"],
-                f"{row['mean_reward']:.4f}",
-                f"{row['mean_reward_low']:.3f}..{row['mean_reward_high']:.3f}",
-                f"{row['cost_over_mix']:.3f}",
+                f"{row['reward']:.4f}",
+                f"{row['reward_low']:.3f}..{row['reward_high']:.3f}",
+                f"{row[f'minus_{RIVALS[-1]}']:+.4f}",
                 *(
                     f"{100 * row[key]:.1f}"
                     for key in ("ttft_violation_rate", "tpot_violation_rate", "main_warm_rate")
                 ),
-                *(
-                    f"{100 * row[f'closed_{rival}']:.0f} %" if row[f"closed_{rival}"] != "" else ""
-                    for rival in RIVALS
-                ),
             ]
-            for row in sorted(rows, key=lambda row: -row["mean_reward"])
+            for row in sorted(rows, key=lambda row: -row["reward"])
         ],
     )
 
 
-def _plot(rows: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]) -> Any:
+def _plot(points: Sequence[Mapping[str, Any]]) -> Any:
     plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.0), layout="constrained")
-    colours = {"val_reward": "tab:blue", "train_reward": "tab:grey"}
-    labels = {"val_reward": "greedy, validation", "train_reward": "exploring, training"}
-    for quantity, colour in colours.items():
-        for k, name in enumerate(dict.fromkeys(p["run"] for p in points)):
-            own = [p for p in points if (p["run"], p["quantity"]) == (name, quantity)]
-            left.plot(
-                [p["step"] / 1e6 for p in own],
-                [p["value"] for p in own],
-                color=colour,
-                alpha=0.8,
-                label=labels[quantity] if not k else None,
-            )
-    least = min(p["value"] for p in points if p["quantity"] in colours)
-    left.set(
-        xlabel="requests (million)",
-        ylabel="mean reward a request",
-        title="Training, one line a seed",
-        ylim=(max(least - 0.02, -1.0), None),
-    )
-    left.legend(frameon=False, loc="lower right")
-    shown = sorted(rows, key=lambda row: row["mean_reward"])
-    values = np.array([row["mean_reward"] for row in shown])
-    ends = np.array([[row["mean_reward_low"], row["mean_reward_high"]] for row in shown]).T
-    names = [
-        row["policy"] + (" (clairvoyant)" if row["policy"] == "lookahead" else "") for row in shown
-    ]
-    tint = ["tab:blue" if name.startswith("ppo") else "tab:grey" for name in names]
-    for k, colour in enumerate(tint):
-        right.errorbar(
-            values[k],
-            k,
-            xerr=[[values[k] - ends[0, k]], [ends[1, k] - values[k]]],
-            fmt="o",
-            color=colour,
-            capsize=3,
-            markersize=4,
+    figure, axis = plt.subplots(figsize=(7.0, 4.0), layout="constrained")
+    runs = [p["run"] for p in points if p["cpu_s"] != ""]
+    end = max(p["cpu_s"] for p in points if p["cpu_s"] != "")
+    for name in dict.fromkeys(runs):
+        own = [p for p in points if p["run"] == name]
+        control = name.startswith("shuffled")
+        axis.plot(
+            [p["cpu_s"] for p in own],
+            [p["val_reward"] for p in own],
+            color="tab:orange" if control else "tab:blue",
+            alpha=0.8,
+            label="shuffled rewards" if control else "PPO, one line a seed",
         )
-    right.set_yticks(range(len(names)), names, fontsize=8)
-    right.set(xlabel="mean reward a request, 95 % interval", title="Held-out prompts")
-    for axis in (left, right):
-        tidy(axis)
+    for p in points:
+        if p["run"] in LINES:
+            axis.axhline(p["val_reward"], color="tab:grey", linewidth=0.8, linestyle="--")
+            axis.text(end, p["val_reward"], f" {LINES[p['run']]}", va="center", fontsize=8)
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(handles.values(), handles.keys(), frameon=False)
+    axis.set(xlabel="seconds of a core", ylabel="mean reward a request, validation")
+    tidy(axis)
     return figure
 
 
@@ -381,10 +356,10 @@ def seed_preset(options: Options) -> None:
     names = ("mix", "best_constant", "greedy_warm", "grid_optimum")
     count = min(options.episodes, 8)
     rows = [
-        _summary(measure(name, 0, count, preset="seed", episode_requests=50), name)
+        _summary([measure(name, DEFAULT_SEED, count, preset="seed", episode_requests=50)], name, {})
         for name in names
     ]
-    constant, best = -rows[1]["mean_reward"], -rows[3]["mean_reward"]
+    constant, best = -rows[1]["reward"], -rows[3]["reward"]
     text = (
         f"preset seed: cost and penalties of best_constant are {constant:.4f} of MIX, those of "
         f"the clairvoyant optimum of every request {best:.4f}: {100 * (constant / best - 1):.2f} % "
@@ -395,9 +370,14 @@ def seed_preset(options: Options) -> None:
 
 ONE_JOB = True
 """The figures read each other's tables, so that a cluster runs them in one job."""
-FIGURES = {"baselines": baselines, "learning": learning, "seed_preset": seed_preset}
+FIGURES = {
+    "training": training,
+    "baselines": baselines,
+    "learning": learning,
+    "seed_preset": seed_preset,
+}
 PICTURES: Pictures = {
-    name: Picture(_plot, (name, name.replace("learning", "learning_curves")))
+    name: Picture(_plot, (name.replace("learning", "learning_curves"),))
     for name in ("learning", "learning_gpt_oss_20b")
 }
 
