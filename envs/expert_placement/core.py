@@ -229,7 +229,7 @@ class PlacementEpisode:
         return sim.state.server["area"] - before, adopted, ended
 
     def rewards(self, area: np.ndarray) -> np.ndarray:
-        """The servers' parts of the reward ``(N,)``, by its request-seconds ``(N,)`` of an epoch."""
+        """The servers' parts of the reward ``(N,)``, by their request-seconds ``(N,)``."""
         problem = self.problem
         if problem.reward == "latency":
             return -area / problem.expected_arrivals

@@ -134,16 +134,23 @@ def assign_gpus(
             open_ &= ~stay
             free[i] -= int(stay.sum())
             load[i] = (stay * weight).sum(axis=1)
+        room = free.tolist()
         for layer in np.flatnonzero(open_.any(axis=1)).tolist():
             waiting = np.flatnonzero(open_[layer])
-            for e in waiting[np.argsort(-weight[layer, waiting], kind="stable")].tolist():
-                i = min(
-                    (i for i in range(len(gpus)) if free[i] > 0),
-                    key=lambda i: (load[i, layer], -free[i], i),
-                )
-                z[gpus[i], layer, e] = 1
-                free[i] -= 1
-                load[i, layer] += weight[layer, e]
+            order = waiting[np.argsort(-weight[layer, waiting], kind="stable")]
+            on = load[:, layer].tolist()
+            gpu = []
+            for w in weight[layer, order].tolist():
+                best = -1
+                for i, left in enumerate(room):
+                    if left > 0 and (
+                        best < 0 or on[i] < on[best] or (on[i] == on[best] and left > room[best])
+                    ):
+                        best = i
+                gpu.append(gpus[best])
+                room[best] -= 1
+                on[best] += w
+            z[gpu, layer, order] = 1
     return z
 
 
