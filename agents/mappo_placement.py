@@ -4,13 +4,16 @@ The servers of PettingZoo's parallel environment place their experts, then traff
 (`servegym.envs.expert_placement.config.LEARNING`), so that an episode is one decision: a bandit of
 several players. A server reads its own observation alone and gives each of its layers a height
 (``action_mode="layer_height"``); it is paid minus the logarithm of its own latency, though the
-others' placements decide that too. The servers share one actor and have a table each, of one number
-for each layer, that belongs to the cluster of the training. The critic reads ``state()``, predicts
-what every server is paid and serves as the baseline in training alone (Yu et al., NeurIPS 2022,
-"The surprising effectiveness of PPO in cooperative multi-agent games").
+others' placements decide that too. The servers share one network and have a table each, of one
+number for each layer, that belongs to the cluster of the training.
 
-``ppo_placement`` differs: one controller sees all servers, and the baseline is the mean over
-environments with the same requests. ``python agents/mappo_placement.py --help`` lists the options.
+The baseline of a server is the mean of what it was paid for the placements with the same requests.
+MAPPO's central critic (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in cooperative
+multi-agent games") reads the state, and the requests to come, which are most of what it would have
+to predict, are not in there.
+
+``ppo_placement`` differs: one controller sees all servers, and may credit them with the mean of
+their rewards. ``python agents/mappo_placement.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from gymnasium import spaces
 from torch import Tensor, nn
 
 from servegym.agents.lib.arguments import RunArgs
@@ -41,7 +43,6 @@ from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
 from servegym.envs._command_line import parse_settings
 from servegym.envs.expert_placement.config import LEARNING
-from servegym.envs.expert_placement.core import observation_space
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
 from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv, parallel_env
 
@@ -55,7 +56,9 @@ class Args(RunArgs):
     total_timesteps: int = 1_280
     """placements tried, those of all servers counted once"""
     batch_size: int = 32
-    """placements between updates, each with requests of its own"""
+    """placements between updates"""
+    group_size: int = 8
+    """placements with the same requests, whose mean reward is a server's baseline"""
     traffic_s: float = 100.0
     """seconds of traffic after a placement; evaluations are of full length"""
     learning_rate: float = 3e-3
@@ -111,7 +114,7 @@ def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
 
 
 class Agent(nn.Module):
-    """One actor for all servers, a table for each, and a critic of the whole system."""
+    """One network for all servers and a table for each."""
 
     def __init__(self, width: int, servers: int, layers: int) -> None:
         super().__init__()
@@ -123,18 +126,11 @@ class Agent(nn.Module):
             linear(width, 1, 0.01),
         )
         self.table: Tensor | None = nn.Parameter(torch.zeros(servers, layers))
-        self.critic = nn.Sequential(
-            linear(servers * COLUMNS, width), nn.Tanh(), linear(width, servers, 1.0)
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Mean outputs (B, N, L) of features (B, N, L, COLUMNS): each server's of its own."""
         output = self.actor(x).squeeze(-1)
         return output if self.table is None else output + self.table
-
-    def value(self, x: Tensor) -> Tensor:
-        """What each server is paid (B, N), by features (B, N, L, COLUMNS) of the whole state."""
-        return self.critic(x.mean(2).flatten(1))
 
 
 def plan(output: Tensor, args: Args) -> np.ndarray:
@@ -185,9 +181,11 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    for name, low in (("total_timesteps", 1), ("batch_size", 2), ("eval_episodes", 1)):
+    for name, low in (("total_timesteps", 1), ("group_size", 2), ("eval_episodes", 1)):
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
+    if args.batch_size < 1 or args.batch_size % args.group_size:
+        raise ValueError(f"batch_size is {args.batch_size}; allowed are multiples of group_size")
     settings = parse_settings(args.set)
     fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
     if fixed:
@@ -198,7 +196,6 @@ def train(args: Args) -> Path:
     rng = np.random.default_rng(args.seed)
     env = parallel_env(**(settings | LEARNING | {"epoch_s": args.traffic_s}))
     validation = parallel_env(**(LEARNING | {"epochs": 12} | settings | {"split": "val"}))
-    whole = observation_space(env.problem)
     servers, layers = env.problem.cluster.num_servers, env.problem.cluster.layers
     agent = Agent(args.width, servers, layers)
     shared = [p for name, p in agent.named_parameters() if name != "table"]
@@ -224,7 +221,7 @@ def train(args: Args) -> Path:
     )
 
     # Buffers.
-    obs, states = torch.zeros(2, n, servers, layers, COLUMNS)
+    obs = torch.zeros(n, servers, layers, COLUMNS)
     outputs = torch.zeros(n, servers, layers)
     logprobs, rewards = torch.zeros(2, n, servers)
     latency = np.zeros(n)
@@ -248,12 +245,11 @@ def train(args: Args) -> Path:
             group["lr"] = group["first_lr"] * left
         std = args.std_last + left * (args.std_first - args.std_last)
 
-        # Episodes of one decision, each with requests of its own.
-        for k in range(n):
-            observations, _ = env.reset(seed=int(rng.integers(1 << 30)))
+        # Episodes of one decision.
+        seeds = np.repeat(rng.integers(1 << 30, size=n // args.group_size), args.group_size)
+        for k, seed in enumerate(seeds.tolist()):
+            observations, _ = env.reset(seed=seed)
             obs[k] = features(own_counts(observations))
-            state: Any = spaces.unflatten(whole, env.state())
-            states[k] = features(state["counts"])
             with torch.no_grad():
                 policy = torch.distributions.Normal(agent(obs[k : k + 1])[0], std)
                 outputs[k] = policy.sample()
@@ -263,26 +259,25 @@ def train(args: Args) -> Path:
             latency[k] = next(iter(infos.values()))["episode_kpis"]["mean_latency_s"]
         if args.shuffle_rewards:
             rewards = rewards[torch.as_tensor(rng.permutation(n))]
-        with torch.no_grad():
-            advantages = rewards - agent.value(states)
-            advantages = advantages - advantages.mean(0)
-            advantages = advantages / (advantages.std() + 1e-8)
+        grouped = rewards.view(-1, args.group_size, servers)
+        advantages = grouped - grouped.mean(1, keepdim=True)
+        advantages = (advantages / (advantages.std() + 1e-8)).view(n, servers)
 
-        # Update the servers' policy and the critic.
+        # Update the servers' policy.
+        policy_loss = approx_kl = 0.0
         for _ in range(args.update_epochs):
             for index in torch.randperm(n).chunk(NUM_MINIBATCHES):
                 policy = torch.distributions.Normal(agent(obs[index]), std)
                 logratio = policy.log_prob(outputs[index]).sum(-1) - logprobs[index]
                 ratio = logratio.exp()
                 clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-                policy_loss = -torch.min(advantages[index] * ratio, advantages[index] * clipped)
-                value_loss = (agent.value(states[index]) - rewards[index]).square().mean()
+                loss = -torch.min(advantages[index] * ratio, advantages[index] * clipped).mean()
                 optimizer.zero_grad()
-                (policy_loss.mean() + value_loss).backward()
+                loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
-        with torch.no_grad():
-            approx_kl = (ratio - 1 - logratio).mean().item()
+                policy_loss = loss.item()
+                approx_kl = (ratio - 1 - logratio).mean().item()
         log.write(
             step,
             metrics
@@ -290,8 +285,7 @@ def train(args: Args) -> Path:
                 "charts/episodic_return": rewards.sum(1).mean().item(),
                 "charts/mean_latency_s": float(latency.mean()),
                 "charts/std": std,
-                "losses/policy_loss": policy_loss.mean().item(),
-                "losses/value_loss": value_loss.item(),
+                "losses/policy_loss": policy_loss,
                 "losses/approx_kl": approx_kl,
             },
         )

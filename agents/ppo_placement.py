@@ -8,14 +8,13 @@ the placement that it learns is kept for the whole of longer episodes.
 
  * Environments of a group have the same requests and differ by the actions alone, so that the mean
    of a group's rewards is the baseline of the advantage; there is no critic.
- * The reward is the sum of what the servers give, minus the logarithm of each one's latency, and a
-   server's heights are credited with its own part, or with ``common_credit`` of the mean.
+ * A server's heights are credited with its own part of the reward, minus the logarithm of its own
+   latency, or with ``common_credit`` for minus the logarithm of the mean latency of all requests.
  * A table of one number for each (server, layer) is added to the network's output. It belongs to
    the cluster of the training; elsewhere the network acts without it.
 
-``mappo_placement`` differs: every server is an agent of PettingZoo's environment with its own
-observation, and a central critic gives the baseline. ``python agents/ppo_placement.py --help``
-lists the options.
+``mappo_placement`` differs: every server is an agent of PettingZoo's environment, with its own
+observation and its own credit. ``python agents/ppo_placement.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Args(RunArgs):
     update_epochs: int = 4
     """passes over the collected placements"""
     common_credit: float = 0.0
-    """part of a server's advantage that is the mean over the servers, from 0 (own credit) to 1"""
+    """part of a server's advantage that is for the mean latency of all, from 0 (own credit) to 1"""
     clip_coef: float = 0.4
     """clipping of the ratio of probabilities"""
     width: int = 64
@@ -257,16 +256,19 @@ def train(args: Args) -> Path:
             logprobs = policy.log_prob(outputs).sum(2)  # (B, N): each server's layers
             _, reward, _, _, info = envs.step(action(outputs, args))
         terms = info["reward_terms"]
-        rewards = np.stack([terms[f"log_latency_server_{k}"] for k in range(servers)], axis=1)
+        own = np.stack([terms[f"log_latency_server_{k}"] for k in range(servers)], axis=1)
+        common = -np.log(info["episode_kpis"]["mean_latency_s"])[:, None]
         if args.shuffle_rewards:
-            rewards = rng.permutation(rewards)
-        rewards = torch.as_tensor(rewards, dtype=torch.float32).view(groups, -1, servers)
-        advantages = rewards - rewards.mean(1, keepdim=True)
-        common = advantages.mean(2, keepdim=True)
-        advantages = advantages + args.common_credit * (common - advantages)
-        advantages = (advantages / (advantages.std() + 1e-8)).view(n, servers)
+            order = rng.permutation(n)
+            own, common = own[order], common[order]
+        advantages = torch.zeros(n, servers)
+        for credit, part in ((own, 1 - args.common_credit), (common, args.common_credit)):
+            grouped = torch.as_tensor(credit, dtype=torch.float32).view(groups, args.group_size, -1)
+            grouped = grouped - grouped.mean(1, keepdim=True)
+            advantages += part * (grouped / (grouped.std() + 1e-8)).view(n, -1)
 
         # Update the policy.
+        policy_loss = approx_kl = 0.0
         for _ in range(args.update_epochs):
             for index in torch.randperm(n).chunk(NUM_MINIBATCHES):
                 policy = torch.distributions.Normal(agent(x[index]), std)
@@ -278,8 +280,8 @@ def train(args: Args) -> Path:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
-        with torch.no_grad():
-            approx_kl = (ratio - 1 - logratio).mean().item()
+                policy_loss = loss.item()
+                approx_kl = (ratio - 1 - logratio).mean().item()
         log.write(
             step,
             metrics
@@ -287,7 +289,7 @@ def train(args: Args) -> Path:
                 "charts/episodic_return": float(np.mean(reward)),
                 "charts/mean_latency_s": float(np.mean(info["episode_kpis"]["mean_latency_s"])),
                 "charts/std": std,
-                "losses/policy_loss": loss.item(),
+                "losses/policy_loss": policy_loss,
                 "losses/approx_kl": approx_kl,
             },
         )

@@ -13,7 +13,6 @@ from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
 
 ENV_ID = "servegym/ExpertPlacement-v0"
-# Few places and dear messages: what a server holds decides the latency.
 TOY = ("model=toy", "epoch_s=40", "epochs=2", "mean_interarrival_s=4", "history_requests=5")
 SIZES = {
     ppo_placement: {"num_envs": 16, "group_size": 8},
@@ -45,12 +44,13 @@ def observe(servers=3, layers=4, experts=8, seed=0):
 
 @agents
 def test_a_short_training_rises_above_its_start_and_a_shuffled_one_does_not(module, tmp_path):
-    settings = {"total_timesteps": 800, "eval_every": 10_000, "eval_episodes": 8}
+    settings = {"total_timesteps": 480, "eval_every": 10_000, "eval_episodes": 8}
     found = latencies(module.train(args_of(module, tmp_path, run_name="a", **settings)))
-    assert len(found) == 2 and found[1] < 0.93 * found[0]
+    # On the toy cluster own share, where it begins, is ahead of whole layers already.
+    assert len(found) == 2 and found[1] < 0.985 * found[0]
     settings["shuffle_rewards"] = True
     control = latencies(module.train(args_of(module, tmp_path, run_name="b", **settings)))
-    assert control[0] == found[0] and control[1] > 0.97 * control[0]
+    assert control[0] == found[0] and control[1] > 0.99 * control[0]
 
 
 @agents
@@ -157,7 +157,8 @@ def test_bad_arguments_are_named(module, settings, message, tmp_path):
         (ppo_placement, {"num_envs": 12}, "num_envs is 12"),
         (ppo_placement, {"common_credit": 1.5}, "common_credit is 1.5; allowed is 0 to 1"),
         (ppo_placement, {"set": ("model=toy", "scenario=scale_32")}, "up to 16"),
-        (mappo_placement, {"batch_size": 1}, "batch_size is 1"),
+        (mappo_placement, {"group_size": 1}, "group_size is 1"),
+        (mappo_placement, {"batch_size": 12}, "batch_size is 12"),
     ],
 )
 def test_bad_sizes_are_named(module, settings, message, tmp_path):

@@ -12,7 +12,7 @@ A figure is a scenario. It reads the trainings in the folder ``--runs``, the one
   seconds, from the random weights on, and that of rules and controls on the same episodes;
 * ``learning_SCENARIO``: latency on evaluation episodes, whose prompts no training has seen and
   which chose nothing: the last weights of every training, and beside them the rules ``prism``,
-  ``proxy_optimum``, ``whole_layer`` and ``latency_dp`` and the controls
+  ``proxy_optimum``, ``whole_layer`` and ``latency_dp``, the search ``best_start`` and the controls
 
   * ``random_weights``: the network of the first training before it;
   * ``ppo_placement_shuffled``: a training whose rewards are dealt out to other placements;
@@ -62,6 +62,8 @@ EPISODES = 5
 VALIDATION_SEED, VALIDATION_EPISODES = 10_000, 2
 """The agents' evaluations while they train."""
 RULES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
+SEARCH = "best_start"
+"""The best of a long search by simulation, no network; played on evaluation episodes alone."""
 CONTROLS = ("own_share", "constant")
 AGENTS = ("ppo_placement", "mappo_placement", "ppo_placement_shuffled")
 FLAGS: dict[str, str] = {
@@ -232,7 +234,7 @@ def _scenario(scenario: str, options: Options) -> None:
         scores[agent] = [play(load_policy(path), "eval", number, _stamp(path)) for path in paths]
     fresh = random_weights(next(iter(files.values()))[0])
     scores["random_weights"] = [play(fresh, "eval", number)]
-    for policy in fixed:
+    for policy in (SEARCH, *fixed):
         name = policy if isinstance(policy, str) else policy.name
         scores[name] = [play(policy, "eval", number)]
     rows = []
@@ -244,7 +246,7 @@ def _scenario(scenario: str, options: Options) -> None:
         print(f"{scenario} {name}: {value:.2f} s [{low:.2f}, {high:.2f}]")
     notes = []
     for agent in files:
-        for name in (*RULES, "own_share"):
+        for name in (SEARCH, *RULES, "own_share"):
             value, low, high = relative_change(scores[agent], scores[name], mean)
             text = f"{scenario}: {agent} against {name}: {value:+.1f} % [{low:+.1f}, {high:+.1f}]."
             notes.append(note(text, policy=agent, against=name, change_pct=[value, low, high]))
