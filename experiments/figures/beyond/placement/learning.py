@@ -65,12 +65,14 @@ RULES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCH = "best_start"
 """The best of a long search by simulation, no network; played on evaluation episodes alone."""
 CONTROLS = ("own_share", "constant")
-AGENTS = ("ppo_placement", "mappo_placement", "ppo_placement_shuffled")
-FLAGS: dict[str, str] = {
-    "edge_hetero": "",
-    "paper_testbed": "--set scenario=paper_testbed",
+TRAININGS = {"ppo_placement": 5, "mappo_placement": 3, "ppo_placement_shuffled": 1}
+AGENTS = tuple(TRAININGS)
+TESTBED = "--set scenario=paper_testbed --height_unit 1 --std_first 0.4 --total_timesteps 1024"
+FLAGS: dict[tuple[str, str], str] = {
+    ("ppo_placement", "paper_testbed"): f"{TESTBED} --table_learning_rate 0.03 --common_credit 1",
+    ("mappo_placement", "paper_testbed"): f"{TESTBED} --table_learning_rate 0.03",
 }
-"""What a scenario adds to the agents' command."""
+"""What an agent's command has for a scenario besides the seed."""
 
 
 class Options(FigureOptions):
@@ -105,8 +107,9 @@ def commands(scenario: str) -> list[str]:
     for agent in AGENTS:
         plain = agent.removesuffix("_shuffled")
         control = "" if agent == plain else "--shuffle_rewards True"
-        for seed in (1,) if control else (1, 2, 3, 4, 5):
-            parts = [f"python -m servegym.agents.{plain}", FLAGS[scenario], control]
+        for seed in range(1, TRAININGS[agent] + 1):
+            command = f"python -m servegym.agents.{plain}"
+            parts = [command, FLAGS.get((plain, scenario), ""), control]
             name = f"--seed {seed} --run_name {agent}_{scenario}_{seed}"
             found.append(" ".join([part for part in parts if part] + [name]))
     return found
