@@ -65,7 +65,7 @@ RULES = ("prism", "proxy_optimum", "whole_layer", "latency_dp")
 SEARCH = "best_start"
 """The best of a long search by simulation, no network; played on evaluation episodes alone."""
 CONTROLS = ("own_share", "constant")
-TRAININGS = {"ppo_placement": 5, "mappo_placement": 3, "ppo_placement_shuffled": 1}
+TRAININGS = {"ppo_placement": 5, "mappo_placement": 1, "ppo_placement_shuffled": 1}
 AGENTS = tuple(TRAININGS)
 TESTBED = "--set scenario=paper_testbed --height_unit 1 --std_first 0.4 --total_timesteps 1024"
 FLAGS: dict[tuple[str, str], str] = {
@@ -254,7 +254,9 @@ def _scenario(scenario: str, options: Options) -> None:
             text = f"{scenario}: {agent} against {name}: {value:+.1f} % [{low:+.1f}, {high:+.1f}]."
             notes.append(note(text, policy=agent, against=name, change_pct=[value, low, high]))
     described = setting(build_problem(scenario=scenario))
-    settings = {"setting": described, "trainings": commands(scenario)}
+    played = {path.parent.name for paths in files.values() for path in paths}
+    made = [command for command in commands(scenario) if command.split()[-1] in played]
+    settings = {"setting": described, "trainings": made}
     save(options, f"learning_{scenario}", rows, *notes, settings=settings)
 
 
@@ -277,13 +279,16 @@ def _plot(curves: Sequence[Mapping[str, Any]]) -> Any:
             )
     end = max(row["cpu_s"] for row in lines)
     top = 1.15 * max(row["val_latency_s"] for row in lines)
-    for row in curves:
+    low = min(row["val_latency_s"] for row in curves)
+    at = -math.inf
+    for row in sorted(curves, key=lambda row: row["val_latency_s"]):
         value = row["val_latency_s"]
         if row["policy"] in AGENTS or value > top:
             continue
         style = ":" if row["policy"] in CONTROLS else "--"
-        axis.axhline(value, color="0.3", ls=style, lw=0.9)
-        axis.text(1.01 * end, value, row["policy"], fontsize=8, va="center")
+        axis.axhline(value, xmax=0.8, color="0.3", ls=style, lw=0.9)
+        at = max(value, at + 0.04 * (top - low))  # labels apart
+        axis.text(1.01 * end, at, row["policy"], fontsize=8, va="center")
     axis.set(xlabel="processor seconds", ylabel="mean latency on validation episodes, s")
     axis.set(xlim=(0, 1.25 * end), ylim=(None, top))
     legend(figure, axis)
