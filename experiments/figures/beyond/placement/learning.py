@@ -237,7 +237,8 @@ def _scenario(scenario: str, options: Options) -> None:
         scores[agent] = [play(load_policy(path), "eval", number, _stamp(path)) for path in paths]
     fresh = random_weights(next(iter(files.values()))[0])
     scores["random_weights"] = [play(fresh, "eval", number)]
-    for policy in (SEARCH, *fixed):
+    rules = fixed if options.quick else [SEARCH, *fixed]
+    for policy in rules:
         name = policy if isinstance(policy, str) else policy.name
         scores[name] = [play(policy, "eval", number)]
     rows = []
@@ -249,7 +250,7 @@ def _scenario(scenario: str, options: Options) -> None:
         print(f"{scenario} {name}: {value:.2f} s [{low:.2f}, {high:.2f}]")
     notes = []
     for agent in files:
-        for name in (SEARCH, *RULES, "own_share"):
+        for name in (name for name in (SEARCH, *RULES, "own_share") if name in scores):
             value, low, high = relative_change(scores[agent], scores[name], mean)
             text = f"{scenario}: {agent} against {name}: {value:+.1f} % [{low:+.1f}, {high:+.1f}]."
             notes.append(note(text, policy=agent, against=name, change_pct=[value, low, high]))
