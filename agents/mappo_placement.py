@@ -1,34 +1,34 @@
-"""Multi-agent PPO for expert placement: every server plans its own experts, the critic sees all.
+"""Multi-agent PPO for expert placement, from random weights: every server is an agent.
 
-The servers of the PettingZoo environment share one actor, which reads what a server knows itself:
-its counts, the experts it holds, its links. For every layer the actor gives a height and a slope:
-the score of an expert is what the base placement says, plus the height, plus the slope times the
-logarithm of the expert's share of the server's tokens, and the server takes its best-scored experts
-(``action_mode="expert_score"``). A Bernoulli head decides whether the server migrates; the first
-placement of an episode is free and is always carried out. The privileged critic reads ``state()``
-and serves in training alone (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in
-cooperative multi-agent games"); all servers get the sum of the rewards.
+The servers of PettingZoo's parallel environment place their experts, then traffic is served
+(`servegym.envs.expert_placement.config.LEARNING`), so that an episode is one decision: a bandit of
+several players. A server reads its own observation alone and gives each of its layers a height
+(``action_mode="layer_height"``); it is paid minus the logarithm of its own latency, though the
+others' placements decide that too. The servers share one network and have a table each, of one
+number for each layer, that belongs to the cluster of the training.
 
-``ppo_placement`` differs: one controller sees the whole system, and it exchanges whole layers of
-the placement that the search found. The base, the groups of environments with the same requests
-and the free first placement are the same. ``python agents/mappo_placement.py --help`` lists the
-options.
+The baseline of a server is the mean of what it was paid for the placements with the same requests.
+MAPPO's central critic (Yu et al., NeurIPS 2022, "The surprising effectiveness of PPO in cooperative
+multi-agent games") reads the state, and the requests to come, which are most of what it would have
+to predict, are not in there.
+
+``ppo_placement`` differs: one controller sees all servers, and may credit them with the mean of
+their rewards. ``python agents/mappo_placement.py --help`` lists the options.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lib.arguments import RunArgs
@@ -40,19 +40,11 @@ from servegym.agents.lib.checkpoint import (
     write_checkpoint,
 )
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.baselines.expert_placement.heuristics import whole_layer
-from servegym.baselines.expert_placement.initial_placement import (
-    InitialPlacement,
-    cached_best_start,
-    cluster_fingerprint,
-)
-from servegym.baselines.expert_placement.system import PlacementSystem
+from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
 from servegym.envs._command_line import parse_settings
-from servegym.envs.expert_placement.core import observation_space
-from servegym.envs.expert_placement.decode import decode_scores, repair_placement
-from servegym.envs.expert_placement.env import make_problem
-from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv
+from servegym.envs.expert_placement.config import LEARNING
+from servegym.envs.expert_placement.decode import HEIGHT_SPAN
+from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParallelEnv, parallel_env
 
 
 @dataclass
@@ -60,335 +52,127 @@ class Args(RunArgs):
     """Command line of the agent."""
 
     set: tuple[str, ...] = ("scenario=edge_hetero",)
-    """environment arguments, key=value with a JSON value, as in scenario=drift"""
-    base: str = "best"
-    """placement that the network changes: best (annealed, then simulated), best_heuristic (the same
-    search without annealing), whole_layer or none"""
+    """environment arguments, key=value with a JSON value, as in scenario=paper_testbed"""
+    total_timesteps: int = 1_280
+    """placements tried, those of all servers counted once"""
+    batch_size: int = 32
+    """placements between updates"""
+    group_size: int = 8
+    """placements with the same requests, whose mean reward is a server's baseline"""
+    traffic_s: float = 100.0
+    """seconds of traffic after a placement; evaluations are of full length"""
+    learning_rate: float = 3e-3
+    """learning rate of the networks at first; it falls linearly to zero"""
+    table_learning_rate: float = 0.06
+    """learning rate of the tables at first; it falls linearly to zero"""
+    std_first: float = 0.6
+    """standard deviation of the outputs at first"""
+    std_last: float = 0.12
+    """standard deviation of the outputs at last, linear in between"""
+    height_unit: float = 4.0
+    """height of an output of one, in units of the logarithm of a share"""
+    update_epochs: int = 4
+    """passes over the collected placements"""
+    clip_coef: float = 0.4
+    """clipping of the ratio of probabilities"""
     width: int = 64
     """hidden units of every layer"""
-    total_timesteps: int = 160
-    """decisions over all environments, those of all servers counted once"""
-    num_envs: int = 32
-    """parallel environments"""
-    group_size: int = 8
-    """environments that share their episodes and differ by the actions alone"""
-    epochs: int = 1
-    """decisions of a training episode; evaluations have the environment's"""
-    learning_rate: float = 3e-3
-    """learning rate at first; it falls linearly to zero"""
-    update_epochs: int = 4
-    """passes over the collected steps"""
-    eval_every: int = 160
-    """decisions between evaluations on the validation split; the best policy is kept"""
-    eval_episodes: int = 4
+    eval_every: int = 256
+    """placements between evaluations on the validation split"""
+    eval_episodes: int = 2
     """episodes per evaluation"""
-    resume: bool = False
-    """go on with the run of this name where it was stopped"""
+    shuffle_rewards: bool = False
+    """control: deal rewards out to other placements, so that nothing can be learnt"""
 
 
-BASES = ("best", "best_heuristic", "whole_layer", "none")
-START_TRIES, START_STEPS = 3, 3_000_000
-"""Annealed placements of each of three settings in the search for a start; proposals of each."""
-
-# PPO. The discount is one as an episode is a few epochs, and costs now and later weigh alike.
-GAMMA, GAE_LAMBDA = 1.0, 0.95
-NUM_MINIBATCHES, CLIP_COEF, VF_COEF, MAX_GRAD_NORM = 2, 0.2, 0.5, 0.5
-TARGET_KL = 1.0
-"""The passes of an update end when the policy has moved so far."""
-STD_FIRST, STD_LAST = 0.6, 0.4
-"""Standard deviation of the outputs at first and at last, linear in between."""
-MIGRATE_BIAS = -4.0
-"""Logit of a server's migration after the first placement, at first."""
-
-# What the network reads.
-MASS_AT = (1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8, 31 / 32)
+NUM_MINIBATCHES, MAX_GRAD_NORM = 2, 0.5
+MASS_AT = (1 / 64, 1 / 16, 1 / 4, 1 / 2, 3 / 4)
 """Shares of a layer's experts, the most frequent first, whose cumulative mass is a feature."""
-FREQUENCIES = 8
-"""Pairs of sine and cosine that encode the position of a layer."""
-SCALARS = ("in_system", "arrivals", "link_backlog_s", "window_s", "progress")
-
-# What the network's outputs do.
-BASE_WEIGHT, MIN_BASE_WEIGHT = 0.6, 0.4
-"""Score of a base expert in a layer held whole, and the least share of that score elsewhere: whole
-layers are hard to break and single experts easily exchanged."""
-HEIGHT_SCALE, SLOPE_AT_ZERO, SLOPE_GROWTH = 0.15, 0.05, 0.5
+COLUMNS = len(MASS_AT) + 2
 
 
-class Features:
-    """Observations as features by server and layer, and the actor's outputs as plans.
-
-    Args:
-        cluster: Servers, links and sizes: N servers, L layers, E experts a layer.
-        base: One of `BASES`.
-        start: Bool (N, L, E), experts of each server in the placement that the search found.
-            Without one, as on a cluster never seen, ``best`` is ``whole_layer``.
-
-    Raises:
-        ValueError: If the base is unknown.
-    """
-
-    columns = len(MASS_AT) + 1 + 4 + 1 + 2 * FREQUENCIES + 8
-
-    def __init__(self, cluster: Any, base: str, start: Any = None):
-        if base not in BASES:
-            raise ValueError(f"base is {base!r}; allowed are {', '.join(BASES)}")
-        servers, layers, experts = cluster.num_servers, cluster.layers, cluster.experts
-        self.shape = (servers, layers, experts)
-        self.gpu_server, self.top_k = cluster.gpu_server, cluster.top_k
-        held = np.zeros(self.shape)
-        if base.startswith("best") and start is not None:
-            held[np.asarray(start) > 0] = 1.0
-        elif base != "none":
-            layers_dealt = whole_layer(np.ones(self.shape), cluster.slots, cluster.gpu_server)
-            held[cluster.server_view(layers_dealt).all(axis=2)] = 1.0
-        self.base = held.mean(axis=2)  # (N, L) share of a layer's experts that the base holds
-        weight = np.maximum(self.base, MIN_BASE_WEIGHT)[:, :, None]
-        self.held = torch.as_tensor(held * weight, dtype=torch.float32)
-
-        # Features that an episode does not change. First the round trips to other servers.
-        byte_s = 1.0 / cluster.link_bytes_s
-        trip = cluster.latency_s + cluster.latency_s.T + 2 * cluster.message_cost_s
-        trip = trip + cluster.activation_bytes * (byte_s + byte_s.T)
-        away = ~np.eye(servers, dtype=bool)
-        scale = trip[away].mean() if servers > 1 else 1.0
-        trip = np.where(away, trip / scale, 0.0)
-        # The nearest other server that holds a layer in the base, and how many do.
-        there = np.where(self.base[None] * away[:, :, None] > 0.5, trip[:, :, None], np.inf)
-        nearest = np.minimum(there.min(axis=1), trip.max(axis=1, keepdims=True))
-        others = (self.base.sum(axis=0) - self.base) / max(servers - 1, 1)
-        position = np.arange(layers) / layers
-        waves = [position]
-        for k in range(1, FREQUENCIES + 1):
-            waves += [np.sin(2 * np.pi * k * position), np.cos(2 * np.pi * k * position)]
-        capacity = cluster.cap / (layers * experts)
-        bandwidth = np.log(cluster.nic_bps / cluster.nic_bps.mean())
-        of_server = np.stack([capacity, trip.mean(axis=1), bandwidth], axis=-1)
-        self.static = np.concatenate(
-            [
-                np.stack([self.base, nearest, others], axis=-1),
-                np.broadcast_to(np.stack(waves, axis=-1), (servers, layers, len(waves))),
-                np.broadcast_to(of_server[:, None], (servers, layers, 3)),
-            ],
-            axis=-1,
-        )
-
-    def __call__(self, observation: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Features and log-shares of a batch of observations of the whole system."""
-        placement = np.asarray(observation["placement"]) > 0  # (B, GPUs, L, E)
-        held = np.zeros((len(placement), self.shape[0], *placement.shape[2:]), dtype=bool)
-        for g, n in enumerate(self.gpu_server):
-            held[:, n] |= placement[:, g]
-        return self.by_server(observation["counts"], held, observation)
-
-    def by_server(
-        self, counts: Any, held: Any, scalars: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Features (B, N, L, columns) and log-shares (B, N, L, E) of what servers know themselves.
-
-        Args:
-            counts: (B, N, L, E) assignments.
-            held: (B, N, L, E) which experts a server has.
-            scalars: ``in_system``, ``arrivals``, ``link_backlog_s`` (B, N), ``window_s`` (seconds)
-                and ``progress`` (B, 1) or (B, N).
-
-        Raises:
-            ValueError: If the counts are of another cluster or model.
-        """
-        counts = np.asarray(counts, dtype=np.float64)
-        if counts.shape[1:] != self.shape:
-            raise ValueError(f"counts have shape {counts.shape[1:]}, expected {self.shape}")
-        batch, (servers, layers, experts) = len(counts), self.shape
-        # How a server's tokens fall on the experts of a layer.
-        total = counts.sum(axis=3, keepdims=True)
-        share = np.where(total > 0, counts / np.maximum(total, 1.0), 1.0 / experts)
-        mass = np.cumsum(-np.sort(-share, axis=3), axis=3)
-        at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
-        entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=3) / np.log(max(experts, 2))
-        # The load of the servers, first their tokens a second since the last change.
-        in_system, arrivals, backlog_s, window_s, progress = (
-            np.asarray(scalars[name], dtype=np.float64) for name in SCALARS
-        )
-        demand = counts.sum(axis=(2, 3)) / (layers * self.top_k) / (window_s + 1.0)
-        load = [np.log(demand + 1e-3) / 3 - 1, *map(np.log1p, (in_system, arrivals, backlog_s))]
-        load = np.stack([np.broadcast_to(x, (batch, servers)) for x in (*load, progress)], axis=-1)
-        parts = [
-            mass[..., at],
-            entropy[..., None],
-            np.asarray(held).mean(axis=3)[..., None],
-            np.broadcast_to(self.static, (batch, *self.static.shape)),
-            np.broadcast_to(load[:, :, None], (batch, servers, layers, load.shape[-1])),
-        ]
-        x = np.concatenate(parts, axis=-1).astype(np.float32)
-        log_share = 0.5 * np.log(np.clip(share * experts, 1e-2, None)).astype(np.float32)
-        return torch.from_numpy(x), torch.from_numpy(log_share)
-
-    def plan(self, outputs: Tensor, log_share: Tensor) -> NDArray[np.float32]:
-        """Scores (B, N, L, E) in [0, 1] of the actor's outputs (B, N, L, 2): height and slope.
-
-        Only the order within a server matters for what the server takes, so scores are ranks.
-        """
-        height, slope = outputs[..., 0], outputs[..., 1].clamp(-8.0, 8.0)
-        score = BASE_WEIGHT * self.held + (HEIGHT_SCALE * height)[..., None]
-        slope = SLOPE_AT_ZERO * torch.exp(SLOPE_GROWTH * slope)
-        flat = (score + slope[..., None] * log_share).flatten(2)
-        rank = flat.argsort(dim=-1, stable=True).argsort(-1)
-        return (rank.float() / max(flat.shape[-1] - 1, 1)).view(log_share.shape).numpy()
+def features(counts: Any) -> Tensor:
+    """What the actor reads of servers' own counts (..., L, E): float32 (..., L, COLUMNS)."""
+    counts = np.asarray(counts, dtype=np.float64)
+    experts = counts.shape[-1]
+    total = counts.sum(axis=-1, keepdims=True)
+    share = np.where(total > 0, counts / np.maximum(total, 1.0), 1.0 / experts)
+    mass = np.cumsum(-np.sort(-share, axis=-1), axis=-1)
+    at = [max(round(part * experts), 1) - 1 for part in MASS_AT]
+    entropy = -(share * np.log(np.maximum(share, 1e-12))).sum(axis=-1) / np.log(max(experts, 2))
+    layer = np.broadcast_to(np.linspace(-1, 1, entropy.shape[-1]), entropy.shape)
+    found = np.concatenate([mass[..., at], np.stack([entropy, layer], axis=-1)], axis=-1)
+    return torch.from_numpy(found.astype(np.float32))
 
 
-def layer(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
+def linear(inputs: int, outputs: int, std: float = 2**0.5) -> nn.Linear:
     """A linear layer with orthogonal weights and no bias at first."""
-    linear = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(linear.weight, std)
-    nn.init.zeros_(linear.bias)
-    return linear
+    found = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(found.weight, std)
+    nn.init.zeros_(found.bias)
+    return found
 
 
 class Agent(nn.Module):
-    """One actor for every server, and a critic of the whole system."""
+    """One network for all servers and a table for each."""
 
-    def __init__(self, columns: int, width: int) -> None:
+    def __init__(self, width: int, servers: int, layers: int) -> None:
         super().__init__()
-        self.columns, self.width = columns, width
-        self.encode = nn.Sequential(
-            layer(columns, width), nn.Tanh(), layer(width, width), nn.Tanh()
+        self.actor = nn.Sequential(
+            linear(COLUMNS, width),
+            nn.Tanh(),
+            linear(width, width),
+            nn.Tanh(),
+            linear(width, 1, 0.01),
         )
-        self.mix = nn.Sequential(layer(2 * width, width), nn.Tanh())
-        self.mean = layer(width, 2, 0.01)
-        self.move = layer(width, 1, 0.01)
-        nn.init.constant_(self.move.bias, MIGRATE_BIAS)
-        self.critic_encode = nn.Sequential(layer(columns, width), nn.Tanh())
-        self.critic = nn.Sequential(layer(width, width), nn.Tanh(), layer(width, 1, 1.0))
+        self.table: Tensor | None = nn.Parameter(torch.zeros(servers, layers))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means (..., L, 2) and logits of a migration (...,) of features (..., L, columns).
-
-        Each leading index is a server on its own.
-        """
-        h = self.encode(x)
-        h = self.mix(torch.cat([h, h.mean(-2, keepdim=True).expand_as(h)], -1))
-        return self.mean(h), self.move(h.mean(-2)).squeeze(-1)
-
-    def value(self, x: Tensor) -> Tensor:
-        """Values (B,) of features (B, N, L, columns) of the whole system."""
-        return self.critic(self.critic_encode(x).mean((1, 2))).squeeze(-1)
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean outputs (B, N, L) of features (B, N, L, COLUMNS): each server's of its own."""
+        output = self.actor(x).squeeze(-1)
+        return output if self.table is None else output + self.table
 
 
-def log_prob(
-    mean: Tensor, std: float, logit: Tensor, outputs: Tensor, migrate: Tensor, first: Tensor
-) -> Tensor:
-    """Log-probability (B, N): to migrate unless that is free, and of a plan that is carried out.
-
-    A plan that is not carried out has no effect, so it has no part in the gradient. ``mean`` and
-    the drawn ``outputs`` are (B, N, L, 2), the ``logit`` of a migration and ``migrate`` (1: the
-    plan is carried out) are (B, N), ``first`` (1: the first placement of an episode) is (B, 1).
-    """
-    plan = torch.distributions.Normal(mean, std).log_prob(outputs).sum((2, 3))
-    choice = -nn.functional.binary_cross_entropy_with_logits(logit, migrate, reduction="none")
-    return torch.where(first > 0, 0.0, choice) + migrate * plan
+def plan(output: Tensor, args: Args) -> np.ndarray:
+    """Plans (..., N, L) in [0, 1] of outputs (..., N, L)."""
+    return (0.5 + args.height_unit / HEIGHT_SPAN * output).clamp(0, 1).numpy()
 
 
-def group_advantage(advantage: Tensor, group_size: int) -> Tensor:
-    """Advantages (T, B) less the mean of their group, over a robust spread and limited to 3.
-
-    An expert moved at the wrong time can cost a hundred times what plans differ by; without the
-    limit such an episode alone would decide the update.
-    """
-    steps = len(advantage)
-    grouped = advantage.view(steps, -1, group_size)
-    centred = (grouped - grouped.median(-1, keepdim=True).values).reshape(steps, -1)
-    spread = centred.abs().median().clamp_min(1e-8) * 1.5
-    limited = (centred / spread).clamp(-3.0, 3.0).view(steps, -1, group_size)
-    return (limited - limited.mean(-1, keepdim=True)).reshape(steps, -1)
-
-
-def make_env(args: Args, **overrides: Any) -> ExpertPlacementParallelEnv:
-    """The multi-agent environment with actions of scores."""
-    kwargs = parse_settings(args.set) | {"action_mode": "expert_score", "shared_reward": True}
-    return ExpertPlacementParallelEnv(**(kwargs | overrides))
-
-
-def local_features(
-    features: Features, observations: Sequence[Mapping[str, Mapping[str, Any]]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the actors of B environments see.
-
-    Returns:
-        Features (B, N, L, columns), log-shares (B, N, L, E) and 1 where the placement is the first
-        of its episode (B, 1).
-    """
-
-    def stack(name: str) -> NDArray[Any]:
-        return np.stack([np.stack([own[name] for own in of.values()]) for of in observations])
-
-    scalars = {name: stack(name)[..., 0] for name in SCALARS}
-    x, log_share = features.by_server(stack("counts"), stack("held")[:, :, 0] > 0, scalars)
-    first = torch.as_tensor(scalars["progress"][:, :1] <= 0.0, dtype=torch.float32)
-    return x, log_share, first
-
-
-def state_features(features: Features, envs: Sequence[ExpertPlacementParallelEnv]) -> Tensor:
-    """Features (B, N, L, columns) of the environments' ``state()``, for the critic."""
-    space = observation_space(envs[0].problem)
-    states = [gym.spaces.unflatten(space, env.state()) for env in envs]
-    return features({name: np.stack([state[name] for state in states]) for name in space})[0]
-
-
-def step_all(
-    envs: Sequence[ExpertPlacementParallelEnv], migrate: NDArray[Any], plan: NDArray[Any]
-) -> tuple[list[Any], Tensor, list[Any]]:
-    """Step every environment: observations, shared rewards (B,), infos of the first servers."""
-    observations, rewards, infos = [], [], []
-    for env, env_migrate, env_plan in zip(envs, migrate, plan, strict=True):
-        actions = {
-            agent: {"migrate": int(env_migrate[n]), "plan": env_plan[n]}
-            for n, agent in enumerate(env.agents)
-        }
-        observation, reward, _, _, info = env.step(actions)
-        observations.append(observation)
-        rewards.append(next(iter(reward.values())))
-        infos.append(next(iter(info.values())))
-    return observations, torch.tensor(rewards, dtype=torch.float32), infos
-
-
-def greedy(
-    agent: Agent, features: Features, cluster: Any, observation: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The likeliest joint action for the single environment with ``action_mode="placement"``.
-
-    The servers' plans are put together as the multi-agent environment does.
-    """
-    x, log_share = features(observation)
+def greedy(agent: Agent, args: Args, observation: Mapping[str, Any]) -> dict[str, Any]:
+    """The mean outputs as actions of the single environment, at an episode's first decision."""
     with torch.no_grad():
-        mean, logit = agent(x)
-    first = np.asarray(observation["progress"])[:, :1] <= 0.0
-    migrate = first | (logit.numpy() > 0)  # (B, N)
-    plan = features.plan(mean, log_share)
-    placement = np.array(observation["placement"], dtype=np.int8)
-    for b in np.flatnonzero(migrate.any(axis=1)):
-        counts = np.asarray(observation["counts"][b], dtype=np.float64)
-        target = decode_scores(cluster, plan[b], counts, placement[b])
-        unchanged = ~migrate[b][cluster.gpu_server]
-        target[unchanged] = placement[b][unchanged]
-        placement[b] = repair_placement(cluster, target, counts)
-    return {"migrate": migrate.any(axis=1).astype(np.int64), "plan": placement}
+        found = plan(agent(features(observation["counts"])), args)
+    first = np.asarray(observation["progress"])[:, 0] <= 0
+    return {"migrate": first.astype(np.int64), "plan": found}
 
 
-def evaluate(agent: Agent, features: Features, args: Args) -> dict[str, float]:
-    """Mean latency (seconds) and migrations of the greedy servers on validation episodes."""
-    envs = [make_env(args, split="val") for _ in range(args.eval_episodes)]
-    observations = [env.reset(seed=10_000 + i)[0] for i, env in enumerate(envs)]
-    infos: list[Any] = []
-    while envs[0].agents:
-        x, log_share, first = local_features(features, observations)
+def play(
+    env: ExpertPlacementParallelEnv, observations: Mapping[str, Any], plans: Any, migrate: int
+) -> Any:
+    """One step with a plan (L,) for every server."""
+    return env.step(
+        {agent: {"migrate": migrate, "plan": plans[n]} for n, agent in enumerate(observations)}
+    )
+
+
+def own_counts(observations: Mapping[str, Any]) -> np.ndarray:
+    """The counts (N, L, E) that the servers see, each its own."""
+    return np.stack([seen["counts"] for seen in observations.values()])
+
+
+def evaluate(agent: Agent, args: Args, env: ExpertPlacementParallelEnv) -> dict[str, float]:
+    """Mean latency (seconds) of the mean outputs on validation episodes of full length."""
+    latency = []
+    for episode in range(args.eval_episodes):
+        observations, infos = env.reset(seed=10_000 + episode)
         with torch.no_grad():
-            mean, logit = agent(x)
-        migrate = ((first > 0) | (logit > 0)).long().numpy()
-        observations, _, infos = step_all(envs, migrate, features.plan(mean, log_share))
-    kpis = [info["episode_kpis"] for info in infos]
-    return {
-        f"eval/{name}": float(np.mean([k[name] for k in kpis]))
-        for name in ("mean_latency_s", "migrations")
-    }
+            plans = plan(agent(features(own_counts(observations)[None])), args)[0]
+        migrate = 1
+        while env.agents:
+            observations, _, _, _, infos = play(env, observations, plans, migrate)
+            migrate = 0
+        latency.append(next(iter(infos.values()))["episode_kpis"]["mean_latency_s"])
+    return {"eval/mean_latency_s": float(np.mean(latency))}
 
 
 def train(args: Args) -> Path:
@@ -397,201 +181,129 @@ def train(args: Args) -> Path:
     Raises:
         ValueError: If an argument is out of range.
     """
-    for name, low in (("group_size", 2), ("epochs", 1), ("eval_episodes", 1)):
+    for name, low in (("total_timesteps", 1), ("group_size", 2), ("eval_episodes", 1)):
         if getattr(args, name) < low:
             raise ValueError(f"{name} is {getattr(args, name)}; allowed is {low} or more")
-    if args.num_envs < 1 or args.num_envs % args.group_size:
-        raise ValueError(f"num_envs is {args.num_envs}; allowed are multiples of group_size")
-    if args.base not in BASES:
-        raise ValueError(f"base is {args.base!r}; allowed are {', '.join(BASES)}")
+    if args.batch_size < 1 or args.batch_size % args.group_size:
+        raise ValueError(f"batch_size is {args.batch_size}; allowed are multiples of group_size")
     settings = parse_settings(args.set)
-    if "free_start" in settings:
-        raise ValueError("set: free_start must stay True, the first placement is always made")
+    fixed = [name for name in ("action_mode", "reward", "free_start") if name in settings]
+    if fixed:
+        raise ValueError(f"set: {fixed[0]} belongs to the agent; leave it out")
+    start = time.process_time()
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    envs = [make_env(args, epochs=args.epochs) for _ in range(args.num_envs)]
+    rng = np.random.default_rng(args.seed)
+    env = parallel_env(**(settings | LEARNING | {"epoch_s": args.traffic_s}))
+    validation = parallel_env(**(LEARNING | {"epochs": 12} | settings | {"split": "val"}))
+    servers, layers = env.problem.cluster.num_servers, env.problem.cluster.layers
+    agent = Agent(args.width, servers, layers)
+    shared = [p for name, p in agent.named_parameters() if name != "table"]
+    optimizer = torch.optim.Adam(
+        [
+            {"params": shared, "first_lr": args.learning_rate},
+            {"params": [agent.table], "first_lr": args.table_learning_rate},
+        ],
+        eps=1e-5,
+    )
     run = Path(args.out_dir) / (args.run_name or f"mappo_placement_{args.seed}")
-    run.mkdir(parents=True, exist_ok=True)
-
-    # The start: a search that knows the prompts of the training split only.
-    problem, start = make_problem(settings), None
-    if args.base.startswith("best"):
-        tries = START_TRIES if args.base == "best" else 0
-        system = PlacementSystem.from_problem(problem, own=True)
-        start = cached_best_start(
-            run / "start.json", system, tries=tries, steps=START_STEPS, seed=args.seed
-        )
-    features = Features(problem.cluster, args.base, start and start.held)
-    servers, layers, _ = features.shape
-    agent = Agent(features.columns, args.width)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
-    steps, n = args.epochs, args.num_envs
-    batch_size = steps * n
-    num_updates = max(args.total_timesteps // batch_size, 1)
-    first_update, best_score, log_size = 0, -np.inf, 0
-    state = load_snapshot(args.resume, run / "state.pt")
-    if state is not None:
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        first_update, best_score = state["update"], state["best_score"]
-        log_size = state["log_size"]
-    log = RunLog(run, args, "mappo_placement", first_update * batch_size, log_size)
+    log = RunLog(run, args, "mappo_placement")
     meta = {
         "agent": "mappo_placement",
         "args": json.dumps(asdict(args)),
-        "shape": json.dumps({"width": agent.width}),
-        "setting": cluster_fingerprint(problem),
+        "shape": json.dumps({"width": args.width, "servers": servers, "layers": layers}),
+        "setting": cluster_fingerprint(env.problem),
     }
-    if start is not None:
-        meta["start"] = start.to_json()
-    if first_update == 0:
-        result = evaluate(agent, features, args)
-        log.write(0, result)
-        latency = result["eval/mean_latency_s"]
-        log.bar.console.print(f"step 0: validation latency {latency:.3f} s")
-        save = partial(write_checkpoint, agent, meta | {"step": "0"})
-        best_score = save_best_and_last(save, args, run, -latency, best_score)
+    n, num_updates, best_score = (
+        args.batch_size,
+        -(-args.total_timesteps // args.batch_size),
+        -np.inf,
+    )
 
     # Buffers.
-    obs, states = torch.zeros(2, steps, n, servers, layers, features.columns)
-    outputs = torch.zeros(steps, n, servers, layers, 2)
-    migrate, logprobs = torch.zeros(2, steps, n, servers)
-    first = torch.zeros(steps, n, 1)
-    rewards, values = torch.zeros(2, steps, n)
+    obs = torch.zeros(n, servers, layers, COLUMNS)
+    outputs = torch.zeros(n, servers, layers)
+    logprobs, rewards = torch.zeros(2, n, servers)
+    latency = np.zeros(n)
 
-    for update in range(first_update, num_updates):
-        frac = update / num_updates
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - frac)
-        std = STD_FIRST + frac * (STD_LAST - STD_FIRST)
+    for update in range(num_updates + 1):
+        # Evaluate, first of all the random weights.
+        step = update * n
+        metrics: dict[str, float] = {}
+        if interval_passed(args.eval_every, step - n, step) or update in (0, num_updates):
+            metrics = evaluate(agent, args, validation)
+            found = metrics["eval/mean_latency_s"]
+            log.bar.console.print(f"step {step}: validation latency {found:.3f} s")
+            save = partial(write_checkpoint, agent, meta | {"step": str(step)})
+            best_score = save_best_and_last(save, args, run, -found, best_score)
+        metrics |= {"charts/SPS": log.advance(step), "charts/cpu_s": time.process_time() - start}
+        if update == num_updates:
+            log.write(step, metrics)
+            break
+        left = 1 - update / num_updates
+        for group in optimizer.param_groups:
+            group["lr"] = group["first_lr"] * left
+        std = args.std_last + left * (args.std_first - args.std_last)
 
-        # Collect whole episodes. The seeds of an update follow from its number alone, so that a
-        # resumed run needs no state of the environments.
-        rng = np.random.default_rng([args.seed, update])
+        # Episodes of one decision.
         seeds = np.repeat(rng.integers(1 << 30, size=n // args.group_size), args.group_size)
-        observations = [
-            env.reset(seed=seed)[0] for env, seed in zip(envs, seeds.tolist(), strict=True)
-        ]
-        infos: list[Any] = []
-        with torch.no_grad():
-            for t in range(steps):
-                obs[t], log_share, first[t] = local_features(features, observations)
-                states[t] = state_features(features, envs)
-                mean, logit = agent(obs[t])
-                values[t] = agent.value(states[t])
-                outputs[t] = mean + std * torch.randn_like(mean)
-                migrate[t] = torch.maximum(first[t], torch.bernoulli(logit.sigmoid()))
-                logprobs[t] = log_prob(mean, std, logit, outputs[t], migrate[t], first[t])
-                plan = features.plan(outputs[t], log_share)
-                observations, rewards[t], infos = step_all(envs, migrate[t].long().numpy(), plan)
+        for k, seed in enumerate(seeds.tolist()):
+            observations, _ = env.reset(seed=seed)
+            obs[k] = features(own_counts(observations))
+            with torch.no_grad():
+                policy = torch.distributions.Normal(agent(obs[k : k + 1])[0], std)
+                outputs[k] = policy.sample()
+                logprobs[k] = policy.log_prob(outputs[k]).sum(-1)
+            _, reward, _, _, infos = play(env, observations, plan(outputs[k], args), 1)
+            rewards[k] = torch.tensor(list(reward.values()))
+            latency[k] = next(iter(infos.values()))["episode_kpis"]["mean_latency_s"]
+        if args.shuffle_rewards:
+            rewards = rewards[torch.as_tensor(rng.permutation(n))]
+        grouped = rewards.view(-1, args.group_size, servers)
+        advantages = grouped - grouped.mean(1, keepdim=True)
+        advantages = (advantages / (advantages.std() + 1e-8)).view(n, servers)
 
-            # Generalised advantage estimate; nothing comes after the last decision.
-            advantages, last_advantage, next_value = torch.zeros(steps, n), torch.zeros(n), 0.0
-            for t in reversed(range(steps)):
-                delta = rewards[t] + GAMMA * next_value - values[t]
-                last_advantage = delta + GAMMA * GAE_LAMBDA * last_advantage
-                advantages[t], next_value = last_advantage, values[t]
-            returns = advantages + values
-            advantages = group_advantage(advantages, args.group_size)
-
-        # Update the policy and the value network.
-        buffers = (obs, states, outputs, migrate, first, logprobs, advantages, returns)
-        batch = [x.reshape(batch_size, *x.shape[2:]) for x in buffers]
+        # Update the servers' policy.
+        policy_loss = approx_kl = 0.0
         for _ in range(args.update_epochs):
-            for index in torch.randperm(batch_size).chunk(NUM_MINIBATCHES):
-                (
-                    b_obs,
-                    b_states,
-                    b_outputs,
-                    b_migrate,
-                    b_first,
-                    b_logprobs,
-                    b_advantages,
-                    b_returns,
-                ) = (x[index] for x in batch)
-                mean, logit = agent(b_obs)
-                logratio = log_prob(mean, std, logit, b_outputs, b_migrate, b_first) - b_logprobs
-                ratio, b_advantages = logratio.exp(), b_advantages[:, None]  # (B, N), (B, 1)
-                approx_kl = (ratio - 1 - logratio).sum(-1).mean().item()
-                if approx_kl > TARGET_KL:
-                    break
-                clipped = ratio.clamp(1 - CLIP_COEF, 1 + CLIP_COEF)
-                policy_loss = -torch.min(b_advantages * ratio, b_advantages * clipped).mean()
-                value_loss = nn.functional.smooth_l1_loss(agent.value(b_states), b_returns)
-                loss = policy_loss + VF_COEF * value_loss
+            for index in torch.randperm(n).chunk(NUM_MINIBATCHES):
+                policy = torch.distributions.Normal(agent(obs[index]), std)
+                logratio = policy.log_prob(outputs[index]).sum(-1) - logprobs[index]
+                ratio = logratio.exp()
+                clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+                loss = -torch.min(advantages[index] * ratio, advantages[index] * clipped).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
                 optimizer.step()
-            if approx_kl > TARGET_KL:
-                break
-
-        step = (update + 1) * batch_size
-        kpis = [info["episode_kpis"] for info in infos]
-        metrics = {
-            "charts/SPS": log.advance(step),
-            "charts/episodic_return": rewards.sum(0).mean().item(),
-            "charts/mean_latency_s": float(np.mean([k["mean_latency_s"] for k in kpis])),
-            "charts/migrations": float(np.mean([k["migrations"] for k in kpis])),
-            "losses/policy_loss": policy_loss.item(),
-            "losses/value_loss": value_loss.item(),
-            "charts/std": std,
-            "charts/move_rate": migrate[1:].mean().item() if steps > 1 else 0.0,
-            "losses/approx_kl": approx_kl,
-        }
-        if interval_passed(args.eval_every, step - batch_size, step) or update + 1 == num_updates:
-            result = evaluate(agent, features, args)
-            metrics |= result
-            latency = result["eval/mean_latency_s"]
-            log.bar.console.print(f"step {step}: validation latency {latency:.3f} s")
-            save = partial(write_checkpoint, agent, meta | {"step": str(step)})
-            best_score = save_best_and_last(save, args, run, -latency, best_score)
-        log.write(step, metrics)
-        save_snapshot(
-            run / "state.pt",
-            agent=agent.state_dict(),
-            optimizer=optimizer.state_dict(),
-            rng=torch.get_rng_state(),
-            update=update + 1,
-            best_score=best_score,
-            log_size=log.size,
+                policy_loss = loss.item()
+                approx_kl = (ratio - 1 - logratio).mean().item()
+        log.write(
+            step,
+            metrics
+            | {
+                "charts/episodic_return": rewards.sum(1).mean().item(),
+                "charts/mean_latency_s": float(latency.mean()),
+                "charts/std": std,
+                "losses/policy_loss": policy_loss,
+                "losses/approx_kl": approx_kl,
+            },
         )
     log.close()
     return run
 
 
-class PlacementPolicy(CheckpointPolicy):
-    """The greedy policy of a checkpoint."""
-
-    start: InitialPlacement | None = None
-    """Placement that the search of the training found; None for other bases."""
-    step: int = 0
-    """Decisions that the policy was trained on."""
-
-
-def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> PlacementPolicy:
-    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`.
-
-    On another cluster than that of the training the policy does not have the start.
-    """
-    given = json_field(meta, "args")
-    if "members" in given:  # the flags of earlier versions
-        given |= {"num_envs": given["groups"] * given["members"], "group_size": given["members"]}
-    args = saved_args(Args, given)
-    system = make_problem(parse_settings(args.set)) if system is None else system
-    start = InitialPlacement.from_json(meta["start"]) if "start" in meta else None
-    known = start is not None and meta.get("setting") == cluster_fingerprint(system)
-    held = start.held if start and known else None
-    features = Features(system.cluster, args.base, held)
-    net = Agent(features.columns, **json_field(meta, "shape"))
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+    """The servers of a checkpoint as one policy, see `servegym.agents.lib.checkpoint`."""
+    args, shape = saved_args(Args, json_field(meta, "args")), json_field(meta, "shape")
+    net = Agent(**shape)
     net.load_state_dict(weights)
-
-    def decide(observation: Any, _: Any) -> dict[str, Any]:
-        return greedy(net, features, system.cluster, observation)
-
-    policy = PlacementPolicy("mappo_placement", "graph", args, net, decide)
-    policy.start, policy.step = start, int(meta.get("step") or args.total_timesteps)
-    policy.env_kwargs = {"action_mode": "placement"}
+    if system is not None and cluster_fingerprint(system) != meta["setting"]:
+        net.table = None
+    policy = CheckpointPolicy(
+        "mappo_placement", "graph", args, net, lambda observation, _: greedy(net, args, observation)
+    )
+    policy.env_kwargs = {"action_mode": "layer_height"}
     return policy
 
 

@@ -123,8 +123,8 @@ def shipped_for(family: str, name: str, system: Any) -> Path | None:
     """The shipped file that a name means for a system; None if none has the name.
 
     An agent's own name means its file for the system at hand where one was trained for it, as
-    ``ppo_placement`` means ``ppo_placement_drift`` on the cluster of that scenario. Every other
-    name means the file of that name.
+    ``ppo_placement`` means ``ppo_placement_paper_testbed`` on the cluster of that scenario. Every
+    other name means the file of that name.
 
     Args:
         family: The environment family.

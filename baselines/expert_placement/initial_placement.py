@@ -9,11 +9,9 @@ episode to come is used: prompts and task shares are those that an operator has 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from servegym.baselines.expert_placement.link_queues import LinkQueueModel
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 from servegym.envs._checks import whole
-from servegym.envs._files import write_atomic
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem
@@ -60,19 +57,6 @@ class InitialPlacement:
     latency_s: dict[str, float]
     calls: int
     cpu_s: float = 0.0
-
-    def to_json(self) -> str:
-        """As text; the placement as hexadecimal digits."""
-        packed = np.packbits(self.held).tobytes().hex()
-        return json.dumps(asdict(self) | {"held": packed, "shape": self.held.shape})
-
-    @classmethod
-    def from_json(cls, text: str) -> InitialPlacement:
-        """Inverse of `to_json`."""
-        found = json.loads(text)
-        shape = tuple(found.pop("shape"))
-        bits = np.unpackbits(np.frombuffer(bytes.fromhex(found["held"]), np.uint8))
-        return cls(**(found | {"held": bits[: np.prod(shape)].reshape(shape) > 0}))
 
 
 def best_start(
@@ -141,20 +125,6 @@ def best_start(
         calls=objective.calls + short.calls,
         cpu_s=time.process_time() - begin,
     )
-
-
-def cached_best_start(path: Path, system: PlacementSystem, **search: Any) -> InitialPlacement:
-    """`best_start`, read from a file or else searched for and written to it.
-
-    Args:
-        path: The JSON file.
-        system: As for `best_start`.
-        **search: Further arguments of `best_start`; a file that exists is read whatever they are.
-    """
-    if not path.exists():
-        text = best_start(system, **search).to_json()
-        write_atomic(path, lambda stream: stream.write(text.encode()))
-    return InitialPlacement.from_json(path.read_text(encoding="utf-8"))
 
 
 def cluster_fingerprint(system: Any) -> str:

@@ -403,8 +403,8 @@ class LocalSearch(_LayerCostPolicy):
 class BestStart(PlacementPolicy):
     """One placement for all episodes: the best of a long search before the first of them.
 
-    It is where ``ppo_placement`` starts, see `initial_placement.best_start`, without a network. It
-    knows the load of the long run, changing tasks included, and no counts; it never moves.
+    See `initial_placement.best_start`. It knows the load of the long run, changing tasks included,
+    and no counts; it never moves.
 
     Args:
         system: The cluster, its recorded prompts and its load.

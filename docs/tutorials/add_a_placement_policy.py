@@ -10,8 +10,8 @@ The families differ in what `act` gets and returns for a batch of B decisions:
 
 `migrate` is 0 to keep the placement, whatever the plan, and 1 to adopt the plan. The plan's shape
 goes by the environment's `action_mode`, which a policy asks for with `env_kwargs`:
-`"layer_budget"` (B, N, L), `"expert_score"` (B, N, L, E) or `"placement"` (B, G, L, E). The pages
-of [ExpertPlacement-v0](../environments/ExpertPlacement-v0.md) and
+`"layer_budget"` and `"layer_height"` (B, N, L), `"expert_score"` (B, N, L, E) or `"placement"`
+(B, G, L, E). The pages of [ExpertPlacement-v0](../environments/ExpertPlacement-v0.md) and
 [ServerlessMoE-v0](../environments/ServerlessMoE-v0.md) explain the parts. A file whose class is
 named `Policy` can be given to `servegym evaluate --policy`.
 """

@@ -36,8 +36,11 @@ from servegym.envs.workloads.activations import (
     make_toy_activations,
 )
 
-ACTION_MODES = ("layer_budget", "expert_score", "placement")
+ACTION_MODES = ("layer_budget", "layer_height", "expert_score", "placement")
+REWARDS = ("latency", "log_latency")
 TASK_MIXES = ("by_server", "mixed")
+LEARNING: dict[str, Any] = {"action_mode": "layer_height", "reward": "log_latency", "epochs": 1}
+"""Arguments to learn with, see Learning in `ExpertPlacementEnv`."""
 # Expected number of requests of an episode: rewards are divided by it.
 MIN_REQUESTS, MAX_REQUESTS = 1e-9, 1e7
 # Moves of the tasks in an episode; their number is counted in 64 bits.
@@ -68,7 +71,8 @@ class Problem:
         task_mix, rotate_s: which tasks a server's requests have.
         history_requests: requests of each server in the first counts.
         free_start: whether the first placement costs nothing.
-        action_mode: ``layer_budget``, ``expert_score`` or ``placement``.
+        action_mode: one of `ACTION_MODES`.
+        reward: one of `REWARDS`.
         replica_choice, replica_candidates, migration_source: options of the simulator.
         serving, cache: whether servers share experts or each caches its own.
         router, execution: which server takes a request, and where its layers run.
@@ -91,6 +95,7 @@ class Problem:
     history_requests: int
     free_start: bool
     action_mode: str
+    reward: str
     replica_choice: str
     replica_candidates: int
     migration_source: str
@@ -219,6 +224,7 @@ def build_problem(
     scenario: str = "edge_hetero",
     model: str = "deepseek-v2-lite",
     action_mode: str = "layer_budget",
+    reward: str = "latency",
     epochs: int = 12,
     epoch_s: float = 300.0,
     split: str = "train",
@@ -286,6 +292,7 @@ def build_problem(
         history_requests=whole("history_requests", history_requests, 0, 1_000_000),
         free_start=flag("free_start", free_start),
         action_mode=choose("action_mode", action_mode, ACTION_MODES),
+        reward=choose("reward", reward, REWARDS),
         replica_choice=check_replica_choice(replica_choice, cluster.messages),
         replica_candidates=whole("replica_candidates", replica_candidates, 1),
         migration_source=choose("migration_source", load["migration_source"], MIGRATION_SOURCES),

@@ -21,6 +21,8 @@ from servegym.envs.expert_placement.simulator import (
 MAX_COUNT = 1e9
 MAX_SECONDS = 1e6
 MAX_REQUESTS = 1e6
+LEAST_LATENCY_S = 1e-3
+"""What the logarithm of a latency is of at least, in seconds; a server without requests has it."""
 # Key figures of single servers are given for clusters of up to this many.
 MAX_LISTED_SERVERS = 16
 
@@ -96,7 +98,7 @@ def action_space(problem: Problem) -> spaces.Dict:
     """The action space of one system, by the problem's mode."""
     c = problem.cluster
     plan: spaces.Space
-    if problem.action_mode == "layer_budget":
+    if problem.action_mode in ("layer_budget", "layer_height"):
         plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers), np.float32)
     elif problem.action_mode == "expert_score":
         plan = spaces.Box(0.0, 1.0, (c.num_servers, c.layers, c.experts), np.float32)
@@ -181,7 +183,11 @@ class PlacementEpisode:
         cluster, mode = self.problem.cluster, self.problem.action_mode
         if mode == "placement":
             return decode.repair_placement(cluster, plan, self.counts())
-        of = decode.decode_budget if mode == "layer_budget" else decode.decode_scores
+        of = {
+            "layer_budget": decode.decode_budget,
+            "layer_height": decode.decode_heights,
+            "expert_score": decode.decode_scores,
+        }[mode]
         return of(cluster, plan, self.counts(), self.simulator.target())
 
     def step(self, migrate: bool, plan: np.ndarray) -> tuple[np.ndarray, bool, bool]:
@@ -221,6 +227,15 @@ class PlacementEpisode:
         served = local + remote
         np.divide(local, served, out=self.local_ratio[self.epoch - 1], where=served > 0)
         return sim.state.server["area"] - before, adopted, ended
+
+    def rewards(self, area: np.ndarray) -> np.ndarray:
+        """The servers' parts of the reward ``(N,)``, by their request-seconds ``(N,)``."""
+        problem = self.problem
+        if problem.reward == "latency":
+            return -area / problem.expected_arrivals
+        own = problem.epoch_s / problem.interarrival_s  # expected arrivals of each server
+        log_latency = np.log(np.maximum(area / own, LEAST_LATENCY_S))
+        return -log_latency * own / problem.expected_arrivals
 
     # ---------------------------------------------------------------------------- looking at it
 

@@ -10,6 +10,10 @@ import numpy as np
 
 from servegym.envs.expert_placement.cluster import Cluster
 
+HEIGHT_SPAN = 16.0
+"""Heights of layers are from minus to plus half of it, in units of the logarithm of a share."""
+LEAST_SHARE = 0.01
+
 
 def layer_sizes(share: np.ndarray, cap: np.ndarray, experts: int) -> np.ndarray:
     """Experts of each layer on each server, from shares of the server's slots.
@@ -130,16 +134,23 @@ def assign_gpus(
             open_ &= ~stay
             free[i] -= int(stay.sum())
             load[i] = (stay * weight).sum(axis=1)
+        room = free.tolist()
         for layer in np.flatnonzero(open_.any(axis=1)).tolist():
             waiting = np.flatnonzero(open_[layer])
-            for e in waiting[np.argsort(-weight[layer, waiting], kind="stable")].tolist():
-                i = min(
-                    (i for i in range(len(gpus)) if free[i] > 0),
-                    key=lambda i: (load[i, layer], -free[i], i),
-                )
-                z[gpus[i], layer, e] = 1
-                free[i] -= 1
-                load[i, layer] += weight[layer, e]
+            order = waiting[np.argsort(-weight[layer, waiting], kind="stable")]
+            on = load[:, layer].tolist()
+            gpu = []
+            for w in weight[layer, order].tolist():
+                best = -1
+                for i, left in enumerate(room):
+                    if left > 0 and (
+                        best < 0 or on[i] < on[best] or (on[i] == on[best] and left > room[best])
+                    ):
+                        best = i
+                gpu.append(gpus[best])
+                room[best] -= 1
+                on[best] += w
+            z[gpu, layer, order] = 1
     return z
 
 
@@ -166,6 +177,24 @@ def decode_scores(
     flat = np.asarray(score, dtype=np.float64).reshape(cluster.num_servers, -1)
     held = best_experts(flat, np.minimum(cluster.cap, flat.shape[1])).reshape(score.shape)
     return assign_gpus(cluster, held, counts.sum(axis=0), current)
+
+
+def decode_heights(
+    cluster: Cluster, plan: np.ndarray, counts: np.ndarray, current: np.ndarray
+) -> np.ndarray:
+    """A placement from a number in [0, 1] for each layer of each server, ``(N, L)``.
+
+    The score of an expert is the natural logarithm of its share of the server's own assignments in
+    the layer plus the layer's height, `HEIGHT_SPAN` times (number - 1/2), see `decode_scores`. A
+    share counts as `LEAST_SHARE` of an even one at least; without assignments all are even.
+    """
+    counts = np.asarray(counts, dtype=np.float64)
+    total = counts.sum(axis=2, keepdims=True)
+    even = 1.0 / cluster.experts
+    share = np.where(total > 0, counts / np.maximum(total, 1.0), even)
+    height = HEIGHT_SPAN * (np.asarray(plan, dtype=np.float64) - 0.5)
+    score = np.log(np.maximum(share, LEAST_SHARE * even)) + height[:, :, None]
+    return decode_scores(cluster, score, counts, current)
 
 
 def repair_placement(cluster: Cluster, wanted: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -86,6 +86,10 @@ class ExpertPlacementEnv(gym.Env):
     - `"layer_budget"` (default): `Box(0, 1, (N, L))`, how much of each server's slots each layer gets;
       the numbers of a server are divided by their sum. Which experts of a layer a server has goes by
       its counts.
+    - `"layer_height"`: `Box(0, 1, (N, L))`; each server fills its slots with its best-scored experts.
+      The score of an expert is the natural logarithm of its share of the server's own `counts` of the
+      layer, a hundredth of an even share at least, plus the layer's height, 16 (number - 1/2): all
+      numbers 1/2 take the experts of the largest shares, one that is 1 puts its whole layer first.
     - `"expert_score"`: `Box(0, 1, (N, L, E))`; each server fills its slots with its best-scored experts.
     - `"placement"`: `MultiBinary((G, L, E))`, the placement itself: 1 puts an expert on a GPU.
 
@@ -116,6 +120,18 @@ class ExpertPlacementEnv(gym.Env):
     Minus the request-seconds in the system during the epoch, over the expected arrivals of an
     epoch. Their sum over an episode is minus the total latency of all requests, over that number.
 
+    With `reward="log_latency"`: minus the natural logarithm of each server's request-seconds over its
+    expected arrivals (1 ms at least), averaged over the servers by their expected arrivals. Latencies
+    have a heavy tail, and one overloaded server would decide a mean.
+
+    ## Learning
+
+    `servegym.envs.expert_placement.config.LEARNING` holds the arguments to begin with, as in
+    `gymnasium.make("servegym/ExpertPlacement-v0", **LEARNING)`: `action_mode="layer_height"`,
+    `reward="log_latency"` and `epochs=1`. An episode is then one placement and the traffic after it, a
+    bandit whose discount does not matter; the placement serves longer episodes without a change.
+    `agents/ppo_placement.py` learns so, `agents/mappo_placement.py` with every server an agent.
+
     ## Starting State
 
     No request is in the system, the experts are spread uniformly and `counts` holds those of
@@ -143,6 +159,7 @@ class ExpertPlacementEnv(gym.Env):
     | `scenario` | `"edge_hetero"` | cluster and load, see Description |
     | `model` | `"deepseek-v2-lite"` | or `mixtral-8x7b`, `gpt-oss-20b`, `toy` |
     | `action_mode` | `"layer_budget"` | see Action Space |
+    | `reward` | `"latency"` | or `log_latency`, see Rewards |
     | `epochs`, `epoch_s` | 12, 300 | decisions, seconds between them |
     | `split` | `"train"` | prompts of the episode: `train`, `val` or `eval` |
     | `skew`, `activations_seed` | `"measured"`, 0 | how tasks use the experts: as `measured`, or narrower, as in the `paper` (always synthetic); seed of what is not recorded |
@@ -233,7 +250,7 @@ class ExpertPlacementEnv(gym.Env):
             raise ResetNeeded("Cannot step: call reset() to begin an episode first.")
         migrate, plan = check_action(action, self.action_space)
         area, adopted, ended = self.system.step(migrate, plan)
-        terms = reward_terms(area, self.problem.expected_arrivals)
+        terms = reward_terms(self.system.rewards(area), self.problem.reward)
         info: dict[str, Any] = {"reward_terms": terms, "adopted": adopted}
         if ended:
             self._finished = True
@@ -279,11 +296,11 @@ class ExpertPlacementEnv(gym.Env):
         return self._observation(), {}
 
 
-def reward_terms(area: np.ndarray, expected: float) -> dict[str, float]:
-    """Reward by server, or as one sum where there are many, of request-seconds ``(N,)``."""
-    if len(area) > 16:
-        return {"latency": -float(area.sum()) / expected}
-    return {f"latency_server_{n}": -float(x) / expected for n, x in enumerate(area)}
+def reward_terms(rewards: np.ndarray, name: str) -> dict[str, float]:
+    """The servers' parts of the reward ``(N,)`` by name, or as one sum where there are many."""
+    if len(rewards) > 16:
+        return {name: float(rewards.sum())}
+    return {f"{name}_server_{n}": float(x) for n, x in enumerate(rewards)}
 
 
 def check_action(action: Any, space: Any) -> tuple[bool, np.ndarray]:

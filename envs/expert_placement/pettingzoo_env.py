@@ -37,7 +37,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
     ## Action Space
 
     A `Dict` each: `migrate`, `Discrete(2)`, and `plan`, `Box(0, 1, (L,))` with
-    `action_mode="layer_budget"` or `Box(0, 1, (L, E))` with `"expert_score"`.
+    `action_mode="layer_budget"` or `"layer_height"`, `Box(0, 1, (L, E))` with `"expert_score"`.
 
     ## Observation Space
 
@@ -49,8 +49,10 @@ class ExpertPlacementParallelEnv(ParallelEnv):
 
     ## Rewards
 
-    Minus the request-seconds of the server's own requests over the expected arrivals of all; they
-    add up to the reward of the whole. With `shared_reward=True` everyone gets that sum.
+    The server's own part of the reward of `ExpertPlacementEnv`, so that they add up to it: minus
+    the request-seconds of its own requests over the expected arrivals of all, or with
+    `reward="log_latency"` minus the logarithm of its own latency, over N where all servers have
+    the same arrivals. With `shared_reward=True` everyone gets that sum.
 
     ## Episode End
 
@@ -84,7 +86,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
         if isinstance(mode, str) and mode == "placement":
             raise ValueError(
                 "action_mode='placement' is for the single environment; "
-                "choose 'layer_budget' or 'expert_score'."
+                "choose 'layer_budget', 'layer_height' or 'expert_score'."
             )
         self.shared_reward = flag("shared_reward", shared_reward)
         self.problem = make_problem(kwargs)
@@ -178,7 +180,7 @@ class ExpertPlacementParallelEnv(ParallelEnv):
             wanted[keeps] = self.system.simulator.target()[keeps]
             placement = repair_placement(self.problem.cluster, wanted, self.system.counts())
         area, adopted, ended = self.system.advance(placement)
-        rewards = -area / self.problem.expected_arrivals
+        rewards = self.system.rewards(area)
         if self.shared_reward:
             rewards = np.full(len(rewards), rewards.sum())
         agents = self.agents

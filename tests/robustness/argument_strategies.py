@@ -534,7 +534,8 @@ def per(
 PLACEMENT = {
     "scenario": name("edge_hetero", "edge_decode", "paper_testbed", "drift", "scale_4"),
     "model": name("toy"),
-    "action_mode": name("layer_budget", "expert_score", "placement"),
+    "action_mode": name("layer_budget", "layer_height", "expert_score", "placement"),
+    "reward": name("latency", "log_latency"),
     "epochs": whole(1, 100_000, most=6),
     "epoch_s": real(0.0, open_low=True, least=0.1, most=1e9, needs={"mean_interarrival_s": 1e8}),
     "split": name("train", "val", "eval"),

@@ -1,7 +1,5 @@
 """The search for one good placement: the estimate by hand, what annealing keeps, the policy."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -12,9 +10,7 @@ from servegym.baselines.expert_placement.feasibility import (
 )
 from servegym.baselines.expert_placement.heuristics import uniform, whole_layer
 from servegym.baselines.expert_placement.initial_placement import (
-    InitialPlacement,
     best_start,
-    cached_best_start,
     climb,
     cluster_fingerprint,
 )
@@ -129,10 +125,6 @@ def test_the_start_is_the_fastest_candidate_in_the_simulator():
     assert len(set(found.latency_s.values())) == 4 and found.cpu_s > 0
     assert found.held.any(axis=0).all()
     assert (found.held.sum(axis=(1, 2)) <= system.cluster.cap).all()
-    again = InitialPlacement.from_json(found.to_json())
-    np.testing.assert_array_equal(again.held, found.held)
-    for name in ("name", "latency_s", "calls", "cpu_s"):
-        assert getattr(again, name) == getattr(found, name)
 
 
 def test_exchanges_are_kept_where_they_are_faster():
@@ -171,16 +163,6 @@ def test_the_policy_searches_once_and_stays():
             make_policy("best_start", system, family="expert_placement", **{name: -1})
         with pytest.raises(ValueError, match=name):
             best_start(system, **{name: -1})
-
-
-def test_a_file_that_exists_is_read_and_no_search_is_made(tmp_path, monkeypatch):
-    path, system = tmp_path / "start.json", toy()
-    first = cached_best_start(path, system, tries=0, swaps=2, seed=3)
-    monkeypatch.setattr("servegym.baselines.expert_placement.initial_placement.best_start", None)
-    again = cached_best_start(path, system)
-    np.testing.assert_array_equal(again.held, first.held)
-    assert json.loads(path.read_text())["name"] == first.name == again.name
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_fingerprints_differ_by_what_a_start_depends_on():

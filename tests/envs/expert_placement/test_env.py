@@ -13,20 +13,23 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from servegym.envs.expert_placement.cluster import build_cluster, scenario_cluster
-from servegym.envs.expert_placement.config import build_problem
+from servegym.envs.expert_placement.config import LEARNING, build_problem
 from servegym.envs.expert_placement.decode import (
+    HEIGHT_SPAN,
     decode_budget,
+    decode_heights,
     decode_scores,
     layer_sizes,
     repair_placement,
 )
 from servegym.envs.expert_placement.env import ExpertPlacementEnv
+from servegym.envs.expert_placement.simulator import uniform_placement
 from servegym.envs.expert_placement.vector_env import ExpertPlacementVectorEnv
 
 from ...nested import assert_same
 from .reference import COMPILED
 
-MODES = ("layer_budget", "expert_score", "placement")
+MODES = ("layer_budget", "layer_height", "expert_score", "placement")
 SHORT = {"model": "toy", "epochs": 3, "epoch_s": 20.0, "mean_interarrival_s": 2.0}
 every_mode = pytest.mark.parametrize("mode", MODES)
 NAME = "test/ExpertPlacement-v0"
@@ -346,6 +349,7 @@ def test_steps_need_an_episode_and_good_actions():
         ({"scenario": "edge"}, "edge_hetero"),
         ({"model": "mixtral"}, "mixtral-8x7b"),
         ({"action_mode": "budget"}, "layer_budget"),
+        ({"reward": "log"}, "log_latency"),
         ({"epochs": 0}, "epochs"),
         ({"epoch_s": -1}, "epoch_s"),
         ({"split": "test"}, "eval"),
@@ -385,7 +389,49 @@ def test_the_models_serve_recorded_prompts(model):
     assert 0.0 < info["episode_kpis"]["local_token_ratio"] < 1.0
 
 
+def test_the_arguments_to_learn_with_pay_the_logarithm_of_each_servers_latency():
+    env = ExpertPlacementEnv(**(SHORT | LEARNING))
+    again = gym.make(EnvSpec.from_json(gym.make(NAME, **(SHORT | LEARNING)).spec.to_json()))
+    moves = actions(env, 1)
+    _, (_, reward, ended, _, info) = play(env, moves, seed=2)[:2]
+    assert_same((reward, info), play(again, moves, seed=2)[1][1::3])
+    assert ended and reward == sum(info["reward_terms"].values())
+    env.reset(seed=2)
+    env.step(moves[0])
+    log, own = env.request_log(), env.problem.epoch_s / 2.0  # expected arrivals of a server
+    for n in range(3):
+        mine = log[log["server"] == n]
+        latency_s = (mine["finish_s"] - mine["arrival_s"]).sum() / own
+        term = info["reward_terms"][f"log_latency_server_{n}"]
+        assert term == pytest.approx(-np.log(latency_s) / 3)
+    # A server without requests is paid for the least latency.
+    alone = ExpertPlacementEnv(**(SHORT | LEARNING | {"mean_interarrival_s": [1e9, 1.0, 1.0]}))
+    alone.reset(seed=0)
+    terms = alone.step(moves[0])[4]["reward_terms"]
+    assert terms["log_latency_server_0"] == pytest.approx(-np.log(1e-3) * 1e-9 / 2, rel=1e-3)
+
+
 # ----------------------------------------------------------------------------------- decoders
+
+
+def test_heights_order_layers_and_shares_their_experts():
+    problem = make().problem
+    c = problem.cluster
+    rng = np.random.default_rng(0)
+    counts = rng.permutation(np.arange(1, 1 + c.num_servers * c.layers * c.experts))
+    counts = counts.reshape(c.num_servers, c.layers, c.experts)
+    current = uniform_placement(c)
+    share = counts / counts.sum(axis=2, keepdims=True)
+    flat = decode_heights(c, np.full((c.num_servers, c.layers), 0.5), counts, current)
+    np.testing.assert_array_equal(flat, decode_scores(c, share, counts, current))
+    # A layer comes first whole where its height is above the others' by more than shares differ.
+    plan = np.full((c.num_servers, c.layers), 0.5)
+    plan[0, 0] = plan[1, 1] = plan[2, 2] = plan[2, 3] = 1.0
+    assert HEIGHT_SPAN / 2 > np.log(share.max() / share.min())
+    held = c.server_view(decode_heights(c, plan, counts, current))
+    assert held[0, 0].all() and held[1, 1].all() and held[2, 2:].all()
+    best = np.argsort(-share[0, 1:], axis=None)[: c.cap[0] - c.experts]
+    np.testing.assert_array_equal(np.flatnonzero(held[0, 1:]), np.sort(best))
 
 
 def test_sizes_by_hand():
@@ -428,6 +474,8 @@ def test_every_action_decodes_to_a_feasible_placement(spare):
                 decode_budget(cluster, share, counts, now),
                 decode_budget(cluster, 0 * share, 0 * counts, now),
                 decode_budget(cluster, share > 0.9, counts, now),
+                decode_heights(cluster, share, counts, now),
+                decode_heights(cluster, 0 * share, 0 * counts, now),
                 decode_scores(cluster, rng.random((n, 32, 8)), counts, now),
                 decode_scores(cluster, np.zeros((n, 32, 8)), counts, now),
                 repair_placement(cluster, rng.random((total, 32, 8)) < 0.1 * scale, counts),

@@ -10,8 +10,8 @@
   would have that knows every change beforehand and moves experts in no time; the seconds that the
   moves between two phases take on the links are in the table, too.
 * ``climb``: a local search in the simulator (exchanges of experts and layers, see
-  `latency_local_search`) that begins where the shipped agent begins, ``--climb-calls`` expert calls
-  long, on training requests.
+  `latency_local_search`) that begins with the placement of ``best_start``, ``--climb-calls`` expert
+  calls long, on training requests.
 
 Placements are found on prompts of the training split and played on those of the evaluation split.
 """
@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from servegym.agents.lib.checkpoint import load_policy, shipped
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import best_start
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
@@ -51,6 +50,10 @@ MODULE = "servegym.experiments.figures.beyond.placement.bound"
 EPISODES = 6
 PHASES = 4
 STEPS, TRIES = 2_000_000, 1
+SEARCH: dict[str, Any] = {"tries": 3, "steps": 3_000_000, "seed": 1}
+QUICK_SEARCH: dict[str, Any] = {"tries": 1, "steps": 1_000, "swaps": 4, "seed": 1}
+ALL_PHASES_S = 75.0
+"""Seconds between moves of the tasks where one placement is for all phases: an epoch has all."""
 
 
 class Options(FigureOptions):
@@ -83,19 +86,17 @@ def play(problem: Problem, held: Any, episodes: int, seed: int = SEED) -> np.nda
     return np.array(found)
 
 
-def _start(scenario: str) -> Any:
-    """The start of the shipped agent."""
-    files = shipped("expert_placement")
-    name = f"ppo_placement_{scenario}"
-    policy: Any = load_policy(files[name if name in files else "ppo_placement"])
-    return policy.start
+def _start(quick: bool, **kwargs: Any) -> Any:
+    """The placement that ``best_start`` finds for a scenario."""
+    known = PlacementSystem.from_problem(build_problem(**kwargs), own=True)
+    return best_start(known, **(QUICK_SEARCH if quick else SEARCH))
 
 
 def phases(options: Options) -> None:
     """Every phase of ``drift`` for ever: what knowing it is worth."""
     drift = build_problem(scenario="drift")
     tasks, servers = drift.tasks, drift.cluster.num_servers
-    mixture = _start("drift").held
+    mixture = _start(options.quick, scenario="drift", rotate_s=ALL_PHASES_S).held
     rows, plans, gained = [], [], []
     epochs = 1 if options.quick else 6
     for phase in range(2 if options.quick else PHASES):
@@ -170,12 +171,12 @@ def _change(seconds: dict[str, np.ndarray], name: str) -> str:
 
 
 def climb(options: Options) -> None:
-    """Whether a search in the simulator gets below the agent's start."""
+    """Whether a search in the simulator gets below `best_start`."""
     known = build_problem(scenario="edge_hetero", action_mode="placement")
     new = build_problem(scenario="edge_hetero", split="eval", epochs=1 if options.quick else 12)
     described = PlacementSystem.from_problem(known, own=True)
     c, counts = known.cluster, LinkQueueModel(described).counts
-    start = _start("edge_hetero").held
+    start = _start(options.quick, scenario="edge_hetero").held
     plan = assign_gpus(c, start, counts.sum(axis=0), np.zeros((c.num_gpus, *start.shape[1:])))
     calls = min(options.climb_calls, 1e6) if options.quick else options.climb_calls
     rehearsal = described.simulated_latency(counts, round(3 * known.expected_arrivals), seed=SEED)
@@ -202,7 +203,7 @@ def climb(options: Options) -> None:
     ]
     changed = int((c.server_view(found) & ~start).sum())
     notes = [
-        f"{calls:.2g} calls of local search from the agent's start change its latency "
+        f"{calls:.2g} calls of local search from the start change its latency "
         f"on the requests searched on by {100 * (after / before - 1):+.1f} % ({changed} experts "
         f"loaded), on evaluation episodes by {versus(seconds['start, climbed'], seconds['start'])}",
         f"whole_layer {seconds['whole_layer'].mean():.2f} s; against it, the start "

@@ -92,8 +92,8 @@ class Way(NamedTuple):
 
     Attributes:
         name: What the table calls it.
-        kind: ``placement``, ``caches``, ``forwarding`` or ``learnt``.
-        policy: A registered policy or shipped checkpoint.
+        kind: ``placement``, ``caches`` or ``forwarding``.
+        policy: A registered policy.
         env_kwargs: Arguments of the environment besides the router.
         loads: At which it is played.
     """
@@ -122,7 +122,6 @@ WAYS = (
     Way("whole_layer", "placement", "whole_layer", {}, LOADS),
     Way("latency_dp", "placement", "latency_dp", {}),
     Way("latency_local_search", "placement", "latency_local_search", {}),
-    Way("ppo_placement", "learnt", "ppo_placement", {}),
     _caches("lru", "lru"),
     _caches("lfu", "lfu", LOADS),
     _caches("activation aware", "activation_aware"),
@@ -291,16 +290,10 @@ def rights(options: Options) -> None:
     _print(table.rows)
 
 
-LEARNT = ("edge_hetero", "drift", "paper_testbed")
-"""Scenarios for which a checkpoint is shipped."""
-
-
 def _possible(way: Way, scenario: str, load: float) -> bool:
     """Whether a way is there and differs from what it is in another scenario."""
     if scenario.startswith("drift") and load > 1:  # too short for the tasks to rotate
         return False
-    if way.kind == "learnt":
-        return scenario in LEARNT
     return way.kind == "placement" or scenario != "drift, host"
 
 
@@ -439,7 +432,7 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return notes
 
 
-_COLOURS = dict(zip(KINDS, ("tab:blue", "tab:red", "tab:olive", "tab:green"), strict=True))
+_COLOURS = dict(zip(KINDS, ("tab:blue", "tab:olive", "tab:green"), strict=True))
 
 
 def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -1,173 +1,89 @@
-"""The experiment around the placement agents: budgets, controls, resuming, verdicts."""
+"""The study around the placement agents: what it reads, controls, times to a level."""
 
 import csv
-from types import SimpleNamespace
+import math
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
-from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
-from servegym.envs.expert_placement.config import build_problem  # noqa: E402
+from servegym.agents import ppo_placement  # noqa: E402
+from servegym.agents.lib.checkpoint import load_policy  # noqa: E402
 from servegym.envs.expert_placement.env import ExpertPlacementEnv  # noqa: E402
-from servegym.experiments.figures.beyond.placement import learning as placement_learning  # noqa: E402
-from servegym.experiments.figures.beyond.placement.learning import (  # noqa: E402
-    Control,
-    calls_a_request,
-    main,
-    training_calls,
-)
+from servegym.experiments.figures.beyond.placement import learning  # noqa: E402
 
-
-@pytest.mark.parametrize("mix", ["by_server", "mixed"])
-def test_calls_of_a_request_are_those_simulated(mix):
-    env = ExpertPlacementEnv(model="toy", epochs=1, mean_interarrival_s=1.0, task_mix=mix)
-    env.reset(seed=0)
-    plan = np.ones((3, 4), np.float32)
-    env.step({"migrate": 1, "plan": plan})
-    simulated = int(env.system.simulator.state.meta["calls"][0])
-    requests = env.episode_kpis()["requests"]
-    assert calls_a_request(env.problem) == pytest.approx(simulated / requests, rel=0.01)
-    args = SimpleNamespace(
-        set=("model=toy", "epoch_s=50"),
-        num_envs=5,
-        epochs=1,
-        total_timesteps=12,
-        eval_every=4,
-        eval_episodes=2,
-    )
-    policy = SimpleNamespace(args=args, start=None)
-    # Two updates of five decisions, evaluations of two episodes of twelve at 0, 5 and 10.
-    decisions = (2 * 5 + 3 * 2 * 12) * 15 * calls_a_request(env.problem)
-    assert training_calls(policy) == pytest.approx(decisions, rel=0.05)
-    policy.start = SimpleNamespace(calls=1e9)
-    assert training_calls(policy) == pytest.approx(decisions + 1e9, rel=1e-3)
+TOY = ("model=toy", "epochs=1", "epoch_s=30.0")
 
 
 def test_controls_place_once_by_the_decoder_alone():
-    env = ExpertPlacementEnv(model="toy", epochs=2, action_mode="expert_score")
-    seen, _ = env.reset(seed=0)
-    rows = {name: part[None].repeat(2, 0) for name, part in seen.items()}
-    plans = {}
-    for name in ("start", "random", "constant"):
-        control = Control(name, env.problem.cluster)
-        control.reset(2, seed=1)
+    for name in learning.CONTROLS:
+        control = learning.Control(name)
+        env = ExpertPlacementEnv(model="toy", epochs=2, **control.env_kwargs)
+        seen, _ = env.reset(seed=0)
+        rows = {key: part[None].repeat(2, 0) for key, part in seen.items()}
+        rows["progress"][1] = 0.5
         action = control.act(rows)
-        plans[name] = action["plan"]
-        assert action["migrate"].tolist() == [1, 1]
+        assert action["migrate"].tolist() == [1, 0] and np.ptp(action["plan"]) == 0
         assert env.action_space["plan"].contains(action["plan"][0])
-        rows["progress"] += 0.5
-        assert control.act(rows)["migrate"].tolist() == [0, 0]
-        rows["progress"] -= 0.5
-    assert np.ptp(plans["constant"]) == 0
-    assert (plans["random"][0] != plans["random"][1]).any()
-    assert (plans["start"][0] == plans["start"][1]).all()
 
 
-def test_the_findings_compare_agents_with_their_rivals():
-    def found_of(latency, number=5):
-        episodes = [
-            {"policy": name, "mean_latency_s": value + 0.01 * k}
-            for name, value in latency.items()
-            for k in range(number)
-        ]
-        rows = [
-            {
-                "policy": name,
-                "mean_latency_s": value,
-                "mean_latency_s_low": value - 0.1,
-                "mean_latency_s_high": value + 0.1,
-            }
-            for name, value in latency.items()
-        ]
-        notes = placement_learning._findings(rows, episodes)
-        return {(one.get("policy"), one.get("against")): one for one in notes}
-
-    won = found_of({"prism": 10.0, "whole_layer": 5.0, "start": 5.0, "ppo_placement": 4.0})
-    one = won["ppo_placement", "whole_layer"]
-    assert one["change_pct"][0] == pytest.approx(-19.9, abs=0.05)
-    assert one["verdict"] == "lower; intervals apart" and one["episodes"] == 5
-    assert not any("as_their_start" in one for one in won.values())
-    same = found_of(
-        {
-            "prism": 9.0,
-            "whole_layer": 5.0,
-            "best_start": 4.0,
-            "start": 4.0,
-            "ppo_placement": 4.0,
-            "mappo_placement": 4.1,
-        }
-    )
-    assert same["best_start", "whole_layer"]["change_pct"][0] == pytest.approx(-19.9, abs=0.05)
-    assert same[None, None]["as_their_start"] == ["ppo_placement"]
-    lost = found_of({"whole_layer": 5.0, "ppo_placement": 5.05})["ppo_placement", "whole_layer"]
-    assert lost["change_pct"][0] == pytest.approx(1.0, abs=0.05) and lost["verdict"] == "not lower"
-    near = found_of({"whole_layer": 5.0, "ppo_placement": 4.95, "latency_dp_usual": 4.97})
-    verdict = near["ppo_placement", "whole_layer"]["verdict"]
-    assert verdict == "lower on the same episodes; intervals of the means overlap"
-    usual = near["ppo_placement", "latency_dp_usual"]["change_pct"][0]
-    assert usual == pytest.approx(-0.4, abs=0.05)
-    few = found_of({"whole_layer": 5.0, "ppo_placement": 4.0}, number=4)
-    assert few["ppo_placement", "whole_layer"]["verdict"].endswith("too few for a verdict")
+def test_seconds_to_a_level_are_those_of_the_first_evaluation_there():
+    curve = [{"cpu_s": 10.0 * k, "val_latency_s": s} for k, s in enumerate((9.0, 6.0, 7.0, 5.0))]
+    assert learning.seconds_to(curve, 6.0) == 10.0
+    assert learning.seconds_to(curve, 5.5) == 30.0
+    assert math.isnan(learning.seconds_to(curve, 4.0))
 
 
-def test_rivals_of_changing_tasks_know_their_mix():
-    kwargs = {"model": "toy", "epochs": 1, "action_mode": "placement"}
-    for rotate_s, shares in ((0.0, [1, 0]), (10.0, [0.5, 0.5])):
-        problem = build_problem(**kwargs, rotate_s=rotate_s)
-        described = PlacementSystem.from_problem(problem)
-        tasks = len(described.task_counts)
-        wanted = described.task_counts[0] if rotate_s == 0 else described.task_counts.mean(axis=0)
-        np.testing.assert_allclose(placement_learning.usual_counts(described)[0], wanted)
-        assert tasks > 1 and shares[0] >= described.long_run_shares.max() - 1e-12
-    fixed = placement_learning._latency_dp_usual(described)
-    assert fixed.name == "latency_dp_usual" and fixed.placement.any(axis=0).all()
+@pytest.mark.parametrize("scenario", learning.SCENARIOS)
+def test_every_training_has_a_command_that_the_agent_takes(scenario):
+    import tyro
+
+    from servegym.agents import mappo_placement
+
+    for command in learning.commands(scenario):
+        module, flags = command.split()[2].rpartition(".")[2], command.split()[3:]
+        args_class = {"ppo_placement": ppo_placement, "mappo_placement": mappo_placement}[module]
+        args = tyro.cli(args_class.Args, args=flags, config=(tyro.conf.FlagConversionOff,))
+        assert args.run_name.endswith(f"{scenario}_{args.seed}")
+        assert args.shuffle_rewards == ("shuffled" in args.run_name)
 
 
-def test_a_repeated_command_plays_nothing_again(tmp_path, monkeypatch, capsys):
-    toy = {"model": "toy"}
-    real_problem, real_evaluate = placement_learning.build_problem, placement_learning.evaluate
-    monkeypatch.setattr(
-        placement_learning, "build_problem", lambda **kwargs: real_problem(**kwargs, **toy)
-    )
-    monkeypatch.setattr(
-        placement_learning,
-        "evaluate",
-        lambda env_id, policies, episodes, seed, kwargs, num_envs: real_evaluate(
-            env_id, policies, episodes, seed, {**kwargs, **toy}, num_envs
-        ),
-    )
-    empty = tmp_path / "none"
-    empty.mkdir()
-    command = [
-        "--quick",
-        "--figure",
-        "edge_hetero",
-        "summary",
-        "--out",
-        str(tmp_path),
-        "--checkpoints",
-        str(empty),
-        "--search-calls",
-        "1e4",
-        "--search-episodes",
-        "1",
-    ]
-    assert main(command) == 0
-    first = capsys.readouterr().out
-    assert "edge_hetero random: 2/2" in first
-    with open(tmp_path / "learning.csv", newline="") as stream:
+def test_a_missing_training_is_named(tmp_path):
+    with pytest.raises(ValueError, match="holds no training of edge_hetero; make one by python"):
+        learning.main(["--figure", "edge_hetero", "--runs", str(tmp_path), "--out", str(tmp_path)])
+
+
+def test_it_shows_curves_and_evaluations_of_trainings_rules_and_controls(tmp_path, monkeypatch):
+    plain = learning.evaluate
+
+    def on_toy(env_id, policies, episodes, seed, kwargs):
+        return plain(env_id, policies, episodes, seed, {**kwargs, "model": "toy", "epochs": 1})
+
+    monkeypatch.setattr(learning, "evaluate", on_toy)
+    for seed in (1, 2):
+        args = ppo_placement.Args(
+            seed=seed,
+            set=TOY,
+            total_timesteps=32,
+            num_envs=16,
+            eval_every=16,
+            eval_episodes=1,
+            out_dir=str(tmp_path),
+            run_name=f"ppo_placement_edge_hetero_{seed}",
+        )
+        run = ppo_placement.train(args)
+    fresh = learning.random_weights(run / "last.safetensors")
+    trained = load_policy(run / "last.safetensors")
+    assert not fresh.net.table.any() and trained.net.table.any()
+    command = ["--quick", "--figure", "edge_hetero", "--runs", str(tmp_path)]
+    assert learning.main([*command, "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "learning_curves_edge_hetero.csv", newline="") as stream:
+        curves = list(csv.DictReader(stream))
+    steps = [float(row["step"]) for row in curves if row["policy"] == "ppo_placement"]
+    assert steps == [0.0, 16.0, 32.0] * 2
+    with open(tmp_path / "learning_edge_hetero.csv", newline="") as stream:
         rows = {row["policy"]: row for row in csv.DictReader(stream)}
-    assert {float(row["episodes"]) for row in rows.values()} == {1.0, 2.0}
-    assert float(rows["whole_layer"]["mean_latency_s"]) > 0
-    assert (tmp_path / "learning.png").stat().st_size > 5_000
-    played = placement_learning.evaluate
-    monkeypatch.setattr(placement_learning, "evaluate", None)
-    assert main(command) == 0
-    assert "edge_hetero random: 2/2" not in capsys.readouterr().out
-    monkeypatch.setattr(placement_learning, "evaluate", played)
-    command[-3] = "2e4"  # another budget: only the search is played again
-    assert main(command) == 0
-    again = capsys.readouterr().out
-    assert "latency_local_search: 1/1" in again and "random: 2/2" not in again
+    assert rows.keys() > {"ppo_placement", "random_weights", "prism", *learning.CONTROLS}
+    assert float(rows["ppo_placement"]["trainings"]) == 2
+    assert (tmp_path / "learning_curves_edge_hetero.png").stat().st_size > 5_000
