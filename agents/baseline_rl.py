@@ -210,9 +210,10 @@ def update(
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
     polyak_update(target, agent, args.tau)
-    losses = {"qf1_loss": q1_loss, "qf2_loss": q2_loss, "actor_loss": actor_loss}
-    losses |= {"qf1_values": q[0].mean(), "entropy": -(log_pi.exp() * log_pi).sum(-1).mean()}
-    return {f"losses/{key}": value.detach() for key, value in losses.items()}
+    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
+    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q[0].mean()}
+    losses["losses/entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
+    return {key: value.detach() for key, value in losses.items()}
 
 
 @torch.no_grad()

@@ -121,11 +121,12 @@ class HANLayer(nn.Module):
         ``index`` is the expert of a running request and B N plus that of a waiting one.
         """
         batch, nodes = len(arrived), len(expert)
-        n, src, dst = nodes // batch, self.src, self.dst
-        h_a, at_a = self.project("arrived", arrived, dst["arrived"])
-        ends = src["arrived"], dst["running"], dst["waiting"]
-        h_e, from_e, *at_e = self.project("expert", expert, *ends)
-        parts = (self.project(k, queued[k], src[k]) for k in ("running", "waiting"))
+        n, s, d = nodes // batch, self.src, self.dst
+        h_a, at_a = self.project("arrived", arrived, d["arrived"])
+        h_e, from_e, *at_e = self.project(
+            "expert", expert, s["arrived"], d["running"], d["waiting"]
+        )
+        parts = (self.project(k, queued[k], s[k]) for k in ("running", "waiting"))
         h_q, from_q = (torch.cat(each) for each in zip(*parts, strict=True))
 
         # Attention over the neighbours of an edge type, by head. Weights stay below exp(30).
@@ -293,9 +294,10 @@ def update(
     nn.utils.clip_grad_norm_(agent.parameters(), 10.0)
     optimizer.step()
     polyak_update(target, agent, args.tau)
-    losses = {"qf1_loss": q1_loss, "qf2_loss": q2_loss, "actor_loss": actor_loss}
-    losses |= {"qf1_values": q[0].mean(), "entropy": -(log_pi.exp() * log_pi).sum(-1).mean()}
-    return {f"losses/{key}": value.detach() for key, value in losses.items()}
+    losses = {"losses/qf1_loss": q1_loss, "losses/qf2_loss": q2_loss}
+    losses |= {"losses/actor_loss": actor_loss, "losses/qf1_values": q[0].mean()}
+    losses["losses/entropy"] = -(log_pi.exp() * log_pi).sum(-1).mean()
+    return {key: value.detach() for key, value in losses.items()}
 
 
 @torch.no_grad()

@@ -185,7 +185,7 @@ def test_true_routing_is_not_seen(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"set": (), "env_id": "servegym/LLMRoutingFlat-v0", "keep_action": False}, "LLMRouting"),
+        ({"set": (), "env_id": "servegym/LLMRoutingFlat-v1", "keep_action": False}, "LLMRouting"),
         ({"total_timesteps": 0}, "total_timesteps=0"),
         ({"num_minibatches": 200}, "num_minibatches=200"),
     ],
