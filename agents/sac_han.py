@@ -123,16 +123,14 @@ class HANLayer(nn.Module):
         batch, nodes = len(arrived), len(expert)
         n, s, d = nodes // batch, self.src, self.dst
         h_a, at_a = self.project("arrived", arrived, d["arrived"])
-        h_e, from_e, *at_e = self.project(
-            "expert", expert, s["arrived"], d["running"], d["waiting"]
-        )
+        h_e, out_e, *in_e = self.project("expert", expert, s["arrived"], d["running"], d["waiting"])
         parts = (self.project(k, queued[k], s[k]) for k in ("running", "waiting"))
         h_q, from_q = (torch.cat(each) for each in zip(*parts, strict=True))
 
         # Attention over the neighbours of an edge type, by head. Weights stay below exp(30).
-        score = F.leaky_relu(from_e.view(batch, n, HEADS) + at_a[:, None], 0.2)
+        score = F.leaky_relu(out_e.view(batch, n, HEADS) + at_a[:, None], 0.2)
         to_a = (h_e.view(batch, n, WIDTH) * (score.softmax(1) @ SPREAD)).sum(1)
-        score = F.leaky_relu(from_q + torch.cat(at_e).index_select(0, index), 0.2)
+        score = F.leaky_relu(from_q + torch.cat(in_e).index_select(0, index), 0.2)
         weight = score.clamp(max=30.0).exp()
         total = weight.new_zeros(2 * nodes, HEADS).index_add(0, index, weight) + 1e-16
         to_e = h_q.new_zeros(2 * nodes, WIDTH).index_add(0, index, h_q * (weight @ SPREAD))
