@@ -340,10 +340,11 @@ def _plot(points: Sequence[Mapping[str, Any]]) -> Any:
             alpha=0.8,
             label="shuffled rewards" if control else "PPO, one line a seed",
         )
-    for p in points:
-        if p["run"] in LINES:
-            axis.axhline(p["val_reward"], color="tab:grey", linewidth=0.8, linestyle="--")
-            axis.text(end, p["val_reward"], f" {LINES[p['run']]}", va="center", fontsize=8)
+    rules = sorted((p for p in points if p["run"] in LINES), key=lambda p: p["val_reward"])
+    for k, p in enumerate(rules):  # labels of neighbours below and above their lines
+        axis.axhline(p["val_reward"], color="tab:grey", linewidth=0.8, linestyle="--")
+        side = "bottom" if k % 2 else "top"
+        axis.text(end, p["val_reward"], LINES[p["run"]], va=side, ha="right", fontsize=8)
     handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     axis.legend(handles.values(), handles.keys(), frameon=False)
     axis.set(xlabel="seconds of a core", ylabel="mean reward a request, validation")
