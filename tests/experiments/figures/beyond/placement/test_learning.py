@@ -54,6 +54,7 @@ def test_a_missing_training_is_named(tmp_path):
         learning.main(["--figure", "edge_hetero", "--runs", str(tmp_path), "--out", str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_it_shows_curves_and_evaluations_of_trainings_rules_and_controls(tmp_path, monkeypatch):
     plain = learning.evaluate
 
