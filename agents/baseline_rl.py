@@ -64,11 +64,11 @@ class Args(RunArgs):
     """pieces of 16 steps in a batch"""
     updates_per_step: int = 2
     """gradient updates after each step of all environments"""
-    gamma: float = 0.99
+    gamma: float = 0.98
     """discount per decision"""
-    lam: float = 0.9
+    lam: float = 0.8
     """lambda of the returns"""
-    lr: float = 3e-3
+    lr: float = 1e-3
     """learning rate at first; it falls linearly to a twentieth"""
     alpha: float = 0.03
     """temperature: weight of the policy's entropy in the actor's loss"""
