@@ -75,6 +75,9 @@ class LLMRoutingEnv(BatchEnv):
       `completed_qos` shaped by the potential "true score in flight", with the same sum over an
       episode.
 
+    A request stays some 26 decisions at 8 requests/s: discounts of .98 or .99 suit all but
+    `paid_forward`, which with a discount is another problem. Learners begin with `LLMRoutingSummary`.
+
     ## Starting State
 
     Every expert is idle and the first request is at the router.
@@ -165,7 +168,8 @@ class LLMRoutingEnv(BatchEnv):
 
     After `episode_requests` decisions the engine drains, what still completes counts in the last
     reward, and the episode terminates with an observation of empty queues. A time limit truncates
-    without draining.
+    without draining: no observation announces the drain, and `max_episode_steps` of one less than
+    `episode_requests` keeps it out of a learner's rewards.
 
     ## Information
 
@@ -327,7 +331,10 @@ class LLMRoutingExpertsEnv(LLMRoutingEnv):
 
 
 class LLMRoutingSummaryEnv(LLMRoutingEnv):
-    """`LLMRoutingEnv` with as many numbers an expert, whatever its queues hold.
+    """`LLMRoutingEnv` with as many numbers an expert, whatever its queues hold: the id to start with.
+
+    One network over the rows serves every expert and any fleet. Scale the columns by their running
+    moments: they are in raw units, up to 1e5.
 
     The observation is a float32 `Box` of shape (N, 44) in raw units, zeros where a drawn fleet has no
     such expert. Its columns, `kernel.SUMMARY_FEATURES` (tokens are counts, times seconds):
