@@ -60,7 +60,7 @@ class Args(RunArgs):
 
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=8 num_experts=3"""
-    total_timesteps: int = 250_000
+    total_timesteps: int = 150_000
     """environment steps (decisions) over all environments"""
     num_envs: int = 128
     """parallel environments"""
@@ -82,7 +82,7 @@ class Args(RunArgs):
     """temperature: weight of the policy's entropy in the actor's loss"""
     tau: float = 0.05
     """polyak step of the target network, per update"""
-    eval_every: int = 25_000
+    eval_every: int = 15_000
     """steps between evaluations on the validation split; there is one before the first step"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""

@@ -50,7 +50,7 @@ BASELINES = NAMED + tuple(
     and one.name not in (*NAMED, "drop_all", "always_busiest")
 )
 """Every heuristic and bandit that is no control and knows no more than a router can."""
-STEPS, POINTS = 250_000, 10  # decisions of the training; evaluations after that of step 0
+STEPS, POINTS = 150_000, 10  # decisions of the training; evaluations after that of step 0
 EVERY_S = 15.0  # between two lines of a pipe
 Rows = list[dict[str, Any]]
 
