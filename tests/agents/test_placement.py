@@ -44,7 +44,7 @@ def observe(servers=3, layers=4, experts=8, seed=0):
 
 @agents
 def test_a_short_training_rises_above_its_start_and_a_shuffled_one_does_not(module, tmp_path):
-    settings = {"total_timesteps": 480, "eval_every": 10_000, "eval_episodes": 8}
+    settings = {"total_timesteps": 800, "eval_every": 10_000, "eval_episodes": 8}
     found = latencies(module.train(args_of(module, tmp_path, run_name="a", **settings)))
     # On the toy cluster own share, where it begins, is ahead of whole layers already.
     assert len(found) == 2 and found[1] < 0.985 * found[0]
