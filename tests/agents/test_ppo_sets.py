@@ -45,7 +45,8 @@ def test_experts_that_trade_places_trade_probabilities(random_obs):
     weights = {k: v for k, v in agent.state_dict().items() if k != "law"}
     other.load_state_dict(weights, strict=False)
     obs = random_obs(5)
-    moved = {k: v[:, order] if k != "latency_requirement" else v for k, v in obs.items()}
+    whole = ("latency_requirement", "load")
+    moved = {k: v if k in whole else v[:, order] for k, v in obs.items()}
     mask = torch.tensor([[1, 1, 0, 1, 1]] * 5)
     there = torch.cat([mask[:, :1], mask[:, 1:][:, order]], -1)
     inputs = torch.rand(5, ppo_sets.INPUTS)

@@ -32,7 +32,7 @@ class Flat(BasePolicy):
     env_view = "flat"
 
     def act(self, observation, action_mask):
-        assert observation.shape == (len(action_mask), 1 + 6 * (6 + 60))
+        assert observation.shape == (len(action_mask), 10 + 6 * (6 + 60))
         return np.full(len(action_mask), 2)
 
 
