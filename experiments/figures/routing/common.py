@@ -176,7 +176,7 @@ def find_runs(folder: Path) -> list[TrainedRun]:
 def _unusual(env: Mapping[str, Any]) -> str:
     if {"score_predictor", "length_predictor"} & env.keys():
         return RETRAINED
-    if isinstance(env["latency_requirement_s"], Sequence):
+    if isinstance(env.get("latency_requirement_s"), Sequence):
         return OVER_L
     return AT_N if "num_experts" in env else ""
 
@@ -208,7 +208,7 @@ def _trained(label: str, policy: Any, shipped: bool) -> TrainedRun:
         policy.path,
         policy.name,
         shipped,
-        policy.training_env,
+        {"profiles": "edge-6-heterogeneous", **policy.training_env},
         int(policy.args.seed),
         int(policy.training_env.get("num_experts", 6)),
         not getattr(policy.net, "fixed_experts", False),
