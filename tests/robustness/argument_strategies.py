@@ -454,6 +454,7 @@ SERVERLESS = {
     "penalty": real(0.0, 1e6),
     "decode_invocation": name("per_call", "per_layer"),
     "load_shared": flag(),
+    "keep_action": flag(),
     "prompt_tokens": Argument(
         st.integers(1, 5000) | st.just("azure") | st.none(),
         junk("none") | st.integers(max_value=0) | st.integers(min_value=100_001),
