@@ -219,7 +219,7 @@ def update(
 @torch.no_grad()
 def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
     """Move the target's weights towards the network's by a share of tau."""
-    torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)
+    torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)  # pyright: ignore
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -245,10 +245,10 @@ def train(args: Args) -> Path:
     envs, n = environments.make_envs(ENV_ID, args.num_envs, **env_kwargs), args.num_envs
     run = Path(args.out_dir) / (args.run_name or f"baseline_rl_{args.seed}")
 
-    agent = Agent(envs.single_action_space.n - 1)
+    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
+    agent = Agent(info["action_mask"].shape[1] - 1)
     target, averaged = (deepcopy(agent).requires_grad_(False) for _ in range(2))
     optimizer = torch.optim.Adam(agent.parameters(), fused=True)
-    obs, info = envs.reset(seed=environments.episode_seeds(args.seed, n))
     mask, rows = info["action_mask"], agent.rows(obs)
     buffer = ReplayBuffer(args.buffer_size // n)
     learning_starts = min(args.learning_starts, args.total_timesteps // 4)
@@ -277,9 +277,9 @@ def train(args: Args) -> Path:
                 score += agent.log_policy(h, torch.as_tensor(mask)).numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
-        ends = {"terminated": np.float32(terminated)}
-        ends["truncated"] = np.float32(truncated & ~terminated)
-        buffer.add(rows=rows, mask=mask, action=action, reward=np.float32(reward), **ends)
+        ends = {"terminated": terminated, "truncated": truncated & ~terminated, "reward": reward}
+        ends = {key: value.astype(np.float32) for key, value in ends.items()}
+        buffer.add(rows=rows, mask=mask, action=action, **ends)
         mean_reward += (reward.mean() - mean_reward) * max(0.002, 1 / buffer.count)
         mask, rows = info["action_mask"], agent.rows(obs)
         before, step = step, step + n

@@ -322,7 +322,10 @@ def train(args: Args) -> Path:
             "losses/value_loss": value_loss.item(),
             "losses/entropy": entropy.mean().item(),
             "losses/approx_kl": torch.expm1(logratio).sub(logratio).mean().item(),
-            "losses/clipfrac": ((ratio - 1).abs() > args.clip_coef).float().mean().item(),
+            "losses/clipfrac": (torch.as_tensor(ratio - 1).abs() > args.clip_coef)
+            .float()
+            .mean()
+            .item(),
         }
         if finished_returns:
             metrics["charts/episodic_return"] = float(np.mean(finished_returns))

@@ -98,7 +98,7 @@ class HANLayer(nn.Module):
     def __init__(self, in_dims: Mapping[str, int], last: bool) -> None:
         super().__init__()
         self.last = last  # nothing reads the queued requests' outputs of the last layer
-        self.proj = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
+        self.proj: Any = nn.ModuleDict({k: nn.Linear(d, WIDTH) for k, d in in_dims.items()})
         shape, names = (HEADS, WIDTH // HEADS), ("arrived", "running", "waiting")
         drawn = [{k: torch.rand(shape) - 0.5 for k in names} for _ in range(2)]
         self.src, self.dst = (nn.ParameterDict(each) for each in drawn)
@@ -301,7 +301,7 @@ def update(
 @torch.no_grad()
 def polyak_update(target: nn.Module, net: nn.Module, tau: float) -> None:
     """Move the target's weights towards the network's by a share of tau."""
-    torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)
+    torch._foreach_lerp_(list(target.parameters()), list(net.parameters()), tau)  # pyright: ignore
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> Any:
@@ -358,9 +358,9 @@ def train(args: Args) -> Path:
                 score += agent.log_policy(h, torch.as_tensor(mask)).numpy()
         action = np.where(mask, score, -1e30).argmax(-1)
         obs, reward, terminated, truncated, info = envs.step(action)
-        ends = {"terminated": np.float32(terminated)}
-        ends["truncated"] = np.float32(truncated & ~terminated)
-        buffer.add(rows=rows, mask=mask, action=action, reward=np.float32(reward), **ends)
+        ends = {"terminated": terminated, "truncated": truncated & ~terminated, "reward": reward}
+        ends = {key: value.astype(np.float32) for key, value in ends.items()}
+        buffer.add(rows=rows, mask=mask, action=action, **ends)
         x = load_inputs(rows)
         squares, products = 0.998 * squares + x.T @ x, 0.998 * products + x.T @ reward
         mask, rows = info["action_mask"], agent.rows(obs)

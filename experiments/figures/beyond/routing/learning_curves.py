@@ -86,19 +86,24 @@ class Options(FigureOptions):
 
 @contextmanager
 def shuffled_rewards(seed: int) -> Iterator[None]:
-    """Within it, vector environments pay each step's rewards to other systems than earned them.
+    """Within it, vector environments pay rewards that any system earned at any step so far.
 
-    Their sum over the systems stays, and with it the mean of an evaluation.
+    A permutation within a step would not do: its mean tells how well the policy does that all
+    systems share, and a critic learns from that which actions were taken in better times.
     """
     make_vec, rng = gym.make_vec, np.random.default_rng(seed)
 
     def make_shuffled(*args: Any, **kwargs: Any) -> Any:
         envs: Any = make_vec(*args, **kwargs)
-        step = envs.step
+        if kwargs.get("split") == "val":  # an evaluation's
+            return envs
+        step, earned = envs.step, []
 
         def shuffled(actions: Any) -> Any:
             observation, rewards, *rest = step(actions)
-            return observation, rng.permutation(rewards), *rest
+            earned.extend(rewards.tolist())
+            drawn = rng.integers(0, len(earned), len(rewards))
+            return observation, np.array([earned[k] for k in drawn]), *rest
 
         envs.step = shuffled
         return envs

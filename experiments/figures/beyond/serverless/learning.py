@@ -127,7 +127,7 @@ def training(options: Options, **changes: Any) -> None:
     still = own | {"learning_rate": 0.0, "total_timesteps": 1}
     jobs = [(f"seed_{seed}", seed, own) for seed in SEEDS]
     jobs += [("shuffled_1", 1, own)] + [(f"random_{seed}", seed, still) for seed in SEEDS]
-    plain = ppo_serverless.make_envs
+    plain = vars(ppo_serverless)["make_envs"]
     for name, seed, given in jobs:
         if (options.checkpoints / name / "last.safetensors").exists():
             continue
