@@ -2,7 +2,7 @@
 
 ``python -m servegym.experiments.figures.beyond.routing.learning_curves --agent ppo`` trains an
 agent of ``servegym.agents`` with each of five seeds, one after another on one thread, and once
-with the rewards of its environments shuffled among them, from which nothing can be learnt.
+with rewards drawn from all that its environments earned so far, from which nothing can be learnt.
 ``--flags`` are the agent's own, as in ``--flags="--total_timesteps 200000"``. A curve has the
 agent's evaluations on validation episodes by decisions and by processor seconds, from the one of
 its random weights on; the heuristics play the same episodes. Each training's last policy, never
