@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym.agents.lib import checkpoint
-from servegym.agents.lib.arguments import RunArgs
+from servegym.agents.lib.arguments import RunArgs, at_least
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.run_log import RunLog, interval_passed
@@ -210,8 +210,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
 def train(args: Args) -> Path:
     """Train and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
     begin = time.process_time()
-    if args.total_timesteps < 1:
-        raise ValueError(f"total_timesteps: got {args.total_timesteps}; it must be 1 or more")
+    at_least("total_timesteps", args.total_timesteps, 1)
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     n = min(args.num_envs, args.total_timesteps)

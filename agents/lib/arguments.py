@@ -28,7 +28,7 @@ class RunArgs:
     wandb_project_name: str = "servegym"
     """wandb project"""
     save_model: bool = True
-    """write best.safetensors and last.safetensors"""
+    """write last.safetensors, and best.safetensors where an agent keeps its best policy"""
     out_dir: str = "runs"
     """folder of the runs"""
     run_name: str = ""
