@@ -187,6 +187,8 @@ def measure(
                 continue
             rows, job = (jobs or after).pop(0)
             rows += job()
+        display.printed = -EVERY_S  # the last line is due
+        display.show(metrics, lines, 0)
     return learning_curve(metrics) + lines, compared
 
 
