@@ -26,11 +26,11 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs, at_least
 from servegym.agents.lib.evaluation import evaluate_router
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.envs._command_line import parse_settings
 
 ENV_ID = "servegym/LLMRouting-v1"
 

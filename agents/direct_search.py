@@ -31,6 +31,7 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
@@ -42,7 +43,6 @@ from servegym.baselines.llm_routing.features import impact_of, steeper
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs._command_line import parse_settings
 
 Observation = Mapping[str, NDArray[Any]]
 

@@ -26,12 +26,12 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint
 from servegym.agents.lib.arguments import RunArgs, at_least
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.envs._command_line import parse_settings
 
 ROUTING = {"rate": 8.0, "reward": "completed_qos"}
 """Arguments of the routing ids; ``--set`` changes them and adds others."""

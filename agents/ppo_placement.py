@@ -33,6 +33,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib.arguments import RunArgs
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
@@ -43,7 +44,6 @@ from servegym.agents.lib.checkpoint import (
 )
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.baselines.expert_placement.initial_placement import cluster_fingerprint
-from servegym.envs._command_line import parse_settings
 from servegym.envs.expert_placement.config import LEARNING
 from servegym.envs.expert_placement.decode import HEIGHT_SPAN
 from servegym.envs.expert_placement.env import make_problem

@@ -30,6 +30,7 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib.arguments import RunArgs
 from servegym.agents.lib.checkpoint import (
     CheckpointPolicy,
@@ -40,7 +41,6 @@ from servegym.agents.lib.checkpoint import (
 )
 from servegym.agents.lib.environments import action_masks, episode_seeds, make_envs
 from servegym.agents.lib.run_log import RunLog, interval_passed
-from servegym.envs._command_line import parse_settings
 
 
 @dataclass

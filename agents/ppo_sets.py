@@ -27,6 +27,7 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
@@ -37,7 +38,6 @@ from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
 from servegym.baselines.llm_routing.features import privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs._command_line import parse_settings
 
 ENV_ID = "servegym/LLMRouting-v1"
 Observation = Mapping[str, NDArray[Any]]

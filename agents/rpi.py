@@ -34,6 +34,7 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents import direct_search
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
@@ -48,7 +49,6 @@ from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs._command_line import parse_settings
 
 ENV_ID = "servegym/LLMRouting-v1"
 Observation = Mapping[str, NDArray[Any]]

@@ -30,6 +30,7 @@ import tyro
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from servegym._command_line import parse_settings
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import RunArgs, at_least
 from servegym.agents.lib.evaluation import evaluate_router
@@ -37,7 +38,6 @@ from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.baselines.llm_routing.features import ARRIVED, EXPERT, REQUEST, load_inputs, node_rows
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs._command_line import parse_settings
 
 ENV_ID = "servegym/LLMRouting-v1"
 

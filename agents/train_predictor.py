@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from servegym.envs._files import write_atomic
+from servegym._files import write_atomic
 from servegym.envs.workloads import Catalog, load_catalog
 from servegym.envs.workloads.predictions import QUANTITIES, bucket_edges, write_table
 

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 
-from servegym.envs._checks import check_render_mode, flag, keywords
+from servegym._checks import check_render_mode, flag, keywords
 
 
 class Batch(Protocol):

@@ -15,8 +15,8 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from servegym._checks import check_render_mode, choose, flag, whole
 from servegym.envs._batch import BatchEnv
-from servegym.envs._checks import check_render_mode, choose, flag, whole
 
 
 class BatchVectorEnv(VectorEnv):

@@ -125,7 +125,7 @@ def family_named(name: str) -> Family:
     Raises:
         ValueError: If there is none.
     """
-    from servegym.envs._checks import choose
+    from servegym._checks import choose
 
     known = {name: family for family in FAMILIES for name in (family.name, family.group)}
     return known[choose("family", name, known)]

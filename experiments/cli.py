@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from servegym.envs._command_line import parse_settings
+from servegym._command_line import parse_settings
 
 __all__ = ["app"]
 

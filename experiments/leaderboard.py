@@ -22,11 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from servegym._checks import choose
+from servegym._command_line import run_main
 from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies
-from servegym.envs._checks import choose
-from servegym.envs._command_line import run_main
 from servegym.envs.families import FAMILIES, Family
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import (

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from servegym.envs._files import write_text
+from servegym._files import write_text
 from servegym.envs.workloads.errors import MalformedFileError
 
 __all__ = [

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs._checks import choose, real, whole
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_json
+from servegym._checks import choose, real, whole
+from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.guest import TIME_LIMIT_S

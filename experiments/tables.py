@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._versions import versions
+from servegym._versions import versions
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.output import read_rows, write_csv, write_json
 

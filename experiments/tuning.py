@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import choose
+from servegym._command_line import parse_settings, run_main
 from servegym.baselines.protocol import Policy
 from servegym.baselines.registry import describe_system, list_policies, make_policy
-from servegym.envs._checks import choose
-from servegym.envs._command_line import parse_settings, run_main
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import evaluate, make_envs
 from servegym.experiments.executor import Executor, run_serially

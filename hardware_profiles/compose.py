@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.kernels import CardKernels, MoeShape, list_cards, load_kernels
 from servegym.hardware_profiles.law import Profile
 from servegym.hardware_profiles.load import load, unknown_name

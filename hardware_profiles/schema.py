@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_text
+from servegym._files import write_text
 
 FORMAT = "servegym-hardware-profile/1"
 KINDS = ("measured", "fitted", "derived")

@@ -69,6 +69,51 @@ def test_every_package_and_data_file_is_installed(root, setuptools, sources):
                 assert package.joinpath(path.name).is_file(), path
 
 
+ROOMS = (
+    "servegym._",
+    "servegym.hardware_profiles",
+    "servegym.envs.workloads",
+    "servegym.envs",
+    "servegym.baselines",
+    "servegym.agents",
+    "servegym.experiments",
+)
+"""What a module may import comes from its own room or one before it."""
+
+
+def _room(module):
+    matching = [k for k, room in enumerate(ROOMS) if module.startswith(room)]
+    return max(matching, key=lambda k: len(ROOMS[k]), default=0)
+
+
+def test_imports_run_from_right_to_left_and_in_no_circle(root, sources):
+    """Every import anywhere in a file counts, those inside functions and for types as well."""
+    modules = {}
+    for path in sources:
+        package = _package(root, path.parent)
+        modules[package if path.stem == "__init__" else f"{package}.{path.stem}"] = path
+    arrows = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found = [f"{node.module}.{alias.name}" for alias in node.names]
+                found = [full if full in modules else node.module for full in found]
+            else:
+                continue
+            arrows[name] |= {one for one in found if one in modules and one != name}
+    # The package itself reads the families' ids to register them.
+    arrows["servegym"].remove("servegym.envs.families")
+    back = [(a, b) for a in arrows for b in arrows[a] if _room(b) > _room(a)]
+    assert back == []
+    left = dict(arrows)
+    while free := [name for name, to in left.items() if not to & left.keys()]:
+        for name in free:
+            del left[name]
+    assert sorted(left) == [], "these import each other, or what does"
+
+
 def test_typed():
     assert importlib.resources.files("servegym").joinpath("py.typed").is_file()
 

@@ -16,8 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from servegym._files import write_atomic
 from servegym.baselines.protocol import BasePolicy
-from servegym.envs._files import write_atomic
 
 AGENTS = (
     "sac_han",

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym import _jit
+from servegym._jit import borrowed, inline, jit
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem, interpolate
-from servegym.envs import _jit
-from servegym.envs._jit import borrowed, inline, jit
 
 Floats = NDArray[np.float32]
 

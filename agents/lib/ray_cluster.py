@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from servegym.envs._versions import versions
+from servegym._versions import versions
 
 __all__ = ["RETRIES", "check_ray", "cluster", "run_jobs"]
 

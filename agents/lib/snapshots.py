@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from servegym.envs._files import write_atomic
+from servegym._files import write_atomic
 
 
 def save_snapshot(path: Path, **content: Any) -> None:

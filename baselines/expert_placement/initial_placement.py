@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from servegym._checks import whole
 from servegym.baselines.expert_placement.feasibility import Bools, assign_gpus, server_view
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
-from servegym.envs._checks import whole
 
 if TYPE_CHECKING:
     from servegym.baselines.expert_placement.system import PlacementSystem

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym._checks import choose, whole
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
 from servegym.baselines.expert_placement.feasibility import Bools, Floats, assign_gpus, server_view
 from servegym.baselines.expert_placement.heuristics import (
@@ -33,10 +34,12 @@ from servegym.baselines.expert_placement.layer_costs import LayerCostModel
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.objectives import adopts, expected_cost, migration_time
 from servegym.baselines.expert_placement.prism import prism, prism_printed
-from servegym.baselines.expert_placement.simulation_search import latency_local_search
+from servegym.baselines.expert_placement.simulation_search import (
+    SimulatedLatency,
+    latency_local_search,
+)
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.envs._checks import choose, whole
 from servegym.envs.expert_placement.simulator import CACHES, ROUTERS
 
 
@@ -529,7 +532,7 @@ class LatencyLocalSearch(PlacementPolicy):
             *(place(self._latest, slots, home) for place in (whole_layer, prism, proxy_optimum)),
             latency_dp(model, self._latest, slots, home),
         ]
-        objective = system.simulated_latency(self._latest, self.requests, seed=self._seed)
+        objective = SimulatedLatency.of_counts(system, self._latest, self.requests, seed=self._seed)
         found = latency_local_search(
             objective,
             self._latest,
@@ -548,8 +551,8 @@ class LatencyLocalSearch(PlacementPolicy):
     ) -> bool:
         """Whether an epoch in the engine that begins with the change is faster than one without."""
         arrivals = float((self.system.epoch_s / self.system.interarrival_s).sum())
-        epoch = self.system.simulated_latency(
-            self._latest, max(round(arrivals), 1), seed=self._seed + 1
+        epoch = SimulatedLatency.of_counts(
+            self.system, self._latest, max(round(arrivals), 1), seed=self._seed + 1
         )
         better = epoch.latency_s(current, then=plan) < epoch.latency_s(current)
         self.calls += epoch.calls

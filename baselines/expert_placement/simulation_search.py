@@ -7,7 +7,6 @@ show, at the arrival rates an operator knows: nothing of the requests to come.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,10 +19,8 @@ from servegym.baselines.expert_placement.feasibility import (
     reassign_gpus,
     server_view,
 )
+from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.simulator import Requests, Simulator
-
-if TYPE_CHECKING:
-    from servegym.baselines.expert_placement.system import PlacementSystem
 
 # Shares of a layer that a proposal moves; whole layers are proposed half of the time besides.
 _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
@@ -79,6 +76,14 @@ class SimulatedLatency:
         )
         self.calls = 0
         self._simulator = Simulator(system.cluster, system.prompts, **system.simulator_options)
+
+    @classmethod
+    def of_counts(
+        cls, system: PlacementSystem, counts: Floats, number: int, *, seed: int = 0
+    ) -> SimulatedLatency:
+        """Requests of the tasks that these counts (N, L, E) show; arguments of the class."""
+        shares = system.task_shares(np.asarray(counts, dtype=np.float64))
+        return cls(system, shares, number, seed=seed)
 
     def latency_s(self, placement: ArrayLike, then: ArrayLike | None = None) -> float:
         """Mean seconds from arrival to the last token under a feasible placement (G, L, E).

@@ -12,7 +12,6 @@ from scipy.optimize import nnls
 
 from servegym.baselines.expert_placement.feasibility import Floats, Ints
 from servegym.baselines.expert_placement.layer_costs import LayerCostModel, mask_experts
-from servegym.baselines.expert_placement.simulation_search import SimulatedLatency
 
 if TYPE_CHECKING:
     from servegym.envs.expert_placement.cluster import Cluster
@@ -141,17 +140,6 @@ class PlacementSystem:
             if found.sum() > 0:
                 shares[n] = found / found.sum()
         return shares
-
-    def simulated_latency(self, counts: Floats, number: int, *, seed: int = 0) -> SimulatedLatency:
-        """Requests of the tasks that these counts show, to compare placements on.
-
-        Args:
-            counts: (N, L, E).
-            number: Requests of all servers.
-            seed: Of the draw.
-        """
-        shares = self.task_shares(np.asarray(counts, dtype=np.float64))
-        return SimulatedLatency(self, shares, number, seed=seed)
 
     def layer_cost_model(self, counts: Floats, *, rows: int = 512, seed: int = 0) -> LayerCostModel:
         """The latency estimate for servers that see these counts.

@@ -3,113 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.baselines.llm_routing.system import RoutingSystem, TrainRequests, coefficients, laws
+from servegym.baselines.llm_routing.system import FleetSystem, RoutingSystem
 from servegym.baselines.protocol import BasePolicy, Observation, Policy
-
-if TYPE_CHECKING:
-    from servegym.envs.llm_routing.config import Problem
-
-KEPT = 64
-"""Systems that a `FleetSystem` keeps."""
-
-
-class FleetSystem(RoutingSystem):
-    """What is known of systems with ``fleet="random"`` or a setting, before a fleet is seen.
-
-    It has the sizes that observations are padded to, and describes the system of each fleet by
-    what ``observation["fleet"]`` shows of it (`of`). Other fields of `RoutingSystem` are refused.
-
-    Attributes:
-        fixed: Whether all episodes have the same fleet.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        """Prepare the library of cards and models.
-
-        Args:
-            problem: A routing problem with `Problem.fleets`.
-        """
-        assert problem.fleets is not None
-        cfg = problem.cfg[0]
-        tokens, prefill, contexts, decode = laws(
-            [p.tables() for p in problem.profiles], problem.running_capacity
-        )
-        known = {
-            "experts": tuple(f"expert {n + 1}" for n in range(problem.num_experts)),
-            "running_capacity": problem.running_capacity,
-            "waiting_capacity": problem.waiting_capacity,
-            "max_output_tokens": problem.max_output_tokens,
-            "router_delay_s": float(cfg["router_delay_s"]),
-            "transfer_s_per_token": float(cfg["delay_s_per_token"]),
-            "fixed": problem.fleets.setting is not None,
-            "_estimator": coefficients([p.estimator for p in problem.profiles]),
-            "_laws": (tokens, prefill, contexts, decode),
-            "_train": problem.table[problem.catalog.rows("train")].astype(np.float64),
-            "_cards": tuple(p.name for p in problem.profiles),
-            "_models": problem.models,
-            "_systems": {},
-        }
-        for name, value in known.items():
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in {field.name for field in fields(RoutingSystem)}:
-            raise ValueError(
-                f"system.{name} is known once a fleet is: fleets are drawn for each episode, and "
-                "this policy is made for one system. Take one setting by arguments, or a policy "
-                "that reads observation['fleet'] or the view 'summary'."
-            )
-        raise AttributeError(name)
-
-    def of(self, fleet: NDArray[Any]) -> RoutingSystem:
-        """The system that a fleet's row of the observation shows.
-
-        Args:
-            fleet: (N, F) ``observation["fleet"]`` of one row, see
-                `servegym.envs.llm_routing.fleets.FLEET_FEATURES`.
-        """
-        key = fleet.tobytes()
-        if key not in self._systems:
-            if len(self._systems) >= KEPT:
-                self._systems.pop(next(iter(self._systems)))
-            self._systems[key] = self._describe(fleet[fleet[:, 0] > 0])
-        return self._systems[key]
-
-    def _describe(self, fleet: NDArray[Any]) -> RoutingSystem:
-        card, column = fleet[:, 1].astype(np.intp), fleet[:, 2].astype(np.intp)
-        running = int(fleet[0, 4])
-        tokens, prefill, contexts, decode = self._laws
-        rows = self._train[:, column]
-        return RoutingSystem(
-            experts=tuple(
-                f"{self._cards[c]}:{self._models[m % len(self._models)]}"
-                for c, m in zip(card, column, strict=True)
-            ),
-            running_capacity=running,
-            waiting_capacity=int(fleet[0, 5]),
-            estimator=self._estimator[card],
-            prefill_tokens=tokens,
-            prefill_s=prefill[card],
-            context_tokens=contexts,
-            decode_s=decode[card, : running + 1],
-            mean_score=rows[..., 1].mean(axis=0),
-            mean_output_tokens=rows[..., 2].mean(axis=0),
-            max_output_tokens=self.max_output_tokens,
-            router_delay_s=self.router_delay_s,
-            transfer_s_per_token=self.transfer_s_per_token,
-            scheduler="chunked_prefill" if fleet[0, 6] else "orca",
-            memory_policy="paged" if fleet[0, 7] else "reserve",
-            kv_capacity_tokens=fleet[:, 3].astype(np.float64),
-            train=TrainRequests(
-                rows[:, 0, 0], rows[..., 3], rows[..., 4], rows[..., 1], rows[..., 2]
-            ),
-        )
 
 
 def per_fleet(factory: Callable[..., Policy], system: RoutingSystem, **kwargs: Any) -> Policy:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym import _jit
+from servegym._jit import borrowed, inline, inner, jit
 from servegym.baselines.llm_routing.latency import Estimate, LatencyModel, decode_s
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
-from servegym.envs import _jit
-from servegym.envs._jit import borrowed, inline, inner, jit
 
 Floats = NDArray[np.float64]
 

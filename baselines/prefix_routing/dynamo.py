@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import real
 from servegym.baselines.prefix_routing.view import Rule, View, least
-from servegym.envs._checks import real
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES
 
 _AT = {name: k for k, name in enumerate(REPLICA_FEATURES)}

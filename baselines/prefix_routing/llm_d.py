@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import real
 from servegym.baselines.prefix_routing.view import Rule, View, least
-from servegym.envs._checks import real
 
 
 class LlmdScorers(Rule):

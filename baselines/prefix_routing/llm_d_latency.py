@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import real, whole
 from servegym.baselines.prefix_routing.llm_d import sticky
 from servegym.baselines.prefix_routing.view import Rule, View
-from servegym.envs._checks import real, whole
 
 Floats = NDArray[np.float64]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import real
 from servegym.baselines.prefix_routing.simple import SessionHash
 from servegym.baselines.prefix_routing.view import Rule, View, best_match
-from servegym.envs._checks import real
 
 
 class ProductionStackPrefix(Rule):

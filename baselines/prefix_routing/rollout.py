@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import whole
 from servegym.baselines.prefix_routing.dynamo import DynamoRows
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.protocol import BasePolicy, Observation
-from servegym.envs._checks import whole
 
 CONSTANTS = (5.4, 2.6, 0.2)
 """Of Dynamo's cost: the best single set of ``experiments/results/prefix/tuned_rules``."""

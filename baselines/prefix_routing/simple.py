@@ -9,8 +9,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import real, whole
 from servegym.baselines.prefix_routing.view import NOWHERE, Rule, View, least
-from servegym.envs._checks import real, whole
 
 
 class Random(Rule):

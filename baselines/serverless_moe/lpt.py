@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs import _jit
-from servegym.envs._jit import jit
+from servegym import _jit
+from servegym._jit import jit
 
 __all__ = [
     "Assignment",

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, real, whole
+from servegym._checks import choose, real, whole
 
 LINK_MODELS = ("nic", "pairwise")
 MESSAGES = ("per_expert", "per_server")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, mapping, real, whole
+from servegym._checks import choose, flag, mapping, real, whole
 from servegym.envs.expert_placement.cluster import (
     LOAD_DEFAULTS,
     MODELS,

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.error import ResetNeeded
 
-from servegym.envs._checks import check_render_mode, flag, keywords
+from servegym._checks import check_render_mode, flag, keywords
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import (
     PlacementEpisode,

@@ -12,7 +12,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
-from servegym.envs._checks import check_render_mode, flag
+from servegym._checks import check_render_mode, flag
 from servegym.envs.expert_placement.core import PlacementEpisode, action_space, observation_space
 from servegym.envs.expert_placement.decode import repair_placement
 from servegym.envs.expert_placement.env import check_action, make_problem

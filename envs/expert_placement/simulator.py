@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, real, whole
-from servegym.envs._jit import compile_kernels
+from servegym._checks import choose, flag, real, whole
+from servegym._jit import compile_kernels
 from servegym.envs.expert_placement import kernel
 from servegym.envs.expert_placement.cluster import Cluster
 

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from servegym.envs._checks import check_render_mode, flag, whole
+from servegym._checks import check_render_mode, flag, whole
 from servegym.envs._vector import autoreset
 from servegym.envs.expert_placement.core import PlacementState
 from servegym.envs.expert_placement.env import ExpertPlacementEnv, check_action, make_problem

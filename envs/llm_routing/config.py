@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, mapping, positive_range, real, whole
+from servegym._checks import choose, flag, mapping, positive_range, real, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS
 from servegym.envs.llm_routing.fleets import (

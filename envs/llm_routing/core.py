@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from servegym.envs._jit import compile_kernels
+from servegym._jit import compile_kernels
 from servegym.envs._spares import Spares
 from servegym.envs._threads import RowThreads
 from servegym.envs.llm_routing import kernel

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, mapping, real, whole
+from servegym._checks import choose, mapping, real, whole
 from servegym.envs.workloads import Catalog, make_arrivals
 from servegym.hardware_profiles import list_profiles, load
 from servegym.hardware_profiles.fleet import served_models

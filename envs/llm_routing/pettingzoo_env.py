@@ -10,7 +10,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils import seeding
 from pettingzoo import ParallelEnv
 
-from servegym.envs._checks import check_render_mode, choose, flag, keywords, whole
+from servegym._checks import check_render_mode, choose, flag, keywords, whole
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, observation_space

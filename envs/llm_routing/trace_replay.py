@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
-from servegym.envs._jit import compile_kernels
+from servegym._checks import whole
+from servegym._jit import compile_kernels
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import engine_config, pack_laws, set_sizes
 from servegym.hardware_profiles import Profile, load

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
+from servegym._checks import whole
 from servegym.envs._threads import MAX_THREADS
 from servegym.envs._vector import BatchVectorEnv
 from servegym.envs.llm_routing.config import Problem

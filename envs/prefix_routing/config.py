@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, whole
+from servegym._checks import choose, whole
 from servegym.envs.llm_routing.config import failure_times, pack_laws
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.requests import PrefixRequests

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from servegym.envs._jit import compile_kernels
+from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import put_replicas, put_requests
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes

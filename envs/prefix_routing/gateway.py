@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs._checks import choose, flag, real, whole
+from servegym._checks import choose, flag, real, whole
 from servegym.envs.prefix_routing.kernel.gateway import (
     CONFIG,
     MAX_REPLICAS,

@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from servegym.envs._checks import whole
-from servegym.envs._jit import compile_kernels
+from servegym._checks import whole
+from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import engine_tables, put_replicas
 from servegym.envs.prefix_routing.kernel import live

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, mapping, positive_range, real, whole
+from servegym._checks import choose, flag, mapping, positive_range, real, whole
 from servegym.envs.llm_routing.config import check_failures
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import engine_tables

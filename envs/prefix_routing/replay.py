@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, whole
-from servegym.envs._jit import compile_kernels
+from servegym._checks import choose, whole
+from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
 from servegym.envs.prefix_routing.config import engine_tables, put_replicas, put_requests
 from servegym.envs.prefix_routing.requests import PrefixRequests

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._checks import whole
+from servegym._checks import whole
 from servegym.envs.workloads.prefix_traces import MAX_TOKENS
 
 __all__ = ["CacheHits", "PrefixRequests", "infinite_cache_hits"]

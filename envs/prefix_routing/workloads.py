@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from servegym.envs._checks import LARGEST, choose, flag, keywords, real, whole
+from servegym._checks import LARGEST, choose, flag, keywords, real, whole
 from servegym.envs.prefix_routing.requests import PrefixRequests
 from servegym.envs.workloads.files import read_fitted
 from servegym.envs.workloads.lengths import fitted_lengths, length_quantiles, sample_lengths

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, flag, real, whole
+from servegym._checks import choose, flag, real, whole
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.equations import (
     DECODE_INVOCATIONS,

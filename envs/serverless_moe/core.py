@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from servegym.envs._jit import compile_kernels
+from servegym._jit import compile_kernels
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
 from servegym.envs.serverless_moe.deployments import serve

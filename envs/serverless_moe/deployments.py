@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.envs.serverless_moe import equations as eq
 
 DEPLOYMENTS = ("cpu", "gpu", "fetch", "mix", "per_expert")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.envs.serverless_moe.records import CONSTRAINTS, Cold, Outcome, Plan, Request
 from servegym.envs.serverless_moe.sets import bit_sets, least_used, remote_count, set_bits
 from servegym.envs.serverless_moe.system import SystemModel, rounding_s

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, real, whole
+from servegym._checks import choose, real, whole
 from servegym.envs.workloads.moe_models import MoeModel, load_model
 from servegym.hardware_profiles.serverless import (
     FEES,

@@ -19,7 +19,8 @@ from servegym.envs.workloads.activations import (
     top_expert_share,
 )
 from servegym.envs.workloads.arrivals import Arrivals, list_arrivals, make_arrivals
-from servegym.envs.workloads.catalog import Catalog, list_catalogs, load_catalog
+from servegym.envs.workloads.catalog import Catalog
+from servegym.envs.workloads.catalog_names import list_catalogs, load_catalog
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.predictions import bucket_edges, predict
 from servegym.envs.workloads.prefix_traces import (

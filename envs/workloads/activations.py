@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, whole
+from servegym._checks import choose, whole
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.expert_sets import (
     MAX_EXPERTS,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from servegym.envs._checks import TINY, choose, flag, mapping, real
+from servegym._checks import TINY, choose, flag, mapping, real
 from servegym.envs.workloads.files import read_fitted
 
 FITS = ("burstgpt", "azure")

@@ -6,17 +6,16 @@ every LLM of the catalog, the quality score of its answer and the length of that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, mapping, whole
+from servegym._checks import choose, whole
 from servegym.envs.workloads.errors import MalformedFileError
-from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
+from servegym.envs.workloads.files import read_arrays, read_json
 
 SPLITS = ("train", "val", "eval")
 SPLIT_SHARES = (0.6, 0.1, 0.3)
@@ -217,64 +216,3 @@ def read_catalog(path: str | Path) -> Catalog:
     except (TypeError, ValueError) as error:
         named = next((key for key in _FIELDS if str(error).startswith(key)), None)
         raise MalformedFileError(path, None, named, str(error), remedy) from error
-
-
-@lru_cache(maxsize=4)
-def _packaged(name: str) -> Catalog:
-    return read_catalog(DATA_DIR / f"{name}.npz")
-
-
-def _load_alpaca(**kwargs: Any) -> Catalog:
-    mapping("catalog 'alpaca_eval_7b'", kwargs, ())
-    return _packaged("alpaca_eval_7b")
-
-
-def _load_synthetic(**kwargs: Any) -> Catalog:
-    from servegym.envs.workloads.synthetic_catalog import synthetic_catalog
-
-    mapping(
-        "catalog 'synthetic'", kwargs, ("num_models", "num_prompts", "seed", "max_output_tokens")
-    )
-    return synthetic_catalog(**kwargs)
-
-
-def _load_mix_instruct(**kwargs: Any) -> Catalog:
-    from servegym.envs.workloads.mix_instruct import load_mix_instruct
-
-    mapping(
-        "catalog 'mix_instruct'",
-        kwargs,
-        ("path", "models", "score", "tokenizer", "max_output_tokens", "seed"),
-    )
-    return load_mix_instruct(**kwargs)
-
-
-_LOADERS: dict[str, Callable[..., Catalog]] = {
-    "alpaca_eval_7b": _load_alpaca,
-    "mix_instruct": _load_mix_instruct,
-    "synthetic": _load_synthetic,
-}
-
-
-def list_catalogs() -> list[str]:
-    """Names that :func:`load_catalog` knows."""
-    return sorted(_LOADERS)
-
-
-def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
-    """Load a catalog by name.
-
-    Args:
-        name: ``"alpaca_eval_7b"`` (no arguments), ``"synthetic"`` (``num_models``,
-            ``num_prompts``, ``seed``, ``max_output_tokens``) or ``"mix_instruct"`` (``path``,
-            ``models``, ``score``, ``tokenizer``, ``max_output_tokens``, ``seed``).
-        **kwargs: Arguments of that catalog.
-
-    Returns:
-        The catalog; the packaged one is read once and shared (its arrays are read-only).
-
-    Raises:
-        ValueError: An unknown name or argument, with the nearest valid one.
-        MalformedFileError: A file that cannot be used.
-    """
-    return _LOADERS[choose("catalog", name, list_catalogs())](**kwargs)

@@ -6,7 +6,7 @@ from math import comb
 
 import numpy as np
 
-from servegym.envs._checks import whole
+from servegym._checks import whole
 
 MAX_EXPERTS = 64
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.envs.workloads.files import read_fitted
 
 KINDS = ("prompt_tokens", "output_tokens")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, whole
+from servegym._checks import choose, whole
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, SPLITS, Catalog, make_split
 from servegym.envs.workloads.errors import MalformedFileError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose, real, whole
+from servegym._checks import choose, real, whole
 from servegym.envs.workloads.expert_sets import MAX_EXPERTS
 
 __all__ = ["MB", "MoeModel", "frozen", "list_models", "load_model", "rebuild", "values_of"]

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.envs.workloads.files import DATA_DIR, read_arrays, read_json
 from servegym.envs.workloads.traces import cell, event_time, json_rows, token_count

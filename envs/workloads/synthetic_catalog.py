@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._checks import whole
+from servegym._checks import whole
 from servegym.envs.workloads.catalog import MAX_OUTPUT_TOKENS, Catalog, make_split
 from servegym.envs.workloads.files import read_fitted
 

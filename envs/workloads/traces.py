@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.envs.workloads.errors import MalformedFileError
 
 _TIME_NAMES = (

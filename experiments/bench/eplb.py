@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._checks import whole
 from servegym.baselines.expert_placement.eplb import (
     balance_experts,
     balancedness,
@@ -36,7 +37,6 @@ from servegym.baselines.expert_placement.eplb import (
     rebalance_experts,
     slot_copies,
 )
-from servegym.envs._checks import whole
 from servegym.experiments.output import check_writable, print_table
 from servegym.experiments.tables import provenance, write_result
 

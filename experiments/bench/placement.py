@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.expert_placement.eplb import eplb, eplb_global
 from servegym.baselines.expert_placement.latency_search import latency_dp
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.system import PlacementSystem
-from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.cluster import SCALES, scenario_cluster
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode

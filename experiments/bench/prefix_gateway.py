@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from servegym._command_line import run_main
+from servegym._jit import borrowed
 from servegym.baselines.prefix_routing import RULES, View
-from servegym.envs._command_line import run_main
-from servegym.envs._jit import borrowed
 from servegym.envs.prefix_routing.gateway import allocate, gateway_config, load, prompts
 from servegym.envs.prefix_routing.kernel.gateway import Gateway, begin, look_up, release, sent
 from servegym.envs.prefix_routing.kernel.observation import (

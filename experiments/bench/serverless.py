@@ -228,6 +228,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from servegym.envs._command_line import run_main
+    from servegym._command_line import run_main
 
     run_main(main)

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from servegym._command_line import run_main
 from servegym.agents.lib.ray_cluster import check_ray, cluster
-from servegym.envs._command_line import run_main
 from servegym.experiments.cluster.executor import ray_executor
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.output import print_table

@@ -31,9 +31,9 @@ import gymnasium
 import numpy as np
 
 import servegym
+from servegym._checks import choose
+from servegym._command_line import parse_settings, run_main
 from servegym.agents.lib.ray_cluster import check_ray, cluster
-from servegym.envs._checks import choose
-from servegym.envs._command_line import parse_settings, run_main
 from servegym.experiments.cluster.rllib_policy import (
     PARALLEL_IDS,
     SHARED,

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.fidelity.comparison import simulate
 from servegym.experiments.fidelity.markdown import Table, percent, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run

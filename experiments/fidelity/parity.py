@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.experiments.fidelity.comparison import METRICS

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.fidelity.comparison import (
     METRICS,
     compare_series,

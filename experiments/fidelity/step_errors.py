@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.fidelity.markdown import Table, update_document
 from servegym.experiments.output import print_table, read_rows
 from servegym.experiments.tables import provenance, write_result

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.figures.placement import claims as claims_placement
 from servegym.experiments.figures.prefix import claims as claims_prefix

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.envs.families import FAMILIES, family_named
 from servegym.experiments.figures.plotting import as_png
 from servegym.experiments.output import read_rows, write_text

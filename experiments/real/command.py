@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.real.fleet_file import Endpoint
 
 FOLDER = Path("servegym-real")

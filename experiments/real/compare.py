@@ -32,8 +32,8 @@ import numpy as np
 from scipy.stats import spearmanr
 
 import servegym  # noqa: F401
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_json
+from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.envs.workloads import load_catalog
 from servegym.experiments import tables
 from servegym.experiments.output import write_csv

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from servegym.envs._files import write_json
+from servegym._files import write_json
 
 __all__ = ["ENGINES", "Endpoint", "ServerSpec", "read_endpoints", "read_fleet", "write_endpoints"]
 

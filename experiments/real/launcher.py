@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_text
+from servegym._command_line import run_main
+from servegym._files import write_text
 from servegym.experiments.real import watchdog
 from servegym.experiments.real.engines import START_S, command
 from servegym.experiments.real.fleet_file import (

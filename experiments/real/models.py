@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_text
+from servegym._files import write_text
 
 __all__ = ["FIRST_WORD", "VOCABULARY", "make_model", "parse_shape"]
 

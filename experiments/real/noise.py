@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_text
+from servegym._command_line import run_main
+from servegym._files import write_text
 from servegym.experiments import tables
 from servegym.experiments.output import write_csv
 from servegym.experiments.real import compare

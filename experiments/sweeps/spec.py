@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 
 __all__ = ["Parameter", "Sweep", "list_sweeps", "read_sweep"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.build.check import score_lines
 from servegym.hardware_profiles.build.fitting import (
     ESTIMATOR_MAX_CONTEXT,

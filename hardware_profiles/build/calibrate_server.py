@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.build.fitting import (
     error_quantiles,
     rounded,

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.fitting import error_quantiles
 from servegym.hardware_profiles.load import unknown_name

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable

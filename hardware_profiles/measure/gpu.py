@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_text
+from servegym._command_line import run_main
+from servegym._files import write_text
 from servegym.hardware_profiles.build.kernel_tables import SETTINGS_FILE
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.measure.arguments import positive

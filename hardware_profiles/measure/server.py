@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.hardware_profiles.measure.arguments import positive, whole_numbers
 from servegym.hardware_profiles.measure.table import ResumableTable
 from servegym.hardware_profiles.measure.timing import progress

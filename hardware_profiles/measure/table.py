@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.envs._files import write_text
+from servegym._files import write_text
 
 
 class ResumableTable:

@@ -9,12 +9,12 @@ gym = pytest.importorskip("gymnasium")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
+from servegym._command_line import parse_settings  # noqa: E402
 from servegym.agents import baseline_rl, load_policy, sac_han  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
 from servegym.agents.lib.evaluation import evaluate_router  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.baselines.protocol import Policy  # noqa: E402
-from servegym.envs._command_line import parse_settings  # noqa: E402
 
 from .runs import lines  # noqa: E402
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from servegym.envs._command_line import parse_settings
+from servegym._command_line import parse_settings
 from servegym.experiments.cli import app
 from servegym.experiments.replay import read_requests
 

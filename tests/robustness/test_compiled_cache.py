@@ -18,7 +18,7 @@ import servegym
 MODULES = {
     "__init__": "from mine.kernel.describe import describe",
     "size": """
-from servegym.envs._jit import jit
+from servegym._jit import jit
 
 @jit
 def size(x):
@@ -26,7 +26,7 @@ def size(x):
 """,
     "describe": """
 from mine.kernel.size import size
-from servegym.envs._jit import jit
+from servegym._jit import jit
 
 @jit
 def describe(x):
@@ -36,7 +36,7 @@ def describe(x):
 """The files of a package ``kernel``, where one function's code stands in another one's file."""
 
 SOURCE = """
-from servegym.envs._jit import inline, jit
+from servegym._jit import inline, jit
 
 @inline
 def bytes_of(x):
@@ -153,7 +153,7 @@ def test_a_source_of_another_time_with_the_same_contents_is_not_compiled_again(t
 
 
 INNER = """
-from servegym.envs._jit import inner, jit
+from servegym._jit import inner, jit
 
 @inner
 def double(x):
@@ -179,7 +179,7 @@ print(mine.describe(3), mine.double(3))
 AHEAD = """
 import sys
 import numpy as np
-from servegym.envs import _jit
+from servegym import _jit
 import mine
 _jit.NOTICE_AFTER_S = float(sys.argv[1])
 for _ in range(2):

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from servegym import _files
 from servegym.baselines.serverless_moe.prediction.similar_prompts import SimilarPromptsSearch
-from servegym.envs import _files
 from servegym.envs.workloads import load_catalog
 from servegym.envs.workloads.predictions import write_table
 from servegym.experiments.output import read_rows, write_csv, write_json

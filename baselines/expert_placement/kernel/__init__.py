@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from servegym import _jit
 from servegym.baselines.expert_placement.kernel import balancing, layer_costs, link_queues
-from servegym.envs import _jit
 
 
 def compile_kernels() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 
 # Changes of `refine`: two GPUs swap an expert; one moves to a free slot; one gets one more copy in
 # a free slot, or in place of another expert's replica.

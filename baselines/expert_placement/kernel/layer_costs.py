@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 
 LAYER_COST = np.dtype(
     (

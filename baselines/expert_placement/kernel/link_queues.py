@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 
 LOAD = np.dtype(
     (

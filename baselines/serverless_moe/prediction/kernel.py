@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs import _jit
-from servegym.envs._jit import jit
+from servegym import _jit
+from servegym._jit import jit
 
 MEDOID, PARENT, FIRST, COUNT, START, STOP = range(6)
 

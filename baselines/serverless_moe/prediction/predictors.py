@@ -9,6 +9,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
+from servegym._checks import choose, real, whole
 from servegym.baselines.serverless_moe.prediction.base import (
     Array,
     Indexes,
@@ -22,7 +23,6 @@ from servegym.baselines.serverless_moe.prediction.similar_prompts import (
     VarPAM,
 )
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
-from servegym.envs._checks import choose, real, whole
 
 __all__ = [
     "PREDICTORS",

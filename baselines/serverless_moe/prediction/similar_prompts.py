@@ -10,6 +10,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym._checks import whole
+from servegym._files import write_atomic
 from servegym.baselines.serverless_moe.prediction.base import (
     Array,
     Indexes,
@@ -27,8 +29,6 @@ from servegym.baselines.serverless_moe.prediction.tree import (
     top,
     unit_rows,
 )
-from servegym.envs._checks import whole
-from servegym.envs._files import write_atomic
 from servegym.envs.workloads.files import read_arrays
 
 __all__ = ["LARGE_DATA", "BruteForce", "SimilarPromptsSearch", "VarED", "VarPAM"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from servegym._checks import choose, real, whole
 from servegym.baselines.serverless_moe.loads import Load, non_expert_s, predict
 from servegym.baselines.serverless_moe.remoe.bounds import ConformalBound, corollary1
 from servegym.baselines.serverless_moe.remoe.memory import (
@@ -19,7 +20,6 @@ from servegym.baselines.serverless_moe.remoe.memory import (
 )
 from servegym.baselines.serverless_moe.remoe.mmp import worst_cases
 from servegym.baselines.serverless_moe.remoe.replicas import choose_replicas
-from servegym.envs._checks import choose, real, whole
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.sets import least_used
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 
 Floats = NDArray[np.float64]
 

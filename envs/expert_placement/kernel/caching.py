@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inline, jit
+from servegym._jit import inline, jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import expert_at, places_of_step
 from servegym.envs.expert_placement.kernel.host_memory import in_host_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inline
+from servegym._jit import inline
 from servegym.envs.expert_placement.kernel.tables import INDEX_BITS, MAX_INDEX
 
 # Kinds of events, and what their index is the number of.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 from servegym.envs.expert_placement.kernel.calls import held_by, link_of, scramble
 from servegym.envs.expert_placement.kernel.routing import TOKEN_BYTES, travel
 

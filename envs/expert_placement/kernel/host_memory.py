@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 
 
 @jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import link_of
 from servegym.envs.expert_placement.kernel.host_memory import in_host_memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from servegym.envs._jit import jit
+from servegym._jit import jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.calls import link_of
 from servegym.envs.expert_placement.kernel.tables import AFFINITY, FEWEST_REQUESTS

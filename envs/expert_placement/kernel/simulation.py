@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import borrowed, inline, jit
+from servegym._jit import borrowed, inline, jit
 from servegym.envs.expert_placement.kernel import events
 from servegym.envs.expert_placement.kernel.caching import (
     dispatch_cached,

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import borrowed, inline, inner, jit
+from servegym._jit import borrowed, inline, inner, jit
 from servegym.envs.llm_routing.kernel.holding import hold, may_hold, offer_next, show_held
 from servegym.envs.llm_routing.kernel.iterations import (
     advance,

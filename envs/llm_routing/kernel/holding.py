@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.iterations import advance
 
 

@@ -15,7 +15,7 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import inline, inner, jit
+from servegym._jit import inline, inner, jit
 from servegym.envs.llm_routing.kernel.latency import (
     chunk_attention_s,
     decode_attention_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 
 
 @inline

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inline
+from servegym._jit import inline
 
 ORCA, CHUNKED = 0, 1  # config.scheduler
 RESERVE, PAGED = 0, 1  # config.memory_policy

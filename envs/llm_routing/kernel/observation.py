@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.latency import interpolate
 from servegym.envs.llm_routing.kernel.layout import (
     EXPERT_WIDTH,

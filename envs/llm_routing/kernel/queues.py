@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.layout import IDLE
 
 NEVER = 1 << 60  # emissions

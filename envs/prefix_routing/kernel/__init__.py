@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import borrowed, inner, jit
+from servegym._jit import borrowed, inner, jit
 from servegym.envs.prefix_routing.kernel.cache import used_blocks
 from servegym.envs.prefix_routing.kernel.events import (
     begin_row,

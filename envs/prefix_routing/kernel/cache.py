@@ -7,7 +7,7 @@ and keeps its id until it is taken, so the list of free blocks is the cache in t
 
 from __future__ import annotations
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.queues import blocks_of
 from servegym.envs.prefix_routing.kernel.layout import OWN_STORE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inner
+from servegym._jit import inner
 from servegym.envs.llm_routing.kernel.iterations import sojourn_s
 from servegym.envs.llm_routing.kernel.queues import blocks_of
 from servegym.envs.prefix_routing.kernel.cache import put_in_store

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.prefix_routing.kernel.layout import record
 
 NO_INDEX, APPROXIMATE, PRECISE = 0, 1, 2  # config.index

@@ -14,7 +14,7 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.llm_routing.kernel.iterations import change_availability
 from servegym.envs.llm_routing.kernel.latency import (
     chunk_attention_s,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inline
+from servegym._jit import inline
 
 IDLE, DECODE, MIXED = 0, 1, 2  # replica.iteration
 PENDING, QUEUED, COMPLETED, REJECTED, FAILED = 0, 1, 2, 3, 4  # request.outcome

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import borrowed, inner, jit
+from servegym._jit import borrowed, inner, jit
 from servegym.envs.prefix_routing.kernel.cache import release_blocks
 from servegym.envs.prefix_routing.kernel.events import clear_request, locate
 from servegym.envs.prefix_routing.kernel.iterations import advance

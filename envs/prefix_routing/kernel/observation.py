@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from servegym.envs._jit import inner
+from servegym._jit import inner
 from servegym.envs.prefix_routing.kernel.gateway import NO_INDEX, PRECISE
 
 # Documented bounds of the observation; larger values are clipped.

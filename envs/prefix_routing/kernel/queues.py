@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inline, inner
+from servegym._jit import inline, inner
 from servegym.envs.prefix_routing.kernel.cache import clear_cache, release_blocks
 from servegym.envs.prefix_routing.kernel.layout import COMPLETION, FAILED, IDLE, LOSS, request_of
 

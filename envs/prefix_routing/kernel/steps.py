@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import borrowed, inline, inner, jit
+from servegym._jit import borrowed, inline, inner, jit
 from servegym.envs.llm_routing.kernel.queues import blocks_of
 from servegym.envs.prefix_routing.kernel import gateway
 from servegym.envs.prefix_routing.kernel.cache import used_blocks

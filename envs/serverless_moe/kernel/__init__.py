@@ -8,7 +8,7 @@ next one. Units are seconds, MB, tokens and USD.
 
 from __future__ import annotations
 
-from servegym.envs._jit import borrowed, jit
+from servegym._jit import borrowed, jit
 from servegym.envs.serverless_moe.kernel.layout import (
     CHUNK,
     CONFIG,

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from servegym.envs._jit import inner
+from servegym._jit import inner
 from servegym.envs.serverless_moe.kernel.layout import (
     FLAT,
     MAX_IDLE_S,

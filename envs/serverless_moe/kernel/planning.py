@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inner
+from servegym._jit import inner
 from servegym.envs.serverless_moe.kernel.routing import has_expert
 
 __all__ = ["Choice", "choose", "functions_are_warm", "plan_functions"]

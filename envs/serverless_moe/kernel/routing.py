@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from servegym.envs._jit import inner, jit
+from servegym._jit import inner, jit
 from servegym.envs.serverless_moe.kernel.layout import CHUNK
 
 __all__ = ["count_decoded", "count_prompt_tokens", "has_expert", "popcount"]

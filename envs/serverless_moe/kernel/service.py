@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._jit import inner
+from servegym._jit import inner
 from servegym.envs.serverless_moe.kernel.planning import choose, plan_functions
 from servegym.envs.serverless_moe.kernel.routing import (
     count_decoded,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import measured_data, write_atomic, write_json
+from servegym._files import measured_data, write_atomic, write_json
 from servegym.envs.workloads.activations import (
     SKEWS,
     SPLIT_SEED,

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_json
+from servegym._files import write_json
 from servegym.envs.workloads.arrivals import (
     Arrivals,
     GammaArrivals,

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_json
+from servegym._files import write_json
 from servegym.envs.workloads.build.lengths import fit
 from servegym.envs.workloads.build.prefix_traces import SOURCES
 from servegym.envs.workloads.files import DATA_DIR

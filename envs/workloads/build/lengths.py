@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_json
+from servegym._files import write_json
 from servegym.envs.workloads.build.options import fit_arguments
 from servegym.envs.workloads.lengths import KINDS, sample_lengths
 from servegym.envs.workloads.traces import load_trace

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from servegym.envs._files import measured_data
+from servegym._files import measured_data
 from servegym.envs.workloads.files import DATA_DIR
 
 

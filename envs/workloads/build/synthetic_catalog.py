@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._files import write_json
-from servegym.envs.workloads.catalog import Catalog, load_catalog
+from servegym._files import write_json
+from servegym.envs.workloads.catalog import Catalog
+from servegym.envs.workloads.catalog_names import load_catalog
 from servegym.envs.workloads.files import DATA_DIR
 from servegym.envs.workloads.synthetic_catalog import QUANTILES, draw_values
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.envs.expert_placement.cluster import scenario_cluster
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.simulator import Requests, Simulator

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.expert_placement.system import PlacementSystem
-from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.simulator import Requests
 from servegym.experiments.figures.placement.common import (

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.expert_placement.prism import prism
 from servegym.baselines.expert_placement.system import PlacementSystem
-from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
 from servegym.experiments.figures.placement.common import (

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.expert_placement.linear_program import proxy_optimum
 from servegym.baselines.expert_placement.prism import prism
-from servegym.envs._command_line import run_main
 from servegym.envs.expert_placement.config import build_problem
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.placement.common import interval, run_figures, setting

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._checks import choose
+from servegym._checks import choose
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures import run as figure_run
 from servegym.experiments.figures.routing.claims import (

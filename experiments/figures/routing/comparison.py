@@ -35,7 +35,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.figures.beyond.routing.learning_curves import FILE, SHUFFLED, played
 from servegym.experiments.figures.run import (
     FigureOptions,

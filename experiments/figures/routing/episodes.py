@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.llm_routing.system import RoutingSystem
-from servegym.envs._command_line import run_main
 from servegym.envs.families import family_of
 from servegym.envs.llm_routing.core import OUTCOMES
 from servegym.experiments.evaluate import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs
 from servegym.experiments.figures.routing.claims import (
     METHOD,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.figures.routing.claims import AT_N, OVER_L, PRINTED, Change, claims
 from servegym.experiments.figures.routing.common import (
     Options,

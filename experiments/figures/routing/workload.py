@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
-from servegym.envs._files import measured_data
+from servegym._command_line import run_main
+from servegym._files import measured_data
 from servegym.envs.workloads import load_catalog, make_arrivals
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.evaluate import DEFAULT_SEED, make_envs

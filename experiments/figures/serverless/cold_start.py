@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
-from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import predict
 from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost

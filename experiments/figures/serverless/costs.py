@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.remoe import READINGS
-from servegym.envs._command_line import run_main
 from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
 from servegym.experiments.figures.run import Pictures, first_and_last, save
 from servegym.experiments.figures.serverless.common import (

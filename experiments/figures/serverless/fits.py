@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import least_squares
 
+from servegym._command_line import run_main
+from servegym._files import measured_data
 from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import remoe
-from servegym.envs._command_line import run_main
-from servegym.envs._files import measured_data
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
 from servegym.envs.serverless_moe.deployments import deployment_cost

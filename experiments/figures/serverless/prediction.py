@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.prediction import LARGE_DATA, js_divergence, make_predictor
 from servegym.baselines.serverless_moe.prediction.similar_prompts import (
     BruteForce,
     SimilarPromptsSearch,
 )
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
-from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.run import Picture, Pictures, save

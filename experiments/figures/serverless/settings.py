@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.prediction import LARGE_DATA
-from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import (
     NEIGHBOURS,

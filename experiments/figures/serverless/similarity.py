@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.prediction import js_divergence
-from servegym.envs._command_line import run_main
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.plotting import error_bars, pyplot, tidy
 from servegym.experiments.figures.run import Picture, Pictures, save

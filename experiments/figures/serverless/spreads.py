@@ -17,9 +17,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.heuristics import GreedyWarm
 from servegym.baselines.serverless_moe.system import SPREADS, ServerlessSystem
-from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.run import first_and_last, save
 from servegym.experiments.figures.serverless.common import (

@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._command_line import run_main
 from servegym.baselines.serverless_moe.lpt import largest_replica_sums, lpt_rows
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe.bounds import (
@@ -43,7 +44,6 @@ from servegym.baselines.serverless_moe.remoe.bounds import (
     theorem1_printed,
     theorem4,
 )
-from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system
 from servegym.envs.serverless_moe.sets import least_used_first, remote_count

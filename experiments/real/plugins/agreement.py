@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import Problem, build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, held

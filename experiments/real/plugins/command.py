@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servegym.envs._command_line import parse_settings, run_main
-from servegym.envs._files import write_text
+from servegym._command_line import parse_settings, run_main
+from servegym._files import write_text
 from servegym.experiments.real.fleet_file import LOOPBACK, Endpoint, read_endpoints, read_fleet
 from servegym.experiments.real.gateway import GatewayRouter
 from servegym.experiments.real.plugins.gate import Gate, fleet_arguments

@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_json
+from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.envs.workloads import load_catalog
 from servegym.experiments import tables
 from servegym.experiments.real.client import completion_body, new_session, stream

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments import tables
 from servegym.experiments.output import read_rows
 from servegym.experiments.real.gateway import GatewayRouter

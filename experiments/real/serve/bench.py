@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests

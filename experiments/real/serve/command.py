@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.real.fleet_file import (
     LOOPBACK,
     ServerSpec,

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from servegym.envs._checks import whole
+from servegym._checks import whole
 from servegym.envs.prefix_routing.live import LiveEngine
 from servegym.experiments.real.fleet_file import Endpoint, ServerSpec
 from servegym.experiments.real.serve.faults import Fault

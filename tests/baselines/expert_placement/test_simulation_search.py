@@ -72,7 +72,7 @@ def test_from_a_blind_start_it_finds_what_no_other_method_sees():
         scenario="edge_decode", cluster_kwargs={"gpus": (1, 1), "slots": (16, 16)}
     )
     slots, home = system.slots, system.gpu_server
-    objective = system.simulated_latency(counts, 10)
+    objective = SimulatedLatency.of_counts(system, counts, 10)
     others = [f(counts, slots, home) for f in (uniform, whole_layer, prism, proxy_optimum)]
     found = latency_local_search(objective, counts, slots, home, others[:1], steps=400, seed=1)
     assert objective.latency_s(found) < 0.97 * min(objective.latency_s(z) for z in others)
@@ -82,7 +82,7 @@ def test_it_is_never_worse_than_its_starts_and_keeps_to_its_budget():
     system, counts = make_system()
     slots, home = system.slots, system.gpu_server
     starts = [uniform(counts, slots, home), prism(counts, slots, home)]
-    objective = system.simulated_latency(counts, 12)
+    objective = SimulatedLatency.of_counts(system, counts, 12)
     one = [objective.latency_s(z) for z in starts]
     each = objective.calls // 2
     for budget in (0, 20 * each):
@@ -93,7 +93,7 @@ def test_it_is_never_worse_than_its_starts_and_keeps_to_its_budget():
         assert objective.latency_s(found) <= min(one)
         check_placement(found, slots)
     again = latency_local_search(
-        system.simulated_latency(counts, 12),
+        SimulatedLatency.of_counts(system, counts, 12),
         counts,
         slots,
         home,
@@ -108,7 +108,7 @@ def test_experts_that_stay_on_a_server_stay_on_their_gpu():
     slots, home = system.slots, system.gpu_server
     start = prism(counts, slots, home)
     found = latency_local_search(
-        system.simulated_latency(counts, 10), counts, slots, home, [start], steps=100
+        SimulatedLatency.of_counts(system, counts, 10), counts, slots, home, [start], steps=100
     )
     view = server_view(found, home) & server_view(start, home)
     for g, n in enumerate(home):
@@ -132,7 +132,7 @@ def test_loads_take_their_time_in_the_engine():
     system, counts = make_system(
         migration_source="network", cluster_kwargs={"nic_bps": 2e6}, mean_interarrival_s=1.0
     )
-    objective = system.simulated_latency(counts, 30)
+    objective = SimulatedLatency.of_counts(system, counts, 30)
     start = uniform(counts, system.slots, system.gpu_server, seed=1)
     plan = uniform(counts, system.slots, system.gpu_server, seed=2)
     assert objective.latency_s(start, then=plan) > objective.latency_s(plan)
@@ -210,14 +210,14 @@ def test_bad_arguments_are_named(kwargs, word):
     arguments = {"starts": [uniform(counts, system.slots, system.gpu_server)]} | kwargs
     with pytest.raises(ValueError, match=word):
         latency_local_search(
-            system.simulated_latency(counts, 2),
+            SimulatedLatency.of_counts(system, counts, 2),
             counts,
             system.slots,
             system.gpu_server,
             **arguments,
         )
     with pytest.raises(ValueError, match="number"):
-        system.simulated_latency(counts, 0)
+        SimulatedLatency.of_counts(system, counts, 0)
     with pytest.raises(ValueError, match="shares"):
         SimulatedLatency(system, np.ones((1, 2)), 3)
     with pytest.raises(ValueError, match="requests"):

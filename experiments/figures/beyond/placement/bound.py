@@ -27,7 +27,10 @@ import numpy as np
 from servegym.baselines.expert_placement.heuristics import whole_layer
 from servegym.baselines.expert_placement.initial_placement import best_start
 from servegym.baselines.expert_placement.link_queues import LinkQueueModel
-from servegym.baselines.expert_placement.simulation_search import latency_local_search
+from servegym.baselines.expert_placement.simulation_search import (
+    SimulatedLatency,
+    latency_local_search,
+)
 from servegym.baselines.expert_placement.system import PlacementSystem
 from servegym.envs.expert_placement.config import Problem, build_problem
 from servegym.envs.expert_placement.core import PlacementEpisode
@@ -179,7 +182,9 @@ def climb(options: Options) -> None:
     start = _start(options.quick, scenario="edge_hetero").held
     plan = assign_gpus(c, start, counts.sum(axis=0), np.zeros((c.num_gpus, *start.shape[1:])))
     calls = min(options.climb_calls, 1e6) if options.quick else options.climb_calls
-    rehearsal = described.simulated_latency(counts, round(3 * known.expected_arrivals), seed=SEED)
+    rehearsal = SimulatedLatency.of_counts(
+        described, counts, round(3 * known.expected_arrivals), seed=SEED
+    )
     before = rehearsal.latency_s(plan)
     found = latency_local_search(
         rehearsal,

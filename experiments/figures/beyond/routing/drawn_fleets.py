@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_json
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.beyond.routing.held_out_fleets import held_out_settings
 from servegym.experiments.figures.plotting import pyplot, tidy

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from servegym.envs._command_line import run_main
+from servegym._command_line import run_main
 from servegym.experiments.figures.plotting import legend, pyplot, tidy
 from servegym.experiments.figures.routing.common import (
     Options,

@@ -27,8 +27,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from servegym.envs._command_line import run_main
-from servegym.envs._files import write_json
+from servegym._command_line import run_main
+from servegym._files import write_json
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.run import (

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from servegym._command_line import run_main
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.registry import make_policy
-from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.routing.common import Options, run_figures, save
 from servegym.experiments.output import print_table

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._command_line import run_main
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.base import Observed
 from servegym.baselines.serverless_moe.clairvoyant import Clairvoyant
 from servegym.baselines.serverless_moe.system import ServerlessSystem
 from servegym.baselines.serverless_moe.warm_planner import WarmPlanner
-from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import evaluate
 from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.run import (

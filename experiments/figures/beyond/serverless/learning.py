@@ -27,8 +27,8 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from servegym._command_line import run_main
 from servegym.agents import load_policy
-from servegym.envs._command_line import run_main
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.plotting import pyplot, tidy
 from servegym.experiments.figures.run import (

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from servegym._checks import choose
+from servegym._command_line import run_main
 from servegym.baselines.registry import list_policies, make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs._checks import choose
-from servegym.envs._command_line import run_main
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.experiments.evaluate import DEFAULT_SEED, evaluate
 from servegym.experiments.figures.plotting import pyplot, tidy

@@ -6,12 +6,12 @@ import numba
 import numpy as np
 import pytest
 
+from servegym import _jit
 from servegym.baselines.serverless_moe.prediction import (
     kernel,
     make_predictor,
 )
 from servegym.baselines.serverless_moe.prediction.tree import unit_rows
-from servegym.envs import _jit
 
 from .histories import made_up
 

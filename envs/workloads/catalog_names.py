@@ -1,0 +1,70 @@
+"""Catalogs by name: the packaged one, those of a user's files, synthetic ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from servegym._checks import choose, mapping
+from servegym.envs.workloads.catalog import Catalog, read_catalog
+from servegym.envs.workloads.files import DATA_DIR
+from servegym.envs.workloads.mix_instruct import load_mix_instruct
+from servegym.envs.workloads.synthetic_catalog import synthetic_catalog
+
+
+@lru_cache(maxsize=4)
+def _packaged(name: str) -> Catalog:
+    return read_catalog(DATA_DIR / f"{name}.npz")
+
+
+def _load_alpaca(**kwargs: Any) -> Catalog:
+    mapping("catalog 'alpaca_eval_7b'", kwargs, ())
+    return _packaged("alpaca_eval_7b")
+
+
+def _load_synthetic(**kwargs: Any) -> Catalog:
+    mapping(
+        "catalog 'synthetic'", kwargs, ("num_models", "num_prompts", "seed", "max_output_tokens")
+    )
+    return synthetic_catalog(**kwargs)
+
+
+def _load_mix_instruct(**kwargs: Any) -> Catalog:
+    mapping(
+        "catalog 'mix_instruct'",
+        kwargs,
+        ("path", "models", "score", "tokenizer", "max_output_tokens", "seed"),
+    )
+    return load_mix_instruct(**kwargs)
+
+
+_LOADERS: dict[str, Callable[..., Catalog]] = {
+    "alpaca_eval_7b": _load_alpaca,
+    "mix_instruct": _load_mix_instruct,
+    "synthetic": _load_synthetic,
+}
+
+
+def list_catalogs() -> list[str]:
+    """Names that :func:`load_catalog` knows."""
+    return sorted(_LOADERS)
+
+
+def load_catalog(name: str, /, **kwargs: Any) -> Catalog:
+    """Load a catalog by name.
+
+    Args:
+        name: ``"alpaca_eval_7b"`` (no arguments), ``"synthetic"`` (``num_models``,
+            ``num_prompts``, ``seed``, ``max_output_tokens``) or ``"mix_instruct"`` (``path``,
+            ``models``, ``score``, ``tokenizer``, ``max_output_tokens``, ``seed``).
+        **kwargs: Arguments of that catalog.
+
+    Returns:
+        The catalog; the packaged one is read once and shared (its arrays are read-only).
+
+    Raises:
+        ValueError: An unknown name or argument, with the nearest valid one.
+        MalformedFileError: A file that cannot be used.
+    """
+    return _LOADERS[choose("catalog", name, list_catalogs())](**kwargs)
