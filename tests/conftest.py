@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Studies and builds are in the tree and not in the wheel, which is what is tested.
+for folder in ("experiments", "hardware_profiles", "envs/workloads"):
+    package = importlib.import_module(f"servegym.{folder.replace('/', '.')}")
+    if str(ROOT / folder) not in package.__path__:
+        package.__path__.append(str(ROOT / folder))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ import pytest
 import servegym
 
 FOLDERS = ("envs", "baselines", "agents", "hardware_profiles", "experiments")
+OUTSIDE = ("experiments/studies", "envs/workloads/build")
+"""Folders of the tree that the wheel does not hold."""
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +29,16 @@ def setuptools(root):
 
 @pytest.fixture(scope="module")
 def sources(root):
-    """The Python files of the packages, tests aside."""
+    """The Python files of the wheel."""
+    return [path for path in _files(root) if not _is_outside(root, path)]
+
+
+def _files(root):
     return [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
+
+
+def _is_outside(root, path):
+    return any(path.is_relative_to(root / folder) for folder in OUTSIDE)
 
 
 def _package(root, folder):
@@ -58,13 +68,8 @@ def test_every_package_and_data_file_is_installed(root, setuptools, sources):
         assert package.joinpath(path.name).is_file(), path
     for folder in FOLDERS:
         for path in (root / folder).rglob("*"):
-            if path.is_file() and path.suffix in (
-                ".json",
-                ".npz",
-                ".typed",
-                ".yaml",
-                ".safetensors",
-            ):
+            data = path.suffix in (".json", ".npz", ".typed", ".yaml", ".safetensors")
+            if path.is_file() and data and not _is_outside(root, path):
                 package = importlib.resources.files(_package(root, path.parent))
                 assert package.joinpath(path.name).is_file(), path
 
@@ -86,10 +91,10 @@ def _room(module):
     return max(matching, key=lambda k: len(ROOMS[k]), default=0)
 
 
-def test_imports_run_from_right_to_left_and_in_no_circle(root, sources):
+def test_imports_run_from_right_to_left_and_in_no_circle(root):
     """Every import anywhere in a file counts, those inside functions and for types as well."""
     modules = {}
-    for path in sources:
+    for path in _files(root):
         package = _package(root, path.parent)
         modules[package if path.stem == "__init__" else f"{package}.{path.stem}"] = path
     arrows = {name: set() for name in modules}
@@ -132,6 +137,12 @@ def test_the_version_is_the_same_everywhere(root):
     assert servegym.__version__ == version == importlib.metadata.version("serve-gym")
     assert f"\nversion: {version}\n" in (root / "CITATION.cff").read_text()
     assert f"\n## {version} " in (root / "CHANGELOG.md").read_text()
+
+
+def test_nothing_in_the_wheel_needs_what_lies_outside_it(root, sources):
+    names = "|".join(re.escape(folder.replace("/", ".")) for folder in OUTSIDE)
+    needs = re.compile(rf"^ *(from|import) servegym\.({names})\b", re.MULTILINE)
+    assert [path for path in sources if needs.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_no_module_shadows_the_standard_library(sources):
