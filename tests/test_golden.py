@@ -1,0 +1,29 @@
+"""Environments, checkpoints and the leaderboard do what they did: see `golden.py`."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
+golden = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(golden)
+HASHES = json.loads(golden.FILE.read_text(encoding="utf-8"))
+JOBS = golden.jobs()
+
+
+def test_every_hash_has_its_job():
+    assert list(HASHES) == list(JOBS)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_golden(name):
+    assert JOBS[name]() == HASHES[name]
+
+
+@pytest.mark.parametrize("env_id", golden.servegym.ENV_IDS)
+def test_native_and_sync_vectors_have_one_hash(env_id):
+    assert HASHES[f"vector_entry_point {env_id}"] == HASHES[f"sync {env_id}"]
