@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from servegym.baselines.protocol import CallablePolicy, Observation, Policy
-from servegym.envs.families import FAMILIES
+from servegym.envs.families import FAMILIES, family_named
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,6 @@ def list_policies(family: str = "llm_routing") -> list[PolicyInfo]:
     return [info for (registered, _), info in _INFO.items() if registered == family]
 
 
-_SYSTEMS = {
-    "llm_routing": "RoutingSystem",
-    "prefix_routing": "PrefixSystem",
-    "serverless_moe": "ServerlessSystem",
-    "expert_placement": "PlacementSystem",
-}
-
-
 def describe_system(problem: Any, *, family: str = "llm_routing") -> Any:
     """The static description of a system that the policies of a family are made from.
 
@@ -108,7 +100,7 @@ def describe_system(problem: Any, *, family: str = "llm_routing") -> Any:
         family: The environment family.
     """
     module = importlib.import_module(f"servegym.baselines.{family}.system")
-    return getattr(module, _SYSTEMS[family]).from_problem(problem)
+    return getattr(module, family_named(family).system).from_problem(problem)
 
 
 def make_policy(name: str, system: Any, *, family: str = "llm_routing", **kwargs: Any) -> Policy:

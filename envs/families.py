@@ -25,6 +25,8 @@ class Family:
             the commands ``figures``, ``claims`` and ``bench``.
         views: Observation that a policy reads (`Policy.env_view`) -> name of the environment,
             without namespace and version; the first is the ``"graph"`` view, the Dict.
+        system: Class in ``baselines/<name>/system.py`` that describes a system to its policies.
+        outcomes: Whether requests end after the step that decides on them.
         parallel: Whether it has a PettingZoo environment, ``parallel_env``.
         version: Of its ids, the N of ``-vN``.
     """
@@ -34,6 +36,8 @@ class Family:
     paper: str
     group: str
     views: Mapping[str, str]
+    system: str
+    outcomes: bool = False
     parallel: bool = False
     version: int = 0
 
@@ -75,6 +79,8 @@ FAMILIES: tuple[Family, ...] = (
             "experts": "LLMRoutingExperts",
             "summary": "LLMRoutingSummary",
         },
+        system="RoutingSystem",
+        outcomes=True,
         parallel=True,
         version=1,
     ),
@@ -84,6 +90,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="Remoe",
         group="serverless",
         views={"graph": "ServerlessMoE", "flat": "ServerlessMoEFlat"},
+        system="ServerlessSystem",
     ),
     Family(
         name="expert_placement",
@@ -91,6 +98,7 @@ FAMILIES: tuple[Family, ...] = (
         paper="Prism",
         group="placement",
         views={"graph": "ExpertPlacement"},
+        system="PlacementSystem",
         parallel=True,
     ),
     Family(
@@ -99,6 +107,8 @@ FAMILIES: tuple[Family, ...] = (
         paper="",
         group="prefix",
         views={"graph": "PrefixRouting", "flat": "PrefixRoutingFlat"},
+        system="PrefixSystem",
+        outcomes=True,
     ),
 )
 """Every family: those of the papers in their order, then the project's own."""

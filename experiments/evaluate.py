@@ -52,9 +52,6 @@ DEFAULT_SEED = 100_000
 OWN, GUEST, GUEST_IN_PROCESS = "servegym", "guest", "guest in process"
 """Where a policy's code comes from and runs, ``source`` of its rows."""
 
-WITH_OUTCOMES = ("llm_routing", "prefix_routing")
-"""Families whose requests end after the step that decides on them."""
-
 RESERVED = ("autoreset_mode", "copy", "max_episode_steps", "num_envs", "render_mode")
 
 Progress = Callable[[str, int, int], None]
@@ -220,7 +217,7 @@ def _checked(
     early = any(asked.get(key) == value for key, value in report.early.items())
     clairvoyant = bool(policy.clairvoyant) or needs_env or early
     ended = bool(getattr(policy, "needs_outcomes", False))
-    if ended and family.name not in WITH_OUTCOMES:
+    if ended and not family.outcomes:
         raise ValueError(
             f"policy {name!r} has needs_outcomes, but requests of {family.name} end within their "
             "step: its reward tells all; allowed is False"
