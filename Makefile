@@ -107,7 +107,7 @@ test-mutants: $(BIN)/.installed
 # one process, because Ray takes both cores.
 test-interop:
 	@$(MAKE) --no-print-directory test-all VENV=$(VENV)-interop WORKERS=0 PINS= \
-	  TESTS="tests/interop tests/experiments/real/plugins/test_ray_serve.py" \
+	  TESTS=tests/interop \
 	  EXTRAS=agents,plots,sweep,track,test,real,interop,ray ARGS="$(ARGS)"
 
 lint: ruff pyright

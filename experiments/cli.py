@@ -389,7 +389,6 @@ def figures(
     draw: Annotated[
         bool, typer.Option("--draw", help="Draw the tables that are there, measure nothing.")
     ] = False,
-    ray: Ray = None,
 ) -> None:
     """Compute and draw the figures and tables of a family; other words go to each figure.
 
@@ -406,12 +405,7 @@ def figures(
             typer.echo(f"{figure.name:<{width}}  {figure.description}")
         return
     words = [*context.args, *(["--draw"] if draw else [])]
-    if ray is not None:
-        from servegym.experiments.cluster import figures as cluster_figures
-
-        failed = cluster_figures.run_figures(family, _executor(ray), only or (), words, typer.echo)
-    else:
-        failed = run_figures(family, only or (), words, typer.echo)
+    failed = run_figures(family, only or (), words, typer.echo)
     raise typer.Exit(int(failed > 0))
 
 
@@ -502,11 +496,6 @@ for _command in (
         "fidelity",
         "experiments.fidelity.report",
         "Replay a measured run and print how far the engine is from it.",
-    ),
-    (
-        "parity",
-        "experiments.fidelity.parity",
-        "Serve the same requests by this engine and by other simulators, side by side.",
     ),
     (
         "leaderboard",

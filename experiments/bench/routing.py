@@ -130,41 +130,6 @@ def bench_vector(num_envs: int, steps: int, repeats: int) -> list[dict[str, Any]
     ]
 
 
-def bench_threads(num_envs: int, steps: int, repeats: int) -> dict[str, Any]:
-    """The vector environment in two threads against one: elapsed time, all systems counted."""
-    import time
-
-    import gymnasium
-
-    import servegym  # noqa: F401
-
-    envs = {
-        count: gymnasium.make_vec(
-            ENV_ID,
-            num_envs=num_envs,
-            vectorization_mode=gymnasium.VectorizeMode.VECTOR_ENTRY_POINT,
-            episode_requests=steps + 1,
-            num_threads=count,
-        )
-        for count in (1, 2)
-    }
-    actions = _legal_actions(envs[1], steps, seed=0)
-
-    def timer(count: int) -> float:
-        envs[count].reset(seed=0)
-        start = time.perf_counter()
-        for action in actions:
-            envs[count].step(action)
-        return num_envs * steps / (time.perf_counter() - start)
-
-    rates = interleave({str(count): lambda c=count: timer(c) for count in envs}, repeats)
-    for each in envs.values():
-        each.close()
-    one = "one thread, steps", rates["1"]
-    what = f"{num_envs} environments, two threads, steps"
-    return row(what, rates["2"], "1/s", one, systems=num_envs, steps=steps, repeats=repeats)
-
-
 def bench_decisions(fleets: int, decisions: int) -> list[dict[str, Any]]:
     """Median and 99th percentile of a decision for one request on 16 experts with R = W = 64.
 
@@ -427,7 +392,6 @@ def bench_memory(num_envs: int) -> list[dict[str, Any]]:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", action="store_true", help="two threads against one")
     parser.add_argument("--decisions", action="store_true", help="what a decision costs")
     parser.add_argument("--slots", action="store_true", help="a request by slots and reward")
 
@@ -444,12 +408,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = bench_options("routing", __doc__, argv, _add_options)
     shrink = 20 if options.quick else 1
     repeats = min(options.repeats, 2) if options.quick else options.repeats
-    if options.threads:
-        sizes = (64, 256, 1_024, 2_048, 4_096)
-        steps = 102_400 // shrink
-        rows = [bench_threads(size, max(4, steps // size), repeats) for size in sizes]
-        save(options, "bench_threads", rows)
-        return 0
     if options.decisions:
         save(options, "bench_decisions", bench_decisions(4 // shrink + 1, 1_500 // shrink))
         return 0

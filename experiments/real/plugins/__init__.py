@@ -1,1 +1,1 @@
-"""Policies inside gateways: LiteLLM, the Endpoint Picker of the Gateway API, and Ray Serve."""
+"""Policies inside gateways: LiteLLM and the Endpoint Picker of the Gateway API."""

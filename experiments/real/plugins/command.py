@@ -132,7 +132,7 @@ def write_litellm(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of ``servegym gateway litellm | endpoint-picker | ray``.
+    """Command line of ``servegym gateway litellm | endpoint-picker``.
 
     Args:
         arguments: The command line; ``sys.argv`` by default.
@@ -151,8 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     picker = kinds.add_parser(
         "endpoint-picker", help="serve the Endpoint Picker of the Gateway API (ext-proc, gRPC)"
     )
-    ray = kinds.add_parser("ray", help="run an application of Ray Serve on this machine")
-    for one in (litellm, picker, ray):
+    for one in (litellm, picker):
         add = one.add_argument
         add("servers", type=Path, help="file of endpoints, or FLEET.toml with fixed ports")
         add("--policy", default=POLICY, help=f"name of a policy, or a checkpoint ({POLICY})")
@@ -164,9 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     litellm.add_argument("--model", default="llm", help="name that clients ask for (llm)")
     litellm.add_argument("--folder", type=Path, default=FOLDER, help=f"of the files ({FOLDER})")
-    for one, port in ((picker, 9002), (ray, 8000)):
-        one.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
-        one.add_argument("--port", type=int, default=port, help=f"port to listen on ({port})")
+    picker.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
+    picker.add_argument("--port", type=int, default=9002, help="port to listen on (9002)")
     options = parser.parse_args(arguments)
     servers = read_servers(options.servers)
     settings = parse_settings(options.set)
@@ -181,16 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"start it: litellm --config {config} --host {LOOPBACK} --port 4000")
         print("LiteLLM asks for a key of yours in LITELLM_MASTER_KEY; clients send the same")
-        return 0
-    if options.kind == "ray":
-        from servegym.experiments.real.plugins import ray_app
-
-        trusted = options.trust_metadata
-        try:
-            app = ray_app.application(servers, options.policy, trusted=trusted, **settings)
-        except TypeError as error:
-            raise ValueError(f"--set: {error}") from None
-        ray_app.run(app, options.host, options.port)
         return 0
     from servegym.experiments.real.plugins import endpoint_picker
     from servegym.experiments.real.plugins.gate import from_metadata

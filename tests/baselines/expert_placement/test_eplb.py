@@ -20,7 +20,7 @@ from servegym.baselines.expert_placement.eplb import (
 from servegym.baselines.expert_placement.feasibility import check_placement, server_view
 from servegym.baselines.expert_placement.heuristics import smartmoe
 from servegym.baselines.expert_placement.objectives import proxy
-from servegym.experiments.bench.eplb import (
+from servegym.experiments.studies.placement.eplb import (
     CASES,
     Case,
     bound,
@@ -172,7 +172,7 @@ def test_table(tmp_path, capsys, monkeypatch):
     assert rows["yardstick"]["balancedness"] == pytest.approx(rows["eplb_slots"]["balancedness"])
     assert rows["rebalance_experts"]["moved_share"] <= 0.1
     assert rows["balance_experts"]["double_slots"] == 0
-    monkeypatch.setattr("servegym.experiments.bench.eplb.CASES", SMALL[:1])
+    monkeypatch.setattr("servegym.experiments.studies.placement.eplb.CASES", SMALL[:1])
     main(["--out", str(tmp_path / "eplb.csv"), "--repeats", "1"])
     assert "rebalance_experts" in capsys.readouterr().out
     assert len((tmp_path / "eplb.csv").read_text().splitlines()) == 6
@@ -225,7 +225,7 @@ def test_no_placement_exceeds_the_bound():
 
 
 def test_table_of_draws(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("servegym.experiments.bench.eplb.CASES", SMALL[:1])
+    monkeypatch.setattr("servegym.experiments.studies.placement.eplb.CASES", SMALL[:1])
     main(["--draws", "2", "--out", str(tmp_path / "draws.csv")])
     assert "over 2 draws" in capsys.readouterr().out
     with (tmp_path / "draws.csv").open() as stream:

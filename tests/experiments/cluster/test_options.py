@@ -8,11 +8,9 @@ from typer.testing import CliRunner
 from servegym.agents.lib.ray_cluster import check_ray
 from servegym.experiments import evaluate, leaderboard
 from servegym.experiments.cli import app
-from servegym.experiments.figures import run as figures
 
 WORDS = {
     "evaluate": ["evaluate", "servegym/LLMRouting-v1", "--policy", "random"],
-    "figures": ["figures", "routing"],
     "leaderboard": ["leaderboard", "--run"],
     "sweep": ["sweep", "ppo"],
 }
@@ -22,7 +20,6 @@ WORDS = {
 def no_work(monkeypatch):
     for module, name in (
         (evaluate, "make_plan"),
-        (figures, "list_figures"),
         (leaderboard, "measure"),
     ):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("work was begun"))

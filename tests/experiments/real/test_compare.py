@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from servegym.experiments.real import compare, noise
+from servegym.experiments.real import compare
 
 
 def read(path):
@@ -29,25 +29,6 @@ def test_requests_come_at_the_rate_and_at_all_loads(tmp_path):
     assert 2000 / rows[-1]["arrival_s"] == pytest.approx(4.0, rel=0.1)
     assert {row["prompt_tokens"] for row in rows} == set(range(24, 73))
     assert {"score_a", "score_b", "predicted_tokens_a", "output_tokens_b"} <= set(rows[0])
-
-    noise.mixed_requests(tmp_path / "mixed.csv", ["a", "b"], 4.0, 1)
-    at = np.array([row["arrival_s"] for row in compare.read_rows(tmp_path / "mixed.csv")])
-    assert (np.diff(at) > 0).all() and len(at) == noise.SEGMENT * len(noise.LOADS)
-    gaps = np.diff(at).reshape(-1)[: noise.SEGMENT - 1], np.diff(at)[noise.SEGMENT :]
-    for gap, load in zip(gaps, noise.LOADS, strict=True):
-        assert 1 / gap.mean() == pytest.approx(4.0 * load, rel=0.2)
-    assert not list(tmp_path.glob("*.part.csv"))
-
-
-def test_the_gain_is_of_the_same_requests():
-    rows = [
-        {"world": "real", "load": 0.8, "episode": k, "rule": "greedy_qos", "tuned_in": t, "qos": q}
-        for k, pair in enumerate([(0.1, 0.2), (0.5, 0.6), (0.9, 1.0)])
-        for t, q in zip(("calm", "drifting"), pair, strict=True)
-    ]
-    (one,) = noise.table(rows[::-1])
-    assert (one["tuned_calm"], one["tuned_drifting"], one["episodes"]) == (0.5, 0.6, 3)
-    assert one["gain"] == one["low"] == one["high"] == 0.1  # each pair is .1 apart
 
 
 def test_errors_are_of_the_simulation_over_the_measured(tmp_path):
@@ -98,12 +79,6 @@ def test_a_bad_plan_is_refused_before_a_server_starts(words, what, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_noise_needs_calibrated_servers(tmp_path):
-    with pytest.raises(ValueError, match=r"plan\.json"):
-        noise.main([str(tmp_path), "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
-
-
 FLEET = """
 [[server]]
 name = "small"
@@ -151,17 +126,3 @@ def test_tiny_servers_from_calibration_to_tables(compared):
     assert len(read(compared / "tables" / "qos.csv")) == 2 * 4
     made = json.loads((compared / "tables" / "qos.json").read_text())
     assert made["command"].startswith("servegym real compare fleet.toml --policies")
-
-
-@pytest.mark.slow
-def test_rules_are_tuned_for_both_worlds_and_play_in_both(compared, tmp_path, monkeypatch):
-    monkeypatch.setattr(noise, "BUDGET", noise.Budget(4, 1, 1, 1, 1, noise.BUDGET.requests))
-    monkeypatch.setattr(noise, "EPISODES", 2)
-    assert noise.main([str(compared), "--out", str(tmp_path / "out"), "--repetitions", "0"]) == 0
-    rows = read(tmp_path / "out" / "noise.csv")
-    assert len(rows) == 2 * len(noise.LOADS) * len(noise.RULES)
-    made = json.loads((tmp_path / "out" / "noise.json").read_text())
-    assert set(made["settings"]["parameters"]) == {
-        f"{rule}-{name}" for rule in noise.RULES for name in ("calm", "drifting")
-    }
-    assert {row["episodes"] for row in rows} == {"2"}

@@ -12,7 +12,7 @@ from servegym.baselines.registry import from_callable
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.experiments.real.gateway import GatewayRequest, GatewayRouter
-from servegym.experiments.real.plugins.agreement import played
+from servegym.experiments.studies.gateways.agreement import played
 
 FLEET = {"rate": 9.0, "episode_requests": 700}
 

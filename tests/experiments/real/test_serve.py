@@ -11,11 +11,10 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp")
 
 from servegym.envs.prefix_routing.live import LiveEngine  # noqa: E402
-from servegym.experiments.output import read_rows  # noqa: E402
 from servegym.experiments.real import launcher  # noqa: E402
 from servegym.experiments.real.client import completion_body, new_session, stream  # noqa: E402
 from servegym.experiments.real.fleet_file import ServerSpec  # noqa: E402
-from servegym.experiments.real.serve import bench, command  # noqa: E402
+from servegym.experiments.real.serve import command  # noqa: E402
 from servegym.experiments.real.serve.dashboard import Dashboard  # noqa: E402
 from servegym.experiments.real.serve.faults import Fault, parse_fault  # noqa: E402
 from servegym.experiments.real.serve.protocol import (  # noqa: E402
@@ -496,20 +495,3 @@ def test_real_up_starts_simulated_servers_too(tmp_path):
     assert reply.error == "" and reply.output_tokens == 3
     assert 'block_size="32",num_gpu_blocks="256"' in metrics
     assert 'model_name="llama"' in metrics
-
-
-@pytest.mark.slow
-def test_the_checks_write_their_tables(tmp_path):
-    small = ["--rates", "20", "--seconds", "1", "--repetitions", "2"]
-    bench.main(["accuracy", *small, "--out", str(tmp_path)])
-    rows = read_rows(tmp_path / "serve_accuracy.csv")
-    assert [row["quantity"] for row in rows] == ["ttft_s", "tpot_s", "e2e_s"]
-    assert all(row["requests"] == 40 and row["engine_s"] > 0.0 for row in rows)
-    bench.main(["soak", "--requests", "200", "--out", str(tmp_path)])
-    first, *_, last = read_rows(tmp_path / "serve_soak.csv")
-    assert last["requests"] == 200 and last["held"] == last["usage"] == 0
-    # Every request is counted once, by clients and, if it reached them, by servers.
-    clients = sum(value for name, value in last.items() if name.startswith("client_"))
-    ended = sum(last[name] for name in ("stop", "length", "abort", "error", "refused"))
-    assert clients == 200 and 100 < ended <= 200
-    assert last["files"] <= first["files"] + 3

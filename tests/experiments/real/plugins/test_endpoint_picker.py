@@ -15,14 +15,14 @@ grpc = pytest.importorskip("grpc")
 from servegym.baselines.registry import from_callable  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
 from servegym.experiments.real.gateway import GatewayRouter  # noqa: E402
-from servegym.experiments.real.plugins.agreement import agreement  # noqa: E402
 from servegym.experiments.real.plugins.endpoint_picker import (  # noqa: E402
     EndpointPicker,
     address,
     start,
 )
-from servegym.experiments.real.plugins.envoy import BodyMode, Exchange  # noqa: E402
 from servegym.experiments.real.plugins.gate import Gate  # noqa: E402
+from servegym.experiments.studies.gateways.agreement import agreement  # noqa: E402
+from servegym.experiments.studies.gateways.envoy import BodyMode, Exchange  # noqa: E402
 
 ENDPOINTS = [f"10.0.0.{k}:8000" for k in range(1, 7)]
 BODY = json.dumps({"model": "llm", "prompt": "hello there", "max_tokens": 5}).encode()
@@ -240,7 +240,7 @@ def test_health_and_addresses():
 @pytest.mark.slow
 def test_requests_before_servers_that_fail_end_once_and_nothing_is_held(tmp_path):
     pytest.importorskip("aiohttp")
-    from servegym.experiments.real.plugins import soak
+    from servegym.experiments.studies.gateways import soak
 
     assert soak.main(["--requests", "120", "--out", str(tmp_path)]) == 0
     flood = ["--at-a-time", str(2 * soak.CAPACITY), "--requests", str(3 * soak.CAPACITY)]
@@ -266,7 +266,7 @@ def test_requests_before_servers_that_fail_end_once_and_nothing_is_held(tmp_path
 
 
 def test_the_table_of_agreement(tmp_path):
-    from servegym.experiments.real.plugins import agreement as made
+    from servegym.experiments.studies.gateways import agreement as made
 
     words = ["--policy", "priced_greedy", "--episodes", "1", "--requests", "60"]
     assert made.main([*words, "--out", str(tmp_path)]) == 0

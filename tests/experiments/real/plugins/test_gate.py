@@ -12,8 +12,8 @@ from servegym.baselines.registry import from_callable
 from servegym.experiments.real.fleet_file import Endpoint, write_endpoints
 from servegym.experiments.real.gateway import GatewayRouter
 from servegym.experiments.real.plugins import command
-from servegym.experiments.real.plugins.agreement import agreement
 from servegym.experiments.real.plugins.gate import Gate, from_metadata, prompt_tokens
+from servegym.experiments.studies.gateways.agreement import agreement
 
 CHAT = {"messages": [{"role": "user", "content": "twelve bytes"}]}
 

@@ -14,10 +14,10 @@ litellm = pytest.importorskip("litellm")
 
 from servegym.baselines.registry import from_callable  # noqa: E402
 from servegym.experiments.real.gateway import GatewayRouter  # noqa: E402
-from servegym.experiments.real.plugins.agreement import agreement  # noqa: E402
-from servegym.experiments.real.plugins.faulty import FaultyServer  # noqa: E402
 from servegym.experiments.real.plugins.gate import Gate  # noqa: E402
 from servegym.experiments.real.plugins.litellm_strategy import LiteLLMStrategy  # noqa: E402
+from servegym.experiments.studies.gateways.agreement import agreement  # noqa: E402
+from servegym.experiments.studies.gateways.faulty import FaultyServer  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 NAMES = [f"e{k}" for k in range(6)]

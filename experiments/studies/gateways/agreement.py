@@ -5,7 +5,7 @@ plug-in, which is told at every decision what a gateway could know by then: whic
 ended, how many tokens the others have, and what the engines run. Where the two part, the log goes
 on with what the environment did.
 
-    python -m servegym.experiments.real.plugins.agreement --kind litellm
+    python -m servegym.experiments.studies.gateways.agreement --kind litellm
 
 It adds its rows to the table ``plugins``.
 """
@@ -234,7 +234,7 @@ class Picker:
 
     async def ask(self, name: str, body: dict[str, Any]) -> int:
         """See `Driver`."""
-        from servegym.experiments.real.plugins.envoy import Exchange
+        from servegym.experiments.studies.gateways.envoy import Exchange
 
         exchange = Exchange(self._channel)
         picked = await exchange.ask(json.dumps(body).encode())
@@ -276,60 +276,11 @@ async def _picker(gate: Gate, streamed: bool = False) -> AsyncIterator[Driver]:
         await server.stop(None)
 
 
-class RayServe:
-    """Ray Serve's request router with replicas that only have names."""
-
-    def __init__(self, gate: Gate) -> None:
-        from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
-        from ray.serve.request_router import PendingRequest, ReplicaID
-
-        from servegym.experiments.real.plugins.ray_serve import PolicyRequestRouter
-
-        @dataclass(frozen=True)
-        class Replica:
-            replica_id: Any
-
-        deployment = DeploymentID(name="llm")
-        self._router = PolicyRequestRouter(deployment, DeploymentHandleSource.REPLICA)
-        self._router.adopt(gate)
-        self._replicas = [Replica(ReplicaID(name, deployment)) for name in gate.names]
-        self._pending = lambda name, body: PendingRequest(
-            [body], {}, RequestMetadata(request_id=name, internal_request_id=name)
-        )
-        self._open: dict[str, tuple[Any, Any]] = {}
-        self._gate = gate
-
-    async def ask(self, name: str, body: dict[str, Any]) -> int:
-        """See `Driver`."""
-        pending = self._pending(name, body)
-        replicas: Any = self._replicas
-        ((chosen, *_),) = await self._router.choose_replicas(replicas, pending)
-        if pending.future.done():
-            pending.future.exception()
-            return -1
-        self._open[name] = chosen.replica_id, self._gate.last
-        return [one.replica_id for one in self._replicas].index(chosen.replica_id)
-
-    async def tokens(self, name: str, generated: int) -> None:
-        """Told to the gate: Ray does not show them to its router."""
-        self._open[name][1].token(generated)
-
-    async def end(self, name: str) -> None:
-        """See `Driver`."""
-        self._router.on_request_completed(self._open.pop(name)[0], name)
-
-
-@contextlib.asynccontextmanager
-async def _ray(gate: Gate) -> AsyncIterator[Driver]:
-    yield RayServe(gate)
-
-
 KINDS: dict[str, Callable[[Gate], contextlib.AbstractAsyncContextManager[Driver]]] = {
     "direct": _direct,
     "endpoint-picker": _picker,
     "endpoint-picker-streamed": functools.partial(_picker, streamed=True),
     "litellm": _litellm,
-    "ray": _ray,
 }
 """How the driver of each plug-in is opened."""
 
@@ -473,8 +424,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for row in rows if row["kind"] not in kinds or row["policy"] != options.policy]
     rows += found
     words = sys.argv[1:] if arguments is None else list(arguments)
-    command = shlex.join(["python", "-m", "servegym.experiments.real.plugins.agreement", *words])
-    packages = ("litellm", "grpcio", "envoy-data-plane", "ray", "torch")
+    command = shlex.join(
+        ["python", "-m", "servegym.experiments.studies.gateways.agreement", *words]
+    )
+    packages = ("litellm", "grpcio", "envoy-data-plane", "torch")
     runs = tables.runs_with(path, command, packages)
     options.out.mkdir(parents=True, exist_ok=True)
     tables.write_result(

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m servegym.experiments.bench.eplb --out experiments/results/placement/eplb.csv
+    python -m servegym.experiments.studies.placement.eplb --out RESULTS/placement/eplb.csv
 
 Four cases: a 58-layer model of 256 experts on 32 GPUs (hierarchical) and on 144 (global), and two
 small models. Loads are Zipf(0.8) popularities in random order times log-normal(0, 0.5) noise.
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _save(target: Path, rows: list[dict[str, Any]], notes: Sequence[str], words: str) -> None:
     """The table with its provenance."""
-    command = f"python -m servegym.experiments.bench.eplb {words}"
+    command = f"python -m servegym.experiments.studies.placement.eplb {words}"
     write_result(target, rows, provenance(command), notes)
     print(f"{target}, .json")
 

@@ -5,7 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from servegym.experiments.fidelity.aiconfigurator import (
+from servegym.experiments.output import read_rows
+from servegym.experiments.studies.fidelity.aiconfigurator import (
     BATCHES,
     CONTEXTS,
     compare,
@@ -13,7 +14,6 @@ from servegym.experiments.fidelity.aiconfigurator import (
     summary,
     system_of,
 )
-from servegym.experiments.output import read_rows
 from servegym.hardware_profiles import load
 
 NAME = "l40s-llama-3.1-8b"

@@ -4,7 +4,7 @@
 Llama-3.1-8B are compared with the shipped profile of each card, and those of Llama-3.1-8B and
 Qwen3-30B-A3B on the RTX PRO 6000 with LLMServingSim's kernels of these very models::
 
-    python -m servegym.experiments.fidelity.composed DATA --document docs/hardware.md
+    python -m servegym.experiments.studies.fidelity.composed DATA --document docs/hardware.md
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m servegym.experiments.fidelity.composed",
+        prog="python -m servegym.experiments.studies.fidelity.composed",
         description=(__doc__ or "").splitlines()[0],
     )
     parser.add_argument("data", type=Path, help="folder of the published tables")

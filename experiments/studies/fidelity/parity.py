@@ -38,13 +38,13 @@ from servegym._command_line import run_main
 from servegym.envs.workloads.arrivals import make_arrivals
 from servegym.envs.workloads.lengths import length_quantiles, sample_lengths
 from servegym.experiments.fidelity.comparison import METRICS
-from servegym.experiments.fidelity.host import first_requests, interval
 from servegym.experiments.fidelity.markdown import Table, percent, update_document
 from servegym.experiments.fidelity.measured_run import MeasuredRun, load_run
 from servegym.experiments.fidelity.profiles import matching_profile
 from servegym.experiments.fidelity.queueing import batch_means
 from servegym.experiments.fidelity.report import RUN_FOLDER, data_folder
 from servegym.experiments.output import print_table
+from servegym.experiments.studies.fidelity.host import first_requests, interval
 from servegym.experiments.tables import note, provenance, write_result
 from servegym.hardware_profiles import Profile, load
 

@@ -6,8 +6,8 @@ request may be completed twice, and memory and file descriptors must stay. More 
 than the fleet has room for are a flood, of which the policy must refuse a part; the servers are
 slow then, so that requests come faster than this one process can answer them.
 
-    python -m servegym.experiments.real.plugins.soak
-    python -m servegym.experiments.real.plugins.soak --at-a-time 500 --token-s 0.3
+    python -m servegym.experiments.studies.gateways.soak
+    python -m servegym.experiments.studies.gateways.soak --at-a-time 500 --token-s 0.3
 
 Each adds its row to the table ``soak``. The kind ``litellm`` needs LiteLLM.
 """
@@ -37,8 +37,8 @@ from servegym._command_line import run_main
 from servegym.experiments import tables
 from servegym.experiments.output import read_rows
 from servegym.experiments.real.gateway import GatewayRouter
-from servegym.experiments.real.plugins.faulty import FaultyServer
 from servegym.experiments.real.plugins.gate import Gate
+from servegym.experiments.studies.gateways.faulty import FaultyServer
 
 __all__ = ["KINDS", "main", "soak"]
 
@@ -120,7 +120,7 @@ async def _picker(gate: Gate, servers: Sequence[FaultyServer]) -> AsyncIterator[
     import grpc
 
     from servegym.experiments.real.plugins.endpoint_picker import EndpointPicker, start
-    from servegym.experiments.real.plugins.envoy import Exchange
+    from servegym.experiments.studies.gateways.envoy import Exchange
 
     endpoints = [f"127.0.0.1:{one.port}" for one in servers]
     server, port = await start(EndpointPicker(gate, endpoints), "127.0.0.1", 0)
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     earlier = read_rows(path) if path.exists() else []
     rows = [one for one in earlier if _key(one) != _key(row)]
     words = sys.argv[1:] if arguments is None else list(arguments)
-    command = shlex.join(["python", "-m", "servegym.experiments.real.plugins.soak", *words])
+    command = shlex.join(["python", "-m", "servegym.experiments.studies.gateways.soak", *words])
     packages = ("litellm", "grpcio", "envoy-data-plane", "aiohttp")
     runs = tables.runs_with(path, command, packages)
     made = tables.provenance(command, options.requests < 10_000, packages, merged=runs)

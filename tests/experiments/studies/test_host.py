@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
-from servegym.experiments.fidelity.host import (
+from servegym.experiments.fidelity.measured_run import MeasuredRun
+from servegym.experiments.studies.fidelity.host import (
     decode_windows,
     found_rows,
     light_rows,
     lone_admissions,
 )
-from servegym.experiments.fidelity.measured_run import MeasuredRun
-from servegym.experiments.fidelity.step_errors import MEASURED_CARD, step_errors
+from servegym.experiments.studies.fidelity.step_errors import MEASURED_CARD, step_errors
 from servegym.hardware_profiles import list_profiles, load
 
 RTX = load(MEASURED_CARD)

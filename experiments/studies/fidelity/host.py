@@ -2,7 +2,7 @@
 
 Three looks at a run of an engine that plans iterations ahead::
 
-    python -m servegym.experiments.fidelity.host RUN --light OTHER_RUN --first 40
+    python -m servegym.experiments.studies.fidelity.host RUN --light OTHER_RUN --first 40
 
 - *Lone admissions.* A request that nobody else's admission overlaps has its first token after its
   own iteration, and before that the decode iteration that was planned already. What is left over is
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ValueError: If a run cannot be used.
     """
-    parser = argparse.ArgumentParser(prog="python -m servegym.experiments.fidelity.host")
+    parser = argparse.ArgumentParser(prog="python -m servegym.experiments.studies.fidelity.host")
     add = parser.add_argument
     add("run", type=Path, help="folder of a measured run")
     add("--light", type=Path, help="folder of a run whose first requests find room")

@@ -1,6 +1,6 @@
 """The error of whole steps that each shipped profile states, from committed tables alone.
 
-    python -m servegym.experiments.fidelity.step_errors
+    python -m servegym.experiments.studies.fidelity.step_errors
 
 For prefill and decode steps the logarithm of true seconds over the law's has a standard deviation
 of the root of the sum of squares of what is known apart:
@@ -152,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0.
     """
-    parser = argparse.ArgumentParser(prog="python -m servegym.experiments.fidelity.step_errors")
+    parser = argparse.ArgumentParser(
+        prog="python -m servegym.experiments.studies.fidelity.step_errors"
+    )
     parser.add_argument("--document", type=Path, help="Markdown file whose table is replaced")
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)

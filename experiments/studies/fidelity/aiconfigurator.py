@@ -5,7 +5,7 @@ vLLM. It is no dependency of this package and is imported by this script alone; 
 environment of its own::
 
     python -m venv .venv-check && .venv-check/bin/pip install . aiconfigurator-core
-    .venv-check/bin/python -m servegym.experiments.fidelity.aiconfigurator
+    .venv-check/bin/python -m servegym.experiments.studies.fidelity.aiconfigurator
 
 A profile of ours may rest on the same kernel timings: then this checks how an iteration is put
 together and interpolated, not the measurement. The column ``source`` marks these profiles.
@@ -29,7 +29,7 @@ from servegym.hardware_profiles import Profile, list_profiles, load
 
 __all__ = ["compare", "main"]
 
-MODULE = "servegym.experiments.fidelity.aiconfigurator"
+MODULE = "servegym.experiments.studies.fidelity.aiconfigurator"
 
 # Our devices and models by their names in aiconfigurator.
 SYSTEMS = {

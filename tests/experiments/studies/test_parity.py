@@ -1,18 +1,17 @@
 """Parity: request lists, laws and rows; a made-up rival in place of the simulators."""
 
 import json
+import re
 import stat
 import sys
 import time
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from servegym.envs.llm_routing import replay
-from servegym.experiments.cli import app
-from servegym.experiments.fidelity import parity, rival
 from servegym.experiments.output import read_rows
+from servegym.experiments.studies.fidelity import parity, rival
 from servegym.hardware_profiles import load
 
 ENGINE = {
@@ -114,10 +113,9 @@ def test_the_ttft_of_a_measured_runs_first_requests(tmp_path):
             row = {"input_toks": 100, "output_toks": 3, "arrival_time": arrival}
             row |= {"queued_ts": arrival, "first_token_ts": arrival + 2 * ttft}
             stream.write(json.dumps(row | {"last_token_ts": arrival + 2 * ttft + 0.1}) + "\n")
-    words = ["parity", "--requests", "0", "--queue-requests", "0", "--out", str(tmp_path)]
+    words = ["--requests", "0", "--queue-requests", "0", "--out", str(tmp_path)]
     words += ["--data", str(tmp_path), "--light", str(tmp_path), "--first", "3"]
-    done = CliRunner().invoke(app, [*words, "--profile", "rtx4090-llama-3.1-8b"])
-    assert done.exit_code == 0, done.output
+    assert parity.main([*words, "--profile", "rtx4090-llama-3.1-8b"]) == 0
     own, flat = read_rows(tmp_path / "parity_light.csv")
     assert own["simulator"] == "servegym" and flat["ttft_s"] == own["ttft_s"]
     assert own["requests"] == 3 and own["ttft_s"] == pytest.approx(told["ttft_s"][0])
@@ -262,7 +260,7 @@ def test_the_driver_reads_a_replay_of_aisimulate(tmp_path, monkeypatch):
         job(tmp_path, {"kind": "tables"}, "aisimulate")
 
 
-def test_the_command_runs_a_rival_and_names_those_it_lacks(tmp_path):
+def test_the_command_runs_a_rival_and_names_those_it_lacks(tmp_path, capsys):
     fake = tmp_path / "python"
     fake.write_text(
         f"""#!{sys.executable}
@@ -276,11 +274,12 @@ json.dump(found, open(sys.argv[4], "w"))
 """
     )
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    words = ["parity", "--requests", "100", "--queue-requests", "100", "--repeats", "1"]
+    words = ["--requests", "100", "--queue-requests", "100", "--repeats", "1"]
     words += ["--out", str(tmp_path), "--data", str(tmp_path), "--rival", f"ai-dynamo={fake}"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert "vllm-sr-sim: not run" in done.output and "ai-dynamo: not run" not in done.output
+    assert parity.main(words) == 0
+    printed = capsys.readouterr()
+    assert "vllm-sr-sim: not run" in printed.out + printed.err
+    assert "ai-dynamo: not run" not in printed.out + printed.err
     rows = read_rows(tmp_path / "parity.csv")
     # Each list here, once more under a profile; the rival's constant law, its two tables.
     assert len(rows) == 18 + 9 + 9 + 2 * 9
@@ -316,5 +315,5 @@ def test_a_rival_that_fails_is_named_and_the_others_stay(tmp_path):
     ],
 )
 def test_bad_words_are_refused(words, told):
-    done = CliRunner().invoke(app, ["parity", *words])
-    assert done.exit_code == 2 and told in done.output
+    with pytest.raises(ValueError, match=re.escape(told)):
+        parity.main(words)

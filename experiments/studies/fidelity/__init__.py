@@ -1,0 +1,1 @@
+"""Simulations beside other simulators and published measurements, asked once."""

@@ -1,0 +1,1 @@
+"""Placement: questions of our own."""
