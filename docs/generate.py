@@ -38,6 +38,8 @@ from servegym.experiments.tables import read_record
 from servegym.experiments.train_and_compare import CURVE, TABLE, plot
 
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT / "experiments") not in servegym.experiments.__path__:  # the studies are in the tree
+    servegym.experiments.__path__.append(str(ROOT / "experiments"))
 RESULTS = ROOT / "experiments" / "results"
 STEPS = {"llm_routing": 60, "serverless_moe": 40, "expert_placement": 6, "prefix_routing": 300}
 """Family -> decisions before the picture."""

@@ -304,6 +304,18 @@ def test_the_readme_fits_one_page(root):
     assert len(text.splitlines()) <= 120 and len(text.split()) <= 1000
 
 
+def test_every_table_is_named(root):
+    """By a page, a card or a claim; those of the papers' figures by the figure's module."""
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    pages += (root / "agents" / "checkpoints").rglob("*.md")
+    pages += (root / "experiments" / "figures").rglob("*.py")
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    tables = list((root / "experiments" / "results").rglob("*.csv"))
+    named = [re.search(rf"(?<!\w){re.escape(path.stem)}(?!\w)", text) for path in tables]
+    assert [path for path, found in zip(tables, named, strict=True) if not found] == []
+    assert len(tables) <= 132
+
+
 def test_no_shipped_file_names_a_path_of_a_machine(root):
     machine = re.compile(rb"[\"' =](/tmp|/home|/root|/work|/Users)/")
     for folder in FOLDERS:

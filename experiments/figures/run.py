@@ -1,8 +1,9 @@
 """Every figure and table of a family by one command: ``servegym figures FAMILY``.
 
-A figure is a module of the family's folder, here or in ``beyond``, that has a
-``main(argv) -> int``; the first line of its docstring says what it shows. Each also runs alone, as
-``python -m servegym.experiments.figures.FAMILY.MODULE``, and takes ``--help``.
+A figure is a module of the family's folder here that has a ``main(argv) -> int``; the first line
+of its docstring says what it shows. Each also runs alone, as
+``python -m servegym.experiments.figures.FAMILY.MODULE``, and takes ``--help``. In a source tree so
+do the studies, ``servegym.experiments.studies.FAMILY.MODULE``.
 
 A module measures and draws apart: the functions in its ``FIGURES`` write result tables (see
 `servegym.experiments.tables`), those in its ``PICTURES`` turn the rows of a table into a matplotlib
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 GROUPS = tuple(family.group for family in FAMILIES)
-"""The groups of figures, one a family: folders here and in ``beyond``."""
+"""The groups of figures, one a family: folders here and in ``studies``."""
 
 RESULTS = Path(__file__).parents[1] / "results"
 """The tables that come with the package, a folder a group."""
@@ -116,16 +117,17 @@ def list_figures(family: str) -> list[Figure]:
         ValueError: If the family is unknown.
     """
     family = family_named(family).group
-    here = Path(__file__).parent
     found = []
-    paths = [*here.glob(f"{family}/*.py"), *here.glob(f"beyond/{family}/*.py")]
+    roots = [Path(root) for root in importlib.import_module("servegym.experiments").__path__]
+    paths = [*roots[0].glob(f"figures/{family}/*.py")]
+    paths += [path for root in roots for path in root.glob(f"studies/{family}/*.py")]
     for path in sorted(paths, key=lambda path: path.stem):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if "main" in names:
             first = (ast.get_docstring(tree) or "").split("\n", 1)[0]
-            inside = ".".join(path.relative_to(here).with_suffix("").parts)
-            found.append(Figure(path.stem, f"servegym.experiments.figures.{inside}", first))
+            inside = ".".join(path.with_suffix("").parts[-3:])
+            found.append(Figure(path.stem, f"servegym.experiments.{inside}", first))
     return found
 
 

@@ -8,7 +8,7 @@ from servegym.agents.lib.checkpoint import load_policy, shipped, shipped_for  # 
 from servegym.baselines.expert_placement.system import PlacementSystem  # noqa: E402
 from servegym.envs.expert_placement.env import make_problem  # noqa: E402
 from servegym.experiments.evaluate import evaluate  # noqa: E402
-from servegym.experiments.figures.beyond.placement.learning import Control  # noqa: E402
+from servegym.experiments.studies.placement.learning import Control  # noqa: E402
 
 SHIPPED = shipped("expert_placement")
 

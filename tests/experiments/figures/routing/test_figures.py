@@ -18,7 +18,6 @@ from servegym.agents.lib.checkpoint import write_checkpoint  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 from servegym.experiments.figures import run as figure_run  # noqa: E402
 from servegym.experiments.figures.routing import common as routing_common  # noqa: E402
-from servegym.experiments.figures.routing import comparison as routing_comparison  # noqa: E402
 from servegym.experiments.figures.routing import episodes as routing_episodes  # noqa: E402
 from servegym.experiments.figures.routing import learning as routing_learning  # noqa: E402
 from servegym.experiments.figures.routing import load_sweeps as routing_sweeps  # noqa: E402
@@ -33,6 +32,7 @@ from servegym.experiments.figures.routing.claims import (  # noqa: E402
 )
 from servegym.experiments.figures.routing.common import find_runs, summarise_parts  # noqa: E402
 from servegym.experiments.stats import paired_difference  # noqa: E402
+from servegym.experiments.studies.routing import comparison as routing_comparison  # noqa: E402
 from servegym.experiments.tables import read_record  # noqa: E402
 
 HET = "edge-6-heterogeneous"

@@ -13,8 +13,6 @@ from servegym.baselines.registry import list_policies  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
 from servegym.envs.serverless_moe.deployments import deployment_cost  # noqa: E402
 from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
-from servegym.experiments.figures.beyond.serverless import cost_sweeps as serverless_sweeps
-from servegym.experiments.figures.beyond.serverless import policies as serverless_policies
 from servegym.experiments.figures.serverless import costs as serverless_costs
 from servegym.experiments.figures.serverless import methods as serverless_methods
 from servegym.experiments.figures.serverless.common import (  # noqa: E402
@@ -23,6 +21,7 @@ from servegym.experiments.figures.serverless.common import (  # noqa: E402
     recorded_request,
 )
 from servegym.experiments.figures.serverless.methods import Setting, measure, rows_of  # noqa: E402
+from servegym.experiments.studies.serverless import policies as serverless_policies
 from servegym.experiments.tables import read_record  # noqa: E402
 
 TOY = Setting("toy", n_in=20, n_out=12)
@@ -32,8 +31,7 @@ TOY = Setting("toy", n_in=20, n_out=12)
 def toy(monkeypatch):
     activations = make_toy_activations(prompts=40)
     monkeypatch.setattr(serverless_methods, "load_activations", lambda name: activations)
-    for module in (serverless_costs, serverless_sweeps):
-        monkeypatch.setattr(module, "MODELS", ("toy",))
+    monkeypatch.setattr(serverless_costs, "MODELS", ("toy",))
     monkeypatch.setattr(serverless_costs, "SYNTHETIC", "toy")
     return activations
 
@@ -132,30 +130,10 @@ def test_predictions_are_made_from_other_prompts(toy):
 
 
 @pytest.mark.parametrize(
-    "costs, expected",
-    [((0.5, 0.8, 1.2), 2.0), ((1.1, 1.2, 1.3), 0.0), ((0.4, 0.6, 0.9), np.inf)],
-)
-def test_break_even(costs, expected):
-    assert serverless_sweeps.break_even((1.0, 1.5, 2.5), costs) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "ratios, expected",
-    [((0.9, 0.2, 0.0), 2.5), ((0.0, 0.0, 0.0), 1.0), ((0.0, 0.1, 0.02), None)],
-)
-def test_where_nothing_is_remote(ratios, expected):
-    assert serverless_sweeps.nothing_remote((1.0, 1.5, 2.5), ratios) == expected
-
-
-@pytest.mark.parametrize(
     "module, stem",
     [
         (serverless_costs, "fig09_cost"),
-        pytest.param(serverless_sweeps, "cost_trem", marks=pytest.mark.slow),
         pytest.param(serverless_costs, "fig10_ratio", marks=pytest.mark.slow),
-        pytest.param(serverless_sweeps, "cost_prices", marks=pytest.mark.slow),
-        pytest.param(serverless_sweeps, "cost_slo", marks=pytest.mark.slow),
-        pytest.param(serverless_sweeps, "cost_bandwidth", marks=pytest.mark.slow),
     ],
 )
 def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeypatch):

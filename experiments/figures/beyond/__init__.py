@@ -1,1 +1,0 @@
-"""Figures and tables that go beyond the three papers."""

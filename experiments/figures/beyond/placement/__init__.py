@@ -1,1 +1,0 @@
-"""Expert placement beyond the paper."""

@@ -1,1 +1,0 @@
-"""LLM routing beyond the paper."""

@@ -1,1 +1,0 @@
-"""Serverless partitioning beyond the paper."""

@@ -1,0 +1,489 @@
+r"""Placements, caches and forwarding with equal rights: every router, 1, 5 and 10 times the load.
+
+::
+
+    python -m servegym.experiments.studies.placement.equal_rights --resume
+
+A *way of serving* is a placement algorithm whose layers return to the request's server, a cache
+that fetches what it lacks from host memory, or forwarding, where the hidden states move on to a
+server that holds the next layer whole. Each way is played with every router on validation episodes;
+the router with the least mean latency is then played once on the evaluation episodes. So is the
+best way of each kind chosen: by validation, never by evaluation. Validation episodes have seeds of
+their own and draw the prompts of the training split, since that for validation has one summary;
+placements are planned there from the prompts for validation.
+
+* ``rights``: every way in the six scenarios, those of constant tasks with 1, 5 and 10 times the
+  arrivals, too. A way that is overloaded at a load is not played at a higher one. Placements are
+  planned for requests that are served at home but for ``latency_local_search``, which simulates
+  the router that it is played with. In ``drift``
+  placements load weights over the network while caches find all of them in host memory;
+  ``drift, host`` gives placements the host memory, too, and ``host memory for half`` lets caches
+  find half of the experts there and read the others from a drive.
+* ``saturation``: the best way of each kind under more and more arrivals, until twice the time of
+  arrivals raises the mean by more than 20 %. At loads that ``rights`` has not, its router is that
+  at the normal load.
+
+``bound_s`` is the latency of the same requests if each were alone, all of its experts on the
+serving server, each on a GPU of its own: no placement, cache, router or execution gets below it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from servegym.envs.expert_placement.config import Problem, build_problem
+from servegym.envs.expert_placement.core import PlacementEpisode
+from servegym.experiments.evaluate import evaluate
+from servegym.experiments.figures.placement.common import (
+    ENV_ID,
+    SEED,
+    as_text,
+    change,
+    interval,
+    measure,
+    setting,
+)
+from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
+from servegym.experiments.figures.run import (
+    FigureOptions,
+    Pictures,
+    command_line,
+    figure_parser,
+    run_chosen,
+    save,
+    table_path,
+)
+from servegym.experiments.output import print_table
+from servegym.experiments.tables import Table, note
+
+__all__ = ["SCENARIOS", "WAYS", "Way", "alone_s", "main"]
+
+MODULE = "servegym.experiments.studies.placement.equal_rights"
+EPISODES, VALIDATION_EPISODES = 5, 2
+LARGE_EPISODES = 3
+VALIDATION_SEED = 50_000
+LOADS = (1.0, 5.0, 10.0)
+MORE_LOADS = (2.0, 3.0, 14.0, 20.0, 30.0)
+ROUTERS = ("home", "fewest_requests", "least_load_per_gpu", "affinity")
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "edge_hetero": {},
+    "edge_decode": {},
+    "paper_testbed": {},
+    "paper_testbed_multi": {},
+    "drift": {"epochs": 4},
+    "drift, host": {"scenario": "drift", "migration_source": "host", "epochs": 4},
+    "scale_64": {"epochs": 1},
+}
+"""Arguments of each: tasks of ``drift`` rotate every third epoch."""
+EPOCHS, BUSY_EPOCHS = 2, 1
+"""Epochs of 300 s with the scenario's arrivals, and with more of them."""
+LARGE = "scale_64"
+LARGE_EPOCH_S = 60.0
+"""Seconds of an epoch with more arrivals at the 48 servers of `LARGE`."""
+
+
+class Way(NamedTuple):
+    """A way of serving.
+
+    Attributes:
+        name: What the table calls it.
+        kind: ``placement``, ``caches`` or ``forwarding``.
+        policy: A registered policy.
+        env_kwargs: Arguments of the environment besides the router.
+        loads: At which it is played.
+    """
+
+    name: str
+    kind: str
+    policy: str
+    env_kwargs: Mapping[str, Any]
+    loads: tuple[float, ...] = LOADS[:1]
+
+
+def _caches(name: str, cache: str, loads: tuple[float, ...] = LOADS[:1], **host: float) -> Way:
+    """Caches whose fetches cost no message: 12 GB/s alone are MoE-Infinity's published times."""
+    kwargs = {
+        "serving": "offload",
+        "cache": cache,
+        "cluster_kwargs": {"fetch_overhead_s": 0.0} | host,
+    }
+    return Way(f"caches, {name}", "caches", "keep", kwargs, loads)
+
+
+_FORWARD = {"execution": "forward"}
+WAYS = (
+    *(Way(name, "placement", name, {}) for name in ("redundance", "eplb_global", "prism")),
+    Way("proxy_optimum", "placement", "proxy_optimum", {}, LOADS),
+    Way("whole_layer", "placement", "whole_layer", {}, LOADS),
+    Way("latency_dp", "placement", "latency_dp", {}),
+    Way("latency_local_search", "placement", "latency_local_search", {}),
+    _caches("lru", "lru"),
+    _caches("lfu", "lfu", LOADS),
+    _caches("activation aware", "activation_aware"),
+    _caches("lfu, host memory for half", "lfu", host_bytes=14.4e9),
+    Way("forward", "forwarding", "forward", _FORWARD, LOADS),
+    Way("forward, whole_layer", "forwarding", "whole_layer", _FORWARD, LOADS),
+)
+KINDS = tuple(dict.fromkeys(way.kind for way in WAYS))
+
+
+class Options(FigureOptions):
+    """The command line.
+
+    Attributes:
+        scenarios, ways: Names of those to measure.
+        loads: Loads of ``rights``.
+        resume: Whether rows that the table has already are not measured again.
+    """
+
+    scenarios: Sequence[str]
+    ways: Sequence[str]
+    loads: Sequence[float]
+    resume: bool
+
+
+def arguments(scenario: str, load: float, quick: bool = False) -> dict[str, Any]:
+    """Arguments of the environment of a scenario with more arrivals."""
+    kwargs: dict[str, Any] = {"scenario": scenario, "epochs": EPOCHS} | SCENARIOS[scenario]
+    if quick:
+        kwargs |= {"epochs": 2, "epoch_s": 60.0}
+    elif load > 1:
+        kwargs["epochs"] = BUSY_EPOCHS
+        if scenario == LARGE:
+            kwargs["epoch_s"] = LARGE_EPOCH_S
+    gaps = build_problem(**kwargs).interarrival_s
+    return kwargs | {"mean_interarrival_s": [float(gap) / load for gap in gaps]}
+
+
+def alone_s(problem: Problem, episode: PlacementEpisode) -> float:
+    """Mean latency of an episode's requests if each were alone with every expert at hand.
+
+    A layer then takes the non-expert part and its slowest expert call, on the fastest server and
+    GPU.
+
+    Args:
+        problem: The problem.
+        episode: An episode that has begun.
+    """
+    c, prompts, requests = problem.cluster, problem.prompts, episode.requests
+    base, token = c.expert_base_s.min(), c.expert_token_s.min()
+    dense, dense_token = c.dense_base_s.min(), c.dense_token_s.min()
+    most = prompts.counts.max(axis=2).sum(axis=1)  # tokens of the slowest calls, over the layers
+    fixed = c.layers * (dense + base)
+    first = fixed + c.layers * dense_token * prompts.tokens + token * most
+    step = fixed + c.layers * (dense_token + token)
+    return float(np.mean(first[requests.prompt] + (requests.outputs - 1) * step))
+
+
+def _validation(way: Way, kwargs: Mapping[str, Any], episodes: int) -> dict[str, float]:
+    """Mean latency on validation episodes by router."""
+    return {
+        router: float(
+            np.mean(
+                [
+                    run["mean_latency_s"]
+                    for run in evaluate(
+                        ENV_ID,
+                        [way.policy],
+                        episodes,
+                        VALIDATION_SEED,
+                        {**kwargs, **way.env_kwargs, "router": router, "split": "train"},
+                    )
+                ]
+            )
+        )
+        for router in ROUTERS
+    }
+
+
+COLUMNS = ("mean_latency_s", "p99_latency_s", "mean_ttft_s")
+PLAIN = ("local_call_ratio", "remote_layer_ratio", "requests", "doubled_s", "overloaded")
+
+
+def _row(
+    scenario: str, load: float, way: Way, options: Options, router: str | None
+) -> dict[str, Any]:
+    """A way at a load: its router, by validation unless given, and its evaluation episodes."""
+    kwargs = arguments(scenario, load, options.quick)
+    episodes = min(options.episodes, LARGE_EPISODES) if scenario == LARGE else options.episodes
+    by_router: dict[str, float] = {}
+    if router is None:
+        by_router = _validation(way, kwargs, VALIDATION_EPISODES)
+        router = min(by_router, key=by_router.__getitem__)
+    point = {"scenario": scenario, "load": load, "way": way.name, "kind": way.kind}
+    point |= {"router": router, "episodes": episodes}
+    (found,), latency = measure(
+        [way.policy], episodes, point, **kwargs, **way.env_kwargs, router=router
+    )
+    row = dict(point)
+    for key in COLUMNS:
+        row |= {f"{key}{end}": found[f"{key}{end}"] for end in ("", "_low", "_high")}
+    row |= {key: found[key] for key in PLAIN}
+    row |= interval(_alone(kwargs, episodes), "bound_s")
+    row |= {f"validation_s_{name}": value for name, value in by_router.items()}
+    return row | {"episodes_s": " ".join(f"{x:.6g}" for x in latency[way.policy])}
+
+
+def _alone(kwargs: Mapping[str, Any], episodes: int) -> list[float]:
+    problem = build_problem(**kwargs, split="eval")
+    episode, found = PlacementEpisode(problem), []
+    for seed in range(SEED, SEED + episodes):
+        episode.begin(np.random.default_rng(seed))
+        found.append(alone_s(problem, episode))
+    return found
+
+
+KEY = ("scenario", "load", "way")
+TEXT = ("scenario", "way", "kind", "router", "episodes_s")
+
+
+def _table(options: Options, stem: str) -> Table:
+    path = options.out / f"{stem}.csv"
+    return Table(path, KEY, text=TEXT, empty=math.nan, load=options.resume)
+
+
+def _extend(
+    table: Table,
+    options: Options,
+    scenario: str,
+    load: float,
+    way: Way,
+    router: str | None = None,
+) -> Mapping[str, Any]:
+    """The row of a way at a load, added unless the table has it.
+
+    A way that is overloaded at a lower load is not played: its row has no latency.
+    """
+    key = (scenario, load, way.name)
+    if table.missing([key]):
+        lower = [row for row in table.rows if (row["scenario"], row["way"]) == key[::2]]
+        if any(row["overloaded"] and row["load"] < load for row in lower):
+            point = {"scenario": scenario, "load": load, "way": way.name, "kind": way.kind}
+            table.update([point | {"router": "-", "overloaded": 1.0}])
+        else:
+            table.update([_row(scenario, load, way, options, router)])
+    return next(row for row in table.rows if table.key_of(row) == key)
+
+
+def rights(options: Options) -> None:
+    """Every way at every load in every scenario."""
+    table = _table(options, "equal_rights")
+    for load in LOADS[:1] if options.quick else options.loads:
+        for scenario in options.scenarios:
+            for way in WAYS:
+                if (
+                    way.name in options.ways
+                    and load in way.loads
+                    and _possible(way, scenario, load)
+                ):
+                    _extend(table, options, scenario, load, way)
+            names = dict.fromkeys(row["scenario"] for row in table.rows)
+            settings = {name: setting(_problem(name)) for name in names}
+            if options.resume:
+                settings["runs"] = "several, resumed, with --scenarios, --ways and --loads"
+            save(options, "equal_rights", table.rows, *_findings(table.rows), settings=settings)
+    _print(table.rows)
+
+
+def _possible(way: Way, scenario: str, load: float) -> bool:
+    """Whether a way is there and differs from what it is in another scenario."""
+    if scenario.startswith("drift") and load > 1:  # too short for the tasks to rotate
+        return False
+    return way.kind == "placement" or scenario != "drift, host"
+
+
+def _problem(scenario: str) -> Problem:
+    return build_problem(**arguments(scenario, 1.0), split="eval")
+
+
+def best(rows: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+    """The row of a kind with the least latency on the validation episodes; None without any."""
+    own = [row for row in rows if row["kind"] == kind and not math.isnan(_chosen_s(row))]
+    return min(own, key=_chosen_s, default=None)
+
+
+def _chosen_s(row: Mapping[str, Any]) -> float:
+    """Latency on the validation episodes with the router chosen; NaN where it was not played."""
+    return float(row.get(f"validation_s_{row['router']}", math.nan))
+
+
+def latencies(row: Mapping[str, Any]) -> np.ndarray:
+    """Mean latency of each evaluation episode."""
+    return np.array([float(x) for x in str(row["episodes_s"]).split()])
+
+
+def _at(rows: Sequence[Mapping[str, Any]], scenario: str, load: float) -> list[Mapping[str, Any]]:
+    return [row for row in rows if (row["scenario"], row["load"]) == (scenario, load)]
+
+
+def _seconds(row: Mapping[str, Any]) -> str:
+    """A latency with its interval, or that the way is overloaded."""
+    if row["overloaded"]:
+        return "overloaded"
+    low, high = (row[f"mean_latency_s_{end}"] for end in ("low", "high"))
+    return f"{row['mean_latency_s']:.2f} s [{low:.2f}, {high:.2f}]"
+
+
+def _findings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The best way of each kind at each point, forwarding against the others on its episodes."""
+    notes = []
+    for scenario, load in sorted({(row["scenario"], row["load"]) for row in rows}):
+        own = _at(rows, scenario, load)
+        winners = {kind: row for kind in KINDS if (row := best(own, kind)) is not None}
+        if not winners:
+            continue
+        listed = [
+            f"{row['way']} (router {row['router']}) {_seconds(row)}" for row in winners.values()
+        ]
+        text = f"{scenario}, {load:g} x the arrivals: {'; '.join(listed)}"
+        data: dict[str, Any] = {"scenario": scenario, "load": load}
+        data["best"] = {kind: row["way"] for kind, row in winners.items()}
+        forward = winners.get("forwarding")
+        for kind, row in winners.items():
+            if forward is not None and kind != "forwarding":
+                if not (row["overloaded"] or forward["overloaded"]):
+                    found = change(latencies(forward), latencies(row))
+                    text += f"; forwarding against {row['way']} {as_text(found)}"
+                    data[f"forwarding_against_{kind}_pct"] = list(found)
+        bound = next(row["bound_s"] for row in own if not math.isnan(row["bound_s"]))
+        notes.append(note(f"{text}; a request alone {bound:.2f} s.", **data, bound_s=bound))
+    known = {tuple(row[key] for key in KEY) for row in rows}
+    wanted = [
+        (scenario, load, way.name)
+        for scenario in SCENARIOS
+        for way in WAYS
+        for load in way.loads
+        if _possible(way, scenario, load)
+    ]
+    missing = [
+        f"{way} in {scenario} at {load:g} x"
+        for scenario, load, way in wanted
+        if (scenario, load, way) not in known
+    ]
+    if missing:
+        notes.append(note(f"Not played: {'; '.join(missing)}.", missing=missing))
+    return notes
+
+
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    print_table(
+        "Mean latency, s",
+        ["scenario", "load", "way", "router", "latency", *ROUTERS],
+        [
+            [
+                row["scenario"],
+                f"{row['load']:g}",
+                row["way"],
+                row["router"],
+                _seconds(row),
+                *(f"{row.get(f'validation_s_{name}', math.nan):.2f}" for name in ROUTERS),
+            ]
+            for row in rows
+        ],
+        ["last columns: validation episodes, by router"],
+    )
+
+
+def saturation(options: Options) -> None:
+    """The best way of each kind, by validation at the normal load, until it is overloaded."""
+    known = Table(
+        table_path(options, "equal_rights"), KEY, text=TEXT, empty=math.nan, load=True
+    ).rows
+    table = _table(options, "saturation")
+    best_ways = set()
+    for scenario in options.scenarios:
+        for kind in ("placement", "caches", "forwarding"):
+            row = best(_at(known, scenario, 1.0), kind)
+            if row is None:
+                continue
+            best_ways.add((scenario, row["way"]))
+            table.update(r for r in known if (r["scenario"], r["way"]) == (scenario, row["way"]))
+            way = next(way for way in WAYS if way.name == row["way"])
+            for load in sorted({*MORE_LOADS, *LOADS}):
+                if _extend(table, options, scenario, load, way, row["router"])["overloaded"]:
+                    break
+        rows = [
+            row
+            for row in table.rows
+            if row["scenario"] != scenario or (scenario, row["way"]) in best_ways
+        ]
+        save(options, "saturation", rows, *_limits(rows))
+
+
+def _limits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Between which loads each way's queues begin to grow."""
+    notes = []
+    for scenario, way in dict.fromkeys((row["scenario"], row["way"]) for row in rows):
+        own = [row for row in rows if (row["scenario"], row["way"]) == (scenario, way)]
+        grow = [row["load"] for row in own if row["overloaded"]]
+        holds = [row["load"] for row in own if not row["overloaded"]]
+        last, first = max(holds, default=0.0), min(grow, default=math.inf)
+        text = f"{scenario}, {way}: holds {last:g} x the arrivals"
+        text += "." if math.isinf(first) else f", is overloaded at {first:g} x."
+        notes.append(note(text, scenario=scenario, way=way, holds=last, overloaded_at=first))
+    missing = [name for name in SCENARIOS if name not in {row["scenario"] for row in rows}]
+    if missing:
+        notes.append(note(f"Not played: {', '.join(missing)}.", missing=missing))
+    return notes
+
+
+_COLOURS = dict(zip(KINDS, ("tab:blue", "tab:olive", "tab:green"), strict=True))
+
+
+def _plot(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A panel a scenario: the best way of each kind over the load, and the bound."""
+    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, len(scenarios), figsize=(2 + 4 * len(scenarios), 4), squeeze=False, layout="constrained"
+    )
+    for axis, scenario in zip(axes[0], scenarios, strict=True):
+        for kind in KINDS:
+            part = [
+                row
+                for row in rows
+                if (row["scenario"], row["kind"]) == (scenario, kind) and not row["overloaded"]
+            ]
+            part.sort(key=lambda row: row["load"])
+            if part:
+                values, bars = error_bars(part, "mean_latency_s")
+                at = [row["load"] for row in part]
+                axis.errorbar(at, values, bars, label=kind, color=_COLOURS[kind], marker="o", ms=3)
+        bound = [row["bound_s"] for row in rows if row["scenario"] == scenario]
+        axis.axhline(float(np.nanmean(bound)), color="0.6", ls=":", label="a request alone")
+        axis.set(xscale="log", yscale="log", xlabel="arrivals, times the scenario's")
+        axis.set_title(scenario, fontsize=10)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        tidy(axis)
+    axes[0, 0].set_ylabel("mean latency, s (to overload)")
+    legend(figure, axes[0, 0])
+    return figure
+
+
+FIGURES: dict[str, Any] = {"rights": rights, "saturation": saturation}
+PICTURES: Pictures = {"saturation": _plot}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the figures that the command line names."""
+    parser = figure_parser(tuple(FIGURES), __doc__, MODULE, EPISODES)
+    names = [way.name for way in WAYS]
+    parser.add_argument(
+        "--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="(all)"
+    )
+    parser.add_argument(
+        "--loads", nargs="+", type=float, choices=LOADS, default=LOADS, help="of `rights` (all)"
+    )
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="(all)")
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
+    return run_chosen(FIGURES, PICTURES, command_line(parser, argv, Options()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Prefix-cache-aware routing: questions of our own."""

@@ -1,0 +1,1 @@
+"""Serverless partitioning: questions of our own."""

@@ -1,0 +1,75 @@
+"""Learning curves of the agents: trainings, the control, the table and its findings."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("torch")
+pytest.importorskip("tyro")
+pytest.importorskip("safetensors")
+pytest.importorskip("rich")
+
+import gymnasium as gym  # noqa: E402
+
+from servegym.agents import ppo  # noqa: E402
+from servegym.experiments.figures.plotting import as_png  # noqa: E402
+from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.studies.routing import learning_curves  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
+
+TINY = "--total_timesteps=256 --num_envs=4 --num_steps=32 --eval_every=128 --eval_episodes=2"
+SHORT = f'{TINY} --set "episode_requests=50"'
+
+
+def test_shuffled_rewards_are_those_of_any_system_and_step_but_in_evaluations():
+    def rewards(**more):
+        envs = gym.make_vec("servegym/LLMRoutingSummary-v1", 8, reward="completed_qos", **more)
+        envs.reset(seed=0)
+        return np.array([envs.step(np.ones(8, np.int64))[1] for _ in range(40)])
+
+    plain = rewards()
+    with learning_curves.shuffled_rewards(0):
+        shuffled, evaluation = rewards(), rewards(split="val")
+    assert (plain != shuffled).any() and set(shuffled.ravel()) <= set(plain.ravel())
+    np.testing.assert_array_equal(evaluation, rewards(split="val"))
+    np.testing.assert_array_equal(plain, rewards())
+
+
+def test_a_smoke_run_writes_a_table_and_makes_no_training_twice(tmp_path, monkeypatch, capsys):
+    words = ["--quick", "--flags", SHORT, "--out", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    assert learning_curves.main([*words, "--seeds", "2", "0", "--trainings", "2"]) == 0
+    assert not (tmp_path / "learning_ppo.csv").exists()
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"ppo_seed_2", "ppo_shuffled_1"}
+    assert learning_curves.main(words) == 0
+    rows = read_rows(tmp_path / "learning_ppo.csv")
+    mine = [row for row in rows if row["policy"] == "ppo" and row["split"] == "val"]
+    assert [row["decisions"] for row in mine] == 2 * [0, 128, 256]
+    assert all(row["cpu_s"] > 0.0 for row in mine)
+    whole = [row for row in rows if row["training"] == "all"]
+    assert len(whole) == 1 and whole[0]["low"] <= whole[0]["qos"] <= whole[0]["high"]
+    lines = {row["policy"] for row in rows if row["training"] in (None, "")}
+    assert lines == set(learning_curves.HEURISTICS)
+    record = read_record(tmp_path / "learning_ppo.csv")
+    texts = " ".join(one["text"] for one in record["notes"])
+    assert record["quick"] is True and record["settings"]["arguments"]["total_timesteps"] == 256
+    assert "random weights" in texts and "with shuffled rewards" in texts
+    assert len(as_png(learning_curves.PICTURES["learning_ppo"](rows))) > 1000
+
+    monkeypatch.setattr(ppo, "train", lambda args: pytest.fail("trained again"))
+    assert learning_curves.main(words) == 0
+    assert "rewards shuffled" not in capsys.readouterr().out.split("learning_ppo.csv")[-1]
+
+
+def test_a_seed_that_no_table_takes_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"seeds: got \[6\]; allowed are 0 to 5"):
+        learning_curves.main(["--seeds", "6", "--out", str(tmp_path)])
+
+
+def test_a_curve_without_an_evaluation_at_the_rate_is_refused(tmp_path):
+    log = {"global_step": 0, "charts/cpu_s": 1.0, "eval/avg_qos_rate_5": 0.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(log) + "\n")
+    assert learning_curves.curve(tmp_path, [5.0])[0]["qos"] == 0.5
+    with pytest.raises(ValueError, match="no evaluation at 8 requests/s"):
+        learning_curves.curve(tmp_path, [8.0])

@@ -1,0 +1,108 @@
+"""The table and curves of what PPO learns on the serverless family."""
+
+import json
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from servegym.experiments.output import read_rows  # noqa: E402
+from servegym.experiments.studies.serverless import learning  # noqa: E402
+from servegym.experiments.tables import read_record  # noqa: E402
+
+
+def test_shuffled_rewards_are_those_of_the_step_in_another_order():
+    made = {"num_envs": 16, "vectorization_mode": "vector_entry_point", "model": "toy"}
+    plain, shuffled = (gym.make_vec("servegym/ServerlessMoEFlat-v0", **made) for _ in range(2))
+    shuffled = learning.Shuffled(shuffled)
+    plain.reset(seed=0)
+    shuffled.reset(seed=0)
+    actions = plain.action_space.sample()
+    own, other = plain.step(actions)[1], shuffled.step(actions)[1]
+    assert (own != other).any() and sorted(own) == sorted(other)
+
+
+def test_curves_and_seconds_to_a_level(tmp_path):
+    entries = [
+        {"global_step": 0, "charts/cpu_s": 1.0, "eval/score": -0.9},
+        {"global_step": 20, "charts/cpu_s": 2.5, "losses/entropy": 1.0},
+        {"global_step": 30, "charts/cpu_s": 4.0, "eval/score": -0.2},
+    ]
+    text = "".join(json.dumps(entry) + "\n" for entry in entries)
+    for name in ("seed_1", "random_1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    points = learning.curves(tmp_path)
+    assert [(p["run"], p["step"], p["cpu_s"], p["val_reward"]) for p in points] == [
+        ("seed_1", 0, 1.0, -0.9),
+        ("seed_1", 30, 4.0, -0.2),
+    ]
+    assert learning.seconds_to(points, "seed_1", -0.9) == 1.0
+    assert learning.seconds_to(points, "seed_1", -0.5) == 4.0
+    assert np.isnan(learning.seconds_to(points, "seed_1", -0.1))
+
+
+def test_training_table_and_figure(tmp_path, monkeypatch):
+    runs, short = tmp_path / "runs", {"episode_requests": 10}
+    tiny = {
+        "set": ("episode_requests=10",),
+        "num_envs": 8,
+        "num_steps": 4,
+        "total_timesteps": 64,
+        "eval_episodes": 2,
+        "width": 8,
+    }
+    monkeypatch.setattr(learning, "SEEDS", range(1, 3))
+    monkeypatch.setattr(learning, "BASELINES", ("mix", "keep_alive"))
+    monkeypatch.setattr(learning, "RIVALS", ("mix",))
+    monkeypatch.setattr(learning, "LINES", {"mix": "mix"})
+    monkeypatch.setattr(learning, "VALIDATION_EPISODES", 2)
+    monkeypatch.setattr(learning, "measure", partial(learning.measure, **short))
+    monkeypatch.setitem(learning.FIGURES, "training", partial(learning.training, **tiny))
+    given = ["--out", str(tmp_path), "--episodes", "3", "--checkpoints", str(runs)]
+    assert learning.main([*given, "--figure", "training", "baselines", "learning"]) == 0
+    assert sorted(path.name for path in runs.iterdir()) == [
+        "random_1",
+        "random_2",
+        "seed_1",
+        "seed_2",
+        "shuffled_1",
+    ]
+    first, last = (
+        load_file(runs / "random_1" / f"{name}.safetensors") for name in ("best", "last")
+    )
+    trained = {key for key in first if not torch.equal(first[key], last[key])}
+    assert trained <= {"mean", "variance", "count"}, "the weights stay random"
+    rows = {row["policy"]: row for row in read_rows(tmp_path / "learning.csv")}
+    rivals = read_rows(tmp_path / "learning_baselines.csv")
+    assert len(rivals) == 6
+    ours = [
+        [r["mean_reward"] for r in learning.measure(learning.load_policy(run), 100_000, 3)]
+        for run in (runs / "seed_1" / "last.safetensors", runs / "seed_2" / "last.safetensors")
+    ]
+    mix = [row["mean_reward"] for row in rivals if row["policy"] == "mix"]
+    expected = learning.over_trainings(ours, mix)
+    row = rows["ppo_serverless"]
+    assert (row["trainings"], rows["random weights"]["trainings"]) == (2, 2)
+    assert row["minus_mix"] == pytest.approx(expected.value)
+    assert row["minus_mix_low"] == pytest.approx(expected.low)
+    assert "ppo_serverless, seed_2" in rows and "shuffled rewards" in rows
+    assert (tmp_path / "learning.png").stat().st_size > 10_000
+    note = read_record(tmp_path / "learning.csv")["notes"][0]
+    assert note["rival"] == "mix" and note["minus"][0] == pytest.approx(expected.value)
+    # What is there is not trained again.
+    monkeypatch.setattr("servegym.agents.ppo_serverless.train", None)
+    assert learning.main([*given, "--figure", "training"]) == 0
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="checkpoints"):
+        learning.main(
+            ["--out", str(tmp_path), "--figure", "learning", "--checkpoints", str(tmp_path)]
+        )
