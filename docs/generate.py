@@ -418,6 +418,8 @@ mkdocs_gen_files.config["nav"] = [
             {"Hardware": "hardware.md"},
             {"Activations": "activations.md"},
             {"Prefix routing": "prefix-routing.md"},
+            {"Serverless partitioning": "serverless.md"},
+            {"Expert placement": "placement.md"},
             {"Real engines": "real-engines.md"},
             {"Test a gateway": "serve.md"},
         ]

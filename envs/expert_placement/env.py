@@ -33,71 +33,27 @@ class ExpertPlacementEnv(gym.Env):
 
     ## Description
 
-    N edge servers with G GPUs in all serve one model of L layers of E routed experts that no server
-    can hold alone. A request is served where it arrives, or where `router` sends it; the tokens of a
-    layer go to their experts on a GPU of the server, else over the network to a remote copy, and the
-    layer ends with its slowest call (Eq. 1 of [1]). The scheduler sees every epoch which experts the requests of each
-    server used and may move experts; the moves use the same GPUs and links and take time, every
-    expert serves somewhere at every instant, and no GPU exceeds its memory.
-
-    All chance (arrivals, prompts, lengths) is drawn at reset; the engine is deterministic and
-    event-driven. Prompts carry recorded routing of single tokens where there is some.
-
-    The scenario sets cluster and load, which other arguments can change:
-
-    | Scenario | GPUs of the servers | Links | Load |
-    |---|---|---|---|
-    | `edge_hetero` (default) | 1, 1, 2 | 500, 500, 100 Mbit/s; 2 ms, 10 ms to and from the third; one message a server | each server its own task, 20 tokens an answer, a request in 10 s |
-    | `edge_decode` | 1, 1, 2 | 500 Mbit/s, 2 ms; one message a server | the same |
-    | `drift` | 1, 1, 2 | as `edge_hetero`; weights travel over the network, but for `serving="offload"`, where each server has its own copy of all: `migration_source="host"` makes both equal | the same, tasks move to the next server every 900 s |
-    | `paper_testbed` | 1, 1, 2 | 500 Mbit/s, 0.5 ms; one message an expert, 1.5 ms each | each server its own task, 5 tokens an answer, a request in 10 s |
-    | `paper_testbed_multi` | 1, 1, 2 | as `paper_testbed` | other tasks, 20 tokens an answer, a request in 20 s |
-    | `scale_4`, `scale_8`, ... `scale_256` | 1, 1, 2, 1, 1, 2, ... to 4, 8, ... 256 GPUs | as `paper_testbed` | as `paper_testbed`, a request in 8 s |
-
-    The bandwidth is that of a server's sending interface, shared by its messages; a message also costs
-    0.2 ms to send unless the table says otherwise. GPUs have 40 GB, of which the model's share holds
-    experts: 543 of the 1,664 of `deepseek-v2-lite` on a server's first GPU, 693 on others.
-
-    **Routers.** A request that goes to another server than its own, and its answer on the way back,
-    travel as token numbers of 4 bytes over the servers' links. `router`:
-
-    - `"home"` (default): the server where the request arrives.
-    - `"fewest_requests"`: the server that serves fewest requests, its own unless another has fewer.
-    - `"least_load_per_gpu"`: the server with the fewest requests a GPU, this one included.
-    - `"affinity"`: the server with the largest predicted share over that load. The predicted share is
-      the part of the request's expert assignments whose experts the server's GPUs hold at that time,
-      by the mean of the request's task over the prompts of the first counts, none of which is in an
-      episode; the task of a request is known.
-
-    With `execution="forward"` the hidden states of a request go on to servers that hold the next layers
-    whole: the other weights of a layer are on every server, and the KV cache stays where a layer ran, so
-    that the prefill and all decode steps take one path. The path is chosen on arrival: the least
-    estimated seconds of links, latencies and queues over the prefill and the mean number of decode
-    steps. The missing experts of a layer that is whole on no server of the path are called from there.
-    Hidden states cost their bytes, a message and one staging, a token on its way back to the first layer
-    4 bytes and a message; the KV cache takes no memory. `counts` are of the requests that a server has
-    taken.
+    N edge servers with G GPUs in all serve one model of L layers of E routed experts that no server can
+    hold alone. The tokens of a layer go to their experts on a GPU of the request's server, else over the
+    network to a remote copy, and the layer ends with its slowest call (Eq. 1 of [1]). The scheduler sees
+    every epoch which experts the requests of each server used and may move experts; the moves use the
+    same GPUs and links and take time, every expert serves somewhere at every instant, and no GPU exceeds
+    its memory. All chance is drawn at reset; the engine is deterministic and event-driven. `docs/placement.md`
+    has the scenarios, the routers, `execution="forward"` and what learners should begin with (`LEARNING`).
 
     ## Action Space
 
-    A `Dict` of both parts, always. `migrate`, `Discrete(2)`: 0 keeps the placement, whatever the plan;
-    1 adopts the plan. `plan`, by `action_mode`:
+    A `Dict`: `migrate`, `Discrete(2)`, 1 adopts the plan; and `plan`, by `action_mode`:
 
-    - `"layer_budget"` (default): `Box(0, 1, (N, L))`, how much of each server's slots each layer gets;
-      the numbers of a server are divided by their sum. Which experts of a layer a server has goes by
-      its counts.
-    - `"layer_height"`: `Box(0, 1, (N, L))`; each server fills its slots with its best-scored experts.
-      The score of an expert is the natural logarithm of its share of the server's own `counts` of the
-      layer, a hundredth of an even share at least, plus the layer's height, 16 (number - 1/2): all
-      numbers 1/2 take the experts of the largest shares, one that is 1 puts its whole layer first.
+    - `"layer_budget"` (default): `Box(0, 1, (N, L))`, by their sum the share of each server's slots that
+      a layer gets; a server's counts choose the layer's experts.
+    - `"layer_height"`: `Box(0, 1, (N, L))`; each server fills its slots with its best-scored experts by
+      the log of an expert's share of the server's `counts` of the layer plus 16 (number - 1/2).
     - `"expert_score"`: `Box(0, 1, (N, L, E))`; each server fills its slots with its best-scored experts.
     - `"placement"`: `MultiBinary((G, L, E))`, the placement itself: 1 puts an expert on a GPU.
 
-    Numbers outside [0, 1] are clipped to it without a word; numbers that are not finite are refused.
-    Every plan is decoded to a feasible placement by `servegym.envs.expert_placement.decode`: an expert
-    that no server has replaces the least wanted expert of which there is a second copy, and a GPU
-    beyond its slots gives up second copies first. A plan that means the present placement changes
-    nothing.
+    Every plan is decoded to a feasible placement (`servegym.envs.expert_placement.decode`); one that means
+    the present placement changes nothing. Numbers are clipped to [0, 1]; infinite ones are refused.
 
     ## Observation Space
 
@@ -124,14 +80,6 @@ class ExpertPlacementEnv(gym.Env):
     expected arrivals (1 ms at least), averaged over the servers by their expected arrivals. Latencies
     have a heavy tail, and one overloaded server would decide a mean.
 
-    ## Learning
-
-    `servegym.envs.expert_placement.config.LEARNING` holds the arguments to begin with, as in
-    `gymnasium.make("servegym/ExpertPlacement-v0", **LEARNING)`: `action_mode="layer_height"`,
-    `reward="log_latency"` and `epochs=1`. An episode is then one placement and the traffic after it, a
-    bandit whose discount does not matter; the placement serves longer episodes without a change.
-    `agents/ppo_placement.py` learns so, `agents/mappo_placement.py` with every server an agent.
-
     ## Starting State
 
     No request is in the system, the experts are spread uniformly and `counts` holds those of
@@ -147,37 +95,25 @@ class ExpertPlacementEnv(gym.Env):
     ## Information
 
     `step`: `reward_terms` (one for each server up to 16 servers, else their sum), `adopted`. The last
-    step: `episode_kpis` (`mean_latency_s`, `p99_latency_s`, `mean_ttft_s`, the first two by server,
-    `local_token_ratio`, `local_call_ratio`, `remote_layer_ratio`, `remote_assignments` (Eq. 2),
-    `network_bytes`, `weight_bytes`, `messages`, `migrations`, `expert_loads`, `requests`).
-    `env.unwrapped.request_log()` has one row per request.
+    step: `episode_kpis`. `env.unwrapped.request_log()` has one row per request.
 
     ## Arguments
 
-    | Name | Default | Meaning |
-    |---|---|---|
-    | `scenario` | `"edge_hetero"` | cluster and load, see Description |
-    | `model` | `"deepseek-v2-lite"` | or `mixtral-8x7b`, `gpt-oss-20b`, `toy` |
-    | `action_mode` | `"layer_budget"` | see Action Space |
-    | `reward` | `"latency"` | or `log_latency`, see Rewards |
-    | `epochs`, `epoch_s` | 12, 300 | decisions, seconds between them |
-    | `split` | `"train"` | prompts of the episode: `train`, `val` or `eval` |
-    | `skew`, `activations_seed` | `"measured"`, 0 | how tasks use the experts: as `measured`, or narrower, as in the `paper` (always synthetic); seed of what is not recorded |
-    | `mean_interarrival_s` | the scenario's | mean seconds between requests, one number or one a server |
-    | `output_tokens` | the scenario's | tokens of an answer, or a range |
-    | `task_mix`, `rotate_s` | the scenario's | `by_server` (server n has task n, moving on every `rotate_s` seconds) or `mixed` |
-    | `tasks` | the scenario's | names of the tasks in the order of the servers, in a ring; all of the model's unless the scenario has its own |
-    | `history_requests` | 100 | requests of each server behind the first counts |
-    | `free_start` | True | whether a change at the first decision takes no time |
-    | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | the remote copy of least estimated return; or `nearest`, `random`, or `consolidate` (with one message a server): a copy on a server that the layer calls anyhow, else `least_finish`; copies looked at |
-    | `migration_source` | the scenario's | weights come from the `host` or over the `network` |
-    | `serving` | `"collaborative"` | or `offload`: every server has all experts in host memory, its GPUs cache some, a call that misses fetches (as [2]); plans then change nothing, "local" means found in the cache, `expert_loads` are fetches |
-    | `cache` | `"activation_aware"` | with `offload`: or `lru`, `lfu` |
-    | `router`, `redirect` | `"home"`, False | which server takes a request, as a whole, with either `serving`, see Routers; `redirect=True` is the router `fewest_requests` |
-    | `execution` | `"home"` | where its layers run: on that server, or `forward`, see Routers |
-    | `cluster_kwargs` | none | arguments of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `gpu_speed`; what getting weights costs: `weight_bytes_s`, `fetch_overhead_s` (default: a message cost for a cache, nothing for a placement), `host_bytes` (host memory of a server, an NVMe drive of `nvme_bytes_s` behind it; default: room for all experts), ... |
-    | `render_mode` | None | `ansi` or `rgb_array`: the map of servers and experts, local ratio over time |
-    | `validate` | False | check every observation against the space (slow) |
+    | | Name | Default | Meaning |
+    |---|---|---|---|
+    | workload | `scenario`, `model` | `"edge_hetero"`, `"deepseek-v2-lite"` | cluster and load; or `mixtral-8x7b`, `gpt-oss-20b`, `toy` |
+    | | `epochs`, `epoch_s`, `split` | 12, 300, `"train"` | decisions, seconds between them; prompts: `train`, `val` or `eval` |
+    | | `mean_interarrival_s`, `output_tokens` | the scenario's | mean seconds between requests, one number or one a server; tokens of an answer, or a range |
+    | | `tasks`, `task_mix`, `rotate_s` | the scenario's | names of the tasks in the order of the servers; `by_server` (moving on every `rotate_s` seconds) or `mixed` |
+    | | `skew`, `activations_seed`, `history_requests` | `"measured"`, 0, 100 | use of the experts `measured` or narrower, as in the `paper`; its seed; requests of each server behind the first counts |
+    | engine | `serving`, `cache` | `"collaborative"`, `"activation_aware"` | or `offload`: every server has all experts in host memory and its GPUs cache some (as [2]), plans change nothing; or `lru`, `lfu` |
+    | | `execution`, `router`, `redirect` | `"home"`, `"home"`, False | where layers run: or `forward`; which server takes a request |
+    | | `replica_choice`, `replica_candidates` | `"least_finish"`, 8 | the remote copy: or `nearest`, `random`, `consolidate`; copies looked at |
+    | | `free_start`, `migration_source` | True, the scenario's | whether a change at the first decision takes no time; weights come from the `host` or over the `network` |
+    | network | `cluster_kwargs` | none | of `servegym.envs.expert_placement.cluster.build_cluster`: `gpus`, `gpu_bytes`, `slots`, `nic_bps`, `latency_s`, `messages`, `message_cost_s`, `host_bytes`, ... |
+    | observation | `action_mode` | `"layer_budget"` | see Action Space |
+    | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
+    | reward | `reward` | `"latency"` | or `log_latency`, see Rewards |
 
     >>> import numpy
     >>> from servegym.envs.expert_placement.env import ExpertPlacementEnv
@@ -196,12 +132,8 @@ class ExpertPlacementEnv(gym.Env):
 
     ## References
 
-    [1] T. Wu, L. Wang, Z. Wen, X. Zhang, J. Duan, X. Zhang, J. Zuo: Accelerating Edge Inference for
-    Distributed MoE Models with Latency-Optimized Expert Placement (Prism). arXiv:2508.12851, 2025;
-    Eq. 1 to 4.
-
-    [2] L. Xue, Y. Fu, Z. Lu, L. Mai, M. Marina: MoE-Infinity: Activation-aware expert offloading
-    for efficient MoE serving. arXiv:2401.14361, 2024.
+    [1] T. Wu et al.: Accelerating Edge Inference for Distributed MoE Models with Latency-Optimized Expert
+    Placement (Prism). arXiv:2508.12851. [2] L. Xue et al.: MoE-Infinity. arXiv:2401.14361.
 
     ## Version History
 

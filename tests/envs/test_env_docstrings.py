@@ -17,14 +17,25 @@ def module(family, name="env"):
     return importlib.import_module(f"servegym.envs.{family}.{name}")
 
 
+LONGEST = {"llm_routing": 245, "prefix_routing": 118}  # lines; of the other families 110
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_docstring_can_be_read(family):
+    for name in dir(module(family)):
+        doc = getattr(module(family), name).__doc__ or ""
+        assert len(doc.splitlines()) <= LONGEST.get(family, 110), name
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_examples_run(family):
     failed, tried = doctest.testmod(module(family))
     assert tried > 3 and failed == 0
 
 
-def test_serverless_states_the_values_of_actions_and_the_slo_classes():
-    doc = " ".join((module("serverless_moe").ServerlessMoEEnv.__doc__ or "").split())
+def test_serverless_states_the_values_of_actions_and_the_slo_classes(root):
+    doc = module("serverless_moe").ServerlessMoEEnv.__doc__ or ""
+    doc = " ".join((doc + (root / "docs" / "serverless.md").read_text(encoding="utf-8")).split())
     config = module("serverless_moe", "config")
     parameters = inspect.signature(config.build_problem).parameters
     for name in ("w_headroom_mb", "y_headroom_mb", "z_headroom"):
@@ -42,16 +53,23 @@ def test_serverless_states_the_values_of_actions_and_the_slo_classes():
         assert f"({specs[0]:g}, {specs[-1]:g}, {specs[1] - specs[0]:g})" in doc
 
 
-def placement_rows():
-    doc = module("expert_placement").ExpertPlacementEnv.__doc__ or ""
+def placement_text(root):
+    page = (root / "docs" / "placement.md").read_text(encoding="utf-8")
+    return (module("expert_placement").ExpertPlacementEnv.__doc__ or "") + page
+
+
+def placement_rows(root):
+    doc = placement_text(root)
     lines = (line.strip().strip("|").split("|") for line in doc.splitlines() if line.count("|") > 3)
     return [[cell.strip() for cell in line] for line in lines]
 
 
-def test_placement_states_every_scenario_with_its_cluster_and_load():
+def test_placement_states_every_scenario_with_its_cluster_and_load(root):
     cluster = module("expert_placement", "cluster")
     config = module("expert_placement", "config")
-    told = {row[0].replace("`", "").removesuffix(" (default)"): row[1:] for row in placement_rows()}
+    told = {
+        row[0].replace("`", "").removesuffix(" (default)"): row[1:] for row in placement_rows(root)
+    }
     scales = "scale_4, scale_8, ... scale_256"
     names = [name for name in cluster.list_scenarios() if not name.startswith("scale")] + [scales]
     assert set(names) <= set(told)
@@ -74,16 +92,16 @@ def test_placement_states_every_scenario_with_its_cluster_and_load():
             assert f"{given['mean_interarrival_s']:g} s" in load
         assert (f"every {given.get('rotate_s', 0):g} s" in load) == ("rotate_s" in given)
     slots = config.build_problem().cluster
-    doc = module("expert_placement").ExpertPlacementEnv.__doc__
+    doc = placement_text(root)
     assert f"{slots.slots[0]} of the {slots.layers * slots.experts:,} of" in doc
     assert f"{slots.slots[-1]} on others" in doc
 
 
-def test_placement_states_the_bounds_of_its_observations():
+def test_placement_states_the_bounds_of_its_observations(root):
     core = module("expert_placement", "core")
     problem = module("expert_placement", "config").build_problem(model="toy")
     space, found = core.observation_space(problem), {}
-    for row in placement_rows():
+    for row in placement_rows(root):
         high = re.search(r"\[([^\]]+)\]$", row[-1])
         if high:
             for key in row[0].replace("`", "").split(", "):
@@ -112,7 +130,7 @@ def test_placement_clips_plans_and_frees_the_first_decision_alone():
 
 def test_routing_states_the_keywords_of_arrivals_and_catalogs():
     arrivals = importlib.import_module("servegym.envs.workloads.arrivals")
-    catalog = importlib.import_module("servegym.envs.workloads.catalog")
+    catalog = importlib.import_module("servegym.envs.workloads.catalog_names")
     doc = module("llm_routing").LLMRoutingEnv.__doc__ or ""
     told = {}
     for line in doc.splitlines():
