@@ -19,8 +19,8 @@ from servegym.baselines.prefix_routing import RULES, Rule
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import NOWHERE
+from servegym.envs.prefix_routing.config import DICT, Problem, build_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.problem import DICT, Problem, build_problem
 from servegym.envs.prefix_routing.workloads import MAX_RATES
 
 Cell = dict[str, Any]

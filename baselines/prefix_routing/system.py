@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from servegym.envs.prefix_routing.problem import Problem
+    from servegym.envs.prefix_routing.config import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class PrefixSystem:
         """Describe the system of a built prefix-routing problem.
 
         Args:
-            problem: As `servegym.envs.prefix_routing.problem.build_problem` returns it.
+            problem: As `servegym.envs.prefix_routing.config.build_problem` returns it.
         """
         return cls(
             num_replicas=problem.num_replicas,
@@ -72,6 +72,6 @@ class PrefixSystem:
         Raises:
             ValueError: As the environment does for an unknown or bad argument.
         """
-        from servegym.envs.prefix_routing.problem import DICT, build_problem
+        from servegym.envs.prefix_routing.config import DICT, build_problem
 
         return cls.from_problem(build_problem(view=DICT, **kwargs))

@@ -11,13 +11,13 @@ from gymnasium import spaces
 
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.config import put_replicas, put_requests
+from servegym.envs.prefix_routing.config import Problem
 from servegym.envs.prefix_routing.gateway import GROWING, blank, load, prompts, sizes
 from servegym.envs.prefix_routing.kernel import steps
 from servegym.envs.prefix_routing.kernel.gateway import Gateway
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_HIGH, REPLICA_LOW, REQUEST_HIGH
-from servegym.envs.prefix_routing.problem import Problem
 from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.envs.prefix_routing.tables import put_replicas, put_requests
 
 REWARD_TERMS = {steps.SLO: ("met",), steps.TTFT: ("ttft",)}
 

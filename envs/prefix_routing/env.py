@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from servegym.envs._batch import BatchEnv
+from servegym.envs.prefix_routing.config import DICT, FLAT, Problem, build_problem
 from servegym.envs.prefix_routing.core import (
     PrefixBatch,
     action_space,
     action_words,
     observation_space,
 )
-from servegym.envs.prefix_routing.problem import DICT, FLAT, Problem, build_problem
 
 
 class PrefixRoutingEnv(BatchEnv):

@@ -10,8 +10,8 @@ import numpy as np
 from servegym._checks import whole
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.config import engine_tables, put_replicas
 from servegym.envs.prefix_routing.kernel import live
+from servegym.envs.prefix_routing.tables import engine_tables, put_replicas
 from servegym.hardware_profiles import Profile
 
 __all__ = ["LiveEngine"]

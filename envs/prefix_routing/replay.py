@@ -10,8 +10,8 @@ import numpy as np
 from servegym._checks import choose, whole
 from servegym._jit import compile_kernels
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.config import engine_tables, put_replicas, put_requests
 from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put_requests
 from servegym.hardware_profiles import Profile, load
 
 __all__ = ["PREFIX_REPLAY", "replay_prefix"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from servegym.envs._vector import BatchVectorEnv
+from servegym.envs.prefix_routing.config import Problem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
-from servegym.envs.prefix_routing.problem import Problem
 
 
 class PrefixRoutingVectorEnv(BatchVectorEnv):

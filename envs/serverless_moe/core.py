@@ -11,8 +11,8 @@ from gymnasium import spaces
 from servegym._jit import compile_kernels
 from servegym.envs.serverless_moe import kernel
 from servegym.envs.serverless_moe.config import Problem
-from servegym.envs.serverless_moe.deployments import serve
 from servegym.envs.serverless_moe.records import Request
+from servegym.envs.serverless_moe.rivals import serve
 from servegym.envs.serverless_moe.sets import set_bits
 from servegym.envs.workloads.lengths import sample_lengths
 

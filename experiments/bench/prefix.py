@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.config import engine_tables, put_replicas, put_requests
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put_requests
 from servegym.envs.prefix_routing.workloads import make_prefix_workload
 from servegym.experiments.bench.timing import bench_options, interleave, report, row, seconds
 from servegym.hardware_profiles import load

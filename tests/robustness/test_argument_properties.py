@@ -27,7 +27,7 @@ from servegym.envs.expert_placement.pettingzoo_env import ExpertPlacementParalle
 from servegym.envs.llm_routing import config as routing_config
 from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.llm_routing.pettingzoo_env import LLMRoutingParallelEnv
-from servegym.envs.prefix_routing import problem as prefix_problem
+from servegym.envs.prefix_routing import config as prefix_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.serverless_moe import config as serverless_config
 from servegym.envs.serverless_moe.core import ServerlessBatch

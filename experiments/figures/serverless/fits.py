@@ -33,7 +33,7 @@ from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.remoe import remoe
 from servegym.envs.serverless_moe import equations as eq
 from servegym.envs.serverless_moe.config import build_system, predict
-from servegym.envs.serverless_moe.deployments import deployment_cost
+from servegym.envs.serverless_moe.rivals import deployment_cost
 from servegym.envs.workloads.activations import load_activations
 from servegym.envs.workloads.errors import MalformedFileError
 from servegym.experiments.figures.plotting import legend, pyplot, tidy

@@ -20,7 +20,7 @@ from servegym.baselines.serverless_moe.loads import Load
 from servegym.baselines.serverless_moe.prediction import make_predictor
 from servegym.baselines.serverless_moe.remoe import READINGS, remoe
 from servegym.envs.serverless_moe import equations as eq
-from servegym.envs.serverless_moe.deployments import DEPLOYMENTS, deployment_cost
+from servegym.envs.serverless_moe.rivals import DEPLOYMENTS, deployment_cost
 from servegym.envs.workloads.activations import Activations, load_activations
 from servegym.experiments.figures.plotting import error_bars, legend, pyplot, tidy
 from servegym.experiments.figures.run import (

@@ -11,9 +11,9 @@ from gymnasium.vector import SyncVectorEnv
 
 from servegym.envs.llm_routing.kernel import sojourn_s
 from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.env import PrefixRoutingEnv, PrefixRoutingFlatEnv
 from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
-from servegym.envs.prefix_routing.problem import DICT, build_problem
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.scenarios import SCENARIOS
 from servegym.envs.prefix_routing.vector_env import (

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import servegym  # noqa: F401 - registers the ids
+from servegym.envs.prefix_routing.config import DICT, build_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
-from servegym.envs.prefix_routing.problem import DICT, build_problem
 from servegym.envs.prefix_routing.requests import infinite_cache_hits
 
 SETTING = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from servegym.envs.llm_routing.kernel import sojourn_s
 from servegym.envs.prefix_routing import kernel
-from servegym.envs.prefix_routing.config import engine_tables, put_replicas, put_requests
 from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.envs.prefix_routing.tables import engine_tables, put_replicas, put_requests
 from servegym.hardware_profiles import LawTables
 
 from ..llm_routing.reference import TableLaw

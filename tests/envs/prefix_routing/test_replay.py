@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
-from servegym.envs.prefix_routing.config import engine_tables
 from servegym.envs.prefix_routing.replay import replay_prefix
 from servegym.envs.prefix_routing.requests import PrefixRequests, infinite_cache_hits
+from servegym.envs.prefix_routing.tables import engine_tables
 
 from ..llm_routing.reference import TableLaw, step_s
 from .test_kernel_reference import exact_law, make_requests, profile_of

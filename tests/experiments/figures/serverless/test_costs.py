@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from servegym.baselines.registry import list_policies  # noqa: E402
 from servegym.envs.serverless_moe.config import build_system  # noqa: E402
-from servegym.envs.serverless_moe.deployments import deployment_cost  # noqa: E402
+from servegym.envs.serverless_moe.rivals import deployment_cost  # noqa: E402
 from servegym.envs.workloads.activations import make_toy_activations  # noqa: E402
 from servegym.experiments.figures.serverless import costs as serverless_costs
 from servegym.experiments.figures.serverless import methods as serverless_methods

@@ -5,8 +5,8 @@ import pytest
 
 from servegym.baselines.registry import make_policy
 from servegym.baselines.serverless_moe.system import ServerlessSystem
-from servegym.envs.serverless_moe import deployments
 from servegym.envs.serverless_moe import equations as eq
+from servegym.envs.serverless_moe import rivals
 from servegym.envs.serverless_moe.config import DEPLOYMENTS, build_system
 from servegym.envs.serverless_moe.vector_env import ServerlessMoEVectorEnv
 from servegym.envs.workloads.activations import make_toy_activations
@@ -33,10 +33,10 @@ def by_hand(name, seed, **kwargs):
         limits = {"ttft_limit_s": asked["ttft_limit"], "tpot_limit_s": asked["tpot_limit"]}
         cold = first or not 0.0 < idle <= float(cfg["keep_alive_s"])
         bill = bool(cfg["bill_cold_start"])
-        outcome = deployments.deployment_cost(
+        outcome = rivals.deployment_cost(
             name, problem.system, request, cold=cold, bill_cold_start=bill, **limits
         )
-        mix = deployments.deployment_cost("mix", problem.system, request, bill_cold_start=bill)
+        mix = rivals.deployment_cost("mix", problem.system, request, bill_cold_start=bill)
         late = outcome.violations["ttft"] + outcome.violations["tpot"]
         found.append(
             (-outcome.cost_usd / mix.cost_usd - late * float(cfg["penalty"]), outcome, late, cold)
@@ -116,13 +116,13 @@ def test_fees_of_deployments_by_hand():
     toy = make_toy_activations().model
     system, free = build_system(toy, fees=(1e-3, 30.0)), build_system(toy)
     request, _ = make_request(system, n_in=20, n_out=7)
-    for name in deployments.DEPLOYMENTS:
-        got = deployments.deployment_cost(name, system, request)
+    for name in rivals.DEPLOYMENTS:
+        got = rivals.deployment_cost(name, system, request)
         # Two invocations a layer for each decoded token, one for each expert with prompt tokens.
         remote = (request.prefill_counts > 0).sum() + 7 * 2 * system.moe_layers
         assert got.invocations == 1 + (remote if name == "per_expert" else 0)
         assert got.cost_fees_usd == pytest.approx(1e-3 * got.invocations)
-        bare = deployments.deployment_cost(name, free, request)
+        bare = rivals.deployment_cost(name, free, request)
         assert bare.cost_usd == pytest.approx(
             got.cost_usd - got.cost_fees_usd - got.cost_rounding_usd, rel=1e-9
         )
@@ -141,7 +141,7 @@ def test_fees_of_deployments_by_hand():
 def test_costs_by_hand(system):
     request, _ = make_request(system)
     found = {
-        name: deployments.deployment_cost(name, system, request) for name in deployments.DEPLOYMENTS
+        name: rivals.deployment_cost(name, system, request) for name in rivals.DEPLOYMENTS
     }
     mix = eq.evaluate_plan(system, request, eq.mix_plan(system, request.n_out))
     assert found["mix"].cost_usd == pytest.approx(mix.cost_usd, rel=1e-12)
@@ -152,14 +152,14 @@ def test_costs_by_hand(system):
     assert found["gpu"].cost_usd == pytest.approx(system.price_gpu * memory * seconds)
     # An eager GPU costs more than MIX, a fused one less: the conclusion turns.
     fused = build_system("deepseek-v2-lite", gpu="fused")
-    other = {name: deployments.deployment_cost(name, fused, request) for name in ("gpu", "mix")}
+    other = {name: rivals.deployment_cost(name, fused, request) for name in ("gpu", "mix")}
     assert found["gpu"].cost_usd > 1.5 * mix.cost_usd
     assert other["gpu"].cost_usd < 0.5 * other["mix"].cost_usd
     assert found["per_expert"].cold_s < found["mix"].cold_s == pytest.approx(found["gpu"].cold_s)
-    for name in deployments.DEPLOYMENTS:
-        warm = deployments.deployment_cost(name, system, request, cold=False, ttft_limit_s=1e-3)
+    for name in rivals.DEPLOYMENTS:
+        warm = rivals.deployment_cost(name, system, request, cold=False, ttft_limit_s=1e-3)
         assert warm.cold_s == 0 and warm.violations["ttft"]
-        billed = deployments.deployment_cost(name, system, request, bill_cold_start=True)
+        billed = rivals.deployment_cost(name, system, request, bill_cold_start=True)
         assert billed.cost_usd > found[name].cost_usd == pytest.approx(warm.cost_usd)
     with pytest.raises(ValueError, match="per_expert"):
-        deployments.deployment_cost("per_experts", system, request)
+        rivals.deployment_cost("per_experts", system, request)

@@ -1,0 +1,119 @@
+"""The engine's arguments, and the requests of an episode in its arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from servegym._checks import choose, whole
+from servegym.envs.llm_routing.config import failure_times, pack_laws
+from servegym.envs.prefix_routing import kernel
+from servegym.envs.prefix_routing.requests import PrefixRequests
+from servegym.hardware_profiles import Profile
+
+__all__ = ["MAX_SEQS", "engine_tables", "put_replicas", "put_requests"]
+
+MAX_SEQS = 4096
+STORES = {"vllm": kernel.NO_STORE, "infinite": kernel.OWN_STORE, "pooled": kernel.POOLED_STORE}
+MAX_BLOCKS = 1 << 22
+
+
+def engine_tables(
+    profiles: Sequence[Profile],
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    kv_tokens: int | None,
+    num_requests: int,
+    failures: Mapping[str, Any] | None = None,
+    prefix_cache: str = "vllm",
+) -> tuple[kernel.Tables, np.ndarray]:
+    """What the systems share, and the capacity (N,) of the replicas in blocks.
+
+    Args:
+        profiles: Profile of each replica.
+        max_num_seqs: Most requests that a replica runs.
+        max_num_batched_tokens: Most tokens of an iteration.
+        block_size: Tokens of a KV block.
+        kv_tokens: Room of a replica's KV cache in tokens; None takes each profile's.
+        num_requests: Most requests of an episode.
+        failures: ``mean_time_to_failure_s`` and ``mean_time_to_repair_s`` of a replica,
+            both exponential; None: none fails.
+        prefix_cache: ``"vllm"``, or with an infinite cache besides the KV memory, of each replica
+            (``"infinite"``) or one for all (``"pooled"``).
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    running = whole("max_num_seqs", max_num_seqs, 1, MAX_SEQS)
+    budget = whole("max_num_batched_tokens", max_num_batched_tokens, 1)
+    if budget < running:
+        raise ValueError(
+            f"max_num_batched_tokens={budget!r} must be at least max_num_seqs={running}: an "
+            "iteration has a token of every sequence."
+        )
+    size = whole("block_size", block_size, 1, 1 << 20)
+    if len(profiles) == 0:
+        raise ValueError("profiles is empty; at least one replica is needed.")
+    cfg = np.zeros(1, dtype=kernel.CONFIG)
+    c = cfg[0]
+    laws = list({id(profile): profile for profile in profiles}.values())
+    law = pack_laws(laws, c, running, size)
+    if kv_tokens is not None:
+        tokens = [whole("kv_tokens", kv_tokens, size)] * len(profiles)
+    else:
+        tokens = [profile.kv_capacity_tokens for profile in profiles]
+    capacity = np.array(tokens, dtype=np.int64) // size
+    if capacity.min() < 1:
+        raise ValueError(
+            f"block_size={size} is more than the {min(tokens)} tokens of a replica's KV cache."
+        )
+    if capacity.max() > MAX_BLOCKS:
+        raise ValueError(
+            f"kv_tokens={max(tokens)} in blocks of block_size={size} are {capacity.max()} blocks; "
+            f"a replica has at most {MAX_BLOCKS}."
+        )
+    bits = max(int(capacity.max() - 1).bit_length(), 4)
+    c["num_replicas"], c["max_running"], c["token_budget"] = len(profiles), running, budget
+    c["block_size"], c["blocks_per_token"] = size, 1.0 / size
+    c["blocks"], c["entries"], c["shift"] = capacity.max(), 1 << bits, 36 - bits
+    c["num_requests"] = num_requests
+    c["store"] = STORES[choose("prefix_cache", prefix_cache, STORES)]
+    if failures is not None:
+        c["uptime_s"], c["downtime_s"] = failure_times(failures)
+    return kernel.Tables(cfg, law), capacity
+
+
+def put_replicas(
+    systems: kernel.Systems, profiles: Sequence[Profile], capacity: np.ndarray
+) -> None:
+    """Write card and memory of the replicas of all rows."""
+    laws = list(dict.fromkeys(id(profile) for profile in profiles))
+    systems.replica["profile"] = [laws.index(id(profile)) for profile in profiles]
+    systems.replica["capacity"] = capacity
+
+
+def put_requests(
+    systems: kernel.Systems, row: int, requests: PrefixRequests, first_segment: int = 0
+) -> None:
+    """Write what is given of the requests of an episode; `kernel.begin` starts it.
+
+    Args:
+        systems: The systems.
+        row: Which of them.
+        requests: At most J of them, checked, with blocks of the engine's size.
+        first_segment: Where in ``systems.segments`` their segments begin.
+    """
+    count = requests.num_requests
+    most = systems.expected.shape[1]
+    given = systems.request[row * most : row * most + count]
+    given["arrived"] = requests.arrival_s
+    given["think"] = requests.think_s
+    given["parent"] = requests.parent
+    given["prompt"] = requests.prompt_tokens
+    given["output"] = requests.output_tokens
+    given["first_segment"] = first_segment + requests.first_segment[:-1]
+    systems.env["requests"][row] = count
