@@ -520,11 +520,9 @@ def _run_episodes(
     learn = learner(entered, envs)
     returns = np.zeros(count)
     has_log = hasattr(envs.unwrapped, "request_log")
-    results: list[dict[str, Any]] = [{} for _ in range(count)]
-    early = _binds_on_arrival(envs, entered)
-    left = count
-    while left:
-        actions = policy.act(*(_without_hold(observation, mask) if early else (observation, mask)))
+    ended = np.zeros(count, dtype=bool)
+    while not ended.any():
+        actions = policy.act(observation, mask)
         try:
             observation, reward, ended, _, info = envs.step(actions)
         except ValueError as error:
@@ -535,36 +533,17 @@ def _run_episodes(
             reward = sum((parts[term] for term in terms if term in parts), np.zeros(count))
         learn(reward)
         mask = info.get("action_mask")
-        for row in np.flatnonzero(ended):
-            if results[row]:
-                continue
-            left -= 1
-            kpis = info["episode_kpis"]
-            results[row] = {
-                "kpis": {key: float(kpis[key][row]) for key in kpis if key[0] != "_"},
-                "log": envs.unwrapped.request_log(row) if has_log else None,
-                "return": float(returns[row]),
-            }
-        if left and ended.any():
-            # Held requests are decided on more than once, so that episodes differ in length. Who
-            # has ended plays on, uncounted, until all have.
-            observation, begun = envs.reset(options={"reset_mask": ended})
-            mask = np.where(ended[:, None], begun["action_mask"], mask)
-            policy.episode_start(ended)
-    return results
-
-
-def _binds_on_arrival(envs: Any, entered: Resolved) -> bool:
-    """Whether a policy of the package, which knows no holding, plays where requests may be held."""
-    possible = getattr(envs.unwrapped.problem, "late_binding", False)
-    return possible and entered.source == OWN and "late_binding" not in entered.env_kwargs
-
-
-def _without_hold(observation: Any, mask: Any) -> tuple[Any, Any]:
-    """Observation and mask as without late binding."""
-    if isinstance(observation, dict):
-        return {key: part for key, part in observation.items() if key != "held"}, mask[:, :-1]
-    return observation[..., :-2], mask[:, :-1]
+    if not ended.all():
+        raise RuntimeError("episodes of one environment differ in length")
+    kpis = info["episode_kpis"]
+    return [
+        {
+            "kpis": {key: float(kpis[key][row]) for key in kpis if key[0] != "_"},
+            "log": envs.unwrapped.request_log(row) if has_log else None,
+            "return": float(returns[row]),
+        }
+        for row in range(count)
+    ]
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -192,7 +192,6 @@ _ROUTING = Report(
     describe_action=_routing_action,
     example_policy="greedy_qos",
     interface=("reward",),
-    serving=("late_binding",),
     early={"reward": "paid_forward"},
     feedback_terms=("qos",),
 )

@@ -124,7 +124,6 @@ SPACES: dict[str, tuple[Axis, ...]] = {
     "greedy_qos": (_MARGIN, _OVERRUN, _FALLBACK),
     "priced_greedy": (*_PRICE, _MARGIN, _OVERRUN),
     "expected_qos": (*_PRICE, _MARGIN),
-    "late_qos": (*_PRICE, _MARGIN, Real("worth", 0.0, 1.2), Real("fill", 0.4, 3.0)),
     "route_balance": (
         Weights(("w_quality", "w_cost", "w_latency", "w_balance")),
         Choice("latency_filter", (False, True)),
@@ -147,14 +146,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "overrun": 0.3,
     },
     "expected_qos": {"price": 0.65, "power": 2.5, "share": 0.6, "margin": 1.0},
-    "late_qos": {
-        "price": 0.65,
-        "power": 2.5,
-        "share": 0.6,
-        "margin": 1.0,
-        "worth": 0.2,
-        "fill": 3.0,
-    },
     "route_balance": {
         "w_quality": 1 / 3,
         "w_cost": 1 / 3,
@@ -170,8 +161,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """The parameters with which the heuristics are registered."""
 
 CONTROLS = ("drop_all", "always_busiest")
-HOLDING = ("late_qos",)
-"""Heuristics that hold requests back: tuned by name, and compared where late binding is."""
 
 
 @dataclass(frozen=True)
@@ -226,14 +215,11 @@ class Tuned(NamedTuple):
 
 
 def heuristics() -> list[str]:
-    """Registered routing policies that a tuning measures.
-
-    Those that bind on arrival, and are neither clairvoyant nor controls.
-    """
+    """Registered routing policies that a tuning measures: neither clairvoyant nor controls."""
     return [
         info.name
         for info in list_policies("llm_routing")
-        if info.alias_of is None and not info.clairvoyant and info.name not in (*CONTROLS, *HOLDING)
+        if info.alias_of is None and not info.clairvoyant and info.name not in CONTROLS
     ]
 
 
@@ -249,7 +235,7 @@ def tune(
     """Search a heuristic's parameters for a setting.
 
     Args:
-        policy: One of `heuristics`, or of `HOLDING`.
+        policy: One of `heuristics`.
         env_kwargs: Arguments of the routing environment; the split is the validation's.
         budget: What the search may cost.
         seed: Seed of the candidates; the episodes are always the same.
@@ -260,7 +246,7 @@ def tune(
         ValueError: If an argument is not valid.
     """
     budget = budget or Budget()
-    choose("policy", policy, (*heuristics(), *HOLDING))
+    choose("policy", policy, heuristics())
     kwargs = _validation(env_kwargs, budget)
     envs = make_envs(ENV_ID, 1, kwargs)
     system = describe_system(envs.unwrapped.problem)

@@ -22,7 +22,6 @@ from servegym.baselines.llm_routing.heuristics import (
     TokenJsq,
     VllmDp,
 )
-from servegym.baselines.llm_routing.late_qos import LateQos
 from servegym.baselines.llm_routing.rollout import Rollout
 from servegym.baselines.llm_routing.route_balance import RouteBalance
 from servegym.baselines.llm_routing.system import RoutingSystem
@@ -70,11 +69,6 @@ register_policy(
     "expected_qos",
     ExpectedQosGreedy,
     "priced_greedy on expected QoS: lengths as distributions; the strongest heuristic",
-)
-register_policy(
-    "late_qos",
-    LateQos,
-    "expected_qos with late binding: holds a request while waiting is worth more than any expert",
 )
 register_policy(
     "route_balance",

@@ -79,12 +79,8 @@ class PerFleet(BasePolicy):
                 inner = self._factory(system, **self._kwargs)
                 inner.reset(len(rows), self._seeds[k])
                 self._inner[k], self._seen[k] = inner, key
-            legal = np.asarray(action_mask)[rows]
-            mask, hold = legal[:, : system.num_experts + 1], legal.shape[1] - 1
-            if "held" in observation:
-                mask = np.concatenate([mask, legal[:, -1:]], axis=1)
-            chosen = inner.act(_without_padding(observation, rows, system), mask)
-            actions[rows] = np.where(chosen > system.num_experts, hold, chosen)
+            mask = np.asarray(action_mask)[rows, : system.num_experts + 1]
+            actions[rows] = inner.act(_without_padding(observation, rows, system), mask)
         return actions
 
     def feedback(self, reward: NDArray[np.float64]) -> None:
@@ -110,7 +106,7 @@ def _without_padding(
     count = system.num_experts
     sizes = {"running": system.running_capacity, "waiting": system.waiting_capacity}
     sizes |= {f"{name}_mask": size for name, size in sizes.items()}
-    whole = ("latency_requirement", "load", "held")
+    whole = ("latency_requirement", "load")
     seen = {name: np.asarray(observation[name])[rows] for name in whole if name in observation}
     for name in ("request", "experts", *sizes):
         part = np.asarray(observation[name])[rows, :count]

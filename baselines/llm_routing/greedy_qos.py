@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servegym.baselines.llm_routing.heuristics import Mask, RoutingPolicy, pick
-from servegym.baselines.llm_routing.latency import Estimate, LatencyModel
+from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.protocol import Observation
@@ -105,35 +105,22 @@ class GreedyQos(RoutingPolicy):
         experts = np.asarray(observation["experts"], dtype=np.float64)
         load = (experts[..., 1] + experts[..., 2]) / self.system.running_capacity
         fleet = load.mean(axis=1, keepdims=True)
-        if "held" in observation:  # what is held is the fleet's to serve
-            held = np.asarray(observation["held"], dtype=np.float64)[:, 1:]
-            fleet = fleet + held / (load.shape[1] * self.system.running_capacity)
         load = (1 - self.share) * load + self.share * fleet
         return self.price * load**self.power
-
-    def expected_value(self, observation: Observation) -> tuple[NDArray[np.float64], Estimate]:
-        """(B, N) value of each expert with ``lengths="survival"``, and the latency estimate."""
-        assert self.expected is not None
-        requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
-        gain, harm, estimate = self.expected(observation, self.margin)
-        value = gain - harm - self.charge(observation) * estimate.work_s
-        value -= 1e-3 * estimate.with_new[..., -1] / requirement
-        return value, estimate
-
-    def bind(self, value: NDArray[np.float64], action_mask: Mask) -> NDArray[np.int64]:
-        """(B,) legal expert of most value (B, N), or as ``fallback`` says where that is <= 0."""
-        action = pick(-value, action_mask)
-        if self.fallback == "drop":
-            legal = np.asarray(action_mask)[:, 1:] > 0
-            action[np.where(legal, value, -np.inf).max(axis=1) <= 0] = 0
-        return action
 
     def act(self, observation: Observation, action_mask: Mask) -> NDArray[np.int64]:
         """See `Policy.act`."""
         observation = with_mean_scores(observation, self.system)
         requirement = np.asarray(observation["latency_requirement"], dtype=np.float64)
         if self.expected is not None:
-            return self.bind(self.expected_value(observation)[0], action_mask)
+            gain, harm, estimate = self.expected(observation, self.margin)
+            value = gain - harm - self.charge(observation) * estimate.work_s
+            value -= 1e-3 * estimate.with_new[..., -1] / requirement
+            action = pick(-value, action_mask)
+            if self.fallback == "drop":
+                legal = np.asarray(action_mask)[:, 1:] > 0
+                action[np.where(legal, value, -np.inf).max(axis=1) <= 0] = 0
+            return action
         estimate = self.model.estimate(observation)
         limit = self.margin * requirement[:, :, None]
         in_time = estimate.with_new <= limit

@@ -355,12 +355,6 @@ class LatencyModel:
         out = Predictions(np.empty(shape), np.empty(shape), np.empty(shape[:2]))
         chunked = self.system.scheduler == "chunked_prefill"
         _estimate(seen, self.laws, self.overrun, chunked, out)
-        if "held" in observation:  # the request has waited at the router
-            length = np.where(
-                seen.request[..., 2] > 0, seen.request[..., 2], self.laws.mean_output_tokens
-            )
-            waited_s = np.asarray(observation["held"], dtype=np.float64)[:, :1]
-            out.with_new[..., -1] += waited_s / np.maximum(length, 1.0)
         scores = np.concatenate(
             [
                 seen.running[..., 1] * (seen.running_mask > 0),

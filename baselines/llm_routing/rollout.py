@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ class Rollout(RoutingPolicy):
         *,
         horizon: int = 100,
         drain: int = 0,
-        hold: bool = False,
         **greedy: Any,
     ) -> None:
         """Build it; `bind` has to be called before `act`.
@@ -45,8 +43,6 @@ class Rollout(RoutingPolicy):
             system: The system.
             horizon: Requests that priced_greedy decides after the first action.
             drain: Requests that are dropped after those.
-            hold: Whether it may hold requests back too (``late_binding``); priced_greedy then binds
-                what was held when it is offered again.
             **greedy: Parameters of `PricedGreedy`.
 
         Raises:
@@ -56,8 +52,6 @@ class Rollout(RoutingPolicy):
         if horizon < 0 or drain < 0:
             raise ValueError(f"horizon and drain must be >= 0, got {horizon} and {drain}")
         self.horizon, self.drain = int(horizon), int(drain)
-        if hold:
-            self.env_kwargs: Mapping[str, Any] = {"late_binding": True}
         self.greedy = per_fleet(PricedGreedy, system, **greedy)
         self._ahead = per_fleet(PricedGreedy, system, **greedy)
         self._env: Any = None
@@ -103,20 +97,17 @@ class Rollout(RoutingPolicy):
             tried[row] &= not state.finished
             for action in np.flatnonzero(tried[row]):
                 scratch.restore(row * actions + int(action), state)
-        early = 1 + self._problem.num_experts
-        greedy = self.greedy.act(observation, np.asarray(action_mask)[:, :early])
+        greedy = self.greedy.act(observation, action_mask)
         live = tried.reshape(-1).astype(np.int8)
         total = np.zeros(live.size)
         choice = np.tile(np.arange(actions, dtype=np.int64), batch)
         decided = scratch.env["index"]
-        # A held request that is offered again is none of those to come.
-        new = scratch.env["current"] == decided if self._problem.late_binding else 1
-        last = decided + new + self.horizon
+        last = decided + 1 + self.horizon
         while live.any():
             scratch.step(choice, live)
             total += np.where(live > 0, scratch.out[:, 0] + scratch.out[:, 1], 0.0)
             live &= (scratch.out[:, 2] == 0.0) & (decided < last + self.drain)
-            ahead = self._ahead.act(scratch.observation, scratch.action_mask[:, :early])
+            ahead = self._ahead.act(scratch.observation, scratch.action_mask)
             choice = np.where(decided < last, ahead, 0)
         value = np.where(tried, total.reshape(batch, actions), -np.inf)
         rows = np.arange(batch)

@@ -49,9 +49,6 @@ FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
 DEFAULT_EPISODE_REQUESTS = 1000
 _IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")
 MAX_SPEED_NOISE = 1.0
-LATE_BINDING = {"hold_limit_s": 3.0, "hold_capacity": 16}
-"""Defaults of what ``late_binding`` may hold."""
-MAX_HELD = 4096
 _SPLITS = ("train", "val", "eval", "all")
 
 
@@ -281,11 +278,6 @@ class Problem:
         """Longest answer in tokens."""
         return int(self.cfg["max_output_tokens"][0])
 
-    @property
-    def late_binding(self) -> bool:
-        """Whether the router may hold requests back."""
-        return bool(self.cfg["hold_capacity"][0])
-
 
 def set_sizes(c: np.void) -> None:
     """Set the sizes of the arrays of a config record to N, R and W of its system."""
@@ -385,30 +377,6 @@ def failure_times(failures: Mapping[str, Any]) -> tuple[float, float]:
             raise ValueError(f"failures={failures!r} lacks {name!r}; it takes {FAILURE_TIMES}.")
     uptime, downtime = (real(f"failures[{name!r}]", times[name], 1e-3) for name in FAILURE_TIMES)
     return uptime, downtime
-
-
-def _set_late_binding(c: np.void, given: Any) -> None:
-    """Check ``late_binding`` and set it in ``c``.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
-    if given is False:
-        return
-    if given is None:
-        raise ValueError("late_binding=None must be True, False or a mapping of its options.")
-    options = {} if given is True else mapping("late_binding", given, LATE_BINDING)
-    options = {**LATE_BINDING, **options}
-    name = "late_binding['hold_limit_s']"
-    c["hold_limit_s"] = real(name, options["hold_limit_s"], 0.0, 3600.0, open_low=True)
-    most = whole("late_binding['hold_capacity']", options["hold_capacity"], 1, MAX_HELD)
-    c["hold_capacity"] = most
-    for other, value in (("staleness_s", "staleness_s"), ("failures", "uptime_s")):
-        if c[value] > 0.0:
-            raise ValueError(
-                f"late_binding={given!r} does not go with {other}: a held request is offered at "
-                "completions, which the router must see as they happen."
-            )
 
 
 def _predictor_options(
@@ -567,7 +535,6 @@ def _fixed_problem(
     router_delay_s: float = 0.005,
     staleness_s: float = 0.0,
     failures: Mapping[str, Any] | None = None,
-    late_binding: bool | Mapping[str, Any] = False,
     step_factors: Mapping[str, Sequence[float]] | None = None,
     max_output_tokens: int | None = None,
     episode_requests: int | None = None,
@@ -612,7 +579,6 @@ def _fixed_problem(
         estimator=estimator,
         view=view,
     )
-    _set_late_binding(c, late_binding)
     if num_experts is not None:
         num_experts = whole("num_experts", num_experts, 1, 1024)
     choose("split", split, _SPLITS)

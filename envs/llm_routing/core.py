@@ -77,7 +77,6 @@ class RoutingState:
             env, expert, slot and queue records of that time.
         fleet: the setting that was drawn, see `servegym.envs.llm_routing.fleets`.
         slowdown: with ``speed_noise`` the factors of the iterations' times, a row a decision.
-        late: whether the router may hold requests back.
     """
 
     arrivals: np.ndarray
@@ -93,36 +92,10 @@ class RoutingState:
     delayed: tuple[np.ndarray, ...] = ()
     fleet: dict[str, Any] | None = None
     slowdown: np.ndarray | None = None
-    late: bool = False
 
 
 def observation_space(problem: Problem) -> spaces.Space:
     """The observation space of one system, by the problem's view."""
-    space = _early_space(problem)
-    if not problem.late_binding:
-        return space
-    if isinstance(space, spaces.Dict):
-        top = held_bounds(problem)
-        return spaces.Dict({**space.spaces, "held": spaces.Box(np.zeros_like(top), top)})
-    assert isinstance(space, spaces.Box)
-    top = np.ones(2, np.float32)
-    if problem.cfg["layout"][0] == kernel.SUMMARY:
-        top = held_bounds(problem)
-    top = np.broadcast_to(top, (*space.shape[:-1], 2))
-    return spaces.Box(
-        np.concatenate([space.low, np.zeros_like(top)], axis=-1),
-        np.concatenate([space.high, top], axis=-1),
-    )
-
-
-def held_bounds(problem: Problem) -> np.ndarray:
-    """(2,) float32 upper bounds of what is seen of held requests: seconds and how many."""
-    c = problem.cfg[0]
-    return np.array([c["hold_limit_s"], c["hold_capacity"]], np.float32)
-
-
-def _early_space(problem: Problem) -> spaces.Space:
-    """The observation space without late binding."""
     n, cap_r, cap_w = problem.num_experts, problem.running_capacity, problem.waiting_capacity
     view = int(problem.cfg["layout"][0])
     if view == kernel.FLAT:
@@ -233,7 +206,7 @@ class RoutingBatch:
         self.queue = np.zeros((num_rows, n, entries), dtype=np.int32)
         self.log = np.zeros((num_rows, length), dtype=kernel.LOG)
         self.out = np.zeros((num_rows, 3))
-        space = _early_space(problem)
+        space = observation_space(problem)
         self.observation: Any
         if isinstance(space, spaces.Dict):
             load = (len(kernel.LOAD_HORIZONS), 3)
@@ -257,11 +230,6 @@ class RoutingBatch:
         self._spares = Spares(self._sections, lambda arrays: _copy_into(arrays, len(values)))
         self._no_copy = _copy_into([], 0)
         self.terms = REWARD_TERMS[int(c["reward"])]
-        self.late = problem.late_binding
-        self.held = np.zeros((num_rows if self.late else 0, 3), dtype=np.float32)
-        self._engine_view, self._engine_mask = self.observation, self.action_mask
-        if self.late:
-            self._widen()
         # What the router knows, where that is old: its actions and a system that lags behind.
         self.delayed: tuple[np.ndarray, ...] = ()
         if c["staleness_s"] > 0.0:
@@ -279,12 +247,6 @@ class RoutingBatch:
             (kernel.observe, (tables, systems, buffers, which)),
             (kernel.step, (tables, systems, buffers, self._no_copy, actions, which, 0, num_rows)),
         ]
-        if self.late:
-            late = tables, systems, buffers, self.held
-            calls[2:] = [
-                (kernel.step_late, (*late, actions, which, 0, num_rows)),
-                (kernel.observe_late, (*late, which)),
-            ]
         if self.delayed:
             sent, *records = self.delayed
             lagging = self._systems(*records, np.zeros(length, dtype=kernel.LOG))
@@ -292,7 +254,7 @@ class RoutingBatch:
             calls.append((kernel.observe_stale, (*self._stale_arguments, which, 0, num_rows)))
         compiled = compile_kernels("LLM routing engine", calls)
         self._begin, self._observe, self._step = compiled[:3]
-        self._observe_stale = self._observe_late = compiled[-1]
+        self._observe_stale = compiled[-1]
 
     def _systems(self, *records: np.ndarray) -> kernel.Systems:
         """Systems of these env, expert, slot, queue and log records, with this batch's requests."""
@@ -300,38 +262,9 @@ class RoutingBatch:
         flat = kernel.Queues(*(part.reshape(-1) for part in queues))
         return kernel.Systems(self.arrivals, self.rows, env, expert, flat)
 
-    def _widen(self) -> None:
-        """Buffers with what late binding adds: what is held, and the action that holds."""
-        rows, actions = self.action_mask.shape
-        self.action_mask = np.zeros((rows, actions + 1), dtype=np.int8)
-        if isinstance(self.observation, dict):
-            seen = np.zeros((rows, 2), dtype=np.float32)
-            self.observation = dict(sorted({**self.observation, "held": seen}.items()))
-        else:
-            *shape, width = self.observation.shape
-            self.observation = np.zeros((*shape, width + 2), dtype=np.float32)
-
-    def _show_late(self) -> None:
-        """Bring the widened buffers up to date."""
-        seen = self.held[:, :2]
-        self.action_mask[:, :-1] = self._engine_mask
-        self.action_mask[:, -1] = self.held[:, 2]
-        if isinstance(self.observation, dict):
-            self.observation["held"][:] = seen
-            return
-        self.observation[..., :-2] = self._engine_view
-        if self.problem.cfg["layout"][0] == kernel.SUMMARY:
-            exists = self._engine_view[..., :1] > 0
-            self.observation[..., -2:] = np.where(exists, seen[:, None], 0.0)
-        else:
-            self.observation[..., -2:] = np.minimum(seen / held_bounds(self.problem), 1.0)
-
     def _observe_rows(self, which: np.ndarray) -> None:
         """Write the whole observation of the rows with ``which`` (int8 ``(B,)``) set."""
         self._observe(*self._arguments, which)
-        if self.late:
-            self._observe_late(*self._arguments, self.held, which)
-            self._show_late()
         if self.delayed:
             self._observe_stale(*self._stale_arguments, which, 0, self.num_rows)
 
@@ -408,7 +341,7 @@ class RoutingBatch:
 
     def step_and_copy(self, actions: np.ndarray, which: np.ndarray) -> tuple[int, Any, np.ndarray]:
         """As `step`, with copies of the observation and of the action mask."""
-        if self.delayed or self.late:  # what is seen is not what the step writes
+        if self.delayed:  # what is seen is not what the step writes
             ended = self.step(actions, which)
             return ended, self.fresh_observation(), self.action_mask.copy()
         target, parts = self._spares.take()
@@ -433,18 +366,13 @@ class RoutingBatch:
             self.delayed[0][on, request[on]] = np.clip(actions[on], 0, self.problem.num_experts)
         if self.slowdown is not None:
             on = np.flatnonzero(which)
-            decided = self.env["index"][on]
-            if self.late:  # a held request that is offered again comes before the next arrival
-                decided = decided - (self.env["current"][on] != decided)
-            request = np.minimum(decided, self.problem.episode_requests - 1)
+            request = np.minimum(self.env["index"][on], self.problem.episode_requests - 1)
             self.expert["slowdown"][on] = self.slowdown[on, request]
         actions = np.ascontiguousarray(actions, np.int64)
         which = np.ascontiguousarray(which, np.int8)
 
-        target = self.held if self.late else copy
-
         def move(start: int, stop: int) -> int:
-            ended = self._step(*self._arguments, target, actions, which, start, stop)
+            ended = self._step(*self._arguments, copy, actions, which, start, stop)
             if self.delayed and ended >= 0:
                 self._observe_stale(*self._stale_arguments, which, start, stop)
             return ended
@@ -454,10 +382,8 @@ class RoutingBatch:
             bad = -1 - counts[0]
             raise ValueError(
                 f"action {int(actions[bad])} of system {bad} is out of range: 0 drops the request, "
-                f"1 to {self.problem.num_experts} name an expert{', then hold' * self.late}."
+                f"1 to {self.problem.num_experts} name an expert."
             )
-        if self.late:
-            self._show_late()
         return sum(counts)
 
     def close(self) -> None:
@@ -477,7 +403,6 @@ class RoutingBatch:
             delayed=tuple(part[row : row + 1].copy() for part in self.delayed),
             fleet=self.fleets[row],
             slowdown=None if self.slowdown is None else self.slowdown[row].copy(),
-            late=self.late,
         )
 
     def restore(self, row: int, state: RoutingState) -> None:
@@ -496,11 +421,6 @@ class RoutingBatch:
         if len(self.delayed) != len(state.delayed):
             raise ValueError(
                 "state.delayed: restore a state into an environment made with the same staleness_s."
-            )
-        if self.late != state.late:
-            raise ValueError(
-                f"state.late is {state.late}: restore a state into an environment made with the "
-                "same late_binding."
             )
         if state.fleet is not None:
             self._put_fleet(row, state.fleet)
@@ -539,12 +459,9 @@ class RoutingBatch:
         def mean(name: str, count: int = done) -> float:
             return float(v[name]) / count if count else nan
 
-        extra, hold_s = {}, 0.0
+        extra = {}
         if self.problem.cfg["uptime_s"][0] > 0.0:
             extra["failure_rate"] = int(v["failed"]) / decided
-        if self.late:
-            hold_s = self._hold_s(row)
-            extra["mean_hold_s"] = hold_s / done if done else nan
         return {
             "avg_qos": float(v["qos"]) / decided,
             "mean_latency_s_per_token": mean("latency"),
@@ -553,7 +470,7 @@ class RoutingBatch:
             "mean_e2e_s": mean("e2e"),
             "mean_communication_s": mean("communication"),
             "mean_routing_s": float(self.problem.cfg["router_delay_s"][0]) if done else nan,
-            "mean_waiting_s": mean("waiting") + hold_s / max(done, 1),
+            "mean_waiting_s": mean("waiting"),
             "mean_inference_s": mean("inference"),
             "violation_rate": (done - int(v["on_time"])) / decided,
             "drop_rate": int(v["dropped"]) / decided,
@@ -563,14 +480,6 @@ class RoutingBatch:
             **extra,
             "requests": float(decided),
         }
-
-    def _hold_s(self, row: int) -> float:
-        """Seconds for which the completed requests of a row were held, summed."""
-        c, log = self.config_of(row), self.log[row]
-        done = log["outcome"] == kernel.COMPLETED
-        way = c["router_delay_s"] + log["prompt_tokens"] * c["delay_s_per_token"]
-        held_s = np.maximum(log["available_s"] - way - self.arrivals[row], 0.0)
-        return float(held_s[done].sum())
 
     def request_log(self, row: int) -> np.ndarray:
         """One row per decided request of the current episode, see :data:`REQUEST_LOG`.
@@ -606,7 +515,7 @@ class RoutingBatch:
         return self.observation.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("problem", "num_rows", "delayed", "fleets", "slowdown", "held", *_STATE_ARRAYS)
+        names = ("problem", "num_rows", "delayed", "fleets", "slowdown", *_STATE_ARRAYS)
         state = {name: getattr(self, name) for name in names}
         return state | {"num_threads": self.threads.num_threads}
 
@@ -621,9 +530,6 @@ class RoutingBatch:
         self.slowdown = state["slowdown"]
         for mine, theirs in zip(self.delayed, state["delayed"], strict=True):
             mine[...] = theirs
-        if self.late:
-            self.held[...] = state["held"]
-            self._show_late()
 
 
 _STATE_ARRAYS = (

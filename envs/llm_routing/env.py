@@ -14,8 +14,8 @@ from servegym.envs.llm_routing.core import RoutingBatch, observation_space
 
 
 def action_space(problem: Problem) -> spaces.Discrete:
-    """Drop, or one of the experts; with late binding also hold back."""
-    return spaces.Discrete(problem.num_experts + 1 + problem.late_binding)
+    """Drop, or one of the experts."""
+    return spaces.Discrete(problem.num_experts + 1)
 
 
 class LLMRoutingEnv(BatchEnv):
@@ -89,37 +89,6 @@ class LLMRoutingEnv(BatchEnv):
     down loses every request that it runs, queues or is being sent: they have the outcome `failed` and
     a QoS of 0 (`paid_forward` takes their scores back). While it is down its mask is 0, its rows are
     empty, and what is sent there is rejected; it comes back idle.
-
-    ## Late Binding
-
-    With `late_binding=True`, or `{"hold_limit_s": 3.0, "hold_capacity": 16}` for other numbers than
-    these, the router may hold a request back and decide later. There is one action more, N + 1, which
-    keeps the request in a queue at the access point. A step is still one decision on one request:
-
-    - when a request completes on any expert, all held requests are offered, the oldest first, each
-      once, without time passing between;
-    - a held request that reaches `hold_limit_s` after its arrival is offered for the last time;
-    - a new request is offered when it arrives, whatever is held: held ones are not offered then.
-
-    At one moment completions come first, then limits, then arrivals. A held request keeps its place in
-    the queue until it is sent or dropped. The mask of N + 1 is 0 where `hold_capacity` others are held
-    or the limit is reached; holding there is legal and the request is rejected. Time since the arrival
-    counts in the latency, held or not, and `mean_waiting_s` has both the time held (`mean_hold_s`, also
-    on its own) and that at the expert. The reward of a step is that of the time to the next decision.
-    An episode ends when all `episode_requests` are decided, so that it takes more steps than requests.
-
-    The Dict has one more key, `held` (2,): seconds since the arrival of the request to decide on
-    [0, `hold_limit_s`], and how many others are held [0, `hold_capacity`]. The Box of
-    `LLMRoutingFlatEnv` and `LLMRoutingExpertsEnv` has the two at its end, over their bounds, and that of
-    `LLMRoutingSummaryEnv` two more columns, in raw units. It does not go with `staleness_s`, `failures`
-    or several access points. Late binding is that of Sparrow (Ousterhout et al., SOSP 2013).
-
-    >>> import gymnasium, servegym
-    >>> env = gymnasium.make("servegym/LLMRouting-v1", late_binding=True)
-    >>> env.action_space, env.reset(seed=0)[0]["held"].tolist()
-    (Discrete(8), [0.0, 0.0])
-    >>> env.step(7)[0]["held"].tolist()  # the next one arrives, and one is held
-    [0.0, 1.0]
 
     ## Fleets
 
@@ -206,7 +175,6 @@ class LLMRoutingEnv(BatchEnv):
     | `failures` | none | mean times to failure and to repair, in s; see Failures |
     | `requests_file` | none | CSV of the requests of every episode, in its order; see below |
     | `speed_noise` | 0.0 | standard deviation of the log of a factor on all experts' iteration times, drawn at reset with a memory of 15 s |
-    | `late_binding` | False | True, or a dict of `hold_limit_s` (3.0) and `hold_capacity` (16): see Late Binding |
     | `step_factors` | none | true over the profile's time, by profile name: (iterations with prefill, decodes alone) |
     | `max_output_tokens` | the catalog's | longest answer |
     | `validate` | False | check every observation against the space (slow) |

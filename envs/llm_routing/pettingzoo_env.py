@@ -106,7 +106,7 @@ class LLMRoutingParallelEnv(ParallelEnv):
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         keywords(build_problem, kwargs, hidden=("view",))
-        for name, off in (("requests_file", None), ("speed_noise", 0.0), ("late_binding", False)):
+        for name, off in (("requests_file", None), ("speed_noise", 0.0)):
             given = kwargs.get(name, off)
             if not (given is off or (isinstance(given, (int, float)) and given == off)):
                 raise ValueError(f"{name}={given!r} is for a single access point.")

@@ -374,13 +374,6 @@ ROUTING = {
     "max_output_tokens": whole(1, 1 << 31, most=2000, optional=True),
     "episode_requests": whole(1, 10_000_000, most=60, default=True),
     "split": name("train", "val", "eval", "all"),
-    "late_binding": Argument(
-        st.sampled_from([True, False, {}, {"hold_limit_s": 0.5}, {"hold_capacity": 2}]),
-        junk("true", "false", "mapping")
-        | st.sampled_from(
-            [{"hold_limit_s": 0.0}, {"hold_capacity": 0}, {"hold_capacity": None}, {"x": 1}]
-        ),
-    ),
     "requests_file": Argument(st.none(), junk("none") | st.just("no/such/file.csv")),
     "speed_noise": real(0.0, MAX_SPEED_NOISE),
 }

@@ -13,7 +13,6 @@ import math
 import numpy as np
 
 from servegym._jit import borrowed, inline, inner, jit
-from servegym.envs.llm_routing.kernel.holding import hold, may_hold, offer_next, show_held
 from servegym.envs.llm_routing.kernel.iterations import (
     advance,
     change_availability,
@@ -127,12 +126,10 @@ __all__ = [
     "Tables",
     "begin",
     "observe",
-    "observe_late",
     "observe_stale",
     "run_replay",
     "sojourn_s",
     "step",
-    "step_late",
 ]
 
 
@@ -183,9 +180,6 @@ def _clear_system(c, b, s, v):
     v.communication = 0.0
     v.memory = 0.0
     v.last_finish = 0.0
-    v.current = 0
-    v.held = 0
-    v.to_offer = 0
     clear_load(v)
     for n in range(c.num_experts):
         e = s.expert[b, n]
@@ -211,7 +205,6 @@ def _clear_log(entry):
     entry.expert = -1
     entry.outcome = PENDING
     entry.preemptions = 0
-    entry.next_held = -1
 
 
 @jit
@@ -237,13 +230,13 @@ def observe(t, s, out, which):
 
 
 @inline
-def _request(c, requests, row, model, index, arrived, now):
-    """The request of a catalog row, sent to an expert with this model at ``now``."""
+def _request(c, requests, row, model, index, arrived):
+    """The request of a catalog row, sent to an expert with this model."""
     prompt = int(requests[row, model, PROMPT])
     return Request(
         index,
         arrived,
-        now + (c.router_delay_s + prompt * c.delay_s_per_token),
+        arrived + (c.router_delay_s + prompt * c.delay_s_per_token),
         prompt,
         int(requests[row, model, OUTPUT]),
         requests[row, model, SCORE],
@@ -278,12 +271,13 @@ def _late_scores(c, law, v, q, e, prompt, output):
 
 
 @inline
-def _route(c, t, s, b, n, index, arrived):
-    """Send request ``index`` of row b, ``arrived`` at that time, to expert n; drop it if n < 0.
+def _route(c, t, s, b, n):
+    """Send the current request of row b to expert n, or drop it if n < 0.
 
     Returns what the action itself adds to the two terms of the reward.
     """
     v = s.env[b]
+    index = v.index
     row = s.rows[b, index]
     entry = s.queues.log[v.first_log + index]
     if n < 0:
@@ -298,7 +292,7 @@ def _route(c, t, s, b, n, index, arrived):
         v.rejected += 1
         return 0.0, 0.0
     e = s.expert[b, n]
-    request = _request(c, t.requests, row, e.model, index, arrived, v.now)
+    request = _request(c, t.requests, row, e.model, index, v.now)
     if not can_take(c, e, request.prompt):
         entry.outcome = REJECTED
         entry.expert = n
@@ -338,7 +332,7 @@ def step(t, s, out, copy, actions, which, start, stop):
             continue
         c = config_of(t, b)
         v = s.env[b]
-        gain, loss = _route(c, t, s, b, actions[b] - 1, v.index, v.now)
+        gain, loss = _route(c, t, s, b, actions[b] - 1)
         v.index += 1
         last = v.index == c.num_requests
         until = np.inf if last else s.arrivals[b, v.index]
@@ -363,91 +357,6 @@ def step(t, s, out, copy, actions, which, start, stop):
         out.reward[b, 2] = 1.0 if last else 0.0
         ended += last
     copy_rows(out, copy, start, stop)
-    return ended
-
-
-# ------------------------------------------------------------------------------------- late binding
-
-
-@inner
-def _refuse(t, s, b):
-    """The request to decide on may not be held: it is rejected."""
-    v = s.env[b]
-    entry = s.queues.log[v.first_log + v.current]
-    entry.outcome = REJECTED
-    entry.prompt_tokens = int(t.requests[s.rows[b, v.current], 0, PROMPT])
-    v.rejected += 1
-
-
-@inner
-def _decide(c, t, s, b, action):
-    """Route the request to decide on, or hold it; what that adds to the terms of the reward."""
-    v = s.env[b]
-    gain, loss = 0.0, 0.0
-    if action <= c.max_experts:
-        gain, loss = _route(c, t, s, b, action - 1, v.current, s.arrivals[b, v.current])
-    elif may_hold(c, s, b):
-        hold(s.queues, v)
-    else:
-        _refuse(t, s, b)
-    if v.current == v.index:
-        v.index += 1
-    return gain, loss
-
-
-@inner
-def _observe_offered(c, t, s, out, held, b):
-    """The observation of row b with the request to decide on; returns the mean memory use."""
-    v = s.env[b]
-    show_held(c, s, held, b)
-    row = -1 if v.current == c.num_requests else s.rows[b, v.current]
-    return observe_row(t, s, out, b, row)
-
-
-@jit
-def observe_late(t, s, out, held, which):
-    """With late binding, after `observe`: the request to decide on need not be a new one."""
-    t, s, out = borrowed(t), borrowed(s), borrowed(out)
-    for b in range(s.env.shape[0]):
-        if which[b] != 0:
-            _observe_offered(config_of(t, b), t, s, out, held, b)
-
-
-@jit
-def step_late(t, s, out, held, actions, which, start, stop):
-    """`step` with late binding: action N + 1 holds the request back, and held ones are offered.
-
-    ``held`` float32 (B, 3) is written as `holding.show_held` says. The action mask in ``out`` has
-    no column for holding.
-    """
-    t, s, out = borrowed(t), borrowed(s), borrowed(out)
-    most = t.config[0].max_experts + 1
-    for b in range(s.env.shape[0]):
-        if which[b] != 0 and (actions[b] < 0 or actions[b] > most):
-            return -1 - b
-    ended = 0
-    for b in range(start, stop):
-        if which[b] == 0:
-            continue
-        c = config_of(t, b)
-        v = s.env[b]
-        gain, loss = _decide(c, t, s, b, actions[b])
-        v.step_qos = 0.0
-        v.step_late = 0.0
-        last = offer_next(c, t.law, s, b)
-        if v.current == v.index and not last:
-            note_arrival(c, t, s, b)
-        if c.reward == PAID_FORWARD:
-            loss -= v.step_late
-        else:
-            gain += v.step_qos
-        memory = _observe_offered(c, t, s, out, held, b)
-        if v.current == v.index and not last:
-            v.memory += memory
-        out.reward[b, 0] = gain
-        out.reward[b, 1] = loss
-        out.reward[b, 2] = 1.0 if last else 0.0
-        ended += last
     return ended
 
 
@@ -510,7 +419,7 @@ def _route_lagging(c, t, s, lagging, b, n):
         advance(c, t.law, k, v, lagging.queues, lagging.expert[b, k], arrived)
     if n >= 0:
         e = lagging.expert[b, n]
-        request = _request(c, t.requests, s.rows[b, v.index], e.model, v.index, arrived, arrived)
+        request = _request(c, t.requests, s.rows[b, v.index], e.model, v.index, arrived)
         if can_take(c, e, request.prompt):
             enqueue(c, lagging.queues, e, request)
     v.index += 1

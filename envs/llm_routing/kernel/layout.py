@@ -135,8 +135,6 @@ CONFIG = _record(
         ("uptime_s", "f8"),  # mean time to failure of an expert; 0: none fails
         ("downtime_s", "f8"),  # mean time to repair
         ("staleness_s", "f8"),  # age of what the router sees of the experts
-        ("hold_capacity", "i8"),  # requests that the router may hold; 0: it binds on arrival
-        ("hold_limit_s", "f8"),  # for so long after its arrival a request may be held
     ]
 )
 """The arguments of a system: of every system of a problem, unless its fleet is drawn."""
@@ -168,12 +166,6 @@ ENV = _record(
         ("last_finish", "f8"),  # s
         ("step_qos", "f8"),  # scores of the requests completed on time in this step
         ("step_late", "f8"),  # scores of those late or lost in this step
-        # With late binding: a queue of held requests, linked through the log.
-        ("current", "i8"),  # request to decide on; `index` if it is new
-        ("held", "i8"),  # requests
-        ("held_first", "i8"),
-        ("held_last", "i8"),
-        ("to_offer", "i8"),  # of the held ones, in this round
         # The load that the router has seen, for each of `LOAD_HORIZONS`: seconds between arrivals,
         # prompt tokens and predicted output tokens of a request.
         *((f"{name}_{h}", "f8") for h in LOAD_HORIZONS for name in ("gap", "prompt", "length")),
@@ -266,7 +258,6 @@ LOG = _record(
         ("expert", "i2"),
         ("outcome", "i2"),
         ("preemptions", "i4"),
-        ("next_held", "i4"),  # request behind it in the queue of held ones
     ]
 )
 """What became of a request."""

@@ -98,7 +98,7 @@ RANDOM = ("random", "power_of_two", "thompson")
 def test_registry_lists_the_promised_names_once():
     listed = [info.name for info in list_policies()]
     promised = (
-        "expected_qos late_qos random round_robin least_outstanding shortest_queue "
+        "expected_qos random round_robin least_outstanding shortest_queue "
         "shortest_waiting least_memory "
         "power_of_two vllm_dp token_jsq bert_router least_latency greedy_qos priced_greedy "
         "always_best linucb linucb_delayed thompson route_balance drop_all always_busiest rollout"
@@ -120,8 +120,8 @@ def test_policies_follow_the_protocol(name):
     assert policy.clairvoyant == info.clairvoyant
     assert policy.env_view == "graph"
     assert policy.needs_env == (name == "rollout")
-    asked = {"linucb": {"reward": "paid_forward"}, "late_qos": {"late_binding": True}}
-    assert dict(policy.env_kwargs) == asked.get(name, {})
+    asked = {"reward": "paid_forward"} if name == "linucb" else {}
+    assert dict(policy.env_kwargs) == asked
 
 
 def test_alias_is_the_same_policy():
@@ -149,7 +149,7 @@ def test_masks_are_respected_and_full_rows_drop(name):
         assert mask[np.arange(64), action].all()
         legal = mask[:, 1:].any(axis=1)
         assert (action[~legal] == 0).all()
-        if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos", "late_qos"):
+        if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos"):
             assert (action[legal] > 0).all()
         for key, value in before.items():
             assert np.array_equal(value, observation[key]), f"{name} wrote to {key}"

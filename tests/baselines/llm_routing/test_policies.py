@@ -21,7 +21,7 @@ HONEST = [i.name for i in list_policies() if i.alias_of is None and i.name != "r
 CHOOSING = [
     name
     for name in HONEST
-    if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos", "late_qos")
+    if name not in ("drop_all", "greedy_qos", "priced_greedy", "expected_qos")
 ]
 
 
@@ -207,9 +207,7 @@ def test_heuristics_beat_random_by_a_margin(qos):
 
 def test_priced_greedy_is_the_yardstick(qos):
     for rate, margin in ((5.0, 0.0), (8.0, 0.04), (10.0, 0.06)):
-        # `late_qos` is `expected_qos` where nothing can be held.
-        own = ("priced_greedy", "expected_qos", "late_qos")
-        rivals = [name for name in HONEST if name not in own]
+        rivals = [name for name in HONEST if name not in ("priced_greedy", "expected_qos")]
         best = max(qos(name, rate) for name in rivals)
         assert qos("priced_greedy", rate) > best + margin, rate
         assert qos("expected_qos", rate) > qos("priced_greedy", rate), rate

@@ -765,11 +765,6 @@ class ReferenceSimulator:
         """Arrival time of the request that awaits its action."""
         return self.arrivals[self.current]
 
-    @property
-    def newest(self) -> int:
-        """The request that arrived last."""
-        return self.current
-
     # -- what the router sees ----------------------------------------------------------------
 
     def observe(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -792,7 +787,7 @@ class ReferenceSimulator:
         if self.terminated:
             return observation, np.ones(n + 1, dtype=np.int8)
         j = self.current
-        observation["load"] = self._load(self.newest)
+        observation["load"] = self._load(j)
         time = self.time - config.staleness_s
         experts = self._experts_at(time) if config.staleness_s > 0 else self.experts
         for i, expert in enumerate(experts):
@@ -917,7 +912,7 @@ class ReferenceSimulator:
             raise RuntimeError("step() after the end of the episode")
         config = self.config
         penalty = 0.0
-        if config.reward == "qos_aware" and action <= len(self.experts):
+        if config.reward == "qos_aware":
             penalty = self.impact_penalty(action, config.penalty, config.estimator)
         paid = self._decide(action)
         finished, lost = self._go_on()
@@ -1022,94 +1017,6 @@ def mean_of_last(values: Sequence[float], horizon: int) -> float:
     keep = 1 - 1 / horizon
     decayed = [x * keep ** (len(later) - 1 - k) / horizon for k, x in enumerate(later)]
     return math.fsum(first) / len(first) * keep ** len(later) + math.fsum(decayed)
-
-
-class LateReference(ReferenceSimulator):
-    """An episode in which the router may hold requests back, with action N + 1.
-
-    Boundaries are passed one by one. At one in which a request completes, the held requests are
-    offered in order of arrival, each once; a held request that reaches its limit is offered for the
-    last time; a new request is offered when it arrives. At one moment completions come first, then
-    limits, then arrivals.
-
-    Args:
-        hold_limit_s: Seconds after its arrival up to which a request may be held.
-        hold_capacity: Requests that may be held.
-        *args: As of `ReferenceSimulator`.
-    """
-
-    def __init__(self, hold_limit_s: float, hold_capacity: int, *args: Any) -> None:
-        self.hold_limit_s, self.hold_capacity = hold_limit_s, hold_capacity
-        super().__init__(*args)
-        self.clock = self.arrivals[0]
-        self.arrived = 1  # requests
-        self.held: list[int] = []  # in order of arrival, the current one with them if it was held
-        self.still_to_offer: list[int] = []  # of this moment
-
-    @property
-    def time(self) -> float:
-        """Now."""
-        return self.clock
-
-    @property
-    def newest(self) -> int:
-        """The request that arrived last."""
-        return self.arrived - 1
-
-    @property
-    def others(self) -> int:
-        """Requests that are held besides the current one."""
-        return len([j for j in self.held if j != self.current])
-
-    def may_hold(self) -> bool:
-        if self.terminated:
-            return True
-        limit = self.arrivals[self.current] + self.hold_limit_s
-        return self.others < self.hold_capacity and self.clock < limit
-
-    def _decide(self, action: int) -> float:
-        j = self.current
-        if action <= len(self.experts):
-            if j in self.held:
-                self.held.remove(j)
-            return super()._decide(action)
-        if not self.may_hold():
-            self.log[j].outcome = "rejected"
-            if j in self.held:
-                self.held.remove(j)
-        elif j not in self.held:
-            self.held.append(j)
-        return 0.0
-
-    def _go_on(self) -> tuple[list[RequestLog], list[RequestLog]]:
-        if self.still_to_offer:
-            self.current = self.still_to_offer.pop(0)
-            return [], []
-        arrival = math.inf
-        if self.arrived < len(self.arrivals):
-            arrival = self.arrivals[self.arrived]
-        if not self.held:
-            self.clock, self.terminated = arrival, arrival == math.inf
-            self.current = min(self.arrived, len(self.arrivals) - 1)
-            self.arrived += 1
-            return self._advance(arrival)
-        limit = self.arrivals[self.held[0]] + self.hold_limit_s
-        while True:
-            boundary = min(expert.next_boundary() for expert in self.experts)
-            if boundary > min(limit, arrival):
-                break
-            ended, lost = self._advance(boundary)
-            if ended:
-                self.clock = boundary
-                self.current, *self.still_to_offer = self.held
-                return ended, lost
-        self.clock = min(limit, arrival)
-        if limit <= arrival:
-            self.current = self.held[0]
-        else:
-            self.current = self.arrived
-            self.arrived += 1
-        return self._advance(self.clock)
 
 
 def simulate(

@@ -14,7 +14,6 @@ from servegym.hardware_profiles import LawTables
 
 from .reference import (
     ExpertConfig,
-    LateReference,
     ReferenceConfig,
     ReferenceSimulator,
     TableLaw,
@@ -126,9 +125,6 @@ def make_case(seed: int, requests: int = 40, **choices):
     c["num_requests"], c["max_output_tokens"] = requests, longest
     c["reward"], c["penalty"] = config._REWARDS[reward], config._PENALTIES[penalty]
     c["predicted_estimator"] = config._ESTIMATORS[estimator]
-    hold = choices.get("hold", ())
-    if hold:
-        c["hold_limit_s"], c["hold_capacity"] = hold
     table = np.stack(
         [np.repeat(prompts[:, None], n, 1), scores, lengths, said, guessed], axis=-1
     ).astype(np.float32)
@@ -150,8 +146,7 @@ def make_case(seed: int, requests: int = 40, **choices):
     batch.arrivals[0], batch.rows[0] = arrivals, np.arange(requests)
     batch.env["latency_requirement"] = limit
     batch.env["failure_seed"] = seed % 2**32
-    reference = (LateReference if hold else ReferenceSimulator)(
-        *hold,
+    reference = ReferenceSimulator(
         ReferenceConfig(
             experts=tuple(
                 ExpertConfig(
@@ -204,8 +199,7 @@ def assert_same_observation(batch, reference, where):
             value = np.minimum(value, [8192, 1, 1e9, 1, 1e9, kernel.MAX_LATENCY_S_PER_TOKEN])
         mine = batch.observation[name][0]
         np.testing.assert_allclose(mine, value, rtol=2e-6, atol=1e-7, err_msg=f"{where}: {name}")
-    seen = batch.action_mask[0, : len(mask)]  # late binding has one action more
-    np.testing.assert_array_equal(seen, mask, err_msg=where)
+    np.testing.assert_array_equal(batch.action_mask[0], mask, err_msg=where)
 
 
 def run_case(seed: int, **choices) -> dict[str, float]:
