@@ -48,7 +48,6 @@ MAX_FAILURES = 10_000_000
 FAILURE_TIMES = ("mean_time_to_failure_s", "mean_time_to_repair_s")
 DEFAULT_EPISODE_REQUESTS = 1000
 _IN_FILE = ("catalog", "catalog_kwargs", "arrivals", "arrivals_kwargs", "rate")
-MAX_SPEED_NOISE = 1.0
 _SPLITS = ("train", "val", "eval", "all")
 
 
@@ -228,7 +227,6 @@ class Problem:
         latency_requirement_s: range of L in seconds per token, drawn per episode.
         arguments: the arguments as given.
         in_order: whether an episode is the catalog's rows in their order, as in a file of requests.
-        speed_noise: standard deviation of the logarithm of the experts' common speed factor.
         fleets: where the fleet of an episode comes from, None if all have the same. Then N, R and W
             are the largest that may come, ``profiles`` and ``models`` libraries, and the table has
             a column for each model under each predictor, see `FleetSource`.
@@ -247,7 +245,6 @@ class Problem:
     latency_requirement_s: tuple[float, float]
     arguments: dict[str, Any]
     in_order: bool = False
-    speed_noise: float = 0.0
     fleets: FleetSource | None = None
 
     def __post_init__(self) -> None:
@@ -540,7 +537,6 @@ def _fixed_problem(
     episode_requests: int | None = None,
     split: str = "train",
     requests_file: str | None = None,
-    speed_noise: float = 0.0,
 ) -> Problem:
     """The problem of a fleet that all episodes have, from checked arguments."""
     arguments = {k: v for k, v in locals().items() if k != "view"}
@@ -594,10 +590,6 @@ def _fixed_problem(
 
     experts, names = _resolve_profiles(profiles, models, num_experts)
     c["num_experts"] = len(experts)
-    if real("speed_noise", speed_noise, 0.0, MAX_SPEED_NOISE) and staleness_s:
-        raise ValueError(
-            f"speed_noise={speed_noise!r} and staleness_s={staleness_s!r}: give one of them."
-        )
     if file is None:
         loaded = load_catalog(catalog, **mapping("catalog_kwargs", catalog_kwargs))
     else:
@@ -631,7 +623,6 @@ def _fixed_problem(
         latency_requirement_s=limits,
         arguments=arguments,
         in_order=file is not None,
-        speed_noise=real("speed_noise", speed_noise, 0.0, MAX_SPEED_NOISE),
     )
 
 

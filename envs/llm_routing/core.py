@@ -53,8 +53,6 @@ OBSERVATION_KEYS = (
 )
 """The parts of the graph view, in the order of the buffers: numbers, then masks."""
 
-SPEED_CORRELATION_S = 15.0
-"""Over so many seconds the speed that `speed_noise` draws forgets itself (by a factor of e)."""
 
 OUTCOMES = ("pending", "completed", "dropped", "rejected", "failed")
 
@@ -76,7 +74,7 @@ class RoutingState:
         delayed: with ``staleness_s`` the system as the router knows it: its actions so far and the
             env, expert, slot and queue records of that time.
         fleet: the setting that was drawn, see `servegym.envs.llm_routing.fleets`.
-        slowdown: with ``speed_noise`` the factors of the iterations' times, a row a decision.
+        slowdown: factors of the iterations' times where a batch has them, a row a decision.
     """
 
     arrivals: np.ndarray
@@ -191,8 +189,6 @@ class RoutingBatch:
         # Between decisions j and j + 1 the iterations take slowdown[:, j] times the law's seconds;
         # (B, J, 1) for a factor that the experts share, (B, J, N) for one of each.
         self.slowdown: np.ndarray | None = None
-        if problem.speed_noise > 0.0:
-            self.slowdown = np.ones((num_rows, length, 1))
         self.config = problem.cfg
         self.fleets: list[dict[str, Any] | None] = [None] * num_rows
         if problem.fleets is None:
@@ -280,10 +276,6 @@ class RoutingBatch:
             self.rows[row] = problem.rows[random.integers(0, len(problem.rows), length)]
         if problem.cfg["uptime_s"][0] > 0.0:
             self.env["failure_seed"][row] = random.integers(0, 1 << 32)
-        if self.slowdown is not None and problem.speed_noise > 0.0:
-            self.slowdown[row, :, 0] = draw_slowdown(
-                self.arrivals[row], problem.speed_noise, random
-            )
 
     def draw_load(
         self, row: int, streams: int, random: np.random.Generator
@@ -428,8 +420,7 @@ class RoutingBatch:
             getattr(self, name)[row] = getattr(state, name)
         if (self.slowdown is None) != (state.slowdown is None):
             raise ValueError(
-                "state.slowdown: restore a state into an environment made with the same "
-                "speed_noise."
+                "state.slowdown: restore a state into an environment whose batch has slowdowns."
             )
         if self.slowdown is not None:
             self.slowdown[row] = state.slowdown
@@ -560,21 +551,6 @@ def held(expert: np.void, slot: np.ndarray, queue: np.ndarray) -> tuple[list[int
         i = int(queue[2 * len(slot) + i])
     ring = (int(expert["ring_head"]) + np.arange(expert["waiting"])) % len(slot)
     return running, queue[len(slot) + ring].tolist()
-
-
-def draw_slowdown(arrivals: np.ndarray, noise: float, random: np.random.Generator) -> np.ndarray:
-    """``(J,)`` factors of the iterations' times between decisions: a host whose speed drifts.
-
-    Their logarithm is a stationary Ornstein-Uhlenbeck process of standard deviation ``noise`` and
-    correlation time ``SPEED_CORRELATION_S``, seen at the arrivals.
-    """
-    kept = np.exp(-np.diff(arrivals, prepend=arrivals[0]) / SPEED_CORRELATION_S)
-    drawn = random.standard_normal(len(arrivals))
-    path = np.empty(len(arrivals))
-    path[0] = drawn[0]
-    for j in range(1, len(arrivals)):
-        path[j] = kept[j] * path[j - 1] + np.sqrt(1.0 - kept[j] ** 2) * drawn[j]
-    return np.exp(noise * path)
 
 
 def draw_from(limits: tuple[float, float], random: np.random.Generator) -> float:

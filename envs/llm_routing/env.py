@@ -174,7 +174,6 @@ class LLMRoutingEnv(BatchEnv):
     | `staleness_s` | 0.0 | age of what the router sees of the experts |
     | `failures` | none | mean times to failure and to repair, in s; see Failures |
     | `requests_file` | none | CSV of the requests of every episode, in its order; see below |
-    | `speed_noise` | 0.0 | standard deviation of the log of a factor on all experts' iteration times, drawn at reset with a memory of 15 s |
     | `step_factors` | none | true over the profile's time, by profile name: (iterations with prefill, decodes alone) |
     | `max_output_tokens` | the catalog's | longest answer |
     | `validate` | False | check every observation against the space (slow) |

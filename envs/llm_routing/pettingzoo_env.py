@@ -106,10 +106,9 @@ class LLMRoutingParallelEnv(ParallelEnv):
         layout = VIEWS[choose("view", view, VIEWS)]
         each = whole("episode_requests", kwargs.pop("episode_requests", 1000), 1, 10_000_000)
         keywords(build_problem, kwargs, hidden=("view",))
-        for name, off in (("requests_file", None), ("speed_noise", 0.0)):
-            given = kwargs.get(name, off)
-            if not (given is off or (isinstance(given, (int, float)) and given == off)):
-                raise ValueError(f"{name}={given!r} is for a single access point.")
+        if kwargs.get("requests_file") is not None:
+            given = kwargs["requests_file"]
+            raise ValueError(f"requests_file={given!r} is for a single access point.")
         self.problem = build_problem(view=layout, **{**kwargs, "episode_requests": count * each})
         self.batch = RoutingBatch(self.problem, 1)
         self.possible_agents = [f"access_point_{k}" for k in range(count)]

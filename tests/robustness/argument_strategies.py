@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from servegym.envs.llm_routing.config import MAX_SPEED_NOISE
 from servegym.envs.llm_routing.deployments import DEPLOYMENTS as ROUTING_DEPLOYMENTS
 from servegym.envs.serverless_moe.config import DEPLOYMENTS
 from servegym.hardware_profiles import list_fleets, list_profiles
@@ -375,7 +374,6 @@ ROUTING = {
     "episode_requests": whole(1, 10_000_000, most=60, default=True),
     "split": name("train", "val", "eval", "all"),
     "requests_file": Argument(st.none(), junk("none") | st.just("no/such/file.csv")),
-    "speed_noise": real(0.0, MAX_SPEED_NOISE),
 }
 
 _MODULATED = {

@@ -217,7 +217,7 @@ def check_parallel(env: Any, seed: int) -> None:
     )
 
 
-ONE_POINT = ("episode_requests", "requests_file", "speed_noise")
+ONE_POINT = ("episode_requests", "requests_file")
 """Arguments that several access points do not have, or have in another way."""
 
 

@@ -140,9 +140,7 @@ def test_fees_of_deployments_by_hand():
 
 def test_costs_by_hand(system):
     request, _ = make_request(system)
-    found = {
-        name: rivals.deployment_cost(name, system, request) for name in rivals.DEPLOYMENTS
-    }
+    found = {name: rivals.deployment_cost(name, system, request) for name in rivals.DEPLOYMENTS}
     mix = eq.evaluate_plan(system, request, eq.mix_plan(system, request.n_out))
     assert found["mix"].cost_usd == pytest.approx(mix.cost_usd, rel=1e-12)
     # GPU by hand: everything in GPU memory, both parts of every layer on the GPU.

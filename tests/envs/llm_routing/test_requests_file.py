@@ -1,13 +1,10 @@
 """Requests of a file, and experts whose speed drifts."""
 
-import pickle
-
 import gymnasium
 import numpy as np
 import pytest
 
 from servegym.envs.llm_routing import replay
-from servegym.envs.llm_routing.core import SPEED_CORRELATION_S, draw_slowdown
 
 PROFILE = "rtx4090-llama-3.1-8b"
 ENGINE = {
@@ -78,8 +75,6 @@ def test_models_name_the_columns(file):
         ({"rate": 2.0}, "rate"),
         ({"episode_requests": 31}, "episode_requests"),
         ({"requests_file": 3}, "requests_file"),
-        ({"speed_noise": -0.1}, "speed_noise"),
-        ({"speed_noise": 0.1, "staleness_s": 1.0}, "speed_noise"),
         ({"models": ["a", "c"]}, "'c'"),
     ],
 )
@@ -89,44 +84,13 @@ def test_what_does_not_fit_the_file_is_refused(file, more, name):
 
 
 def test_a_slowdown_of_two_equals_laws_of_twice_the_time(file):
-    env = _make(file, speed_noise=0.1)
-    env.reset(seed=0)
-    batch = env.unwrapped.batch
-    assert not (batch.slowdown == 1.0).any()
     for scheduler in ("orca", "chunked_prefill"):
         twice, _ = _play(_make(file, scheduler=scheduler, step_factors={PROFILE: (2.0, 2.0)}))
-        env = _make(file, scheduler=scheduler, speed_noise=0.1)
+        env = _make(file, scheduler=scheduler)
         env.reset(seed=0)
         batch = env.unwrapped.batch
-        batch.slowdown[:] = 2.0
+        batch.slowdown = np.full((1, batch.arrivals.shape[1], 1), 2.0)
         done = False
         while not done:
             *_, done, _, _ = env.step(2)
         assert np.allclose(env.unwrapped.request_log()["finish_s"], twice["finish_s"], rtol=1e-9)
-
-
-def test_speed_noise_is_of_the_episode_and_its_copies(file):
-    one, _ = _play(_make(file, speed_noise=0.3))
-    assert np.array_equal(_play(_make(file, speed_noise=0.3))[0]["finish_s"], one["finish_s"])
-    assert not np.array_equal(
-        _play(_make(file, speed_noise=0.3), seed=1)[0]["finish_s"], one["finish_s"]
-    )
-    env = _make(file, speed_noise=0.3)
-    env.reset(seed=0)
-    for _ in range(10):
-        env.step(2)
-    other = _make(file, speed_noise=0.3)
-    other.reset(seed=5)
-    other.unwrapped.restore_state(pickle.loads(pickle.dumps(env.unwrapped.clone_state())))
-    for _ in range(20):
-        other.step(2)
-    assert np.array_equal(other.unwrapped.request_log()["finish_s"], one["finish_s"])
-
-
-def test_the_drift_has_the_deviation_and_the_memory_asked_for():
-    times = np.arange(200_000) * 5.0
-    path = np.log(draw_slowdown(times, 0.1, np.random.default_rng(0)))
-    assert abs(path.mean()) < 2e-3
-    assert np.std(path) == pytest.approx(0.1, rel=0.02)
-    correlation = np.corrcoef(path[:-1], path[1:])[0, 1]
-    assert correlation == pytest.approx(np.exp(-5.0 / SPEED_CORRELATION_S), abs=0.01)
