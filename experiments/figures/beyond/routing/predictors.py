@@ -1,6 +1,6 @@
 r"""How often trained predictors find the right bucket, against simple ones and the paper's.
 
-Merges, prints and draws the accuracies that ``agents/train_predictor.py --results`` has written,
+Merges, prints and draws the accuracies that ``envs/workloads/build/predictor.py --results`` has written,
 with 10 buckets of equal counts and with 10 of equal widths (``learned_predictors.csv``)::
 
     python -m servegym.experiments.figures.beyond.routing.predictors \
@@ -44,7 +44,7 @@ COLOURS = {
 EQUAL = {"quantile": "counts", "width": "widths"}
 CURVE = "learning curve"
 TRAIN = (
-    "python agents/train_predictor.py --prompts prompts.csv --encoder all-MiniLM-L6-v2 "
+    "python -m servegym.envs.workloads.build.predictor --prompts prompts.csv --encoder all-MiniLM-L6-v2 "
     "--language_model SmolLM2-135M-Instruct.Q4_1.gguf --epochs 0 --buckets quantile|width "
     "--results FILE"
 )
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = args.csv or [own if own.is_file() else RESULTS / "routing" / own.name]
     for table in tables:
         if not table.is_file():
-            print(f"{table} is missing: agents/train_predictor.py --results writes it.")
+            print(f"{table} is missing: envs/workloads/build/predictor.py --results writes it.")
             return 2
     keys = ("buckets", "quantity", "predictor", "split", "train_prompts")
     merged = {tuple(row[k] for k in keys): row for table in tables for row in read_rows(table)}
