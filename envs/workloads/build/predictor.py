@@ -1,4 +1,4 @@
-"""Score and length predictors for the routers, trained on the prompts' texts.
+r"""Score and length predictors for the routers, trained on the prompts' texts.
 
 Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets:
 
@@ -11,7 +11,8 @@ Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets:
 
 The texts come from a CSV file::
 
-    python -m servegym.envs.workloads.build.predictor --prompts prompts.csv --language_model FOLDER --out table.npz
+    python -m servegym.envs.workloads.build.predictor --prompts prompts.csv \
+        --language_model FOLDER --out table.npz
 
 writes a table that the environments take as ``score_predictor="learned:table.npz"``: the probe's,
 or without a language model the fine-tuned encoder's. Prompts that nearly repeat an eval prompt are

@@ -1,6 +1,7 @@
 r"""How often trained predictors find the right bucket, against simple ones and the paper's.
 
-Merges, prints and draws the accuracies that ``envs/workloads/build/predictor.py --results`` has written,
+Merges, prints and draws the accuracies that ``envs/workloads/build/predictor.py
+--results`` has written,
 with 10 buckets of equal counts and with 10 of equal widths (``learned_predictors.csv``)::
 
     python -m servegym.experiments.figures.beyond.routing.predictors \
@@ -44,8 +45,8 @@ COLOURS = {
 EQUAL = {"quantile": "counts", "width": "widths"}
 CURVE = "learning curve"
 TRAIN = (
-    "python -m servegym.envs.workloads.build.predictor --prompts prompts.csv --encoder all-MiniLM-L6-v2 "
-    "--language_model SmolLM2-135M-Instruct.Q4_1.gguf --epochs 0 --buckets quantile|width "
+    "python -m servegym.envs.workloads.build.predictor --prompts prompts.csv "
+    "--encoder all-MiniLM-L6-v2 --language_model SmolLM2-135M-Instruct.Q4_1.gguf --epochs 0 --buckets quantile|width "
     "--results FILE"
 )
 
