@@ -46,8 +46,8 @@ EQUAL = {"quantile": "counts", "width": "widths"}
 CURVE = "learning curve"
 TRAIN = (
     "python -m servegym.envs.workloads.build.predictor --prompts prompts.csv "
-    "--encoder all-MiniLM-L6-v2 --language_model SmolLM2-135M-Instruct.Q4_1.gguf --epochs 0 --buckets quantile|width "
-    "--results FILE"
+    "--encoder all-MiniLM-L6-v2 --language_model SmolLM2-135M-Instruct.Q4_1.gguf --epochs 0 "
+    "--buckets quantile|width --results FILE"
 )
 
 
