@@ -479,7 +479,7 @@ def _add_command(name: str, module: str, summary: str) -> None:
 for _command in (
     (
         "calibrate",
-        "hardware_profiles.build.calibrate",
+        "hardware_profiles.calibrate.calibrate",
         "Fit a hardware profile to measurements; --check OTHER scores it on others.",
     ),
     (

@@ -291,7 +291,12 @@ def _check_memory(composer: Composer) -> None:
 
 def _tables(c: Composer) -> dict[str, Any]:
     """The ``law`` field."""
-    from servegym.hardware_profiles.build.fitting import as_integers, isotonic_fit, rounded, thin
+    from servegym.hardware_profiles.calibrate.fitting import (
+        as_integers,
+        isotonic_fit,
+        rounded,
+        thin,
+    )
 
     rows = np.array(c.kernels.data["gemm"][c.dtype]["rows"])
     dense = isotonic_fit(np.array([c.dense_s(m) for m in rows]))
@@ -381,7 +386,7 @@ def compose(
         ValueError: naming the unknown card, model, architecture or dtype; the shape beyond the
             tables; the ``tp`` that does not divide the model or does not hold its weights.
     """
-    from servegym.hardware_profiles.build.fitting import NO_ESTIMATE, fit_estimator
+    from servegym.hardware_profiles.calibrate.fitting import NO_ESTIMATE, fit_estimator
 
     if dtype not in DTYPES:
         raise ValueError(unknown_name("dtype", dtype, list(DTYPES)))

@@ -18,7 +18,7 @@ import pytest
 import servegym
 
 FOLDERS = ("envs", "baselines", "agents", "hardware_profiles", "experiments")
-OUTSIDE = ("experiments/studies", "envs/workloads/build")
+OUTSIDE = ("experiments/studies", "envs/workloads/build", "hardware_profiles/build")
 """Folders of the tree that the wheel does not hold."""
 
 

@@ -21,7 +21,7 @@ import servegym
 from servegym.envs.llm_routing import replay
 from servegym.experiments.fidelity import report as fidelity
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build import calibrate
+from servegym.hardware_profiles.calibrate import calibrate
 from servegym.hardware_profiles.measure import command as measure
 
 assert "servegym/LLMRouting-v1" in servegym.ENV_IDS  # importing servegym registers the ids

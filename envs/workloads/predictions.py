@@ -100,7 +100,7 @@ def predict(
         kind: ``"confusion"``, ``"zero"`` (0 everywhere), ``"mean"`` (the LLM's mean over the train
             prompts), ``"exact"`` (the truth) or ``"learned"`` (the values of ``table``;
             ``"learned:PATH"`` names it too). ``alpaca_eval_7b`` has one already, of
-            ``agents/train_predictor.py``.
+            ``envs/workloads/build/predictor.py``.
         buckets: ``"quantile"`` or ``"width"``, see :func:`bucket_edges`.
         seed: Seed of the predictor's errors, >= 0.
         table: ``.npz`` written by :func:`write_table`, for ``"learned"`` only.

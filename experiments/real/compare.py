@@ -41,7 +41,7 @@ from servegym.experiments.real.fleet_file import Endpoint, ServerSpec, read_flee
 from servegym.experiments.real.models import FIRST_WORD, VOCABULARY
 from servegym.experiments.stats import student_interval
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.build.calibrate_server import Law, calibrate_server, sums_of
+from servegym.hardware_profiles.calibrate.calibrate_server import Law, calibrate_server, sums_of
 
 __all__ = ["Plan", "analyse", "main", "run"]
 

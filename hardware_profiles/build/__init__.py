@@ -1,1 +1,1 @@
-"""What makes the shipped profiles from measurements; run once, offline."""
+"""What makes the shipped profiles from the tables of others; run once, offline."""

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.fit_cards import CARDS as FITTED_CARDS
-from servegym.hardware_profiles.build.fitting import error_quantiles, fit_estimator, rounded
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS, vidur_layer_s
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, fit_estimator, rounded
 from servegym.hardware_profiles.fleet import FORMAT as FLEET_FORMAT
 from servegym.hardware_profiles.fleet import served_models
 from servegym.hardware_profiles.law import Profile

@@ -34,8 +34,14 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.csv_tables import CsvTable
-from servegym.hardware_profiles.build.fitting import (
+from servegym.hardware_profiles.build.published import (
+    REFERENCE_KERNELS,
+    MatrixProducts,
+    scale_by_bandwidth,
+    vidur_layer_s,
+)
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import (
     NO_ESTIMATE,
     as_integers,
     check_explains,
@@ -49,17 +55,11 @@ from servegym.hardware_profiles.build.fitting import (
     rounded,
     thin,
 )
-from servegym.hardware_profiles.build.kernel_tables import (
+from servegym.hardware_profiles.calibrate.kernel_tables import (
     DENSE_OPS,
     HEAD_OPS,
     OPS_PER_MODEL,
     read_ops,
-)
-from servegym.hardware_profiles.build.published import (
-    REFERENCE_KERNELS,
-    MatrixProducts,
-    scale_by_bandwidth,
-    vidur_layer_s,
 )
 from servegym.hardware_profiles.law import Profile, interpolate
 from servegym.hardware_profiles.load import load, unknown_name

@@ -28,11 +28,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.derive import CARDS as DERIVED_CARDS
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.fitting import error_quantiles, isotonic_fit, thin
-from servegym.hardware_profiles.build.kernel_tables import KernelTables
 from servegym.hardware_profiles.build.published import REFERENCE_BANDWIDTH, REFERENCE_KERNELS
 from servegym.hardware_profiles.build.timed_steps import (
     CARD,
@@ -42,6 +39,9 @@ from servegym.hardware_profiles.build.timed_steps import (
     spread,
     step_error,
 )
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles, isotonic_fit, thin
+from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.kernels import (
     FORMAT,

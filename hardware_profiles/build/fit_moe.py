@@ -22,9 +22,14 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.csv_tables import CsvTable
 from servegym.hardware_profiles.build.fit_cards import CARDS
-from servegym.hardware_profiles.build.fitting import (
+from servegym.hardware_profiles.build.published import (
+    REFERENCE_KERNELS,
+    MatrixProducts,
+    scale_by_bandwidth,
+)
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import (
     as_integers,
     check_explains,
     error_quantiles,
@@ -33,12 +38,7 @@ from servegym.hardware_profiles.build.fitting import (
     random_third,
     rounded,
 )
-from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS, read_ops
-from servegym.hardware_profiles.build.published import (
-    REFERENCE_KERNELS,
-    MatrixProducts,
-    scale_by_bandwidth,
-)
+from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS, read_ops
 from servegym.hardware_profiles.law import interpolate
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.moe import FORMAT, MoeLayer

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.csv_tables import CsvTable
-from servegym.hardware_profiles.build.fitting import error_quantiles
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.schema import write_json
 from servegym.hardware_profiles.serverless import (

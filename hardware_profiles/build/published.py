@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from servegym.hardware_profiles.build.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 from servegym.hardware_profiles.law import interpolate
 
 # LLMServingSim's kernel timings of the RTX 4090, below the folder of the published tables.

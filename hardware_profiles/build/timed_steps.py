@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build.csv_tables import CsvTable
-from servegym.hardware_profiles.build.fitting import error_quantiles
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.fitting import error_quantiles
 from servegym.hardware_profiles.compose import Composer
 from servegym.hardware_profiles.model_config import ModelShape
 

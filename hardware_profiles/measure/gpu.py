@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from servegym._command_line import run_main
 from servegym._files import write_text
-from servegym.hardware_profiles.build.kernel_tables import SETTINGS_FILE
+from servegym.hardware_profiles.calibrate.kernel_tables import SETTINGS_FILE
 from servegym.hardware_profiles.load import unknown_name
 from servegym.hardware_profiles.measure.arguments import positive
 from servegym.hardware_profiles.measure.table import ResumableTable

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build import calibrate
+from servegym.hardware_profiles.calibrate import calibrate
 from servegym.hardware_profiles.measure import command as measure
 from servegym.hardware_profiles.measure import cpu as measure_cpu
 from servegym.hardware_profiles.measure import server as measure_server

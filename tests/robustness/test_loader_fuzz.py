@@ -33,7 +33,7 @@ from servegym.envs.workloads.traces import load_trace
 from servegym.experiments.leaderboard import read_board
 from servegym.experiments.output import read_rows
 from servegym.experiments.replay import read_requests
-from servegym.hardware_profiles.build import check
+from servegym.hardware_profiles.calibrate import check
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.measure.table import ResumableTable
 

@@ -54,7 +54,7 @@ PREDICTORS = {
 }
 """Fig. 18: predictions as often right as the paper's, or none (zero, P -> Z), of score and length;
 each expert's train means in their place; those of the predictor that was trained here
-(`agents.train_predictor`); the truth, an upper bound."""
+(`envs/workloads/build/predictor.py`); the truth, an upper bound."""
 
 
 def fig18(options: Options) -> None:

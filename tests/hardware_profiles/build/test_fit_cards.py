@@ -16,10 +16,10 @@ from servegym.hardware_profiles.build.fit_cards import (
     method_error,
     uncached_decode,
 )
-from servegym.hardware_profiles.build.fitting import isotonic_fit
-from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS as KERNELS
 from servegym.hardware_profiles.build.published import MatrixProducts
+from servegym.hardware_profiles.calibrate.fitting import isotonic_fit
+from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
 
 FITTED = ("a100-80g", "l40s", "h100")
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 2048)

@@ -19,8 +19,8 @@ from servegym.hardware_profiles.build.fit_moe import (
     other_shape,
     small_call_law,
 )
-from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.build.published import REFERENCE_KERNELS
+from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.moe import MoeLayer
 from servegym.hardware_profiles.schema import read_json
 

@@ -28,7 +28,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.fitting import (
+from servegym.hardware_profiles.calibrate.fitting import (
     error_quantiles,
     rounded,
 )

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from servegym.hardware_profiles.build.csv_tables import CsvTable
-from servegym.hardware_profiles.build.kernel_tables import KernelTables
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.kernel_tables import KernelTables
 from servegym.hardware_profiles.law import Profile
 
 COLUMNS = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us")

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the predictor needs torch")
 
-from servegym.agents import train_predictor as tp  # noqa: E402
 from servegym.envs.workloads import Catalog, predictions  # noqa: E402
+from servegym.envs.workloads.build import predictor as tp  # noqa: E402
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] red green blue long short say it please".split()
 
@@ -129,7 +129,7 @@ def test_what_can_be_learned_is_learned_and_written(setting, capsys):
         assert error < 0.3 * abs(truth - truth.mean()).mean()
     with np.load(args.out) as archive:
         origin = str(archive["provenance"])
-    assert "train_predictor" in origin and str(args.prompts.parent) not in origin
+    assert "build/predictor" in origin and str(args.prompts.parent) not in origin
 
 
 def test_experts_and_padding_do_not_see_each_other():

@@ -1,4 +1,4 @@
-"""Score and length predictors for the routers, trained on the prompts' texts.
+r"""Score and length predictors for the routers, trained on the prompts' texts.
 
 Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets:
 
@@ -11,7 +11,8 @@ Each sorts every (prompt, LLM) pair into 10 score and 10 length buckets:
 
 The texts come from a CSV file::
 
-    python agents/train_predictor.py --prompts prompts.csv --language_model FOLDER --out table.npz
+    python -m servegym.envs.workloads.build.predictor --prompts prompts.csv \
+        --language_model FOLDER --out table.npz
 
 writes a table that the environments take as ``score_predictor="learned:table.npz"``: the probe's,
 or without a language model the fine-tuned encoder's. Prompts that nearly repeat an eval prompt are
@@ -592,7 +593,7 @@ def _origin(args: Args) -> Mapping[str, Any]:
     for key in ("encoder", "language_model"):
         if given[key] is not None and Path(given[key]).exists():
             given[key] = f"local {Path(given[key]).absolute().name!r}"
-    return {"made_by": "agents/train_predictor.py", **given}
+    return {"made_by": "envs/workloads/build/predictor.py", **given}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from servegym.hardware_profiles import Profile, load
-from servegym.hardware_profiles.build.calibrate import calibrate_kernels, main
 from servegym.hardware_profiles.build.derive import (
     chosen_ratios,
     derive_card,
@@ -17,8 +16,9 @@ from servegym.hardware_profiles.build.derive import (
     published_ratios,
 )
 from servegym.hardware_profiles.build.derive import main as derive_main
-from servegym.hardware_profiles.build.fitting import check_explains, fit_estimator, thin
-from servegym.hardware_profiles.build.kernel_tables import DENSE_OPS
+from servegym.hardware_profiles.calibrate.calibrate import calibrate_kernels, main
+from servegym.hardware_profiles.calibrate.fitting import check_explains, fit_estimator, thin
+from servegym.hardware_profiles.calibrate.kernel_tables import DENSE_OPS
 from servegym.hardware_profiles.load import data_path
 from servegym.hardware_profiles.schema import read_json
 

@@ -6,8 +6,8 @@ import pytest
 
 from servegym.experiments.cli import app
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build.calibrate import main
-from servegym.hardware_profiles.build.check import COLUMNS, score
+from servegym.hardware_profiles.calibrate.calibrate import main
+from servegym.hardware_profiles.calibrate.check import COLUMNS, score
 
 NAME = "rtx4090-llama-3.1-8b"
 

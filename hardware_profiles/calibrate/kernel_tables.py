@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from servegym.hardware_profiles.build.csv_tables import CsvTable
+from servegym.hardware_profiles.calibrate.csv_tables import CsvTable
 
 # Written with GPU measurements: arguments of `servegym calibrate` for the folder.
 SETTINGS_FILE = "calibrate.json"

@@ -7,8 +7,8 @@ import pytest
 
 from servegym.envs.llm_routing import replay
 from servegym.hardware_profiles import load
-from servegym.hardware_profiles.build import calibrate
-from servegym.hardware_profiles.build.calibrate_server import calibrate_server
+from servegym.hardware_profiles.calibrate import calibrate
+from servegym.hardware_profiles.calibrate.calibrate_server import calibrate_server
 from servegym.hardware_profiles.measure.server import COLUMNS
 
 SLOTS = 4

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from servegym._command_line import run_main
-from servegym.hardware_profiles.build.check import score_lines
-from servegym.hardware_profiles.build.fitting import (
+from servegym.hardware_profiles.calibrate.check import score_lines
+from servegym.hardware_profiles.calibrate.fitting import (
     ESTIMATOR_MAX_CONTEXT,
     ESTIMATOR_MAX_PROMPT,
     ESTIMATOR_MAX_SEQUENCES,
@@ -33,7 +33,7 @@ from servegym.hardware_profiles.build.fitting import (
     rounded,
     thin,
 )
-from servegym.hardware_profiles.build.kernel_tables import (
+from servegym.hardware_profiles.calibrate.kernel_tables import (
     SETTINGS_FILE,
     KernelTables,
     read_meta,
@@ -99,7 +99,7 @@ def calibrate_kernels(
         "licence": licence,
         **({"commit": commit} if commit else {}),
         "date": meta.get("profiled_at", "unknown"),
-        "command": "python -m servegym.hardware_profiles.build.calibrate FOLDER "
+        "command": "python -m servegym.hardware_profiles.calibrate.calibrate FOLDER "
         f"--name {name} --model {model}",
         "notes": [*_composition_notes(kernels), *notes],
     }
@@ -440,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["server"]:
-        from servegym.hardware_profiles.build import calibrate_server
+        from servegym.hardware_profiles.calibrate import calibrate_server
 
         return calibrate_server.main(words[1:])
     given = vars(_parser().parse_args(words))
