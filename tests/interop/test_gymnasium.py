@@ -135,6 +135,7 @@ def test_a_script_that_knows_gymnasium_alone(family):
     assert done.stdout.split() == ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "env_id",
     [

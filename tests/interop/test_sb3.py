@@ -23,6 +23,7 @@ def told(*words):
     return dict(line.split("=") for line in done.stdout.split() if "=" in line)
 
 
+@pytest.mark.slow
 def test_the_script_runs():
     found = told("--total-timesteps", "4096", "--rate", "2")
     assert 0.0 < float(found["avg_qos"]) < 1.0

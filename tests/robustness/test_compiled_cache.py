@@ -106,6 +106,7 @@ def data_files(folder: Path) -> list[Path]:
     return sorted((folder / "cache").rglob("mine.describe*.nbc"))
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_is_not_compiled_again(tmp_path):
     write(tmp_path, 10)
     assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 0]
@@ -137,6 +138,7 @@ def test_data_from_before_a_change_of_the_source_is_not_taken(tmp_path):
     assert numbers(start(tmp_path, 0, "f4", "f8")) == [81, 82, 161, 162, 0]
 
 
+@pytest.mark.slow
 def test_data_from_before_a_change_of_another_file_of_the_package_is_not_taken(tmp_path):
     write_package(tmp_path, 10)
     assert numbers(start(tmp_path, 0, "f8")) == [81, 82, 0]
@@ -145,6 +147,7 @@ def test_data_from_before_a_change_of_another_file_of_the_package_is_not_taken(t
     assert numbers(start(tmp_path, 0, "f8")) == [161, 162, 0]
 
 
+@pytest.mark.slow
 def test_a_source_of_another_time_with_the_same_contents_is_not_compiled_again(tmp_path):
     write(tmp_path, 10)
     numbers(start(tmp_path, 0, "f8"))
@@ -165,6 +168,7 @@ def describe(x):
 """
 
 
+@pytest.mark.slow
 def test_inner_functions_can_be_called_from_python(tmp_path):
     (tmp_path / "mine.py").write_text(INNER)
     code = """
@@ -220,6 +224,7 @@ assert not compiled
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env_id", servegym.ENV_IDS)
 def test_the_first_episode_compiles_nothing(tmp_path, env_id):
     process = start(tmp_path, 0, env_id, code=EPISODE, own_cache=False)

@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*forkserver.*")
 @pytest.mark.parametrize(("env_id", "context"), CASES)
 def test_worker_processes_give_what_one_process_gives(env_id, context):

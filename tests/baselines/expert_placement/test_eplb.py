@@ -43,6 +43,7 @@ def per_layer(loads, copies):
     return [balancedness(loads[x : x + 1], copies[x : x + 1]) for x in range(len(loads))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + SMALL, ids=lambda c: c.name)
 def test_equal_balance_to_the_published_algorithm_in_every_layer(case):
     for seed in range(2):
@@ -58,6 +59,7 @@ def test_equal_balance_to_the_published_algorithm_in_every_layer(case):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES + SMALL, ids=lambda c: c.name)
 def test_no_duplicates_and_no_worse_balance(case):
     loads = make_loads(case, 3)

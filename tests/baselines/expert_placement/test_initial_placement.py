@@ -85,6 +85,7 @@ def test_one_remote_server_by_hand():
     assert about.cost(held, 1.0) > about.cost(held, 0.3) > about.cost(held, 0.0)
 
 
+@pytest.mark.slow
 def test_annealing_lowers_the_estimate_and_keeps_memory_and_coverage():
     system = toy()
     about = LinkQueueModel(system)

@@ -120,6 +120,7 @@ def test_knapsack_takes_whole_layers_where_the_gain_comes_last():
     assert sorted(kernel.knapsack(costs, 6).tolist()) == [0, 3, 3]
 
 
+@pytest.mark.slow
 def test_placements_are_feasible_and_better_by_the_estimate():
     for seed in range(4):
         model, _, counts, slots = make_case(seed)

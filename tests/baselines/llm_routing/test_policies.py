@@ -372,6 +372,7 @@ def same(one, other):
     return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
+@pytest.mark.slow
 def test_rollout_is_no_worse_than_greedy_and_leaves_the_environment_alone():
     envs = make_envs(4, rate=9.0, episode_requests=120)
     system = RoutingSystem.from_env(envs)

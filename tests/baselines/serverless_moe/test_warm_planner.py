@@ -133,6 +133,7 @@ def test_regime_switching_is_the_environments(trem_s):
     assert regime_transitions(system).sum(axis=1) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_better_than_one_step():
     """More reward than greedy_warm on the same eval episodes of the registered model."""
     rewards = []

@@ -240,6 +240,7 @@ def test_keeping_costs_and_moves_nothing():
     assert not env.step({"migrate": 1, "plan": start})[4]["adopted"], "the plan is what is there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirect", [False, True])
 def test_with_caches_plans_change_nothing(redirect):
     env = make("placement", serving="offload", redirect=redirect, validate=True)

@@ -35,6 +35,7 @@ def test_what_consolidated_calls_change():
     assert found["events_per_call"] == [1.0, 0.6] and found["latency_s"] == [9.0, 4.0]
 
 
+@pytest.mark.slow
 def test_a_smoke_run_writes_rates_with_yardsticks(tmp_path):
     assert main(["--quick", "--gpus", "4", "--requests", "2", "--out", str(tmp_path)]) == 0
     rows = {row["what"]: row for row in read_rows(tmp_path / "bench.csv")}

@@ -10,6 +10,7 @@ from servegym.experiments.figures.serverless import prediction as serverless_pre
 from servegym.experiments.output import read_rows
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_figure(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_serverless, "PROMPTS", 200)
     monkeypatch.setattr(serverless_prediction, "QUERIES", 20)

@@ -260,6 +260,7 @@ def test_the_driver_reads_a_replay_of_aisimulate(tmp_path, monkeypatch):
         job(tmp_path, {"kind": "tables"}, "aisimulate")
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_rival_and_names_those_it_lacks(tmp_path, capsys):
     fake = tmp_path / "python"
     fake.write_text(

@@ -48,6 +48,7 @@ def textbook_pam(distance, k):
         medoids = best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("points", "k"), [(7, 2), (9, 3), (14, 4)])
 def test_pam_is_the_textbooks_and_no_exchange_improves_it(seed, points, k):

@@ -53,6 +53,7 @@ def test_conformal_bound_covers():
         bounds.ConformalBound.fit(draw(2), s, 2, level=1.0)
 
 
+@pytest.mark.slow
 def test_theorem4_bounds_lpt():
     rng = np.random.default_rng(2)
     for _ in range(200):

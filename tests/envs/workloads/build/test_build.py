@@ -153,6 +153,7 @@ def test_generated_routing_drops_repetition_and_doubles(tmp_path, monkeypatch):
         build_activations.build_gpt_oss(tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_laws_have_the_measured_shares_and_information(deepseek, tmp_path, capsys):
     data, _ = deepseek
     rng = np.random.default_rng(1)
@@ -232,6 +233,7 @@ def test_spreads_of_experts_and_prompts_are_those_drawn():
 # ------------------------------------------------------------------------------------- arrivals
 
 
+@pytest.mark.slow
 def test_maximum_likelihood_finds_the_process_that_was_drawn():
     true = MMPPArrivals(1.0, 8.0, 0.25, 60.0)
     times = true.sample(6_000, np.random.default_rng(4), 1.0)
@@ -290,6 +292,7 @@ def test_gaps_within_hours_are_scaled_hour_by_hour(monkeypatch):
     assert found["rate_cv"] == pytest.approx(np.exp(0.2)) and found["rho"] == 0.5
 
 
+@pytest.mark.slow
 def test_the_presets_file_holds_measured_values_and_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fit_arrivals, "_minimise", lambda loss, *starts: np.asarray(starts[0]))
     rng = np.random.default_rng(0)

@@ -220,6 +220,7 @@ def test_a_mean_that_grows_with_the_run_is_marked(monkeypatch):
     assert "256 GPUs overloaded" in found and "[" not in found
 
 
+@pytest.mark.slow
 def test_workload_figures(tmp_path, capsys):
     assert placement_workload.main(["--quick", "--episodes", "2", "--out", str(tmp_path)]) == 0
     rows = made(tmp_path, "fig2_3_skew")
@@ -258,6 +259,7 @@ def test_latency_figures(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_scale_and_migration_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(placement_scale, "GPUS", (4, 8))
     monkeypatch.setattr(placement_scale, "GAPS_S", (15.0, 8.0))

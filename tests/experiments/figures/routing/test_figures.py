@@ -231,6 +231,7 @@ def test_a_malformed_trace_is_refused(tmp_path):
         routing_workload._hourly(path)
 
 
+@pytest.mark.slow
 def test_sweep_with_trained_routers(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(routing_sweeps, "RATES", (5.0, 8.0))
     argv = ["--quick", "--out", str(tmp_path), "--checkpoints", str(trained)]
@@ -254,6 +255,7 @@ def test_number_of_experts(tmp_path, trained):
         assert "sac_han" in served and "baseline_rl" not in served  # made for six experts
 
 
+@pytest.mark.slow
 def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(routing_sweeps, "POINTS", {HET: (8.0,)})
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig7"]
@@ -281,6 +283,7 @@ def test_a_router_joins_a_kept_table(tmp_path, trained, monkeypatch):
     assert rows_of(table) == both
 
 
+@pytest.mark.slow
 def test_long_runs_of_other_policies_stay(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--figure", "fig14"]
     assert routing_episodes.main([*argv, "--routers", "rpi"]) == 0
@@ -315,6 +318,7 @@ def test_unusual_trainings_are_measured_where_they_belong(tmp_path, monkeypatch)
     assert asked[f"{HET}, 8/s, L=20 ms"] == [("sac_han", 6), (f"sac_han{OVER_L}", 6)]
 
 
+@pytest.mark.slow
 def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_path):
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--routers", "rpi"]
     assert routing_episodes.main(argv) == 0
@@ -333,6 +337,7 @@ def test_end_to_end_parts_add_up_and_the_long_run_agrees_with_the_evaluator(tmp_
     assert memory == pytest.approx(np.mean([row["memory_use"] for row in wanted]), rel=0.05)
 
 
+@pytest.mark.slow
 def test_learning_figures(tmp_path, trained, monkeypatch):
     monkeypatch.setattr("servegym.agents.lib.checkpoint.SHIPPED", tmp_path / "nothing")
     argv = ["--quick", "--out", str(tmp_path), "--profiles", HET, "--checkpoints", str(trained)]
@@ -358,6 +363,7 @@ def test_bad_arguments(argv, tmp_path):
         routing_sweeps.main([*own, *argv])
 
 
+@pytest.mark.slow
 def test_effects_of_the_four_cells():
     hard = np.random.default_rng(0).uniform(0.3, 0.8, 6)
     worth = dict(zip(routing_comparison.CELLS, (1.32, 1.1, 1.0, 1.0), strict=True))
@@ -383,6 +389,7 @@ def test_effects_of_the_four_cells():
     assert ("state", "completed_qos") in low and ("reward", "graph") not in low
 
 
+@pytest.mark.slow
 def test_comparison_of_small_trainings(tmp_path, capsys):
     runs = tmp_path / "runs"
     argv = ["--quick", "--out", str(tmp_path), "--runs", str(runs), "--episodes", "2"]

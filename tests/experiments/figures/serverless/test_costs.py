@@ -129,6 +129,7 @@ def test_predictions_are_made_from_other_prompts(toy):
     assert (abs(predicted[held] - shares[held]).max(axis=(1, 2)) > 1e-3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, stem",
     [
@@ -171,6 +172,7 @@ def test_each_figure_by_its_command(module, stem, toy, tmp_path, capsys, monkeyp
     assert record["quick"] and record["notes"] and f"--figure {name}" in record["command"]
 
 
+@pytest.mark.slow
 def test_policy_table(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(serverless_policies, "MODELS", ("toy",))
     command = ["--episodes", "2", "--requests", "6", "--out", str(tmp_path)]

@@ -44,6 +44,7 @@ def test_without_embeddings_only_blind_predictors_are_judged(toy):
     assert not any("minus_bf" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_the_command_writes_tables_and_picture(toy, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(serverless_prediction, "load_activations", lambda name: toy)

@@ -147,6 +147,7 @@ def test_line_r2():
     assert serverless_workload.line_r2([0, 1, 2], [1, 0, 1]) == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_fig4_and_fig5(tmp_path):
     stems = ["fig04_expert_time", "fig05_prefill_decode"]
     ratios, tokens = made(serverless_workload.main, tmp_path, stems)
@@ -235,6 +236,7 @@ def test_slow_local_experts_make_remote_ones_worth_more():
     assert slow < same - 0.05
 
 
+@pytest.mark.slow
 def test_fig6(tmp_path, monkeypatch):
     monkeypatch.delenv("SERVEGYM_DATA", raising=False)
     (rows,) = made(serverless_fits.main, tmp_path, ["fig06_fits"])
@@ -278,6 +280,7 @@ def test_ratio_plan_keeps_the_ratio():
         assert (plan.remote.sum(axis=1) == 64 * b).all()
 
 
+@pytest.mark.slow
 def test_fig11(tmp_path):
     stems = ["fig11_cold_start", "fig11_bill"]
     starts, bill = made(serverless_coldstart.main, tmp_path, stems)
@@ -297,6 +300,7 @@ def test_fig11(tmp_path):
         assert (float(row["share_of_starts"]) > 0) == (row["starts_billed"] == "True")
 
 
+@pytest.mark.slow
 def test_calculate(tmp_path):
     (rows,) = made(serverless_overhead.main, tmp_path, ["fig11_calculate"])
     ms = {(r["model"], r["step"]): float(r["ms"]) for r in rows}
