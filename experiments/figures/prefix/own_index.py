@@ -1,6 +1,6 @@
 """What an index of its own would gain in validation cells over one index for all cells.
 
-The shipped index of `servegym.agents.prefix_search` is searched for further in one cell alone, by
+The shipped index of `servegym.agents.cem` is searched for further in one cell alone, by
 the same method and with as many weights, then both play the same ten episodes of that cell that
 no search saw. The difference is what is to be gained by knowing in which cell one is::
 
@@ -15,15 +15,26 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents import load_policy, prefix_search
+from servegym.agents import load_policy
+from servegym.agents.cem import ELITE, STEP, fitness
 from servegym.agents.lib.checkpoint import shipped
-from servegym.agents.lib.cross_entropy import ELITE, STEP, fitness
-from servegym.agents.lib.prefix_cells import KINDS, Cell
+from servegym.baselines.prefix_routing.cells import (
+    KINDS,
+    VALIDATION,
+    Cell,
+    attainment,
+    begin_alike,
+    cell_of,
+    problem_of,
+)
+from servegym.baselines.prefix_routing.features import first_weights, index_values
+from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.experiments.figures.run import (
     FigureOptions,
     command_line,
@@ -44,13 +55,24 @@ CELLS = 6
 """The first so many validation cells."""
 
 
+def play(population: Any, cell: Cell, seed: int) -> Floats:
+    """SLO attainment (P,) of indexes (P, 46) in the same episode of a cell."""
+    problem = problem_of(cell)
+    batch = PrefixBatch(problem, len(population))
+    begin_alike(batch, np.random.default_rng(seed))
+    values = partial(index_values, population, block_size=problem.block_size)
+    return attainment(
+        batch, lambda seen, mask: np.where(mask > 0, values(seen), -np.inf).argmax(-1)
+    )
+
+
 def search(cell: Cell, first: Floats, generations: int, population: int) -> Floats:
     """Weights (46,) found in one cell: all candidates of a generation play the same episode."""
     rng = np.random.default_rng(1)
     centre, spread = first.copy(), np.full_like(first, SPREAD)
     for _ in range(generations):
         drawn = centre + spread * rng.standard_normal((population, len(centre)))
-        met = prefix_search.play(drawn.astype(np.float32), cell, int(rng.integers(1 << 31)))
+        met = play(drawn.astype(np.float32), cell, int(rng.integers(1 << 31)))
         elite = drawn[np.argsort(-fitness(met[:, None]))[: int(population * ELITE)]]
         centre = centre + STEP * (elite.mean(0) - centre)
         spread = spread + STEP * (elite.std(0) - spread)
@@ -61,16 +83,16 @@ def own_index(options: FigureOptions) -> None:
     """``own_index``: SLO attainment (%) of both in those cells, and the difference."""
     path = shipped("prefix_routing")["prefix_search"]
     found = load_policy(path).net.weights.numpy()
-    first = found[: len(prefix_search.first_weights())].astype(np.float64)
+    first = found[: len(first_weights())].astype(np.float64)
     generations, population = (1, 10) if options.quick else (GENERATIONS, POPULATION)
     table = Table(options.out / "own_index.csv", ("cell",), load=not options.quick)
     numbers = [(k,) for k in range(1 if options.quick else CELLS)]
     for (at,) in table.missing(numbers):
-        cell = prefix_search.cell_of(prefix_search.VALIDATION + at)
+        cell = cell_of(VALIDATION + at)
         own = search(cell, first, generations, population)
         both = np.stack([first, own]).astype(np.float32)
         seeds = range(EVAL_SEED, EVAL_SEED + options.episodes)
-        reached = 100 * np.array([prefix_search.play(both, cell, seed) for seed in seeds])
+        reached = 100 * np.array([play(both, cell, seed) for seed in seeds])
         row: dict[str, Any] = {
             "cell": at,
             "kind": KINDS[at % len(KINDS)],

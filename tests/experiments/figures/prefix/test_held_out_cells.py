@@ -8,7 +8,7 @@ import gymnasium
 import pytest
 
 import servegym  # noqa: F401 - registers the ids
-from servegym.agents.lib.prefix_cells import KINDS
+from servegym.baselines.prefix_routing.cells import KINDS
 from servegym.experiments.figures.prefix.held_out_cells import (
     FOLDER,
     SETS,
