@@ -6,7 +6,7 @@ QoS of a request when it is completed. One small network reads every expert's ro
 that a policy is made for one number of experts.
 
 Neighbours: `sac_han` is the same learner, to the losses, over the whole graph;
-``sac_han.py --set reward=completed_qos`` is the paper's Baseline RL + DSA. `direct_search` searches
+``sac_han.py --set reward=completed_qos`` is the paper's Baseline RL + DSA. `cem` searches
 a linear policy over the same state. ``python agents/baseline_rl.py --help`` lists the options.
 """
 

@@ -32,10 +32,9 @@ from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.graph_rows import Layout
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.baselines.llm_routing.features import privileged_inputs
+from servegym.baselines.llm_routing.features import Layout, priced_values, privileged_inputs
 from servegym.baselines.llm_routing.latency import LatencyModel
 from servegym.baselines.llm_routing.system import RoutingSystem
 
@@ -86,18 +85,6 @@ class Args(ResumableRunArgs):
     """steps between evaluations on the validation split; the best policy is saved"""
     eval_rates: tuple[float, ...] = (5.0, 8.0, 10.0)
     """arrival rates of the evaluation"""
-
-
-def heuristic_values(expert: Any, running_slots: int) -> Any:
-    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
-
-    The new request's score if it is answered within L, less the scores it pushes over L and the
-    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
-    """
-    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
-    load = (load + load.mean(-1)[..., None]) / 2
-    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
-    return score - lost - load**4 * work
 
 
 def queued_score(obs: Observation) -> NDArray[np.float32]:
@@ -201,7 +188,7 @@ class Agent(nn.Module):
         The critic alone reads ``inputs`` (B, 16), see `privileged_inputs`.
         """
         request, experts = self.encoder(rows, self.layout, self.law)
-        start = heuristic_values(self.layout.expert(rows), self.layout.running)
+        start = priced_values(self.layout.expert(rows), self.layout.running)
         logits = self.actor(request, experts) + F.pad(start, (1, 0)) / TEMPERATURE  # a drop: 0
         log_pi = logits.masked_fill(mask == 0, -1e8).log_softmax(-1)
         known = torch.cat([request, experts.mean(1), inputs], -1)

@@ -10,7 +10,6 @@ Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
 set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
-With ``--start`` a rule that `direct_search` found from nothing takes the heuristic's place;
 ``--ray`` plays the rollouts on a Ray cluster.
 
 Neighbours: `ppo_sets` has the same features and network and learns from the rewards of the actions
@@ -35,19 +34,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from servegym._command_line import parse_settings
-from servegym.agents import direct_search
 from servegym.agents.lib import checkpoint, environments
 from servegym.agents.lib.arguments import ResumableRunArgs
 from servegym.agents.lib.checkpoint import CheckpointPolicy
 from servegym.agents.lib.evaluation import evaluate_router
-from servegym.agents.lib.graph_rows import Layout
-from servegym.agents.lib.parallel import Pool, open_pool
-from servegym.agents.lib.rollouts import Rollouts, Values, choose_candidates, noise_weights
+from servegym.agents.lib.parallel import Pool, open_pool, run_jobs
 from servegym.agents.lib.run_log import RunLog, interval_passed
 from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
-from servegym.baselines.llm_routing.features import impact_features
+from servegym.baselines.llm_routing.features import Layout, priced_actions, priced_values
 from servegym.baselines.llm_routing.latency import LatencyModel
-from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.paired_rollouts import (
+    Rollouts,
+    Values,
+    choose_candidates,
+    noise_weights,
+)
 from servegym.baselines.llm_routing.system import RoutingSystem
 
 ENV_ID = "servegym/LLMRouting-v1"
@@ -76,8 +77,6 @@ EVAL_REQUESTS = 500  # per episode of an evaluation
 class Args(ResumableRunArgs):
     """Command line of the agent."""
 
-    start: str = ""
-    """checkpoint of direct_search with --state estimate to start at in priced_greedy's place"""
     set: tuple[str, ...] = ()
     """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
     mixture: tuple[str, ...] = ()
@@ -107,18 +106,6 @@ class Args(ResumableRunArgs):
     """arrival rates of the evaluation"""
     ray: str = ""
     """Ray cluster that plays the rollouts: auto, local or local:N; none if empty"""
-
-
-def heuristic_values(expert: Any, running_slots: int) -> Any:
-    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
-
-    The new request's score if it is answered within L, less the scores it pushes over L and the
-    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
-    """
-    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
-    load = (load + load.mean(-1)[..., None]) / 2
-    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
-    return score - lost - load**4 * work
 
 
 class Sets(nn.Module):
@@ -170,13 +157,12 @@ class Head(nn.Module):
 
 
 class Agent(nn.Module):
-    """Values of the actions: those of the start, and what the network adds, little at first."""
+    """Values of the actions: the heuristic's, and what the network adds, little at first."""
 
     law: Tensor
 
-    def __init__(self, system: RoutingSystem, start: direct_search.Agent | None = None) -> None:
+    def __init__(self, system: RoutingSystem) -> None:
         super().__init__()
-        self.start, self.fixed_experts = start, start is not None
         self.register_buffer("law", torch.zeros(system.num_experts, 4), persistent=False)
         self.encoder, self.actor = Sets(), Head()
         self.set_system(LatencyModel(system))
@@ -203,20 +189,13 @@ class Agent(nn.Module):
                 "a policy over the graph takes another fleet with load_policy(path, system)"
             )
         self.layout = Layout(experts, running, obs["waiting"].shape[2])
-        rows = self.layout.rows(obs, self.model)
-        if self.start is None:
-            return rows
-        return np.concatenate(
-            [rows, self.start.values(obs)], -1, dtype=np.float16, casting="unsafe"
-        )
+        return self.layout.rows(obs, self.model)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Values (B, N + 1) in scores, and what the network added to those of the start."""
-        rows, start = rows.tensor_split([sum(self.layout.sizes)], -1)
+        """Values (B, N + 1) in scores, and what the network added to the heuristic's."""
         added = self.actor(*self.encoder(rows, self.layout, self.law))
-        if self.start is None:  # a drop is worth 0
-            start = F.pad(heuristic_values(self.layout.expert(rows), self.layout.running), (1, 0))
-        return added + start, added
+        priced = priced_values(self.layout.expert(rows), self.layout.running)
+        return added + F.pad(priced, (1, 0)), added  # a drop is worth 0
 
     @torch.no_grad()
     def values(self, obs: Observation) -> NDArray[np.float32]:
@@ -230,35 +209,16 @@ class Agent(nn.Module):
         return np.where(np.asarray(mask) > 0, self.values(obs), -np.inf).argmax(-1)
 
 
-def start_values(
-    model: LatencyModel, start: direct_search.Agent | None, obs: Observation
-) -> NDArray[np.floating[Any]]:
-    """Values (B, N + 1) of the start, or without one of the heuristic, see `heuristic_values`."""
-    if start is not None:
-        return start.values(obs)
-    expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
-    expert[..., 1:3] = obs["experts"][..., 1:3] / 3
-    expert[..., 6:] = impact_features(obs, model)[0]
-    values = heuristic_values(expert, model.system.running_capacity)
-    return np.pad(values, ((0, 0), (1, 0)))
-
-
 class Configuration:
     """One configuration of the environment: its systems as they stand, and the labels from them."""
 
-    def __init__(
-        self,
-        args: Args,
-        num_envs: int,
-        seed: int,
-        start: direct_search.Agent | None = None,
-        pool: Pool = None,
-    ) -> None:
+    def __init__(self, args: Args, num_envs: int, seed: int, pool: Pool = None) -> None:
         self.args, self.env_kwargs = args, ENV | parse_settings(args.set)
         self.envs = environments.make_envs(ENV_ID, num_envs, **self.env_kwargs)
         self.model = LatencyModel(RoutingSystem.from_env(self.envs))
-        self.heuristic: Values = partial(start_values, self.model, start)
-        self.rollouts = Rollouts(self.envs, args.candidates, pool)
+        self.heuristic: Values = partial(priced_actions, self.model)
+        runner = None if pool is None else partial(run_jobs, pool=pool)
+        self.rollouts = Rollouts(self.envs, args.candidates, runner)
         self.obs, info = self.envs.reset(seed=environments.episode_seeds(seed, num_envs))
         self.mask = info["action_mask"]
         self.labels: list[tuple[NDArray[Any], ...]] = []
@@ -373,18 +333,6 @@ def evaluate(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict
     return each | means
 
 
-def load_start(args: Args) -> direct_search.Agent | None:
-    """The rule of ``--start``; None without."""
-    if not args.start:
-        return None
-    found = checkpoint.load_policy(args.start).net
-    if not isinstance(found, direct_search.Agent) or found.model is None or args.mixture:
-        raise ValueError(
-            f"start: {args.start!r} must be from direct_search --state estimate, without --mixture"
-        )
-    return found
-
-
 def save_policy(agent: Agent, args: Args, path: Path) -> None:
     """Weights and arguments in one safetensors file."""
     meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
@@ -397,10 +345,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
     system = system or RoutingSystem.from_kwargs(**env_kwargs)
-    start = None
-    if "start.weights" in weights:
-        start = direct_search.Agent(system.num_experts, ExpectedQos(system))
-    agent = Agent(system, start)
+    agent = Agent(system)
     checkpoint.load_weights(agent, weights)
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
 
@@ -421,15 +366,12 @@ def train(args: Args) -> Path:
     sets = [tuple(f"{key}={json.dumps(v)}" for key, v in settings.items()) for settings in each]
     mixture = [replace(args, set=settings) for settings in sets]
     n = max(args.num_envs // len(mixture), 1)
-    start = load_start(args)
     pool = open_pool(ray=args.ray)
     seeds = [args.seed + 1000 * k for k in range(len(mixture))]
-    sources = [
-        Configuration(own, n, seed, start, pool) for own, seed in zip(mixture, seeds, strict=True)
-    ]
+    sources = [Configuration(own, n, seed, pool) for own, seed in zip(mixture, seeds, strict=True)]
 
     first_system = sources[0].model.system
-    agent = Agent(first_system, start).to(device)
+    agent = Agent(first_system).to(device)
     step, labels, best, log_size, fitted = 0, 0, -np.inf, 0, False
     saved = load_snapshot(args.resume, run / "snapshot.pt")
     if saved is not None:
@@ -437,8 +379,7 @@ def train(args: Args) -> Path:
         step, labels, best, log_size, fitted = saved["state"]
         for source, state in zip(sources, pickle.loads(saved["sources"]), strict=True):
             source.envs, source.obs, source.mask, source.labels, decisions = state
-            source.rollouts = Rollouts(source.envs, args.candidates, pool)
-            source.rollouts.decisions = decisions
+            source.rollouts.envs, source.rollouts.decisions = source.envs.unwrapped, decisions
         torch.set_rng_state(saved["torch_rng"])
         rng.bit_generator.state = saved["rng"]
     log = RunLog(run, args, "rpi", labels, log_size)
@@ -454,7 +395,7 @@ def train(args: Args) -> Path:
             source.step(agent.values if fitted else source.heuristic, rng)
         step += 1
         if interval_passed(args.fit_every, before, labels) or labels >= args.total_timesteps:
-            agent, fitted = Agent(first_system, start).to(device), True
+            agent, fitted = Agent(first_system).to(device), True
             metrics = fit(agent, sources, args)
             result = evaluate(agent, sources, args)
             log.print_qos(labels, result)

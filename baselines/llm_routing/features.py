@@ -7,6 +7,7 @@ predicts, and, for critics in training alone, the arrivals that are still to com
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,90 @@ def impact_of(
     score = estimate.scores[..., -1] * in_time[..., -1]
     of_expert = np.stack([distance[:, :, -1, 1], score, made_late.sum(-1), estimate.work_s], -1)
     return of_expert, distance[:, :, :-1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The routing graph's scaled node features as flat rows, which replay and labels hold.
+
+    For N experts, R running and W waiting slots.
+    """
+
+    experts: int
+    running: int
+    waiting: int
+    EXPERT, REQUEST = 10, 8  # features of an expert and of a queued request
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Columns of arrived, expert, running, waiting, running mask, waiting mask."""
+        n, r, w = self.experts, self.running, self.waiting
+        queues = (self.REQUEST * n * r, self.REQUEST * n * w)
+        return (2, self.EXPERT * n, *queues, n * r, n * w)
+
+    def expert(self, rows: Any) -> Any:
+        """The experts' features (B, N, 10) in a batch of rows, a tensor."""
+        return rows.split(self.sizes, -1)[1].view(len(rows), self.experts, -1)
+
+    def rows(self, obs: Observation, model: LatencyModel | None) -> NDArray[np.float16]:
+        """Scale a batch of observations into float16 (B, sum(sizes)); log for p and l_t/L."""
+        limit = obs["latency_requirement"]  # (B, 1)
+        req, exp, batch = obs["request"], obs["experts"], len(limit)
+        p = np.log1p(req[..., :1]) / 6
+        of_expert, of_queued = impact_features(obs, model)
+        parts = [2 * exp[..., :1], exp[..., 1:] / 3, p, 4 * req[..., 1:2] - 2, req[..., 2:] / 150]
+        rows = [p[:, 0], limit / 0.03, np.concatenate([*parts, of_expert], -1).reshape(batch, -1)]
+        slots = {"running": slice(self.running), "waiting": slice(self.running, None)}
+        for kind, here in slots.items():
+            p, s, d, e, t, late = np.moveaxis(obs[kind], -1, 0)
+            ratio = np.log1p(late / limit[:, :, None]) / 2
+            x = np.stack([np.log1p(p) / 6, 4 * s - 2, d / 150, 8 * e, t / 150, ratio], -1)
+            x = np.concatenate([x, of_queued[:, :, here]], -1)
+            rows.append((x * obs[f"{kind}_mask"][..., None]).reshape(batch, -1))
+        rows += [obs[f"{kind}_mask"].reshape(batch, -1) for kind in ("running", "waiting")]
+        return np.concatenate(rows, -1, dtype=np.float16, casting="unsafe")
+
+
+def load_scores(weights: NDArray[np.float32], experts: NDArray[Any]) -> NDArray[np.float32]:
+    """Linear scores (B, N + 1) of the actions from Eq. 7 alone, of a drop first.
+
+    Args:
+        weights: (B, 3 N + 2): a constant, a weight of the running and one of the waiting requests
+            for each expert, then the weight of the memory, common to all, and the drop's constant.
+        experts: (B, N, 3), memory in use, running and waiting requests.
+
+    Raises:
+        ValueError: If the weights are for another number of experts.
+    """
+    batch, n, _ = experts.shape
+    if weights.shape[1] != 3 * n + 2:
+        raise ValueError(f"made for {(weights.shape[1] - 2) // 3} experts, got {n}")
+    features = np.asarray(experts * (2, 1 / 3, 1 / 3), np.float32)
+    own = weights[:, : 3 * n].reshape(batch, n, 3)
+    linear = own[..., 0] + (own[..., 1:] * features[..., 1:]).sum(-1)
+    linear = linear + weights[:, -2, None] * features[..., 0]
+    return np.concatenate([weights[:, -1:], linear], -1)
+
+
+def priced_values(expert: Any, running_slots: int) -> Any:
+    """Value (B, N), in scores, that `PricedGreedy` gives to each expert with features (B, N, 10).
+
+    The new request's score if it is answered within L, less the scores it pushes over L and the
+    price of the expert's time, which rises with the fourth power of the load; a drop is worth 0.
+    """
+    load = 3 * (expert[..., 1] + expert[..., 2]) / running_slots
+    load = (load + load.mean(-1)[..., None]) / 2
+    score, lost, work = expert[..., 7], expert[..., 8], expert[..., 9]
+    return score - lost - load**4 * work
+
+
+def priced_actions(model: LatencyModel, obs: Observation) -> NDArray[np.floating[Any]]:
+    """`priced_values` of all actions (B, N + 1) for a batch of observations, of a drop first."""
+    expert = np.zeros((*obs["experts"].shape[:2], Layout.EXPERT))
+    expert[..., 1:3] = obs["experts"][..., 1:3] / 3
+    expert[..., 6:] = impact_features(obs, model)[0]
+    values = priced_values(expert, model.system.running_capacity)
+    return np.pad(values, ((0, 0), (1, 0)))
 
 
 ARRIVED, EXPERT, REQUEST = 11, 15, 8
@@ -108,11 +193,6 @@ def load_inputs(rows: NDArray[Any]) -> NDArray[np.float64]:
     """
     gaps = rows[..., 2:5].astype(np.float64)
     return np.concatenate([np.ones_like(gaps[..., :1]), gaps, gaps[..., -1:] ** 2], -1)
-
-
-def steeper(distance: NDArray[Any]) -> NDArray[Any]:
-    """tanh(9 x) of tanh(3 x)."""
-    return (3 * distance + distance**3) / (1 + 3 * distance**2)
 
 
 def privileged_inputs(envs: Any, horizons: Sequence[int]) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ import pytest
 def short_evaluations(monkeypatch):
     """Two episodes of 20 requests an evaluation of the agents over the routing graph."""
     short = {"EVAL_EPISODES": 2, "EVAL_REQUESTS": 20}
-    for agent in ("sac_han", "baseline_rl", "direct_search", "ppo_sets", "rpi"):
+    for agent in ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi"):
         for name, value in short.items():
             module = sys.modules.get(f"servegym.agents.{agent}")
             if hasattr(module, name):

@@ -3,6 +3,7 @@
 import pickle
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import direct_search, load_policy, rpi  # noqa: E402
-from servegym.agents.lib import rollouts  # noqa: E402
+from servegym.agents import load_policy, rpi  # noqa: E402
 from servegym.agents.lib.environments import make_envs  # noqa: E402
-from servegym.agents.lib.rollouts import common_actions  # noqa: E402
+from servegym.agents.lib.parallel import run_jobs  # noqa: E402
+from servegym.baselines.llm_routing import paired_rollouts  # noqa: E402
 from servegym.baselines.llm_routing.greedy_qos import PricedGreedy  # noqa: E402
-from servegym.baselines.llm_routing.lengths import ExpectedQos  # noqa: E402
+from servegym.baselines.llm_routing.paired_rollouts import common_actions  # noqa: E402
 from servegym.baselines.llm_routing.rollout import Rollout  # noqa: E402
 from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
 
@@ -77,14 +78,9 @@ def test_the_best_label_is_the_choice_of_the_rollout_policy():
     np.testing.assert_array_equal(copies.returns(actions, mask > 0, 1e9, greedy), got)
 
 
-@pytest.mark.parametrize("rule", [False, True])
-def test_rollouts_in_jobs_have_the_same_returns_bit_for_bit(tmp_path, monkeypatch, rule):
+def test_rollouts_in_jobs_have_the_same_returns_bit_for_bit(tmp_path, monkeypatch):
     """Each job is a part of the states, with all that it needs pickled."""
-    start = None
-    if rule:
-        start = direct_search.Agent(3, ExpectedQos(RoutingSystem.from_kwargs(num_experts=3)))
-        start.weights.copy_(torch.linspace(1.0, 0.1, len(start.weights)))
-    source = rpi.Configuration(tiny(tmp_path), 8, 3, start)
+    source = rpi.Configuration(tiny(tmp_path), 8, 3)
     rng = np.random.default_rng(0)
     for _ in range(30):
         source.step(source.heuristic, rng)
@@ -102,8 +98,8 @@ def test_rollouts_in_jobs_have_the_same_returns_bit_for_bit(tmp_path, monkeypatc
             future.set_result(function(*job))
             return future
 
-    monkeypatch.setattr(rollouts, "JOB_STATES", 3)
-    parts = rollouts.Rollouts(source.envs, 3, Pool())
+    monkeypatch.setattr(paired_rollouts, "JOB_STATES", 3)
+    parts = rpi.Rollouts(source.envs, 3, partial(run_jobs, pool=Pool()))
     np.testing.assert_array_equal(parts.returns(*given), whole)
     assert parts.decisions == decisions and done == [3, 3, 2]
     assert np.nanstd(whole - whole[:, :1]) > 0.05
@@ -260,39 +256,6 @@ def test_one_seed_one_log_and_a_checkpoint_that_acts_alike(tmp_path):
         obs, *_, info = envs.step(both)
 
 
-def test_a_start_found_from_nothing_is_corrected_and_read_back(tmp_path):
-    own = ("num_experts=3", "episode_requests=50")
-    search = direct_search.train(
-        direct_search.Args(
-            state="estimate",
-            total_timesteps=1000,
-            population=10,
-            episodes=2,
-            eval_rates=(8.0,),
-            out_dir=str(tmp_path),
-            set=own,
-        )
-    )
-    args = tiny(tmp_path, start=str(search))
-    start = rpi.load_start(args)
-    envs, system, obs, mask = played(8.0, 6, 20)
-    agent = rpi.Agent(system, start)
-    with torch.no_grad():  # nothing is added
-        for part in (agent.actor.request[2], agent.actor.out):
-            for weight in part.parameters():
-                weight.zero_()
-    wanted = start.scores(np.asarray(start.weights)[None].repeat(6, 0), obs)
-    wanted = (wanted - wanted.max(1, keepdims=True)) / (10 * abs(float(start.weights[0])))
-    np.testing.assert_allclose(agent.values(obs), np.maximum(wanted, -5), atol=3e-3)
-    assert agent.act(obs, mask).tolist() == start.act(obs, mask).tolist()
-    run = rpi.train(args)
-    assert lines(run)[0]["charts/decisions"] > 64 * 5
-    policy = load_policy(run / "last.safetensors")
-    assert policy.net.start.weights.tolist() == start.weights.tolist()
-    with pytest.raises(ValueError, match="without --mixture"):
-        rpi.train(tiny(tmp_path, start=str(search), mixture=("rate=5",)))
-
-
 def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
     mixture = ("rate=[2,6]", "num_experts=4")
     assert_goes_on(rpi, tiny, tmp_path, monkeypatch, 32, mixture=mixture, improve_from=32)
@@ -300,7 +263,7 @@ def test_an_interrupted_run_goes_on_as_if_uninterrupted(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({"start": "direct_search"}, "no checkpoint"), ({"candidates": 1}, "candidates")],
+    [({"horizon_s": 0.0}, "horizon_s"), ({"candidates": 1}, "candidates")],
 )
 def test_wrong_arguments_are_refused(tmp_path, changes, name):
     with pytest.raises(ValueError, match=name):

@@ -10,7 +10,7 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import fleet_search, rpi  # noqa: E402
+from servegym.agents import cem, rpi  # noqa: E402
 from servegym.agents.lib.parallel import RayPool, open_pool, run_jobs  # noqa: E402
 
 from ..agents.runs import lines  # noqa: E402
@@ -42,19 +42,23 @@ def weights(run):
 
 def test_a_search_of_an_index_is_the_same(tmp_path):
     def run(**changes):
-        args = fleet_search.Args(
+        args = cem.Args(
             total_timesteps=400,
             population=10,
-            fleets=8,
-            requests=20,
+            worlds=8,
+            episodes=2,
             eval_every=400,
-            eval_fleets=1,
+            eval_worlds=1,
             eval_episodes=1,
-            fleet_kwargs='{"num_experts": [2, 3], "running_capacity": 5}',
+            set=(
+                "fleet=random",
+                "episode_requests=20",
+                'fleet_kwargs={"num_experts": [2, 3], "running_capacity": 5}',
+            ),
             out_dir=str(tmp_path),
             **changes,
         )
-        return fleet_search.train(args)
+        return cem.train(args)
 
     here, there = run(run_name="here"), run(run_name="there", ray="auto")
     assert lines(here) == lines(there) and weights(here) == weights(there)

@@ -67,7 +67,7 @@ FLEETS = ("edge-6-heterogeneous", "paper-linear")
 REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
 SOURCES = ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads")
-GRAPH_AGENTS = ("sac_han", "baseline_rl", "direct_search", "ppo_sets", "rpi")
+GRAPH_AGENTS = ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi")
 
 COLUMNS = {
     "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),

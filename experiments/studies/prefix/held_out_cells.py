@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from servegym.agents.lib.prefix_cells import KINDS, KNEE, at_the_knee, draw_cell
+from servegym.baselines.prefix_routing.cells import KINDS, KNEE, at_the_knee, draw_cell
 from servegym.experiments.output import toml_tables, write_text
 
 FOLDER = Path(__file__).parent

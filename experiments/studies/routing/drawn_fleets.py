@@ -167,9 +167,10 @@ def drawn_fleets(options: Options) -> None:
     """QoS of the router and of tuned heuristics in every setting."""
     own: Any = options
     if own.validation:
-        from servegym.agents.fleet_search import VALIDATION, draw_fleet
+        from servegym.agents.cem import DrawnFleets
+        from servegym.baselines.llm_routing.fleet_features import VALIDATION, fleet_of
 
-        settings = [draw_fleet(VALIDATION + k, "{}")["setting"] for k in range(24)]
+        settings = [fleet_of(VALIDATION + k, DrawnFleets({}).source)["setting"] for k in range(24)]
     else:
         settings = held_out_settings()
     settings = settings[:2] if options.quick else settings

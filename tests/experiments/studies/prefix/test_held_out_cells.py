@@ -8,7 +8,7 @@ import gymnasium
 import pytest
 
 import servegym  # noqa: F401 - registers the ids
-from servegym.agents.lib.prefix_cells import KINDS
+from servegym.baselines.prefix_routing.cells import KINDS
 from servegym.experiments.studies.prefix.held_out_cells import (
     FOLDER,
     SETS,
@@ -20,7 +20,6 @@ from servegym.experiments.studies.prefix.held_out_cells import (
 ROOT = Path(__file__).parents[4]
 READERS = {
     "experiments/studies/prefix/held_out_cells.py",
-    "experiments/studies/prefix/one_policy.py",
     "tests/experiments/studies/prefix/test_held_out_cells.py",
 }
 """All modules that may name the file."""

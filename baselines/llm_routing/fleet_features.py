@@ -1,7 +1,7 @@
-"""What a router of drawn fleets reads: features that mean the same on two cards and on sixteen.
+"""What a router of drawn fleets reads, and a linear index over it.
 
-A load is counted in batches that an expert serves within L, a request's work in shares of what the
-expert then serves.
+The features mean the same on two cards and on sixteen: a load is counted in batches that an expert
+serves within L, a request's work in shares of what the expert then serves.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from servegym._jit import borrowed, inline, jit
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem, interpolate
+from servegym.envs.llm_routing.fleets import FleetSource
 
 Floats = NDArray[np.float32]
 
@@ -25,6 +26,12 @@ INDEX = 24
 """Features of an expert."""
 CONTEXT = 8
 """Features of the fleet."""
+SIZE = 2 * INDEX + 3
+"""Weights of the linear index."""
+VALIDATION = 1_000_000
+"""Where the streams of the validation fleets begin."""
+NAMED = ("edge-6-heterogeneous", "paper-linear", "edge-6-homogeneous")
+"""Fleets that are met beside the drawn ones."""
 
 
 class Fleet:
@@ -172,8 +179,48 @@ def _features(slots, own, seen, limit, within, laws, experts, context):
 
 @inline
 def _steeper(x):
-    """tanh(9 x) of tanh(3 x), see `steeper`."""
+    """tanh(9 x) of tanh(3 x)."""
     return (3 * x + x**3) / (1 + 3 * x**2)
+
+
+def index_values(weights: Floats, experts: Floats, context: Floats) -> Floats:
+    """Values (B, N + 1) in scores of the linear index, of a drop first.
+
+    Args:
+        weights: (B, 2 x 24 + 3): of the features, of the features times the fleet's load; of the
+            drop a constant and weights of that load and of the recent arrivals.
+        experts: (B, N, 24).
+        context: (B, 8).
+    """
+    load = context[:, 0] / 2
+    own = weights[:, :INDEX] + weights[:, INDEX : 2 * INDEX] * load[:, None]
+    linear = np.einsum("bnk,bk->bn", experts, own)
+    drop = weights[:, -3] * 5 + weights[:, -2] * 2 * load + weights[:, -1] * context[:, 1]
+    scale = 10 * np.maximum(np.abs(weights[:, :1]), 0.05)
+    values = np.concatenate([drop[:, None] - 6.5 * weights[:, :1], linear], -1) / scale
+    return values.astype(np.float32)
+
+
+def fleet_of(stream: int, source: FleetSource) -> dict[str, Any]:
+    """A fleet of the training of routers, or of its validation, see `VALIDATION`.
+
+    Returns:
+        ``setting``, a drawn one; one in ten of the training has ``profiles``, a named fleet,
+        and a drawn ``rate``.
+    """
+    rng = np.random.default_rng([7, stream])
+    if stream < VALIDATION and stream % 10 == 0:
+        name = NAMED[stream // 10 % len(NAMED)]
+        low, high = (1.0, 6.0) if name == "paper-linear" else (3.0, 11.5)
+        return {"profiles": name, "rate": float(rng.uniform(low, high))}
+    return {"setting": source.draw(rng)}
+
+
+def first_weights() -> NDArray[np.float64]:
+    """The index (51,) that a search begins with: expected QoS, a price of the work under load."""
+    weights = np.zeros(SIZE)
+    weights[0], weights[1], weights[11] = 1.0, -1.0, -1.0
+    return weights
 
 
 def compile_kernels() -> None:

@@ -39,6 +39,8 @@ BASE_RATE = {"tenants": 6.0, "sessions": 1.1, "mooncake": 1.3, "agents": 0.3}
 """Requests/s a replica at which the search for the knee begins."""
 IDLE = 16
 """The part of that rate at which replicas count as idle."""
+VALIDATION = 1_000_000
+"""Where the streams of the validation cells begin, which have recorded sessions of ``val``."""
 
 
 def draw_cell(kind: str, rng: np.random.Generator) -> Cell:
@@ -190,3 +192,9 @@ def drawn_at_the_knee(stream: int, seed: int) -> Cell:
     rng = np.random.default_rng([seed, stream, 22])
     cell = draw_cell(KINDS[stream % len(KINDS)], rng)
     return at_the_knee(cell, float(rng.uniform(*KNEE)), int(rng.integers(1 << 31)))
+
+
+def cell_of(stream: int) -> Cell:
+    """A cell of the training of routers, or of its validation, see `VALIDATION`."""
+    cell = drawn_at_the_knee(stream, 0)
+    return cell | ({"split": "val"} if "split" in cell and stream >= VALIDATION else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,13 +11,15 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents.lib.parallel import Pool, run_jobs
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem
 from servegym.envs.llm_routing.core import RoutingBatch, RoutingState
 
 Values = Callable[[Mapping[str, NDArray[Any]]], NDArray[np.floating[Any]]]
 """Values (B, N + 1) of the actions for a batch of observations, in scores."""
+
+Runner = Callable[[Callable[..., Any], Sequence[Sequence[Any]]], Iterable[tuple[int, Any]]]
+"""Runs a function for the arguments of every job; gives the jobs' indexes and results."""
 
 JOB_STATES = 16
 """States of a job of the rollouts, whatever the number of workers."""
@@ -87,18 +89,20 @@ class Rollouts:
         decisions: Decisions of all copies so far.
     """
 
-    def __init__(self, envs: gym.vector.VectorEnv, tries: int, pool: Pool = None) -> None:
+    def __init__(
+        self, envs: gym.vector.VectorEnv, tries: int, runner: Runner | None = None
+    ) -> None:
         """Make room for ``tries`` copies of every environment of a native vector environment.
 
         Args:
             envs: The native vector environment.
             tries: Actions to try in a state.
-            pool: Where the rollouts run, in jobs of `JOB_STATES` states; None: in this process. The
+            runner: Runs the rollouts, in jobs of `JOB_STATES` states; None: this process does. The
                 returns are the same if ``values`` of a state do not go by the others of its batch,
                 bit for bit; those of a network may.
         """
         self.envs: Any = envs.unwrapped
-        self.tries, self.pool, self.decisions = tries, pool, 0
+        self.tries, self.runner, self.decisions = tries, runner, 0
         self._problem = pickle.dumps(self.envs.problem.arguments)
 
     def returns(
@@ -119,7 +123,7 @@ class Rollouts:
             legal: Which of them to try (B, tries).
             horizon_s: No request that arrives so many seconds later is decided; a rollout also
                 stops where its episode ends.
-            values: By what the later requests are decided; with a pool one that can be pickled.
+            values: By what the later requests are decided; with a runner one that can be pickled.
             near: See `common_actions`.
 
         Returns:
@@ -127,12 +131,14 @@ class Rollouts:
         """
         states = [self.envs.clone_state(row) for row in range(len(actions))]
         legal = legal & ~np.array([state.finished for state in states])[:, None]
-        size = len(actions) if self.pool is None else JOB_STATES
+        size = len(actions) if self.runner is None else JOB_STATES
         parts = [slice(k, k + size) for k in range(0, len(actions), size)]
         common = self._problem, horizon_s, values, near
         jobs = [(states[part], actions[part], legal[part], *common) for part in parts]
         total = np.empty(actions.shape, dtype=np.float32)
-        for at, (found, decisions) in run_jobs(_roll_out, jobs, self.pool):
+        here = ((at, _roll_out(*job)) for at, job in enumerate(jobs))
+        done = here if self.runner is None else self.runner(_roll_out, jobs)
+        for at, (found, decisions) in done:
             total[parts[at]] = found
             self.decisions += decisions
         return total

@@ -1,53 +1,23 @@
-"""Fleet search: features against a slow reference, episodes, runs that go on, drawn fleets."""
+"""Features of drawn fleets and their index, against slow references."""
 
-import gymnasium
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("tyro")
-pytest.importorskip("safetensors")
-pytest.importorskip("rich")
+from servegym.baselines.llm_routing import fleet_features
+from servegym.baselines.llm_routing.features import impact_features
+from servegym.baselines.llm_routing.fleet_features import CONTEXT, INDEX, Fleet, fleet_of
+from servegym.baselines.llm_routing.lengths import ExpectedQos
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import build_problem, setting_problem
+from servegym.envs.llm_routing.core import RoutingBatch
 
-from servegym.agents import fleet_search, load_policy  # noqa: E402
-from servegym.agents.lib.fleet_features import CONTEXT, INDEX, Fleet  # noqa: E402
-from servegym.agents.lib.parallel import open_pool, run_jobs  # noqa: E402
-from servegym.baselines.llm_routing.features import impact_features  # noqa: E402
-from servegym.baselines.llm_routing.lengths import ExpectedQos  # noqa: E402
-from servegym.baselines.llm_routing.system import RoutingSystem  # noqa: E402
-from servegym.envs.llm_routing import kernel  # noqa: E402
-from servegym.envs.llm_routing.config import setting_problem  # noqa: E402
-from servegym.envs.llm_routing.core import RoutingBatch  # noqa: E402
-
-from .runs import lines  # noqa: E402
-
-ID = "servegym/LLMRouting-v1"
-
-
-def tiny(tmp_path, **changes):
-    settings = {
-        "total_timesteps": 400,
-        "population": 10,
-        "fleets": 4,
-        "requests": 20,
-        "eval_every": 200,
-        "eval_fleets": 2,
-        "eval_episodes": 2,
-        "fleet_kwargs": '{"num_experts": [2, 4], "running_capacity": [5, 8]}',
-        "out_dir": str(tmp_path),
-        "run_name": "run",
-    }
-    return fleet_search.Args(**(settings | changes))
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    monkeypatch.setattr(fleet_search, "EVAL_REQUESTS", 20)
+SOURCE = build_problem(view=kernel.GRAPH, fleet="random").fleets
 
 
 def played(stream, steps=80, rows=2):
     """Systems of a drawn fleet after some requests, routed by chance."""
-    drawn = fleet_search.draw_fleet(stream, "{}")["setting"]
+    drawn = fleet_of(stream, SOURCE)["setting"]
     problem = setting_problem(drawn, view=kernel.GRAPH, episode_requests=200)
     batch, rng = RoutingBatch(problem, rows), np.random.default_rng(stream)
     for row in range(rows):
@@ -152,10 +122,10 @@ def test_the_features_of_loads_prices_and_the_fleet_are_the_slow_formulas(stream
 
 def test_an_index_is_linear_and_a_drop_has_its_own_constant():
     rng = np.random.default_rng(0)
-    weights = rng.standard_normal((2, fleet_search.SIZE)).astype(np.float32)
+    weights = rng.standard_normal((2, fleet_features.SIZE)).astype(np.float32)
     experts = rng.standard_normal((2, 3, INDEX)).astype(np.float32)
     context = rng.standard_normal((2, CONTEXT)).astype(np.float32)
-    found = fleet_search.index_values(weights, experts, context)
+    found = fleet_features.index_values(weights, experts, context)
     for b in range(2):
         scale = 10 * max(abs(weights[b, 0]), 0.05)
         load = context[b, 0] / 2
@@ -167,100 +137,7 @@ def test_an_index_is_linear_and_a_drop_has_its_own_constant():
 
 
 def test_drawn_fleets_are_the_seeds_and_some_have_names():
-    first, again = (fleet_search.draw_fleet(7, "{}") for _ in range(2))
-    assert first == again != fleet_search.draw_fleet(8, "{}")
-    assert fleet_search.draw_fleet(0, "{}")["profiles"] == "edge-6-heterogeneous"
-    assert "setting" in fleet_search.draw_fleet(fleet_search.VALIDATION, "{}")
-
-
-def test_candidates_play_the_same_episode():
-    weights = np.float32(fleet_search.first_weights())
-    drops = weights.copy()
-    drops[-3] = 90.0
-    qos = fleet_search.play(np.array([weights, drops, weights]), 1, "{}", 5, 40)
-    assert qos[0] == qos[2] > 0.1 and qos[1] == 0.0
-
-
-def test_a_padded_row_is_played_as_its_system_alone(tmp_path):
-    """Drawn fleets in the environment, and the same fleets with arrays of their own sizes."""
-    args = tiny(tmp_path)
-    fleet_search.save_policy(fleet_search.Agent(), args, tmp_path / "router.safetensors")
-    envs = gymnasium.make_vec(ID, num_envs=3, fleet="random", episode_requests=30).unwrapped
-    policy = load_policy(tmp_path / "router.safetensors", RoutingSystem.from_env(envs))
-    assert (policy.name, policy.env_view, policy.clairvoyant) == ("fleet_search", "graph", False)
-    obs, info = envs.reset(seed=4)
-    taken = set()
-    for _ in range(30):
-        action = policy.act(obs, info["action_mask"])
-        for row in range(3):
-            system = policy_system(envs, obs, row)
-            count, running = system.num_experts, system.running_capacity
-            sizes = {"running": running, "waiting": system.waiting_capacity}
-            sizes |= {f"{key}_mask": size for key, size in sizes.items()}
-            seen = {key: part[row : row + 1, :count] for key, part in obs.items() if key != "fleet"}
-            seen |= {key: seen[key][:, :, :size] for key, size in sizes.items()}
-            seen["latency_requirement"] = obs["latency_requirement"][row : row + 1]
-            alone = load_policy(tmp_path / "router.safetensors", system)
-            mask = info["action_mask"][row : row + 1, : count + 1]
-            assert alone.act(seen, mask)[0] == action[row]
-        taken |= set(action.tolist())
-        obs, *_, info = envs.step(action)
-    assert len(taken) > 2
-
-
-def policy_system(envs, obs, row):
-    return RoutingSystem.from_env(envs).of(obs["fleet"][row])
-
-
-def test_one_seed_one_log_and_a_run_that_goes_on(tmp_path, monkeypatch):
-    whole = lines(fleet_search.train(tiny(tmp_path, run_name="whole")))
-    assert len(whole) == 2 and all("eval/avg_qos" in row for row in whole)
-    assert lines(fleet_search.train(tiny(tmp_path, run_name="other", seed=2))) != whole
-    save_snapshot = fleet_search.save_snapshot
-
-    def killed(path, **content):
-        save_snapshot(path, **content)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fleet_search, "save_snapshot", killed)
-    with pytest.raises(KeyboardInterrupt):
-        fleet_search.train(tiny(tmp_path, run_name="cut"))
-    monkeypatch.setattr(fleet_search, "save_snapshot", save_snapshot)
-    assert lines(fleet_search.train(tiny(tmp_path, run_name="cut", resume=True))) == whole
-
-
-@pytest.mark.slow
-def test_processes_change_nothing(tmp_path):
-    runs = [
-        fleet_search.train(tiny(tmp_path, run_name=str(k), workers=k, total_timesteps=200))
-        for k in (1, 2)
-    ]
-    # The processes evaluate episodes of the module's own length.
-    assert [row["charts/avg_qos"] for row in lines(runs[0])] == [
-        row["charts/avg_qos"] for row in lines(runs[1])
-    ]
-
-
-def test_jobs_run_here_without_a_pool():
-    assert open_pool(1) is None
-    assert dict(run_jobs(pow, [(2, 3), (3, 2)], None)) == {0: 8, 1: 9}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"population": 5},
-        {"fleets": 0},
-        {"eval_fleets": 0},
-        {"fleet_kwargs": "{"},
-        {"fleet_kwargs": "[1]"},
-        {"fleet_kwargs": '{"num_experts": 99}'},
-        {"workers": 0},
-        {"workers": 2, "ray": "local"},
-    ],
-)
-def test_wrong_arguments_are_refused_by_name(tmp_path, changes):
-    name = next(iter(changes))
-    with pytest.raises(ValueError, match=name):
-        fleet_search.train(tiny(tmp_path, **changes))
-    assert not (tmp_path / "run").exists()
+    first, again = (fleet_of(7, SOURCE) for _ in range(2))
+    assert first == again != fleet_of(8, SOURCE)
+    assert fleet_of(0, SOURCE)["profiles"] == "edge-6-heterogeneous"
+    assert "setting" in fleet_of(fleet_features.VALIDATION, SOURCE)

@@ -1,0 +1,402 @@
+"""Cross-entropy method for a linear router: the simplest strong opponent, and the first to train.
+
+The router takes the legal action of the largest linear score. Its weights are searched for
+directly: candidates are drawn from a normal distribution, all of a generation play the same
+episodes, and the distribution moves to the best of them (Rubinstein, 1999). There is no gradient,
+value or credit assignment, so that what a learner falls short of is a matter of its learning.
+
+The environment says what the scores read and where episodes come from, see `Task`:
+
+- ``servegym/LLMRouting-v1``: what the paper's Baseline RL sees of one fleet (Eq. 7: memory, running
+  and waiting requests of every expert); 3 N + 2 weights, zero at first;
+- with ``--set fleet=random``: an index that is the same for every expert, over features that are
+  scaled by what each expert serves within L; drawn fleets, and now and then a named one;
+- ``servegym/PrefixRouting-v0``: an index that is the same for every replica, over features that
+  are scaled by what each replica prefills and holds; drawn cells, at rates at their knees.
+
+``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
+same.
+
+Neighbour: `baseline_rl` learns a network over Eq. 7 with soft actor-critic.
+``python agents/cem.py --help`` lists the options.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from servegym._command_line import parse_settings
+from servegym.agents.lib import checkpoint
+from servegym.agents.lib.arguments import RunArgs, at_least
+from servegym.agents.lib.checkpoint import CheckpointPolicy
+from servegym.agents.lib.parallel import open_pool, run_jobs
+from servegym.agents.lib.run_log import RunLog, interval_passed
+from servegym.agents.lib.snapshots import load_snapshot, save_snapshot
+from servegym.baselines.llm_routing import fleet_features
+from servegym.baselines.llm_routing.features import load_scores
+from servegym.baselines.llm_routing.fleets import FleetSystem, PerFleet
+from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.prefix_routing import features as prefix_features
+from servegym.baselines.prefix_routing.cells import VALIDATION, cell_of, problem_of
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.baselines.protocol import BasePolicy
+from servegym.envs.llm_routing import kernel
+from servegym.envs.llm_routing.config import build_problem, setting_problem
+from servegym.envs.llm_routing.core import RoutingBatch
+from servegym.envs.prefix_routing.core import PrefixBatch
+
+Floats = NDArray[np.float32]
+Scores = Callable[[Floats, Any], Floats]
+"""Scores (B, A) of the actions from weights (B, K), a row for each of a batch of observations."""
+
+ROUTING_ID, PREFIX_ID = "servegym/LLMRouting-v1", "servegym/PrefixRouting-v0"
+ELITE = 0.2  # share of a generation that the distribution moves to ...
+STEP = 0.7  # ... and how far it moves there
+WIDENED_UNTIL = 0.6  # share of the search in which the distribution is widened, ever less
+EVAL_REQUESTS = 500  # of an episode of the validation on fleets
+
+
+@dataclass
+class Args(RunArgs):
+    """Command line of the agent; 0 means what is usual for one fleet, drawn fleets or cells."""
+
+    env_id: Literal["servegym/LLMRouting-v1", "servegym/PrefixRouting-v0"] = ROUTING_ID
+    """environment to search a router for"""
+    set: tuple[str, ...] = ()
+    """environment arguments, key=value with a JSON value, as in rate=[5,5] num_experts=3"""
+    total_timesteps: int = 0
+    """decisions of all candidates (12,000,000, 7,680,000, 16,000,000)"""
+    population: int = 0
+    """candidates in a generation (64, 40, 40)"""
+    worlds: int = 0
+    """drawn fleets or cells of the training; one fleet is the same in all of them (8, 64, 63)"""
+    episodes: int = 0
+    """worlds that a generation plays, an episode each (8, 16, 9)"""
+    eval_every: int = 0
+    """decisions between evaluations; the best mean is saved (1,200,000, 1,920,000, 2,000,000)"""
+    eval_worlds: int = 0
+    """fleets or cells of the validation, on the validation split (3, 24, 14)"""
+    eval_episodes: int = 0
+    """episodes of each of them (8, 4, 4)"""
+    workers: int = 1
+    """processes that play episodes; the result is the same for every number"""
+    ray: str = ""
+    """Ray cluster that plays them in their place: auto, local or local:N; none if empty"""
+    resume: bool = False
+    """continue from the last generation in the run's folder"""
+
+
+class Task:
+    """What a router is searched for: where it plays and what it reads."""
+
+    name: str
+    defaults: tuple[int, ...]  # of the numbers in `Args`
+    spread: float  # standard deviation of every weight at first
+    widened: float  # standard deviation that each generation adds at first
+    metric, paid = "avg_qos", 2
+    Batch: Any = RoutingBatch
+    System: Any = RoutingSystem
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        if {"reward", "split"} & set(settings):
+            raise ValueError("set: not with reward or split: it pays QoS on the train split")
+        self.env_kwargs = dict(settings)
+
+    def problem(self, stream: int) -> Any:
+        """The problem of a number; from `VALIDATION` on with the validation split."""
+        raise NotImplementedError
+
+    def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """The weights (K,) that the search begins with."""
+        raise NotImplementedError
+
+    def scores(self, system: Any) -> Scores:
+        """Linear scores of a system's actions."""
+        raise NotImplementedError
+
+
+def of_split(stream: int, env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a routing problem with the split and the requests of a stream."""
+    own = {"split": "val", "episode_requests": EVAL_REQUESTS} if stream >= VALIDATION else {}
+    kept = {k: v for k, v in env_kwargs.items() if k not in ("fleet", "fleet_kwargs")}
+    return kept | {"reward": "completed_qos"} | own
+
+
+class OneFleet(Task):
+    """One fleet, whose experts have weights of their own."""
+
+    name, spread, widened = "direct_search", 1.0, 0.06
+    defaults = (12_000_000, 64, 8, 8, 1_200_000, 3, 8)
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.env_kwargs = {
+            "profiles": "edge-6-heterogeneous",
+            "latency_requirement_s": 0.030,
+            "rate": (4.0, 11.0),  # requests/s; each training episode draws its own
+            "reward": "completed_qos",
+            "episode_requests": 500,
+        } | self.env_kwargs
+
+    def problem(self, stream: int) -> Any:
+        """See `Task`."""
+        return build_problem(view=kernel.EXPERTS, **of_split(stream, self.env_kwargs))
+
+    def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """See `Task`."""
+        return np.zeros(3 * system.num_experts + 2)
+
+    def scores(self, system: Any) -> Scores:
+        """See `Task`."""
+        running, waiting = system.running_capacity, system.waiting_capacity
+
+        def of(weights: Floats, seen: Any) -> Floats:
+            if isinstance(seen, Mapping):
+                return load_scores(weights, seen["experts"])
+            shares = seen.reshape(len(seen), -1, 3)  # of the slots, in the flat observation
+            return load_scores(weights, shares * (1, running, running + waiting))
+
+        return of
+
+
+class DrawnFleets(Task):
+    """Any fleet, whose experts are valued by the same index."""
+
+    name, spread, widened = "fleet_search", 0.5, 0.04
+    defaults = (7_680_000, 40, 64, 16, 1_920_000, 24, 4)
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        options = settings.get("fleet_kwargs")
+        self.source: Any = build_problem(
+            view=kernel.GRAPH, fleet="random", fleet_kwargs=options
+        ).fleets
+
+    def problem(self, stream: int) -> Any:
+        """See `Task`."""
+        fleet = fleet_features.fleet_of(stream, self.source)
+        given = of_split(stream, {"episode_requests": 300} | self.env_kwargs)
+        make = setting_problem if "setting" in fleet else build_problem
+        return make(**fleet, **given, view=kernel.GRAPH)
+
+    def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """See `Task`."""
+        return fleet_features.first_weights()
+
+    def scores(self, system: Any) -> Scores:
+        """See `Task`."""
+        fleet = fleet_features.Fleet(system)
+        return lambda w, seen: fleet_features.index_values(w, *fleet.features(seen))
+
+
+class Cells(Task):
+    """Any replicas that cache prefixes, valued by the same index."""
+
+    name, metric, paid, spread, widened = "prefix_search", "attainment", 1, 0.4, 0.03
+    defaults = (16_000_000, 40, 63, 9, 2_000_000, 14, 4)
+    Batch, System = PrefixBatch, PrefixSystem
+
+    def problem(self, stream: int) -> Any:
+        """See `Task`."""
+        return problem_of(cell_of(stream), **self.env_kwargs)
+
+    def first_weights(self, system: Any) -> NDArray[np.float64]:
+        """See `Task`."""
+        return prefix_features.first_weights()
+
+    def scores(self, system: Any) -> Scores:
+        """See `Task`."""
+        return partial(prefix_features.index_values, block_size=system.block_size)
+
+
+@lru_cache(maxsize=8)
+def task_of(env_id: str, settings: tuple[str, ...]) -> Task:
+    """The task of an environment and its arguments."""
+    given = parse_settings(settings)
+    if env_id == PREFIX_ID:
+        return Cells(given)
+    return DrawnFleets(given) if given.get("fleet") == "random" else OneFleet(given)
+
+
+@lru_cache(maxsize=128)
+def world(env_id: str, settings: tuple[str, ...], stream: int) -> tuple[Any, Scores]:
+    """A drawn problem of a task, and the scores of its actions."""
+    task = task_of(env_id, settings)
+    problem = task.problem(stream)
+    return problem, task.scores(task.System.from_problem(problem))
+
+
+def choose(scores: Floats, mask: NDArray[Any]) -> NDArray[np.int64]:
+    """The legal action of the largest score; one without a score, a rejection, comes last."""
+    scores = np.pad(scores, ((0, 0), (0, mask.shape[1] - scores.shape[1])), constant_values=-1e30)
+    return np.where(np.asarray(mask) > 0, scores, -np.inf).argmax(-1)
+
+
+def play(
+    population: Floats, env_id: str, settings: tuple[str, ...], stream: int, seeds: list[int]
+) -> tuple[NDArray[np.float64], int]:
+    """What weights (P, K) are paid (P, E) in a world's episodes of E seeds, and the decisions."""
+    problem, scores = world(env_id, settings, stream)
+    count, rows = len(seeds), len(seeds) * len(population)
+    task = task_of(env_id, settings)
+    batch = task.Batch(problem, rows)
+    for row, seed in enumerate(seeds):
+        batch.draw(row, np.random.default_rng([seed, stream]))
+    batch.begin((np.arange(rows) < count).astype(np.int8))
+    states = [batch.clone(row) for row in range(count)]
+    for row in range(count, rows):  # all candidates begin alike
+        batch.restore(row, states[row % count])
+    weights, every = population.repeat(count, 0), np.ones(rows, np.int8)
+    paid, ended = np.zeros(rows), 0
+    while not ended:
+        action = choose(scores(weights, batch.observation), batch.action_mask)
+        ended = batch.step(action, every)
+        paid += batch.out[:, : task.paid].sum(1)
+    requests = problem.episode_requests
+    return paid.reshape(len(population), count) / requests, rows * requests
+
+
+def fitness(paid: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fitness (P,) of candidates from what they are paid (P, E) in the same episodes.
+
+    Candidates differ ten times as much in an episode under heavy load as in one under light load.
+    The root of that spread divides the differences, so that both have a say.
+    """
+    return ((paid - paid.mean(0)) / (paid.std(0) + 1e-3) ** 0.5).mean(1)
+
+
+class Agent(nn.Module):
+    """The weights (K,) of one linear router."""
+
+    weights: Tensor
+
+    def __init__(self, weights: NDArray[np.float64], fixed_experts: bool) -> None:
+        super().__init__()
+        self.fixed_experts = fixed_experts
+        self.register_buffer("weights", torch.as_tensor(weights, dtype=torch.float32))
+
+
+class Router(BasePolicy):
+    """The router of one system."""
+
+    env_view = "graph"
+
+    def __init__(self, system: Any, task: Task, agent: Agent) -> None:
+        self.name, self.scores, self.agent = task.name, task.scores(system), agent
+
+    def act(self, observation: Any, action_mask: Any) -> NDArray[np.int64]:
+        """The best legal action of every observation."""
+        mask = np.asarray(action_mask)
+        weights = self.agent.weights.numpy()[None].repeat(len(mask), 0)
+        return choose(self.scores(weights, observation), mask)
+
+
+def save_policy(agent: Agent, args: Args, path: Path) -> None:
+    """Weights and arguments in one safetensors file."""
+    meta = {"agent": "cem", "args": json.dumps(asdict(args))}
+    checkpoint.write_checkpoint(agent, meta, path)
+
+
+def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
+    """The policy of a checkpoint, see `servegym.agents.lib.checkpoint`."""
+    args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
+    task = task_of(args.env_id, args.set)
+    system = system or task.System.from_kwargs(**task.env_kwargs)
+    fixed = isinstance(task, OneFleet)
+    first = task.first_weights(system)
+    if fixed and len(weights["weights"]) != len(first):
+        experts = (len(weights["weights"]) - 2) // 3
+        raise ValueError(f"made for {experts} experts, got {system.num_experts}")
+    agent = Agent(first, fixed)
+    checkpoint.load_weights(agent, weights)
+    drawn, given = isinstance(system, FleetSystem), {"task": task, "agent": agent}
+    router = PerFleet(Router, system, given) if drawn else Router(system, **given)
+    return CheckpointPolicy(task.name, "graph", args, agent, router.act, task.env_kwargs)
+
+
+def complete(args: Args, task: Task) -> Args:
+    """The arguments with the usual numbers where they are 0.
+
+    Raises:
+        ValueError: If one is out of range, by name.
+    """
+    names = (
+        "total_timesteps population worlds episodes eval_every eval_worlds eval_episodes".split()
+    )
+    usual = dict(zip(names, task.defaults, strict=True))
+    args = replace(args, **{name: getattr(args, name) or usual[name] for name in names})
+    for name in names:
+        at_least(name, getattr(args, name), int(2 / ELITE) if name == "population" else 1)
+    if args.episodes > args.worlds:
+        raise ValueError(f"episodes is {args.episodes}; allowed is up to worlds, {args.worlds}")
+    return args
+
+
+def train(args: Args) -> Path:
+    """Search and return the run's folder (metrics.jsonl, best.safetensors, last.safetensors)."""
+    task = task_of(args.env_id, args.set)
+    args = complete(args, task)
+    size, total = args.population, args.total_timesteps
+    torch.set_num_threads(args.torch_threads)
+    pool = open_pool(args.workers, args.ray)
+    run = Path(args.out_dir) / (args.run_name or f"{task.name}_{args.seed}")
+    mean = task.first_weights(task.System.from_kwargs(**task.env_kwargs))
+    agent = Agent(mean, isinstance(task, OneFleet))
+    spread, step, best, log_size = np.full_like(mean, task.spread), 0, -np.inf, 0
+    rng = np.random.default_rng([args.seed, 5])
+    saved = load_snapshot(args.resume, run / "snapshot.pt")
+    if saved is not None:
+        mean, spread, step, best, log_size = saved["state"]
+        rng.bit_generator.state = saved["rng"]
+    log, where = RunLog(run, args, task.name, step, log_size), (args.env_id, args.set)
+    while step < total:
+        # Draw, play the same episodes, and move to the best.
+        drawn = mean + spread * rng.standard_normal((size, len(mean)))
+        streams = rng.choice(args.worlds, args.episodes, replace=False)
+        seed, candidates = int(rng.integers(1 << 31)), drawn.astype(np.float32)
+        jobs = [(candidates, *where, int(stream), [seed]) for stream in streams]
+        each, before = np.zeros((size, args.episodes)), step
+        for at, (paid, decisions) in run_jobs(play, jobs, pool):
+            each[:, at], step = paid[:, 0], step + decisions
+        elite = drawn[np.argsort(-fitness(each))[: int(size * ELITE)]]
+        mean = mean + STEP * (elite.mean(0) - mean)
+        widened = max(0.0, 1 - before / total / WIDENED_UNTIL)
+        spread = spread + STEP * (elite.std(0) - spread) + task.widened * widened
+
+        # Log, evaluate and save.
+        metrics = {"charts/SPS": log.advance(step), "charts/spread": float(spread.mean())}
+        metrics[f"charts/{task.metric}"] = float(each.mean())
+        if interval_passed(args.eval_every, before, step) or step >= total:
+            one, seeds = mean[None].astype(np.float32), list(range(args.eval_episodes))
+            streams = [VALIDATION + k for k in range(args.eval_worlds)]
+            jobs = [(one, *where, stream, seeds) for stream in streams]
+            found = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
+            result = {f"eval/{task.metric}_{k}": found[k] for k in range(len(jobs))}
+            result[f"eval/{task.metric}"] = score = float(np.mean(list(result.values())))
+            metrics |= result
+            log.bar.console.print(f"step {step}: {task.metric} {score:.4f}")
+            agent.weights.copy_(torch.as_tensor(mean))
+            write = partial(save_policy, agent, args)
+            best = checkpoint.save_best_and_last(write, args, run, score, best)
+        log.write(step, metrics)
+        state = (mean, spread, step, best, log.size)
+        save_snapshot(run / "snapshot.pt", state=state, rng=rng.bit_generator.state)
+    log.close()
+    if pool is not None:
+        pool.shutdown()
+    return run
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args, config=(tyro.conf.FlagConversionOff,)))

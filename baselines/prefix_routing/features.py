@@ -1,0 +1,121 @@
+"""What a learned router of prefix routing reads, and a linear index over it.
+
+Features are scaled by what a replica can do and the request may take: prefills count in shares of
+the objective of the time to first token, contexts in shares of the KV memory, so that the same
+weights mean the same on two cards and on sixteen. Dynamo's cost and LMetric's are close to special
+cases of the index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servegym.baselines.protocol import Observation
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+
+Floats = NDArray[np.floating[Any]]
+
+FEATURES = (
+    "prefill",  # s of the uncached part of the prompt / TTFT objective
+    "matched",  # s that the match saves / TTFT objective
+    "backlog",  # s of the prefills in flight / TTFT objective
+    "late",  # what prefill and backlog are over the objective
+    "context",  # tokens in flight / KV memory
+    "blocks",  # the same, shared ones counted once
+    "full",  # what blocks and the prompt are over the memory
+    "in_flight",  # requests / 32
+    "queue",  # requests in flight beyond those that run at once / 32
+    "waiting",  # requests / 8, scraped
+    "kv_usage",  # scraped
+    "session",  # the session's last request went there
+    "share",  # matched share of the prompt
+    "old_match",  # that share x log(1 + s since the match was used)
+    "full_match",  # that share x blocks
+    "hot_match",  # that share x the tenant's share of the recent requests
+    "index_fill",
+    "ttft",  # moving average / objective
+    "ttft_error",  # of the expectation / objective
+    "tpot",  # moving average / objective
+    "lmetric",  # prefill x in_flight
+    "log_prefill",
+    "log_in_flight",
+)
+"""What the index reads of a replica; the times are clipped at `MOST` objectives."""
+F = len(FEATURES)
+MOST = 8.0
+_AT = {name: k for k, name in enumerate(REPLICA_FEATURES)}
+_ASKED = {name: k for k, name in enumerate(REQUEST_FEATURES)}
+
+
+def features(seen: Observation, block_size: int) -> tuple[Floats, Floats]:
+    """What the index reads: of the replicas (B, N, 23), and the load (B,) of all together.
+
+    Args:
+        seen: Dict observation of the environment, with a leading axis of B.
+        block_size: Tokens of a KV block.
+    """
+    of, asked = seen["replicas"], seen["request"]
+    prompt = asked[:, _ASKED["prompt_tokens"], None]
+    heat = asked[:, _ASKED["tenant_heat"], None]
+    ttft = np.maximum(asked[:, _ASKED["ttft_slo_s"], None], 1e-3)
+    tpot = np.maximum(asked[:, _ASKED["tpot_slo_s"], None], 1e-4)
+    speed = np.maximum(of[:, :, _AT["prefill_tokens_per_s"]], 1.0) * ttft  # tokens an objective
+    memory = np.maximum(of[:, :, _AT["kv_tokens"]], 1.0)
+    match, share = of[:, :, _AT["match_tokens"]], of[:, :, _AT["match_share"]]
+    in_flight = of[:, :, _AT["in_flight"]]
+    x = np.empty((*match.shape, F), np.float32)
+    x[..., 0] = np.minimum((prompt - match) / speed, MOST)
+    x[..., 1] = np.minimum(match / speed, MOST)
+    x[..., 2] = np.minimum(of[:, :, _AT["prefill_tokens"]] / speed, MOST)
+    x[..., 3] = np.maximum(x[..., 0] + x[..., 2] - 1.0, 0.0)
+    x[..., 4] = np.minimum(of[:, :, _AT["context_tokens"]] / memory, MOST)
+    x[..., 5] = np.minimum(of[:, :, _AT["decode_blocks"]] * block_size / memory, MOST)
+    x[..., 6] = np.clip(x[..., 5] + prompt / memory - 1.0, 0.0, MOST)
+    x[..., 7] = in_flight / 32
+    x[..., 8] = np.maximum(in_flight - of[:, :, _AT["max_num_seqs"]], 0.0) / 32
+    x[..., 9] = np.minimum(of[:, :, _AT["waiting"]] / 8, MOST)
+    x[..., 10] = of[:, :, _AT["kv_usage"]]
+    x[..., 11] = of[:, :, _AT["session_replica"]]
+    x[..., 12] = share
+    x[..., 13] = share * np.log1p(of[:, :, _AT["match_age_s"]])
+    x[..., 14] = share * x[..., 5]
+    x[..., 15] = share * heat
+    x[..., 16] = of[:, :, _AT["index_fill"]]
+    x[..., 17] = np.minimum(of[:, :, _AT["ttft_s"]] / ttft, MOST)
+    x[..., 18] = np.clip(of[:, :, _AT["ttft_error_s"]] / ttft, -MOST, MOST)
+    x[..., 19] = np.minimum(of[:, :, _AT["tpot_s"]] / tpot, MOST)
+    x[..., 20] = x[..., 0] * x[..., 7]
+    x[..., 21] = np.log(x[..., 0] + 0.01)
+    x[..., 22] = np.log1p(in_flight)
+    up = of[:, :, _AT["up"]]
+    load = ((x[..., 2] + x[..., 5]) * up).sum(1) / np.maximum(up.sum(1), 1.0)
+    return x, np.minimum(load, 2.0)
+
+
+def first_weights() -> NDArray[np.float64]:
+    """The index (46,) that a search begins with: Dynamo's cost with one set of tuned constants.
+
+    Its cost in blocks, 5.4 (prefill tokens in flight + L - 2.6 m) / 16 + decode blocks + .2 x
+    requests in flight, over 5.4 / 16 and the tokens that an H100 prefills in 1.1 s.
+    """
+    weights = np.zeros(2 * F)
+    tokens = 48_500 * 1.1
+    weights[FEATURES.index("prefill")] = -1.0
+    weights[FEATURES.index("matched")] = 1.6
+    weights[FEATURES.index("backlog")] = -1.0
+    weights[FEATURES.index("blocks")] = -455_000 / 5.4 / tokens
+    weights[FEATURES.index("in_flight")] = -32 * 0.2 * 16 / 5.4 / tokens
+    return weights
+
+
+def index_values(weights: Floats, seen: Observation, block_size: int) -> Floats:
+    """Values (B, N) of the replicas for the next request by an index (B, 46) a row.
+
+    A weight of each feature, then one of each feature times the load of all replicas.
+    """
+    x, load = features(seen, block_size)
+    own = weights[:, :F] + weights[:, F:] * load[:, None]
+    return np.einsum("bnf,bf->bn", x, own)

@@ -1,0 +1,155 @@
+"""Features and index of prefix routing against slow references; cells."""
+
+import numpy as np
+import pytest
+
+from servegym.baselines.prefix_routing import cells, features
+from servegym.baselines.prefix_routing.cells import KINDS, begin_alike, draw_cell, problem_of
+from servegym.baselines.prefix_routing.dynamo import Dynamo, DynamoRows
+from servegym.baselines.prefix_routing.policy import view_of
+from servegym.baselines.prefix_routing.system import PrefixSystem
+from servegym.envs.prefix_routing.core import PrefixBatch
+from servegym.envs.prefix_routing.kernel.observation import REPLICA_FEATURES, REQUEST_FEATURES
+
+SMALL = {
+    "workload": "tenants",
+    "workload_kwargs": {
+        "groups": 20,
+        "prefix_tokens": 2000,
+        "question_tokens": [100, 600],
+        "output_tokens": [20, 100],
+        "questions": "fresh",
+        "order": "random",
+    },
+    "profiles": [{"card": card, "model": "llama-3.1-8b"} for card in ("h100", "l40s", "l40s")],
+    "kv_tokens": 60_000,
+    "max_num_seqs": 16,
+    "scrape_s": 1.0,
+    "rate": 30.0,
+    "warmup_requests": 40,
+    "episode_requests": 60,
+}
+
+
+def batch_of(rows=3, **changes):
+    batch = PrefixBatch(problem_of(SMALL | changes), rows)
+    for row in range(rows):
+        batch.draw(row, np.random.default_rng(row))
+    batch.begin(np.ones(rows, np.int8))
+    return batch
+
+
+def slow_features(seen, row, n, block_size):
+    """The features of a replica one by one, from their descriptions."""
+    of = dict(zip(REPLICA_FEATURES, seen["replicas"][row, n].astype(float), strict=True))
+    asked = dict(zip(REQUEST_FEATURES, seen["request"][row].astype(float), strict=True))
+    objective = asked["ttft_slo_s"]
+    per_s = of["prefill_tokens_per_s"]
+    prefill = min((asked["prompt_tokens"] - of["match_tokens"]) / per_s / objective, 8)
+    backlog = min(of["prefill_tokens"] / per_s / objective, 8)
+    blocks = min(of["decode_blocks"] * block_size / of["kv_tokens"], 8)
+    share = of["match_share"]
+    return {
+        "prefill": prefill,
+        "matched": min(of["match_tokens"] / per_s / objective, 8),
+        "backlog": backlog,
+        "late": max(prefill + backlog - 1, 0),
+        "context": min(of["context_tokens"] / of["kv_tokens"], 8),
+        "blocks": blocks,
+        "full": min(max(blocks + asked["prompt_tokens"] / of["kv_tokens"] - 1, 0), 8),
+        "in_flight": of["in_flight"] / 32,
+        "queue": max(of["in_flight"] - of["max_num_seqs"], 0) / 32,
+        "waiting": min(of["waiting"] / 8, 8),
+        "kv_usage": of["kv_usage"],
+        "session": of["session_replica"],
+        "share": share,
+        "old_match": share * np.log1p(of["match_age_s"]),
+        "full_match": share * blocks,
+        "hot_match": share * asked["tenant_heat"],
+        "index_fill": of["index_fill"],
+        "ttft": min(of["ttft_s"] / objective, 8),
+        "ttft_error": np.clip(of["ttft_error_s"] / objective, -8, 8),
+        "tpot": min(of["tpot_s"] / asked["tpot_slo_s"], 8),
+        "lmetric": prefill * of["in_flight"] / 32,
+        "log_prefill": np.log(prefill + 0.01),
+        "log_in_flight": np.log1p(of["in_flight"]),
+    }
+
+
+def test_features_are_what_they_say():
+    batch, every = batch_of(rate=200.0, scrape_s=0.05, kv_tokens=12_000), np.ones(3, np.int8)
+    rng, met = np.random.default_rng(0), np.zeros(features.F)
+    for _ in range(50):
+        seen = batch.observation
+        found, load = features.features(seen, batch.problem.block_size)
+        row, n = rng.integers(3, size=2)
+        slow = slow_features(seen, row, n, batch.problem.block_size)
+        assert tuple(slow) == features.FEATURES
+        np.testing.assert_allclose(found[row, n], list(slow.values()), rtol=2e-5, atol=2e-6)
+        up = [slow_features(seen, row, k, batch.problem.block_size) for k in range(3)]
+        mean = np.mean([one["backlog"] + one["blocks"] for one in up])
+        assert load[row] == pytest.approx(min(mean, 2.0), rel=1e-4)
+        met += found[row, n] != 0
+        batch.step(rng.integers(3, size=3), every)
+    assert (met > 0).all(), dict(zip(features.FEATURES, met, strict=True))
+
+
+def test_dynamos_cost_by_rows_is_the_rule():
+    batch, every = batch_of(), np.ones(3, np.int8)
+    constants = np.array([[1.0, 1.0, 0.0], [5.4, 2.6, 0.2], [20.0, 2.0, 100.0]])
+    system = PrefixSystem.from_problem(batch.problem)
+    rows = DynamoRows(constants, system.block_size)
+    rules = [Dynamo(a, b, request_weight=c) for a, b, c in constants]
+    for _ in range(60):
+        seen, mask = batch.observation, batch.action_mask
+        action = rows(seen, mask)
+        for row, rule in enumerate(rules):
+            view = view_of(seen, row, mask[row], system, np.random.default_rng(0))
+            cost = rule.costs(view)
+            assert cost[action[row]] == cost.min()
+        batch.step(action, every)
+
+
+def test_the_first_index_is_dynamos_cost_where_cards_are_alike():
+    cards = [{"card": "h100", "model": "llama-3.1-8b"}] * 3
+    batch, every = batch_of(profiles=cards, kv_tokens=455_000), np.ones(3, np.int8)
+    index = np.float32(features.first_weights())[None]
+    dynamo = DynamoRows(np.array([[5.4, 2.6, 0.2]]), 16)
+    same = []
+    for _ in range(60):
+        action = dynamo(batch.observation, batch.action_mask)
+        same += (features.index_values(index, batch.observation, 16).argmax(1) == action).tolist()
+        batch.step(action, every)
+    assert np.mean(same) > 0.9
+
+
+def test_rows_begin_alike():
+    batch = PrefixBatch(problem_of(SMALL), 3)
+    begin_alike(batch, np.random.default_rng(7))
+    alone = PrefixBatch(problem_of(SMALL), 1)
+    alone.draw(0, np.random.default_rng(7))
+    alone.begin(np.ones(1, np.int8))
+    for name, part in batch.observation.items():
+        for row in range(3):
+            np.testing.assert_array_equal(part[row], alone.observation[name][0])
+
+
+def test_cells_are_drawn_of_every_kind_and_are_environments():
+    for kind in KINDS:
+        first, again, other = (draw_cell(kind, np.random.default_rng(seed)) for seed in (1, 1, 2))
+        assert first == again != other
+        problem_of(first | {"rate": 1.0, "episode_requests": 5, "warmup_requests": 0})
+
+
+def test_the_knee_is_where_the_best_reference_keeps_the_share(monkeypatch):
+    met = {"calls": 0}
+
+    def reference(cell, rate, seed):
+        met["calls"] += 1
+        return 0.9 * float(np.clip(1.5 - rate / 40.0, 0.0, 1.0))
+
+    monkeypatch.setattr(cells, "best_reference", reference)
+    cell = {"workload": "tenants", "profiles": [{}] * 4}
+    found = cells.at_the_knee(cell, 0.75, 0)
+    assert found["rate"] == pytest.approx(30.0, rel=0.1)
+    assert met["calls"] < 12
