@@ -10,7 +10,7 @@ before the held-out cells are looked at. The names of their tables begin with ``
 ``one_policy_validation``.
 
 - ``one_policy_joint``: each rule's constants for all cells. Dynamo's cost, the strongest rule in
-  `tuned_rules`, is searched for on the training cells of `servegym.agents.prefix_search` by the
+  `tuned_rules`, is searched for on the training cells of `servegym.agents.cem` by the
   same method (three constants instead of 46 weights: half of the candidates, a quarter of the
   decisions); the others take the best of the published constants and 59 other points on the
   training's validation cells.
@@ -39,24 +39,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from servegym.agents import load_policy, prefix_search
+from servegym.agents import load_policy
+from servegym.agents.cem import ELITE, STEP, WIDENED_UNTIL, Cells, choose, fitness
 from servegym.agents.lib.checkpoint import shipped
-from servegym.agents.lib.cross_entropy import ELITE, STEP, fitness
-from servegym.agents.lib.prefix_cells import (
+from servegym.baselines.prefix_routing import RULES
+from servegym.baselines.prefix_routing.cells import (
     IDLE,
+    VALIDATION,
     Cell,
     Decide,
     attainment,
     begin_alike,
+    cell_of,
     problem_of,
     rules_decide,
 )
-from servegym.baselines.prefix_routing import RULES
 from servegym.baselines.prefix_routing.dynamo import DynamoRows
+from servegym.baselines.prefix_routing.features import first_weights, index_values
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.experiments.figures.prefix.held_out_cells import held_out_cells
-from servegym.experiments.figures.prefix.own_index import GENERATIONS, POPULATION, search
+from servegym.experiments.figures.prefix.own_index import GENERATIONS, POPULATION, play, search
 from servegym.experiments.figures.prefix.tuned_rules import PLAIN, SPACES, STAGES, points
 from servegym.experiments.figures.run import (
     FigureOptions,
@@ -108,8 +111,8 @@ class Options(FigureOptions):
     def cells(self) -> list[Cell]:
         """The cells of the set, or the first of them."""
         if self.set == 0:
-            streams = range(1 if self.quick else prefix_search.Args.eval_cells)
-            return [prefix_search.cell_of(prefix_search.VALIDATION + k) for k in streams]
+            streams = range(1 if self.quick else Cells.defaults[5])
+            return [cell_of(VALIDATION + k) for k in streams]
         return held_out_cells(self.set)[: 1 if self.quick else None]
 
     def table(self, part: str) -> str:
@@ -167,7 +170,7 @@ def dynamo_for_all(cells: Sequence[Cell], decisions: int, population: int, each:
         )
         elite = drawn[np.argsort(-fitness(met))[: int(population * ELITE)]]
         centre = centre + STEP * (elite.mean(0) - centre)
-        widened = max(0.0, 1 - step / decisions / prefix_search.WIDENED_UNTIL)
+        widened = max(0.0, 1 - step / decisions / WIDENED_UNTIL)
         spread = spread + STEP * (elite.std(0) - spread) + WIDENED * widened
         step += population * sum(cell["episode_requests"] for cell in chosen)
         print(f"{step} decisions: {np.exp(centre).round(3).tolist()}, {met.mean():.4f}", flush=True)
@@ -177,18 +180,16 @@ def dynamo_for_all(cells: Sequence[Cell], decisions: int, population: int, each:
 def joint(options: Options) -> None:
     """``one_policy_joint``: constants of each rule for all cells."""
     table = Table(options.out / "one_policy_joint.csv", ("rule",), load=not options.quick)
-    args = prefix_search.Args()
+    total, population, count, each, _, validation, _ = Cells.defaults
     if options.quick:
-        args.cells, args.eval_cells, args.cells_per_generation = 2, 2, 2
-        args.total_timesteps, args.population = 4, 20
-    cells, unseen = prefix_search.draw_cells(args, None)
+        total, population, count, each, validation = 4, 20, 2, 2, 2
+    cells = [cell_of(k) for k in range(count)]
+    unseen = [cell_of(VALIDATION + k) for k in range(validation)]
     for (rule,) in table.missing([(rule,) for rule in SPACES]):
         if rule == RULE:
-            found = dynamo_for_all(
-                cells, args.total_timesteps // 4, args.population // 2, args.cells_per_generation
-            )
+            found = dynamo_for_all(cells, total // 4, population // 2, each)
             best = dict(zip(CONSTANTS, (float(f"{x:.4g}") for x in found), strict=True))
-            chosen, trials = best, args.total_timesteps // 4
+            chosen, trials = best, total // 4
         else:
             tried = points(rule)[: 3 if options.quick else None]
             reached = [
@@ -252,21 +253,14 @@ def _best_points(rows: Sequence[Row], cell: int) -> dict[str, Mapping[str, float
 
 
 class Trained(NamedTuple):
-    """An index of a training, or that at the start.
-
-    Attributes:
-        arm: What its training has in common with others but for the seed.
-        weights: (81,); 0 where the arm has fewer.
-        memory: Requests that its statistics average over.
-    """
+    """An index of a training, or that at the start: what it has in common, and weights (46,)."""
 
     arm: str
     weights: NDArray[np.float32]
-    memory: int
 
 
 def indexes(folder: Path) -> list[Trained]:
-    """The trainings in a folder, those that remember most first, and the index at the start.
+    """The trainings in a folder and the index at the start.
 
     Raises:
         FileNotFoundError: There is none.
@@ -274,21 +268,14 @@ def indexes(folder: Path) -> list[Trained]:
     paths = sorted(folder.glob("prefix_search_*/best.safetensors"))
     if not paths:
         raise FileNotFoundError(f"no prefix_search_SEED/best.safetensors in {folder}: train first")
-    size = len(prefix_search.first_weights(1))
-    found = [Trained(START, prefix_search.first_weights(1).astype(np.float32), 0)]
-    for policy in map(load_policy, paths):
-        memory, weights = policy.args.memory, policy.net.weights.numpy()
-        padded = np.pad(weights, (0, size - len(weights)))
-        found.append(Trained(f"prefix_search, memory {memory}", padded, memory))
-    return sorted(found, key=lambda one: (one.arm == START, -one.memory))
+    found = [Trained("prefix_search", load_policy(path).net.weights.numpy()) for path in paths]
+    return [*found, Trained(START, first_weights().astype(np.float32))]
 
 
-def indexes_decide(trained: Sequence[Trained], problem: Any) -> prefix_search.Index:
+def indexes_decide(trained: Sequence[Trained], problem: Any) -> Decide:
     """One index a row."""
-    memory = np.array([max(one.memory, 1) for one in trained])
-    return prefix_search.Index(
-        np.stack([one.weights for one in trained]), problem.block_size, memory
-    )
+    weights, size = np.stack([one.weights for one in trained]), problem.block_size
+    return lambda seen, mask: choose(index_values(weights, seen, size), mask)
 
 
 def measured(options: Options) -> None:
@@ -394,7 +381,7 @@ def own(options: Options) -> None:
     """``one_policy_own``: an index of the cell's own where the shipped one is far behind."""
     rows = Table(options.out / f"{options.table('')}.csv", ("cell", "policy", "kind")).rows
     weights = load_policy(shipped("prefix_routing")["prefix_search"]).net.weights.numpy()
-    first = weights[: len(prefix_search.first_weights())].astype(np.float64)
+    first = weights[: len(first_weights())].astype(np.float64)
     generations, population = (1, 10) if options.quick else (GENERATIONS, POPULATION)
     found = []
     for at, cell in enumerate(options.cells()):
@@ -408,7 +395,7 @@ def own(options: Options) -> None:
         weights = search(apart, first, generations, population)
         both = np.stack([first, weights]).astype(np.float32)
         seeds = [EVAL_SEED + k for k in range(options.episodes)]
-        reached = 100 * np.array([prefix_search.play(both, cell, seed) for seed in seeds])
+        reached = 100 * np.array([play(both, cell, seed) for seed in seeds])
         gain = _rounded(paired_difference(reached[:, 1], reached[:, 0], mean))
         row = {"cell": at, "best_tuned": rule["policy"], "tuned": rule["attainment"]}
         row |= {"index": round(float(reached[:, 0].mean()), 2)}
@@ -427,7 +414,7 @@ def searches(options: Options) -> None:
         for line in (path.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             logged = json.loads(line)
             if "eval/attainment" in logged:
-                row = {"memory": args.memory, "seed": args.seed, "decisions": logged["global_step"]}
+                row = {"seed": args.seed, "decisions": logged["global_step"]}
                 rows.append(row | {"attainment": round(100 * logged["eval/attainment"], 2)})
     save(options, "one_policy_searches", rows)
 

@@ -8,47 +8,16 @@ pytest.importorskip("tyro")
 pytest.importorskip("safetensors")
 pytest.importorskip("rich")
 
-from servegym.agents import prefix_search  # noqa: E402
-from servegym.agents.lib.prefix_cells import begin_alike, problem_of  # noqa: E402
-from servegym.envs.prefix_routing.core import PrefixBatch  # noqa: E402
+from servegym.baselines.prefix_routing.features import first_weights  # noqa: E402
 from servegym.experiments.figures.prefix import one_policy, own_index  # noqa: E402
 from servegym.experiments.output import read_rows  # noqa: E402
 
 CELL = {"num_replicas": 3, "rate": 40.0, "episode_requests": 30, "warmup_requests": 20}
 
 
-def trained(folder, memory, seed):
-    agent = prefix_search.Agent(memory)
-    agent.weights.normal_(generator=torch.Generator().manual_seed(seed))
-    run = folder / f"prefix_search_{memory}_{seed}"
-    run.mkdir()
-    args = prefix_search.Args(memory=memory, seed=seed)
-    prefix_search.save_policy(agent, args, run / "best.safetensors")
-    return agent.weights.numpy()
-
-
-def test_trainings_are_read_by_arm_and_play_as_alone(tmp_path):
+def test_without_trainings_it_says_what_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="train first"):
         one_policy.indexes(tmp_path)
-    weights = [trained(tmp_path, memory, seed) for memory, seed in ((0, 1), (1, 2), (8, 3), (8, 4))]
-    found = one_policy.indexes(tmp_path)
-    assert [one.memory for one in found] == [8, 8, 1, 0, 0]
-    assert found[-1].arm == one_policy.START
-    batch = PrefixBatch(problem_of(CELL), 5)
-    begin_alike(batch, np.random.default_rng(0))
-    beside = one_policy.indexes_decide(found, batch.problem)
-    alone = [
-        prefix_search.Index(own[None], batch.problem.block_size, memory)
-        for own, memory in zip(
-            [weights[2], weights[3], weights[1], weights[0]], (8, 8, 1, 0), strict=True
-        )
-    ]
-    for _ in range(20):
-        values = beside.values(batch.observation)
-        for row, index in enumerate(alone):
-            own = {name: part[row : row + 1] for name, part in batch.observation.items()}
-            np.testing.assert_allclose(values[row], index.values(own)[0], rtol=1e-4, atol=1e-4)
-        batch.step(values.argmax(1), np.ones(5, np.int8))
 
 
 def test_the_summary_is_over_trainings_episodes_and_cells():
@@ -87,7 +56,7 @@ def test_the_summary_is_over_trainings_episodes_and_cells():
 
 
 def test_an_index_of_its_own_is_searched_for_from_the_given_one():
-    first = prefix_search.first_weights()
+    first = first_weights()
     found = own_index.search(CELL, first, 1, 10)
     assert found.shape == first.shape and 0 < np.abs(found - first).max() < 1
     np.testing.assert_array_equal(found, own_index.search(CELL, first, 1, 10))
