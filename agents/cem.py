@@ -16,7 +16,6 @@ The environment says what the scores read and where episodes come from, see `Tas
 
 ``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
 same.
-
 Neighbour: `baseline_rl` learns a network over Eq. 7 with soft actor-critic.
 ``python agents/cem.py --help`` lists the options.
 """
@@ -57,8 +56,7 @@ from servegym.envs.llm_routing.core import RoutingBatch
 from servegym.envs.prefix_routing.core import PrefixBatch
 
 Floats = NDArray[np.float32]
-Scores = Callable[[Floats, Any], Floats]
-"""Scores (B, A) of the actions from weights (B, K), a row for each of a batch of observations."""
+Scores = Callable[[Floats, Any], Floats]  # (B, A) from weights (B, K) and observations
 
 ROUTING_ID, PREFIX_ID = "servegym/LLMRouting-v1", "servegym/PrefixRouting-v0"
 ELITE = 0.2  # share of a generation that the distribution moves to ...
