@@ -17,7 +17,6 @@ The environment says what the scores read and where episodes come from, see `Tas
 ``--workers`` plays the episodes in as many processes, ``--ray`` on a Ray cluster; the result is the
 same.
 Neighbour: `baseline_rl` learns a network over Eq. 7 with soft actor-critic.
-``python agents/cem.py --help`` lists the options.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Task:
     defaults: tuple[int, ...]  # of the numbers in `Args`
     spread: float  # standard deviation of every weight at first
     widened: float  # standard deviation that each generation adds at first
-    metric, paid = "avg_qos", 2
+    logged, paid = ("charts/avg_qos", "eval/avg_qos"), 2
     Batch: Any = RoutingBatch
     System: Any = RoutingSystem
 
@@ -201,7 +200,8 @@ class DrawnFleets(Task):
 class Cells(Task):
     """Any replicas that cache prefixes, valued by the same index."""
 
-    name, metric, paid, spread, widened = "prefix_search", "attainment", 1, 0.4, 0.03
+    name, paid, spread, widened = "prefix_search", 1, 0.4, 0.03
+    logged = "charts/attainment", "eval/attainment"
     defaults = (16_000_000, 40, 63, 9, 2_000_000, 14, 4)
     Batch, System = PrefixBatch, PrefixSystem
 
@@ -374,16 +374,16 @@ def train(args: Args) -> Path:
 
         # Log, evaluate and save.
         metrics = {"charts/SPS": log.advance(step), "charts/spread": float(spread.mean())}
-        metrics[f"charts/{task.metric}"] = float(each.mean())
+        metrics[task.logged[0]] = float(each.mean())
         if interval_passed(args.eval_every, before, step) or step >= total:
             one, seeds = mean[None].astype(np.float32), list(range(args.eval_episodes))
             streams = [VALIDATION + k for k in range(args.eval_worlds)]
             jobs = [(one, *where, stream, seeds) for stream in streams]
             found = {at: float(paid.mean()) for at, (paid, _) in run_jobs(play, jobs, pool)}
-            result = {f"eval/{task.metric}_{k}": found[k] for k in range(len(jobs))}
-            result[f"eval/{task.metric}"] = score = float(np.mean(list(result.values())))
+            result = {f"{task.logged[1]}_{k}": found[k] for k in range(len(jobs))}
+            result[task.logged[1]] = score = float(np.mean(list(result.values())))
             metrics |= result
-            log.bar.console.print(f"step {step}: {task.metric} {score:.4f}")
+            log.bar.console.print(f"step {step}: {task.logged[1]} {score:.4f}")
             agent.weights.copy_(torch.as_tensor(mean))
             write = partial(save_policy, agent, args)
             best = checkpoint.save_best_and_last(write, args, run, score, best)

@@ -2,18 +2,14 @@
 
 In some of the states that the router meets, a few actions are tried on copies of the simulator that
 share their future; a router in the field has no such copies. A heuristic, later the policy itself,
-decides the requests after them, and the difference of the rewards is a label: how much better one
-action was, with far less noise than a return has. A network regresses on the labels from the
-observation, which averages over the futures that a router cannot know; the policy takes the best
-action. That is approximate policy iteration by rollouts (Bertsekas, Tsitsiklis 1996; Lagoudakis,
-Parr, ICML 2003).
+decides the requests after them, and the difference of the rewards is a label with far less noise
+than a return has. A network regresses on the labels; the policy takes the best action. That is
+approximate policy iteration by rollouts (Lagoudakis, Parr, ICML 2003).
 
 The network values one expert at a time and reads its latency law and the requirement L, so that one
-set of weights serves any fleet, number of experts and L; ``--mixture`` trains on several together.
-``--ray`` plays the rollouts on a Ray cluster.
+set of weights serves any fleet; ``--mixture`` trains on several together.
 
-Neighbours: `ppo_sets` has the same features and network and learns from the rewards of the actions
-taken. ``python agents/rpi.py --help`` lists the options.
+Neighbour: `ppo_sets`, the same network, learns from the rewards of the actions taken.
 """
 
 from __future__ import annotations
@@ -67,8 +63,7 @@ WIDTH = 64  # of every hidden layer
 LABEL_EVERY = 5  # decisions of every environment between two labelled states
 EXPLORE = 0.15  # share of random legal actions between them
 EPOCHS, BATCH_SIZE = 6, 256  # of a fit: passes over the labels, labels in a minibatch
-LEARNING_RATE = 2e-3  # of AdamW at the start of a fit, falling linearly to zero
-WEIGHT_DECAY = 1e-4
+LEARNING_RATE, WEIGHT_DECAY = 2e-3, 1e-4  # of AdamW; the first falls linearly to zero in a fit
 HOLDOUT = 0.1  # share of the labels, the latest ones, that a fit leaves out and is measured on
 EVAL_REQUESTS = 500  # per episode of an evaluation
 
@@ -111,8 +106,7 @@ class Args(ResumableRunArgs):
 class Sets(nn.Module):
     """One small network over every expert and the sums of its queue.
 
-    An expert's input is its features and latency law, the arrived request's features, and mean and
-    maximum of those of its queued requests; the request's embedding is that of the mean expert.
+    An expert's input is its features, law and request, and mean and maximum of its queue's.
     """
 
     def __init__(self) -> None:
@@ -172,16 +166,11 @@ class Agent(nn.Module):
         self.model, system = model, model.system
         capacities = (system.running_capacity, system.waiting_capacity)
         self.layout = Layout(system.num_experts, *capacities)
-        # base_s, k1, k2 and seconds per sequence of Eq. 13/14, (N, 4)
         law = (system.estimator / (0.02, 1e-4, 5e-6, 1e-3)).astype(np.float32)
         self.law = torch.as_tensor(law, device=self.law.device)
 
     def rows(self, obs: Observation) -> NDArray[np.float16]:
-        """Flat rows of a batch of observations, of any capacities.
-
-        Raises:
-            ValueError: If the number of experts is not that of the agent's system.
-        """
+        """Flat rows of a batch of observations; ValueError for another number of experts."""
         experts, running = obs["running"].shape[1:3]
         if experts != len(self.law):
             raise ValueError(
@@ -200,9 +189,8 @@ class Agent(nn.Module):
     @torch.no_grad()
     def values(self, obs: Observation) -> NDArray[np.float32]:
         """Values (B, N + 1) of the actions, legal or not."""
-        return (
-            self(torch.as_tensor(self.rows(obs), device=self.law.device).float())[0].cpu().numpy()
-        )
+        rows = torch.as_tensor(self.rows(obs), device=self.law.device)
+        return self(rows.float())[0].cpu().numpy()
 
     def act(self, obs: Observation, mask: NDArray[Any]) -> NDArray[np.int64]:
         """The best legal action of every observation."""
@@ -280,11 +268,8 @@ class Labels:
 def fit(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str, float]:
     """Regress differences of values on differences of returns, both to the first action.
 
-    A minibatch is of one configuration; they take turns by chance, and each counts as much.
-
-    Returns:
-        Weighted mean squared errors on the held-out labels, after the fit, of the heuristic's
-        values, and of no difference at all.
+    Returns weighted mean squared errors on the held-out labels, after the fit, of the heuristic's
+    values, and of no difference at all. A minibatch is of one configuration.
     """
     every = [Labels(source, agent.law.device) for source in sources]
 
@@ -306,16 +291,10 @@ def fit(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str,
             nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-    nothing = [
-        (one.weight[:, None] * one.known * one.gain.square()).sum(1)[part]
-        for one in every
-        for part in one.held_out()
-    ]
-    return {
-        "losses/held_out": held_out(),
-        "losses/held_out_heuristic": start,
-        "losses/held_out_nothing": float(torch.cat(nothing).mean()),
-    }
+    squares = [(x.weight[:, None] * x.known * x.gain.square()).sum(1) for x in every]
+    nothing = [of[part] for of, x in zip(squares, every, strict=True) for part in x.held_out()]
+    metrics = {"losses/held_out": held_out(), "losses/held_out_heuristic": start}
+    return metrics | {"losses/held_out_nothing": float(torch.cat(nothing).mean())}
 
 
 def evaluate(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict[str, float]:
@@ -327,16 +306,9 @@ def evaluate(agent: Agent, sources: Sequence[Configuration], args: Args) -> dict
         results.append(evaluate_router(agent.act, ENV_ID, source.env_kwargs, *numbers))
     if len(sources) == 1:
         return results[0]
-    keys = [key for key in results[0] if "qos" in key]
-    means = {key: float(np.mean([result[key] for result in results])) for key in keys}
+    means = {k: float(np.mean([r[k] for r in results])) for k in results[0] if "qos" in k}
     each = {f"eval/avg_qos_point_{k}": r["eval/avg_qos"] for k, r in enumerate(results)}
     return each | means
-
-
-def save_policy(agent: Agent, args: Args, path: Path) -> None:
-    """Weights and arguments in one safetensors file."""
-    meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
-    checkpoint.write_checkpoint(agent, meta, path)
 
 
 def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) -> CheckpointPolicy:
@@ -344,8 +316,7 @@ def load(meta: Mapping[str, str], weights: Mapping[str, Tensor], system: Any) ->
     args = checkpoint.saved_args(Args, checkpoint.json_field(meta, "args"))
     env_kwargs = ENV | parse_settings(args.set)
     env_kwargs.pop("max_episode_steps", None)  # truncates the training alone
-    system = system or RoutingSystem.from_kwargs(**env_kwargs)
-    agent = Agent(system)
+    agent = Agent(system or RoutingSystem.from_kwargs(**env_kwargs))
     checkpoint.load_weights(agent, weights)
     return CheckpointPolicy("rpi", "graph", args, agent, agent.act, env_kwargs)
 
@@ -403,12 +374,12 @@ def train(args: Args) -> Path:
             metrics |= {"charts/SPS": log.sps, "charts/decisions": decisions}
             log.write(labels, metrics | result)
             agent.set_system(sources[0].model)
-            write = partial(save_policy, agent, args)
+            meta = {"agent": "rpi", "args": json.dumps(asdict(args))}
+            write = partial(checkpoint.write_checkpoint, agent, meta)
             best = checkpoint.save_best_and_last(write, args, run, result["eval/avg_qos"], best)
         if interval_passed(args.checkpoint_every, before, labels):
-            states = [
-                (one.envs, one.obs, one.mask, one.labels, one.rollouts.decisions) for one in sources
-            ]
+            every = ((s, s.rollouts.decisions) for s in sources)
+            states = [(s.envs, s.obs, s.mask, s.labels, count) for s, count in every]
             save_snapshot(
                 run / "snapshot.pt",
                 agent=agent.state_dict(),
