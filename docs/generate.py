@@ -417,6 +417,7 @@ mkdocs_gen_files.config["nav"] = [
         "Data": [
             {"Hardware": "hardware.md"},
             {"Activations": "activations.md"},
+            {"LLM routing": "routing.md"},
             {"Prefix routing": "prefix-routing.md"},
             {"Serverless partitioning": "serverless.md"},
             {"Expert placement": "placement.md"},

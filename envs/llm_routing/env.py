@@ -26,19 +26,17 @@ class LLMRoutingEnv(BatchEnv):
     N edge experts, each one LLM of about 7B parameters on one GPU behind an iteration-level
     scheduler, serve the requests that reach one access point. At the arrival of a request the
     router sends it to an expert or drops it. A request earns its quality score if its latency per
-    token stays within the requirement L (Eq. 1 of [1]): answers compete for the same iterations, so
-    every request that is let in slows the others down. Scores, lengths and latencies come from
-    recorded answers and measured kernels.
+    token stays within the requirement L (Eq. 1 of [1]); every request that is let in slows the others
+    down. Scores, lengths and latencies come from recorded answers and measured kernels.
 
-    All chance (arrival times, requests, and where they are ranges the rate and L) is drawn at
-    reset; the engine is deterministic. The observation at time t knows nothing of an iteration that
-    ends after t.
+    All chance is drawn at reset; the engine is deterministic. The observation at time t knows nothing of
+    an iteration that ends after t. `docs/routing.md` has fleets, failures, old states, the keywords of
+    arrivals, catalogs and predictors, and the columns of `requests_file`.
 
     ## Action Space
 
-    `Discrete(N + 1)`: 0 drops the request, n sends it to expert n. `info["action_mask"]` (int8) is 0
-    for an expert whose waiting queue is full or whose memory can never hold the request; sending
-    there is legal and the request is rejected.
+    `Discrete(N + 1)`: 0 drops the request, n sends it to expert n. `info["action_mask"]` (int8) is 0 for
+    an expert that would reject it: its waiting queue is full or its memory can never hold the request.
 
     ## Observation Space
 
@@ -56,12 +54,8 @@ class LLMRoutingEnv(BatchEnv):
     | `latency_requirement` | (1,) | L in s per token [0, 1] |
     | `load` | (3, 3) | over the last 8, 32 and 128 requests, this one included: mean gap between arrivals in s [0, 60] (0 before the second request), prompt tokens [0, 8192] and predicted output tokens [0, max_output_tokens], the latter two means over the experts' models |
 
-    A mean of `load` over h requests is that of all so far while they are fewer than h, then an
-    exponential average of weight 1/h. All of it is 0 once no request is left to route.
-
-    With `staleness_s` the rows of the experts and the mask show the system as it was that long before
-    t, decisions since then unseen, while the request, L and `load` are the present ones; the reward knows the
-    truth, and a request sent to an expert that has filled up since is rejected.
+    `load` is a mean of all requests while they are fewer than h, then an exponential average of weight
+    1/h; 0 once none is left to route.
 
     ## Rewards
 
@@ -71,141 +65,47 @@ class LLMRoutingEnv(BatchEnv):
       scores of the running requests that Eq. 15 says this action makes late. `penalty="literal"`
       also charges those already late.
     - `"completed_qos"`: the first term alone.
-    - `"paid_forward"`: the score is paid when a request is accepted and taken back if it ends late:
-      `completed_qos` shaped by the potential "true score in flight", with the same sum over an
-      episode.
+    - `"paid_forward"`: the score is paid when a request is accepted and taken back if it ends late, with
+      the same sum over an episode as `completed_qos`.
 
-    A request stays some 26 decisions at 8 requests/s: discounts of .98 or .99 suit all but
-    `paid_forward`, which with a discount is another problem. Learners begin with `LLMRoutingSummary`.
+    A request stays some 26 decisions at 8 requests/s: begin with a discount of .97 to .98.
 
     ## Starting State
 
     Every expert is idle and the first request is at the router.
 
-    ## Failures
-
-    With `failures={"mean_time_to_failure_s": ..., "mean_time_to_repair_s": ...}` each expert is up and
-    down for independent exponential times, drawn at reset; all are up at time 0. An expert that goes
-    down loses every request that it runs, queues or is being sent: they have the outcome `failed` and
-    a QoS of 0 (`paid_forward` takes their scores back). While it is down its mask is 0, its rows are
-    empty, and what is sent there is rejected; it comes back idle.
-
-    ## Fleets
-
-    `fleet=` takes the place of the arguments that describe the experts and their load:
-
-    - the name of a fleet (`edge-6-heterogeneous`, `edge-6-homogeneous`, `paper-linear`) or of a
-      deployment, whose other arguments may still be given: `a10-4-chat` (4 A10, 64 sequences), `h100-8`
-      (8 H100, 128 sequences), `h100-2-a10-4` (a mix). `servegym.envs.llm_routing.deployments` has
-      the source of each of their numbers;
-    - `"random"`: every episode has a fleet of its own, drawn from the seed at reset;
-    - a setting, a dict as `json.loads(info["fleet"])` has it: that fleet in every episode.
-
-    What `"random"` draws, and what `fleet_kwargs` may hold instead: one number or a pair (low, high) for
-    a range, one value or a list of some for the rest.
-
-    | Key | Drawn from | What it is |
-    |---|---|---|
-    | `num_experts` | 2 to 16 | N |
-    | `num_cards`, `num_models` | 1 to 3, 1 to 12 | kinds of cards and of models in the fleet, at most |
-    | `cards` | all profiles of real cards | of which the kinds are taken |
-    | `models` | the catalog's models whose memory is known | of which the kinds are taken |
-    | `running_capacity`, `waiting_capacity` | 5 to 64, log-uniform | R, W |
-    | `memory` | 0.5 to 4, log-uniform | KV tokens of an expert over R times what a request holds on average; at least the longest request, at most what the card has |
-    | `scheduler`, `memory_policy` | `orca`, `chunked_prefill`; `reserve`, `paged` | |
-    | `prefill_token_budget` | 512, 1024, 2048 | tokens an iteration |
-    | `latency` | 1.2 to 4, log-uniform | L over the latency per token of a lone request on the median expert |
-    | `load` | 0.4 to 1.3 | rate over what the fleet serves within L (`FleetSource.served_rps`) |
-    | `arrivals` | `poisson`, `gamma`, `mmpp` | `gamma` with a `cv` of 1 to 4, `mmpp` with a `rate_ratio` of 2 to 8, a `busy_share` of 0.1 to 0.4 and `cycle_requests` of 20 to 400, all log-uniform |
-    | `predictor` | `confusion`, `learned`, `mean` | of scores and lengths |
-
-    With `"random"` or a setting all arrays are padded to N = 16, R = W = 64: masks and rows are 0 where
-    there is nothing, action n of an expert that does not exist is masked and rejects the request, and the
-    Dict has one more key, `fleet` (16, 11): 1 for an expert that exists, indexes of its card and of its
-    column of the request table, KV tokens, R, W, 1 for `chunked_prefill`, 1 for `paged`, seconds of a
-    decode iteration of one sequence and of R, k1 of Eq. 13. `LLMRoutingSummaryEnv` has a fixed number of
-    features an expert for any R and W. `reset` shows the setting as JSON in `info["fleet"]`.
-
-    >>> import gymnasium, json, servegym
-    >>> env = gymnasium.make("servegym/LLMRouting-v1", fleet="random", fleet_kwargs={"num_experts": 4})
-    >>> setting = json.loads(env.reset(seed=0)[1]["fleet"])
-    >>> len(setting["profiles"]), sorted(setting)[:3]
-    (4, ['arrivals', 'arrivals_kwargs', 'kv_capacity_tokens'])
-    >>> again = gymnasium.make("servegym/LLMRouting-v1", fleet=setting)
-
     ## Episode End
 
-    After `episode_requests` decisions the engine drains, what still completes counts in the last
-    reward, and the episode terminates with an observation of empty queues. A time limit truncates
-    without draining: no observation announces the drain, and `max_episode_steps` of one less than
-    `episode_requests` keeps it out of a learner's rewards.
+    After `episode_requests` decisions the engine drains, what still completes counts in the last reward,
+    and the episode terminates with an observation of empty queues. Nothing announces the drain:
+    `max_episode_steps=episode_requests - 1` keeps it out of a learner's rewards.
 
     ## Information
 
-    `reset` and `step`: `action_mask`. `reset` where fleets are drawn: `fleet`. `step`: `reward_terms`, whose values add up to the reward. The
-    last step: `episode_kpis` (`avg_qos` over all requests, `mean_latency_s_per_token`, `mean_ttft_s`,
-    `mean_tpot_s`, `mean_e2e_s` and its parts, `violation_rate`, `drop_rate`, `reject_rate`,
-    `memory_use`, `goodput_rps`, with failures `failure_rate`). `env.unwrapped.request_log()` has one row per request.
+    `action_mask`; at a reset where fleets are drawn `fleet`; after a step `reward_terms`, which add up to
+    the reward; in the end `episode_kpis` (`avg_qos` over all requests, latencies, rates of violations,
+    drops and rejections, ...). `env.unwrapped.request_log()` has one row per request.
 
     ## Arguments
 
-    | Name | Default | Meaning |
-    |---|---|---|
-    | `fleet`, `fleet_kwargs` | none | see Fleets |
-    | `num_experts` | 6, or as many as `profiles` lists | N |
-    | `profiles` | `"edge-6-heterogeneous"` | a fleet, a profile for all experts, or a list of profiles |
-    | `models` | the fleet's | catalog model of each expert |
-    | `catalog`, `catalog_kwargs` | `"alpaca_eval_7b"` | requests with each model's score and length, and keywords; see below |
-    | `split` | `"train"` | prompts to draw from: `train`, `val`, `eval` or `all` |
-    | `arrivals`, `arrivals_kwargs` | `"poisson"` | arrival process and its keywords, see below |
-    | `rate` | 5.0 | mean requests/s, or a range (low, high) drawn from for each episode |
-    | `latency_requirement_s` | 0.030 | L in s per token, or a range |
-    | `episode_requests` | 1000, or all of `requests_file` | decisions in an episode |
-    | `score_predictor`, `length_predictor` | `"confusion"` | `confusion`, `learned`, `mean`, `zero` or `exact` |
-    | `predictor_kwargs` | none | keywords of the predictors, see below |
-    | `buckets`, `predictor_seed` | `"quantile"`, 0 | how predictions are bucketed; seed of their errors |
-    | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
-    | `scheduler` | `"orca"` | `orca` (prefills block decodes) or `chunked_prefill` |
-    | `memory_policy`, `prefix_caching` | `"reserve"`, False | `reserve` room for the longest answer, or `paged` with preemption |
-    | `async_scheduling` | False | iterations are planned one ahead (`chunked_prefill` only): arrivals join one later |
-    | `running_capacity`, `waiting_capacity` | 5, 5 | R, W, each 1 to 256 |
-    | `prefill_token_budget`, `block_size` | 2048, 16 | tokens an iteration, tokens a KV block |
-    | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
-    | `staleness_s` | 0.0 | age of what the router sees of the experts |
-    | `failures` | none | mean times to failure and to repair, in s; see Failures |
-    | `requests_file` | none | CSV of the requests of every episode, in its order; see below |
-    | `step_factors` | none | true over the profile's time, by profile name: (iterations with prefill, decodes alone) |
-    | `max_output_tokens` | the catalog's | longest answer |
-    | `validate` | False | check every observation against the space (slow) |
-    | `render_mode` | None | `ansi` or `rgb_array` |
-
-    What `arrivals_kwargs` takes by process; what is not given has the fitted value:
-
-    | `arrivals` | Process | Keywords |
-    |---|---|---|
-    | `poisson` | exponential gaps | none |
-    | `gamma` | gamma gaps | one of `cv` (coefficient of variation of the gaps), `shape`, `fit` |
-    | `mmpp` | Poisson with a calm and a busy state | `rate_ratio` (busy over calm), `busy_share` (of the time), `cycle_requests` (mean requests of a calm and a busy period), `fit` |
-    | `burstgpt`, `azure` | gamma gaps at a rate that varies slowly, fitted to that trace | `cv` (gaps), `rate_cv` (rate over blocks), `rho` (correlation of adjacent blocks), `block_requests` (mean requests of a block), `window` (True: each episode has the mean rate asked for) |
-    | `trace` | a file's arrivals, rescaled to `rate` | `path` (needed), `fmt` (`burstgpt`, `azure`, `mooncake`, `csv`, `jsonl`; else detected), `start_s` (drawn unless given), `window_s` |
-
-    `fit` is `"burstgpt"` (default) or `"azure"`. What `catalog_kwargs` takes by catalog:
-
-    | `catalog` | Requests | Keywords |
-    |---|---|---|
-    | `alpaca_eval_7b` | recorded answers of models of about 7B parameters | none |
-    | `synthetic` | drawn, with the moments of the recorded ones | `num_models` (12), `num_prompts` (1000), `seed` (0), `max_output_tokens` |
-    | `mix_instruct` | MixInstruct, from your copy | `path` (needed: file or folder), `models`, `score` (`"bertscore"`), `tokenizer`, `max_output_tokens`, `seed` |
-
-    `requests_file` has the columns `arrival_s`, `prompt_tokens`, for each model `score_NAME`, and
-    `output_tokens_NAME` (or `output_tokens` for all); `predicted_score_NAME` and `predicted_tokens_NAME`
-    take the place of the predictors. Expert n is the n-th model unless `models` says otherwise. Such an
-    episode has the same requests at the same times for every seed; `catalog`, `arrivals` and `rate` are
-    the file's.
-
-    `predictor_kwargs` has `{"score": {...}, "length": {...}}`, each with `table` (for `learned`: a file
-    written by `servegym.envs.workloads.predictions.write_table`; `alpaca_eval_7b` ships with one) and
-    `pool` (`"catalog"` or `"columns"`: whether buckets are taken of all models or of the experts').
+    | | Name | Default | Meaning |
+    |---|---|---|---|
+    | workload | `catalog`, `catalog_kwargs`, `split` | `"alpaca_eval_7b"`, none, `"train"` | requests with each model's score and length; `train`, `val`, `eval` or `all` |
+    | | `arrivals`, `arrivals_kwargs`, `rate` | `"poisson"`, none, 5.0 | process and its keywords; mean requests/s, or a range drawn from for each episode |
+    | | `requests_file` | none | CSV of the requests of every episode, in its order |
+    | | `episode_requests`, `latency_requirement_s` | 1000, 0.030 | decisions in an episode; L in s per token, or a range |
+    | engine | `fleet`, `fleet_kwargs` | none | a fleet or deployment by name, `"random"`, or a setting |
+    | | `num_experts`, `profiles`, `models` | 6, `"edge-6-heterogeneous"`, the fleet's | N; a fleet, a profile for all, or a list; catalog model of each expert |
+    | | `scheduler`, `async_scheduling` | `"orca"`, False | or `chunked_prefill`; iterations planned one ahead |
+    | | `memory_policy`, `prefix_caching`, `block_size` | `"reserve"`, False, 16 | room for the longest answer, or `paged` with preemption; tokens a KV block |
+    | | `running_capacity`, `waiting_capacity` | 5, 5 | R, W, each 1 to 256 |
+    | | `prefill_token_budget`, `max_output_tokens` | 2048, the catalog's | tokens an iteration; longest answer |
+    | | `failures`, `step_factors` | none | mean times to failure and repair, s; true over the profile's time, by profile |
+    | network | `bandwidth_bps`, `bytes_per_token`, `router_delay_s` | 1e6, 4, 0.005 | the way to an expert |
+    | observation | `score_predictor`, `length_predictor`, `predictor_kwargs` | `"confusion"` | `confusion`, `learned`, `mean`, `zero` or `exact` |
+    | | `buckets`, `predictor_seed`, `staleness_s` | `"quantile"`, 0, 0.0 | how predictions are bucketed; seed of their errors; age of what is seen of the experts |
+    | | `validate`, `render_mode` | False, None | check every observation (slow); `ansi` or `rgb_array` |
+    | reward | `reward`, `penalty`, `estimator` | `"qos_aware"`, `"new_violations"`, `"true"` | see Rewards; `estimator="predicted"` charges by predictions |
 
     >>> import gymnasium, servegym
     >>> env = gymnasium.make("servegym/LLMRouting-v1", num_experts=3, rate=2.0)
@@ -213,22 +113,20 @@ class LLMRoutingEnv(BatchEnv):
     >>> observation["request"].shape, info["action_mask"].tolist()
     ((3, 3), [1, 1, 1, 1])
     >>> observation, reward, terminated, truncated, info = env.step(1)
-    >>> terminated, truncated
-    (False, False)
+    >>> terminated
+    False
 
     ## Vectorized environment
 
-    `gymnasium.make_vec("servegym/LLMRouting-v1", num_envs=64)` steps all systems in one kernel call and
-    equals `SyncVectorEnv` bit for bit.
+    `gymnasium.make_vec("servegym/LLMRouting-v1", num_envs=64)` equals `SyncVectorEnv` bit for bit.
 
     ## References
 
-    [1] J. Yang, Q. Wu, Z. Feng, Z. Zhou, D. Guo, X. Chen: "Quality-of-Service Aware LLM Routing for
-    Edge Computing with Multiple Experts", arXiv:2508.00234.
+    [1] J. Yang et al.: Quality-of-Service Aware LLM Routing for Edge Computing, arXiv:2508.00234.
 
     ## Version History
 
-    - v1: the observation has the load, all views but that of the experts alone
+    - v1: the observation has the load, in all views but that of the experts alone
     - v0: initial version
     """
 

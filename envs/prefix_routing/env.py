@@ -29,7 +29,7 @@ class PrefixRoutingEnv(BatchEnv):
     first token and its pace keep their objectives.
 
     All chance (arrivals, sessions, lengths, and where it is a range the rate) is drawn at reset;
-    the engine is deterministic. With `dispatch="think"` a session's next request comes its think
+    the engine is deterministic. Replicas may fail (`docs/prefix-routing.md`). With `dispatch="think"` a session's next request comes its think
     time after the last one has ended, so that slow replicas are asked less.
 
     ## Action Space
@@ -68,15 +68,6 @@ class PrefixRoutingEnv(BatchEnv):
     which it ends. `reward="ttft"`: minus the seconds to the first token, in the step of that token.
     The last step drains the replicas. `info["reward_terms"]` has the term by its name.
 
-    ## Failures
-
-    With `failures={"mean_time_to_failure_s": ..., "mean_time_to_repair_s": ...}` each replica is up and
-    down for independent exponential times, drawn at reset; all are up at time 0. A replica that goes
-    down loses its cache and every request that it runs or queues: they have the outcome `failed`, have
-    not met their objectives, and who waits for them comes as after an end. The gateway sees that at
-    once, forgets what its index has for the replica, and its mask is 0 while it is down, save where all
-    are: what is sent to a replica that is down is rejected.
-
     ## Starting State
 
     Replicas are idle and empty. The first `warmup_requests` are routed by a reference rule (least
@@ -107,7 +98,7 @@ class PrefixRoutingEnv(BatchEnv):
     | `slo` | .5 s + .1 ms/token, 40 ms | `{"ttft_s": ..., "ttft_s_per_token": ..., "tpot_s": ...}`, what is not given as by default |
     | `reward` | `"slo"` | see Rewards |
     | `admission` | False | whether a request may be rejected (needs `reward="slo"`) |
-    | `failures` | None | mean times to failure and to repair, in s (needs `reward="slo"`); see Failures |
+    | `failures` | None | mean times to failure and to repair, in s (needs `reward="slo"`) |
     | `prefix_cache` | `"vllm"` | as vLLM's; `"infinite"`: each replica also finds all that was ever sent to it; `"pooled"`: all that was sent to any (bounds, which no gateway can have) |
     | `length_noise` | None | standard deviation of log(predicted / true output tokens); None predicts the mean |
     | `validate` | False | check every observation against the space (slow) |
