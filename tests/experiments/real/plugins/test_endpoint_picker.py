@@ -237,34 +237,6 @@ def test_health_and_addresses():
         EndpointPicker(gate, ENDPOINTS[:1] * 6)
 
 
-@pytest.mark.slow
-def test_requests_before_servers_that_fail_end_once_and_nothing_is_held(tmp_path):
-    pytest.importorskip("aiohttp")
-    from servegym.experiments.studies.gateways import soak
-
-    assert soak.main(["--requests", "120", "--out", str(tmp_path)]) == 0
-    flood = ["--at-a-time", str(2 * soak.CAPACITY), "--requests", str(3 * soak.CAPACITY)]
-    flood += ["--token-s", "0.3"]
-    assert soak.main([*flood, "--out", str(tmp_path)]) == 0
-    rows = read_rows(tmp_path / "soak.csv")
-    assert [row["at_a_time"] for row in rows] == [32, 2 * soak.CAPACITY]
-    assert [row["requests"] for row in rows] == [120, 3 * soak.CAPACITY]
-    for row in rows:
-        became = row["answered"] + row["hung_up"] + row["failed"] + row["refused"]
-        assert became == row["requests"]
-        assert row["attempts"] == row["attempts_finished"] + row["attempts_failed"] + row["dropped"]
-        assert row["answered"] == row["attempts_finished"] > 0
-        assert row["refused"] == row["dropped"]
-        assert row["completed_twice"] == row["in_flight_after"] == 0
-        assert row["descriptors_after"] <= row["descriptors_before"] + 6  # a server's own
-    assert rows[0]["refused"] == 0 < rows[1]["refused"]
-    for word in ("requests", "at-a-time"):
-        with pytest.raises(ValueError, match=f"{word.replace('-', '_')} is 0; at least 1"):
-            soak.main([f"--{word}", "0", "--out", str(tmp_path)])
-    with pytest.raises(ValueError, match="token_s is 0.5"):
-        soak.main(["--token-s", "0.5", "--out", str(tmp_path)])
-
-
 def test_the_table_of_agreement(tmp_path):
     from servegym.experiments.studies.gateways import agreement as made
 
