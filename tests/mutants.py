@@ -335,6 +335,9 @@ def main() -> int:
         for mutant in MUTANTS
         if len(sys.argv) < 2 or any(word in " ".join(mutant) for word in sys.argv[1:])
     ]
+    if not chosen:
+        print(f"no mutant has one of {sys.argv[1:]} in its description")
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
