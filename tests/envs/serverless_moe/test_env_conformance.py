@@ -439,9 +439,9 @@ def test_the_documented_constants_are_those_of_the_profile():
     rows = {}
     for line in single.ServerlessMoEEnv.__doc__.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 3:  # names, defaults, meaning
-            names = cells[0].replace("`", "").split(", ")
-            rows.update(zip(names, cells[1].split(", "), strict=False))
+        if len(cells) == 4:  # group, names, defaults, meaning
+            names = cells[1].replace("`", "").split(", ")
+            rows.update(zip(names, cells[2].split(", "), strict=False))
     for name in (
         "price_ratio price_cpu_usd_mb_s bandwidth_mb_s load_mb_s container_start_s z_max payload_mb"
     ).split():
