@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import tempfile
@@ -251,6 +252,18 @@ def result_picture(record: Path, picture: Picture | None) -> bytes | None:
     return draw(picture, [record.with_name(f"{table}.csv") for table in picture.tables])
 
 
+def shown(command: str) -> list[str]:
+    """A result's command, or, where its module is not in the tree, that the table is kept alone."""
+    module = re.match(r"python -m (servegym\.[\w.]+)", command)
+    try:
+        there = module is None or importlib.util.find_spec(module[1]) is not None
+    except ModuleNotFoundError:
+        there = False
+    if there:
+        return ["```sh", command, "```"]
+    return ["The table is kept, the study that made it is not: its code is in the history."]
+
+
 def results() -> list[dict[str, str]]:
     """A page a family of results: picture, findings, command."""
     nav = []
@@ -272,7 +285,7 @@ def results() -> list[dict[str, str]]:
             if len(notes) > MANY:
                 lines += [f'??? note "All {len(notes)} findings"', ""]
             lines += ["    " * (len(notes) > MANY) + f"- {note}" for note in notes]
-            lines += ["", "```sh", record["command"], "```"]
+            lines += ["", *shown(record["command"])]
             rows = f"`experiments/results/{family}/{path.stem}.csv`"
             lines += ["", f"{rows}; {origin(record)}", ""]
         write(f"results/{family}.md", "\n".join(lines))
