@@ -25,7 +25,6 @@ from servegym.agents.lib.checkpoint import AGENTS, shipped
 from servegym.baselines.registry import list_policies
 from servegym.envs.families import FAMILIES, family_of
 from servegym.experiments.bench.timing import short
-from servegym.experiments.cluster.rllib_policy import draw as draw_rllib
 from servegym.experiments.fidelity.report import draw as draw_fidelity
 from servegym.experiments.figures.claims import HEADINGS, TITLES
 from servegym.experiments.figures.claims import lines as claim_lines
@@ -243,8 +242,6 @@ def claims(family: str) -> list[str]:
 
 def result_picture(record: Path, picture: Picture | None) -> bytes | None:
     """The picture of a result, drawn from its tables; None for a result that is a table alone."""
-    if record.stem == "rllib_ppo":
-        return draw_rllib(record.with_suffix(".csv"))
     if record.stem == TABLE:
         return plot(*(read_rows(record.with_name(f"{name}.csv")) for name in (CURVE, TABLE)))
     if picture is None:
