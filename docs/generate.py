@@ -74,6 +74,12 @@ def picture(env_id: str) -> bytes:
         return file.read_bytes()
 
 
+def documented(cls: type) -> str:
+    """A class's docstring as Markdown, the pages that it names as links."""
+    text = fenced(inspect.cleandoc(cls.__doc__ or ""))
+    return re.sub(r"`docs/([\w-]+)\.md`", r"[\1](../\1.md)", text)
+
+
 def environments() -> list[dict[str, str]]:
     """A page an id in Gymnasium's form."""
     nav = []
@@ -97,7 +103,7 @@ def environments() -> list[dict[str, str]]:
             f"*{' '.join(drawing.split())}*",
             "",
         ]
-        text = fenced(inspect.cleandoc(cls.__doc__ or ""))
+        text = documented(cls)
         for other, page in pages.items():  # an id that refers to another's class links its page
             if other is not cls:
                 text = text.replace(f"`{other.__name__}`", f"[`{other.__name__}`]({page}.md)")
@@ -109,7 +115,7 @@ def environments() -> list[dict[str, str]]:
     for function, title in ((routing, "llm_routing"), (placement, "expert_placement")):
         cls = get_type_hints(function)["return"]
         text = f"# {title} (PettingZoo)\n\n`servegym.envs.{title}.parallel_env`\n\n"
-        text += fenced(inspect.cleandoc(cls.__doc__ or ""))
+        text += documented(cls)
         write(f"environments/{title}_parallel.md", text)
         nav.append({f"{title} (PettingZoo)": f"environments/{title}_parallel.md"})
     return nav
