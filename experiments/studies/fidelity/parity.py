@@ -731,7 +731,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stem, rows in found.items():
         write_result(options.out / stem, rows, made, speed_notes(rows) if stem in _ABOUT else [])
     if options.document is not None:
-        first = ("parity-speed", "parity-measured")
+        first = ("parity-speed",)
         update_document(options.document, [one for one in shown if one.key in first])
     print(f"written to {options.out}")
     return 0
