@@ -79,6 +79,14 @@ def draw(space, rng, mask=None):
     return rng.uniform(space.low, space.high).astype(space.dtype)
 
 
+def draw_all(envs, rng, info):
+    """A random action of every environment of a vector, as `step` takes them."""
+    space = envs.single_action_space
+    masks = info.get("action_mask", [None] * envs.num_envs)
+    batch = gym.vector.utils.create_empty_array(space, envs.num_envs)
+    return gym.vector.utils.concatenate(space, [draw(space, rng, m) for m in masks], batch)
+
+
 def single(env_id, **kwargs):
     digest, env = Digest(), gym.make(env_id, **kwargs)
     for seed in range(SEEDS):
@@ -103,12 +111,7 @@ def vector(env_id, mode, **kwargs):
     obs, info = envs.reset(seed=0)
     digest.add((obs, info.get("action_mask", 0)))
     while ends.min() < ENDS:
-        masks = info.get("action_mask", [None] * SEEDS)
-        actions = [draw(envs.single_action_space, rng, mask) for mask in masks]
-        batch = gym.vector.utils.create_empty_array(envs.single_action_space, SEEDS)
-        obs, reward, terminated, truncated, info = envs.step(
-            gym.vector.utils.concatenate(envs.single_action_space, actions, batch)
-        )
+        obs, reward, terminated, truncated, info = envs.step(draw_all(envs, rng, info))
         digest.add((obs, reward, terminated, truncated, info.get("action_mask", 0)))
         ends += terminated | truncated
         for k in np.flatnonzero(terminated | truncated):
@@ -142,13 +145,8 @@ def checkpoint(family, path):
     obs, info = envs.reset(seed=0)
     policy.reset(10, 0)
     for _ in range(20):
-        masks = info.get("action_mask", [None] * 10)
         digest.add(policy.act(obs, info.get("action_mask")))
-        actions = [draw(envs.single_action_space, rng, mask) for mask in masks]
-        batch = gym.vector.utils.create_empty_array(envs.single_action_space, 10)
-        obs, _, _, _, info = envs.step(
-            gym.vector.utils.concatenate(envs.single_action_space, actions, batch)
-        )
+        obs, _, _, _, info = envs.step(draw_all(envs, rng, info))
     return digest.text()
 
 
