@@ -46,9 +46,9 @@ from servegym.baselines.llm_routing.features import load_scores
 from servegym.baselines.llm_routing.fleets import FleetSystem, PerFleet
 from servegym.baselines.llm_routing.system import RoutingSystem
 from servegym.baselines.prefix_routing import features as prefix_features
-from servegym.baselines.prefix_routing.cells import VALIDATION, cell_of, problem_of
+from servegym.baselines.prefix_routing.cells import cell_of, problem_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
-from servegym.baselines.protocol import BasePolicy
+from servegym.baselines.protocol import VALIDATION, BasePolicy
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 Observation = Mapping[str, NDArray[Any]]
 
+VALIDATION = 1_000_000
+"""Drawn fleets and cells have numbers: a training's lie below this one, its validation's do not."""
+
 
 @runtime_checkable
 class Policy(Protocol):

@@ -519,7 +519,6 @@ def _run_episodes(
     policy.reset(count, seed=policy_seed(entered, seed, start))
     learn = learner(entered, envs)
     returns = np.zeros(count)
-    has_log = hasattr(envs.unwrapped, "request_log")
     ended = np.zeros(count, dtype=bool)
     while not ended.any():
         actions = policy.act(observation, mask)
@@ -535,7 +534,7 @@ def _run_episodes(
         mask = info.get("action_mask")
     if not ended.all():
         raise RuntimeError("episodes of one environment differ in length")
-    kpis = info["episode_kpis"]
+    kpis, has_log = info["episode_kpis"], hasattr(envs.unwrapped, "request_log")
     return [
         {
             "kpis": {key: float(kpis[key][row]) for key in kpis if key[0] != "_"},

@@ -18,6 +18,7 @@ from servegym._jit import borrowed, inline, jit
 from servegym.baselines.llm_routing.greedy_qos import with_mean_scores
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem, interpolate
+from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing.fleets import FleetSource
 
 Floats = NDArray[np.float32]
@@ -28,8 +29,6 @@ CONTEXT = 8
 """Features of the fleet."""
 SIZE = 2 * INDEX + 3
 """Weights of the linear index."""
-VALIDATION = 1_000_000
-"""Where the streams of the validation fleets begin."""
 NAMED = ("edge-6-heterogeneous", "paper-linear", "edge-6-homogeneous")
 """Fleets that are met beside the drawn ones."""
 

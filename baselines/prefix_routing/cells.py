@@ -19,6 +19,7 @@ from servegym.baselines.prefix_routing import RULES, Rule
 from servegym.baselines.prefix_routing.policy import view_of
 from servegym.baselines.prefix_routing.system import PrefixSystem
 from servegym.baselines.prefix_routing.view import NOWHERE
+from servegym.baselines.protocol import VALIDATION
 from servegym.envs.prefix_routing.config import DICT, Problem, build_problem
 from servegym.envs.prefix_routing.core import PrefixBatch
 from servegym.envs.prefix_routing.workloads import MAX_RATES
@@ -39,8 +40,6 @@ BASE_RATE = {"tenants": 6.0, "sessions": 1.1, "mooncake": 1.3, "agents": 0.3}
 """Requests/s a replica at which the search for the knee begins."""
 IDLE = 16
 """The part of that rate at which replicas count as idle."""
-VALIDATION = 1_000_000
-"""Where the streams of the validation cells begin, which have recorded sessions of ``val``."""
 
 
 def draw_cell(kind: str, rng: np.random.Generator) -> Cell:

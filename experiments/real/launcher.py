@@ -24,7 +24,6 @@ from servegym._files import write_text
 from servegym.experiments.real import watchdog
 from servegym.experiments.real.engines import START_S, command
 from servegym.experiments.real.fleet_file import (
-    LOOPBACK,
     Endpoint,
     ServerSpec,
     read_endpoints,
@@ -33,7 +32,7 @@ from servegym.experiments.real.fleet_file import (
 )
 from servegym.experiments.real.models import make_model
 
-__all__ = ["Fleet", "down", "free_port", "healthy", "status", "up"]
+__all__ = ["Fleet", "down", "healthy", "status", "up"]
 
 ENDPOINTS = "endpoints.json"
 _SUPERVISOR = "supervisor.json"
@@ -48,13 +47,6 @@ def healthy(endpoint: Endpoint, timeout_s: float = 2.0) -> bool:
             return response.status == 200
     except (OSError, ValueError):
         return False
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
 
 
 def _port(spec: ServerSpec) -> int:

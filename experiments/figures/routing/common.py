@@ -68,7 +68,6 @@ REFERENCES = ("greedy_qos", "priced_greedy")
 """Heuristics that everything is compared with episode by episode, where they are measured."""
 SOURCES = ("agents", "baselines.llm_routing", "envs.llm_routing", "envs.workloads")
 GRAPH_AGENTS = ("sac_han", "baseline_rl", "cem", "ppo_sets", "rpi")
-DRAWN = "fleet_search"  # trained on drawn fleets, at no rate of its own
 
 COLUMNS = {
     "latency_ms_per_token": ("mean_latency_s_per_token", 1e3),
@@ -169,9 +168,14 @@ def find_runs(folder: Path) -> list[TrainedRun]:
     }
     for run in sorted(run for run in runs if "shuffled" not in run.name):
         policy = load_policy(run)
-        if policy.agent in GRAPH_AGENTS and policy.name != DRAWN:
+        if _has_a_rate(policy):
             found.append(_trained(policy.name + _unusual(policy.training_env), policy, False))
     return found
+
+
+def _has_a_rate(policy: Any) -> bool:
+    """Whether a policy serves graphs and was trained on one fleet, at rates of its own."""
+    return policy.agent in GRAPH_AGENTS and policy.training_env.get("fleet") != "random"
 
 
 def _unusual(env: Mapping[str, Any]) -> str:
@@ -199,7 +203,7 @@ def shipped_runs(names: Sequence[str] = ()) -> list[TrainedRun]:
     return [
         _trained(f"{name} (shipped)", policy, True)._replace(name=name)
         for name, policy in policies.items()
-        if policy.agent in GRAPH_AGENTS and policy.name != DRAWN
+        if _has_a_rate(policy)
     ]
 
 

@@ -168,7 +168,8 @@ def drawn_fleets(options: Options) -> None:
     own: Any = options
     if own.validation:
         from servegym.agents.cem import DrawnFleets
-        from servegym.baselines.llm_routing.fleet_features import VALIDATION, fleet_of
+        from servegym.baselines.llm_routing.fleet_features import fleet_of
+        from servegym.baselines.protocol import VALIDATION
 
         settings = [fleet_of(VALIDATION + k, DrawnFleets({}).source)["setting"] for k in range(24)]
     else:

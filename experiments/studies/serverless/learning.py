@@ -369,8 +369,6 @@ def seed_preset(options: Options) -> None:
     save(options, "learning_seed_preset", rows, text)
 
 
-ONE_JOB = True
-"""The figures read each other's tables, so that a cluster runs them in one job."""
 FIGURES = {
     "training": training,
     "baselines": baselines,

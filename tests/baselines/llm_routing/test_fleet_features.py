@@ -8,6 +8,7 @@ from servegym.baselines.llm_routing.features import impact_features
 from servegym.baselines.llm_routing.fleet_features import CONTEXT, INDEX, Fleet, fleet_of
 from servegym.baselines.llm_routing.lengths import ExpectedQos
 from servegym.baselines.llm_routing.system import RoutingSystem
+from servegym.baselines.protocol import VALIDATION
 from servegym.envs.llm_routing import kernel
 from servegym.envs.llm_routing.config import build_problem, setting_problem
 from servegym.envs.llm_routing.core import RoutingBatch
@@ -140,4 +141,4 @@ def test_drawn_fleets_are_the_seeds_and_some_have_names():
     first, again = (fleet_of(7, SOURCE) for _ in range(2))
     assert first == again != fleet_of(8, SOURCE)
     assert fleet_of(0, SOURCE)["profiles"] == "edge-6-heterogeneous"
-    assert "setting" in fleet_of(fleet_features.VALIDATION, SOURCE)
+    assert "setting" in fleet_of(VALIDATION, SOURCE)
